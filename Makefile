@@ -1,0 +1,67 @@
+# One way to do each thing, the same for people and CI. Needs make and Python 3.11 or newer, nothing else.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+GENERATED := tandem/v1/__init__.py
+PROTOS := $(wildcard protos/tandem/v1/*.proto)
+TYPED := $(wildcard tandem draft_service target_service coordinator benchmarks models tests) \
+	protos/generate.py hatch_build.py
+# For what is passed on to the command: make test ARGS="-k greedy -x"
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup protos test test-fast lint format demo demo-models bench clean
+
+help: ## List these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(INSTALLED) $(GENERATED) ## Create .venv with everything pinned, and generate the protobuf modules
+
+# The check comes first because pip's own words for an old Python are about some dependency.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: $(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): pyproject.toml constraints.txt hatch_build.py | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[engine,dev]'
+	@touch $@
+
+# A changed proto needs no reinstall: the editable package sees the new modules at once.
+$(GENERATED): $(PROTOS) protos/generate.py | $(INSTALLED)
+	$(BIN)/python protos/generate.py
+
+protos: $(INSTALLED) ## Regenerate tandem/v1 from protos/ if a proto changed
+	$(BIN)/python protos/generate.py
+
+test: setup ## Run the tests, all but the soak tests
+	$(BIN)/python -m pytest -m 'not soak' $(ARGS)
+
+test-fast: setup ## Run the tests that take seconds
+	$(BIN)/python -m pytest -m 'not soak and not slow' $(ARGS)
+
+lint: setup ## Check style, types, the import rules and the protos
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(TYPED)
+	$(BIN)/lint-imports
+	$(BIN)/buf lint protos
+
+format: setup ## Apply the style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo: setup ## Complete a prompt with the bundled models, and compare with the target alone
+	$(BIN)/python -m benchmarks.demo $(ARGS)
+
+demo-models: setup ## Train the bundled pair of models again
+	$(BIN)/python -m models.demo.recipe $(ARGS)
+
+bench: setup ## Measure on this machine
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean: ## Remove what was installed and generated
+	rm -rf $(VENV) tandem/v1 build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,69 @@
+"""One exception tree; each branch maps to one gRPC status code.
+
+    TandemError                  INTERNAL
+    ├── InvalidRequestError      INVALID_ARGUMENT      the request can never succeed as it is
+    ├── CapacityError            RESOURCE_EXHAUSTED    it may succeed later
+    ├── ServiceUnavailableError  UNAVAILABLE           a service is gone, draining or not ready
+    ├── DeadlineError            DEADLINE_EXCEEDED     it took longer than was allowed
+    ├── ProtocolError            INTERNAL              a peer answered what the protocol does not allow
+    └── ConfigurationError       FAILED_PRECONDITION   the service cannot run as it is set up; exit code 2
+        ├── ModelFolderError                           a checkpoint cannot be served
+        └── IncompatibleModelsError                    draft and target do not go together
+
+Messages are one sentence for a user: what was wrong, what it was and what it should be. They may cross the network.
+"""
+
+from __future__ import annotations
+
+import grpc
+
+
+class TandemError(Exception):
+    """Anything that Tandem raises on purpose."""
+
+
+class InvalidRequestError(TandemError):
+    """The request breaks a rule and would break it again."""
+
+
+class CapacityError(TandemError):
+    """There is no room for the request now."""
+
+
+class ServiceUnavailableError(TandemError):
+    """A service that is needed cannot be reached, is draining, or is not ready."""
+
+
+class DeadlineError(TandemError):
+    """The request took longer than it was allowed to."""
+
+
+class ProtocolError(TandemError):
+    """A peer sent what the protocol does not allow; one of the two has a defect or another version."""
+
+
+class ConfigurationError(TandemError):
+    """The process cannot start as it is set up."""
+
+
+class ModelFolderError(ConfigurationError):
+    """A folder does not hold a checkpoint that can be served."""
+
+
+class IncompatibleModelsError(ConfigurationError):
+    """The draft's model and the target's do not go together."""
+
+
+_STATUS_CODES: dict[type[TandemError], grpc.StatusCode] = {
+    InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ServiceUnavailableError: grpc.StatusCode.UNAVAILABLE,
+    DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    ConfigurationError: grpc.StatusCode.FAILED_PRECONDITION,
+    TandemError: grpc.StatusCode.INTERNAL,
+}
+
+
+def status_code(error: TandemError) -> grpc.StatusCode:
+    """The gRPC status code of the nearest branch of the tree that `error` belongs to."""
+    return next(_STATUS_CODES[cls] for cls in type(error).__mro__ if cls in _STATUS_CODES)

@@ -1,0 +1,111 @@
+"""How a process is set up: settings classes filled from the command line, the environment and defaults.
+
+Each option is a field of one class; the command line, its help and the environment are made from it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
+
+from tandem.errors import ConfigurationError
+from tandem.logs import LogFormat, LogLevel
+
+logger = logging.getLogger(__name__)
+
+DataTypeName = Literal["float32", "bfloat16", "float16"]
+
+COMMAND_LINE = SettingsConfigDict(
+    extra="forbid",
+    frozen=True,
+    use_attribute_docstrings=True,
+    cli_kebab_case=True,
+    cli_implicit_flags=True,
+    cli_hide_none_type=True,
+    cli_avoid_json=True,
+)
+"""What every settings class shares. A class adds its `env_prefix`."""
+
+
+class ServerSettings(BaseSettings):
+    """What every server needs."""
+
+    model_config = COMMAND_LINE
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port to listen on; 0 takes any free one."""
+    drain_timeout_seconds: float = Field(default=30.0, ge=0)
+    """After SIGTERM, how long running work may go on before it is cut off."""
+    log_level: LogLevel = "info"
+    """Least severe log line to write."""
+    log_format: LogFormat = "text"
+    """Form of a log line."""
+
+
+class ModelServerSettings(ServerSettings):
+    """What a server needs that runs a model."""
+
+    model: Path
+    """Folder of the checkpoint: config.json, safetensors and tokenizer.json, as from Hugging Face."""
+    device: str = "cpu"
+    """Where the model runs: cpu, cuda or cuda:N."""
+    dtype: DataTypeName | None = None
+    """Type to compute in. By default the checkpoint's own on a GPU and float32 on a CPU."""
+    threads: int | None = Field(default=None, ge=1)
+    """Threads for computation on a CPU. By default one for each core that this process may use."""
+    max_length: int | None = Field(default=None, ge=1)
+    """Most tokens that a sequence may hold, prompt and completion together. By default the model's own maximum."""
+    max_sequences: int = Field(default=32, ge=1)
+    """Most sequences that have a place in the KV cache at once; more of them wait."""
+
+
+SettingsT = TypeVar("SettingsT", bound=BaseSettings)
+
+
+def load_settings(cls: type[SettingsT], arguments: Sequence[str], program: str) -> SettingsT:
+    """Fill a settings class from command-line arguments, then the environment, then its defaults.
+
+    Raises:
+        ConfigurationError: naming every option that is wrong, its value and what it should be.
+        SystemExit: --help was asked for (0), or an option is unknown (2).
+    """
+    prefix = cls.model_config.get("env_prefix") or ""
+    try:
+        source: CliSettingsSource[SettingsT] = CliSettingsSource(
+            cls, cli_parse_args=list(arguments), cli_prog_name=program
+        )
+        return cls(_cli_settings_source=source)
+    except ValidationError as error:
+        raise ConfigurationError(describe_validation_error(error, prefix)) from None
+    except SettingsError as error:
+        raise ConfigurationError(str(error)) from None
+
+
+def describe_validation_error(error: ValidationError, env_prefix: str = "") -> str:
+    """One sentence for each option that is wrong."""
+    return "; ".join(_describe(detail["loc"], detail["msg"], detail["input"], env_prefix, detail["type"])
+                     for detail in error.errors())  # fmt: skip
+
+
+def _describe(location: tuple[int | str, ...], message: str, value: object, env_prefix: str, kind: str) -> str:
+    name = ".".join(str(part) for part in location)
+    option = "--" + name.replace("_", "-")
+    if kind == "missing":
+        return f"{option} is missing; give it, or set {env_prefix}{name.upper()}"
+    if kind == "extra_forbidden":
+        return f"{option} is not an option"
+    return f"{option} is {value!r}: {message[0].lower()}{message[1:]}"
+
+
+def exit_with(error: Exception, code: int) -> None:
+    """End the process with one sentence on stderr."""
+    sys.stderr.write(f"error: {error}\n")
+    sys.exit(code)

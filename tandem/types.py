@@ -1,0 +1,287 @@
+"""The nouns of speculative decoding, as the stages of a round hand them to each other.
+
+A `Proposal` comes from the draft, a `Verification` from the target, an `Acceptance` from the rule that joins them.
+Nothing here knows of gRPC or torch: `tandem.wire` is where these types meet protobuf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+Float32Array = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Sets the tail of a sequence: ``tokens[base_length:] = token_ids``."""
+
+    base_length: int
+    token_ids: Sequence[int]
+
+    @property
+    def length(self) -> int:
+        """Length of the sequence once the delta is applied."""
+        return self.base_length + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn from logits: temperature, then top-k, then top-p, then min-p.
+
+    The order is that of the logits processors in Hugging Face transformers.
+    """
+
+    temperature: float = 1.0
+    """Divides the logits. 0 is greedy, and the fields below have no effect."""
+    top_k: int = 0
+    """Keep only the highest logits; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep only the smallest set of most probable tokens with at least this mass; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep only tokens with at least this share of the highest probability; 0 keeps all."""
+    seed: int = 0
+    """Keys all randomness of the sequence, together with a position and a purpose. A signed 64-bit integer."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the highest logit always wins."""
+        return self.temperature == 0.0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether any token of positive probability is left out."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+class RowKind(Enum):
+    """What is told of a distribution at one position."""
+
+    TOKEN = "token"
+    """One id: the highest logit at temperature 0, else a sample made with the noise both models share."""
+    SUPPORT = "support"
+    """Probabilities on a small support, and what exact rejection sampling needs to know of the rest."""
+    DENSE = "dense"
+    """Logits of the whole vocabulary."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SparseDistribution:
+    """Probabilities of a few tokens that sum to one; every other token has none."""
+
+    token_ids: IntArray
+    """Distinct ids, shape [support_size]."""
+    probs: FloatArray
+    """Their probabilities, shape [support_size]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseLogits:
+    """Logits of the whole vocabulary, before temperature and truncation."""
+
+    logits: Float32Array
+    """Shape [vocabulary_size]."""
+
+
+DraftDistribution = SparseDistribution | DenseLogits
+"""What a proposed token was drawn from, as a draft service tells it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Proposal:
+    """Tokens that the draft expects the target to say next."""
+
+    base_length: int
+    """Length of the sequence that the proposal extends."""
+    token_ids: tuple[int, ...] = ()
+    """The proposed tokens, K of them, possibly none."""
+    distributions: tuple[DraftDistribution, ...] = ()
+    """What each token was drawn from. Empty when the proposal is deterministic: each distribution is then one-hot."""
+    token_logits: Float32Array | None = None
+    """Each token's logit before temperature, shape [K]. None unless it was asked for."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """One token id of the target at a position."""
+
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowStatistics:
+    """Figures of a whole row that cannot be had from its support."""
+
+    entropy: float
+    """Shannon entropy, in nats."""
+    max_prob: float
+    """Highest probability."""
+    argmax_token_id: int
+    """The token that has it; the lowest id among equals."""
+    ranks: IntArray
+    """For each id of the support, how many tokens are more probable; shape [support_size]."""
+    logits: Float32Array
+    """For each id of the support, its logit before temperature; shape [support_size]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SupportRow:
+    """The target's distribution at a position as far as exact rejection sampling can ask for it.
+
+    Outside the draft's support the residual max(target - draft, 0) is the target's own distribution, so its mass and
+    one sample of it say everything.
+    """
+
+    token_ids: IntArray
+    """The support that was asked for, shape [support_size]; empty for a position past the proposal."""
+    probs: FloatArray
+    """The target's probabilities there, shape [support_size]."""
+    outside_mass: float
+    """Probability outside the support."""
+    outside_token_id: int
+    """A sample of the target restricted to outside the support; -1 when there is no mass there."""
+    statistics: RowStatistics | None = None
+    """Set when the step asked for it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseRow:
+    """Logits of the target at a position, before temperature and truncation."""
+
+    logits: Float32Array
+    """Shape [vocabulary_size]."""
+
+
+TargetRow = TokenRow | SupportRow | DenseRow
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verification:
+    """The target's answer to a proposal: one row for each proposed token and one for the token after them."""
+
+    base_length: int
+    """Length of the sequence whose next token the first row tells."""
+    rows: tuple[TargetRow, ...]
+    """K + 1 rows, all of one kind."""
+
+
+class NextToken(Enum):
+    """Where the token after the accepted run comes from."""
+
+    BONUS = "bonus"
+    """Everything proposed was accepted; the target supplied one more."""
+    RECOVERED = "recovered"
+    """A proposed token was rejected; this one stands in its place."""
+    NONE = "none"
+    """The rule supplies no token here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What is kept of a proposal."""
+
+    accepted_count: int
+    """How many of the proposed tokens are kept, from the first on."""
+    next_token_id: int
+    """The token after them; -1 when `next_token` is NONE."""
+    next_token: NextToken
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOptions:
+    """What a draft service is told when a sequence opens."""
+
+    request_id: str
+    sampling: SamplingParams
+    max_length: int = 0
+    """Most tokens the sequence will hold; 0 means the model's own maximum."""
+    row_kind: RowKind = RowKind.TOKEN
+    """Which distribution travels with each proposed token."""
+    draft_top_k: int = 0
+    """For RowKind.SUPPORT, how many of its most probable tokens the draft keeps; 0 means the service's default."""
+    with_token_logits: bool = False
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOptions:
+    """What a target service is told when a sequence opens."""
+
+    request_id: str
+    sampling: SamplingParams
+    max_length: int = 0
+    """Most tokens the sequence will hold; 0 means the model's own maximum."""
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ProposeStep:
+    """Changes a sequence on the draft and asks for a proposal."""
+
+    delta: Delta
+    token_count: int
+    """Tokens to propose; 0 only computes the KV cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyStep:
+    """Changes a sequence on the target and asks for rows at its last positions."""
+
+    delta: Delta
+    row_kind: RowKind
+    row_count: int
+    """Rows to answer with; the last of them tells the token after the sequence's end."""
+    supports: tuple[IntArray, ...] = ()
+    """For RowKind.SUPPORT, the ids of each row's support; rows past the end of the list have an empty one."""
+    with_statistics: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a service says of the model it serves."""
+
+    name: str
+    architecture: str
+    vocabulary_size: int
+    tokenizer_hash: str
+    max_length: int
+    dtype: str
+    eos_token_ids: tuple[int, ...] = ()
+    service_version: str = ""
+    parameter_count: int = 0
+
+
+@dataclass(slots=True)
+class PositionFigures:
+    """What became of the tokens proposed at one position of the proposal."""
+
+    drafted: int = 0
+    reached: int = 0
+    """Of these, whose predecessors in the proposal were all accepted."""
+    accepted: int = 0
+
+
+class FinishReason(Enum):
+    """Why a completion ended, in OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(slots=True)
+class SpeculationFigures:
+    """Counts of what speculation did, for one request or for many."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    positions: list[PositionFigures] = field(default_factory=list)

@@ -1,0 +1,1 @@
+"""The only place where domain types meet protobuf: one file per boundary."""

@@ -1,0 +1,169 @@
+"""What both internal protocols share."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tandem.errors import InvalidRequestError, ProtocolError
+from tandem.types import Delta, Float32Array, FloatArray, IntArray, ModelInfo, RowKind, SamplingParams
+from tandem.v1 import types_pb2
+
+_ROW_KINDS = {
+    RowKind.TOKEN: types_pb2.ROW_KIND_TOKEN,
+    RowKind.SUPPORT: types_pb2.ROW_KIND_SUPPORT,
+    RowKind.DENSE: types_pb2.ROW_KIND_DENSE,
+}
+_ROW_KINDS_BACK = {value: kind for kind, value in _ROW_KINDS.items()}
+
+
+def row_kind_to_proto(kind: RowKind) -> types_pb2.RowKind:
+    """The protocol's word for a row kind."""
+    return _ROW_KINDS[kind]
+
+
+def row_kind_from_proto(value: types_pb2.RowKind) -> RowKind:
+    """The row kind that a message names.
+
+    Raises:
+        InvalidRequestError: it names none, or one of a later version.
+    """
+    try:
+        return _ROW_KINDS_BACK[value]
+    except KeyError:
+        names = ", ".join(types_pb2.RowKind.Name(known) for known in _ROW_KINDS_BACK)
+        raise InvalidRequestError(f"row_kind is {value}; it must be one of {names}") from None
+
+
+def delta_to_proto(delta: Delta) -> types_pb2.Delta:
+    """A delta as a message."""
+    return types_pb2.Delta(base_length=delta.base_length, token_ids=delta.token_ids)
+
+
+def delta_from_proto(message: types_pb2.Delta) -> Delta:
+    """The delta of a message.
+
+    Raises:
+        InvalidRequestError: its base length is negative.
+    """
+    if message.base_length < 0:
+        raise InvalidRequestError(f"delta.base_length is {message.base_length}; it must be at least 0")
+    return Delta(message.base_length, list(message.token_ids))
+
+
+def sampling_to_proto(sampling: SamplingParams) -> types_pb2.SamplingParams:
+    """Sampling parameters as a message."""
+    return types_pb2.SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+    )
+
+
+def sampling_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
+    """The sampling parameters of a message.
+
+    Raises:
+        InvalidRequestError: one of them is out of range.
+    """
+    sampling = SamplingParams(message.temperature, message.top_k, message.top_p, message.min_p, message.seed)
+    check_sampling(sampling)
+    return sampling
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Refuse sampling parameters that are out of range.
+
+    Raises:
+        InvalidRequestError: naming every parameter that is, its value and its range.
+    """
+    ranges = (
+        ("temperature", sampling.temperature, 0.0 <= sampling.temperature < float("inf"), "a finite number >= 0"),
+        ("top_k", sampling.top_k, sampling.top_k >= 0, "an integer >= 0 (0 keeps all tokens)"),
+        ("top_p", sampling.top_p, 0.0 < sampling.top_p <= 1.0, "in (0, 1]"),
+        ("min_p", sampling.min_p, 0.0 <= sampling.min_p <= 1.0, "in [0, 1]"),
+    )
+    broken = [f"{name} is {value:g}; it must be {allowed}" for name, value, holds, allowed in ranges if not holds]
+    if broken:
+        raise InvalidRequestError("; ".join(broken))
+
+
+def model_info_to_proto(info: ModelInfo) -> types_pb2.ModelInfo:
+    """A model's description as a message."""
+    return types_pb2.ModelInfo(
+        name=info.name,
+        architecture=info.architecture,
+        vocabulary_size=info.vocabulary_size,
+        tokenizer_hash=info.tokenizer_hash,
+        max_length=info.max_length,
+        dtype=info.dtype,
+        eos_token_ids=info.eos_token_ids,
+        service_version=info.service_version,
+        parameter_count=info.parameter_count,
+    )
+
+
+def model_info_from_proto(message: types_pb2.ModelInfo) -> ModelInfo:
+    """The model's description in a message."""
+    return ModelInfo(
+        name=message.name,
+        architecture=message.architecture,
+        vocabulary_size=message.vocabulary_size,
+        tokenizer_hash=message.tokenizer_hash,
+        max_length=message.max_length,
+        dtype=message.dtype,
+        eos_token_ids=tuple(message.eos_token_ids),
+        service_version=message.service_version,
+        parameter_count=message.parameter_count,
+    )
+
+
+def floats_to_bytes(values: FloatArray | Float32Array) -> bytes:
+    """Little-endian binary32. A `repeated float` of a vocabulary costs milliseconds to encode, bytes do not."""
+    return values.astype("<f4", copy=False).tobytes()
+
+
+def floats_from_bytes(data: bytes, count: int, what: str) -> Float32Array:
+    """Array of shape [count] over the message's own bytes, without a copy.
+
+    Raises:
+        ProtocolError: the bytes are not `count` floats.
+    """
+    if len(data) != 4 * count:
+        raise ProtocolError(f"{what} holds {len(data)} bytes; it must hold {4 * count} for {count} values")
+    return np.frombuffer(data, dtype="<f4")
+
+
+def ids_to_array(token_ids: object) -> IntArray:
+    """Repeated int32 as an int64 array, shape [count]."""
+    return np.array(token_ids, dtype=np.int64)
+
+
+def logits_to_tensor(logits: Float32Array) -> types_pb2.Tensor:
+    """Logits of any shape as a binary32 tensor."""
+    return types_pb2.Tensor(
+        data_type=types_pb2.DATA_TYPE_FLOAT32, shape=logits.shape, data=floats_to_bytes(logits)
+    )
+
+
+def logits_from_tensor(tensor: types_pb2.Tensor, what: str) -> Float32Array:
+    """Logits as binary32, whatever type they travelled in.
+
+    Raises:
+        ProtocolError: its type is unknown, or its bytes do not fill its shape.
+    """
+    shape = tuple(tensor.shape)
+    count = int(np.prod(shape))
+    width = 4 if tensor.data_type == types_pb2.DATA_TYPE_FLOAT32 else 2
+    if len(tensor.data) != count * width:
+        raise ProtocolError(f"{what} holds {len(tensor.data)} bytes; its shape {shape} needs {count * width}")
+    if tensor.data_type == types_pb2.DATA_TYPE_FLOAT32:
+        return np.frombuffer(tensor.data, dtype="<f4").reshape(shape)
+    if tensor.data_type == types_pb2.DATA_TYPE_FLOAT16:
+        return np.frombuffer(tensor.data, dtype="<f2").astype(np.float32).reshape(shape)
+    if tensor.data_type == types_pb2.DATA_TYPE_BFLOAT16:
+        # bfloat16 is the upper half of binary32, which numpy has no name for.
+        halves = np.frombuffer(tensor.data, dtype="<u2").astype(np.uint32)
+        return (halves << 16).view(np.float32).reshape(shape)
+    raise ProtocolError(f"{what} has data type {tensor.data_type}; it must be float32, float16 or bfloat16")

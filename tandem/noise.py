@@ -37,7 +37,7 @@ Array: TypeAlias = Any
 
 
 def _signed(bits: int) -> int:
-    """The 64 bits as a signed number, the one kind of 64-bit integer that numpy and torch both compute with."""
+    """The 64 bits as a signed number, which is what numpy and torch both compute with."""
     return bits - (1 << 64) if bits >> 63 else bits
 
 

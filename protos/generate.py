@@ -1,7 +1,7 @@
 """Compile the protos into `tandem/v1`: messages, gRPC stubs, and type stubs for both.
 
-The build hook runs this for every install and wheel, and `make protos` runs it by hand. The path of a proto below
-`protos/` is the import path of its module, so what protoc writes is used as it is, with no rewriting.
+The build hook runs this for every install and wheel, and `make protos` runs it by hand. The path of a proto
+below `protos/` is the import path of its module, so what protoc writes is used as it is, with no rewriting.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def generate(root: Path = ROOT) -> list[Path]:
         raise ProtoError(f"no .proto file in {root / 'protos' / PACKAGE}")
     outputs = _expected_outputs(root / PACKAGE, sources)
     if not _is_current(root / PACKAGE, sources, outputs):
-        # Compiled aside, then moved file by file: a proto that does not parse leaves the last good modules in place,
-        # and a program that is importing them meanwhile never finds one half written.
+        # Compiled aside, then moved file by file: a proto that does not parse leaves the last good modules in
+        # place, and a program that is importing them meanwhile never finds one half written.
         with tempfile.TemporaryDirectory(prefix=".protos-", dir=root) as scratch:
             _compile(root / "protos", sources, Path(scratch))
             _install(Path(scratch) / PACKAGE, root / PACKAGE, outputs)
@@ -67,7 +67,7 @@ def _compile(proto_root: Path, sources: list[Path], destination: Path) -> None:
         f"--python_out={destination}",
         f"--grpc_python_out={destination}",
         f"--mypy_out=quiet:{destination}",
-        # Every server and client here is grpc.aio; stubs for both worlds would type each value as a union of the two.
+        # Every server and client here is grpc.aio; stubs for both worlds would type each value as a union.
         f"--mypy_grpc_out=quiet,only_async:{destination}",
         *(source.relative_to(proto_root).as_posix() for source in sources),
     ]
@@ -78,7 +78,7 @@ def _compile(proto_root: Path, sources: list[Path], destination: Path) -> None:
 
 
 def _plugin(name: str) -> str:
-    # An isolated build puts its own scripts on PATH, and they must win over those of the environment around it.
+    # An isolated build puts its own scripts on PATH, and they must win over those of the environment around.
     search_path = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
     found = shutil.which(name, path=search_path)
     if found is None:

@@ -1,0 +1,97 @@
+"""Who may open a sequence: first come, first served, as far as the KV arena has room."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from tandem.engine.cache import KvUsage
+from tandem.engine.extents import ExtentPool
+from tandem.engine.sequence import Sequence
+from tandem.errors import CapacityError, ServiceUnavailableError
+
+
+class Admission:
+    """Keeps account of the arena. Lives on the event loop's thread and is touched from nowhere else."""
+
+    def __init__(self, total_tokens: int, max_sequences: int, max_waiting: int, vocabulary_size: int) -> None:
+        self._pool = ExtentPool(total_tokens)
+        self._max_sequences = max_sequences
+        self._max_waiting = max_waiting
+        self._vocabulary_size = vocabulary_size
+        self._open: set[Sequence] = set()
+        self._waiting: deque[tuple[int, asyncio.Future[Sequence]]] = deque()
+
+    async def open(self, max_length: int) -> Sequence:
+        """A sequence with room for `max_length` tokens, as soon as there is room and nobody waits longer.
+
+        Raises:
+            CapacityError: too many are waiting already.
+        """
+        sequence = None if self._waiting else self._try_open(max_length)
+        if sequence is not None:
+            return sequence
+        if len(self._waiting) >= self._max_waiting:
+            raise CapacityError(
+                f"The KV cache is full and {len(self._waiting)} requests are waiting for it, which is the limit; try later."
+            )
+        return await self._wait(max_length)
+
+    def close(self, sequence: Sequence) -> None:
+        """Takes a sequence's room back and gives it to those who wait."""
+        if sequence in self._open:
+            self._open.remove(sequence)
+            self._pool.free(sequence.extent)
+            self._admit()
+
+    def refuse_waiting(self) -> None:
+        """Ends the wait of everybody: the engine is closing."""
+        while self._waiting:
+            _, future = self._waiting.popleft()
+            if not future.done():
+                future.set_exception(ServiceUnavailableError("The engine is shutting down."))
+
+    def usage(self) -> KvUsage:
+        """What is held and who waits, now."""
+        return KvUsage(
+            total_tokens=self._pool.total_tokens,
+            reserved_tokens=self._pool.reserved_tokens,
+            used_tokens=sum(sequence.computed_length for sequence in self._open),
+            retained_tokens=0,
+            sequence_count=len(self._open),
+            waiting_count=len(self._waiting),
+        )
+
+    async def _wait(self, max_length: int) -> Sequence:
+        future: asyncio.Future[Sequence] = asyncio.get_running_loop().create_future()
+        entry = (max_length, future)
+        self._waiting.append(entry)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+                self._admit()  # a smaller request behind this one may fit
+            elif not future.cancelled() and future.exception() is None:
+                self.close(future.result())  # cancelled after room was granted, before the waiter could run
+            raise
+
+    def _admit(self) -> None:
+        while self._waiting:
+            max_length, future = self._waiting[0]
+            if not future.done():
+                sequence = self._try_open(max_length)
+                if sequence is None:
+                    return
+                future.set_result(sequence)
+            self._waiting.popleft()
+
+    def _try_open(self, max_length: int) -> Sequence | None:
+        if len(self._open) >= self._max_sequences:
+            return None
+        extent = self._pool.allocate(max_length)
+        if extent is None:
+            return None
+        sequence = Sequence(extent, max_length, self._vocabulary_size)
+        self._open.add(sequence)
+        return sequence

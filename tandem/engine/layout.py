@@ -1,0 +1,288 @@
+"""How one step packs the tokens of many sequences into one row, and how attention tells them apart again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from tandem.engine.attention import grouped_attention
+from tandem.engine.cache import KvArena, LayerGeometry
+from tandem.engine.extents import granules
+from tandem.engine.sequence import Sequence
+
+_WIDEST_BATCHED_BLOCK = 32
+"""Blocks of more queries than this are attended to one sequence at a time: the kernel is then busy enough."""
+
+_PADDING_WORTH_A_CALL = 256
+"""Keys that may be read in vain per sequence before another kernel call is cheaper. Measured on CPU (8 heads of 32)."""
+
+
+@dataclass(slots=True)
+class Segment:
+    """Consecutive tokens of one sequence in a step."""
+
+    sequence: Sequence
+    token_count: int
+
+    @property
+    def start(self) -> int:
+        """Position of the first token; everything before it is in the arena."""
+        return self.sequence.computed_length
+
+    @property
+    def end(self) -> int:
+        """Length of the sequence's KV after the step."""
+        return self.sequence.computed_length + self.token_count
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Which keys a group reads, and which of them each query sees."""
+
+    first: int
+    length: int
+    mask: Tensor | None
+    is_causal: bool
+
+
+@dataclass(slots=True)
+class _Group:
+    """Segments of one width whose extents lie at equal distances, so that one strided view shows all their keys."""
+
+    segments: list[Segment]
+    spacing: int = 0
+    token_start: int = 0
+    spans: dict[tuple[int | None, int, bool], _Span] = field(default_factory=dict)
+
+    @property
+    def width(self) -> int:
+        return self.segments[0].token_count
+
+    @property
+    def base(self) -> int:
+        return self.segments[0].sequence.extent.start
+
+    @property
+    def token_end(self) -> int:
+        return self.token_start + len(self.segments) * self.width
+
+    @property
+    def longest(self) -> int:
+        return max(segment.end for segment in self.segments)
+
+    def can_take(self, segment: Segment) -> bool:
+        """Whether the segment can join: same width, next in the row of extents, and padding that costs little."""
+        last = self.segments[-1].sequence.extent
+        if segment.token_count != self.width or segment.token_count > _WIDEST_BATCHED_BLOCK:
+            return False
+        spacing = segment.sequence.extent.start - last.start
+        if self.spacing and spacing != self.spacing:
+            return False
+        members = [*self.segments, segment]
+        longest = max(self.longest, segment.end)
+        if longest > min(member.sequence.extent.capacity for member in members):
+            return False  # the view would reach into a neighbour's extent
+        padding = sum(longest - member.end for member in members)
+        return padding <= _PADDING_WORTH_A_CALL * len(members)
+
+    def take(self, segment: Segment) -> None:
+        self.spacing = segment.sequence.extent.start - self.segments[-1].sequence.extent.start
+        self.segments.append(segment)
+
+
+class StepLayout:
+    """One step: which tokens it runs, where their keys and values go, and what each attends to.
+
+    Everything that layers share (masks, indices) is made once here. A captured CUDA graph will replace the lists by
+    static tensors of a bucket's size; `attend` is the only part that a graph records.
+    """
+
+    def __init__(
+        self,
+        segments: Iterable[Segment],
+        arena: KvArena,
+        geometry: SequenceOf[LayerGeometry],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._arena = arena
+        self._geometry = geometry
+        self._dtype = dtype
+        self._device = device
+        self._groups = _grouped(segments)
+        self.segments = [segment for group in self._groups for segment in group.segments]
+        """In the order in which their tokens are packed."""
+        for group in self._groups:
+            self._clear_padding(group)
+        self._write_index = None if len(self.segments) == 1 else self._arena_positions()
+
+    @property
+    def token_count(self) -> int:
+        """Number of tokens in the step."""
+        return self._groups[-1].token_end
+
+    def token_ids(self) -> list[int]:
+        """The step's tokens, packed."""
+        return [
+            token_id
+            for segment in self.segments
+            for token_id in segment.sequence.token_ids[segment.start : segment.end]
+        ]
+
+    def positions(self) -> list[int]:
+        """Each token's position in its sequence, packed."""
+        return [position for segment in self.segments for position in range(segment.start, segment.end)]
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """See `AttentionStep.attend`."""
+        layer_index: int = module.layer_idx  # type: ignore[assignment]
+        self._store(layer_index, key, value)
+        geometry = self._geometry[layer_index]
+        outputs = [
+            self._attend_group(group, layer_index, geometry, query, scale=scale, softcap=softcap, sinks=sinks)
+            for group in self._groups
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def _store(self, layer_index: int, key: Tensor, value: Tensor) -> None:
+        layer = self._arena.layers[layer_index]
+        if self._write_index is not None:
+            layer.keys.index_copy_(1, self._write_index, key[0])
+            layer.values.index_copy_(1, self._write_index, value[0])
+            return
+        segment = self.segments[0]
+        start = segment.sequence.extent.start + segment.start
+        layer.keys[:, start : start + segment.token_count] = key[0]
+        layer.values[:, start : start + segment.token_count] = value[0]
+
+    def _attend_group(
+        self,
+        group: _Group,
+        layer_index: int,
+        geometry: LayerGeometry,
+        query: Tensor,
+        *,
+        scale: float | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Returns [1, group_tokens, heads, value_dim]."""
+        batch, width, heads = len(group.segments), group.width, query.shape[1]
+        repeats = heads // geometry.kv_heads
+        span = self._span(group, geometry.window, repeats, explicit=softcap is not None or sinks is not None)
+        layer = self._arena.layers[layer_index]
+        keys, values = _strided(layer.keys, group, span), _strided(layer.values, group, span)
+        block = query[0, :, group.token_start : group.token_end]
+        block = block.view(heads, batch, width, -1).transpose(0, 1) if batch > 1 else block.unsqueeze(0)
+        if not span.is_causal and repeats > 1:
+            block = block.reshape(batch, geometry.kv_heads, repeats * width, -1)
+        if sinks is not None:
+            sinks = sinks.view(geometry.kv_heads, repeats).repeat_interleave(width, dim=1)
+        output = grouped_attention(
+            block,
+            keys,
+            values,
+            mask=span.mask,
+            is_causal=span.is_causal,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        output = output.view(batch, heads, width, -1).transpose(1, 2)
+        return output.reshape(1, batch * width, heads, -1) if batch > 1 else output
+
+    def _span(self, group: _Group, window: int | None, repeats: int, *, explicit: bool) -> _Span:
+        """What the group's queries see in a layer with this window; the same for every such layer of the step."""
+        cache_key = (window, repeats, explicit)
+        if cache_key not in group.spans:
+            group.spans[cache_key] = self._make_span(group, window, repeats, explicit=explicit)
+        return group.spans[cache_key]
+
+    def _make_span(self, group: _Group, window: int | None, repeats: int, *, explicit: bool) -> _Span:
+        longest = group.longest
+        if window is not None and window >= longest:
+            window = None
+        first = 0 if window is None else max(0, min(segment.start for segment in group.segments) - window + 1)
+        length = longest - first
+        starts = {segment.start for segment in group.segments}
+        if group.width == 1 and len(starts) == 1:
+            return _Span(first, length, None, is_causal=False)
+        if len(group.segments) == 1 and group.width > 1 and starts == {0} and window is None and not explicit:
+            return _Span(first, length, None, is_causal=True)
+        return _Span(first, length, self._mask(group, window, first, length, repeats), is_causal=False)
+
+    def _mask(self, group: _Group, window: int | None, first: int, length: int, repeats: int) -> Tensor:
+        """Zero where a query sees a key and minus infinity elsewhere, [batch, 1, repeats * width, length]."""
+        starts = torch.tensor([segment.start for segment in group.segments], device=self._device)
+        queries = (starts[:, None] + torch.arange(group.width, device=self._device))[:, None, :, None]
+        keys = torch.arange(first, first + length, device=self._device)
+        hidden = keys > queries
+        if window is not None:
+            hidden |= keys <= queries - window
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(
+            hidden, float("-inf")
+        )
+        return mask.repeat(1, 1, repeats, 1) if repeats > 1 else mask
+
+    def _clear_padding(self, group: _Group) -> None:
+        """Zeroes what the group's view shows past the end of its shorter sequences.
+
+        A mask hides those keys, but hiding is arithmetic: a NaN left there by another sequence would survive it.
+        """
+        if len(group.segments) == 1:
+            return
+        longest = group.longest
+        for segment in group.segments:
+            sequence = segment.sequence
+            clean = max(sequence.clean_length, segment.end)
+            if clean < longest:
+                end = min(granules(longest), sequence.extent.capacity)
+                self._arena.zero(sequence.extent.start + clean, sequence.extent.start + end)
+                sequence.clean_length = end
+
+    def _arena_positions(self) -> Tensor:
+        positions = [
+            position
+            for segment in self.segments
+            for position in range(
+                segment.sequence.extent.start + segment.start, segment.sequence.extent.start + segment.end
+            )
+        ]
+        return torch.tensor(positions, device=self._device)
+
+
+def _grouped(segments: Iterable[Segment]) -> list[_Group]:
+    groups: list[_Group] = []
+    token_start = 0
+    for segment in sorted(segments, key=lambda segment: (segment.token_count, segment.sequence.extent.start)):
+        if groups and groups[-1].can_take(segment):
+            groups[-1].take(segment)
+        else:
+            groups.append(_Group([segment], token_start=token_start))
+        token_start += segment.token_count
+    return groups
+
+
+def _strided(storage: Tensor, group: _Group, span: _Span) -> Tensor:
+    """The group's keys or values without a copy, [batch, kv_heads, length, dim]."""
+    kv_heads, total_tokens, dim = storage.shape
+    start = group.base + span.first
+    if len(group.segments) == 1:
+        return storage[:, start : start + span.length].unsqueeze(0)
+    size = (len(group.segments), kv_heads, span.length, dim)
+    return storage.as_strided(size, (group.spacing * dim, total_tokens * dim, dim, 1), start * dim)

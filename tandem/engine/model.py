@@ -1,0 +1,256 @@
+"""Loading a checkpoint into a module whose attention is ours."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import tandem
+from tandem.engine.attention import ATTENTION_NAME, STEP_ARGUMENT, UnsupportedAttentionError
+from tandem.engine.cache import LayerGeometry
+from tandem.engine.checkpoint import Checkpoint, open_checkpoint, recurrent_state_error, tokenizer_hash
+from tandem.errors import ConfigurationError, ModelFolderError
+from tandem.types import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+_ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in memory, ready to run."""
+
+    module: nn.Module
+    info: ModelInfo
+    layers: tuple[LayerGeometry, ...]
+    """What each attention layer stores, by `layer_idx`."""
+    dtype: torch.dtype
+    device: torch.device
+
+
+def load_model(
+    folder: str | Path,
+    *,
+    device: str = "cpu",
+    dtype: str = "bfloat16",
+    threads: int | None = None,
+    name: str | None = None,
+) -> LoadedModel:
+    """Loads a decoder-only Hugging Face checkpoint.
+
+    Args:
+        folder: where the checkpoint is.
+        device: ``cpu``, ``cuda`` or ``cuda:N``.
+        dtype: ``float32``, ``bfloat16`` or ``float16``; the weights are converted to it.
+        threads: CPU threads of torch in this process; None leaves them as they are.
+        name: what the model is called; the folder's name unless given.
+
+    Raises:
+        ModelFolderError: the folder holds no checkpoint that can be served.
+        ConfigurationError: the device or the dtype is not to be had.
+    """
+    torch_device, torch_dtype = _device(device), _dtype(dtype)
+    if threads is not None:
+        torch.set_num_threads(_positive("threads", threads))
+    checkpoint = open_checkpoint(folder)
+    module = _load_module(checkpoint, torch_device, torch_dtype)
+    layers = _probe(module, checkpoint, torch_device)
+    info = ModelInfo(
+        name=name or checkpoint.folder.resolve().name,
+        architecture=checkpoint.architecture,
+        vocabulary_size=_vocabulary_size(module),
+        tokenizer_hash=tokenizer_hash(checkpoint.folder),
+        max_length=_max_length(module.config),
+        dtype=dtype,
+        eos_token_ids=checkpoint.eos_token_ids,
+        service_version=tandem.__version__,
+        parameter_count=sum(parameter.numel() for parameter in module.parameters()),
+    )
+    logger.info(
+        "model loaded",
+        extra={
+            "model": info.name,
+            "architecture": info.architecture,
+            "parameters": info.parameter_count,
+            "dtype": dtype,
+        },
+    )
+    return LoadedModel(module, info, layers, torch_dtype, torch_device)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigurationError(f"The device is {name!r} and should be cpu, cuda or cuda:N.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigurationError(f"The device is {name!r} and should be cpu, cuda or cuda:N.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"The device is {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices."
+        )
+    return device
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ConfigurationError(f"The dtype is {name!r} and should be one of {', '.join(_DTYPES)}.")
+    return _DTYPES[name]
+
+
+def _positive(option: str, value: int) -> int:
+    if value < 1:
+        raise ConfigurationError(f"{option} is {value} and must be at least 1.")
+    return value
+
+
+def _load_module(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Any:
+    """Loads the weights, all of them and nothing else.
+
+    Returns:
+        The transformers model, in evaluation mode. `Any`, because its attributes depend on the architecture.
+    """
+    config = _load_config(checkpoint)
+    _refuse_recurrent(checkpoint, config)
+    try:
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            checkpoint.folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (ValueError, RuntimeError, OSError) as error:
+        raise ModelFolderError(
+            f"The weights in {checkpoint.folder} do not load: {_first_line(error)}."
+        ) from error
+    module, report = loaded
+    _check_loaded(checkpoint, report)
+    return module.to(device).eval().requires_grad_(False)
+
+
+def _load_config(checkpoint: Checkpoint) -> Any:
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            checkpoint.folder, trust_remote_code=False, local_files_only=True
+        )
+    except (ValueError, KeyError, OSError, TypeError) as error:
+        raise _unknown_architecture(checkpoint) from error
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise _unknown_architecture(checkpoint)
+    return config
+
+
+def _unknown_architecture(checkpoint: Checkpoint) -> ModelFolderError:
+    return ModelFolderError(
+        f"The model in {checkpoint.folder} has the architecture {checkpoint.architecture} (model_type "
+        f"{checkpoint.model_type!r}), which transformers {transformers.__version__} does not know as a causal language "
+        "model."
+    )
+
+
+def _refuse_recurrent(checkpoint: Checkpoint, config: Any) -> None:
+    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if getattr(model_class, "_is_stateful", False):
+        raise recurrent_state_error(checkpoint.folder, checkpoint.architecture)
+
+
+def _check_loaded(checkpoint: Checkpoint, report: dict[str, Any]) -> None:
+    """transformers fills gaps with random numbers and only warns; a model with gaps must not be served."""
+    mismatched = sorted(str(entry[0]) for entry in report.get("mismatched_keys", ()))
+    if mismatched:
+        raise ModelFolderError(
+            f"The weights in {checkpoint.folder} do not fit {checkpoint.architecture}: {len(mismatched)} tensors have "
+            f"another shape than config.json says, the first being {mismatched[0]}."
+        )
+    missing = sorted(report.get("missing_keys", ()))
+    if missing:
+        raise ModelFolderError(
+            f"The weights in {checkpoint.folder} are incomplete: {len(missing)} tensors of {checkpoint.architecture} are "
+            f"missing, the first being {missing[0]}."
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0].rstrip(".")
+
+
+def _vocabulary_size(module: Any) -> int:
+    """Rows of the output head: ids that the model can say, which may be more than the tokenizer knows."""
+    return int(module.get_output_embeddings().weight.shape[0])
+
+
+def _max_length(config: Any) -> int:
+    text_config = config.get_text_config(decoder=True)
+    for key in _LENGTH_KEYS:
+        value = getattr(text_config, key, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    raise ModelFolderError(
+        f"The model's config.json gives no maximum length: none of {', '.join(_LENGTH_KEYS)} is set."
+    )
+
+
+class _Probe:
+    """A step that only looks: which layers call attention, and with what shapes."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerGeometry] = {}
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Records the layer; the numbers it returns are meaningless."""
+        layer_index = getattr(module, "layer_idx", None)
+        if not isinstance(layer_index, int) or layer_index in self.layers:
+            raise UnsupportedAttentionError("attention layers cannot be told apart by layer_idx")
+        if getattr(module, "is_causal", True) is False:
+            raise UnsupportedAttentionError("attention is not causal")
+        self.layers[layer_index] = LayerGeometry(key.shape[1], key.shape[3], value.shape[3], window)
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def _probe(module: Any, checkpoint: Checkpoint, device: torch.device) -> tuple[LayerGeometry, ...]:
+    """Learns each layer's geometry by running one token, whatever the config calls things."""
+    probe = _Probe()
+    token = torch.zeros(1, 1, dtype=torch.long, device=device)
+    with torch.inference_mode():
+        module(input_ids=token, position_ids=token, use_cache=False, **{STEP_ARGUMENT: probe})
+    text_config = module.config.get_text_config(decoder=True)
+    kinds = getattr(text_config, "layer_types", None) or []
+    geometry = []
+    for position, layer_index in enumerate(sorted(probe.layers)):
+        layer = probe.layers[layer_index]
+        geometry.append(layer)
+        if position != layer_index:
+            raise ModelFolderError(
+                f"The attention layers of {checkpoint.architecture} are not numbered from 0."
+            )
+    unknown = sorted(set(kinds) - _ATTENTION_LAYER_TYPES)
+    if unknown:
+        raise ModelFolderError(
+            f"The model in {checkpoint.folder} ({checkpoint.architecture}) has layers of type {unknown[0]!r}; only "
+            "full and sliding-window attention are supported."
+        )
+    return tuple(geometry)

@@ -1,0 +1,45 @@
+"""How much an engine may hold at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Limits of one engine. Every field has a default that suits one model on one device."""
+
+    max_length: int | None = None
+    """Longest sequence, in tokens. None takes the model's own limit."""
+    max_sequences: int = 64
+    """Sequences open at once; also the most that one forward pass batches."""
+    max_waiting: int = 256
+    """Requests that may wait for room before more are refused."""
+    prefill_chunk_tokens: int = 512
+    """Most prompt tokens in one step, so that a long prompt delays running sequences by one chunk at most."""
+    kv_cache_bytes: int | None = None
+    """Size of the KV cache. None derives it from `device_memory_utilization`."""
+    device_memory_utilization: float | None = None
+    """Share of the device's memory that weights and KV cache may fill together. None is 0.9 on an accelerator and 0.3
+    on a CPU, whose memory is shared with everything else. Never more is taken than `max_sequences` could use."""
+    prefix_reuse: bool = True
+    """Whether a new sequence takes over the KV of a prefix that another one, open or recently released, has computed."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_sequences", "prefill_chunk_tokens"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigurationError(f"{name} is {value} and must be at least 1.")
+        if self.max_waiting < 0:
+            raise ConfigurationError(f"max_waiting is {self.max_waiting} and must not be negative.")
+        if self.max_length is not None and self.max_length < 1:
+            raise ConfigurationError(f"max_length is {self.max_length} and must be at least 1.")
+        if self.kv_cache_bytes is not None and self.kv_cache_bytes < 1:
+            raise ConfigurationError(f"kv_cache_bytes is {self.kv_cache_bytes} and must be at least 1.")
+        utilization = self.device_memory_utilization
+        if utilization is not None and not 0.0 < utilization <= 1.0:
+            raise ConfigurationError(
+                f"device_memory_utilization is {utilization} and must be above 0 and at most 1."
+            )

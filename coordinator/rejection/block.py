@@ -1,0 +1,62 @@
+"""`block`: rejection sampling of the whole proposal at once. Lossless, and accepts at least as much as `residual`.
+
+Sun et al., "Block Verification Accelerates Speculative Decoding" (ICLR 2025, arXiv 2403.10444), Algorithm 2.
+"""
+
+from __future__ import annotations
+
+from coordinator.rejection.rows import JointRow, check_rows, joint_row, sample_target
+from coordinator.rejection.uniforms import Uniforms
+from tandem.types import Acceptance, NextToken, Proposal, SamplingParams, Verification
+
+
+def accept(
+    proposal: Proposal, verification: Verification, sampling: SamplingParams, uniforms: Uniforms
+) -> Acceptance:
+    """Keeps the longest prefix that passes its test; the ones before it need not pass theirs.
+
+    A prefix's weight is how much of the draft's probability of it the target can still use: a token that the
+    target likes better than the draft makes up for an earlier one that it likes less, which is what
+    token-by-token rejection throws away. The token after the kept prefix is drawn in proportion to
+    max(weight * target - draft, 0).
+
+    The noise of the round must be fresh (`tandem.noise` says why); `draw_uniforms` sees to it.
+
+    Raises:
+        RowError: The rows do not cover what the draft could have proposed, or do not fit the proposal.
+    """
+    check_rows(proposal, verification)
+    count = len(proposal)
+    rows = [joint_row(proposal, verification, index, sampling) for index in range(count)]
+    weights = _prefix_weights(proposal, rows)
+    kept = 0
+    for length, uniform in enumerate(uniforms.accept.tolist(), start=1):
+        following = rows[length] if length < count else None
+        if uniform < _keep_probability(weights[length], following):
+            kept = length
+    if kept == count:
+        bonus = sample_target(verification, count, sampling, float(uniforms.recover[count]))
+        return Acceptance(count, bonus, NextToken.BONUS)
+    row = rows[kept]
+    recovered = row.target.sample_residual(row.draft_probs, float(uniforms.recover[kept]), weights[kept])
+    return Acceptance(kept, recovered, NextToken.RECOVERED)
+
+
+def _prefix_weights(proposal: Proposal, rows: list[JointRow]) -> list[float]:
+    """p_i of the paper for the prefixes of 0 to K tokens: min(1, p_(i-1) * target / draft)."""
+    weights = [1.0]
+    for token_id, row in zip(proposal.token_ids, rows, strict=True):
+        weights.append(min(1.0, weights[-1] * row.ratio(token_id)))
+    return weights
+
+
+def _keep_probability(weight: float, following: JointRow | None) -> float:
+    """h_i of the paper: the probability to keep a prefix of this weight when no longer one is kept.
+
+    Zero over zero means that draft and target are equal after the prefix. The prefix one token longer has the
+    same weight of 1 then, so that it or a longer one is kept in any case.
+    """
+    if following is None:
+        return weight
+    residual_mass = following.target.residual_mass(following.draft_probs, weight)
+    return residual_mass / (residual_mass + 1.0 - weight) if residual_mass > 0.0 else 0.0

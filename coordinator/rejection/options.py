@@ -1,0 +1,36 @@
+"""What the acceptance rules can be told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coordinator.rejection import relaxed, typical
+
+
+@dataclass(frozen=True, slots=True)
+class RejectionOptions:
+    """What the acceptance rules can be told. The names are those of MAX and vLLM."""
+
+    rejection_sampling_strategy: str | None = None
+    """Name or alias of a rule; None chooses by `speculative_method` (see `resolve`)."""
+    speculative_method: str = "standalone"
+    """How the draft drafts: standalone, eagle, eagle3, mtp, medusa, ngram, suffix."""
+    num_speculative_tokens: int = 2
+    """Most tokens in a proposal."""
+    typical_epsilon: float = typical.DEFAULT_EPSILON
+    """Typical acceptance: a probability above this is always enough."""
+    typical_delta: float = typical.DEFAULT_DELTA
+    """Typical acceptance: factor of exp(-entropy)."""
+    synthetic_acceptance_rate: float | None = None
+    """MAX: accept this share of the proposed tokens on average, whatever the models say."""
+    synthetic_acceptance_rates: Sequence[float] | None = None
+    """vLLM: the probability that the token at each position is accepted, non-increasing."""
+    synthetic_acceptance_length: float | None = None
+    """vLLM: tokens for each round, the one after the accepted run included."""
+    use_relaxed_acceptance_for_thinking: bool = False
+    """MAX: inside think spans, accept what is among the target's best."""
+    relaxed_topk: int = relaxed.DEFAULT_TOP_K
+    """Relaxed acceptance: among how many."""
+    relaxed_delta: float = relaxed.DEFAULT_DELTA
+    """Relaxed acceptance: how far below the highest probability."""

@@ -1,0 +1,37 @@
+"""`residual`: rejection sampling, token by token. Lossless. vLLM calls it `probabilistic`, later `standard`.
+
+Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding" (ICML 2023),
+Algorithm 1; Chen et al., "Accelerating Large Language Model Decoding with Speculative Sampling" (2023),
+Algorithm 2.
+"""
+
+from __future__ import annotations
+
+from coordinator.rejection.rows import check_rows, joint_row, sample_target
+from coordinator.rejection.uniforms import Uniforms
+from tandem.types import Acceptance, NextToken, Proposal, SamplingParams, Verification
+
+
+def accept(
+    proposal: Proposal, verification: Verification, sampling: SamplingParams, uniforms: Uniforms
+) -> Acceptance:
+    """Accepts each token with probability min(1, target / draft), up to the first rejection.
+
+    The token in place of the rejected one is drawn in proportion to max(target - draft, 0); after a run that
+    was accepted whole the target's own sample follows. A proposal without distributions is deterministic:
+    each token had draft probability 1, and what replaces it is never the token itself.
+
+    Raises:
+        RowError: The rows do not cover what the draft could have proposed, or do not fit the proposal.
+    """
+    check_rows(proposal, verification)
+    decisions = zip(proposal.token_ids, uniforms.accept.tolist(), strict=True)
+    for index, (token_id, uniform) in enumerate(decisions):
+        row = joint_row(proposal, verification, index, sampling)
+        # Strictly below: a token of probability zero must not pass when both sides are 0.
+        if not uniform < row.ratio(token_id):
+            recovered = row.target.sample_residual(row.draft_probs, float(uniforms.recover[index]))
+            return Acceptance(index, recovered, NextToken.RECOVERED)
+    count = len(proposal)
+    bonus = sample_target(verification, count, sampling, float(uniforms.recover[count]))
+    return Acceptance(count, bonus, NextToken.BONUS)

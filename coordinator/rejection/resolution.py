@@ -1,0 +1,222 @@
+"""From options and sampling parameters to a rule that can run, or to the reasons why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+
+from coordinator.rejection import relaxed
+from coordinator.rejection.errors import RuleError
+from coordinator.rejection.options import RejectionOptions
+from coordinator.rejection.relaxed import Accept
+from coordinator.rejection.rows import draft_support
+from coordinator.rejection.strategies import (
+    GREEDY,
+    LOGIT_COMPARISON,
+    STRATEGIES,
+    SYNTHETIC,
+    Strategy,
+    Support,
+    default_strategy,
+    find_strategy,
+)
+from coordinator.rejection.uniforms import Uniforms
+from tandem.types import Acceptance, IntArray, Proposal, RowKind, SamplingParams, Verification
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceRule:
+    """A rule made ready for the requests of one kind of sampling."""
+
+    strategy: Strategy
+    lossless: bool
+    """Whether the output is distributed as the target's own."""
+    row_kinds: tuple[RowKind, ...]
+    """Rows of the target that it works with, the cheapest first."""
+    needs_statistics: bool
+    """Whether support rows have to come with statistics."""
+    decide: Accept
+    """The rule's function."""
+    decide_thinking: Callable[..., Acceptance] | None = None
+    """The same with relaxed acceptance around it, when that is on."""
+
+    @property
+    def name(self) -> str:
+        """The rule's name."""
+        return self.strategy.name
+
+    def row_kind(self, requested: RowKind | None = None) -> RowKind:
+        """The cheapest kind of target row that the rule works with, or the requested one.
+
+        Raises:
+            RuleError: The rule does not work with the requested kind.
+        """
+        if requested is None:
+            return self.row_kinds[0]
+        if requested not in self.row_kinds:
+            allowed = " or ".join(kind.value for kind in self.row_kinds)
+            raise RuleError(f"row_kind is {requested.value}; {self.name} needs {allowed} rows here")
+        return requested
+
+    def supports(self, proposal: Proposal) -> tuple[IntArray, ...]:
+        """The supports to ask the target's support rows for, one for each proposed token.
+
+        Raises:
+            RuleError: The draft told logits of the whole vocabulary, which only dense rows go with.
+        """
+        if self.strategy.support is Support.TOKEN:
+            return tuple(np.array([token_id]) for token_id in proposal.token_ids)
+        supports = (draft_support(proposal, index) for index in range(len(proposal)))
+        return tuple(_not_dense(support) for support in supports)
+
+    def accept(
+        self,
+        proposal: Proposal,
+        verification: Verification,
+        sampling: SamplingParams,
+        uniforms: Uniforms,
+        thinking: Sequence[bool] = (),
+    ) -> Acceptance:
+        """What is kept of a proposal.
+
+        Args:
+            proposal: K tokens and what the draft told of them.
+            verification: K + 1 rows of the target, of one of `row_kinds`.
+            sampling: The request's sampling parameters.
+            uniforms: Of this round, from `draw_uniforms`.
+            thinking: For each proposed token, whether its position is inside a think span; empty when none
+                is. Ignored unless relaxed acceptance is on.
+
+        Raises:
+            RowError: Draft and target do not go together, or told too little.
+        """
+        if self.decide_thinking is not None and any(thinking):
+            return self.decide_thinking(proposal, verification, sampling, uniforms, thinking=thinking)
+        return self.decide(proposal, verification, sampling, uniforms)
+
+
+def _not_dense(support: IntArray | None) -> IntArray:
+    if support is None:
+        raise RuleError(
+            "support rows do not go with a draft that sends its whole distribution; use dense rows"
+        )
+    return support
+
+
+def resolve(options: RejectionOptions, sampling: SamplingParams) -> AcceptanceRule:
+    """The rule for a request.
+
+    Temperature 0 is greedy whatever the options name, except for `synthetic`, which is there to measure
+    something else. The target's distribution is one-hot then, so relaxed acceptance could keep nothing more.
+    Without a name the rule is `residual` for a draft model of its own, for n-gram and for suffix drafting,
+    and `typical-acceptance` for eagle and mtp.
+
+    Raises:
+        RuleError: The options do not go together; the message has a sentence for each reason.
+    """
+    if broken := problems(options):
+        raise RuleError("; ".join(broken))
+    strategy = _named_strategy(options)
+    if sampling.is_greedy and strategy is not SYNTHETIC:
+        strategy = GREEDY
+    is_relaxed = options.use_relaxed_acceptance_for_thinking and not sampling.is_greedy
+    decide = strategy.build(options)
+    return AcceptanceRule(
+        strategy=strategy,
+        lossless=strategy.lossless and not is_relaxed and (sampling.is_greedy or not strategy.reads_argmax),
+        row_kinds=_row_kinds(strategy, sampling),
+        needs_statistics=strategy.needs_statistics or is_relaxed,
+        decide=decide,
+        decide_thinking=_relax(decide, options) if is_relaxed else None,
+    )
+
+
+def _named_strategy(options: RejectionOptions) -> Strategy:
+    if options.rejection_sampling_strategy is not None:
+        return find_strategy(options.rejection_sampling_strategy)
+    if options.synthetic_acceptance_rate is not None:
+        return SYNTHETIC
+    return default_strategy(options.speculative_method)
+
+
+def _row_kinds(strategy: Strategy, sampling: SamplingParams) -> tuple[RowKind, ...]:
+    if strategy.reads_argmax and not sampling.is_greedy:
+        return tuple(kind for kind in strategy.row_kinds if kind is not RowKind.TOKEN)
+    return strategy.row_kinds
+
+
+def _relax(decide: Accept, options: RejectionOptions) -> Callable[..., Acceptance]:
+    return partial(relaxed.accept, wrapped=decide, top_k=options.relaxed_topk, delta=options.relaxed_delta)
+
+
+def problems(options: RejectionOptions) -> list[str]:
+    """Why the options do not go together: one sentence each, naming the option, its value and what it needs."""
+    try:
+        strategy = _named_strategy(options)
+    except RuleError as error:
+        return [str(error)]
+    return [
+        *_range_problems(options),
+        *_relaxed_problems(options, strategy),
+        *_synthetic_problems(options, strategy),
+        *_logit_problems(options, strategy),
+    ]
+
+
+def _range_problems(options: RejectionOptions) -> Iterator[str]:
+    for name in ("typical_epsilon", "relaxed_delta", "synthetic_acceptance_rate"):
+        value = getattr(options, name)
+        if value is not None and not 0.0 <= value <= 1.0:
+            yield f"{name} is {value}; it must be between 0 and 1"
+    if not options.typical_delta >= 0.0:
+        yield f"typical_delta is {options.typical_delta}; it must not be negative"
+    for name in ("num_speculative_tokens", "relaxed_topk"):
+        if (value := getattr(options, name)) < 1:
+            yield f"{name} is {value}; it must be at least 1"
+
+
+def _relaxed_problems(options: RejectionOptions, strategy: Strategy) -> Iterator[str]:
+    if options.use_relaxed_acceptance_for_thinking and not strategy.can_be_relaxed:
+        partners = ", ".join(other.name for other in STRATEGIES if other.can_be_relaxed)
+        yield (
+            f"use_relaxed_acceptance_for_thinking is on and the rule is {strategy.name}; "
+            f"it needs one that decides by probabilities, token by token: {partners}"
+        )
+
+
+def _synthetic_problems(options: RejectionOptions, strategy: Strategy) -> Iterator[str]:
+    names = ("synthetic_acceptance_rate", "synthetic_acceptance_rates", "synthetic_acceptance_length")
+    given = [name for name in names if getattr(options, name) is not None]
+    if strategy is not SYNTHETIC:
+        for name in given:
+            yield f"{name} is set and the rule is {strategy.name}; it needs the rule synthetic"
+    elif len(given) != 1:
+        said = " and ".join(given) or "none"
+        yield f"the rule synthetic needs exactly one of {', '.join(names)}; {said} of them is set"
+    yield from _schedule_problems(options)
+
+
+def _schedule_problems(options: RejectionOptions) -> Iterator[str]:
+    count = options.num_speculative_tokens
+    rates, length = options.synthetic_acceptance_rates, options.synthetic_acceptance_length
+    if rates is not None:
+        if len(rates) != count:
+            yield f"synthetic_acceptance_rates has {len(rates)} entries; it must have {count}, one for each token"
+        if not all(0.0 <= rate <= 1.0 for rate in rates):
+            yield f"synthetic_acceptance_rates is {list(rates)}; each rate must be between 0 and 1"
+        if not all(later <= earlier for earlier, later in pairwise(rates)):
+            yield f"synthetic_acceptance_rates is {list(rates)}; no rate may be higher than the one before it"
+    if length is not None and not 1.0 <= length <= count + 1:
+        yield f"synthetic_acceptance_length is {length}; it must be between 1 and {count + 1}"
+
+
+def _logit_problems(options: RejectionOptions, strategy: Strategy) -> Iterator[str]:
+    if strategy is LOGIT_COMPARISON and options.speculative_method in ("ngram", "suffix"):
+        yield (
+            f"the rule is logit-comparison and speculative_method is {options.speculative_method}; "
+            "it needs a draft that has logits"
+        )

@@ -1,0 +1,172 @@
+"""The table of acceptance rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+
+from coordinator.rejection import (
+    block,
+    greedy,
+    logit_comparison,
+    residual,
+    strict,
+    synthetic,
+    typical,
+)
+from coordinator.rejection.errors import RuleError
+from coordinator.rejection.options import RejectionOptions
+from coordinator.rejection.relaxed import Accept
+from tandem.types import RowKind
+
+
+class Support(Enum):
+    """Which ids a target's support row has to tell the probability of."""
+
+    DRAFT = "draft"
+    """All that the draft could have proposed."""
+    TOKEN = "token"
+    """The one that it did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One acceptance rule and what it needs to know."""
+
+    name: str
+    description: str
+    lossless: bool
+    """Whether the output is distributed as the target's own; `greedy`: at temperature 0."""
+    row_kinds: tuple[RowKind, ...]
+    """Rows of the target that it works with, the cheapest first."""
+    draft_row_kind: RowKind
+    """What the draft has to tell of each proposed token."""
+    build: Callable[[RejectionOptions], Accept]
+    """Makes the rule from its options."""
+    aliases: tuple[str, ...] = ()
+    support: Support = Support.TOKEN
+    """For support rows."""
+    needs_statistics: bool = False
+    """Whether support rows have to come with statistics."""
+    needs_token_logits: bool = False
+    """Whether the draft has to tell the proposed tokens' logits."""
+    reads_argmax: bool = False
+    """Whether it asks for the most probable token only, which a token row is at temperature 0 alone."""
+    can_be_relaxed: bool = False
+    """Whether relaxed acceptance for thinking can be put around it."""
+
+
+_TOKEN, _SUPPORT, _DENSE = RowKind.TOKEN, RowKind.SUPPORT, RowKind.DENSE
+
+
+def _synthetic_schedule(options: RejectionOptions) -> tuple[float, ...]:
+    count = options.num_speculative_tokens
+    if options.synthetic_acceptance_rates is not None:
+        return synthetic.schedule_of_rates(options.synthetic_acceptance_rates)
+    if options.synthetic_acceptance_length is not None:
+        return synthetic.schedule_of_length(options.synthetic_acceptance_length, count)
+    return synthetic.schedule_of_rate(options.synthetic_acceptance_rate or 0.0, count)
+
+
+GREEDY = Strategy(
+    name="greedy",
+    description="the token is the target's most probable one",
+    lossless=True,
+    row_kinds=(_TOKEN, _SUPPORT, _DENSE),
+    draft_row_kind=_TOKEN,
+    build=lambda options: greedy.accept,
+    needs_statistics=True,
+    reads_argmax=True,
+)
+RESIDUAL = Strategy(
+    name="residual",
+    aliases=("probabilistic", "standard"),
+    description="rejection sampling, token by token",
+    lossless=True,
+    row_kinds=(_SUPPORT, _DENSE),
+    draft_row_kind=_SUPPORT,
+    build=lambda options: residual.accept,
+    support=Support.DRAFT,
+    can_be_relaxed=True,
+)
+BLOCK = Strategy(
+    name="block",
+    description="rejection sampling of the whole proposal at once",
+    lossless=True,
+    row_kinds=(_SUPPORT, _DENSE),
+    draft_row_kind=_SUPPORT,
+    build=lambda options: block.accept,
+    support=Support.DRAFT,
+)
+STRICT = Strategy(
+    name="strict",
+    description="the token is the one that the target sampled, with noise that both share",
+    lossless=True,
+    row_kinds=(_TOKEN, _DENSE),
+    draft_row_kind=_TOKEN,
+    build=lambda options: strict.accept,
+)
+TYPICAL_ACCEPTANCE = Strategy(
+    name="typical-acceptance",
+    aliases=("typical",),
+    description="the target finds the token probable, or has no better idea",
+    lossless=False,
+    row_kinds=(_SUPPORT, _DENSE),
+    # Not TOKEN: drawn with the noise that both share, a proposal would be correlated with the sample of the
+    # target that takes its place.
+    draft_row_kind=_SUPPORT,
+    build=lambda options: partial(
+        typical.accept, epsilon=options.typical_epsilon, delta=options.typical_delta
+    ),
+    needs_statistics=True,
+    can_be_relaxed=True,
+)
+LOGIT_COMPARISON = Strategy(
+    name="logit-comparison",
+    description="the draft's logit of the token is at most the target's",
+    lossless=False,
+    row_kinds=(_SUPPORT, _DENSE),
+    draft_row_kind=_TOKEN,
+    build=lambda options: logit_comparison.accept,
+    needs_statistics=True,
+    needs_token_logits=True,
+    can_be_relaxed=True,
+)
+SYNTHETIC = Strategy(
+    name="synthetic",
+    description="a given rate, whatever the models say: for benchmarks",
+    lossless=False,
+    row_kinds=(_TOKEN, _SUPPORT, _DENSE),
+    draft_row_kind=_TOKEN,
+    build=lambda options: partial(synthetic.accept, schedule=_synthetic_schedule(options)),
+    needs_statistics=True,
+    reads_argmax=True,
+)
+
+STRATEGIES = (
+    GREEDY, RESIDUAL, BLOCK, STRICT, TYPICAL_ACCEPTANCE, LOGIT_COMPARISON, SYNTHETIC
+)  # fmt: skip
+"""All rules."""
+
+_BY_NAME = {name: strategy for strategy in STRATEGIES for name in (strategy.name, *strategy.aliases)}
+
+
+def find_strategy(name: str) -> Strategy:
+    """The rule of this name in MAX's or vLLM's spelling; underscores and capitals do not matter.
+
+    Raises:
+        RuleError: No rule has this name.
+    """
+    try:
+        return _BY_NAME[name.strip().lower().replace("_", "-")]
+    except KeyError:
+        raise RuleError(
+            f"rejection_sampling_strategy is {name!r}; it must be one of {', '.join(_BY_NAME)}"
+        ) from None
+
+
+def default_strategy(speculative_method: str) -> Strategy:
+    """The rule of a drafting method when none is named, as in MAX."""
+    return TYPICAL_ACCEPTANCE if speculative_method in ("eagle", "eagle3", "mtp") else RESIDUAL

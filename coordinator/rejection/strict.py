@@ -1,0 +1,35 @@
+"""`strict` (vLLM's `rejection_sample_method`): keep what the target sampled itself. Lossless.
+
+Draft and target sample with the same noise (`tandem.noise`), which is what makes them agree. The output is a
+function of the seed and the target alone: neither the draft nor the number of proposed tokens changes it.
+"""
+
+from __future__ import annotations
+
+from coordinator.rejection.errors import RowError
+from coordinator.rejection.rows import check_rows, sample_target
+from coordinator.rejection.uniforms import Uniforms
+from tandem.types import Acceptance, NextToken, Proposal, SamplingParams, SupportRow, Verification
+
+
+def accept(
+    proposal: Proposal, verification: Verification, sampling: SamplingParams, uniforms: Uniforms
+) -> Acceptance:
+    """Accepts while the token is the target's own sample; that sample follows the accepted run.
+
+    Works with token rows, and with dense rows, from which it draws the sample that the target would have
+    drawn. The uniforms go unused.
+
+    Raises:
+        RowError: The rows are support rows, or do not fit the proposal.
+    """
+    check_rows(proposal, verification)
+    if any(isinstance(row, SupportRow) for row in verification.rows):
+        raise RowError("strict needs the target's own samples, which support rows do not tell")
+    for index, token_id in enumerate(proposal.token_ids):
+        sample = sample_target(verification, index, sampling, float(uniforms.recover[index]))
+        if sample != token_id:
+            return Acceptance(index, sample, NextToken.RECOVERED)
+    count = len(proposal)
+    bonus = sample_target(verification, count, sampling, float(uniforms.recover[count]))
+    return Acceptance(count, bonus, NextToken.BONUS)

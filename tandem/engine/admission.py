@@ -33,7 +33,8 @@ class Admission:
             return sequence
         if len(self._waiting) >= self._max_waiting:
             raise CapacityError(
-                f"The KV cache is full and {len(self._waiting)} requests are waiting for it, which is the limit; try later."
+                f"The KV cache is full and {len(self._waiting)} requests are waiting for room, which is the most; "
+                "try later."
             )
         return await self._wait(max_length)
 

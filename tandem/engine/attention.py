@@ -1,21 +1,33 @@
 """The attention function that transformers' models call in place of their own.
 
 A step packs tokens of many sequences into one row, so every layer but attention sees one long batch without padding.
-Attention is where sequences must be told apart. transformers hands extra keyword arguments of ``model.forward`` down to
-its attention function, and that is how the step travels: whatever it is, it stores this step's keys and values and
+Attention is where sequences must be told apart. transformers hands extra keyword arguments of ``model.forward`` down
+to its attention function, and that is how the step travels: whatever it is, it stores this step's keys and values and
 attends for each sequence to what belongs to it. Models need no cache object and build no mask.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 ATTENTION_NAME = "tandem"
+"""Registered without a mask function, so that models build no mask."""
+
+PROBE_NAME = "tandem-probe"
+"""The same attention with a mask function that says, in place of a mask, how far back a layer looks."""
+
 STEP_ARGUMENT = "tandem_step"
+
+_SEES_EVERYTHING = 0
+_SEES_SOMETHING_ELSE = -1
+_PROBED_QUERIES = (0, 1, 5, 1_000, 99_999, 131_070)
+"""Query positions at which a mask is looked at. No two leave the same rest for any usual chunk size, so that chunked
+attention is not taken for a window."""
 
 
 class UnsupportedAttentionError(Exception):
@@ -32,8 +44,8 @@ class AttentionStep(Protocol):
         key: Tensor,
         value: Tensor,
         *,
+        mask: Tensor | None,
         scale: float | None,
-        window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
@@ -44,8 +56,8 @@ class AttentionStep(Protocol):
             query: [1, heads, step_tokens, key_dim]
             key: [1, kv_heads, step_tokens, key_dim]
             value: [1, kv_heads, step_tokens, value_dim]
+            mask: what the mask function made; None when running.
             scale: factor on the scores; None for key_dim ** -0.5.
-            window: positions that a token attends to, its own included; None for all before it.
             softcap: scores become softcap * tanh(scores / softcap).
             sinks: [heads], a score that takes part in the softmax and attends to nothing.
 
@@ -62,23 +74,56 @@ def attention_forward(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     tandem_step: AttentionStep | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """What transformers calls; the signature is its own."""
+    """What transformers calls; the signature is its own.
+
+    `sliding_window` is not among the arguments: not every model passes it, but every model has it in its mask, which
+    is looked at when the model is loaded.
+    """
     if tandem_step is None:
         raise UnsupportedAttentionError("the model does not pass keyword arguments down to attention")
-    if attention_mask is not None or position_bias is not None:
-        raise UnsupportedAttentionError("the model brings a mask or a position bias of its own")
+    if position_bias is not None:
+        raise UnsupportedAttentionError("the model adds a position bias")
     output = tandem_step.attend(
-        module, query, key, value, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux
+        module, query, key, value, mask=attention_mask, scale=scaling, softcap=softcap, sinks=s_aux
     )
     return output, None
+
+
+def describe_mask(mask_function: Callable[..., Tensor], **_: object) -> Tensor:
+    """What transformers calls for a mask while a model is probed: the window, as a tensor shaped like a mask.
+
+    Args:
+        mask_function: (batch, head, query position, key position) -> whether the key is seen.
+
+    Returns:
+        [1, 1, 1, 1], integer, for `window_of`.
+    """
+    queries = torch.tensor(_PROBED_QUERIES)[:, None]
+    keys = torch.arange(_PROBED_QUERIES[-1] + 1)[None]
+    seen = mask_function(torch.tensor(0), torch.tensor(0), queries, keys)
+    window = int(seen[-1].sum())
+    if not torch.equal(seen, (keys <= queries) & (keys > queries - window)):
+        window = _SEES_SOMETHING_ELSE
+    elif window == keys.shape[-1]:
+        window = _SEES_EVERYTHING
+    return torch.full((1, 1, 1, 1), window)
+
+
+def window_of(mask: Tensor | None) -> int | None:
+    """The window that `describe_mask` found: positions a token sees, its own included; None for all before it.
+
+    Raises:
+        UnsupportedAttentionError: the model made its mask by other means, or sees anything but a window.
+    """
+    if mask is None or mask.dtype != torch.int64 or mask.numel() != 1 or int(mask) == _SEES_SOMETHING_ELSE:
+        raise UnsupportedAttentionError("attention is neither causal nor a causal sliding window")
+    return None if int(mask) == _SEES_EVERYTHING else int(mask)
 
 
 def grouped_attention(
@@ -124,4 +169,6 @@ def grouped_attention(
     return torch.matmul(weights[..., : keys.shape[-2]], values)
 
 
-AttentionInterface.register(ATTENTION_NAME, attention_forward)
+for _name in (ATTENTION_NAME, PROBE_NAME):
+    AttentionInterface.register(_name, attention_forward)
+AttentionMaskInterface.register(PROBE_NAME, describe_mask)

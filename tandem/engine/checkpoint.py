@@ -185,7 +185,7 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
     if pickled:
         raise ModelFolderError(
             f"The model folder {folder} has its weights only as pickle ({pickled[0]}), which can run code when it is "
-            "loaded; convert it with transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)."
+            "loaded; convert it once with AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)."
         )
     raise ModelFolderError(
         f"The model folder {folder} has no weights: neither {WEIGHTS_FILE} nor {WEIGHTS_INDEX_FILE}."

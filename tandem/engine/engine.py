@@ -18,7 +18,7 @@ from torch import Tensor
 from tandem.engine.admission import Admission
 from tandem.engine.cache import KvUsage, arena_tokens
 from tandem.engine.jobs import Continue, Done, Head, Job, PayloadT, ResultT
-from tandem.engine.layout import StepLayout
+from tandem.engine.layout import Packing
 from tandem.engine.model import LoadedModel
 from tandem.engine.runner import StepRunner
 from tandem.engine.scheduler import next_segments
@@ -236,15 +236,15 @@ class Engine(Generic[PayloadT, ResultT]):
     def _step(self) -> None:
         """Schedule, run, hand out."""
         started = time.perf_counter()
-        layout = self._runner.layout(
+        packing = self._runner.pack(
             next_segments(self._running.values(), self._settings.prefill_chunk_tokens)
         )
-        jobs = [self._running[segment.sequence] for segment in layout.segments]
+        jobs = [self._running[segment.sequence] for segment in packing.segments]
         try:
-            rows, ready = _wanted_rows(layout, jobs)
-            logits = self._runner.run(layout, rows)
+            rows, ready = _wanted_rows(packing, jobs)
+            logits = self._runner.run(packing, rows)
             model_seconds = time.perf_counter() - started
-            for segment in layout.segments:
+            for segment in packing.segments:
                 segment.sequence.advance(segment.token_count)
             self._finish(jobs)
             self._ask_head(ready, logits)
@@ -255,7 +255,7 @@ class Engine(Generic[PayloadT, ResultT]):
             return
         if self._on_step is not None:
             seconds = time.perf_counter() - started
-            self._on_step(StepRecord(len(jobs), layout.token_count, len(rows), model_seconds, seconds))
+            self._on_step(StepRecord(len(jobs), packing.token_count, len(rows), model_seconds, seconds))
 
     def _finish(self, jobs: SequenceOf[Job[PayloadT]]) -> None:
         """Settles jobs that wanted no rows and are through."""
@@ -319,14 +319,12 @@ def _max_length(model: LoadedModel, settings: EngineSettings) -> int:
     return settings.max_length
 
 
-def _wanted_rows(
-    layout: StepLayout, jobs: SequenceOf[Job[PayloadT]]
-) -> tuple[list[int], list[Job[PayloadT]]]:
+def _wanted_rows(packing: Packing, jobs: SequenceOf[Job[PayloadT]]) -> tuple[list[int], list[Job[PayloadT]]]:
     """Indices of the packed tokens whose logits are wanted, and the jobs that they complete."""
     rows: list[int] = []
     ready = []
     token_end = 0
-    for segment, job in zip(layout.segments, jobs, strict=True):
+    for segment, job in zip(packing.segments, jobs, strict=True):
         token_end += segment.token_count
         if job.row_count and segment.end == job.sequence.length:
             rows.extend(range(token_end - job.row_count, token_end))

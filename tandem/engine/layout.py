@@ -38,6 +38,10 @@ class Segment:
         """Length of the sequence's KV after the step."""
         return self.sequence.computed_length + self.token_count
 
+    def token_ids(self) -> list[int]:
+        """The tokens themselves."""
+        return self.sequence.token_ids[self.start : self.end]
+
 
 @dataclass(frozen=True, slots=True)
 class _Span:
@@ -94,7 +98,28 @@ class _Group:
         self.segments.append(segment)
 
 
-class StepLayout:
+class Packing:
+    """The tokens of a step in one row, segment after segment."""
+
+    def __init__(self, segments: SequenceOf[Segment]) -> None:
+        self.segments = segments
+        """In the order in which their tokens are packed."""
+
+    @property
+    def token_count(self) -> int:
+        """Number of tokens in the step."""
+        return sum(segment.token_count for segment in self.segments)
+
+    def token_ids(self) -> list[int]:
+        """The step's tokens, packed."""
+        return [token_id for segment in self.segments for token_id in segment.token_ids()]
+
+    def positions(self) -> list[int]:
+        """Each token's position in its sequence, packed."""
+        return [position for segment in self.segments for position in range(segment.start, segment.end)]
+
+
+class StepLayout(Packing):
     """One step: which tokens it runs, where their keys and values go, and what each attends to.
 
     Everything that layers share (masks, indices) is made once here. A captured CUDA graph will replace the lists by
@@ -114,28 +139,10 @@ class StepLayout:
         self._dtype = dtype
         self._device = device
         self._groups = _grouped(segments)
-        self.segments = [segment for group in self._groups for segment in group.segments]
-        """In the order in which their tokens are packed."""
+        super().__init__([segment for group in self._groups for segment in group.segments])
         for group in self._groups:
             self._clear_padding(group)
         self._write_index = None if len(self.segments) == 1 else self._arena_positions()
-
-    @property
-    def token_count(self) -> int:
-        """Number of tokens in the step."""
-        return self._groups[-1].token_end
-
-    def token_ids(self) -> list[int]:
-        """The step's tokens, packed."""
-        return [
-            token_id
-            for segment in self.segments
-            for token_id in segment.sequence.token_ids[segment.start : segment.end]
-        ]
-
-    def positions(self) -> list[int]:
-        """Each token's position in its sequence, packed."""
-        return [position for segment in self.segments for position in range(segment.start, segment.end)]
 
     def attend(
         self,
@@ -144,12 +151,12 @@ class StepLayout:
         key: Tensor,
         value: Tensor,
         *,
+        mask: Tensor | None,
         scale: float | None,
-        window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """See `AttentionStep.attend`."""
+        """See `AttentionStep.attend`. What is seen of the past is known from the layer; there is no `mask`."""
         layer_index: int = module.layer_idx  # type: ignore[assignment]
         self._store(layer_index, key, value)
         geometry = self._geometry[layer_index]

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 import tandem
-from tandem.engine.attention import ATTENTION_NAME, STEP_ARGUMENT, UnsupportedAttentionError
+from tandem.engine.attention import UnsupportedAttentionError
 from tandem.engine.cache import LayerGeometry
 from tandem.engine.checkpoint import Checkpoint, open_checkpoint, recurrent_state_error, tokenizer_hash
+from tandem.engine.probe import Anatomy, probe
 from tandem.errors import ConfigurationError, ModelFolderError
 from tandem.types import ModelInfo
 
@@ -22,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
-_ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class LoadedModel:
     info: ModelInfo
     layers: tuple[LayerGeometry, ...]
     """What each attention layer stores, by `layer_idx`."""
+    is_packed: bool
+    """Whether one forward pass takes tokens of several sequences; see `tandem.engine.probe`."""
     dtype: torch.dtype
     device: torch.device
 
@@ -63,7 +65,7 @@ def load_model(
         torch.set_num_threads(_positive("threads", threads))
     checkpoint = open_checkpoint(folder)
     module = _load_module(checkpoint, torch_device, torch_dtype)
-    layers = _probe(module, checkpoint, torch_device)
+    anatomy = _anatomy(module, checkpoint, torch_device)
     info = ModelInfo(
         name=name or checkpoint.folder.resolve().name,
         architecture=checkpoint.architecture,
@@ -84,7 +86,7 @@ def load_model(
             "dtype": dtype,
         },
     )
-    return LoadedModel(module, info, layers, torch_dtype, torch_device)
+    return LoadedModel(module, info, anatomy.layers, anatomy.is_packed, torch_dtype, torch_device)
 
 
 def _device(name: str) -> torch.device:
@@ -126,7 +128,6 @@ def _load_module(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtyp
             checkpoint.folder,
             config=config,
             dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
@@ -139,6 +140,16 @@ def _load_module(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtyp
     module, report = loaded
     _check_loaded(checkpoint, report)
     return module.to(device).eval().requires_grad_(False)
+
+
+def _anatomy(module: Any, checkpoint: Checkpoint, device: torch.device) -> Anatomy:
+    try:
+        return probe(module, device)
+    except UnsupportedAttentionError as error:
+        raise ModelFolderError(
+            f"The model in {checkpoint.folder} ({checkpoint.architecture}) cannot be served: {error}, and only layers "
+            "that keep keys and values by position are supported."
+        ) from error
 
 
 def _load_config(checkpoint: Checkpoint) -> Any:
@@ -178,8 +189,8 @@ def _check_loaded(checkpoint: Checkpoint, report: dict[str, Any]) -> None:
     missing = sorted(report.get("missing_keys", ()))
     if missing:
         raise ModelFolderError(
-            f"The weights in {checkpoint.folder} are incomplete: {len(missing)} tensors of {checkpoint.architecture} are "
-            f"missing, the first being {missing[0]}."
+            f"The weights in {checkpoint.folder} are incomplete: {len(missing)} tensors of "
+            f"{checkpoint.architecture} are missing, the first being {missing[0]}."
         )
 
 
@@ -201,56 +212,3 @@ def _max_length(config: Any) -> int:
     raise ModelFolderError(
         f"The model's config.json gives no maximum length: none of {', '.join(_LENGTH_KEYS)} is set."
     )
-
-
-class _Probe:
-    """A step that only looks: which layers call attention, and with what shapes."""
-
-    def __init__(self) -> None:
-        self.layers: dict[int, LayerGeometry] = {}
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Records the layer; the numbers it returns are meaningless."""
-        layer_index = getattr(module, "layer_idx", None)
-        if not isinstance(layer_index, int) or layer_index in self.layers:
-            raise UnsupportedAttentionError("attention layers cannot be told apart by layer_idx")
-        if getattr(module, "is_causal", True) is False:
-            raise UnsupportedAttentionError("attention is not causal")
-        self.layers[layer_index] = LayerGeometry(key.shape[1], key.shape[3], value.shape[3], window)
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-
-
-def _probe(module: Any, checkpoint: Checkpoint, device: torch.device) -> tuple[LayerGeometry, ...]:
-    """Learns each layer's geometry by running one token, whatever the config calls things."""
-    probe = _Probe()
-    token = torch.zeros(1, 1, dtype=torch.long, device=device)
-    with torch.inference_mode():
-        module(input_ids=token, position_ids=token, use_cache=False, **{STEP_ARGUMENT: probe})
-    text_config = module.config.get_text_config(decoder=True)
-    kinds = getattr(text_config, "layer_types", None) or []
-    geometry = []
-    for position, layer_index in enumerate(sorted(probe.layers)):
-        layer = probe.layers[layer_index]
-        geometry.append(layer)
-        if position != layer_index:
-            raise ModelFolderError(
-                f"The attention layers of {checkpoint.architecture} are not numbered from 0."
-            )
-    unknown = sorted(set(kinds) - _ATTENTION_LAYER_TYPES)
-    if unknown:
-        raise ModelFolderError(
-            f"The model in {checkpoint.folder} ({checkpoint.architecture}) has layers of type {unknown[0]!r}; only "
-            "full and sliding-window attention are supported."
-        )
-    return tuple(geometry)

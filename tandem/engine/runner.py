@@ -9,8 +9,9 @@ from torch import Tensor
 
 from tandem.engine.attention import STEP_ARGUMENT
 from tandem.engine.cache import KvArena
-from tandem.engine.layout import Segment, StepLayout
+from tandem.engine.layout import Packing, Segment, StepLayout
 from tandem.engine.model import LoadedModel
+from tandem.engine.serial import SerialForward
 
 
 class StepRunner:
@@ -24,28 +25,33 @@ class StepRunner:
         self._module: Any = model.module
         self._model = model
         self.arena = KvArena(model.layers, total_tokens, model.dtype, model.device)
+        self._serial = None if model.is_packed else SerialForward(self._module, self.arena, model.device)
 
-    def layout(self, segments: list[Segment]) -> StepLayout:
-        """Decides the order in which the segments are packed."""
+    def pack(self, segments: list[Segment]) -> Packing:
+        """Decides the order in which the segments' tokens are packed."""
+        if self._serial is not None:
+            return Packing(segments)
         return StepLayout(segments, self.arena, self._model.layers, self._model.dtype, self._model.device)
 
-    def run(self, layout: StepLayout, rows: list[int]) -> Tensor:
-        """One forward pass. The segments' keys and values are then in the arena.
+    def run(self, packing: Packing, rows: list[int]) -> Tensor:
+        """One step. The segments' keys and values are then in the arena.
 
         Args:
-            layout: the step.
-            rows: indices into the packed tokens at which logits are wanted, ascending or not.
+            packing: what `pack` returned.
+            rows: indices of the packed tokens whose logits are wanted.
 
         Returns:
             Logits, [len(rows), vocabulary_size] in the model's dtype.
         """
+        if self._serial is not None:
+            return self._serial(packing, rows)
         device = self._model.device
         output = self._module(
-            input_ids=torch.tensor([layout.token_ids()], device=device),
-            position_ids=torch.tensor([layout.positions()], device=device),
+            input_ids=torch.tensor([packing.token_ids()], device=device),
+            position_ids=torch.tensor([packing.positions()], device=device),
             logits_to_keep=torch.tensor(rows, dtype=torch.long, device=device),
             use_cache=False,
-            **{STEP_ARGUMENT: layout},
+            **{STEP_ARGUMENT: packing},
         )
         logits: Tensor = output.logits[0]
         return logits

@@ -25,7 +25,7 @@ class EngineSettings:
     """Share of the device's memory that weights and KV cache may fill together. None is 0.9 on an accelerator and 0.3
     on a CPU, whose memory is shared with everything else. Never more is taken than `max_sequences` could use."""
     prefix_reuse: bool = True
-    """Whether a new sequence takes over the KV of a prefix that another one, open or recently released, has computed."""
+    """Whether a new sequence takes over the KV of a prefix that another, open or lately released, has computed."""
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "prefill_chunk_tokens"):

@@ -1,7 +1,7 @@
 """Structured logs on stderr: one line an event, a message and its fields.
 
     logger = logging.getLogger(__name__)
-    logger.info("sequence opened", extra=fields(request_id=request_id, prompt_tokens=12))
+    logger.info("sequence opened", extra={"request_id": request_id, "prompt_tokens": 12})
 """
 
 from __future__ import annotations
@@ -15,12 +15,8 @@ from typing import Literal
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-_FIELDS = "tandem_fields"
-
-
-def fields(**values: object) -> dict[str, dict[str, object]]:
-    """What to pass as `extra` so that the values appear as fields of the line."""
-    return {_FIELDS: values}
+# What a record has without any `extra`; the rest are the event's own fields.
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 def configure(level: LogLevel, log_format: LogFormat) -> None:
@@ -41,7 +37,7 @@ def _event(record: logging.LogRecord) -> dict[str, object]:
         "level": record.levelname.lower(),
         "logger": record.name,
         "message": record.getMessage(),
-        **getattr(record, _FIELDS, {}),
+        **{name: value for name, value in vars(record).items() if name not in _STANDARD},
     }
 
 

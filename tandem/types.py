@@ -285,3 +285,58 @@ class SpeculationFigures:
     drafted: int = 0
     accepted: int = 0
     positions: list[PositionFigures] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A prompt and how to complete it. None stands for the coordinator's default."""
+
+    prompt: str | tuple[int, ...]
+    """Text, or token ids of the target's vocabulary."""
+    max_tokens: int | None = None
+    """Most tokens to generate; by default as many as max_length leaves room for."""
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    """Makes the completion reproducible; by default drawn at random."""
+    stop: tuple[str, ...] = ()
+    """The completion ends before the first of these strings."""
+    num_speculative_tokens: int | None = None
+    """Tokens proposed per verification."""
+    rejection_sampling_strategy: str | None = None
+    """Acceptance rule, in MAX's or vLLM's spelling."""
+    speculation: bool = True
+    """False: the target alone, through the same path."""
+    row_kind: RowKind | None = None
+    """Rows that the target answers with; by default the cheapest that the acceptance rule allows."""
+    ignore_eos: bool = False
+    """Do not end the completion at the model's end-of-sequence ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """How a completion ended and what it took."""
+
+    finish_reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    speculation: SpeculationFigures
+    request_id: str
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a completion."""
+
+    text: str
+    """Text that became certain; never ends inside a character or inside a possible stop string."""
+    token_ids: tuple[int, ...]
+    drafted: tuple[bool, ...]
+    """For each token, whether the draft proposed it and the target accepted it."""
+    text_lengths: tuple[int, ...]
+    """For each token, how many characters of the text it completed."""
+    summary: Summary | None = None
+    """Set on the last piece."""

@@ -7,17 +7,16 @@ import logging
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
 
 from tandem.errors import TandemError, status_code
-from tandem.logs import fields
 
 logger = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[Any, Any]
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 @asynccontextmanager
@@ -35,5 +34,5 @@ async def errors_to_status(context: Context) -> AsyncIterator[None]:
         raise
     except Exception:
         error_id = uuid.uuid4().hex[:12]
-        logger.exception("unexpected error", extra=fields(error_id=error_id))
+        logger.exception("unexpected error", extra={"error_id": error_id})
         await context.abort(grpc.StatusCode.INTERNAL, f"internal error {error_id}; the server's log tells more")

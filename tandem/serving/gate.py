@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -12,7 +12,7 @@ from tandem.serving.edge import Context
 
 _ALWAYS_OPEN = ("/grpc.health.v1.", "/grpc.reflection.")
 
-Handler = grpc.RpcMethodHandler[Any, Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class Gate(grpc.aio.ServerInterceptor):

@@ -6,20 +6,18 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 import grpc
 import grpc.aio
-import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from tandem.errors import ConfigurationError, TandemError
-from tandem.logs import configure, fields
+from tandem.errors import ConfigurationError
 from tandem.serving.gate import Gate
-from tandem.settings import ServerSettings, exit_with
+from tandem.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +29,7 @@ _SERVER_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 4_000),
     ("grpc.http2.ping_timeout_ms", 4_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
 
@@ -54,21 +52,13 @@ class Service(Protocol):
         """Let go of what `start` took. Called once no call runs."""
 
 
-def run_process(settings: ServerSettings, make_service: Callable[[], Service]) -> None:
-    """Serve until a signal ends it. Exits 0 after a drain, 2 when it cannot start as set up, 1 on another failure."""
-    configure(settings.log_level, settings.log_format)
-    try:
-        uvloop.run(serve(settings, make_service()))
-    except ConfigurationError as error:
-        exit_with(error, 2)
-    except TandemError as error:
-        exit_with(error, 1)
-
-
-async def serve(settings: ServerSettings, service: Service, message_limit_bytes: int = 4 << 20) -> None:
+async def serve(settings: ServerSettings, service: Service) -> bool:
     """Serve until SIGTERM or SIGINT, then let running calls finish within the drain timeout.
 
     Writes two lines to stdout: where it listens, as soon as it does, and that it is ready.
+
+    Returns:
+        Whether it ever was ready.
 
     Raises:
         ConfigurationError: the address cannot be bound, or the service cannot start as it is set up.
@@ -76,7 +66,7 @@ async def serve(settings: ServerSettings, service: Service, message_limit_bytes:
     gate = Gate(f"the {service.name} service is still starting")
     server = grpc.aio.server(
         interceptors=[gate],
-        options=[*_SERVER_OPTIONS, ("grpc.max_receive_message_length", message_limit_bytes)],
+        options=_SERVER_OPTIONS,
     )
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -90,18 +80,20 @@ async def serve(settings: ServerSettings, service: Service, message_limit_bytes:
     _tell(f"tandem {service.name}: listening on {address}")
     with _stop_signals() as stopping:
         try:
-            if await _unless(stopping, service.start()):
+            ready = await _unless(stopping, service.start())
+            if ready:
                 gate.closed_because = ""
                 await _set_health(health_servicer, service, health_pb2.HealthCheckResponse.SERVING)
                 _tell(f"tandem {service.name}: ready on {address}")
                 await stopping.wait()
             gate.closed_because = f"the {service.name} service is draining"
             await health_servicer.enter_graceful_shutdown()
-            logger.info("draining", extra=fields(service=service.name, seconds=settings.drain_timeout_seconds))
+            logger.info("draining", extra={"service": service.name, "seconds": settings.drain_timeout_seconds})
+            return ready
         finally:
             await server.stop(settings.drain_timeout_seconds)
             await service.close()
-            logger.info("stopped", extra=fields(service=service.name))
+            logger.info("stopped", extra={"service": service.name})
 
 
 def _bind(server: grpc.aio.Server, settings: ServerSettings) -> str:

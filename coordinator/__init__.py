@@ -1,0 +1,1 @@
+"""The coordinator: joins a draft service and a target service into one stream of text. Read `generate` first."""

@@ -1,0 +1,18 @@
+"""`python -m coordinator`: start the coordinator."""
+
+from __future__ import annotations
+
+import sys
+
+from coordinator.service import CoordinatorService
+from coordinator.settings import CoordinatorSettings
+from tandem.serving.process import main
+
+
+def run(arguments: list[str]) -> None:
+    """Start the coordinator with these command-line arguments, and serve until a signal ends it."""
+    main(CoordinatorSettings, CoordinatorService, arguments, "tandem serve coordinator")
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

@@ -1,0 +1,27 @@
+"""The `tandem` command: one module for each of its verbs."""
+
+from __future__ import annotations
+
+import typer
+
+from coordinator.cli.generate import generate
+from coordinator.cli.serve import serve
+from coordinator.cli.up import up
+
+app = typer.Typer(
+    name="tandem",
+    help="Speculative decoding with the draft model and the target model as separate services.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+# serve hands its arguments on as they are: each service's options are listed once, in its own settings.
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(
+    serve
+)
+app.command()(up)
+app.command()(generate)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

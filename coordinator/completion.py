@@ -1,0 +1,115 @@
+"""One completion as it grows: what is committed, what may still come, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+from coordinator.figures import record_round
+from coordinator.text import Detokenizer, StopStrings
+from tandem.types import Acceptance, Chunk, FinishReason, NextToken, Proposal, SpeculationFigures, Summary
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Where a completion ends at the latest."""
+
+    max_length: int
+    """Most tokens, prompt and completion together."""
+    max_tokens: int
+    """Most tokens of the completion."""
+    eos_token_ids: Collection[int] = ()
+    """Ids that end it."""
+
+
+class Completion:
+    """The tokens of one request, from its prompt on."""
+
+    def __init__(
+        self,
+        prompt: tuple[int, ...],
+        limits: Limits,
+        detokenizer: Detokenizer,
+        stop_strings: StopStrings,
+        *,
+        request_id: str,
+        seed: int,
+    ) -> None:
+        self.token_ids = list(prompt)
+        """Prompt and committed tokens."""
+        self.figures = SpeculationFigures()
+        self.finish_reason: FinishReason | None = None
+        self._prompt_length = len(prompt)
+        self._limits = limits
+        self._detokenizer = detokenizer
+        self._stop_strings = stop_strings
+        self._request_id = request_id
+        self._seed = seed
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, prompt included."""
+        return len(self.token_ids)
+
+    @property
+    def room(self) -> int:
+        """How many tokens may still be committed."""
+        generated = self.length - self._prompt_length
+        return min(self._limits.max_length - self.length, self._limits.max_tokens - generated)
+
+    @property
+    def can_extend(self) -> bool:
+        """Whether another token may follow."""
+        return self.finish_reason is None
+
+    def extend(self, proposal: Proposal, acceptance: Acceptance) -> Chunk:
+        """Commit what was accepted, up to the completion's end; what lies past it is dropped."""
+        tokens = list(_kept(proposal, acceptance))
+        texts: list[str] = []
+        for token_id, _ in tokens:
+            texts.append(self._commit(token_id))
+            if self.finish_reason is not None:
+                break
+        drafted = tuple(was_drafted for _, was_drafted in tokens[: len(texts)])
+        record_round(self.figures, drafted=len(proposal), accepted=sum(drafted))
+        if self.finish_reason is not None:
+            texts[-1] += self._remaining_text()
+        chunk = Chunk(
+            text="".join(texts),
+            token_ids=tuple(token_id for token_id, _ in tokens[: len(texts)]),
+            drafted=drafted,
+            text_lengths=tuple(map(len, texts)),
+        )
+        return chunk if self.finish_reason is None else replace(chunk, summary=self._summary(self.finish_reason))
+
+    def _commit(self, token_id: int) -> str:
+        self.token_ids.append(token_id)
+        text = self._stop_strings.push(self._detokenizer.push(token_id))
+        if token_id in self._limits.eos_token_ids or self._stop_strings.met:
+            self.finish_reason = FinishReason.STOP
+        elif self.room <= 0:
+            self.finish_reason = FinishReason.LENGTH
+        return text
+
+    def _remaining_text(self) -> str:
+        if self._stop_strings.met:
+            return ""
+        return self._stop_strings.push(self._detokenizer.finish()) + self._stop_strings.finish()
+
+    def _summary(self, finish_reason: FinishReason) -> Summary:
+        return Summary(
+            finish_reason=finish_reason,
+            prompt_tokens=self._prompt_length,
+            completion_tokens=self.length - self._prompt_length,
+            speculation=self.figures,
+            request_id=self._request_id,
+            seed=self._seed,
+        )
+
+
+def _kept(proposal: Proposal, acceptance: Acceptance) -> Iterator[tuple[int, bool]]:
+    """The tokens that the rule keeps, each with whether the draft proposed it."""
+    for token_id in proposal.token_ids[: acceptance.accepted_count]:
+        yield token_id, True
+    if acceptance.next_token is not NextToken.NONE:
+        yield acceptance.next_token_id, False

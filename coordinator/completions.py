@@ -1,0 +1,188 @@
+"""From a request to its stream of chunks: check it, open its streams, run its rounds, close them."""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from coordinator.completion import Completion, Limits
+from coordinator.draft_client import DraftSequence, NoDrafter
+from coordinator.generate import generate
+from coordinator.rejection.errors import RuleError
+from coordinator.rejection.options import RejectionOptions
+from coordinator.rejection.resolution import AcceptanceRule, resolve
+from coordinator.rejection.uniforms import draw_uniforms
+from coordinator.rules import TokenizedRequest, check_request
+from coordinator.settings import CoordinatorSettings
+from coordinator.target_client import TargetSequence
+from coordinator.text import Detokenizer, StopStrings
+from coordinator.tokenizer import encode
+from tandem.channels import closing
+from tandem.errors import InvalidRequestError
+from tandem.types import (
+    Acceptance,
+    Chunk,
+    DraftOptions,
+    GenerationRequest,
+    ModelInfo,
+    Proposal,
+    SamplingParams,
+    TargetOptions,
+    Verification,
+)
+from tandem.v1.draft_pb2_grpc import DraftServiceStub
+from tandem.v1.target_pb2_grpc import TargetServiceStub
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What the coordinator joins."""
+
+    target: TargetServiceStub
+    draft: DraftServiceStub | None
+    target_info: ModelInfo
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A request that was checked, with every default filled in."""
+
+    request_id: str
+    request: GenerationRequest
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    limits: Limits
+    rule: AcceptanceRule
+    num_speculative_tokens: int
+    """0: the target alone."""
+
+    def accept(self, proposal: Proposal, verification: Verification) -> Acceptance:
+        """The acceptance rule with this round's random numbers."""
+        uniforms = draw_uniforms(self.sampling.seed, proposal.base_length, len(proposal))
+        return self.rule.accept(proposal, verification, self.sampling, uniforms)
+
+
+class Completions:
+    """Completes requests over the services it is connected to."""
+
+    services: Services
+    """Set by `connect`, before the server lets calls through."""
+
+    def __init__(self, settings: CoordinatorSettings) -> None:
+        self._settings = settings
+
+    def connect(self, services: Services) -> None:
+        """Begin to use these services."""
+        self.services = services
+
+    async def complete(
+        self, request: GenerationRequest, deadline_seconds: float | None = None
+    ) -> AsyncIterator[Chunk]:
+        """Stream a completion.
+
+        Raises:
+            InvalidRequestError: with a sentence for each rule that the request breaks.
+            TandemError: the target failed.
+        """
+        plan = await self._plan(request)
+        completion = Completion(
+            plan.prompt,
+            plan.limits,
+            Detokenizer(self.services.tokenizer),
+            StopStrings(request.stop),
+            request_id=plan.request_id,
+            seed=plan.sampling.seed,
+        )
+        async with AsyncExitStack() as streams:
+            drafter = await streams.enter_async_context(closing(self._drafter(plan, deadline_seconds)))
+            verifier = await streams.enter_async_context(closing(self._verifier(plan, deadline_seconds)))
+            async for chunk in generate(completion, drafter, verifier, plan.accept):
+                yield chunk
+
+    async def _plan(self, request: GenerationRequest) -> Plan:
+        info, settings = self.services.target_info, self._settings
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            prompt = await encode(self.services.tokenizer, prompt)
+        check_request(TokenizedRequest(request, prompt, info))
+        sampling = _sampling(request)
+        count = request.num_speculative_tokens or settings.num_speculative_tokens
+        options = RejectionOptions(
+            rejection_sampling_strategy=request.rejection_sampling_strategy or settings.rejection_sampling_strategy,
+            num_speculative_tokens=count,
+        )
+        room = info.max_length - len(prompt)
+        return Plan(
+            request_id=uuid.uuid4().hex,
+            request=request,
+            prompt=prompt,
+            sampling=sampling,
+            limits=Limits(
+                max_length=info.max_length,
+                max_tokens=room if request.max_tokens is None else min(request.max_tokens, room),
+                eos_token_ids=() if request.ignore_eos else frozenset(info.eos_token_ids),
+            ),
+            rule=_rule(options, sampling, request),
+            num_speculative_tokens=count if request.speculation and self.services.draft is not None else 0,
+        )
+
+    def _drafter(self, plan: Plan, deadline_seconds: float | None) -> DraftSequence | NoDrafter:
+        if self.services.draft is None or plan.num_speculative_tokens == 0:
+            return NoDrafter()
+        options = DraftOptions(
+            request_id=plan.request_id,
+            sampling=plan.sampling,
+            max_length=len(plan.prompt) + plan.limits.max_tokens,
+            row_kind=plan.rule.strategy.draft_row_kind,
+            draft_top_k=self._settings.draft_top_k,
+            with_token_logits=plan.rule.strategy.needs_token_logits,
+        )
+        return DraftSequence(
+            self.services.draft,
+            options,
+            plan.num_speculative_tokens,
+            patience_seconds=self._settings.draft_patience_seconds,
+            deadline_seconds=deadline_seconds,
+        )
+
+    def _verifier(self, plan: Plan, deadline_seconds: float | None) -> TargetSequence:
+        options = TargetOptions(
+            request_id=plan.request_id,
+            sampling=plan.sampling,
+            max_length=len(plan.prompt) + plan.limits.max_tokens,
+        )
+        return TargetSequence(
+            self.services.target,
+            options,
+            plan.rule.row_kind(plan.request.row_kind),
+            supports=plan.rule.supports,
+            with_statistics=plan.rule.needs_statistics,
+            deadline_seconds=deadline_seconds,
+        )
+
+
+def _sampling(request: GenerationRequest) -> SamplingParams:
+    """The request's sampling parameters, and a seed drawn for it when it brings none."""
+    defaults = SamplingParams()
+    return SamplingParams(
+        temperature=defaults.temperature if request.temperature is None else request.temperature,
+        top_k=defaults.top_k if request.top_k is None else request.top_k,
+        top_p=defaults.top_p if request.top_p is None else request.top_p,
+        min_p=defaults.min_p if request.min_p is None else request.min_p,
+        seed=secrets.randbits(63) if request.seed is None else request.seed,
+    )
+
+
+def _rule(options: RejectionOptions, sampling: SamplingParams, request: GenerationRequest) -> AcceptanceRule:
+    try:
+        rule = resolve(options, sampling)
+        rule.row_kind(request.row_kind)
+    except RuleError as error:
+        raise InvalidRequestError(str(error)) from None
+    return rule

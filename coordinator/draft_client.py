@@ -1,0 +1,118 @@
+"""One sequence on a draft service. Whatever goes wrong there costs the speed-up, never the request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import grpc.aio
+
+from tandem.channels import errors_of, finish_stream
+from coordinator.completion import Completion
+from coordinator.remote_sequence import RemoteSequence
+from tandem.errors import ServiceUnavailableError, TandemError
+from tandem.types import DraftOptions, Proposal, ProposeStep
+from tandem.v1.draft_pb2_grpc import DraftServiceStub
+from tandem.wire import draft as wire
+
+logger = logging.getLogger(__name__)
+
+class NoDrafter:
+    """Proposes nothing: the target alone."""
+
+    async def propose(self, completion: Completion) -> Proposal:
+        """An empty proposal."""
+        return Proposal(completion.length)
+
+    async def finish(self) -> None:
+        """Nothing to end."""
+
+    def cancel(self) -> None:
+        """Nothing to drop."""
+
+
+class DraftSequence:
+    """Asks a draft service for proposals over one stream, which lives as long as the sequence.
+
+    The first round proposes nothing: the draft reads the prompt while the target does, and the target's own first token
+    is not kept waiting. A draft that fails is not asked again; one that is late is passed over until it has answered.
+    """
+
+    def __init__(
+        self,
+        stub: DraftServiceStub,
+        options: DraftOptions,
+        num_speculative_tokens: int,
+        *,
+        patience_seconds: float,
+        deadline_seconds: float | None = None,
+    ) -> None:
+        self._call = stub.Propose(timeout=deadline_seconds)
+        self._options = options
+        self._num_speculative_tokens = num_speculative_tokens
+        self._patience_seconds = patience_seconds
+        self._remote = RemoteSequence()
+        self._answer: asyncio.Task[Proposal] | None = None
+        self._opened = False
+        self._lost = False
+        self._is_late = False
+
+    async def propose(self, completion: Completion) -> Proposal:
+        """Tokens that may follow, fewer than the completion has room for; none when the draft is late or lost."""
+        nothing = Proposal(completion.length)
+        count = min(self._num_speculative_tokens, completion.room - 1)
+        if self._lost or count <= 0:
+            return nothing
+        try:
+            if not self._opened:
+                self._opened = True
+                self._ask(completion, 0, opening=True)
+                return nothing
+            if self._answer is not None and await self._awaited() is None:
+                return nothing  # an earlier step is still unanswered
+            self._ask(completion, count)
+            return await self._awaited() or nothing
+        except TandemError as error:
+            self._lost = True
+            logger.warning(
+                "draft lost; the target goes on alone",
+                extra={"request_id": self._options.request_id, "error": str(error)},
+            )
+            return nothing
+
+    async def finish(self) -> None:
+        """End the sequence; the service lets go of it at once."""
+        if self._answer is None and self._opened and not self._lost:
+            await finish_stream(self._call, wire.finish_to_proto())
+
+    def cancel(self) -> None:
+        """Drop the stream, whatever it is doing. A call that is dropped without this is never collected."""
+        self._call.cancel()
+        if self._answer is not None:
+            self._answer.cancel()
+
+    def _ask(self, completion: Completion, count: int, *, opening: bool = False) -> None:
+        step = ProposeStep(self._remote.delta_to(completion.token_ids), count)
+        self._answer = asyncio.create_task(self._exchange(step, opening))
+        self._is_late = False
+
+    async def _awaited(self) -> Proposal | None:
+        """The answer to the last step; None while it is late. What is late already is not waited for again."""
+        assert self._answer is not None
+        await asyncio.wait({self._answer}, timeout=0 if self._is_late else self._patience_seconds)
+        self._is_late = not self._answer.done()
+        if self._is_late:
+            return None
+        answer, self._answer = self._answer, None
+        return answer.result()
+
+    async def _exchange(self, step: ProposeStep, opening: bool) -> Proposal:
+        with errors_of("draft service"):
+            if opening:
+                await self._call.write(wire.options_to_proto(self._options))
+            await self._call.write(wire.step_to_proto(step))
+            response = await self._call.read()
+        if response is grpc.aio.EOF:
+            raise ServiceUnavailableError("draft service: it ended the stream")
+        return wire.proposal_from_proto(response)
+

@@ -1,0 +1,26 @@
+"""GenerationService: translates, nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from coordinator.completions import Completions
+from tandem.serving.edge import Context, errors_to_status
+from tandem.v1 import generation_pb2
+from tandem.v1.generation_pb2_grpc import GenerationServiceServicer
+from tandem.wire.generation import chunk_to_proto, request_from_proto
+
+
+class GenerationServicer(GenerationServiceServicer):
+    """Streams completions to clients."""
+
+    def __init__(self, completions: Completions) -> None:
+        self._completions = completions
+
+    async def Generate(
+        self, request: generation_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        """One completion, piece by piece."""
+        async with errors_to_status(context):
+            async for chunk in self._completions.complete(request_from_proto(request), context.time_remaining()):
+                yield chunk_to_proto(chunk)

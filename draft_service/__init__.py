@@ -1,0 +1,1 @@
+"""The draft service: proposes tokens that a target model is likely to say next."""

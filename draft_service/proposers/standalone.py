@@ -1,0 +1,194 @@
+"""A draft model of its own: a small language model that guesses what the target would say (vLLM: draft_model)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draft_service.settings import DraftSettings
+from tandem.engine.engine import Engine
+from tandem.engine.jobs import Continue, Done, Job
+from tandem.engine.model import load_model
+from tandem.engine.sequence import Sequence as CachedSequence
+from tandem.engine.settings import EngineSettings
+from tandem.noise import proposal_keys, race, target_keys
+from tandem.types import (
+    DenseLogits,
+    DraftDistribution,
+    DraftOptions,
+    ModelInfo,
+    Proposal,
+    ProposeStep,
+    RowKind,
+    SamplingParams,
+    SparseDistribution,
+)
+from tandem.warping import warp
+
+Outcome = Done[Proposal] | Continue
+
+
+def load_standalone(settings: DraftSettings) -> StandaloneProposer:
+    """Load the model that the settings name.
+
+    Raises:
+        ConfigurationError: it cannot be served as they ask.
+    """
+    model = load_model(settings.model, device=settings.device, dtype=settings.compute_dtype, threads=settings.threads)
+    limits = EngineSettings(max_length=settings.max_length, max_sequences=settings.max_sequences)
+    engine = Engine(model, propose_head, limits)
+    return StandaloneProposer(engine, settings.draft_top_k)
+
+
+@dataclass(slots=True)
+class Drafting:
+    """A proposal in the making."""
+
+    base_length: int
+    token_count: int
+    options: DraftOptions
+    draft_top_k: int
+    token_ids: list[int] = field(default_factory=list)
+    distributions: list[DraftDistribution] = field(default_factory=list)
+    token_logits: list[float] = field(default_factory=list)
+
+    @property
+    def next_key(self) -> int:
+        """Keys the noise of the next token: the target's own where the draft is to anticipate it."""
+        sampling, drawn = self.options.sampling, len(self.token_ids)
+        if self.options.row_kind is RowKind.TOKEN:
+            return int(target_keys(sampling.seed, self.base_length + drawn, 1)[0])
+        return int(proposal_keys(sampling.seed, self.base_length, drawn + 1)[drawn])
+
+    def outcome(self) -> Outcome:
+        """Draw another token, or hand the proposal over."""
+        if len(self.token_ids) < self.token_count:
+            return Continue(self.token_ids[-1])
+        logits = np.array(self.token_logits, dtype=np.float32) if self.options.with_token_logits else None
+        return Done(Proposal(self.base_length, tuple(self.token_ids), tuple(self.distributions), logits))
+
+
+def propose_head(ready: Sequence[Job[Drafting]], logits: Tensor) -> list[Outcome]:
+    """What the draft's logits mean: one more token for each proposal in the making."""
+    draftings = [job.payload for job in ready]
+    if all(drafting.options.sampling.is_greedy for drafting in draftings):
+        token_ids = logits.argmax(dim=-1).tolist()
+    else:
+        token_ids = _drawn(draftings, logits)
+    for i, (drafting, token_id) in enumerate(zip(draftings, token_ids, strict=True)):
+        drafting.token_ids.append(token_id)
+        if drafting.options.with_token_logits:
+            drafting.token_logits.append(float(logits[i, token_id]))
+    return [drafting.outcome() for drafting in draftings]
+
+
+def _drawn(draftings: Sequence[Drafting], logits: Tensor) -> list[int]:
+    """Draw a token for each row, and note what sparse and dense ones were drawn from."""
+    token_ids = [0] * len(draftings)
+    sparse = [i for i, d in enumerate(draftings) if d.options.row_kind is RowKind.SUPPORT]
+    whole = [i for i, d in enumerate(draftings) if d.options.row_kind is not RowKind.SUPPORT]
+    if sparse:
+        _draw_sparse([draftings[i] for i in sparse], logits[sparse], sparse, token_ids)
+    if whole:
+        probs = warp(logits[whole], [draftings[i].options.sampling for i in whole])
+        drawn = race(probs, _keys([draftings[i] for i in whole], logits))
+        for i, token_id in zip(whole, drawn.tolist(), strict=True):
+            token_ids[i] = token_id
+            if draftings[i].options.row_kind is RowKind.DENSE:
+                draftings[i].distributions.append(DenseLogits(logits[i].float().cpu().numpy()))
+    return token_ids
+
+
+def _draw_sparse(
+    draftings: Sequence[Drafting], logits: Tensor, indices: Sequence[int], token_ids: list[int]
+) -> None:
+    """Draw from the top of each distribution, which then is the whole of it.
+
+    Any distribution is right for a draft as long as it is the one that the token was drawn from and that is told. Only
+    the highest logits are therefore warped: no sum over the vocabulary is needed.
+    """
+    width = min(max(drafting.draft_top_k for drafting in draftings), logits.shape[-1])
+    highest, columns = logits.topk(width, dim=-1)
+    probs = warp(highest, [_truncated(drafting) for drafting in draftings])
+    # What travels is binary32, so that is what the token must be drawn from.
+    probs = probs.float().double()
+    drawn = race(probs, _keys(draftings, logits), columns).tolist()
+    for drafting, i, row, ids, winner in zip(
+        draftings, indices, probs.cpu().numpy(), columns.cpu().numpy(), drawn, strict=True
+    ):
+        kept = row > 0.0
+        drafting.distributions.append(SparseDistribution(ids[kept], row[kept] / row[kept].sum()))
+        token_ids[i] = int(ids[winner])
+
+
+def _truncated(drafting: Drafting) -> SamplingParams:
+    """The request's sampling parameters with the draft's own limit on the number of tokens."""
+    sampling = drafting.options.sampling
+    top_k = min(sampling.top_k or drafting.draft_top_k, drafting.draft_top_k)
+    return SamplingParams(sampling.temperature, top_k, sampling.top_p, sampling.min_p, sampling.seed)
+
+
+def _keys(draftings: Sequence[Drafting], like: Tensor) -> Tensor:
+    return torch.tensor([drafting.next_key for drafting in draftings], dtype=torch.int64, device=like.device)
+
+
+class StandaloneProposer:
+    """Drafts with a model behind its engine."""
+
+    def __init__(self, engine: Engine[Drafting, Proposal], draft_top_k: int) -> None:
+        self._engine = engine
+        self._draft_top_k = draft_top_k
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """What the model is."""
+        return replace(self._engine.model.info, max_length=self._engine.max_length)
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._engine.start()
+
+    async def close(self) -> None:
+        """Stop the engine."""
+        await self._engine.close()
+
+    @asynccontextmanager
+    async def sequence(self, options: DraftOptions) -> AsyncIterator[StandaloneSequence]:
+        """Keep a sequence in the KV cache for as long as the context lives.
+
+        Raises:
+            CapacityError: there is no room for another.
+            InvalidRequestError: it may become longer than the model can read.
+        """
+        cached = await self._engine.open(options.max_length or self.model_info.max_length)
+        try:
+            yield StandaloneSequence(self._engine, cached, options, options.draft_top_k or self._draft_top_k)
+        finally:
+            self._engine.release(cached)
+
+
+class StandaloneSequence:
+    """One sequence that is drafted for."""
+
+    def __init__(self, engine: Engine[Drafting, Proposal], cached: CachedSequence, options: DraftOptions, draft_top_k: int) -> None:
+        self._engine = engine
+        self._cached = cached
+        self._options = options
+        self._draft_top_k = draft_top_k
+
+    async def propose(self, step: ProposeStep) -> Proposal:
+        """Apply the step's delta and draw the tokens that follow, each from the draft's distribution.
+
+        Raises:
+            InvalidRequestError: the delta does not fit the sequence or the model.
+        """
+        drafting = Drafting(step.delta.length, step.token_count, self._options, self._draft_top_k)
+        if step.token_count == 0:
+            await self._engine.run(Job(self._cached, step.delta, 0, drafting))
+            return Proposal(step.delta.length)
+        return await self._engine.run(Job(self._cached, step.delta, 1, drafting))

@@ -1,0 +1,51 @@
+"""What the draft's process serves."""
+
+from __future__ import annotations
+
+import grpc.aio
+
+from draft_service.proposers import Proposer
+from draft_service.servicer import DraftServicer
+from draft_service.settings import DraftSettings
+from tandem.serving.loading import in_daemon_thread
+from tandem.v1 import draft_pb2, draft_pb2_grpc
+
+
+class DraftService:
+    """Serves DraftService with one drafting method."""
+
+    name = "draft"
+    full_names = (draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name,)
+
+    def __init__(self, settings: DraftSettings) -> None:
+        self._settings = settings
+        self._servicer = DraftServicer()
+        self._proposer: Proposer | None = None
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add the servicer."""
+        draft_pb2_grpc.add_DraftServiceServicer_to_server(self._servicer, server)
+
+    async def start(self) -> None:
+        """Load what the drafting method needs.
+
+        Raises:
+            ConfigurationError: the method cannot run as the settings ask.
+        """
+        self._proposer = await in_daemon_thread(self._load)
+        self._proposer.start()
+        self._servicer.proposer = self._proposer
+
+    async def close(self) -> None:
+        """Let go of it."""
+        if self._proposer is not None:
+            await self._proposer.close()
+
+    def _load(self) -> Proposer:
+        from tandem.engine.checkpoint import open_checkpoint
+
+        # Before torch is imported, which takes seconds: a wrong folder is told at once.
+        open_checkpoint(self._settings.model)
+        from draft_service.proposers.standalone import load_standalone
+
+        return load_standalone(self._settings)

@@ -1,0 +1,37 @@
+"""DraftService: translates, nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from draft_service.proposers import Proposer
+from tandem.serving.edge import Context, errors_to_status
+from tandem.serving.stream import opening, steps
+from tandem.v1 import draft_pb2
+from tandem.v1.draft_pb2_grpc import DraftServiceServicer
+from tandem.wire import draft as wire
+from tandem.wire.common import model_info_to_proto
+
+
+class DraftServicer(DraftServiceServicer):
+    """Lets coordinators ask for proposals."""
+
+    proposer: Proposer
+    """Set before the server lets calls through."""
+
+    async def Propose(
+        self, request_iterator: AsyncIterator[draft_pb2.ProposeRequest], context: Context
+    ) -> AsyncIterator[draft_pb2.ProposeResponse]:
+        """One sequence, for as long as the stream lives."""
+        async with errors_to_status(context):
+            options = wire.options_from_proto((await opening(request_iterator)).open)
+            async with self.proposer.sequence(options) as sequence:
+                async for request in steps(request_iterator):
+                    proposal = await sequence.propose(wire.step_from_proto(request.step))
+                    yield wire.proposal_to_proto(proposal)
+
+    async def GetModelInfo(
+        self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context
+    ) -> draft_pb2.DraftServiceGetModelInfoResponse:
+        """What the model is."""
+        return draft_pb2.DraftServiceGetModelInfoResponse(model_info=model_info_to_proto(self.proposer.model_info))

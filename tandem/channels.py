@@ -1,0 +1,107 @@
+"""Channels to the services, and what gRPC's errors on them mean."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import grpc
+import grpc.aio
+
+from tandem.errors import (
+    CapacityError,
+    DeadlineError,
+    InvalidRequestError,
+    ProtocolError,
+    ServiceUnavailableError,
+    TandemError,
+)
+
+_CHANNEL_OPTIONS = (
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 4_000),
+    # keepalive_timeout alone leaves a stopped peer unnoticed for a minute; this one governs.
+    ("grpc.http2.ping_timeout_ms", 4_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A service that is starting is tried again soon.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+)
+
+_MEANINGS: dict[grpc.StatusCode, type[TandemError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: CapacityError,
+    grpc.StatusCode.UNAVAILABLE: ServiceUnavailableError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
+}
+
+
+def open_channel(address: str, message_limit_bytes: int = 4 << 20) -> grpc.aio.Channel:
+    """A channel to a service. Connects on first use."""
+    options = [*_CHANNEL_OPTIONS, ("grpc.max_receive_message_length", message_limit_bytes)]
+    return grpc.aio.insecure_channel(address, options=options)
+
+
+@contextmanager
+def errors_of(service: str) -> Iterator[None]:
+    """Raise gRPC errors of the block as ours, naming the service.
+
+    Raises:
+        TandemError: the branch of the tree that the status code stands for.
+    """
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        _reraise(service, error)
+
+
+def _reraise(service: str, error: grpc.aio.AioRpcError) -> NoReturn:
+    meaning = _MEANINGS.get(error.code(), ProtocolError)
+    raise meaning(f"{service}: {error.details() or error.code().name.lower()}") from error
+
+
+def message_limit(vocabulary_size: int, row_count: int) -> int:
+    """Most bytes a message may have: room for that many dense rows, and gRPC's own default beside them."""
+    return vocabulary_size * 4 * row_count + (4 << 20)
+
+
+# How long a service may take to say goodbye before its stream is simply dropped.
+_FINISH_SECONDS = 1.0
+
+
+class SequenceStream(Protocol):
+    """The coordinator's end of a sequence's stream."""
+
+    async def finish(self) -> None:
+        """Say that the sequence has ended."""
+
+    def cancel(self) -> None:
+        """Drop the stream, whatever it is doing."""
+
+
+StreamT = TypeVar("StreamT", bound=SequenceStream)
+
+
+@asynccontextmanager
+async def closing(stream: StreamT) -> AsyncIterator[StreamT]:
+    """Finish the stream when the block ends by itself, and drop it in any case: computing stops at once on an error."""
+    try:
+        yield stream
+        await stream.finish()
+    finally:
+        stream.cancel()
+
+
+async def finish_stream(call: grpc.aio.StreamStreamCall[Any, Any], finish: Any) -> None:
+    """Send the message that ends a sequence, and wait for the service to have let go of it."""
+    try:
+        async with asyncio.timeout(_FINISH_SECONDS):
+            await call.write(finish)
+            await call.done_writing()
+            await call.code()
+    except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        pass  # the stream is gone already, which ends the sequence too

@@ -1,0 +1,43 @@
+"""A service's process, from its command line to its exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import uvloop
+
+from tandem.errors import ConfigurationError, TandemError
+from tandem.logs import configure
+from tandem.serving.server import Service, serve
+from tandem.settings import ServerSettings, exit_with, load_settings
+
+SettingsT = TypeVar("SettingsT", bound=ServerSettings)
+
+
+def main(
+    settings_class: type[SettingsT],
+    make_service: Callable[[SettingsT], Service],
+    arguments: Sequence[str],
+    program: str,
+) -> None:
+    """Serve until a signal ends it.
+
+    Exits 0 after a drain, 2 when the process cannot run as it is set up, 1 on any other failure that has a name.
+    """
+    try:
+        settings = load_settings(settings_class, arguments, program)
+        configure(settings.log_level, settings.log_format)
+        was_ready = uvloop.run(serve(settings, make_service(settings)))
+    except ConfigurationError as error:
+        exit_with(error, 2)
+    except TandemError as error:
+        exit_with(error, 1)
+    else:
+        if not was_ready:
+            # A model is still being read on another thread, in code that does not survive the interpreter's end.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)

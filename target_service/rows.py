@@ -1,0 +1,149 @@
+"""From the target's logits to the rows that coordinators ask for, for all sequences of a step at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.noise import race, target_keys
+from tandem.types import (
+    DenseRow,
+    IntArray,
+    RowKind,
+    RowStatistics,
+    SamplingParams,
+    SupportRow,
+    TargetRow,
+    TokenRow,
+    Verification,
+    VerifyStep,
+)
+from tandem.warping import warp
+
+_NO_SUPPORT: IntArray = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class RowRequest:
+    """What one sequence wants of a step."""
+
+    step: VerifyStep
+    sampling: SamplingParams
+
+    @property
+    def base_length(self) -> int:
+        """Length of the sequence whose next token the first row tells."""
+        return self.step.delta.length - self.step.row_count + 1
+
+    @property
+    def needs_only_argmax(self) -> bool:
+        """Whether the highest logit of each row is all there is to tell."""
+        return self.step.row_kind is RowKind.TOKEN and self.sampling.is_greedy
+
+
+def verifications(requests: Sequence[RowRequest], logits: Tensor) -> list[Verification]:
+    """The rows of each request.
+
+    Args:
+        requests: What each sequence wants.
+        logits: [rows of all requests in order, vocabulary_size], any floating type.
+    """
+    blocks = torch.split(logits, [request.step.row_count for request in requests])
+    sampled = [i for i, request in enumerate(requests) if _samples(request)]
+    rows: list[tuple[TargetRow, ...]] = [()] * len(requests)
+    if greedy := [i for i, request in enumerate(requests) if request.needs_only_argmax]:
+        for i, tokens in _split(greedy, requests, torch.cat([blocks[i] for i in greedy]).argmax(dim=-1)):
+            rows[i] = tuple(map(TokenRow, tokens.tolist()))
+    if sampled:
+        drawn = _sampled_rows([requests[i] for i in sampled], torch.cat([blocks[i] for i in sampled]))
+        for i, row in zip(sampled, drawn, strict=True):
+            rows[i] = row
+    for i, request in enumerate(requests):
+        if request.step.row_kind is RowKind.DENSE:
+            rows[i] = tuple(DenseRow(row) for row in blocks[i].float().cpu().numpy())
+    return [Verification(request.base_length, row) for request, row in zip(requests, rows, strict=True)]
+
+
+def _samples(request: RowRequest) -> bool:
+    return request.step.row_kind is not RowKind.DENSE and not request.needs_only_argmax
+
+
+def _split(
+    indices: Sequence[int], requests: Sequence[RowRequest], values: Tensor
+) -> list[tuple[int, Tensor]]:
+    """The values of each request's rows."""
+    parts = torch.split(values.cpu(), [requests[i].step.row_count for i in indices])
+    return list(zip(indices, parts, strict=True))
+
+
+def _sampled_rows(requests: Sequence[RowRequest], logits: Tensor) -> list[tuple[TargetRow, ...]]:
+    """Rows that are drawn from the warped distribution."""
+    counts = [request.step.row_count for request in requests]
+    probs = warp(logits, [request.sampling for request in requests for _ in range(request.step.row_count)])
+    supports = [support for request in requests for support in _supports(request)]
+    inside, outside = _inside_and_outside(probs, supports)
+    keys = [target_keys(request.sampling.seed, request.base_length, request.step.row_count) for request in requests]
+    drawn = race(outside, torch.from_numpy(np.concatenate(keys)).to(logits.device)).tolist()
+    masses = outside.sum(dim=-1).tolist()
+    statistics = _statistics(requests, logits, probs, supports)
+    rows: list[TargetRow] = [
+        SupportRow(support, inside[i], masses[i], drawn[i] if masses[i] > 0.0 else -1, statistics[i])
+        for i, support in enumerate(supports)
+    ]
+    parts = [rows[sum(counts[:i]) : sum(counts[: i + 1])] for i in range(len(counts))]
+    return [
+        tuple(part) if request.step.row_kind is RowKind.SUPPORT else tuple(_token_row(row) for row in part)
+        for request, part in zip(requests, parts, strict=True)
+    ]
+
+
+def _token_row(row: TargetRow) -> TokenRow:
+    """A sample of the whole distribution: with an empty support everything is outside it."""
+    assert isinstance(row, SupportRow)
+    return TokenRow(row.outside_token_id)
+
+
+def _supports(request: RowRequest) -> list[IntArray]:
+    """The support of each row; none for rows past the proposal, and none at all for token rows."""
+    supports = request.step.supports if request.step.row_kind is RowKind.SUPPORT else ()
+    return [*supports, *[_NO_SUPPORT] * (request.step.row_count - len(supports))]
+
+
+def _inside_and_outside(probs: Tensor, supports: Sequence[IntArray]) -> tuple[list[np.ndarray], Tensor]:
+    """Probabilities on each row's support, and the rows with the support set to zero."""
+    sizes = [len(support) for support in supports]
+    if not any(sizes):
+        return [np.empty(0)] * len(supports), probs
+    rows = torch.from_numpy(np.repeat(np.arange(len(supports)), sizes)).to(probs.device)
+    token_ids = torch.from_numpy(np.concatenate(supports)).to(probs.device)
+    inside = probs[rows, token_ids].cpu().numpy()
+    outside = probs.clone()
+    outside[rows, token_ids] = 0.0
+    return np.split(inside, np.cumsum(sizes)[:-1]), outside
+
+
+def _statistics(
+    requests: Sequence[RowRequest], logits: Tensor, probs: Tensor, supports: Sequence[IntArray]
+) -> list[RowStatistics | None]:
+    """Figures of whole rows, for the requests that ask for them."""
+    asked = [request.step.with_statistics for request in requests for _ in range(request.step.row_count)]
+    if not any(asked):
+        return [None] * len(asked)
+    entropies = torch.special.entr(probs).sum(dim=-1).tolist()
+    highest, argmaxes = probs.max(dim=-1)
+    return [
+        RowStatistics(
+            entropy=entropies[i],
+            max_prob=float(highest[i]),
+            argmax_token_id=int(argmaxes[i]),
+            ranks=(probs[i] > probs[i, support][:, None]).sum(dim=-1).cpu().numpy(),
+            logits=logits[i, support].float().cpu().numpy(),
+        )
+        if wanted
+        else None
+        for i, (support, wanted) in enumerate(zip(map(torch.from_numpy, supports), asked, strict=True))
+    ]

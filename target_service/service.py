@@ -1,0 +1,55 @@
+"""What the target's process serves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import grpc.aio
+
+from tandem.serving.loading import in_daemon_thread
+from tandem.v1 import target_pb2, target_pb2_grpc
+from target_service.servicer import TargetServicer
+from target_service.settings import TargetSettings
+
+if TYPE_CHECKING:
+    from target_service.verifier import Verifier
+
+
+class TargetService:
+    """Serves TargetService with one model."""
+
+    name = "target"
+    full_names = (target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name,)
+
+    def __init__(self, settings: TargetSettings) -> None:
+        self._settings = settings
+        self._servicer = TargetServicer()
+        self._verifier: Verifier | None = None
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add the servicer."""
+        target_pb2_grpc.add_TargetServiceServicer_to_server(self._servicer, server)
+
+    async def start(self) -> None:
+        """Load the model.
+
+        Raises:
+            ConfigurationError: the model cannot be served as the settings ask.
+        """
+        self._verifier = await in_daemon_thread(self._load)
+        self._verifier.start()
+        self._servicer.verifier = self._verifier
+
+    async def close(self) -> None:
+        """Stop the engine."""
+        if self._verifier is not None:
+            await self._verifier.close()
+
+    def _load(self) -> Verifier:
+        from tandem.engine.checkpoint import open_checkpoint
+
+        # Before torch is imported, which takes seconds: a wrong folder is told at once.
+        open_checkpoint(self._settings.model)
+        from target_service.verifier import load_verifier
+
+        return load_verifier(self._settings)

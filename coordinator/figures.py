@@ -90,17 +90,19 @@ def conditional_rates(figures: SpeculationFigures) -> list[float]:
 
 
 def describe(figures: SpeculationFigures) -> dict[str, object]:
-    """All figures by name, of types that JSON has."""
+    """All figures by name, of types that JSON has. `acceptance_length` is MAX's, `mean_acceptance_length` vLLM's."""
     return {
         "rounds": figures.rounds,
         "proposals": proposals(figures),
-        "drafted_tokens": figures.drafted,
-        "accepted_tokens": figures.accepted,
+        "drafted": figures.drafted,
+        "accepted": figures.accepted,
         "acceptance_rate": round(acceptance_rate(figures), 6),
-        "accepted_per_verification": round(accepted_per_verification(figures), 6),
+        "acceptance_length": round(accepted_per_verification(figures), 6),
         "mean_acceptance_length": round(mean_acceptance_length(figures), 6),
-        "acceptance_rate_per_position_cumulative": _rounded(cumulative_rates(figures)),
-        "acceptance_rate_per_position_conditional": _rounded(conditional_rates(figures)),
+        "per_position": {
+            "cumulative": _rounded(cumulative_rates(figures)),
+            "conditional": _rounded(conditional_rates(figures)),
+        },
     }
 
 

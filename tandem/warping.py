@@ -52,7 +52,7 @@ def warp(logits: Array, sampling: Sequence[SamplingParams]) -> Array:
 
 
 def _needs_sorting(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1.0
+    return not params.is_greedy and (params.top_k > 0 or params.top_p < 1.0)
 
 
 def _column(values: Sequence[float], like: Array) -> Array:

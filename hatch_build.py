@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,5 +22,5 @@ class ProtoBuildHook(BuildHookInterface[Any]):
         try:
             outputs = generator["generate"](Path(self.root))
         except generator["ProtoError"] as error:
-            self.app.abort(f"error: {error}")
+            sys.exit(f"error: {error}")
         build_data["artifacts"].extend(f"/{output.relative_to(self.root).as_posix()}" for output in outputs)

@@ -80,7 +80,9 @@ class Completion:
             drafted=drafted,
             text_lengths=tuple(map(len, texts)),
         )
-        return chunk if self.finish_reason is None else replace(chunk, summary=self._summary(self.finish_reason))
+        return (
+            chunk if self.finish_reason is None else replace(chunk, summary=self._summary(self.finish_reason))
+        )
 
     def _commit(self, token_id: int) -> str:
         self.token_ids.append(token_id)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from coordinator.completion import Completion, Limits
 from coordinator.draft_client import DraftSequence, NoDrafter
 from coordinator.generate import generate
-from coordinator.rejection.errors import RuleError
+from coordinator.rejection.errors import RowError, RuleError
 from coordinator.rejection.options import RejectionOptions
 from coordinator.rejection.resolution import AcceptanceRule, resolve
 from coordinator.rejection.uniforms import draw_uniforms
@@ -23,7 +23,7 @@ from coordinator.target_client import TargetSequence
 from coordinator.text import Detokenizer, StopStrings
 from coordinator.tokenizer import encode
 from tandem.channels import closing
-from tandem.errors import InvalidRequestError
+from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.types import (
     Acceptance,
     Chunk,
@@ -63,9 +63,16 @@ class Plan:
     """0: the target alone."""
 
     def accept(self, proposal: Proposal, verification: Verification) -> Acceptance:
-        """The acceptance rule with this round's random numbers."""
+        """The acceptance rule with this round's random numbers.
+
+        Raises:
+            ProtocolError: what draft and target told does not go together.
+        """
         uniforms = draw_uniforms(self.sampling.seed, proposal.base_length, len(proposal))
-        return self.rule.accept(proposal, verification, self.sampling, uniforms)
+        try:
+            return self.rule.accept(proposal, verification, self.sampling, uniforms)
+        except RowError as error:
+            raise ProtocolError(str(error)) from error
 
 
 class Completions:
@@ -114,7 +121,8 @@ class Completions:
         sampling = _sampling(request)
         count = request.num_speculative_tokens or settings.num_speculative_tokens
         options = RejectionOptions(
-            rejection_sampling_strategy=request.rejection_sampling_strategy or settings.rejection_sampling_strategy,
+            rejection_sampling_strategy=request.rejection_sampling_strategy
+            or settings.rejection_sampling_strategy,
             num_speculative_tokens=count,
         )
         room = info.max_length - len(prompt)
@@ -147,6 +155,7 @@ class Completions:
             self.services.draft,
             options,
             plan.num_speculative_tokens,
+            vocabulary_size=self.services.target_info.vocabulary_size,
             patience_seconds=self._settings.draft_patience_seconds,
             deadline_seconds=deadline_seconds,
         )

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 
-import grpc.aio
-
-from tandem.channels import errors_of, finish_stream
 from coordinator.completion import Completion
 from coordinator.remote_sequence import RemoteSequence
-from tandem.errors import ServiceUnavailableError, TandemError
+from tandem.channels import errors_of, finish_stream
+from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
 from tandem.types import DraftOptions, Proposal, ProposeStep
+from tandem.v1.draft_pb2 import ProposeResponse
 from tandem.v1.draft_pb2_grpc import DraftServiceStub
 from tandem.wire import draft as wire
 
 logger = logging.getLogger(__name__)
+
 
 class NoDrafter:
     """Proposes nothing: the target alone."""
@@ -44,12 +44,14 @@ class DraftSequence:
         options: DraftOptions,
         num_speculative_tokens: int,
         *,
+        vocabulary_size: int,
         patience_seconds: float,
         deadline_seconds: float | None = None,
     ) -> None:
         self._call = stub.Propose(timeout=deadline_seconds)
         self._options = options
         self._num_speculative_tokens = num_speculative_tokens
+        self._vocabulary_size = vocabulary_size
         self._patience_seconds = patience_seconds
         self._remote = RemoteSequence()
         self._answer: asyncio.Task[Proposal] | None = None
@@ -71,7 +73,11 @@ class DraftSequence:
             if self._answer is not None and await self._awaited() is None:
                 return nothing  # an earlier step is still unanswered
             self._ask(completion, count)
-            return await self._awaited() or nothing
+            proposal = await self._awaited()
+            if proposal is None:
+                return nothing
+            check_proposal(proposal, completion.length, count, self._vocabulary_size)
+            return proposal
         except TandemError as error:
             self._lost = True
             logger.warning(
@@ -88,8 +94,8 @@ class DraftSequence:
     def cancel(self) -> None:
         """Drop the stream, whatever it is doing. A call that is dropped without this is never collected."""
         self._call.cancel()
-        if self._answer is not None:
-            self._answer.cancel()
+        if self._answer is not None and not self._answer.cancel() and not self._answer.cancelled():
+            self._answer.exception()  # nobody else will ask for it
 
     def _ask(self, completion: Completion, count: int, *, opening: bool = False) -> None:
         step = ProposeStep(self._remote.delta_to(completion.token_ids), count)
@@ -112,7 +118,25 @@ class DraftSequence:
                 await self._call.write(wire.options_to_proto(self._options))
             await self._call.write(wire.step_to_proto(step))
             response = await self._call.read()
-        if response is grpc.aio.EOF:
+        if not isinstance(response, ProposeResponse):
             raise ServiceUnavailableError("draft service: it ended the stream")
         return wire.proposal_from_proto(response)
 
+
+def check_proposal(proposal: Proposal, base_length: int, most: int, vocabulary_size: int) -> None:
+    """Refuse a proposal that the target could not verify.
+
+    Raises:
+        ProtocolError: it extends another sequence, is too long, or holds ids that are none.
+    """
+    if proposal.base_length != base_length:
+        raise ProtocolError(
+            f"draft service: its proposal extends {proposal.base_length} tokens; it must extend {base_length}"
+        )
+    if len(proposal) > most:
+        raise ProtocolError(f"draft service: it proposed {len(proposal)} tokens; at most {most} were asked for")
+    unknown = next((token_id for token_id in proposal.token_ids if not 0 <= token_id < vocabulary_size), None)
+    if unknown is not None:
+        raise ProtocolError(
+            f"draft service: it proposed token id {unknown}; ids must be in 0..{vocabulary_size - 1}"
+        )

@@ -119,7 +119,11 @@ def _known_ids(subject: TokenizedRequest) -> str | None:
 def _at_least(field: str, least: float) -> Callable[[TokenizedRequest], str | None]:
     def check(subject: TokenizedRequest) -> str | None:
         value = getattr(subject.request, field)
-        return None if value is None or value >= least else f"{field} is {value:g}; it must be at least {least:g}"
+        return (
+            None
+            if value is None or value >= least
+            else f"{field} is {value:g}; it must be at least {least:g}"
+        )
 
     return check
 

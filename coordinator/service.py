@@ -39,7 +39,9 @@ class CoordinatorService:
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicer."""
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(self._completions), server)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(
+            GenerationServicer(self._completions), server
+        )
 
     async def start(self) -> None:
         """Wait for the services, and refuse models that do not go together.
@@ -71,7 +73,9 @@ class CoordinatorService:
     async def _target_info(self, address: str) -> ModelInfo:
         channel = await self._ready("target", address)
         with errors_of("target service"):
-            answer = await TargetServiceStub(channel).GetModelInfo(target_pb2.TargetServiceGetModelInfoRequest())
+            answer = await TargetServiceStub(channel).GetModelInfo(
+                target_pb2.TargetServiceGetModelInfoRequest()
+            )
         return model_info_from_proto(answer.model_info)
 
     async def _draft_info(self, address: str) -> ModelInfo:

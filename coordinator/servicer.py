@@ -22,5 +22,7 @@ class GenerationServicer(GenerationServiceServicer):
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         """One completion, piece by piece."""
         async with errors_to_status(context):
-            async for chunk in self._completions.complete(request_from_proto(request), context.time_remaining()):
+            async for chunk in self._completions.complete(
+                request_from_proto(request), context.time_remaining()
+            ):
                 yield chunk_to_proto(chunk)

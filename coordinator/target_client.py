@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import grpc.aio
-
-from tandem.channels import errors_of, finish_stream
 from coordinator.completion import Completion
 from coordinator.remote_sequence import RemoteSequence
+from tandem.channels import errors_of, finish_stream
 from tandem.errors import ServiceUnavailableError
 from tandem.types import IntArray, Proposal, RowKind, TargetOptions, Verification, VerifyStep
+from tandem.v1.target_pb2 import VerifyResponse
 from tandem.v1.target_pb2_grpc import TargetServiceStub
 from tandem.wire import target as wire
 
@@ -71,8 +70,7 @@ class TargetSequence:
     async def _answer(self, step: VerifyStep, base_length: int) -> Verification:
         while True:
             response = await self._call.read()
-            if response is grpc.aio.EOF:
+            if not isinstance(response, VerifyResponse):
                 raise ServiceUnavailableError("target service: it ended the stream")
             if response.base_length == base_length:
                 return wire.verification_from_proto(response, step)
-

@@ -34,4 +34,6 @@ class DraftServicer(DraftServiceServicer):
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context
     ) -> draft_pb2.DraftServiceGetModelInfoResponse:
         """What the model is."""
-        return draft_pb2.DraftServiceGetModelInfoResponse(model_info=model_info_to_proto(self.proposer.model_info))
+        return draft_pb2.DraftServiceGetModelInfoResponse(
+            model_info=model_info_to_proto(self.proposer.model_info)
+        )

@@ -70,7 +70,9 @@ class Client:
             ServiceUnavailableError: it does not within the time.
         """
         if not await serves(self._channel, timeout_seconds):
-            raise ServiceUnavailableError(f"coordinator {self._address}: not ready within {timeout_seconds:g} s")
+            raise ServiceUnavailableError(
+                f"coordinator {self._address}: not ready within {timeout_seconds:g} s"
+            )
 
 
 async def serves(channel: grpc.aio.Channel, timeout_seconds: float) -> bool:

@@ -102,7 +102,9 @@ def describe_validation_error(error: ValidationError, env_prefix: str = "") -> s
                      for detail in error.errors())  # fmt: skip
 
 
-def _describe(location: tuple[int | str, ...], message: str, value: object, env_prefix: str, kind: str) -> str:
+def _describe(
+    location: tuple[int | str, ...], message: str, value: object, env_prefix: str, kind: str
+) -> str:
     name = ".".join(str(part) for part in location)
     option = "--" + name.replace("_", "-")
     if kind == "missing":

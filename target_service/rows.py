@@ -86,7 +86,10 @@ def _sampled_rows(requests: Sequence[RowRequest], logits: Tensor) -> list[tuple[
     probs = warp(logits, [request.sampling for request in requests for _ in range(request.step.row_count)])
     supports = [support for request in requests for support in _supports(request)]
     inside, outside = _inside_and_outside(probs, supports)
-    keys = [target_keys(request.sampling.seed, request.base_length, request.step.row_count) for request in requests]
+    keys = [
+        target_keys(request.sampling.seed, request.base_length, request.step.row_count)
+        for request in requests
+    ]
     drawn = race(outside, torch.from_numpy(np.concatenate(keys)).to(logits.device)).tolist()
     masses = outside.sum(dim=-1).tolist()
     statistics = _statistics(requests, logits, probs, supports)

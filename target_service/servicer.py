@@ -39,7 +39,9 @@ class TargetServicer(TargetServiceServicer):
         self, request: target_pb2.TargetServiceGetModelInfoRequest, context: Context
     ) -> target_pb2.TargetServiceGetModelInfoResponse:
         """What the model is."""
-        return target_pb2.TargetServiceGetModelInfoResponse(model_info=model_info_to_proto(self.verifier.model_info))
+        return target_pb2.TargetServiceGetModelInfoResponse(
+            model_info=model_info_to_proto(self.verifier.model_info)
+        )
 
     async def GetTokenizer(
         self, request: target_pb2.GetTokenizerRequest, context: Context

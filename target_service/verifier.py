@@ -28,7 +28,9 @@ def load_verifier(settings: TargetSettings) -> Verifier:
     Raises:
         ConfigurationError: it cannot be served as they ask.
     """
-    model = load_model(settings.model, device=settings.device, dtype=settings.compute_dtype, threads=settings.threads)
+    model = load_model(
+        settings.model, device=settings.device, dtype=settings.compute_dtype, threads=settings.threads
+    )
     limits = EngineSettings(max_length=settings.max_length, max_sequences=settings.max_sequences)
     engine = Engine(model, verify_head, limits)
     files = tuple(path for name in TOKENIZER_FILES if (path := settings.model / name).is_file())
@@ -79,7 +81,9 @@ class Verifier:
 class VerifiedSequence:
     """One sequence that proposals are verified for."""
 
-    def __init__(self, engine: Engine[RowRequest, Verification], cached: CachedSequence, options: TargetOptions) -> None:
+    def __init__(
+        self, engine: Engine[RowRequest, Verification], cached: CachedSequence, options: TargetOptions
+    ) -> None:
         self._engine = engine
         self._cached = cached
         self._options = options
@@ -100,5 +104,7 @@ class VerifiedSequence:
     def _check_supports(self, step: VerifyStep) -> None:
         size = self._engine.model.info.vocabulary_size
         for support in step.supports:
-            if len(support) and not (0 <= support.min() and support.max() < size):
-                raise InvalidRequestError(f"a support holds an id outside the vocabulary; ids must be in 0..{size - 1}")
+            if len(support) and not (support.min() >= 0 and support.max() < size):
+                raise InvalidRequestError(
+                    f"a support holds an id outside the vocabulary; ids must be in 0..{size - 1}"
+                )

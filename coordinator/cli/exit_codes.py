@@ -1,11 +1,17 @@
 """Exit codes of the `tandem` command.
 
-    0 ok    1 failed    2 usage    3 unhealthy    4 unreachable    5 refused
+0 ok    1 failed    2 usage    3 unhealthy    4 unreachable    5 refused
 """
 
 from __future__ import annotations
 
-from tandem.errors import CapacityError, ConfigurationError, InvalidRequestError, ServiceUnavailableError, TandemError
+from tandem.errors import (
+    CapacityError,
+    ConfigurationError,
+    InvalidRequestError,
+    ServiceUnavailableError,
+    TandemError,
+)
 
 _EXIT_CODES: tuple[tuple[type[TandemError], int], ...] = (
     (ConfigurationError, 2),

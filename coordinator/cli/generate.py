@@ -34,17 +34,25 @@ def generate(
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy. [default: 1]")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep the K highest logits; 0 keeps all.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the smallest set with this mass; 1 keeps all.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Keep tokens with this share of the highest probability.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Keep the smallest set with this mass; 1 keeps all.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Keep tokens with this share of the highest probability.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the completion reproducible.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this string; may be repeated.")] = None,
-    num_speculative_tokens: Annotated[int | None, typer.Option(help="Tokens proposed per verification.")] = None,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(help="Tokens proposed per verification.")
+    ] = None,
     rejection_sampling_strategy: Annotated[
         str | None, typer.Option(help="Acceptance rule, in MAX's or vLLM's spelling.")
     ] = None,
     row_kind: Annotated[RowKind | None, typer.Option(help="Rows that the target answers with.")] = None,
     speculation: Annotated[bool, typer.Option(help="Off: the target alone, through the same path.")] = True,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not end at end-of-sequence ids.")] = False,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Do not end at end-of-sequence ids.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when done.")] = False,
 ) -> None:
     """Complete a prompt. On a terminal, accepted draft tokens are green; what the target supplied is not."""

@@ -15,9 +15,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 # serve hands its arguments on as they are: each service's options are listed once, in its own settings.
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(
-    serve
-)
+app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)(serve)
 app.command()(up)
 app.command()(generate)
 

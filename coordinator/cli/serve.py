@@ -28,7 +28,9 @@ def serve(context: typer.Context) -> None:
         raise typer.Exit(0 if service else 2)
     package = SERVICES.get(service)
     if package is None:
-        exit_with(ConfigurationError(f"there is no service {service!r}; it must be one of {', '.join(SERVICES)}"), 2)
+        exit_with(
+            ConfigurationError(f"there is no service {service!r}; it must be one of {', '.join(SERVICES)}"), 2
+        )
         return
     if importlib.util.find_spec(package) is None:
         exit_with(ConfigurationError(f"the {service} service is not installed here (package {package})"), 2)

@@ -24,21 +24,33 @@ _STOP_SECONDS = 40.0
 
 
 def up(
-    target: Annotated[Path | None, typer.Option(help="Folder of the target model. [default: the demo pair's]")] = None,
-    draft: Annotated[Path | None, typer.Option(help="Folder of the draft model. [default: the demo pair's]")] = None,
+    target: Annotated[
+        Path | None, typer.Option(help="Folder of the target model. [default: the demo pair's]")
+    ] = None,
+    draft: Annotated[
+        Path | None, typer.Option(help="Folder of the draft model. [default: the demo pair's]")
+    ] = None,
     device: Annotated[str, typer.Option(help="Where both models run: cpu, cuda or cuda:N.")] = "cpu",
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. [default: each service's]")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads of each model. [default: each service's]")] = None,
-    max_length: Annotated[int | None, typer.Option(help="Most tokens of a sequence. [default: the models']")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16. [default: each service's]")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads of each model. [default: each service's]")
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(help="Most tokens of a sequence. [default: the models']")
+    ] = None,
     port: Annotated[int, typer.Option(help="Port of the coordinator; 0 takes any free one.")] = DEFAULT_PORT,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
 ) -> None:
     """Start a draft service, a target service and a coordinator here; stop them all with Ctrl-C.
 
-    Other options of a service are read from the environment: TANDEM_TARGET_..., TANDEM_DRAFT_..., TANDEM_COORDINATOR_...
+    A service's other options are read from its environment: TANDEM_TARGET_..., TANDEM_DRAFT_..., TANDEM_COORDINATOR_...
     """
     if (target is None) != (draft is None):
-        exit_with(ConfigurationError("--target and --draft go together: give both, or neither for the demo pair"), 2)
+        exit_with(
+            ConfigurationError("--target and --draft go together: give both, or neither for the demo pair"), 2
+        )
     shared = _options(device=device, dtype=dtype, threads=threads, max_length=max_length, log_level=log_level)
     cluster = _Cluster(
         target=["--model", str(target or DEMO_MODELS / "target"), "--port", "0", *shared],
@@ -95,7 +107,9 @@ class _Cluster:
                 *("--target-address", await target.line("listening on ")),
                 *("--draft-address", await draft.line("listening on ")),
             ]
-            coordinator = await stack.enter_async_context(_child("coordinator", [*self._coordinator, *addresses]))
+            coordinator = await stack.enter_async_context(
+                _child("coordinator", [*self._coordinator, *addresses])
+            )
             children = (target, draft, coordinator)
             ends = [asyncio.create_task(child.end()) for child in children]
             ready = asyncio.create_task(coordinator.line("ready on "))
@@ -104,7 +118,9 @@ class _Cluster:
                 _tell(f"tandem up: ready on {ready.result()}")
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             ready.cancel()
-            ended = next(child for child, end in zip(children, ends, strict=True) if end.done() or child is coordinator)
+            ended = next(
+                child for child, end in zip(children, ends, strict=True) if end.done() or child is coordinator
+            )
             for end in ends:
                 end.cancel()
             raise ServiceUnavailableError(f"{await ended.obituary()}; the other services were stopped")

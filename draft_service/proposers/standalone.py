@@ -39,7 +39,9 @@ def load_standalone(settings: DraftSettings) -> StandaloneProposer:
     Raises:
         ConfigurationError: it cannot be served as they ask.
     """
-    model = load_model(settings.model, device=settings.device, dtype=settings.compute_dtype, threads=settings.threads)
+    model = load_model(
+        settings.model, device=settings.device, dtype=settings.compute_dtype, threads=settings.threads
+    )
     limits = EngineSettings(max_length=settings.max_length, max_sequences=settings.max_sequences)
     engine = Engine(model, propose_head, limits)
     return StandaloneProposer(engine, settings.draft_top_k)
@@ -175,7 +177,13 @@ class StandaloneProposer:
 class StandaloneSequence:
     """One sequence that is drafted for."""
 
-    def __init__(self, engine: Engine[Drafting, Proposal], cached: CachedSequence, options: DraftOptions, draft_top_k: int) -> None:
+    def __init__(
+        self,
+        engine: Engine[Drafting, Proposal],
+        cached: CachedSequence,
+        options: DraftOptions,
+        draft_top_k: int,
+    ) -> None:
         self._engine = engine
         self._cached = cached
         self._options = options

@@ -35,4 +35,6 @@ async def errors_to_status(context: Context) -> AsyncIterator[None]:
     except Exception:
         error_id = uuid.uuid4().hex[:12]
         logger.exception("unexpected error", extra={"error_id": error_id})
-        await context.abort(grpc.StatusCode.INTERNAL, f"internal error {error_id}; the server's log tells more")
+        await context.abort(
+            grpc.StatusCode.INTERNAL, f"internal error {error_id}; the server's log tells more"
+        )

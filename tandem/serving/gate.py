@@ -23,12 +23,13 @@ class Gate(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
-        """The call's own handler, or one that refuses it."""
+    ) -> Handler | None:
+        """The call's own handler, or one that refuses it; None for a method that does not exist."""
         handler = await continuation(handler_call_details)
-        if not self.closed_because or handler_call_details.method.startswith(_ALWAYS_OPEN):
+        is_open = not self.closed_because or handler_call_details.method.startswith(_ALWAYS_OPEN)
+        if handler is None or is_open:
             return handler
         return _refusal(handler, self.closed_because)
 
@@ -37,12 +38,10 @@ def _refusal(handler: Handler, reason: str) -> Handler:
     async def refuse(_request: Any, context: Context) -> None:
         await context.abort(grpc.StatusCode.UNAVAILABLE, reason)
 
-    if handler is None:  # an unknown method: gRPC answers it
-        return handler
     make = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[handler.request_streaming, handler.response_streaming]
-    return make(refuse, handler.request_deserializer, handler.response_serializer)  # type: ignore[arg-type]
+    return make(refuse, handler.request_deserializer, handler.response_serializer)

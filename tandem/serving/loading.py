@@ -30,7 +30,7 @@ async def in_daemon_thread(load: Callable[[], ResultT]) -> ResultT:
         result, error = None, None
         try:
             result = load()
-        except Exception as raised:
+        except Exception as raised:  # noqa: BLE001 - whatever it is, the one who waits gets it
             error = raised
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)

@@ -37,10 +37,13 @@ _SERVER_OPTIONS = (
 class Service(Protocol):
     """What a server serves."""
 
-    name: str
-    """What people call it: draft, target or coordinator."""
-    full_names: Sequence[str]
-    """Names of its gRPC services, for health and reflection."""
+    @property
+    def name(self) -> str:
+        """What people call it: draft, target or coordinator."""
+
+    @property
+    def full_names(self) -> Sequence[str]:
+        """Names of its gRPC services, for health and reflection."""
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add its servicers."""
@@ -88,7 +91,9 @@ async def serve(settings: ServerSettings, service: Service) -> bool:
                 await stopping.wait()
             gate.closed_because = f"the {service.name} service is draining"
             await health_servicer.enter_graceful_shutdown()
-            logger.info("draining", extra={"service": service.name, "seconds": settings.drain_timeout_seconds})
+            logger.info(
+                "draining", extra={"service": service.name, "seconds": settings.drain_timeout_seconds}
+            )
             return ready
         finally:
             await server.stop(settings.drain_timeout_seconds)

@@ -30,7 +30,9 @@ async def opening(requests: AsyncIterator[MessageT]) -> MessageT:
     """
     async for request in requests:
         if (kind := request.WhichOneof("message")) != "open":
-            raise InvalidRequestError(f"the stream begins with {kind or 'an empty message'}; it must begin with open")
+            raise InvalidRequestError(
+                f"the stream begins with {kind or 'an empty message'}; it must begin with open"
+            )
         return request
     raise InvalidRequestError("the stream ended before it began; its first message must be open")
 
@@ -48,6 +50,8 @@ async def steps(requests: AsyncIterator[MessageT]) -> AsyncIterator[MessageT]:
             case "finish":
                 return
             case kind:
-                raise InvalidRequestError(f"{kind or 'an empty message'} came in an open stream; send step or finish")
+                raise InvalidRequestError(
+                    f"{kind or 'an empty message'} came in an open stream; send step or finish"
+                )
     await asyncio.sleep(_CANCELLATION_GRACE_SECONDS)
     raise InvalidRequestError("the stream ended without finish")

@@ -16,12 +16,12 @@ _ROW_KINDS = {
 _ROW_KINDS_BACK = {value: kind for kind, value in _ROW_KINDS.items()}
 
 
-def row_kind_to_proto(kind: RowKind) -> types_pb2.RowKind:
+def row_kind_to_proto(kind: RowKind) -> types_pb2.RowKind.ValueType:
     """The protocol's word for a row kind."""
     return _ROW_KINDS[kind]
 
 
-def row_kind_from_proto(value: types_pb2.RowKind) -> RowKind:
+def row_kind_from_proto(value: types_pb2.RowKind.ValueType) -> RowKind:
     """The row kind that a message names.
 
     Raises:
@@ -79,12 +79,19 @@ def check_sampling(sampling: SamplingParams) -> None:
         InvalidRequestError: naming every parameter that is, its value and its range.
     """
     ranges = (
-        ("temperature", sampling.temperature, 0.0 <= sampling.temperature < float("inf"), "a finite number >= 0"),
+        (
+            "temperature",
+            sampling.temperature,
+            0.0 <= sampling.temperature < float("inf"),
+            "a finite number >= 0",
+        ),
         ("top_k", sampling.top_k, sampling.top_k >= 0, "an integer >= 0 (0 keeps all tokens)"),
         ("top_p", sampling.top_p, 0.0 < sampling.top_p <= 1.0, "in (0, 1]"),
         ("min_p", sampling.min_p, 0.0 <= sampling.min_p <= 1.0, "in [0, 1]"),
     )
-    broken = [f"{name} is {value:g}; it must be {allowed}" for name, value, holds, allowed in ranges if not holds]
+    broken = [
+        f"{name} is {value:g}; it must be {allowed}" for name, value, holds, allowed in ranges if not holds
+    ]
     if broken:
         raise InvalidRequestError("; ".join(broken))
 

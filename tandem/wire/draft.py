@@ -107,7 +107,9 @@ def proposal_from_proto(message: draft_pb2.ProposeResponse) -> Proposal:
             "it must have one for each token or none"
         )
     logits = (
-        floats_from_bytes(message.token_logits, len(token_ids), "token_logits") if message.token_logits else None
+        floats_from_bytes(message.token_logits, len(token_ids), "token_logits")
+        if message.token_logits
+        else None
     )
     distributions = tuple(_distribution_from_proto(distribution) for distribution in message.distributions)
     return Proposal(message.base_length, token_ids, distributions, logits)
@@ -127,9 +129,13 @@ def _distribution_from_proto(message: draft_pb2.DraftDistribution) -> DraftDistr
     if message.WhichOneof("distribution") == "dense_logits":
         return DenseLogits(logits_from_tensor(message.dense_logits, "dense_logits"))
     token_ids = ids_to_array(message.sparse.token_ids)
-    probs = floats_from_bytes(message.sparse.probabilities, len(token_ids), "a sparse distribution").astype(float)
+    probs = floats_from_bytes(message.sparse.probabilities, len(token_ids), "a sparse distribution").astype(
+        float
+    )
     total = probs.sum()
-    if not 0.999 < total < 1.001:
-        raise ProtocolError(f"a sparse distribution sums to {total:g}; it must sum to 1")
+    if not 0.999 < total < 1.001 or probs.min() < 0.0:
+        raise ProtocolError(f"a sparse distribution sums to {total:g}; it must sum to 1, with nothing below 0")
+    if len(set(message.sparse.token_ids)) != len(token_ids):
+        raise ProtocolError("a sparse distribution names a token twice")
     # binary32 rounded each probability; what the draft drew from is their ratio.
     return SparseDistribution(token_ids, probs / total)

@@ -35,7 +35,9 @@ def request_to_proto(request: GenerationRequest) -> generation_pb2.GenerateReque
         num_speculative_tokens=request.num_speculative_tokens,
         rejection_sampling_strategy=request.rejection_sampling_strategy or "",
         disable_speculation=not request.speculation,
-        row_kind=types_pb2.ROW_KIND_UNSPECIFIED if request.row_kind is None else row_kind_to_proto(request.row_kind),
+        row_kind=types_pb2.ROW_KIND_UNSPECIFIED
+        if request.row_kind is None
+        else row_kind_to_proto(request.row_kind),
         ignore_eos=request.ignore_eos,
     )
     if isinstance(request.prompt, str):
@@ -81,7 +83,7 @@ def _prompt(message: generation_pb2.GenerateRequest) -> str | tuple[int, ...]:
             raise InvalidRequestError("the request has no prompt; set text or token_ids")
 
 
-def _row_kind(value: types_pb2.RowKind) -> RowKind | None:
+def _row_kind(value: types_pb2.RowKind.ValueType) -> RowKind | None:
     return None if value == types_pb2.ROW_KIND_UNSPECIFIED else row_kind_from_proto(value)
 
 

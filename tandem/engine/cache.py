@@ -63,15 +63,16 @@ class LayerCache:
     """One layer's part of the arena."""
 
     keys: Tensor
-    """[kv_heads, total_tokens, key_dim]"""
+    """[1, kv_heads, total_tokens, key_dim]"""
     values: Tensor
-    """[kv_heads, total_tokens, value_dim]"""
+    """[1, kv_heads, total_tokens, value_dim]"""
 
 
 class KvArena:
     """Storage for `total_tokens` tokens in every layer.
 
-    Heads come before tokens, so that the keys of one head of one sequence are one contiguous matrix.
+    Heads come before tokens, so that the keys of one head of one sequence are one contiguous matrix; the leading
+    dimension of 1 is that of transformers' batch and saves a call per access.
     """
 
     def __init__(
@@ -80,8 +81,8 @@ class KvArena:
         self.total_tokens = total_tokens
         self.layers = tuple(
             LayerCache(
-                torch.empty(layer.kv_heads, total_tokens, layer.key_dim, dtype=dtype, device=device),
-                torch.empty(layer.kv_heads, total_tokens, layer.value_dim, dtype=dtype, device=device),
+                torch.empty(1, layer.kv_heads, total_tokens, layer.key_dim, dtype=dtype, device=device),
+                torch.empty(1, layer.kv_heads, total_tokens, layer.value_dim, dtype=dtype, device=device),
             )
             for layer in layers
         )
@@ -89,14 +90,14 @@ class KvArena:
     def zero(self, start: int, end: int) -> None:
         """Clears the tokens from `start` up to `end` in every layer."""
         for layer in self.layers:
-            layer.keys[:, start:end].zero_()
-            layer.values[:, start:end].zero_()
+            layer.keys[:, :, start:end].zero_()
+            layer.values[:, :, start:end].zero_()
 
     def copy(self, source: int, target: int, count: int) -> None:
         """Copies `count` tokens from `source` to `target`, which do not overlap, in every layer."""
         for layer in self.layers:
-            layer.keys[:, target : target + count] = layer.keys[:, source : source + count]
-            layer.values[:, target : target + count] = layer.values[:, source : source + count]
+            layer.keys[:, :, target : target + count] = layer.keys[:, :, source : source + count]
+            layer.values[:, :, target : target + count] = layer.values[:, :, source : source + count]
 
 
 def arena_tokens(

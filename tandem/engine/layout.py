@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -53,49 +53,53 @@ class _Span:
     is_causal: bool
 
 
-@dataclass(slots=True)
 class _Group:
     """Segments of one width whose extents lie at equal distances, so that one strided view shows all their keys."""
 
-    segments: list[Segment]
-    spacing: int = 0
-    token_start: int = 0
-    spans: dict[tuple[int | None, int, bool], _Span] = field(default_factory=dict)
+    __slots__ = ("_capacity", "_total", "longest", "segments", "spacing", "spans", "token_start", "width")
 
-    @property
-    def width(self) -> int:
-        return self.segments[0].token_count
+    def __init__(self, first: Segment, token_start: int) -> None:
+        self.segments = [first]
+        self.width = first.token_count
+        """Tokens of each segment."""
+        self.spacing = 0
+        """Distance between the extents, in tokens; 0 while there is only one."""
+        self.token_start = token_start
+        """Where the group's tokens start among the packed ones."""
+        self.longest = first.end
+        """Keys of the longest sequence."""
+        self.spans: dict[tuple[int | None, int, bool], _Span] = {}
+        self._capacity = first.sequence.extent.capacity
+        self._total = first.end
 
     @property
     def base(self) -> int:
+        """Where the first sequence's extent starts."""
         return self.segments[0].sequence.extent.start
 
     @property
     def token_end(self) -> int:
+        """One past the last of the group's packed tokens."""
         return self.token_start + len(self.segments) * self.width
 
-    @property
-    def longest(self) -> int:
-        return max(segment.end for segment in self.segments)
-
-    def can_take(self, segment: Segment) -> bool:
-        """Whether the segment can join: same width, next in the row of extents, and padding that costs little."""
-        last = self.segments[-1].sequence.extent
-        if segment.token_count != self.width or segment.token_count > _WIDEST_BATCHED_BLOCK:
+    def take(self, segment: Segment) -> bool:
+        """Lets the segment join if it has the same width, is next in the row of extents, and pads little."""
+        extent = segment.sequence.extent
+        spacing = extent.start - self.segments[-1].sequence.extent.start
+        if segment.token_count != self.width or self.width > _WIDEST_BATCHED_BLOCK:
             return False
-        spacing = segment.sequence.extent.start - last.start
         if self.spacing and spacing != self.spacing:
             return False
-        members = [*self.segments, segment]
-        longest = max(self.longest, segment.end)
-        if longest > min(member.sequence.extent.capacity for member in members):
+        longest, capacity = max(self.longest, segment.end), min(self._capacity, extent.capacity)
+        if longest > capacity:
             return False  # the view would reach into a neighbour's extent
-        padding = sum(longest - member.end for member in members)
-        return padding <= _PADDING_WORTH_A_CALL * len(members)
-
-    def take(self, segment: Segment) -> None:
-        self.spacing = segment.sequence.extent.start - self.segments[-1].sequence.extent.start
+        count = len(self.segments) + 1
+        if count * longest - (self._total + segment.end) > count * _PADDING_WORTH_A_CALL:
+            return False
         self.segments.append(segment)
+        self.spacing, self.longest, self._capacity = spacing, longest, capacity
+        self._total += segment.end
+        return True
 
 
 class Packing:
@@ -169,13 +173,13 @@ class StepLayout(Packing):
     def _store(self, layer_index: int, key: Tensor, value: Tensor) -> None:
         layer = self._arena.layers[layer_index]
         if self._write_index is not None:
-            layer.keys.index_copy_(1, self._write_index, key[0])
-            layer.values.index_copy_(1, self._write_index, value[0])
+            layer.keys.index_copy_(2, self._write_index, key)
+            layer.values.index_copy_(2, self._write_index, value)
             return
         segment = self.segments[0]
         start = segment.sequence.extent.start + segment.start
-        layer.keys[:, start : start + segment.token_count] = key[0]
-        layer.values[:, start : start + segment.token_count] = value[0]
+        layer.keys.narrow(2, start, segment.token_count).copy_(key)
+        layer.values.narrow(2, start, segment.token_count).copy_(value)
 
     def _attend_group(
         self,
@@ -194,8 +198,9 @@ class StepLayout(Packing):
         span = self._span(group, geometry.window, repeats, explicit=softcap is not None or sinks is not None)
         layer = self._arena.layers[layer_index]
         keys, values = _strided(layer.keys, group, span), _strided(layer.values, group, span)
-        block = query[0, :, group.token_start : group.token_end]
-        block = block.view(heads, batch, width, -1).transpose(0, 1) if batch > 1 else block.unsqueeze(0)
+        block = query if len(self._groups) == 1 else query[:, :, group.token_start : group.token_end]
+        if batch > 1:
+            block = block.view(heads, batch, width, -1).transpose(0, 1)
         if not span.is_causal and repeats > 1:
             block = block.reshape(batch, geometry.kv_heads, repeats * width, -1)
         if sinks is not None:
@@ -210,6 +215,8 @@ class StepLayout(Packing):
             softcap=softcap,
             sinks=sinks,
         )
+        if width == 1:
+            return output.reshape(1, batch, heads, -1)
         output = output.view(batch, heads, width, -1).transpose(1, 2)
         return output.reshape(1, batch * width, heads, -1) if batch > 1 else output
 
@@ -277,19 +284,17 @@ def _grouped(segments: Iterable[Segment]) -> list[_Group]:
     groups: list[_Group] = []
     token_start = 0
     for segment in sorted(segments, key=lambda segment: (segment.token_count, segment.sequence.extent.start)):
-        if groups and groups[-1].can_take(segment):
-            groups[-1].take(segment)
-        else:
-            groups.append(_Group([segment], token_start=token_start))
+        if not groups or not groups[-1].take(segment):
+            groups.append(_Group(segment, token_start))
         token_start += segment.token_count
     return groups
 
 
 def _strided(storage: Tensor, group: _Group, span: _Span) -> Tensor:
     """The group's keys or values without a copy, [batch, kv_heads, length, dim]."""
-    kv_heads, total_tokens, dim = storage.shape
     start = group.base + span.first
     if len(group.segments) == 1:
-        return storage[:, start : start + span.length].unsqueeze(0)
+        return storage.narrow(2, start, span.length)
+    _, kv_heads, total_tokens, dim = storage.shape
     size = (len(group.segments), kv_heads, span.length, dim)
     return storage.as_strided(size, (group.spacing * dim, total_tokens * dim, dim, 1), start * dim)

@@ -49,9 +49,14 @@ class StepRunner:
         output = self._module(
             input_ids=torch.tensor([packing.token_ids()], device=device),
             position_ids=torch.tensor([packing.positions()], device=device),
-            logits_to_keep=torch.tensor(rows, dtype=torch.long, device=device),
+            logits_to_keep=_rows_to_keep(rows, packing.token_count, device),
             use_cache=False,
             **{STEP_ARGUMENT: packing},
         )
         logits: Tensor = output.logits[0]
         return logits
+
+
+def _rows_to_keep(rows: list[int], token_count: int, device: torch.device) -> Tensor | int:
+    """The rows in the form that transformers takes; 0 stands for all of them, the usual case, and saves a gather."""
+    return 0 if len(rows) == token_count else torch.tensor(rows, dtype=torch.long, device=device)

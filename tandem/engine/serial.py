@@ -74,11 +74,10 @@ class _ArenaLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its base's 
         """Stores [1, kv_heads, tokens, dim] and returns all keys and values of the sequence, without a copy."""
         first = self._start + self._offset
         end = first + key_states.shape[-2]
-        self._storage.keys[:, first:end] = key_states[0]
-        self._storage.values[:, first:end] = value_states[0]
-        return self._storage.keys[None, :, self._start : end], self._storage.values[
-            None, :, self._start : end
-        ]
+        keys, values = self._storage.keys, self._storage.values
+        keys[:, :, first:end] = key_states
+        values[:, :, first:end] = value_states
+        return keys[:, :, self._start : end], values[:, :, self._start : end]
 
     def get_seq_length(self) -> int:
         """Tokens before this step."""

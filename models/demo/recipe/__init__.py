@@ -1,0 +1,1 @@
+"""The recipe that made the bundled demo pair: corpus, tokenizer, target, distilled draft, measurements."""

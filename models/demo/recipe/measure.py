@@ -1,0 +1,153 @@
+"""Held-out loss of a model, and how much of the draft's text the target accepts.
+
+Run as `python -m models.demo.recipe.measure [--target DIR] [--draft DIR] [--dtype float32|bfloat16]`.
+"""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import LlamaForCausalLM
+
+from models.demo.recipe.architecture import END_OF_TEXT_ID, load_model
+from models.demo.recipe.sampling import Continuation, continue_text, read_states
+from models.demo.recipe.tokenizer import load_tokenizer
+
+DEMO_FOLDER = Path(__file__).parents[1]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AcceptanceFigures:
+    """What a run of speculative decoding would count; every round drafts `drafted_per_round` tokens."""
+
+    rounds: int
+    accepted: int
+    drafted_per_round: int
+
+    @property
+    def rate(self) -> float:
+        """Accepted tokens per drafted token."""
+        return self.accepted / (self.rounds * self.drafted_per_round)
+
+    @property
+    def length(self) -> float:
+        """Tokens emitted per round, the target's own one included."""
+        return 1 + self.accepted / self.rounds
+
+
+@torch.no_grad()
+def held_out_loss(model: LlamaForCausalLM, stream: Tensor, length: int = 512) -> float:
+    """Mean loss in nats per token over a held-out stream, cut into windows."""
+    count = (len(stream) - 1) // length
+    windows = torch.stack([stream[i * length : (i + 1) * length + 1] for i in range(count)]).long()
+    total = 0.0
+    for batch in torch.split(windows, 8):
+        logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+        total += functional.cross_entropy(
+            logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"
+        ).item()
+    return total / (count * length)
+
+
+def measure_acceptance(
+    target: LlamaForCausalLM,
+    draft: LlamaForCausalLM,
+    prompts: Sequence[Sequence[int]],
+    temperature: float,
+    drafted_per_round: int = 4,
+    new_tokens: int = 128,
+    seed: int = 7,
+) -> AcceptanceFigures:
+    """The acceptance of exact speculative decoding: greedy at temperature 0, else residual sampling.
+
+    No rounds need to be run. Speculative decoding emits the target's own text, and a token that it emits was an
+    accepted draft token with probability min(1, draft's probability / target's probability). So the target
+    writes its text, and a coin with that probability is thrown for every token.
+    """
+    # The last round may begin at the last token and still drafts, and has judged, all of its tokens.
+    written = continue_text(target, prompts, new_tokens + drafted_per_round, temperature, seed)
+    is_accepted = _acceptable_tokens(
+        target, draft, written, new_tokens + drafted_per_round, temperature, seed
+    )
+    texts = written.tokens[:, -is_accepted.size(1) :]
+    rounds = accepted = 0
+    for tokens, flags in zip(texts.tolist(), is_accepted.tolist(), strict=True):
+        length = tokens.index(END_OF_TEXT_ID) + 1 if END_OF_TEXT_ID in tokens else len(tokens)
+        position = 0
+        while position < min(length, new_tokens):
+            run = _run_length(flags[position : min(position + drafted_per_round, length)])
+            rounds, accepted, position = rounds + 1, accepted + run, position + run + 1
+    return AcceptanceFigures(rounds, accepted, drafted_per_round)
+
+
+@torch.no_grad()
+def _acceptable_tokens(
+    target: LlamaForCausalLM,
+    draft: LlamaForCausalLM,
+    written: Continuation,
+    count: int,
+    temperature: float,
+    seed: int,
+) -> Tensor:
+    """For each of the last `count` tokens, whether a draft would have had it accepted: [rows, count]."""
+    chosen = written.tokens[:, -count:]
+    draft_states = read_states(draft, written.tokens[:, :-1], written.mask[:, :-1])
+    draft_logits = draft.lm_head(draft_states[:, -count:]).float()
+    if temperature == 0:
+        return torch.eq(draft_logits.argmax(dim=-1), chosen)
+    target_logits = target.lm_head(written.hidden[:, -count:]).float()
+    target_log_probs = _log_probs_of(chosen, target_logits / temperature)
+    draft_log_probs = _log_probs_of(chosen, draft_logits / temperature)
+    coins = torch.rand(chosen.shape, generator=torch.Generator().manual_seed(seed + 1))
+    is_accepted: Tensor = coins < (draft_log_probs - target_log_probs).exp()
+    return is_accepted
+
+
+def _log_probs_of(chosen: Tensor, logits: Tensor) -> Tensor:
+    return logits.log_softmax(dim=-1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+
+
+def _run_length(flags: Sequence[bool]) -> int:
+    return flags.index(False) if False in flags else len(flags)
+
+
+def main() -> None:
+    """Measure the acceptance of a pair on the held-out prompts."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--target", type=Path, default=DEMO_FOLDER / "target")
+    parser.add_argument("--draft", type=Path, default=DEMO_FOLDER / "draft")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--prompts", type=Path, default=DEMO_FOLDER / "heldout_prompts.json")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.8, 1.0])
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+
+    dtype = getattr(torch, arguments.dtype)
+    target, draft = (load_model(folder, dtype) for folder in (arguments.target, arguments.draft))
+    tokenizer = load_tokenizer(arguments.target)
+    texts = [entry["prompt"] for entry in json.loads(arguments.prompts.read_text(encoding="utf-8"))]
+    prompts = tokenizer(texts)["input_ids"]
+    for temperature in arguments.temperature:
+        figures = measure_acceptance(target, draft, prompts, temperature)
+        logger.info(
+            "%s, temperature %.1f, K=%d, %d prompts: acceptance rate %.3f, %.2f tokens per round",
+            arguments.dtype,
+            temperature,
+            figures.drafted_per_round,
+            len(prompts),
+            figures.rate,
+            figures.length,
+        )
+
+
+if __name__ == "__main__":
+    main()

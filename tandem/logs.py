@@ -1,7 +1,7 @@
 """Structured logs on stderr: one line an event, a message and its fields.
 
-    logger = logging.getLogger(__name__)
-    logger.info("sequence opened", extra={"request_id": request_id, "prompt_tokens": 12})
+logger = logging.getLogger(__name__)
+logger.info("sequence opened", extra={"request_id": request_id, "prompt_tokens": 12})
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -66,61 +67,83 @@ async def serve(settings: ServerSettings, service: Service) -> bool:
     Raises:
         ConfigurationError: the address cannot be bound, or the service cannot start as it is set up.
     """
-    gate = Gate(f"the {service.name} service is still starting")
-    server = grpc.aio.server(
-        interceptors=[gate],
-        options=_SERVER_OPTIONS,
-    )
-    health_servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    service.register(server)
-    reflection.enable_server_reflection(
-        [*service.full_names, health.SERVICE_NAME, reflection.SERVICE_NAME], server
-    )
-    await _set_health(health_servicer, service, health_pb2.HealthCheckResponse.NOT_SERVING)
-    address = _bind(server, settings)
+    readiness = Readiness(service)
+    server = grpc.aio.server(interceptors=[readiness.gate], options=_SERVER_OPTIONS)
+    await _register(server, service, readiness)
+    address = _bind(server, settings.host, settings.port)
     await server.start()
     _tell(f"tandem {service.name}: listening on {address}")
     with _stop_signals() as stopping:
         try:
-            ready = await _unless(stopping, service.start())
-            if ready:
-                gate.closed_because = ""
-                await _set_health(health_servicer, service, health_pb2.HealthCheckResponse.SERVING)
+            was_ready = await _unless(stopping, service.start())
+            if was_ready:
+                await readiness.open()
                 _tell(f"tandem {service.name}: ready on {address}")
                 await stopping.wait()
-            gate.closed_because = f"the {service.name} service is draining"
-            await health_servicer.enter_graceful_shutdown()
-            logger.info(
-                "draining", extra={"service": service.name, "seconds": settings.drain_timeout_seconds}
-            )
-            return ready
+            await readiness.close()
+            return was_ready
         finally:
             await server.stop(settings.drain_timeout_seconds)
             await service.close()
             logger.info("stopped", extra={"service": service.name})
 
 
-def _bind(server: grpc.aio.Server, settings: ServerSettings) -> str:
+class Readiness:
+    """Whether calls are let through, and what health says of it."""
+
+    def __init__(self, service: Service) -> None:
+        self.gate = Gate(f"the {service.name} service is still starting")
+        self.health = health.aio.HealthServicer()
+        self._service = service
+
+    async def announce(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
+        """Let health say this of the server and of each of its services."""
+        for name in ("", *self._service.full_names):
+            await self.health.set(name, status)
+
+    async def open(self) -> None:
+        """Let calls through."""
+        self.gate.closed_because = ""
+        await self.announce(health_pb2.HealthCheckResponse.SERVING)
+
+    async def close(self) -> None:
+        """Let no more calls through; those that run go on."""
+        self.gate.closed_because = f"the {self._service.name} service is draining"
+        await self.health.enter_graceful_shutdown()
+        logger.info("draining", extra={"service": self._service.name})
+
+
+async def _register(server: grpc.aio.Server, service: Service, readiness: Readiness) -> None:
+    health_pb2_grpc.add_HealthServicer_to_server(readiness.health, server)
+    service.register(server)
+    reflection.enable_server_reflection(
+        [*service.full_names, health.SERVICE_NAME, reflection.SERVICE_NAME], server
+    )
+    await readiness.announce(health_pb2.HealthCheckResponse.NOT_SERVING)
+
+
+def _bind(server: grpc.aio.Server, host: str, port: int) -> str:
+    _check_free(host, port)
+    name = f"[{host}]" if ":" in host else host
+    return f"{name}:{server.add_insecure_port(f'{name}:{port}')}"
+
+
+def _check_free(host: str, port: int) -> None:
+    """Refuse an address that cannot be bound, before gRPC does: it writes lines of its own to stderr.
+
+    Raises:
+        ConfigurationError: saying which address, and why.
+    """
     try:
-        port = server.add_insecure_port(f"{settings.host}:{settings.port}")
-    except RuntimeError:
-        port = 0
-    if port == 0:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
         raise ConfigurationError(
-            f"cannot listen on {settings.host}:{settings.port}: the port is in use or the address is not this "
-            "machine's; choose another with --host and --port"
-        )
-    return f"{settings.host}:{port}"
-
-
-async def _set_health(
-    servicer: health.aio.HealthServicer,
-    service: Service,
-    status: health_pb2.HealthCheckResponse.ServingStatus,
-) -> None:
-    for name in ("", *service.full_names):
-        await servicer.set(name, status)
+            f"cannot listen on {host}:{port}: {(error.strerror or str(error)).lower()}; "
+            "choose another address with --host and --port"
+        ) from error
 
 
 @contextmanager

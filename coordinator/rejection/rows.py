@@ -31,6 +31,7 @@ from tandem.types import (
 )
 from tandem.warping import warp
 
+_NO_DISTRIBUTION = "the target's row is not a probability distribution"
 _NO_TOKENS: IntArray = np.empty(0, dtype=np.int64)
 
 
@@ -67,7 +68,7 @@ class TargetDistribution(ABC):
         """A token of the distribution. Raises RowError when it has no mass, or is not a number."""
         token_id = self._draw(self.probs, self.outside_mass, uniform)
         if token_id < 0:
-            raise RowError("the target's row is not a probability distribution")
+            raise RowError(_NO_DISTRIBUTION)
         return token_id
 
     def residual_mass(self, draft_probs: FloatArray, scale: float) -> float:
@@ -226,10 +227,15 @@ class JointRow:
 
         0 when the draft's is zero or not a number: the draft cannot have drawn such a token honestly, and
         rejecting it leaves a sample of the residual, which is always one of the target's tokens.
+
+        Raises:
+            RowError: The target's row tells nothing of the token, or no number.
         """
         index = self.target.index(token_id)
-        draft_prob = float(self.draft_probs[index])
-        return float(self.target.probs[index]) / draft_prob if draft_prob > 0.0 else 0.0
+        target_prob, draft_prob = float(self.target.probs[index]), float(self.draft_probs[index])
+        if not target_prob >= 0.0:
+            raise RowError(_NO_DISTRIBUTION)
+        return target_prob / draft_prob if draft_prob > 0.0 else 0.0
 
 
 def joint_row(

@@ -59,6 +59,8 @@ class Setting:
     """Proposals come without distributions; the draft's must be one-hot."""
     dense: bool = False
     """Draft and target tell logits."""
+    sent_count: Callable[[Tokens, Tokens], int] = lambda tokens, proposed: len(proposed)
+    """After some tokens, how many of those that the draft drew it sends."""
 
 
 def target_distribution(target: Model, length: int) -> Distribution:
@@ -72,6 +74,11 @@ def target_distribution(target: Model, length: int) -> Distribution:
             if prob > 0
         }
     return distribution
+
+
+def total_variation(actual: Distribution, expected: Distribution) -> float:
+    """Half of what the two differ by."""
+    return sum(abs(actual.get(t, 0.0) - expected.get(t, 0.0)) for t in actual.keys() | expected.keys()) / 2
 
 
 def output_distribution(accept: Accept, setting: Setting, length: int) -> Distribution:
@@ -99,7 +106,7 @@ def mean_accepted(accept: Accept, setting: Setting, tokens: Tokens = ()) -> floa
 def round_outcomes(accept: Accept, setting: Setting, tokens: Tokens) -> Distribution:
     """What one round after `tokens` puts out."""
     outcomes: defaultdict[Tokens, float] = defaultdict(float)
-    for proposed, proposed_mass in _proposals(setting.draft, tokens, setting.token_count):
+    for proposed, proposed_mass in _proposals(setting, tokens).items():
         proposal, verification = _round(setting, tokens, proposed)
 
         def decide(
@@ -165,8 +172,12 @@ def _changes(
     ]
 
 
-def _proposals(draft: Model, tokens: Tokens, count: int) -> Iterator[tuple[Tokens, float]]:
-    yield from target_distribution(lambda more: draft(tokens + more), count).items()
+def _proposals(setting: Setting, tokens: Tokens) -> Distribution:
+    drawn = target_distribution(lambda more: setting.draft(tokens + more), setting.token_count)
+    sent: defaultdict[Tokens, float] = defaultdict(float)
+    for proposed, mass in drawn.items():
+        sent[proposed[: setting.sent_count(tokens, proposed)]] += mass
+    return sent
 
 
 def _round(setting: Setting, tokens: Tokens, proposed: Tokens) -> tuple[Proposal, Verification]:

@@ -17,6 +17,7 @@ from tests.unit.rejection.enumeration import (
     mean_accepted,
     output_distribution,
     target_distribution,
+    total_variation,
 )
 
 RULES = {"residual": residual.accept, "block": block.accept}
@@ -50,10 +51,6 @@ PAIRS: dict[str, tuple[Model, Model]] = {
 def _assert_equal(actual: Distribution, expected: Distribution) -> None:
     for tokens in actual.keys() | expected.keys():
         assert actual.get(tokens, 0.0) == pytest.approx(expected.get(tokens, 0.0), abs=TOLERANCE), tokens
-
-
-def total_variation(actual: Distribution, expected: Distribution) -> float:
-    return sum(abs(actual.get(t, 0.0) - expected.get(t, 0.0)) for t in actual.keys() | expected.keys()) / 2
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from coordinator.completion import Completion, Limits
-from coordinator.draft_client import DraftSequence, NoDrafter
+from coordinator.draft_client import DraftClient, DraftLimits, DraftSequence, NoDrafter
 from coordinator.generate import generate
 from coordinator.rejection.errors import RowError, RuleError
 from coordinator.rejection.options import RejectionOptions
@@ -19,7 +19,7 @@ from coordinator.rejection.resolution import AcceptanceRule, resolve
 from coordinator.rejection.uniforms import draw_uniforms
 from coordinator.rules import TokenizedRequest, check_request
 from coordinator.settings import CoordinatorSettings
-from coordinator.target_client import TargetSequence
+from coordinator.target_client import RowChoice, TargetClient, TargetSequence
 from coordinator.text import Detokenizer, StopStrings
 from coordinator.tokenizer import encode
 from tandem.channels import closing
@@ -35,16 +35,14 @@ from tandem.types import (
     TargetOptions,
     Verification,
 )
-from tandem.v1.draft_pb2_grpc import DraftServiceStub
-from tandem.v1.target_pb2_grpc import TargetServiceStub
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
     """What the coordinator joins."""
 
-    target: TargetServiceStub
-    draft: DraftServiceStub | None
+    target: TargetClient
+    draft: DraftClient | None
     target_info: ModelInfo
     tokenizer: Tokenizer
 
@@ -151,14 +149,12 @@ class Completions:
             draft_top_k=self._settings.draft_top_k,
             with_token_logits=plan.rule.strategy.needs_token_logits,
         )
-        return DraftSequence(
-            self.services.draft,
-            options,
+        limits = DraftLimits(
             plan.num_speculative_tokens,
-            vocabulary_size=self.services.target_info.vocabulary_size,
-            patience_seconds=self._settings.draft_patience_seconds,
-            deadline_seconds=deadline_seconds,
+            self.services.target_info.vocabulary_size,
+            self._settings.draft_patience_seconds,
         )
+        return self.services.draft.sequence(options, limits, deadline_seconds)
 
     def _verifier(self, plan: Plan, deadline_seconds: float | None) -> TargetSequence:
         options = TargetOptions(
@@ -166,14 +162,10 @@ class Completions:
             sampling=plan.sampling,
             max_length=len(plan.prompt) + plan.limits.max_tokens,
         )
-        return TargetSequence(
-            self.services.target,
-            options,
-            plan.rule.row_kind(plan.request.row_kind),
-            supports=plan.rule.supports,
-            with_statistics=plan.rule.needs_statistics,
-            deadline_seconds=deadline_seconds,
+        rows = RowChoice(
+            plan.rule.row_kind(plan.request.row_kind), plan.rule.supports, plan.rule.needs_statistics
         )
+        return self.services.target.sequence(options, rows, deadline_seconds)
 
 
 def _sampling(request: GenerationRequest) -> SamplingParams:

@@ -1,20 +1,59 @@
-"""One sequence on a draft service. Whatever goes wrong there costs the speed-up, never the request."""
+"""A draft service, as the coordinator sees it. Whatever goes wrong there costs the speed-up, never the request."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
+
+import grpc.aio
 
 from coordinator.completion import Completion
 from coordinator.remote_sequence import RemoteSequence
 from tandem.channels import errors_of, finish_stream
 from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
-from tandem.types import DraftOptions, Proposal, ProposeStep
-from tandem.v1.draft_pb2 import ProposeResponse
+from tandem.types import DraftOptions, ModelInfo, Proposal, ProposeStep
+from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2_grpc import DraftServiceStub
 from tandem.wire import draft as wire
+from tandem.wire.common import model_info_from_proto
 
 logger = logging.getLogger(__name__)
+
+
+class DraftClient:
+    """Calls one draft service."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = DraftServiceStub(channel)
+
+    async def model_info(self) -> ModelInfo:
+        """What it drafts with.
+
+        Raises:
+            TandemError: the service failed.
+        """
+        with errors_of("draft service"):
+            answer = await self._stub.GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest())
+        return model_info_from_proto(answer.model_info)
+
+    def sequence(
+        self, options: DraftOptions, limits: DraftLimits, deadline_seconds: float | None = None
+    ) -> DraftSequence:
+        """Begin a sequence on it. The stream must be cancelled in the end, whatever happens."""
+        return DraftSequence(self._stub.Propose(timeout=deadline_seconds), options, limits)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLimits:
+    """What is asked of a draft, and how long for."""
+
+    num_speculative_tokens: int
+    """Tokens to propose in a round."""
+    vocabulary_size: int
+    """The target's; proposed ids must be below it."""
+    patience_seconds: float
+    """How long a round waits for a proposal before the target goes on alone."""
 
 
 class NoDrafter:
@@ -40,19 +79,13 @@ class DraftSequence:
 
     def __init__(
         self,
-        stub: DraftServiceStub,
+        call: grpc.aio.StreamStreamCall[draft_pb2.ProposeRequest, draft_pb2.ProposeResponse],
         options: DraftOptions,
-        num_speculative_tokens: int,
-        *,
-        vocabulary_size: int,
-        patience_seconds: float,
-        deadline_seconds: float | None = None,
+        limits: DraftLimits,
     ) -> None:
-        self._call = stub.Propose(timeout=deadline_seconds)
+        self._call = call
         self._options = options
-        self._num_speculative_tokens = num_speculative_tokens
-        self._vocabulary_size = vocabulary_size
-        self._patience_seconds = patience_seconds
+        self._limits = limits
         self._remote = RemoteSequence()
         self._answer: asyncio.Task[Proposal] | None = None
         self._opened = False
@@ -62,7 +95,7 @@ class DraftSequence:
     async def propose(self, completion: Completion) -> Proposal:
         """Tokens that may follow, fewer than the completion has room for; none when the draft is late or lost."""
         nothing = Proposal(completion.length)
-        count = min(self._num_speculative_tokens, completion.room - 1)
+        count = min(self._limits.num_speculative_tokens, completion.room - 1)
         if self._lost or count <= 0:
             return nothing
         try:
@@ -76,7 +109,7 @@ class DraftSequence:
             proposal = await self._awaited()
             if proposal is None:
                 return nothing
-            check_proposal(proposal, completion.length, count, self._vocabulary_size)
+            check_proposal(proposal, completion.length, count, self._limits.vocabulary_size)
             return proposal
         except TandemError as error:
             self._lost = True
@@ -105,7 +138,7 @@ class DraftSequence:
     async def _awaited(self) -> Proposal | None:
         """The answer to the last step; None while it is late. What is late already is not waited for again."""
         assert self._answer is not None
-        await asyncio.wait({self._answer}, timeout=0 if self._is_late else self._patience_seconds)
+        await asyncio.wait({self._answer}, timeout=0 if self._is_late else self._limits.patience_seconds)
         self._is_late = not self._answer.done()
         if self._is_late:
             return None
@@ -118,7 +151,7 @@ class DraftSequence:
                 await self._call.write(wire.options_to_proto(self._options))
             await self._call.write(wire.step_to_proto(step))
             response = await self._call.read()
-        if not isinstance(response, ProposeResponse):
+        if not isinstance(response, draft_pb2.ProposeResponse):
             raise ServiceUnavailableError("draft service: it ended the stream")
         return wire.proposal_from_proto(response)
 
@@ -134,7 +167,9 @@ def check_proposal(proposal: Proposal, base_length: int, most: int, vocabulary_s
             f"draft service: its proposal extends {proposal.base_length} tokens; it must extend {base_length}"
         )
     if len(proposal) > most:
-        raise ProtocolError(f"draft service: it proposed {len(proposal)} tokens; at most {most} were asked for")
+        raise ProtocolError(
+            f"draft service: it proposed {len(proposal)} tokens; at most {most} were asked for"
+        )
     unknown = next((token_id for token_id in proposal.token_ids if not 0 <= token_id < vocabulary_size), None)
     if unknown is not None:
         raise ProtocolError(

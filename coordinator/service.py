@@ -7,18 +7,16 @@ import logging
 import grpc.aio
 
 from coordinator.completions import Completions, Services
+from coordinator.draft_client import DraftClient
 from coordinator.rules import ModelPair, check_models
 from coordinator.servicer import GenerationServicer
 from coordinator.settings import CoordinatorSettings
-from coordinator.tokenizer import fetch_tokenizer
-from tandem.channels import errors_of, message_limit, open_channel
+from coordinator.target_client import TargetClient
+from coordinator.tokenizer import read_tokenizer
+from tandem.channels import DEFAULT_MESSAGE_LIMIT_BYTES, message_limit, open_channel
 from tandem.client import serves
 from tandem.errors import ServiceUnavailableError
-from tandem.types import ModelInfo
-from tandem.v1 import draft_pb2, generation_pb2, generation_pb2_grpc, target_pb2
-from tandem.v1.draft_pb2_grpc import DraftServiceStub
-from tandem.v1.target_pb2_grpc import TargetServiceStub
-from tandem.wire.common import model_info_from_proto
+from tandem.v1 import generation_pb2, generation_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -50,19 +48,24 @@ class CoordinatorService:
             ServiceUnavailableError: a service is not ready in time.
             IncompatibleModelsError: draft and target break a rule.
         """
-        target_address, draft_address = self._settings.target_address, self._settings.draft_address
-        target_info = await self._target_info(target_address)
+        settings = self._settings
+        channel = await self._ready("target", settings.target_address)
+        target_info = await TargetClient(channel).model_info()
         limit = message_limit(target_info.vocabulary_size, _MOST_ROWS)
-        target = TargetServiceStub(self._open(target_address, limit))
+        target = TargetClient(self._open(settings.target_address, limit))
         draft = None
-        if draft_address is not None:
-            draft_info = await self._draft_info(draft_address)
-            check_models(ModelPair(draft_info, target_info))
-            draft = DraftServiceStub(self._open(draft_address, limit))
-        self._completions.connect(Services(target, draft, target_info, await fetch_tokenizer(target)))
+        if settings.draft_address is not None:
+            draft = DraftClient(await self._ready("draft", settings.draft_address, limit))
+            check_models(ModelPair(await draft.model_info(), target_info))
+        tokenizer = read_tokenizer(await target.tokenizer_files())
+        self._completions.connect(Services(target, draft, target_info, tokenizer))
         logger.info(
             "services joined",
-            extra={"target": target_address, "draft": draft_address, "model": target_info.name},
+            extra={
+                "target": settings.target_address,
+                "draft": settings.draft_address,
+                "model": target_info.name,
+            },
         )
 
     async def close(self) -> None:
@@ -70,22 +73,11 @@ class CoordinatorService:
         for channel in self._channels:
             await channel.close()
 
-    async def _target_info(self, address: str) -> ModelInfo:
-        channel = await self._ready("target", address)
-        with errors_of("target service"):
-            answer = await TargetServiceStub(channel).GetModelInfo(
-                target_pb2.TargetServiceGetModelInfoRequest()
-            )
-        return model_info_from_proto(answer.model_info)
-
-    async def _draft_info(self, address: str) -> ModelInfo:
-        channel = await self._ready("draft", address)
-        with errors_of("draft service"):
-            answer = await DraftServiceStub(channel).GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest())
-        return model_info_from_proto(answer.model_info)
-
-    async def _ready(self, name: str, address: str) -> grpc.aio.Channel:
-        channel = self._open(address)
+    async def _ready(
+        self, name: str, address: str, message_limit_bytes: int = DEFAULT_MESSAGE_LIMIT_BYTES
+    ) -> grpc.aio.Channel:
+        """A channel to a service that serves."""
+        channel = self._open(address, message_limit_bytes)
         if await serves(channel, self._settings.start_timeout_seconds):
             return channel
         raise ServiceUnavailableError(
@@ -93,7 +85,7 @@ class CoordinatorService:
             f"start it, or name another with --{name}-address"
         )
 
-    def _open(self, address: str, message_limit_bytes: int = 4 << 20) -> grpc.aio.Channel:
+    def _open(self, address: str, message_limit_bytes: int = DEFAULT_MESSAGE_LIMIT_BYTES) -> grpc.aio.Channel:
         channel = open_channel(address, message_limit_bytes)
         self._channels.append(channel)
         return channel

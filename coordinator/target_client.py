@@ -1,17 +1,67 @@
-"""One sequence on a target service."""
+"""A target service, as the coordinator sees it."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc.aio
 
 from coordinator.completion import Completion
 from coordinator.remote_sequence import RemoteSequence
 from tandem.channels import errors_of, finish_stream
 from tandem.errors import ServiceUnavailableError
-from tandem.types import IntArray, Proposal, RowKind, TargetOptions, Verification, VerifyStep
-from tandem.v1.target_pb2 import VerifyResponse
+from tandem.types import IntArray, ModelInfo, Proposal, RowKind, TargetOptions, Verification, VerifyStep
+from tandem.v1 import target_pb2
 from tandem.v1.target_pb2_grpc import TargetServiceStub
 from tandem.wire import target as wire
+from tandem.wire.common import model_info_from_proto
+
+
+class TargetClient:
+    """Calls one target service."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = TargetServiceStub(channel)
+
+    async def model_info(self) -> ModelInfo:
+        """What its model is.
+
+        Raises:
+            TandemError: the service failed.
+        """
+        with errors_of("target service"):
+            answer = await self._stub.GetModelInfo(target_pb2.TargetServiceGetModelInfoRequest())
+        return model_info_from_proto(answer.model_info)
+
+    async def tokenizer_files(self) -> dict[str, bytes]:
+        """Its tokenizer's files by name.
+
+        Raises:
+            TandemError: the service failed.
+        """
+        files: defaultdict[str, bytes] = defaultdict(bytes)
+        with errors_of("target service"):
+            async for part in self._stub.GetTokenizer(target_pb2.GetTokenizerRequest()):
+                files[part.file_name] += part.content
+        return dict(files)
+
+    def sequence(
+        self, options: TargetOptions, rows: RowChoice, deadline_seconds: float | None = None
+    ) -> TargetSequence:
+        """Begin a sequence on it. The stream must be cancelled in the end, whatever happens."""
+        return TargetSequence(self._stub.Verify(timeout=deadline_seconds), options, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class RowChoice:
+    """Which rows the acceptance rule of a request needs."""
+
+    kind: RowKind
+    supports: Callable[[Proposal], tuple[IntArray, ...]]
+    """The support of each row, for support rows."""
+    with_statistics: bool = False
 
 
 class TargetSequence:
@@ -19,19 +69,13 @@ class TargetSequence:
 
     def __init__(
         self,
-        stub: TargetServiceStub,
+        call: grpc.aio.StreamStreamCall[target_pb2.VerifyRequest, target_pb2.VerifyResponse],
         options: TargetOptions,
-        row_kind: RowKind,
-        *,
-        supports: Callable[[Proposal], tuple[IntArray, ...]],
-        with_statistics: bool = False,
-        deadline_seconds: float | None = None,
+        rows: RowChoice,
     ) -> None:
-        self._call = stub.Verify(timeout=deadline_seconds)
+        self._call = call
         self._options = options
-        self._row_kind = row_kind
-        self._supports = supports
-        self._with_statistics = with_statistics
+        self._rows = rows
         self._remote = RemoteSequence()
         self._opened = False
 
@@ -43,10 +87,10 @@ class TargetSequence:
         """
         step = VerifyStep(
             delta=self._remote.delta_to(completion.token_ids, proposal.token_ids),
-            row_kind=self._row_kind,
+            row_kind=self._rows.kind,
             row_count=len(proposal) + 1,
-            supports=self._supports(proposal) if self._row_kind is RowKind.SUPPORT else (),
-            with_statistics=self._with_statistics,
+            supports=self._rows.supports(proposal) if self._rows.kind is RowKind.SUPPORT else (),
+            with_statistics=self._rows.with_statistics,
         )
         with errors_of("target service"):
             await self._open()
@@ -70,7 +114,7 @@ class TargetSequence:
     async def _answer(self, step: VerifyStep, base_length: int) -> Verification:
         while True:
             response = await self._call.read()
-            if not isinstance(response, VerifyResponse):
+            if not isinstance(response, target_pb2.VerifyResponse):
                 raise ServiceUnavailableError("target service: it ended the stream")
             if response.base_length == base_length:
                 return wire.verification_from_proto(response, step)

@@ -1,16 +1,12 @@
-"""The target's tokenizer, fetched from its service: the coordinator needs no shared disk."""
+"""The target's tokenizer, from the files that its service sends."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 
 from tokenizers import Tokenizer
 
-from tandem.channels import errors_of
 from tandem.errors import ProtocolError
-from tandem.v1 import target_pb2
-from tandem.v1.target_pb2_grpc import TargetServiceStub
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -18,16 +14,12 @@ TOKENIZER_FILE = "tokenizer.json"
 _LONG_TEXT_CHARACTERS = 10_000
 
 
-async def fetch_tokenizer(stub: TargetServiceStub) -> Tokenizer:
-    """The tokenizer that the target service says its model has.
+def read_tokenizer(files: dict[str, bytes]) -> Tokenizer:
+    """The tokenizer that a target service's files describe.
 
     Raises:
-        TandemError: the service failed, or sent no tokenizer that can be read.
+        ProtocolError: it is not among them.
     """
-    files: defaultdict[str, bytes] = defaultdict(bytes)
-    with errors_of("target service"):
-        async for part in stub.GetTokenizer(target_pb2.GetTokenizerRequest()):
-            files[part.file_name] += part.content
     if TOKENIZER_FILE not in files:
         raise ProtocolError(f"target service: it sent no {TOKENIZER_FILE}, only {sorted(files) or 'nothing'}")
     return Tokenizer.from_str(files[TOKENIZER_FILE].decode())

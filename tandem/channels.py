@@ -19,6 +19,9 @@ from tandem.errors import (
     TandemError,
 )
 
+DEFAULT_MESSAGE_LIMIT_BYTES = 4 << 20
+"""gRPC's own limit."""
+
 _CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 4_000),
@@ -40,7 +43,7 @@ _MEANINGS: dict[grpc.StatusCode, type[TandemError]] = {
 }
 
 
-def open_channel(address: str, message_limit_bytes: int = 4 << 20) -> grpc.aio.Channel:
+def open_channel(address: str, message_limit_bytes: int = DEFAULT_MESSAGE_LIMIT_BYTES) -> grpc.aio.Channel:
     """A channel to a service. Connects on first use."""
     options = [*_CHANNEL_OPTIONS, ("grpc.max_receive_message_length", message_limit_bytes)]
     return grpc.aio.insecure_channel(address, options=options)
@@ -66,7 +69,7 @@ def _reraise(service: str, error: grpc.aio.AioRpcError) -> NoReturn:
 
 def message_limit(vocabulary_size: int, row_count: int) -> int:
     """Most bytes a message may have: room for that many dense rows, and gRPC's own default beside them."""
-    return vocabulary_size * 4 * row_count + (4 << 20)
+    return vocabulary_size * 4 * row_count + DEFAULT_MESSAGE_LIMIT_BYTES
 
 
 # How long a service may take to say goodbye before its stream is simply dropped.

@@ -48,7 +48,8 @@ rounds = st.lists(
 def test_the_service_always_holds_what_we_mean(
     prompt: list[int], script: list[tuple[list[int], int, int, bool]]
 ) -> None:
-    remote, committed, held = RemoteSequence(), list(prompt), []
+    remote, committed = RemoteSequence(), list(prompt)
+    held: list[int] = []
     for proposal, accepted, next_token, by_service in script:
         if by_service:
             held = applied(held, remote.delta_to(committed))

@@ -41,6 +41,7 @@ def test_any_ids_give_the_text_that_decoding_them_at_once_gives(token_ids: list[
 
 
 def test_end_of_text_is_no_text() -> None:
+    assert END_OF_TEXT is not None
     assert pieces_of([END_OF_TEXT]) == ["", ""]
 
 

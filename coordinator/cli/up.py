@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -51,6 +52,8 @@ def up(
         exit_with(
             ConfigurationError("--target and --draft go together: give both, or neither for the demo pair"), 2
         )
+    # Draft and target take turns, but the waiting threads of one would still spin on the other's cores.
+    threads = threads or max(1, len(os.sched_getaffinity(0)) // 2)
     shared = _options(device=device, dtype=dtype, threads=threads, max_length=max_length, log_level=log_level)
     cluster = _Cluster(
         target=["--model", str(target or DEMO_MODELS / "target"), "--port", "0", *shared],

@@ -1,0 +1,1 @@
+"""What was measured, and the commands that measure it."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 
 from tandem.engine.cache import KvUsage
-from tandem.engine.extents import ExtentPool
+from tandem.engine.extents import Extent, ExtentPool
 from tandem.engine.sequence import Sequence
 from tandem.errors import CapacityError, ServiceUnavailableError
 
@@ -20,6 +20,7 @@ class Admission:
         self._max_waiting = max_waiting
         self._vocabulary_size = vocabulary_size
         self._open: set[Sequence] = set()
+        self._retained: OrderedDict[Extent, None] = OrderedDict()  # least recently used first
         self._waiting: deque[tuple[int, asyncio.Future[Sequence]]] = deque()
 
     async def open(self, max_length: int) -> Sequence:
@@ -38,12 +39,28 @@ class Admission:
             )
         return await self._wait(max_length)
 
-    def close(self, sequence: Sequence) -> None:
-        """Takes a sequence's room back and gives it to those who wait."""
-        if sequence in self._open:
-            self._open.remove(sequence)
-            self._pool.free(sequence.extent)
-            self._admit()
+    def close(self, sequence: Sequence, kept: Extent | None = None) -> None:
+        """Takes a sequence's room back and gives it to those who wait.
+
+        Args:
+            sequence: one that nobody uses any more.
+            kept: the first part of its extent, to be given up only when there is no other room; None for none of it.
+        """
+        if sequence not in self._open:
+            return
+        self._open.remove(sequence)
+        extent = sequence.extent
+        if kept is not None:
+            self._retained[kept] = None
+            extent = Extent(kept.end, extent.capacity - kept.capacity)
+        if extent.capacity:
+            self._pool.free(extent)
+        self._admit()
+
+    def touch(self, extent: Extent) -> None:
+        """Notes that what was kept in an extent was of use."""
+        if extent in self._retained:
+            self._retained.move_to_end(extent)
 
     def refuse_waiting(self) -> None:
         """Ends the wait of everybody: the engine is closing."""
@@ -54,11 +71,12 @@ class Admission:
 
     def usage(self) -> KvUsage:
         """What is held and who waits, now."""
+        retained = sum(extent.capacity for extent in self._retained)
         return KvUsage(
             total_tokens=self._pool.total_tokens,
-            reserved_tokens=self._pool.reserved_tokens,
+            reserved_tokens=self._pool.reserved_tokens - retained,
             used_tokens=sum(sequence.computed_length for sequence in self._open),
-            retained_tokens=0,
+            retained_tokens=retained,
             sequence_count=len(self._open),
             waiting_count=len(self._waiting),
         )
@@ -91,6 +109,9 @@ class Admission:
         if len(self._open) >= self._max_sequences:
             return None
         extent = self._pool.allocate(max_length)
+        while extent is None and self._retained:
+            self._pool.free(self._retained.popitem(last=False)[0])
+            extent = self._pool.allocate(max_length)
         if extent is None:
             return None
         sequence = Sequence(extent, max_length, self._vocabulary_size)

@@ -94,10 +94,13 @@ class KvArena:
             layer.values[:, :, start:end].zero_()
 
     def copy(self, source: int, target: int, count: int) -> None:
-        """Copies `count` tokens from `source` to `target`, which do not overlap, in every layer."""
-        for layer in self.layers:
-            layer.keys[:, :, target : target + count] = layer.keys[:, :, source : source + count]
-            layer.values[:, :, target : target + count] = layer.values[:, :, source : source + count]
+        """Copies `count` tokens from `source` to `target` in every layer; the two may overlap."""
+        if source == target:
+            return
+        overlaps = abs(source - target) < count
+        for storage in (tensor for layer in self.layers for tensor in (layer.keys, layer.values)):
+            tokens = storage[:, :, source : source + count]
+            storage[:, :, target : target + count] = tokens.clone() if overlaps else tokens
 
 
 def arena_tokens(

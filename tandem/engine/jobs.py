@@ -37,7 +37,12 @@ class Job(Generic[PayloadT]):
         self.future: asyncio.Future[object] | None = None
         """Set by the engine when the job is handed in."""
         self.is_cancelled = False
-        """Nobody waits for the result any more; the engine drops the job before its next step."""
+        """Nobody waits for the result any more."""
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the engine is to drop the job before its next step."""
+        return self.is_cancelled or self.sequence.is_released
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,119 @@
+"""Heads that are easy to check, and the plain computation to check them against."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.engine.engine import Engine
+from tandem.engine.jobs import Continue, Done, Head, Job
+from tandem.engine.model import LoadedModel
+from tandem.engine.sequence import Sequence
+from tandem.engine.settings import EngineSettings
+from tandem.types import Delta
+
+
+@dataclass
+class Generation:
+    """Payload that asks for so many tokens."""
+
+    token_count: int
+    token_ids: list[int] = field(default_factory=list)
+
+
+class GreedyHead:
+    """Says the highest logit until it has said enough."""
+
+    def __call__(
+        self, ready: SequenceOf[Job[Generation]], logits: Tensor
+    ) -> list[Done[list[int]] | Continue]:
+        outcomes: list[Done[list[int]] | Continue] = []
+        for job, last in zip(ready, _rows_of(ready, logits), strict=True):
+            token_id = int(last[-1].argmax())
+            job.payload.token_ids.append(token_id)
+            is_enough = len(job.payload.token_ids) == job.payload.token_count
+            outcomes.append(Done(job.payload.token_ids) if is_enough else Continue(token_id))
+        return outcomes
+
+
+class RowsHead:
+    """Hands the rows back as they are."""
+
+    def __call__(self, ready: SequenceOf[Job[None]], logits: Tensor) -> list[Done[Tensor] | Continue]:
+        return [Done(own.clone()) for own in _rows_of(ready, logits)]
+
+
+def _rows_of(ready: SequenceOf[Job[Any]], logits: Tensor) -> tuple[Tensor, ...]:
+    """Each job's rows."""
+    return torch.split(logits, [job.row_count for job in ready])
+
+
+@asynccontextmanager
+async def running(
+    model: LoadedModel, head: Head[Any, Any], **settings: Any
+) -> AsyncIterator[Engine[Any, Any]]:
+    """An engine for the length of a block."""
+    engine = Engine(model, head, EngineSettings(**settings))
+    engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def greedy(engine: Engine[Any, Any], prompt: SequenceOf[int], token_count: int) -> list[int]:
+    """The continuation of a prompt, by the engine, in a sequence of its own."""
+    sequence = await engine.open(len(prompt) + token_count)
+    try:
+        return list(await engine.run(Job(sequence, Delta(0, prompt), 1, Generation(token_count))))
+    finally:
+        engine.release(sequence)
+
+
+async def greedy_together(
+    engine: Engine[Any, Any], prompts: SequenceOf[SequenceOf[int]], token_count: int
+) -> list[list[int]]:
+    """The continuations of many prompts at once."""
+    return list(await asyncio.gather(*(greedy(engine, prompt, token_count) for prompt in prompts)))
+
+
+async def rows(engine: Engine[Any, Any], sequence: Sequence, delta: Delta, row_count: int) -> Tensor:
+    """Logits at the last positions once the delta is applied, [row_count, vocabulary_size]."""
+    result: Tensor = await engine.run(Job(sequence, delta, row_count, None))
+    return result
+
+
+def plain_logits(reference: Any, token_ids: SequenceOf[int]) -> Tensor:
+    """Logits at every position, by transformers alone, without a cache; [len(token_ids), vocabulary_size]."""
+    with torch.inference_mode():
+        logits: Tensor = reference(torch.tensor([list(token_ids)])).logits[0]
+    return logits
+
+
+def plain_greedy(reference: Any, prompt: SequenceOf[int], token_count: int) -> list[int]:
+    """The continuation of a prompt, by transformers' `generate`."""
+    inputs = torch.tensor([list(prompt)])
+    output = reference.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        max_new_tokens=token_count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    token_ids: list[int] = output[0, len(prompt) :].tolist()
+    return token_ids
+
+
+async def settle(engine: Engine[Any, Any], timeout_seconds: float = 5.0) -> None:
+    """Waits until nothing is reserved any more."""
+    async with asyncio.timeout(timeout_seconds):
+        while engine.usage.reserved_tokens or engine.usage.sequence_count:  # noqa: ASYNC110  the engine tells nobody
+            await asyncio.sleep(0.002)

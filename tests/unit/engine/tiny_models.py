@@ -102,10 +102,12 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **_GROUPED, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW
     ),
     "gemma2": lambda: hf.Gemma2Config(
-        **_GROUPED, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8, attn_logit_softcapping=5.0
+        **_GROUPED, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8, attn_logit_softcapping=5.0,
+        tie_word_embeddings=False,  # tied and scaled as Gemma's are, random embeddings make it repeat itself
     ),
     "gemma3": lambda: hf.Gemma3TextConfig(
-        **_GROUPED | {"num_hidden_layers": 3}, head_dim=8, sliding_window=WINDOW, sliding_window_pattern=3
+        **_GROUPED | {"num_hidden_layers": 3}, head_dim=8, sliding_window=WINDOW, sliding_window_pattern=3,
+        tie_word_embeddings=False,
     ),
     "phi3": lambda: hf.Phi3Config(**_GROUPED, sliding_window=WINDOW),
     "gpt2": _gpt2,

@@ -84,6 +84,32 @@ def test_each_row_has_parameters_of_its_own() -> None:
     _assert_as_reference(logits, list(CASES.values()))
 
 
+def test_rows_that_are_only_selected_among() -> None:
+    """Every row has top-k, so that nothing is sorted but the few candidates; one of them keeps all its mass."""
+    sampling = [
+        SamplingParams(1.0, 7, 0.6),
+        SamplingParams(0.5, 3),
+        SamplingParams(2.0),
+        SamplingParams(0.0, 9, 0.1),
+    ]
+    logits = np.random.default_rng(7).normal(0, 3, (4, 300)).astype(np.float32)
+    for given_logits in (logits, torch.tensor(logits)):
+        probs = np.asarray(warp(given_logits, sampling))
+        for row in range(3):
+            np.testing.assert_allclose(
+                probs[row], _reference(logits[row], sampling[row]), rtol=0, atol=TOLERANCE
+            )
+        assert probs[3].argmax() == logits[3].argmax()
+
+
+@pytest.mark.parametrize("top_p", [0.0, 0.2, 0.5, 0.8, 0.97])
+@pytest.mark.parametrize("top_k", [1, 2, 5, 12])
+def test_many_ties_with_the_last_candidate(top_k: int, top_p: float) -> None:
+    """Most that tie with it are beyond the candidates, and top-p has to drop some of them all the same."""
+    levels = np.array([3.0, 2.0, 2.0, 1.0, 0.0])[np.random.default_rng(8).integers(0, 5, (6, 60))]
+    _assert_as_reference(levels.astype(np.float32), [SamplingParams(1.0, top_k, top_p)] * 6)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_ties_as_transformers(case: str) -> None:
     """Logits of bfloat16 tie often; eighths do so everywhere."""

@@ -1,0 +1,142 @@
+"""What the draft says it drew from is what it drew from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from draft_service.proposers.standalone import Drafting, propose_head
+from tandem.engine.extents import Extent
+from tandem.engine.jobs import Continue, Done, Job
+from tandem.engine.sequence import Sequence as CachedSequence
+from tandem.noise import race, target_keys
+from tandem.types import (
+    Delta,
+    DenseLogits,
+    DraftOptions,
+    Proposal,
+    RowKind,
+    SamplingParams,
+    SparseDistribution,
+)
+from tandem.warping import warp
+
+VOCABULARY_SIZE = 50
+
+
+def logits_of(row_count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(row_count, VOCABULARY_SIZE, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def job(
+    sampling: SamplingParams,
+    kind: RowKind,
+    *,
+    count: int = 1,
+    base_length: int = 7,
+    draft_top_k: int = 8,
+    with_token_logits: bool = False,
+) -> Job[Drafting]:
+    options = DraftOptions("r", sampling, row_kind=kind, with_token_logits=with_token_logits)
+    sequence = CachedSequence(Extent(0, 64), 64, VOCABULARY_SIZE)
+    return Job(sequence, Delta(0, []), 1, Drafting(base_length, count, options, draft_top_k))
+
+
+def proposals(jobs: Sequence[Job[Drafting]], logits: torch.Tensor) -> list[Proposal]:
+    outcomes = propose_head(jobs, logits)
+    return [outcome.result for outcome in outcomes if isinstance(outcome, Done)]
+
+
+SAMPLED = SamplingParams(temperature=0.8, seed=3)
+
+
+def test_a_greedy_proposal_is_the_highest_logit_and_carries_no_distribution() -> None:
+    logits = logits_of(1)
+    (proposal,) = proposals([job(SamplingParams(temperature=0.0), RowKind.TOKEN)], logits)
+    assert proposal.token_ids == (int(logits.argmax()),)
+    assert proposal.distributions == ()
+
+
+def test_it_goes_on_until_it_has_as_many_tokens_as_were_asked_for() -> None:
+    drafting = job(SamplingParams(temperature=0.0), RowKind.TOKEN, count=3)
+    tokens = []
+    for step in range(2):
+        (outcome,) = propose_head([drafting], logits_of(1, step))
+        assert isinstance(outcome, Continue)
+        tokens.append(outcome.token_id)
+    (outcome,) = propose_head([drafting], logits_of(1, 2))
+    assert isinstance(outcome, Done)
+    assert outcome.result.token_ids[:2] == tuple(tokens)
+    assert len(outcome.result) == 3
+
+
+def test_it_meets_the_targets_noise_position_by_position() -> None:
+    """Under `strict` equal models must agree on every token."""
+    drafting = job(SAMPLED, RowKind.TOKEN, count=3, base_length=12)
+    for step in range(2):
+        propose_head([drafting], logits_of(1, step))
+    (outcome,) = propose_head([drafting], logits_of(1, 2))
+    assert isinstance(outcome, Done)
+    logits = torch.cat([logits_of(1, step) for step in range(3)])
+    keys = torch.from_numpy(target_keys(SAMPLED.seed, 12, 3))
+    assert outcome.result.token_ids == tuple(race(warp(logits, [SAMPLED] * 3), keys).tolist())
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SAMPLED,
+        SamplingParams(temperature=1.0, top_k=3),
+        SamplingParams(temperature=1.0, top_p=0.5, min_p=0.2),
+    ],
+)
+def test_a_sparse_distribution_is_the_warped_top_of_the_drafts(sampling: SamplingParams) -> None:
+    logits = logits_of(1)
+    (proposal,) = proposals([job(sampling, RowKind.SUPPORT)], logits)
+    (distribution,) = proposal.distributions
+    assert isinstance(distribution, SparseDistribution)
+    assert len(distribution.token_ids) <= min(8, sampling.top_k or 8)
+    assert distribution.probs.sum() == pytest.approx(1.0, abs=1e-12)
+    assert (distribution.probs > 0.0).all()
+    assert proposal.token_ids[0] in distribution.token_ids
+    top = logits[0].topk(8)
+    expected = warp(top.values[None], [sampling])[0].numpy()
+    np.testing.assert_array_equal(distribution.token_ids, top.indices.numpy()[expected > 0.0])
+    np.testing.assert_allclose(distribution.probs, expected[expected > 0.0], rtol=1e-6)
+
+
+def test_tokens_are_drawn_from_the_distribution_that_is_told() -> None:
+    """Chi-square over 4000 rounds, 8 cells; 32 is passed by chance once in 20,000, with fixed seeds never."""
+    count = 4000
+    jobs = [job(SAMPLED, RowKind.SUPPORT, base_length=base_length) for base_length in range(count)]
+    drawn = proposals(jobs, logits_of(1).expand(count, -1))
+    distribution = drawn[0].distributions[0]
+    assert isinstance(distribution, SparseDistribution)
+    expected = distribution.probs * count
+    tokens = [proposal.token_ids[0] for proposal in drawn]
+    observed = np.array([tokens.count(token_id) for token_id in distribution.token_ids.tolist()])
+    assert observed.sum() == count
+    assert float(((observed - expected) ** 2 / expected).sum()) < 32.0
+
+
+def test_dense_logits_are_told_as_they_are() -> None:
+    logits = logits_of(1)
+    (proposal,) = proposals([job(SAMPLED, RowKind.DENSE, with_token_logits=True)], logits)
+    (distribution,) = proposal.distributions
+    assert isinstance(distribution, DenseLogits)
+    np.testing.assert_array_equal(distribution.logits, logits[0].numpy())
+    assert proposal.token_logits is not None
+    assert proposal.token_logits.tolist() == [float(logits[0, proposal.token_ids[0]])]
+
+
+def test_a_proposal_is_the_same_in_any_company() -> None:
+    samplings = [SAMPLED, SamplingParams(temperature=0.0), SamplingParams(temperature=1.2, top_p=0.8, seed=9)]
+    kinds = [RowKind.SUPPORT, RowKind.TOKEN, RowKind.DENSE]
+    logits = logits_of(9)
+    pairs = [(sampling, kind) for sampling in samplings for kind in kinds]
+    together = proposals([job(*pair) for pair in pairs], logits)
+    alone = [proposals([job(*pair)], logits[i : i + 1])[0] for i, pair in enumerate(pairs)]
+    assert [proposal.token_ids for proposal in together] == [proposal.token_ids for proposal in alone]

@@ -1,0 +1,160 @@
+"""Rows say of the target's distribution exactly what it is, in any company."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.noise import race, target_keys
+from tandem.types import (
+    Delta,
+    DenseRow,
+    IntArray,
+    RowKind,
+    SamplingParams,
+    SupportRow,
+    TokenRow,
+    VerifyStep,
+)
+from tandem.warping import warp
+from target_service.rows import RowRequest, verifications
+
+VOCABULARY_SIZE = 50
+NO_IDS: IntArray = np.empty(0, dtype=np.int64)
+
+
+def logits_of(row_count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(row_count, VOCABULARY_SIZE, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def request(
+    kind: RowKind,
+    row_count: int,
+    sampling: SamplingParams,
+    supports: tuple[IntArray, ...] = (),
+    *,
+    with_statistics: bool = False,
+) -> RowRequest:
+    step = VerifyStep(Delta(10, [1] * row_count), kind, row_count, supports, with_statistics)
+    return RowRequest(step, sampling)
+
+
+WARPED = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=5)
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def test_the_first_row_tells_the_token_after_the_committed_ones() -> None:
+    (verification,) = verifications([request(RowKind.TOKEN, 3, GREEDY)], logits_of(3))
+    # 10 tokens stay, 3 are appended, 3 rows: the first of them tells what follows the 11th.
+    assert verification.base_length == 11
+
+
+def test_greedy_token_rows_are_the_highest_logits() -> None:
+    logits = logits_of(3)
+    (verification,) = verifications([request(RowKind.TOKEN, 3, GREEDY)], logits)
+    assert verification.rows == tuple(TokenRow(token_id) for token_id in logits.argmax(dim=-1).tolist())
+
+
+def test_sampled_token_rows_are_drawn_with_the_shared_noise() -> None:
+    logits = logits_of(3)
+    (verification,) = verifications([request(RowKind.TOKEN, 3, WARPED)], logits)
+    keys = torch.from_numpy(target_keys(WARPED.seed, verification.base_length, 3))
+    expected = race(warp(logits, [WARPED] * 3), keys).tolist()
+    assert verification.rows == tuple(TokenRow(token_id) for token_id in expected)
+
+
+def test_support_rows_split_the_distribution_into_inside_and_outside() -> None:
+    logits = logits_of(3)
+    supports = (np.array([3, 9, 41]), np.array([7]))
+    (verification,) = verifications([request(RowKind.SUPPORT, 3, WARPED, supports)], logits)
+    probs = warp(logits, [WARPED] * 3).numpy()
+    for i, (row, support) in enumerate(zip(verification.rows, (*supports, NO_IDS), strict=True)):
+        assert isinstance(row, SupportRow)
+        np.testing.assert_array_equal(row.token_ids, support)
+        np.testing.assert_allclose(row.probs, probs[i, support], rtol=1e-12)
+        assert row.outside_mass == pytest.approx(1.0 - probs[i, support].sum())
+        assert row.outside_token_id not in support
+        assert probs[i, row.outside_token_id] > 0.0
+
+
+def test_a_row_without_support_draws_what_a_token_row_draws() -> None:
+    logits = logits_of(2)
+    (support,) = verifications([request(RowKind.SUPPORT, 2, WARPED)], logits)
+    (token,) = verifications([request(RowKind.TOKEN, 2, WARPED)], logits)
+    drawn = [row.outside_token_id for row in support.rows if isinstance(row, SupportRow)]
+    assert drawn == [row.token_id for row in token.rows if isinstance(row, TokenRow)]
+
+
+def test_the_outside_sample_has_the_restricted_distribution() -> None:
+    """Chi-square over 4000 positions, 5 cells; 25 is passed by chance once in 20,000, with fixed seeds never."""
+    count = 4000
+    logits = logits_of(1).expand(count, -1)
+    sampling = SamplingParams(temperature=1.0, top_k=8, seed=11)
+    probs = warp(logits[:1], [sampling])[0].numpy()
+    kept = np.flatnonzero(probs)
+    supports = (kept[:3],) * count
+    (verification,) = verifications([request(RowKind.SUPPORT, count, sampling, supports)], logits)
+    drawn = [row.outside_token_id for row in verification.rows if isinstance(row, SupportRow)]
+    outside = kept[3:]
+    expected = probs[outside] / probs[outside].sum() * count
+    observed = np.array([drawn.count(token_id) for token_id in outside.tolist()])
+    assert observed.sum() == count
+    assert float(((observed - expected) ** 2 / expected).sum()) < 25.0
+
+
+def test_no_mass_outside_means_no_sample() -> None:
+    logits = logits_of(1)
+    sampling = SamplingParams(temperature=1.0, top_k=2)
+    support = np.flatnonzero(warp(logits, [sampling])[0].numpy())
+    (verification,) = verifications([request(RowKind.SUPPORT, 1, sampling, (support,))], logits)
+    (row,) = verification.rows
+    assert isinstance(row, SupportRow)
+    assert (row.outside_mass, row.outside_token_id) == (0.0, -1)
+
+
+def test_statistics_are_those_of_the_whole_row() -> None:
+    logits = logits_of(1)
+    sampling = SamplingParams(temperature=1.3)
+    support = np.array([4, 30])
+    asked = request(RowKind.SUPPORT, 1, sampling, (support,), with_statistics=True)
+    (verification,) = verifications([asked], logits)
+    (row,) = verification.rows
+    assert isinstance(row, SupportRow)
+    assert row.statistics is not None
+    probs = warp(logits, [sampling])[0].numpy()
+    assert row.statistics.entropy == pytest.approx(-(probs * np.log(probs)).sum())
+    assert row.statistics.max_prob == pytest.approx(probs.max())
+    assert row.statistics.argmax_token_id == probs.argmax()
+    assert row.statistics.ranks.tolist() == [(probs > probs[token_id]).sum() for token_id in support]
+    np.testing.assert_array_equal(row.statistics.logits, logits[0].numpy()[support])
+
+
+def test_dense_rows_are_the_logits() -> None:
+    logits = logits_of(2).bfloat16()
+    (verification,) = verifications([request(RowKind.DENSE, 2, WARPED)], logits)
+    rows = [row.logits for row in verification.rows if isinstance(row, DenseRow)]
+    np.testing.assert_array_equal(rows, logits.float().numpy())
+
+
+def test_a_request_gets_the_same_rows_in_any_company() -> None:
+    requests = [
+        request(RowKind.TOKEN, 2, GREEDY),
+        request(RowKind.SUPPORT, 3, WARPED, (np.array([1, 2]),)),
+        request(RowKind.DENSE, 1, WARPED),
+        request(RowKind.TOKEN, 1, SamplingParams(temperature=1.0, seed=8)),
+        request(RowKind.SUPPORT, 2, SamplingParams(temperature=0.5, min_p=0.1, seed=9), with_statistics=True),
+    ]
+    logits = logits_of(sum(asked.step.row_count for asked in requests))
+    blocks = torch.split(logits, [asked.step.row_count for asked in requests])
+    together = verifications(requests, logits)
+    for asked, block, verification in zip(requests, blocks, together, strict=True):
+        (alone,) = verifications([asked], block)
+        assert alone.base_length == verification.base_length
+        assert [_plain(row) for row in alone.rows] == [_plain(row) for row in verification.rows]
+
+
+def _plain(row: object) -> object:
+    if isinstance(row, SupportRow):
+        return (row.token_ids.tolist(), row.probs.tolist(), row.outside_mass, row.outside_token_id)
+    return row.logits.tolist() if isinstance(row, DenseRow) else row

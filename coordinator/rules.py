@@ -66,9 +66,13 @@ def _broken(rules: Sequence[Rule[SubjectT]], subject: SubjectT) -> list[str]:
     return [sentence for rule in rules if (sentence := rule.broken_by(subject)) is not None]
 
 
+# A drafting method without a model (ngram, suffix) has no vocabulary, tokenizer or length to compare.
+_NONE = 0
+
+
 def _vocabulary_size(pair: ModelPair) -> str | None:
     draft, target = pair.draft, pair.target
-    if draft.vocabulary_size == target.vocabulary_size:
+    if draft.vocabulary_size in (_NONE, target.vocabulary_size):
         return None
     return (
         f"the draft {draft.name} has a vocabulary of {draft.vocabulary_size} tokens and the target {target.name} "
@@ -78,7 +82,7 @@ def _vocabulary_size(pair: ModelPair) -> str | None:
 
 def _tokenizer(pair: ModelPair) -> str | None:
     draft, target = pair.draft, pair.target
-    if draft.tokenizer_hash == target.tokenizer_hash:
+    if draft.tokenizer_hash in ("", target.tokenizer_hash):
         return None
     return (
         f"the draft {draft.name} has another tokenizer (hash {draft.tokenizer_hash[:12]}) than the target "
@@ -88,7 +92,7 @@ def _tokenizer(pair: ModelPair) -> str | None:
 
 def _max_length(pair: ModelPair) -> str | None:
     draft, target = pair.draft, pair.target
-    if draft.max_length == target.max_length:
+    if draft.max_length in (_NONE, target.max_length):
         return None
     shared = min(draft.max_length, target.max_length)
     return (

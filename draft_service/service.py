@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
 import grpc.aio
 
 from draft_service.proposers import Proposer
+from draft_service.proposers.model_free import SequenceLimits
+from draft_service.proposers.ngram import ngram_proposer
+from draft_service.proposers.suffix import suffix_proposer
 from draft_service.servicer import DraftServicer
 from draft_service.settings import DraftSettings
 from tandem.serving.loading import in_daemon_thread
@@ -18,7 +25,12 @@ class DraftService:
     full_names = (draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name,)
 
     def __init__(self, settings: DraftSettings) -> None:
-        self._settings = settings
+        """Prepare the method that the settings name.
+
+        Raises:
+            ConfigurationError: an option of that method is wrong or missing.
+        """
+        self._load = _loader(settings)
         self._servicer = DraftServicer()
         self._proposer: Proposer | None = None
 
@@ -41,11 +53,24 @@ class DraftService:
         if self._proposer is not None:
             await self._proposer.close()
 
-    def _load(self) -> Proposer:
-        from tandem.engine.checkpoint import open_checkpoint
 
-        # Before torch is imported, which takes seconds: a wrong folder is told at once.
-        open_checkpoint(self._settings.model)
-        from draft_service.proposers.standalone import load_standalone
+def _loader(settings: DraftSettings) -> Callable[[], Proposer]:
+    """What loads the drafting method. Options that are wrong are told before anything is loaded."""
+    limits = SequenceLimits(settings.max_length, settings.max_sequences)
+    match settings.method:
+        case "ngram":
+            return partial(ngram_proposer, settings.ngram_options, limits)
+        case "suffix":
+            return partial(suffix_proposer, settings.suffix_options, limits)
+        case "standalone":
+            return partial(_load_standalone, settings, settings.checkpoint)
 
-        return load_standalone(self._settings)
+
+def _load_standalone(settings: DraftSettings, checkpoint: Path) -> Proposer:
+    from tandem.engine.checkpoint import open_checkpoint
+
+    # Before torch is imported, which takes seconds: a wrong folder is told at once.
+    open_checkpoint(checkpoint)
+    from draft_service.proposers.standalone import load_standalone
+
+    return load_standalone(settings)

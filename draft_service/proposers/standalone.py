@@ -40,7 +40,7 @@ def load_standalone(settings: DraftSettings) -> StandaloneProposer:
         ConfigurationError: it cannot be served as they ask.
     """
     model = load_model(
-        settings.model, device=settings.device, dtype=settings.compute_dtype, threads=settings.threads
+        settings.checkpoint, device=settings.device, dtype=settings.compute_dtype, threads=settings.threads
     )
     limits = EngineSettings(max_length=settings.max_length, max_sequences=settings.max_sequences)
     engine = Engine(model, propose_head, limits)

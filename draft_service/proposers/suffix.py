@@ -1,0 +1,186 @@
+"""Suffix decoding: the most frequent continuation of what was said before, here or in earlier responses (no model).
+
+Oliaro et al. 2024, "SuffixDecoding" (arXiv 2411.04975), as vLLM's method `suffix` uses it. One suffix tree holds the
+sequence itself, a second one the last responses that finished. For every length at which the sequence's end is found in
+a tree the most probable continuation is read off, no longer than `max_spec_factor` times that length; the one with the
+highest score, the number of its tokens expected to be right, is proposed. How much is proposed thus adapts to how well
+the past predicts: nothing at all where it says nothing.
+
+Why not the package that vLLM uses: arctic-inference 0.3.0 comes as source only, and its build imports torch, which a
+draft service without a model must not need; its tree cannot take back tokens, which deltas do, and takes in a response
+while it is still being written, where only finished ones are to be learnt from. Its probabilities count the text's own
+end as a continuation; these here are the paper's.
+
+Memory: about 500 bytes for each token of a running sequence and of each response that is kept.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from draft_service.proposers.model_free import ModelFreeProposer, SequenceLimits
+from draft_service.proposers.suffix_tree import END, Continuation, SuffixTree, window_at
+from draft_service.proposers.token_state import TokenState
+from tandem.errors import ConfigurationError
+
+# The sequence's own text in its own tree.
+_OWN = 0
+# A product like 0.1 * 30 must not fall short of 3.
+_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class SuffixOptions:
+    """What suffix decoding can be told. Names and defaults are vLLM's."""
+
+    suffix_decoding_max_tree_depth: int = 24
+    """Most tokens of a match and its continuation together."""
+    suffix_decoding_max_cached_requests: int = 10_000
+    """How many finished responses are learnt from; the oldest is forgotten first. 0: each sequence by itself only."""
+    suffix_decoding_max_spec_factor: float = 1.0
+    """Most tokens to propose, as a multiple of the length of the match."""
+    suffix_decoding_min_token_prob: float = 0.1
+    """Least estimated probability of a proposed token, given the match."""
+
+    def __post_init__(self) -> None:
+        if broken := self._broken():
+            raise ConfigurationError("; ".join(broken))
+
+    def limit(self, match_length: int) -> int:
+        """Most tokens to propose after a match of so many tokens."""
+        return int(match_length * self.suffix_decoding_max_spec_factor + _ROUNDING)
+
+    def _broken(self) -> list[str]:
+        depth, requests = self.suffix_decoding_max_tree_depth, self.suffix_decoding_max_cached_requests
+        factor, prob = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
+        checks = (
+            ("max_tree_depth", depth, depth >= 1, "at least 1"),
+            ("max_cached_requests", requests, requests >= 0, "at least 0 (0 keeps none)"),
+            ("max_spec_factor", factor, 0.0 <= factor < inf, "a finite number of at least 0"),
+            ("min_token_prob", prob, 0.0 <= prob <= 1.0, "between 0 and 1"),
+        )
+        return [
+            f"suffix_decoding_{name} is {value}; it must be {allowed}"
+            for name, value, holds, allowed in checks
+            if not holds
+        ]
+
+
+def suffix_proposer(options: SuffixOptions, limits: SequenceLimits) -> ModelFreeProposer:
+    """Draft by suffix decoding."""
+    responses = ResponseCache(
+        options.suffix_decoding_max_tree_depth, options.suffix_decoding_max_cached_requests
+    )
+    return ModelFreeProposer(
+        "suffix",
+        lambda tokens: SuffixIndex(tokens, responses, options),
+        limits,
+    )
+
+
+class ResponseCache:
+    """What the last finished responses said."""
+
+    def __init__(self, max_depth: int, max_responses: int) -> None:
+        self.tree = SuffixTree(max_depth)
+        self._max_responses = max_responses
+        # How many windows of each response the tree holds; the oldest response comes first.
+        self._window_counts: dict[int, int] = {}
+        self._next_id = 0
+
+    def __len__(self) -> int:
+        return len(self._window_counts)
+
+    def add(self, response: array[int]) -> Iterator[None]:
+        """Keep a response, and forget the oldest if there are too many. Yields between small steps.
+
+        One response at a time: another's steps must not come between. Dropped half-way, half of it is kept.
+        """
+        if self._max_responses == 0 or not response:
+            return
+        while len(self) >= self._max_responses:
+            yield from self._forget_oldest()
+        text_id, self._next_id = self._next_id, self._next_id + 1
+        self.tree.texts[text_id] = response + array("i", [END])
+        self._window_counts[text_id] = 0
+        for position in range(len(response)):
+            self.tree.add(window_at(text_id, position))
+            self._window_counts[text_id] += 1
+            yield
+
+    def _forget_oldest(self) -> Iterator[None]:
+        text_id = next(iter(self._window_counts))
+        while (count := self._window_counts[text_id]) > 0:
+            self.tree.remove(window_at(text_id, count - 1))
+            self._window_counts[text_id] -= 1
+            yield
+        del self._window_counts[text_id]
+        del self.tree.texts[text_id]
+
+
+class SuffixIndex:
+    """The suffix tree of one sequence, beside that of the responses that all sequences share."""
+
+    def __init__(self, tokens: TokenState, responses: ResponseCache, options: SuffixOptions) -> None:
+        self._tokens = tokens
+        self._responses = responses
+        self._options = options
+        self._tree = SuffixTree(options.suffix_decoding_max_tree_depth)
+        self._tree.texts[_OWN] = tokens.token_ids
+        self._window_count = 0
+
+    def forget(self, length: int) -> None:
+        """Remove the windows that reach past `length`."""
+        first = max(0, length - self._tree.max_depth + 1)
+        for position in reversed(range(first, self._window_count)):
+            self._tree.remove(window_at(_OWN, position))
+        self._window_count = min(first, self._window_count)
+
+    def learn(self) -> Iterator[None]:
+        """Add windows up to the first that still repeats an earlier one: all later ones, being part of it, do too."""
+        while self._window_count < len(self._tokens):
+            if not self._tree.add(window_at(_OWN, self._window_count)):
+                return
+            self._window_count += 1
+            yield
+
+    def propose(self, token_count: int) -> Sequence[int]:
+        """The continuation with the highest score; the sequence's own where the responses' is no better."""
+        context = self._tokens.token_ids[-self._tree.max_depth :]
+        best = best_continuation(self._tree, context, token_count, self._options)
+        if len(self._responses):
+            other = best_continuation(self._responses.tree, context, token_count, self._options)
+            best = max(best, other, key=lambda continuation: continuation.score)
+        return best.token_ids
+
+    def finish(self) -> Iterator[None]:
+        """Add the response, without the prompt, to those that all sequences learn from."""
+        return self._responses.add(self._tokens.response())
+
+
+def best_continuation(
+    tree: SuffixTree, context: array[int], token_count: int, options: SuffixOptions
+) -> Continuation:
+    """What a tree says may follow the context: over all lengths of match, the continuation with the highest score.
+
+    The longest match wins among equal scores.
+    """
+    matches = []
+    for length in range(1, min(len(context), tree.max_depth - 1) + 1):
+        node = tree.find(context[-length:])
+        if node is None:
+            break
+        matches.append(node)
+    best = Continuation()
+    for length, node in reversed(list(enumerate(matches, start=1))):
+        limit = min(token_count, options.limit(length))
+        # No token adds more than 1 to a score, so most short matches, with many ways to go on, need no look.
+        if limit <= best.score:
+            continue
+        found = tree.continuation(node, length, limit, options.suffix_decoding_min_token_prob)
+        if found.score > best.score:
+            best = found
+    return best

@@ -1,0 +1,65 @@
+"""A proposer behind the real servicer, and sequences on it as a coordinator would hold them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import grpc.aio
+
+from draft_service.proposers import Proposer
+from draft_service.servicer import DraftServicer
+from tandem.types import Delta, DraftOptions, Proposal, ProposeStep, RowKind, SamplingParams
+from tandem.v1.draft_pb2 import ProposeResponse
+from tandem.v1.draft_pb2_grpc import DraftServiceStub, add_DraftServiceServicer_to_server
+from tandem.wire import draft as wire
+
+
+@asynccontextmanager
+async def served(proposer: Proposer) -> AsyncIterator[DraftServiceStub]:
+    """A stub of a server in this process."""
+    servicer = DraftServicer()
+    servicer.proposer = proposer
+    server = grpc.aio.server()
+    add_DraftServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    proposer.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield DraftServiceStub(channel)
+    finally:
+        await server.stop(None)
+        await proposer.close()
+
+
+class Stream:
+    """One sequence."""
+
+    def __init__(self, stub: DraftServiceStub) -> None:
+        self.call = stub.Propose()
+
+    async def propose(self, base_length: int, token_ids: Sequence[int], token_count: int) -> Proposal:
+        step = ProposeStep(Delta(base_length, token_ids), token_count)
+        await self.call.write(wire.step_to_proto(step))
+        response = await self.call.read()
+        assert isinstance(response, ProposeResponse)
+        return wire.proposal_from_proto(response)
+
+    async def finish(self) -> None:
+        await self.call.write(wire.finish_to_proto())
+        assert await self.call.read() is grpc.aio.EOF
+
+
+@asynccontextmanager
+async def opened(
+    stub: DraftServiceStub, max_length: int = 0, row_kind: RowKind = RowKind.TOKEN
+) -> AsyncIterator[Stream]:
+    """A sequence that is dropped at the end unless it was finished."""
+    stream = Stream(stub)
+    try:
+        options = DraftOptions("a request", SamplingParams(), max_length=max_length, row_kind=row_kind)
+        await stream.call.write(wire.options_to_proto(options))
+        yield stream
+    finally:
+        stream.call.cancel()

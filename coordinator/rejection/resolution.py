@@ -120,7 +120,7 @@ def resolve(options: RejectionOptions, sampling: SamplingParams) -> AcceptanceRu
     """
     if broken := problems(options):
         raise RuleError("; ".join(broken))
-    strategy = _named_strategy(options)
+    strategy = named_strategy(options)
     if sampling.is_greedy and strategy is not SYNTHETIC:
         strategy = GREEDY
     is_relaxed = options.use_relaxed_acceptance_for_thinking and not sampling.is_greedy
@@ -135,7 +135,12 @@ def resolve(options: RejectionOptions, sampling: SamplingParams) -> AcceptanceRu
     )
 
 
-def _named_strategy(options: RejectionOptions) -> Strategy:
+def named_strategy(options: RejectionOptions) -> Strategy:
+    """The rule that the options choose, before the temperature has a word.
+
+    Raises:
+        RuleError: No rule has the name.
+    """
     if options.rejection_sampling_strategy is not None:
         return find_strategy(options.rejection_sampling_strategy)
     if options.synthetic_acceptance_rate is not None:
@@ -156,14 +161,14 @@ def _relax(decide: Accept, options: RejectionOptions) -> Callable[..., Acceptanc
 def problems(options: RejectionOptions) -> list[str]:
     """Why the options do not go together: one sentence each, naming the option, its value and what it needs."""
     try:
-        strategy = _named_strategy(options)
+        strategy = named_strategy(options)
     except RuleError as error:
         return [str(error)]
     return [
         *_range_problems(options),
-        *_relaxed_problems(options, strategy),
-        *_synthetic_problems(options, strategy),
-        *_logit_problems(options, strategy),
+        *relaxed_problems(options, strategy),
+        *synthetic_problems(options, strategy),
+        *logit_problems(options, strategy),
     ]
 
 
@@ -179,7 +184,8 @@ def _range_problems(options: RejectionOptions) -> Iterator[str]:
             yield f"{name} is {value}; it must be at least 1"
 
 
-def _relaxed_problems(options: RejectionOptions, strategy: Strategy) -> Iterator[str]:
+def relaxed_problems(options: RejectionOptions, strategy: Strategy) -> Iterator[str]:
+    """Why relaxed acceptance does not go with the rule."""
     if options.use_relaxed_acceptance_for_thinking and not strategy.can_be_relaxed:
         partners = ", ".join(other.name for other in STRATEGIES if other.can_be_relaxed)
         yield (
@@ -188,7 +194,8 @@ def _relaxed_problems(options: RejectionOptions, strategy: Strategy) -> Iterator
         )
 
 
-def _synthetic_problems(options: RejectionOptions, strategy: Strategy) -> Iterator[str]:
+def synthetic_problems(options: RejectionOptions, strategy: Strategy) -> Iterator[str]:
+    """Why the synthetic rates do not go with the rule or with each other."""
     names = ("synthetic_acceptance_rate", "synthetic_acceptance_rates", "synthetic_acceptance_length")
     given = [name for name in names if getattr(options, name) is not None]
     if strategy is not SYNTHETIC:
@@ -214,7 +221,8 @@ def _schedule_problems(options: RejectionOptions) -> Iterator[str]:
         yield f"synthetic_acceptance_length is {length}; it must be between 1 and {count + 1}"
 
 
-def _logit_problems(options: RejectionOptions, strategy: Strategy) -> Iterator[str]:
+def logit_problems(options: RejectionOptions, strategy: Strategy) -> Iterator[str]:
+    """Why the drafting method cannot tell what logit comparison needs."""
     if strategy is LOGIT_COMPARISON and options.speculative_method in ("ngram", "suffix"):
         yield (
             f"the rule is logit-comparison and speculative_method is {options.speculative_method}; "

@@ -91,11 +91,8 @@ class TargetDistribution(ABC):
         return token_id if token_id >= 0 else self.sample(uniform)
 
     def _residual(self, draft_probs: FloatArray, scale: float) -> FloatArray:
-        weights: FloatArray = scale * self.probs
-        weights -= draft_probs
-        if math.isnan(weights.sum()):
-            # A draft probability that is not a number counts as zero, as it does in `JointRow.ratio`.
-            weights = scale * self.probs - np.nan_to_num(draft_probs)
+        # A draft probability that is negative or not a number counts as zero, as in `JointRow.ratio`.
+        weights: FloatArray = scale * self.probs - np.fmax(draft_probs, 0.0)
         return np.maximum(weights, 0.0, out=weights)
 
     def _draw(self, weights: FloatArray, outside_mass: float, uniform: float) -> int:

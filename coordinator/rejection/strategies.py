@@ -19,6 +19,7 @@ from coordinator.rejection import (
 from coordinator.rejection.errors import RuleError
 from coordinator.rejection.options import RejectionOptions
 from coordinator.rejection.relaxed import Accept
+from tandem.config import acceptance_names
 from tandem.types import RowKind
 
 
@@ -70,6 +71,10 @@ def _synthetic_schedule(options: RejectionOptions) -> tuple[float, ...]:
     return synthetic.schedule_of_rate(options.synthetic_acceptance_rate or 0.0, count)
 
 
+def _aliases(name: str) -> tuple[str, ...]:
+    return tuple(alias for alias, meant in acceptance_names.ALIASES.items() if meant == name)
+
+
 GREEDY = Strategy(
     name="greedy",
     description="the token is the target's most probable one",
@@ -82,7 +87,7 @@ GREEDY = Strategy(
 )
 RESIDUAL = Strategy(
     name="residual",
-    aliases=("probabilistic", "standard"),
+    aliases=_aliases("residual"),
     description="rejection sampling, token by token",
     lossless=True,
     row_kinds=(_SUPPORT, _DENSE),
@@ -110,7 +115,7 @@ STRICT = Strategy(
 )
 TYPICAL_ACCEPTANCE = Strategy(
     name="typical-acceptance",
-    aliases=("typical",),
+    aliases=_aliases("typical-acceptance"),
     description="the target finds the token probable, or has no better idea",
     lossless=False,
     row_kinds=(_SUPPORT, _DENSE),
@@ -150,7 +155,7 @@ STRATEGIES = (
 )  # fmt: skip
 """All rules."""
 
-_BY_NAME = {name: strategy for strategy in STRATEGIES for name in (strategy.name, *strategy.aliases)}
+_BY_NAME = {strategy.name: strategy for strategy in STRATEGIES}
 
 
 def find_strategy(name: str) -> Strategy:
@@ -160,13 +165,13 @@ def find_strategy(name: str) -> Strategy:
         RuleError: No rule has this name.
     """
     try:
-        return _BY_NAME[name.strip().lower().replace("_", "-")]
+        return _BY_NAME[acceptance_names.canonical_name(name)]
     except KeyError:
         raise RuleError(
-            f"rejection_sampling_strategy is {name!r}; it must be one of {', '.join(_BY_NAME)}"
+            f"rejection_sampling_strategy is {name!r}; it must be one of {', '.join(acceptance_names.SPELLINGS)}"
         ) from None
 
 
 def default_strategy(speculative_method: str) -> Strategy:
     """The rule of a drafting method when none is named, as in MAX."""
-    return TYPICAL_ACCEPTANCE if speculative_method in ("eagle", "eagle3", "mtp") else RESIDUAL
+    return _BY_NAME[acceptance_names.default_name(speculative_method)]

@@ -198,6 +198,17 @@ def test_draft_probabilities_that_are_no_numbers_recover_from_the_target(accept:
 
 
 @pytest.mark.parametrize("accept", [residual.accept, block.accept])
+@pytest.mark.parametrize("broken", [float("nan"), -1.0])
+def test_nonsense_of_the_draft_never_makes_an_impossible_token_come_out(
+    accept: Accept, broken: float
+) -> None:
+    given = sampled((1, {1: broken, 2: 0.5, 3: 0.5}))
+    rows = verification(support_row({1: 0.0, 2: 0.3, 3: 0.7}), bonus_row(7))
+    for recover in (1e-9, 0.5, 1 - 1e-9):
+        assert accept(given, rows, SAMPLED, uniforms(0.5, recover=recover)) == Acceptance(0, 3, RECOVERED)
+
+
+@pytest.mark.parametrize("accept", [residual.accept, block.accept])
 def test_a_token_that_its_own_distribution_lacks_is_rejected(accept: Accept) -> None:
     given = Proposal(0, (3,), (SparseDistribution(np.array([1, 2]), np.array([0.5, 0.5])),))
     rows = verification(support_row({1: 0.3, 2: 0.3, 3: 0.4}), bonus_row(7))

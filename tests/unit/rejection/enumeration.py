@@ -35,7 +35,6 @@ Distribution = dict[Tokens, float]
 Accept = Callable[[Proposal, Verification, SamplingParams, Uniforms], Acceptance]
 
 NEAR_ZERO = 1e-13
-NEAR_ONE = 1.0 - 1e-13
 BISECTIONS = 46
 """Edges are found to 2**-46, about 1e-14."""
 
@@ -141,19 +140,19 @@ def measure(decide: Callable[[Sequence[float]], Hashable], dimension: int) -> di
 
 def _edges(decide: Callable[[Sequence[float]], Hashable], dimension: int, axis: int) -> list[float]:
     """Where the outcome changes along one axis, seen from every corner of the others."""
-    edges = {0.0, 1.0}
-    for corner in itertools.product((NEAR_ZERO, NEAR_ONE), repeat=dimension - 1):
+    edges = [0.0, 1.0]
+    for corner in itertools.product((NEAR_ZERO, 1.0 - NEAR_ZERO), repeat=dimension - 1):
 
         def along(value: float, corner: Sequence[float] = corner) -> Hashable:
             return decide([*corner[:axis], value, *corner[axis:]])
 
-        edges.update(_changes(along, NEAR_ZERO, NEAR_ONE, along(NEAR_ZERO), along(NEAR_ONE)))
-    # The same edge seen from two corners may differ by a rounding.
-    distinct = [0.0]
-    for edge in sorted(edges):
-        if edge - distinct[-1] > 1e-12:
-            distinct.append(edge)
-    return distinct if distinct[-1] == 1.0 else [*distinct[:-1], 1.0]
+        # An edge that another corner has shown already need not be looked for again.
+        for edge, next_edge in list(itertools.pairwise(edges)):
+            low, high = edge + NEAR_ZERO, next_edge - NEAR_ZERO
+            if low < high:
+                edges.extend(_changes(along, low, high, along(low), along(high)))
+        edges.sort()
+    return edges
 
 
 def _changes(

@@ -40,7 +40,7 @@ def demo_logits(prompt_count: int, token_count: int) -> Iterator[tuple[torch.Ten
     """Target's and draft's logits [token_count, vocabulary_size] along texts that the target wrote."""
     tokenizer = AutoTokenizer.from_pretrained(_MODELS / "target")
     models = [
-        AutoModelForCausalLM.from_pretrained(_MODELS / name).float().eval() for name in ("target", "draft")
+        AutoModelForCausalLM.from_pretrained(_MODELS / name, dtype=torch.float32) for name in ("target", "draft")
     ]
     for index, prompt in enumerate(held_out_prompts(prompt_count)):
         torch.manual_seed(index)

@@ -1,7 +1,7 @@
 """What drafting methods without a model share: sequences whose past is indexed, and deltas that change them.
 
 A method supplies a `TokenIndex`, which is plain data structure: no event loop, no gRPC. Reading a prompt of 100k tokens
-takes a good part of a second in Python, so an index learns in small steps and the event loop turns between them.
+takes up to a second in Python, so an index learns in small steps and the event loop turns between them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from draft_service.proposers.token_state import TokenState
 from tandem.errors import InvalidRequestError
 from tandem.types import DraftOptions, ModelInfo, Proposal, ProposeStep
 
-# About a millisecond of work: other sequences' proposals wait no longer than that for a long prompt.
+# One or two milliseconds of work: other sequences' proposals wait no longer than that for a long prompt.
 _STEPS_AT_A_TIME = 128
 
 

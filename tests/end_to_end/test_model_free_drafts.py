@@ -1,0 +1,57 @@
+"""Drafts without a model, on real source code: the text is the target's own, and they do propose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tandem.types import GenerationRequest
+from tests.end_to_end.processes import address_of, coordinator, service
+from tests.service.clients import complete_all
+
+PROMPTS = 4
+MAX_TOKENS = 64
+
+METHODS = {
+    # Short n-grams are found even in the short prompts of a test.
+    "ngram": ("--method", "ngram", "--prompt-lookup-min", "1", "--prompt-lookup-max", "4"),
+    "suffix": ("--method", "suffix"),
+}
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def model_free_address(request: pytest.FixtureRequest, target_address: str) -> Iterator[str]:
+    """A coordinator over the demo target and a draft service without a model."""
+    with (
+        service("draft_service", *METHODS[request.param]) as draft,
+        coordinator(target_address, address_of(draft)) as process,
+    ):
+        yield address_of(process)
+
+
+async def test_greedy_completions_are_the_targets_own(model_free_address: str, prompts: list[str]) -> None:
+    def requests(*, speculation: bool) -> list[GenerationRequest]:
+        return [
+            GenerationRequest(
+                # A copy of the beginning is asked for: what was said before is said again.
+                f"{prompt}\n\n{prompt.splitlines()[0]}\n",
+                max_tokens=MAX_TOKENS,
+                temperature=0.0,
+                num_speculative_tokens=4,
+                speculation=speculation,
+                ignore_eos=True,
+            )
+            for prompt in prompts[:PROMPTS]
+        ]
+
+    alone = await complete_all(model_free_address, requests(speculation=False))
+    drafted = await complete_all(model_free_address, requests(speculation=True))
+    assert [completion.token_ids for completion in drafted] == [completion.token_ids for completion in alone]
+    assert sum(completion.figures.accepted for completion in drafted) > 0
+
+
+async def test_sampled_completions_end_as_they_should(model_free_address: str, prompts: list[str]) -> None:
+    request = GenerationRequest(prompts[0], max_tokens=MAX_TOKENS, temperature=0.8, seed=1, ignore_eos=True)
+    (completed,) = await complete_all(model_free_address, [request])
+    assert len(completed.token_ids) == MAX_TOKENS

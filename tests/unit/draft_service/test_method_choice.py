@@ -1,0 +1,74 @@
+"""Which drafting method a service runs, and what it says of a model that it does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from draft_service.proposers.model_free import ModelFreeProposer, SequenceLimits
+from draft_service.proposers.ngram import NgramOptions, ngram_proposer
+from draft_service.proposers.suffix import SuffixOptions, suffix_proposer
+from draft_service.service import DraftService
+from draft_service.settings import DraftSettings
+from tandem.errors import ConfigurationError
+from tandem.settings import load_settings
+
+
+def settings(*arguments: str) -> DraftSettings:
+    return load_settings(DraftSettings, arguments, "draft")
+
+
+def test_without_an_option_it_is_a_draft_model() -> None:
+    assert settings("--model", "somewhere").method == "standalone"
+
+
+def test_options_reach_prompt_lookup() -> None:
+    chosen = settings("--method", "ngram", "--prompt-lookup-max", "3", "--prompt-lookup-match", "earliest")
+    assert chosen.ngram_options == NgramOptions(3, 3, "earliest")
+
+
+def test_options_reach_suffix_decoding() -> None:
+    assert settings("--method", "suffix").suffix_options == SuffixOptions(24, 10_000, 1.0, 0.1)
+    chosen = settings(
+        *("--method", "suffix", "--suffix-decoding-max-tree-depth", "8"),
+        *("--suffix-decoding-max-cached-requests", "0", "--suffix-decoding-max-spec-factor", "2.5"),
+        *("--suffix-decoding-min-token-prob", "0.3"),
+    )
+    assert chosen.suffix_options == SuffixOptions(8, 0, 2.5, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "--model is missing; give it, or set TANDEM_DRAFT_MODEL"),
+        (["--method", "ngram", "--prompt-lookup-min", "0"], "prompt_lookup_min is 0; it must be at least 1"),
+        (
+            ["--method", "suffix", "--suffix-decoding-min-token-prob", "2"],
+            "suffix_decoding_min_token_prob is 2.0; it must be between 0 and 1",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told_before_anything_is_loaded(arguments: Sequence[str], sentence: str) -> None:
+    with pytest.raises(ConfigurationError) as refusal:
+        DraftService(settings(*arguments))
+    assert sentence in str(refusal.value)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_without_a_model_there_is_nothing_to_compare_with_the_targets(method: str) -> None:
+    info = proposer(method, SequenceLimits()).model_info
+    assert (info.name, info.architecture) == (method, method)
+    assert (info.vocabulary_size, info.tokenizer_hash, info.max_length) == (0, "", 0)
+
+
+def test_a_limit_of_its_own_is_told() -> None:
+    assert proposer("ngram", SequenceLimits(max_length=512)).model_info.max_length == 512
+
+
+def proposer(method: str, limits: SequenceLimits) -> ModelFreeProposer:
+    return (
+        ngram_proposer(NgramOptions(), limits)
+        if method == "ngram"
+        else suffix_proposer(SuffixOptions(), limits)
+    )

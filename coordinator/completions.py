@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
+from coordinator.acceptance import requested_options
 from coordinator.completion import Completion, Limits
 from coordinator.draft_client import DraftClient, DraftLimits, DraftSequence, NoDrafter
 from coordinator.generate import generate
@@ -44,6 +45,7 @@ class Services:
     target: TargetClient
     draft: DraftClient | None
     target_info: ModelInfo
+    draft_info: ModelInfo | None
     tokenizer: Tokenizer
 
 
@@ -115,14 +117,10 @@ class Completions:
         prompt = request.prompt
         if isinstance(prompt, str):
             prompt = await encode(self.services.tokenizer, prompt)
-        check_request(TokenizedRequest(request, prompt, info))
+        check_request(TokenizedRequest(request, prompt, info, self.services.draft_info))
         sampling = _sampling(request)
-        count = request.num_speculative_tokens or settings.num_speculative_tokens
-        options = RejectionOptions(
-            rejection_sampling_strategy=request.rejection_sampling_strategy
-            or settings.rejection_sampling_strategy,
-            num_speculative_tokens=count,
-        )
+        options = requested_options(settings, request)
+        count = options.num_speculative_tokens
         room = info.max_length - len(prompt)
         return Plan(
             request_id=uuid.uuid4().hex,
@@ -161,6 +159,7 @@ class Completions:
             request_id=plan.request_id,
             sampling=plan.sampling,
             max_length=len(plan.prompt) + plan.limits.max_tokens,
+            prompt_length=len(plan.prompt),
         )
         rows = RowChoice(
             plan.rule.row_kind(plan.request.row_kind), plan.rule.supports, plan.rule.needs_statistics
@@ -176,6 +175,9 @@ def _sampling(request: GenerationRequest) -> SamplingParams:
         top_k=defaults.top_k if request.top_k is None else request.top_k,
         top_p=defaults.top_p if request.top_p is None else request.top_p,
         min_p=defaults.min_p if request.min_p is None else request.min_p,
+        repetition_penalty=request.repetition_penalty or defaults.repetition_penalty,
+        frequency_penalty=request.frequency_penalty or defaults.frequency_penalty,
+        presence_penalty=request.presence_penalty or defaults.presence_penalty,
         seed=secrets.randbits(63) if request.seed is None else request.seed,
     )
 

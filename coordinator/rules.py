@@ -1,54 +1,76 @@
-"""The rules that speculative decoding must keep, each with a name and one sentence for whoever breaks it.
+"""The rules that speculative decoding must keep, each with a name and a sentence for whoever breaks it.
 
-Every broken rule is reported at once. Against the models' descriptions they are checked when the coordinator meets its
-services (it does not start when one is broken), against a request before anything is computed for it.
+One table for each moment at which something new is known: the configuration alone; the models that the services serve,
+when the coordinator meets them; a request. Every broken rule is reported at once. `docs/configuration.md` is made from
+these tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
+from coordinator.acceptance import configured_options
+from coordinator.rejection.errors import RuleError
+from coordinator.rejection.options import RejectionOptions
+from coordinator.rejection.resolution import (
+    logit_problems,
+    named_strategy,
+    relaxed_problems,
+    synthetic_problems,
+)
+from coordinator.rejection.strategies import Strategy
+from tandem.config import SpeculativeConfig
+from tandem.config.methods import STANDALONE
+from tandem.config.rule import Rule, at_least, broken, number, within
 from tandem.errors import IncompatibleModelsError, InvalidRequestError
 from tandem.types import GenerationRequest, ModelInfo
 
-SubjectT = TypeVar("SubjectT")
+__all__ = [
+    "COMBINATION_RULES",
+    "MODEL_RULES",
+    "REQUEST_RULES",
+    "Deployment",
+    "Rule",
+    "TokenizedRequest",
+    "check_models",
+    "check_request",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule(Generic[SubjectT]):
-    """One thing that must hold."""
+class Deployment:
+    """The models that are to work together, and how."""
 
-    name: str
-    broken_by: Callable[[SubjectT], str | None]
-    """The sentence that says how the subject breaks the rule; None when it keeps it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelPair:
-    """A draft and the target it drafts for."""
-
-    draft: ModelInfo
+    config: SpeculativeConfig
     target: ModelInfo
+    draft: ModelInfo | None = None
+    """None when the target works alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedRequest:
-    """A request, its prompt as token ids, and the model that is to complete it."""
+    """A request, its prompt as token ids, and the models that are to complete it."""
 
     request: GenerationRequest
     prompt: Sequence[int]
     target: ModelInfo
+    draft: ModelInfo | None = None
+    """None when the target works alone."""
+
+    @property
+    def speculates_with_model(self) -> bool:
+        """Whether a draft model of its own proposes tokens for this request."""
+        return self.request.speculation and self.draft is not None and self.draft.has_model
 
 
-def check_models(pair: ModelPair) -> None:
-    """Refuse a draft that does not go with the target.
+def check_models(deployment: Deployment) -> None:
+    """Refuse models that do not go together, or not with the configuration.
 
     Raises:
         IncompatibleModelsError: with a sentence for each broken rule.
     """
-    if sentences := _broken(MODEL_RULES, pair):
+    if sentences := broken(MODEL_RULES, deployment):
         raise IncompatibleModelsError("; ".join(sentences))
 
 
@@ -58,110 +80,222 @@ def check_request(subject: TokenizedRequest) -> None:
     Raises:
         InvalidRequestError: with a sentence for each broken rule.
     """
-    if sentences := _broken(REQUEST_RULES, subject):
+    if sentences := broken(REQUEST_RULES, subject):
         raise InvalidRequestError("; ".join(sentences))
 
 
-def _broken(rules: Sequence[Rule[SubjectT]], subject: SubjectT) -> list[str]:
-    return [sentence for rule in rules if (sentence := rule.broken_by(subject)) is not None]
+# ---- the configuration alone: what options need of each other
 
 
-# A drafting method without a model (ngram, suffix) has no vocabulary, tokenizer or length to compare.
-_NONE = 0
+def _combination(
+    problems: Callable[[RejectionOptions, Strategy], Iterator[str]],
+) -> Callable[[SpeculativeConfig], Iterator[str]]:
+    """What an acceptance rule finds wrong with the options; nothing while the rule itself is unknown."""
+
+    def check(config: SpeculativeConfig) -> Iterator[str]:
+        options = configured_options(config)
+        try:
+            strategy = named_strategy(options)
+        except RuleError:
+            return
+        yield from problems(options, strategy)
+
+    return check
 
 
-def _vocabulary_size(pair: ModelPair) -> str | None:
-    draft, target = pair.draft, pair.target
-    if draft.vocabulary_size in (_NONE, target.vocabulary_size):
-        return None
-    return (
+_STRATEGY = "rejection_sampling_strategy"
+
+COMBINATION_RULES: tuple[Rule[SpeculativeConfig], ...] = (
+    Rule(
+        "relaxed-acceptance",
+        "`use_relaxed_acceptance_for_thinking` goes with a rule that decides by probabilities, token by token.",
+        _combination(relaxed_problems),
+        (_STRATEGY, "use_relaxed_acceptance_for_thinking"),
+    ),
+    Rule(
+        "synthetic-acceptance",
+        "The rule synthetic has exactly one of its three options, in range; other rules have none of them.",
+        _combination(synthetic_problems),
+        (
+            _STRATEGY,
+            "num_speculative_tokens",
+            "synthetic_acceptance_rate",
+            "synthetic_acceptance_rates",
+            "synthetic_acceptance_length",
+        ),
+    ),
+    Rule(
+        "logit-comparison",
+        "The rule logit-comparison goes with a drafting method that has a model.",
+        _combination(logit_problems),
+        (_STRATEGY, "speculative_method"),
+    ),
+)
+"""Beside `SpeculativeConfig.rules()`: what the acceptance rules need."""
+
+
+# ---- the models that the services serve
+
+
+def _drafting_method(deployment: Deployment) -> Iterator[str]:
+    method, draft = deployment.config.speculative_method, deployment.draft
+    if method is None:
+        return
+    if draft is None:
+        yield f"speculative_method is {method}; it needs a draft service: name it with draft_address"
+        return
+    # A service that drafts without a model has the method for its architecture.
+    served = STANDALONE if draft.has_model else draft.architecture
+    if served != method:
+        yield f"speculative_method is {method}; the draft service drafts by {served}: they must be the same"
+
+
+def _vocabulary_size(deployment: Deployment) -> Iterator[str]:
+    draft, target = deployment.draft, deployment.target
+    if draft is None or not draft.has_model or draft.vocabulary_size == target.vocabulary_size:
+        return
+    yield (
         f"the draft {draft.name} has a vocabulary of {draft.vocabulary_size} tokens and the target {target.name} "
         f"one of {target.vocabulary_size}; they must be the same"
     )
 
 
-def _tokenizer(pair: ModelPair) -> str | None:
-    draft, target = pair.draft, pair.target
-    if draft.tokenizer_hash in ("", target.tokenizer_hash):
-        return None
-    return (
+def _tokenizer(deployment: Deployment) -> Iterator[str]:
+    draft, target = deployment.draft, deployment.target
+    if draft is None or not draft.has_model or draft.tokenizer_hash == target.tokenizer_hash:
+        return
+    yield (
         f"the draft {draft.name} has another tokenizer (hash {draft.tokenizer_hash[:12]}) than the target "
         f"{target.name} (hash {target.tokenizer_hash[:12]}); a token id must mean the same to both"
     )
 
 
-def _max_length(pair: ModelPair) -> str | None:
-    draft, target = pair.draft, pair.target
-    if draft.max_length in (_NONE, target.max_length):
-        return None
+def _shared_max_length(deployment: Deployment) -> Iterator[str]:
+    draft, target = deployment.draft, deployment.target
+    # 0: the service drafts whatever the length.
+    if draft is None or draft.max_length in (0, target.max_length):
+        return
     shared = min(draft.max_length, target.max_length)
-    return (
+    yield (
         f"max_length is {draft.max_length} for the draft {draft.name} and {target.max_length} for the target "
         f"{target.name}; they must share one: start both with --max-length {shared}"
     )
 
 
-def _prompt_not_empty(subject: TokenizedRequest) -> str | None:
-    return None if subject.prompt else "the prompt is empty; it must hold at least one token"
-
-
-def _prompt_fits(subject: TokenizedRequest) -> str | None:
-    length, limit = len(subject.prompt), subject.target.max_length
-    if length < limit:
-        return None
-    return f"the prompt has {length} tokens; it must have at most {limit - 1}, one less than max_length ({limit})"
-
-
-def _known_ids(subject: TokenizedRequest) -> str | None:
-    size = subject.target.vocabulary_size
-    unknown = next((token_id for token_id in subject.prompt if not 0 <= token_id < size), None)
-    if unknown is None:
-        return None
-    return f"the prompt holds token id {unknown}; ids must be in 0..{size - 1}"
-
-
-def _at_least(field: str, least: float) -> Callable[[TokenizedRequest], str | None]:
-    def check(subject: TokenizedRequest) -> str | None:
-        value = getattr(subject.request, field)
-        return (
-            None
-            if value is None or value >= least
-            else f"{field} is {value:g}; it must be at least {least:g}"
+def _configured_max_length(deployment: Deployment) -> Iterator[str]:
+    configured, target = deployment.config.max_length, deployment.target
+    if configured not in (None, target.max_length):
+        yield (
+            f"max_length is {configured} for the coordinator and {target.max_length} for the target {target.name}; "
+            f"they must share one: start all with --max-length {configured}, or leave it out here"
         )
 
-    return check
+
+def _tensor_parallel_size(deployment: Deployment) -> Iterator[str]:
+    draft, target = deployment.draft, deployment.target
+    if draft is None or not draft.has_model:
+        return
+    configured = deployment.config.draft_tensor_parallel_size
+    wanted, allowed = configured or draft.tensor_parallel_size, {1, target.tensor_parallel_size}
+    if wanted not in allowed:
+        words = " or ".join(map(str, sorted(allowed)))
+        yield f"draft_tensor_parallel_size is {wanted}; it must be {words}: 1 or the target's"
+    elif wanted != draft.tensor_parallel_size:
+        yield (
+            f"draft_tensor_parallel_size is {wanted}; it must be what the draft {draft.name} was started with, "
+            f"{draft.tensor_parallel_size}"
+        )
 
 
-def _within(field: str, low: float, high: float, words: str) -> Callable[[TokenizedRequest], str | None]:
-    def check(subject: TokenizedRequest) -> str | None:
-        value = getattr(subject.request, field)
-        return None if value is None or low <= value <= high else f"{field} is {value:g}; it must be {words}"
-
-    return check
-
-
-def _stop_strings(subject: TokenizedRequest) -> str | None:
-    return "a stop string is empty; each must have a character" if "" in subject.request.stop else None
-
-
-_SMALLEST_POSITIVE = 5e-324
-_LARGEST = 1.7976931348623157e308
-
-MODEL_RULES: tuple[Rule[ModelPair], ...] = (
-    Rule("vocabulary-size", _vocabulary_size),
-    Rule("tokenizer", _tokenizer),
-    Rule("max-length", _max_length),
+MODEL_RULES: tuple[Rule[Deployment], ...] = (
+    Rule(
+        "drafting-method",
+        "`speculative_method`, when set, is what the draft service drafts by.",
+        _drafting_method,
+    ),
+    Rule("vocabulary-size", "Draft model and target have vocabularies of one size.", _vocabulary_size),
+    Rule("tokenizer", "Draft model and target map the same tokens to the same ids.", _tokenizer),
+    Rule("shared-max-length", "Draft and target share `max_length`.", _shared_max_length),
+    Rule(
+        "configured-max-length",
+        "`max_length`, when the coordinator has it, is what the target serves.",
+        _configured_max_length,
+    ),
+    Rule(
+        "tensor-parallel-size",
+        "`draft_tensor_parallel_size` is 1 or the target's, and the draft's own.",
+        _tensor_parallel_size,
+    ),
 )
 
+
+# ---- a request
+
+
+def _prompt_not_empty(subject: TokenizedRequest) -> Iterator[str]:
+    if not subject.prompt:
+        yield "the prompt is empty; it must hold at least one token"
+
+
+def _prompt_fits(subject: TokenizedRequest) -> Iterator[str]:
+    length, limit = len(subject.prompt), subject.target.max_length
+    if length >= limit:
+        yield f"the prompt has {length} tokens; it must have at most {limit - 1}, one less than max_length ({limit})"
+
+
+def _known_ids(subject: TokenizedRequest) -> Iterator[str]:
+    size = subject.target.vocabulary_size
+    unknown = next((token_id for token_id in subject.prompt if not 0 <= token_id < size), None)
+    if unknown is not None:
+        yield f"the prompt holds token id {unknown}; ids must be in 0..{size - 1}"
+
+
+def _stop_strings(subject: TokenizedRequest) -> Iterator[str]:
+    if "" in subject.request.stop:
+        yield "a stop string is empty; each must have a character"
+
+
+PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+"""The penalties of a request, each with the value that turns it off."""
+
+
+def _penalties_without_draft_model(subject: TokenizedRequest) -> Iterator[str]:
+    """The draft model proposes without them, so it would be wrong ever more often; MAX refuses this too."""
+    if not subject.speculates_with_model:
+        return
+    for name, off in PENALTIES.items():
+        value = getattr(subject.request, name)
+        if value not in (None, off):
+            yield (
+                f"{name} is {number(value)}; with a separate draft model it must be {off:g}: use a draft service "
+                "with speculative_method ngram or suffix, or turn speculation off for this request"
+            )
+
+
+def _request(subject: TokenizedRequest) -> GenerationRequest:
+    return subject.request
+
+
+_LARGEST, _SMALLEST = 1.7976931348623157e308, 5e-324
+
 REQUEST_RULES: tuple[Rule[TokenizedRequest], ...] = (
-    Rule("prompt-not-empty", _prompt_not_empty),
-    Rule("prompt-fits", _prompt_fits),
-    Rule("known-token-ids", _known_ids),
-    Rule("max-tokens", _at_least("max_tokens", 1)),
-    Rule("temperature", _within("temperature", 0.0, _LARGEST, "a finite number of at least 0 (0 is greedy)")),
-    Rule("top-k", _at_least("top_k", 0)),
-    Rule("top-p", _within("top_p", _SMALLEST_POSITIVE, 1.0, "more than 0 and at most 1")),
-    Rule("min-p", _within("min_p", 0.0, 1.0, "between 0 and 1")),
-    Rule("num-speculative-tokens", _at_least("num_speculative_tokens", 1)),
-    Rule("stop-strings", _stop_strings),
+    Rule("prompt-not-empty", "The prompt holds at least one token.", _prompt_not_empty),
+    Rule("prompt-fits", "The prompt is shorter than `max_length`.", _prompt_fits),
+    Rule("known-token-ids", "The prompt's ids are in the target's vocabulary.", _known_ids),
+    at_least("max_tokens", 1, of=_request),
+    within("temperature", 0.0, _LARGEST, "a finite number of at least 0 (0 is greedy)", of=_request),
+    at_least("top_k", 0, of=_request),
+    within("top_p", _SMALLEST, 1.0, "more than 0 and at most 1", of=_request),
+    within("min_p", 0.0, 1.0, "between 0 and 1", of=_request),
+    within("repetition_penalty", _SMALLEST, _LARGEST, "a finite number above 0 (1 is off)", of=_request),
+    within("frequency_penalty", -2.0, 2.0, "between -2 and 2 (0 is off)", of=_request),
+    within("presence_penalty", -2.0, 2.0, "between -2 and 2 (0 is off)", of=_request),
+    at_least("num_speculative_tokens", 1, of=_request),
+    Rule("stop-strings", "No stop string is empty.", _stop_strings),
+    Rule(
+        "penalties-without-draft-model",
+        "Penalties are off with a separate draft model; they work with ngram, suffix and without speculation.",
+        _penalties_without_draft_model,
+        tuple(PENALTIES),
+    ),
 )

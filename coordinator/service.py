@@ -8,7 +8,7 @@ import grpc.aio
 
 from coordinator.completions import Completions, Services
 from coordinator.draft_client import DraftClient
-from coordinator.rules import ModelPair, check_models
+from coordinator.rules import Deployment, check_models
 from coordinator.servicer import GenerationServicer
 from coordinator.settings import CoordinatorSettings
 from coordinator.target_client import TargetClient
@@ -53,12 +53,13 @@ class CoordinatorService:
         target_info = await TargetClient(channel).model_info()
         limit = message_limit(target_info.vocabulary_size, _MOST_ROWS)
         target = TargetClient(self._open(settings.target_address, limit))
-        draft = None
+        draft, draft_info = None, None
         if settings.draft_address is not None:
             draft = DraftClient(await self._ready("draft", settings.draft_address, limit))
-            check_models(ModelPair(await draft.model_info(), target_info))
+            draft_info = await draft.model_info()
+        check_models(Deployment(settings, target_info, draft_info))
         tokenizer = read_tokenizer(await target.tokenizer_files())
-        self._completions.connect(Services(target, draft, target_info, tokenizer))
+        self._completions.connect(Services(target, draft, target_info, draft_info, tokenizer))
         logger.info(
             "services joined",
             extra={

@@ -1,16 +1,36 @@
-"""The coordinator's own settings."""
+"""The coordinator's own settings, and the configuration whose guardian it is."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from tandem.settings import COMMAND_LINE, ServerSettings
+from coordinator.rules import COMBINATION_RULES
+from tandem.config import SpeculativeConfig
+from tandem.config.rule import Rule
+from tandem.settings import COMMAND_LINE, FilledSettings, ServerSettings
 
 DEFAULT_PORT = 50051
 
 
-class CoordinatorSettings(ServerSettings):
+class GuardedConfig(SpeculativeConfig):
+    """`SpeculativeConfig`, held to all that can be known without a service."""
+
+    @classmethod
+    def rules(cls) -> tuple[Rule[Any], ...]:
+        """What must hold for the configuration alone, the acceptance rules' needs included."""
+        return (*super().rules(), *COMBINATION_RULES)
+
+
+class ConfigSettings(GuardedConfig, FilledSettings):
+    """The configuration as `tandem config` reads it."""
+
+    model_config = SettingsConfigDict(**COMMAND_LINE, env_prefix="TANDEM_COORDINATOR_")
+
+
+class CoordinatorSettings(GuardedConfig, ServerSettings):
     """Join a draft service and a target service."""
 
     model_config = SettingsConfigDict(**COMMAND_LINE, env_prefix="TANDEM_COORDINATOR_")
@@ -21,12 +41,6 @@ class CoordinatorSettings(ServerSettings):
     """host:port of the target service."""
     draft_address: str | None = None
     """host:port of the draft service. Without one the target works alone."""
-    num_speculative_tokens: int = Field(default=2, ge=1)
-    """Tokens proposed per verification, unless a request says otherwise. MAX's name and default."""
-    rejection_sampling_strategy: str | None = None
-    """Acceptance rule, unless a request says otherwise. MAX's name; by default residual."""
-    draft_top_k: int = Field(default=0, ge=0)
-    """How many of its most probable tokens the draft chooses among; 0 leaves it to the draft service."""
     draft_patience_seconds: float = Field(default=1.0, gt=0)
     """How long a round waits for a proposal before the target goes on alone."""
     start_timeout_seconds: float = Field(default=120.0, gt=0)

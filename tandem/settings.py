@@ -6,14 +6,21 @@ Each option is a field of one class; the command line, its help and the environm
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
+from tandem.config.layers import merged, read_layers
+from tandem.config.options import SENTENCE, Options
 from tandem.errors import ConfigurationError
 from tandem.logs import LogFormat, LogLevel
 
@@ -29,14 +36,31 @@ COMMAND_LINE = SettingsConfigDict(
     cli_implicit_flags=True,
     cli_hide_none_type=True,
     cli_avoid_json=True,
+    cli_exit_on_error=False,
 )
 """What every settings class shares. A class adds its `env_prefix`."""
 
 
-class ServerSettings(BaseSettings):
-    """What every server needs."""
+class FilledSettings(Options, BaseSettings):
+    """Settings that `load_settings` fills. Made directly, they are what they are made with and nothing else."""
 
     model_config = COMMAND_LINE
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Nothing but what is given: `tandem.config.layers` knows the strength of each place, and keeps track of it."""
+        return (init_settings,)
+
+
+class ServerSettings(FilledSettings):
+    """What every server needs."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
@@ -78,39 +102,34 @@ SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
 
 def load_settings(cls: type[SettingsT], arguments: Sequence[str], program: str) -> SettingsT:
-    """Fill a settings class from command-line arguments, then the environment, then its defaults.
+    """Fill a settings class from command-line arguments, then the environment, then a config file, then its defaults.
 
     Raises:
-        ConfigurationError: naming every option that is wrong, its value and what it should be.
-        SystemExit: --help was asked for (0), or an option is unknown (2).
+        ConfigurationError: naming every option that is wrong or unknown, its value and what it should be.
+        SystemExit: --help was asked for (0).
     """
     prefix = cls.model_config.get("env_prefix") or ""
     try:
-        source: CliSettingsSource[SettingsT] = CliSettingsSource(
-            cls, cli_parse_args=list(arguments), cli_prog_name=program
-        )
-        return cls(_cli_settings_source=source)
+        return cls(**merged(read_layers(cls, arguments, os.environ, program)))
     except ValidationError as error:
-        raise ConfigurationError(describe_validation_error(error, prefix)) from None
-    except SettingsError as error:
-        raise ConfigurationError(str(error)) from None
+        raise ConfigurationError("; ".join(sentences(error, prefix))) from None
 
 
-def describe_validation_error(error: ValidationError, env_prefix: str = "") -> str:
+def sentences(error: ValidationError, env_prefix: str = "") -> list[str]:
     """One sentence for each option that is wrong."""
-    return "; ".join(_describe(detail["loc"], detail["msg"], detail["input"], env_prefix, detail["type"])
-                     for detail in error.errors())  # fmt: skip
+    return [_describe(detail["loc"], detail["msg"], detail["input"], env_prefix, detail["type"])
+            for detail in error.errors()]  # fmt: skip
 
 
 def _describe(
     location: tuple[int | str, ...], message: str, value: object, env_prefix: str, kind: str
 ) -> str:
+    if kind == SENTENCE:
+        return message
     name = ".".join(str(part) for part in location)
     option = "--" + name.replace("_", "-")
     if kind == "missing":
         return f"{option} is missing; give it, or set {env_prefix}{name.upper()}"
-    if kind == "extra_forbidden":
-        return f"{option} is not an option"
     return f"{option} is {value!r}: {message[0].lower()}{message[1:]}"
 
 

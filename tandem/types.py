@@ -33,7 +33,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn from logits: temperature, then top-k, then top-p, then min-p.
+    """How tokens are drawn from logits: penalties, then temperature, then top-k, then top-p, then min-p.
 
     The order is that of the logits processors in Hugging Face transformers.
     """
@@ -48,11 +48,22 @@ class SamplingParams:
     """Keep only tokens with at least this share of the highest probability; 0 keeps all."""
     seed: int = 0
     """Keys all randomness of the sequence, together with a position and a purpose. A signed 64-bit integer."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens that occurred, in the prompt too, and multiplies the negative; 1 is off."""
+    frequency_penalty: float = 0.0
+    """Taken off a token's logit for each time that the completion holds it; 0 is off."""
+    presence_penalty: float = 0.0
+    """Taken off a token's logit once if the completion holds it; 0 is off."""
 
     @property
     def is_greedy(self) -> bool:
         """Whether the highest logit always wins."""
         return self.temperature == 0.0
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether a token's logit depends on whether it occurred before."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     @property
     def truncates(self) -> bool:
@@ -221,6 +232,8 @@ class TargetOptions:
     max_length: int = 0
     """Most tokens the sequence will hold; 0 means the model's own maximum."""
     traceparent: str = ""
+    prompt_length: int = 0
+    """How many of the sequence's first tokens are the prompt; frequency and presence count the others only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +271,13 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...] = ()
     service_version: str = ""
     parameter_count: int = 0
+    tensor_parallel_size: int = 1
+    """Devices that the model is split over."""
+
+    @property
+    def has_model(self) -> bool:
+        """Whether there is a model at all: a service that drafts without one has no vocabulary either."""
+        return self.vocabulary_size > 0
 
 
 @dataclass(slots=True)
@@ -299,6 +319,12 @@ class GenerationRequest:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
+    """As transformers defines it, over prompt and completion; 1 is off."""
+    frequency_penalty: float | None = None
+    """As OpenAI and vLLM define it, over the completion; 0 is off."""
+    presence_penalty: float | None = None
+    """As OpenAI and vLLM define it, over the completion; 0 is off."""
     seed: int | None = None
     """Makes the completion reproducible; by default drawn at random."""
     stop: tuple[str, ...] = ()

@@ -23,6 +23,7 @@ from tandem.types import (
     VerifyStep,
 )
 from tandem.warping import warp
+from target_service.penalties import History, penalized
 
 _NO_SUPPORT: IntArray = np.empty(0, dtype=np.int64)
 
@@ -33,6 +34,8 @@ class RowRequest:
 
     step: VerifyStep
     sampling: SamplingParams
+    history: History | None = None
+    """What stands in the sequence, where penalties ask for it."""
 
     @property
     def base_length(self) -> int:
@@ -52,7 +55,12 @@ def verifications(requests: Sequence[RowRequest], logits: Tensor) -> list[Verifi
         requests: What each sequence wants.
         logits: [rows of all requests in order, vocabulary_size], any floating type.
     """
-    blocks = torch.split(logits, [request.step.row_count for request in requests])
+    blocks = [
+        block if request.history is None else penalized(block, request.history, request.sampling)
+        for block, request in zip(
+            torch.split(logits, [request.step.row_count for request in requests]), requests, strict=True
+        )
+    ]
     sampled = [i for i, request in enumerate(requests) if _samples(request)]
     rows: list[tuple[TargetRow, ...]] = [()] * len(requests)
     if greedy := [i for i, request in enumerate(requests) if request.needs_only_argmax]:

@@ -16,6 +16,7 @@ from tandem.engine.sequence import Sequence as CachedSequence
 from tandem.engine.settings import EngineSettings
 from tandem.errors import InvalidRequestError
 from tandem.types import ModelInfo, TargetOptions, Verification, VerifyStep
+from target_service.penalties import History
 from target_service.rows import RowRequest, verifications
 from target_service.settings import TargetSettings
 
@@ -39,7 +40,15 @@ def load_verifier(settings: TargetSettings) -> Verifier:
 
 def verify_head(ready: Sequence[Job[RowRequest]], logits: Tensor) -> list[Done[Verification]]:
     """What the target's logits mean: the rows that each job asks for."""
-    return [Done(verification) for verification in verifications([job.payload for job in ready], logits)]
+    return [Done(verification) for verification in verifications([_request(job) for job in ready], logits)]
+
+
+def _request(job: Job[RowRequest]) -> RowRequest:
+    """What the job wants, with the sequence as it stands now that its delta is applied."""
+    request = job.payload
+    if request.history is None:
+        return request
+    return replace(request, history=replace(request.history, token_ids=job.sequence.token_ids))
 
 
 class Verifier:
@@ -95,7 +104,9 @@ class VerifiedSequence:
             InvalidRequestError: the delta or a support does not fit the sequence or the model.
         """
         self._check_supports(step)
-        request = RowRequest(step, self._options.sampling)
+        sampling = self._options.sampling
+        history = History(self._options.prompt_length) if sampling.penalizes else None
+        request = RowRequest(step, sampling, history)
         if step.row_count == 0:
             await self._engine.run(Job(self._cached, step.delta, 0, request))
             return Verification(request.base_length, ())

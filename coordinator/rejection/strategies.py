@@ -19,7 +19,7 @@ from coordinator.rejection import (
 from coordinator.rejection.errors import RuleError
 from coordinator.rejection.options import RejectionOptions
 from coordinator.rejection.relaxed import Accept
-from tandem.config import acceptance_names
+from tandem import acceptance_names
 from tandem.types import RowKind
 
 

@@ -58,6 +58,9 @@ def sampling_to_proto(sampling: SamplingParams) -> types_pb2.SamplingParams:
         top_p=sampling.top_p,
         min_p=sampling.min_p,
         seed=sampling.seed,
+        repetition_penalty=sampling.repetition_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
     )
 
 
@@ -67,7 +70,17 @@ def sampling_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
     Raises:
         InvalidRequestError: one of them is out of range.
     """
-    sampling = SamplingParams(message.temperature, message.top_k, message.top_p, message.min_p, message.seed)
+    sampling = SamplingParams(
+        message.temperature,
+        message.top_k,
+        message.top_p,
+        message.min_p,
+        message.seed,
+        # A peer that does not know of it sends 0, which could mean nothing else.
+        message.repetition_penalty or 1.0,
+        message.frequency_penalty,
+        message.presence_penalty,
+    )
     check_sampling(sampling)
     return sampling
 
@@ -88,6 +101,19 @@ def check_sampling(sampling: SamplingParams) -> None:
         ("top_k", sampling.top_k, sampling.top_k >= 0, "an integer >= 0 (0 keeps all tokens)"),
         ("top_p", sampling.top_p, 0.0 < sampling.top_p <= 1.0, "in (0, 1]"),
         ("min_p", sampling.min_p, 0.0 <= sampling.min_p <= 1.0, "in [0, 1]"),
+        (
+            "repetition_penalty",
+            sampling.repetition_penalty,
+            0.0 < sampling.repetition_penalty < float("inf"),
+            "a finite number > 0 (1 is off)",
+        ),
+        *(
+            (name, value, -2.0 <= value <= 2.0, "in [-2, 2] (0 is off)")
+            for name, value in (
+                ("frequency_penalty", sampling.frequency_penalty),
+                ("presence_penalty", sampling.presence_penalty),
+            )
+        ),
     )
     broken = [
         f"{name} is {value:g}; it must be {allowed}" for name, value, holds, allowed in ranges if not holds
@@ -108,6 +134,7 @@ def model_info_to_proto(info: ModelInfo) -> types_pb2.ModelInfo:
         eos_token_ids=info.eos_token_ids,
         service_version=info.service_version,
         parameter_count=info.parameter_count,
+        tensor_parallel_size=info.tensor_parallel_size,
     )
 
 
@@ -123,6 +150,7 @@ def model_info_from_proto(message: types_pb2.ModelInfo) -> ModelInfo:
         eos_token_ids=tuple(message.eos_token_ids),
         service_version=message.service_version,
         parameter_count=message.parameter_count,
+        tensor_parallel_size=message.tensor_parallel_size or 1,
     )
 
 

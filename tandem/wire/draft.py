@@ -134,7 +134,9 @@ def _distribution_from_proto(message: draft_pb2.DraftDistribution) -> DraftDistr
     )
     total = probs.sum()
     if not 0.999 < total < 1.001 or probs.min() < 0.0:
-        raise ProtocolError(f"a sparse distribution sums to {total:g}; it must sum to 1, with nothing below 0")
+        raise ProtocolError(
+            f"a sparse distribution sums to {total:g}; it must sum to 1, with nothing below 0"
+        )
     if len(set(message.sparse.token_ids)) != len(token_ids):
         raise ProtocolError("a sparse distribution names a token twice")
     # binary32 rounded each probability; what the draft drew from is their ratio.

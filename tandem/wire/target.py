@@ -43,6 +43,7 @@ def options_to_proto(options: TargetOptions) -> target_pb2.VerifyRequest:
             sampling=sampling_to_proto(options.sampling),
             max_length=options.max_length,
             traceparent=options.traceparent,
+            prompt_token_count=options.prompt_length,
         )
     )
 
@@ -53,8 +54,16 @@ def options_from_proto(message: target_pb2.VerifyOpen) -> TargetOptions:
     Raises:
         InvalidRequestError: a field is out of range.
     """
+    if message.prompt_token_count < 0:
+        raise InvalidRequestError(
+            f"prompt_token_count is {message.prompt_token_count}; it must be at least 0"
+        )
     return TargetOptions(
-        message.request_id, sampling_from_proto(message.sampling), message.max_length, message.traceparent
+        message.request_id,
+        sampling_from_proto(message.sampling),
+        message.max_length,
+        message.traceparent,
+        message.prompt_token_count,
     )
 
 

@@ -1,0 +1,23 @@
+"""What the acceptance rules are called, by MAX and by vLLM. `coordinator.rejection` holds the rules themselves."""
+
+from __future__ import annotations
+
+NAMES = ("greedy", "residual", "block", "strict", "typical-acceptance", "logit-comparison", "synthetic")
+"""The rules."""
+
+ALIASES = {"probabilistic": "residual", "standard": "residual", "typical": "typical-acceptance"}
+"""Other words for some of them; the first two are vLLM's."""
+
+SPELLINGS = (*NAMES, *ALIASES)
+"""All that can be written."""
+
+
+def canonical_name(name: str) -> str:
+    """A rule's own name. Capitals and underscores do not matter; an unknown name is returned as it is spelled."""
+    spelled = name.strip().lower().replace("_", "-")
+    return ALIASES.get(spelled, spelled)
+
+
+def default_name(speculative_method: str | None) -> str:
+    """The rule of a drafting method when none is named, as in MAX."""
+    return "typical-acceptance" if speculative_method in ("eagle", "eagle3", "mtp") else "residual"

@@ -1,0 +1,144 @@
+"""The places that options are read from, the strongest first: command line, environment, config file, defaults.
+
+Kept apart until the end, so that it can be told where each value came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
+
+from tandem.config.files import read_section
+from tandem.config.normal import ALIASES, inferred, spelled_one_way
+from tandem.config.options import ENVIRONMENT_PREFIX, unknown_option
+from tandem.config.refusals import REFUSED_OPTIONS
+from tandem.config.speculative import SpeculativeConfig
+from tandem.errors import ConfigurationError
+
+
+class Origin(StrEnum):
+    """Where a value comes from, the strongest first."""
+
+    COMMAND_LINE = "command line"
+    ENVIRONMENT = "environment"
+    FILE = "file"
+    INFERRED = "inferred"
+    """From another option."""
+    DEFAULT = "default"
+
+
+# TANDEM_ sets an option of speculative decoding for every service, TANDEM_COORDINATOR_ and the like any option of one.
+_SERVICE_PREFIXES = tuple(f"{ENVIRONMENT_PREFIX}{service}_" for service in ("COORDINATOR", "DRAFT", "TARGET"))
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What one place says."""
+
+    origin: Origin
+    values: dict[str, Any]
+
+
+def read_layers(
+    cls: type[BaseSettings], arguments: Sequence[str], environment: Mapping[str, str], program: str
+) -> list[Layer]:
+    """What each place says about the options of a settings class, the strongest first.
+
+    Raises:
+        ConfigurationError: an option of the command line is unknown, or a file or JSON text cannot be read.
+        SystemExit: --help was asked for.
+    """
+    layers = [
+        Layer(Origin.COMMAND_LINE, _from_command_line(cls, arguments, program)),
+        Layer(Origin.ENVIRONMENT, _from_environment(cls, environment)),
+    ]
+    given = merged(layers)
+    if path := given.get("config_file"):
+        section = read_section(Path(path), given.get("section_name"))
+        layers.append(Layer(Origin.FILE, _own(cls, spelled_one_way(section, cls.model_fields))))
+    layers.append(Layer(Origin.INFERRED, inferred(merged(layers), cls.model_fields)))
+    return layers
+
+
+def merged(layers: Sequence[Layer]) -> dict[str, Any]:
+    """The strongest value of each option that any place names.
+
+    What was inferred counts as said by the place that it was inferred from, so it overrides nothing but a name that
+    turned out to be a method.
+    """
+    values: dict[str, Any] = {}
+    for layer in reversed(layers):
+        values |= layer.values
+    inferences = next((layer.values for layer in layers if layer.origin is Origin.INFERRED), {})
+    return values | inferences
+
+
+def origins(layers: Sequence[Layer]) -> dict[str, Origin]:
+    """For each option that any place names: which one decided."""
+    found: dict[str, Origin] = {}
+    for layer in reversed(layers):
+        found |= dict.fromkeys(layer.values, layer.origin)
+    return found
+
+
+def _own(cls: type[BaseSettings], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the options of speculative decoding that are another service's: all may share a file or environment."""
+    others = SpeculativeConfig.model_fields.keys() - cls.model_fields.keys()
+    return {name: value for name, value in values.items() if name not in others}
+
+
+def _from_command_line(cls: type[BaseSettings], arguments: Sequence[str], program: str) -> dict[str, Any]:
+    aliases = {
+        name.replace("_", "-"): alias.replace("_", "-")
+        for alias, name in ALIASES.items()
+        if name in cls.model_fields and alias not in cls.model_fields
+    }
+    _refuse_unknown(arguments, {name.replace("_", "-") for name in cls.model_fields} | set(aliases.values()))
+    try:
+        source: CliSettingsSource[BaseSettings] = CliSettingsSource(
+            cls, cli_parse_args=list(arguments), cli_prog_name=program, cli_shortcuts=aliases
+        )
+    except SettingsError as error:
+        raise ConfigurationError(str(error).removeprefix("error parsing CLI: argument ")) from None
+    return _own(cls, spelled_one_way(source(), cls.model_fields))
+
+
+def _refuse_unknown(arguments: Sequence[str], known: Collection[str]) -> None:
+    """All unknown options at once, and why: argparse would name them without a reason."""
+    given = [word.partition("=")[0] for word in arguments if word.startswith("--") and word != "--"]
+    options = {f"--{name}" for name in (*known, "help")}
+    unknown = [
+        word for word in given if word not in options and word.replace("--no-", "--", 1) not in options
+    ]
+    if unknown:
+        raise ConfigurationError("; ".join(unknown_option(word, options) for word in unknown))
+
+
+def _from_environment(cls: type[BaseSettings], environment: Mapping[str, str]) -> dict[str, Any]:
+    """An empty variable counts as not set: that is what compose files make of one that nobody set."""
+    own_prefix = cls.model_config.get("env_prefix") or ENVIRONMENT_PREFIX
+    shared: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    for variable, value in environment.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX) or not value:
+            continue
+        name = variable.removeprefix(own_prefix).lower()
+        if variable.startswith(own_prefix) and _is_known(name, cls.model_fields):
+            own[name] = value
+        elif _is_known(
+            name := variable.removeprefix(ENVIRONMENT_PREFIX).lower(), SpeculativeConfig.model_fields
+        ):
+            shared[name] = value
+        elif variable.startswith(own_prefix) or not variable.startswith(_SERVICE_PREFIXES):
+            shared[variable] = value  # no option: refused by the name it was given
+    names = cls.model_fields
+    return _own(cls, spelled_one_way(shared, names)) | _own(cls, spelled_one_way(own, names))
+
+
+def _is_known(name: str, fields: Container[str]) -> bool:
+    return name in fields or name in REFUSED_OPTIONS or ALIASES.get(name, name) in fields

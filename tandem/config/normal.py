@@ -1,0 +1,106 @@
+"""From what a user wrote to one spelling: aliases, vLLM's JSON form, and what a config file adds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Mapping
+from pathlib import Path
+from typing import Any
+
+from tandem.config.files import read_section
+from tandem.config.methods import MODEL_FREE_METHODS, inferred_method
+from tandem.config.refusals import REFUSED_OPTIONS
+from tandem.errors import ConfigurationError
+
+ALIASES = {
+    "method": "speculative_method",
+    "model": "draft_model_path",
+    "rejection_sample_method": "rejection_sampling_strategy",
+    "max_model_len": "max_length",
+}
+"""vLLM's spelling of an option, and the one used here, which is MAX's."""
+
+JSON_OPTION = "speculative_config"
+"""vLLM's way to give all options at once, as a JSON object."""
+
+
+def normalized(values: Mapping[str, Any], fields: Container[str]) -> dict[str, Any]:
+    """The values under one spelling, with a config file's underneath, and with what follows from them.
+
+    Args:
+        values: What was given in one place, or gathered from several.
+        fields: Names that are options of the class to be made.
+
+    Raises:
+        ConfigurationError: two spellings disagree, or a file or JSON text cannot be read.
+    """
+    values = spelled_one_way(values, fields)
+    if path := values.get("config_file"):
+        section = read_section(Path(path), values.get("section_name"))
+        values = spelled_one_way(section, fields) | values
+    return values | inferred(values, fields)
+
+
+def spelled_one_way(values: Mapping[str, Any], fields: Container[str]) -> dict[str, Any]:
+    """The values by the names used here; those inside the JSON form as if each had been given by itself.
+
+    What is null was not given, as in vLLM. An option that is given by itself is stronger than the JSON form.
+
+    Raises:
+        ConfigurationError: an option has two values under two names, or the JSON form is no JSON object.
+    """
+    inside = _json_object(values.get(JSON_OPTION))
+    own = {name: value for name, value in values.items() if name != JSON_OPTION}
+    return _renamed(inside, fields) | _renamed(own, fields)
+
+
+def inferred(values: Mapping[str, Any], fields: Container[str]) -> dict[str, Any]:
+    """What follows from the values where nothing was said, as in vLLM.
+
+    The method from the draft model alone; one end of the prompt lookup's range from the other.
+    """
+    found: dict[str, Any] = {}
+    model, method = values.get("draft_model_path"), values.get("speculative_method")
+    if "draft_model_path" in fields and isinstance(model, str | Path):
+        method = method or inferred_method(str(model))
+        found["speculative_method"] = method
+        if str(model) == method and method in MODEL_FREE_METHODS:
+            found["draft_model_path"] = None  # `model` named the method, as vLLM lets it
+    if "prompt_lookup_min" in fields:
+        smallest, largest = values.get("prompt_lookup_min"), values.get("prompt_lookup_max")
+        if smallest is None and largest is not None:
+            found["prompt_lookup_min"] = largest
+        if largest is None and smallest is not None:
+            found["prompt_lookup_max"] = smallest
+    return found
+
+
+def _renamed(values: Mapping[str, Any], fields: Container[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for given, value in values.items():
+        # A class may have an option of its own by the alias's name: a service's `model` is the one it serves.
+        name = given if given in fields else ALIASES.get(given, given)
+        if value is None and (name in fields or name in REFUSED_OPTIONS):
+            continue
+        if name in found and found[name] != value:
+            raise ConfigurationError(
+                f"{name} is {found[name]} and {value}: {_spellings(name)} are one option; give it once"
+            )
+        found[name] = value
+    return found
+
+
+def _spellings(name: str) -> str:
+    return " and ".join([name, *(alias for alias, meant in ALIASES.items() if meant == name)])
+
+
+def _json_object(text: object) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text) if isinstance(text, str) else text
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"{JSON_OPTION} is {text!r}; it must be a JSON object")
+    return value

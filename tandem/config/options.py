@@ -1,0 +1,153 @@
+"""What every class of options does: refuse what it does not know, and tell all that is wrong at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
+
+from tandem.config.normal import normalized
+from tandem.config.refusals import REFUSED_OPTIONS
+from tandem.config.rule import Rule, broken, spelled
+from tandem.errors import ConfigurationError
+
+ENVIRONMENT_PREFIX = "TANDEM_"
+"""Begins the name of every variable that sets an option."""
+
+SENTENCE = "sentence"
+"""Type of a validation error whose message is a whole sentence for a user."""
+
+_WORDS = {
+    "int_parsing": "an integer",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "tuple_type": "a list of numbers",
+    "path_type": "a path",
+}
+_FIRST_CHOICE = "expected"
+
+OptionsT = TypeVar("OptionsT", bound="Options")
+
+
+class Options(BaseModel):
+    """Options that keep rules. Pydantic reads the values; the rules, their ranges included, are in `rules`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @classmethod
+    def rules(cls) -> tuple[Rule[Any], ...]:
+        """What must hold for these options alone. A class adds its own to those of the classes it is made of."""
+        return ()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _tell_all_at_once(
+        cls: type[OptionsT], values: Any, handler: ModelWrapValidatorHandler[OptionsT], info: ValidationInfo
+    ) -> OptionsT:
+        if not isinstance(values, dict):
+            return handler(values)
+        try:
+            values = normalized(values, cls.model_fields)
+            options = handler(values)
+        except ConfigurationError as error:
+            raise _refused(cls, [_sentence(str(error))]) from None
+        except ValidationError as error:
+            raise _refused(cls, [*_described(cls, error), *cls._others(values, error)]) from None
+        if sentences := broken(cls.rules(), options, info.context or ()):
+            raise _refused(cls, map(_sentence, sentences))
+        return options
+
+    @classmethod
+    def _others(cls, values: dict[str, Any], error: ValidationError) -> list[InitErrorDetails]:
+        """The rules that are broken by those values that could be read."""
+        unreadable = {str(detail["loc"][0]) for detail in error.errors() if detail["loc"]}
+        plain = next(base for base in cls.__mro__ if issubclass(base, Options) and _has_all_it_needs(base))
+        readable = {
+            name: value
+            for name, value in values.items()
+            if name in plain.model_fields and name not in unreadable
+        }
+        try:
+            plain.model_validate(readable, context=unreadable)
+        except ValidationError as broken_rules:
+            return [_sentence(detail["msg"]) for detail in broken_rules.errors()]
+        return []
+
+
+def _has_all_it_needs(cls: type[Options]) -> bool:
+    return not any(field.is_required() for field in cls.model_fields.values())
+
+
+def _refused(cls: type[Options], details: Iterable[InitErrorDetails]) -> ValidationError:
+    return ValidationError.from_exception_data(cls.__name__, list(details))
+
+
+def _sentence(text: str, location: tuple[str | int, ...] = ()) -> InitErrorDetails:
+    # The text is an argument, not the template: it may hold braces.
+    error = PydanticCustomError(SENTENCE, "{text}", {"text": text})
+    return InitErrorDetails(type=error, loc=location, input=None)
+
+
+def _described(cls: type[Options], error: ValidationError) -> list[InitErrorDetails]:
+    """The errors of pydantic in sentences, but for those that only a class of settings can put in words."""
+    return [
+        _sentence(text, detail["loc"]) if (text := _describe(cls, detail)) else _kept(detail)
+        for detail in error.errors()
+    ]
+
+
+def _kept(detail: ErrorDetails) -> InitErrorDetails:
+    return InitErrorDetails(
+        type=detail["type"], loc=detail["loc"], input=detail["input"], ctx=detail.get("ctx", {})
+    )
+
+
+def _describe(cls: type[Options], detail: ErrorDetails) -> str | None:
+    name, kind = ".".join(map(str, detail["loc"])), detail["type"]
+    if kind == SENTENCE:
+        return detail["msg"]
+    if kind == "extra_forbidden":
+        return unknown_option(name, _spelled_like(name, cls.model_fields), detail["input"])
+    if kind in _WORDS:
+        return f"{name} is {detail['input']!r}; it must be {_WORDS[kind]}"
+    if kind == "literal_error":
+        return f"{name} is {spelled(detail['input'])}; it must be {detail['ctx'][_FIRST_CHOICE]}"
+    return None
+
+
+def unknown_option(given: str, known: Iterable[str], value: object = None) -> str:
+    """The sentence for an option that is not one, by the name it was given: `name`, `--name` or `TANDEM_NAME`.
+
+    Args:
+        given: As the user spelled it.
+        known: The options there are, in the same spelling, to find the one that was meant.
+        value: What it was set to, where that is known.
+    """
+    name = given.removeprefix("--").replace("-", "_").removeprefix(ENVIRONMENT_PREFIX).lower()
+    if reason := REFUSED_OPTIONS.get(name):
+        return f"{given} is not available in this version: {reason}"
+    if isinstance(value, dict):
+        return f"{given} is not an option; if it is a section of the file, name it with section_name"
+    similar = get_close_matches(given, known, n=1, cutoff=0.8)
+    return f"{given} is not an option" + (f"; did you mean {similar[0]}?" if similar else "")
+
+
+def _spelled_like(given: str, fields: Iterable[str]) -> list[str]:
+    if given.startswith(ENVIRONMENT_PREFIX):
+        return [ENVIRONMENT_PREFIX + name.upper() for name in fields]
+    return list(fields)

@@ -1,0 +1,98 @@
+"""Rules: things that must hold, each with a name, and one sentence for whoever breaks it.
+
+Sentences name the option, the value it has and the value it needs. All rules of a table are checked, always: whoever
+breaks three is told of three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+SubjectT = TypeVar("SubjectT")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule(Generic[SubjectT]):
+    """One thing that must hold."""
+
+    name: str
+    requirement: str
+    """What must hold, in one sentence, for the documentation."""
+    broken_by: Callable[[SubjectT], Iterable[str]]
+    """The sentences that say how the subject breaks the rule; none when it keeps it."""
+    options: tuple[str, ...] = ()
+    """The options that it reads: when one of them cannot be read at all, the rule says nothing."""
+
+
+def broken(rules: Sequence[Rule[SubjectT]], subject: SubjectT, unreadable: Collection[str] = ()) -> list[str]:
+    """A sentence for each way in which the subject breaks a rule.
+
+    Args:
+        rules: What must hold.
+        subject: What it must hold for.
+        unreadable: Options whose value could not be read; their own fault is told elsewhere.
+    """
+    return [
+        sentence
+        for rule in rules
+        if not set(rule.options) & set(unreadable)
+        for sentence in rule.broken_by(subject)
+    ]
+
+
+def _itself(subject: object) -> object:
+    return subject
+
+
+def at_least(
+    option: str, least: float, *, words: str = "", of: Callable[[SubjectT], object] = _itself
+) -> Rule[SubjectT]:
+    """The rule that an option is not below a number. None keeps it."""
+    allowed = f"at least {least:g}{words}"
+
+    def check(subject: SubjectT) -> Iterator[str]:
+        value = getattr(of(subject), option)
+        if value is not None and not value >= least:
+            yield f"{option} is {number(value)}; it must be {allowed}"
+
+    return Rule(_name(option), f"`{option}` is {allowed}.", check, (option,))
+
+
+def within(
+    option: str, low: float, high: float, words: str, *, of: Callable[[SubjectT], object] = _itself
+) -> Rule[SubjectT]:
+    """The rule that an option lies between two numbers, both allowed; `words` say so. None keeps it."""
+
+    def check(subject: SubjectT) -> Iterator[str]:
+        value = getattr(of(subject), option)
+        if value is not None and not low <= value <= high:
+            yield f"{option} is {number(value)}; it must be {words}"
+
+    return Rule(_name(option), f"`{option}` is {words}.", check, (option,))
+
+
+def always(option: str, needed: object, why: str) -> Rule[SubjectT]:
+    """The rule that an option has the one value that is supported."""
+
+    def check(subject: SubjectT) -> Iterator[str]:
+        value = getattr(subject, option)
+        if value != needed:
+            yield f"{option} is {spelled(value)}; it must be {spelled(needed)}: {why}"
+
+    return Rule(_name(option), f"`{option}` is {spelled(needed)}: {why}.", check, (option,))
+
+
+def number(value: float) -> str:
+    """A number as a person would write it."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def spelled(value: object) -> str:
+    """A value as a configuration file spells it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _name(option: str) -> str:
+    return option.replace("_", "-")

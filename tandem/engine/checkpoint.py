@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -202,10 +203,15 @@ def _sharded_files(index: Path) -> tuple[Path, ...]:
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise ModelFolderError(
-            f"The checkpoint in {index.parent} is incomplete: {index.name} names {len(names)} files and "
-            f"{len(missing)} of them are missing, the first being {missing[0]}."
+            f"The checkpoint in {index.parent} is incomplete: {index.name} names {len(names)} files, of which "
+            f"these are missing: {first_of(missing)}."
         )
     return tuple(index.parent / name for name in names)
+
+
+def first_of(names: SequenceOf[str]) -> str:
+    """The first name, and how many more there are: enough to know what is wrong, short enough for a sentence."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _check_whole(path: Path) -> None:

@@ -71,11 +71,10 @@ class Engine(Generic[PayloadT, ResultT]):
 
     async def close(self) -> None:
         """Stops after the step in progress; whoever still waits gets a ServiceUnavailableError."""
-        if self._loop is None or self._is_closing:
+        if self._loop is None:
             return
-        self._is_closing = True
         self._worker.stop()
-        self._admission.refuse_waiting()
+        self._end()
         if not await asyncio.to_thread(self._worker.join, _CLOSE_TIMEOUT_SECONDS):
             logger.error("engine thread did not stop", extra={"timeout_seconds": _CLOSE_TIMEOUT_SECONDS})
 
@@ -124,6 +123,11 @@ class Engine(Generic[PayloadT, ResultT]):
         return cast(ResultT, await self._submit(job))
 
     @property
+    def is_running(self) -> bool:
+        """Whether requests are taken: between `start` and `close`, unless the thread has failed."""
+        return self._loop is not None and not self._is_closing
+
+    @property
     def usage(self) -> KvUsage:
         """What the KV cache holds, and how many wait for it."""
         return self._admission.usage()
@@ -142,8 +146,13 @@ class Engine(Generic[PayloadT, ResultT]):
             raise
 
     def _check_running(self) -> None:
-        if self._is_closing or self._loop is None:
+        if not self.is_running:
             raise ServiceUnavailableError("The engine is not running.")
+
+    def _end(self) -> None:
+        """Takes no more requests and lets nobody wait for what will not come."""
+        self._is_closing = True
+        self._admission.refuse_waiting()
 
     def _call_soon(self, function: Callable[..., None], *arguments: object) -> None:
         """Calls a function on the event loop, from the thread."""
@@ -168,6 +177,10 @@ class _ToLoop:
     def reused(self, extent: Extent) -> None:
         """See `Listener`."""
         self._engine._call_soon(self._engine._admission.touch, extent)
+
+    def ended(self) -> None:
+        """See `Listener`."""
+        self._engine._call_soon(self._engine._end)
 
 
 def _max_length(model: LoadedModel, settings: EngineSettings) -> int:

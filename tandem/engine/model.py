@@ -14,7 +14,13 @@ from torch import nn
 import tandem
 from tandem.engine.attention import UnsupportedAttentionError
 from tandem.engine.cache import LayerGeometry
-from tandem.engine.checkpoint import Checkpoint, open_checkpoint, recurrent_state_error, tokenizer_hash
+from tandem.engine.checkpoint import (
+    Checkpoint,
+    first_of,
+    open_checkpoint,
+    recurrent_state_error,
+    tokenizer_hash,
+)
 from tandem.engine.probe import Anatomy, probe
 from tandem.errors import ConfigurationError, ModelFolderError
 from tandem.types import ModelInfo
@@ -132,6 +138,7 @@ def _load_module(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtyp
             trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report, and `_check_loaded` says it better
         )
     except (ValueError, RuntimeError, OSError) as error:
         raise ModelFolderError(
@@ -183,14 +190,13 @@ def _check_loaded(checkpoint: Checkpoint, report: dict[str, Any]) -> None:
     mismatched = sorted(str(entry[0]) for entry in report.get("mismatched_keys", ()))
     if mismatched:
         raise ModelFolderError(
-            f"The weights in {checkpoint.folder} do not fit {checkpoint.architecture}: {len(mismatched)} tensors have "
-            f"another shape than config.json says, the first being {mismatched[0]}."
+            f"The weights in {checkpoint.folder} do not fit {checkpoint.architecture}: not of the shape that "
+            f"config.json says: {first_of(mismatched)}."
         )
     missing = sorted(report.get("missing_keys", ()))
     if missing:
         raise ModelFolderError(
-            f"The weights in {checkpoint.folder} are incomplete: {len(missing)} tensors of "
-            f"{checkpoint.architecture} are missing, the first being {missing[0]}."
+            f"The weights in {checkpoint.folder} do not fit {checkpoint.architecture}: missing: {first_of(missing)}."
         )
 
 

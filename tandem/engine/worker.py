@@ -52,6 +52,9 @@ class Listener(Protocol):
     def reused(self, extent: Extent) -> None:
         """The prefix in `extent` was taken over by a new sequence."""
 
+    def ended(self) -> None:
+        """The thread ends; nothing more will be done."""
+
 
 class Worker(Generic[PayloadT, ResultT]):
     """Takes jobs, forms batches, runs steps. `submit`, `release` and `stop` may be called from any thread."""
@@ -98,8 +101,14 @@ class Worker(Generic[PayloadT, ResultT]):
         return not self._thread.is_alive()
 
     def submit(self, job: Job[PayloadT]) -> None:
-        """Hands in a job; it joins the next step."""
+        """Hands in a job; it joins the next step.
+
+        Raises:
+            ServiceUnavailableError: the thread has ended, or is about to.
+        """
         with self._wakeup:
+            if self._is_stopping:
+                raise ServiceUnavailableError("The engine is not running.")
             self._submitted.append(job)
             self._wakeup.notify()
 
@@ -127,12 +136,13 @@ class Worker(Generic[PayloadT, ResultT]):
             self._queued.extend(self._submitted)
         self._fail([*self._running.values(), *self._queued], error)
         self._deliver()
+        self._listener.ended()
 
     def _take_work(self) -> bool:
         """Waits until there is something to run; false when the thread is to end."""
         while True:
             with self._wakeup:
-                while not (self._submitted or self._released or self._running or self._is_stopping):
+                while not (self._has_work or self._submitted or self._released or self._is_stopping):
                     self._wakeup.wait()
                 self._queued.extend(self._submitted)
                 self._submitted.clear()
@@ -146,6 +156,11 @@ class Worker(Generic[PayloadT, ResultT]):
             self._deliver()
             if self._running:
                 return True
+
+    @property
+    def _has_work(self) -> bool:
+        """Whether there is a job to run, or one that waited for another of its sequence."""
+        return bool(self._running or self._queued)
 
     def _drop_abandoned(self) -> None:
         """Forgets jobs that nobody waits for or whose sequence is gone."""

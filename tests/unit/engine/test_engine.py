@@ -1,0 +1,390 @@
+"""Waiting, cancelling, failing: what an engine does besides computing."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.engine.engine import Engine
+from tandem.engine.jobs import Continue, Done, Job
+from tandem.engine.sequence import Sequence
+from tandem.engine.settings import EngineSettings
+from tandem.engine.worker import StepRecord
+from tandem.errors import (
+    CapacityError,
+    ConfigurationError,
+    InvalidRequestError,
+    ServiceUnavailableError,
+    TandemError,
+)
+from tandem.types import Delta
+from tests.unit.engine.conftest import TinyModel
+from tests.unit.engine.greedy import (
+    Generation,
+    GreedyHead,
+    RowsHead,
+    greedy,
+    greedy_together,
+    plain_greedy,
+    plain_logits,
+    rows,
+    running,
+    settle,
+)
+
+_TOKENS_PER_GRANULE = 64
+_PROMPT = [5, 17, 80, 3, 44]
+
+
+def _kv_bytes(model: TinyModel, tokens: int) -> int:
+    return tokens * 4 * sum(layer.values_per_token for layer in model.loaded.layers)
+
+
+class _Gate:
+    """A head that waits to be let through, so that a test can act while a step is in progress."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.may_leave = threading.Event()
+        self.calls = 0
+
+    def __call__(self, ready: SequenceOf[Job[Any]], logits: Tensor) -> list[Done[str] | Continue]:
+        self.calls += 1
+        self.entered.set()
+        assert self.may_leave.wait(10)
+        return [Continue(3) if job.payload == "forever" else Done("done") for job in ready]
+
+    async def wait_entered(self) -> None:
+        """Until a step has reached the head."""
+        assert await asyncio.to_thread(self.entered.wait, 10)
+
+
+async def test_when_the_cache_is_full_requests_wait_and_then_proceed(llama: TinyModel) -> None:
+    expected = plain_greedy(llama.reference, _PROMPT, 6)
+    limits = {"max_length": _TOKENS_PER_GRANULE, "kv_cache_bytes": _kv_bytes(llama, 2 * _TOKENS_PER_GRANULE)}
+    async with running(llama.loaded, GreedyHead(), **limits) as engine:
+        first, second = await engine.open(60), await engine.open(60)
+        waiting = [asyncio.create_task(greedy(engine, _PROMPT, 6)) for _ in range(3)]
+        await asyncio.sleep(0.02)
+        assert (engine.usage.sequence_count, engine.usage.waiting_count) == (2, 3)
+        assert engine.usage.reserved_tokens == engine.usage.total_tokens == 2 * _TOKENS_PER_GRANULE
+        assert not any(task.done() for task in waiting)
+        engine.release(first)
+        assert await asyncio.gather(*waiting) == [expected] * 3
+        engine.release(second)
+        await settle(engine)
+
+
+async def test_waiting_is_first_come_first_served(llama: TinyModel) -> None:
+    async with running(
+        llama.loaded, RowsHead(), max_length=128, kv_cache_bytes=_kv_bytes(llama, 192)
+    ) as engine:
+        held = await engine.open(128)
+        large = asyncio.create_task(engine.open(128))
+        await asyncio.sleep(0)
+        small = asyncio.create_task(engine.open(10))  # would fit, but someone waits longer
+        await asyncio.sleep(0.02)
+        assert not large.done()
+        assert not small.done()
+        large.cancel()
+        assert (await asyncio.wait_for(small, 5)).max_length == 10
+        engine.release(held)
+        engine.release(small.result())
+        await settle(engine)
+
+
+async def test_no_more_than_max_sequences_are_open(llama: TinyModel) -> None:
+    async with running(llama.loaded, RowsHead(), max_sequences=1, max_waiting=1) as engine:
+        held = await engine.open(8)
+        waiting = asyncio.create_task(engine.open(8))
+        await asyncio.sleep(0)
+        with pytest.raises(CapacityError) as raised:
+            await engine.open(8)
+        assert str(raised.value) == (
+            "The KV cache is full and 1 requests are waiting for room, which is the most; try later."
+        )
+        engine.release(held)
+        engine.release(await waiting)
+        await settle(engine)
+
+
+async def test_a_request_that_is_cancelled_while_room_is_granted_holds_none(llama: TinyModel) -> None:
+    async with running(llama.loaded, RowsHead(), max_sequences=1) as engine:
+        held = await engine.open(8)
+        waiting = asyncio.create_task(engine.open(8))
+        await asyncio.sleep(0)
+        engine._admission.close(held)  # grants the room; the waiter has not run yet
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await settle(engine)
+
+
+@pytest.mark.parametrize("max_length", [0, -1, 193])
+async def test_a_length_that_is_not_served(llama: TinyModel, max_length: int) -> None:
+    async with running(llama.loaded, RowsHead()) as engine:
+        with pytest.raises(InvalidRequestError) as raised:
+            await engine.open(max_length)
+    assert str(raised.value) == (
+        f"A sequence of up to {max_length} tokens was asked for; this model serves 1 to 192."
+    )
+
+
+async def test_a_delta_that_does_not_fit_is_the_callers_alone(llama: TinyModel) -> None:
+    async with running(llama.loaded, RowsHead()) as engine:
+        sequence = await engine.open(8)
+        good = rows(engine, await engine.open(8), Delta(0, _PROMPT), 1)
+        for delta, row_count in [
+            (Delta(1, [3]), 1),
+            (Delta(0, [97]), 1),
+            (Delta(0, [3] * 9), 1),
+            (Delta(0, [3]), 2),
+        ]:
+            with pytest.raises(InvalidRequestError):
+                await rows(engine, sequence, delta, row_count)
+        assert torch.allclose(await good, plain_logits(llama.reference, _PROMPT)[-1:], atol=1e-4)
+        await rows(engine, sequence, Delta(0, _PROMPT), 1)
+    with pytest.raises(InvalidRequestError, match="The number of rows is -1 and must not be negative"):
+        Job(sequence, Delta(0, ()), -1, None)
+
+
+async def test_a_job_without_rows_only_fills_the_cache(llama: TinyModel) -> None:
+    async with running(llama.loaded, GreedyHead(), prefill_chunk_tokens=2) as engine:
+        sequence = await engine.open(8)
+        for _ in range(2):  # the second time there is nothing to do
+            assert await engine.run(Job(sequence, Delta(0, _PROMPT), 0, Generation(1))) is None
+        assert sequence.computed_length == engine.usage.used_tokens == len(_PROMPT)
+
+
+async def test_a_head_that_goes_on_past_the_limit_is_told(llama: TinyModel) -> None:
+    async with running(llama.loaded, GreedyHead()) as engine:
+        sequence = await engine.open(6)
+        with pytest.raises(InvalidRequestError, match="The sequence would have 7 tokens, but its limit is 6"):
+            await engine.run(Job(sequence, Delta(0, _PROMPT), 1, Generation(5)))
+
+
+async def test_a_cancelled_job_stops_and_leaves_nothing(llama: TinyModel) -> None:
+    gate = _Gate()
+    async with running(llama.loaded, gate) as engine:
+        sequence = await engine.open(190)
+        task = asyncio.create_task(engine.run(Job(sequence, Delta(0, _PROMPT), 1, "forever")))
+        await gate.wait_entered()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        gate.may_leave.set()
+        other = await engine.open(8)
+        assert await engine.run(Job(other, Delta(0, _PROMPT), 1, "once")) == "done"
+        assert gate.calls == 2, "the cancelled job went on"
+        assert await engine.run(Job(sequence, Delta(0, _PROMPT), 1, "once")) == "done", (
+            "its sequence is usable"
+        )
+        engine.release(sequence)
+        engine.release(other)
+        await settle(engine)
+
+
+async def test_releasing_takes_effect_between_steps(llama: TinyModel) -> None:
+    gate = _Gate()
+    async with running(llama.loaded, gate) as engine:
+        sequence = await engine.open(190)
+        task = asyncio.create_task(engine.run(Job(sequence, Delta(0, _PROMPT), 1, "forever")))
+        await gate.wait_entered()
+        engine.release(sequence)
+        engine.release(sequence)
+        await asyncio.sleep(0.02)
+        assert engine.usage.reserved_tokens, "the step in progress still writes there"
+        gate.may_leave.set()
+        with pytest.raises(InvalidRequestError, match="The sequence was released"):
+            await task
+        await settle(engine)
+        with pytest.raises(InvalidRequestError, match="The sequence was released"):
+            await engine.run(Job(sequence, Delta(0, _PROMPT), 1, "once"))
+
+
+async def test_jobs_of_one_sequence_run_in_order(llama: TinyModel) -> None:
+    async with running(llama.loaded, RowsHead(), prefill_chunk_tokens=2) as engine:
+        sequence = await engine.open(20)
+        deltas = [Delta(0, _PROMPT), Delta(5, [9, 9]), Delta(6, [10]), Delta(0, [4, 4])]
+        results = await asyncio.gather(*(rows(engine, sequence, delta, 1) for delta in deltas))
+    texts = [_PROMPT, [*_PROMPT, 9, 9], [*_PROMPT, 9, 10], [4, 4]]
+    for result, text in zip(results, texts, strict=True):
+        assert torch.allclose(result, plain_logits(llama.reference, text)[-1:], atol=1e-4)
+
+
+class _FailsOnce:
+    """A head that fails the first time."""
+
+    def __init__(self, error: Exception) -> None:
+        self._errors = [error]
+
+    def __call__(self, ready: SequenceOf[Job[None]], logits: Tensor) -> list[Done[str] | Continue]:
+        if self._errors:
+            raise self._errors.pop()
+        return [Done("done") for _ in ready]
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (torch.OutOfMemoryError("no memory\nmore"), "The model's step failed: OutOfMemoryError: no memory"),
+        (TandemError("A reason."), "A reason."),
+    ],
+)
+async def test_a_step_that_fails_is_not_the_end(llama: TinyModel, error: Exception, sentence: str) -> None:
+    async with running(llama.loaded, _FailsOnce(error)) as engine:
+        sequence = await engine.open(8)
+        with pytest.raises(TandemError) as raised:
+            await engine.run(Job(sequence, Delta(0, _PROMPT), 1, None))
+        assert str(raised.value) == sentence
+        assert await engine.run(Job(sequence, Delta(0, _PROMPT), 1, None)) == "done"
+
+
+async def test_closing_ends_every_wait(llama: TinyModel) -> None:
+    gate = _Gate()
+    engine: Engine[Any, Any] = Engine(llama.loaded, gate, EngineSettings(max_sequences=1))
+    with pytest.raises(ServiceUnavailableError):
+        await engine.open(8)
+    await engine.close()  # never started
+    engine.start()
+    sequence = await engine.open(190)
+    job = asyncio.create_task(engine.run(Job(sequence, Delta(0, _PROMPT), 1, "forever")))
+    waiting = asyncio.create_task(engine.open(8))
+    await gate.wait_entered()
+    closing = asyncio.create_task(engine.close())
+    await asyncio.sleep(0)
+    gate.may_leave.set()
+    await closing
+    await engine.close()
+    for task in (job, waiting):
+        with pytest.raises(ServiceUnavailableError, match="The engine is shutting down"):
+            await task
+    with pytest.raises(ServiceUnavailableError, match="The engine is not running"):
+        await engine.run(Job(sequence, Delta(0, _PROMPT), 1, "once"))
+    assert not [thread for thread in threading.enumerate() if thread.name == "tandem-engine"]
+
+
+async def test_a_mistake_in_the_thread_hangs_nobody(llama: TinyModel) -> None:
+    def broken(record: StepRecord) -> None:
+        raise KeyError("a bug")
+
+    engine: Engine[Any, Any] = Engine(llama.loaded, RowsHead(), EngineSettings(), on_step=broken)
+    engine.start()
+    sequence, other = await engine.open(8), await engine.open(8)
+    jobs = [rows(engine, sequence, Delta(0, _PROMPT), 1) for _ in range(2)]
+    results = await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 5)
+    assert [type(result) for result in results] == [Tensor, ServiceUnavailableError]
+    with pytest.raises(ServiceUnavailableError):
+        await asyncio.wait_for(rows(engine, other, Delta(0, _PROMPT), 1), 5)
+    assert not engine.is_running
+    await engine.close()
+
+
+async def test_the_event_loop_stays_free_while_the_model_runs(llama: TinyModel) -> None:
+    gate = _Gate()
+    async with running(llama.loaded, gate) as engine:
+        sequence = await engine.open(8)
+        task = asyncio.create_task(engine.run(Job(sequence, Delta(0, _PROMPT), 1, "once")))
+        await gate.wait_entered()
+        await asyncio.sleep(0)
+        assert not task.done()
+        gate.may_leave.set()
+        assert await task == "done"
+
+
+async def test_steps_are_told_of(llama: TinyModel) -> None:
+    records: list[StepRecord] = []
+    engine: Engine[Any, Any] = Engine(
+        llama.loaded, GreedyHead(), EngineSettings(prefill_chunk_tokens=3), on_step=records.append
+    )
+    engine.start()
+    await engine.warm_up()
+    await settle(engine)
+    records.clear()
+    await greedy(engine, _PROMPT, 3)
+    await engine.close()
+    assert [record.token_count for record in records] == [3, 2, 1, 1]
+    assert [record.row_count for record in records] == [0, 1, 1, 1]
+    assert all(
+        record.sequence_count == 1 and 0 < record.model_seconds <= record.seconds for record in records
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"max_length": 193}, "max_length is 193, but the model {name} was made for at most 192 tokens."),
+        (
+            {"kv_cache_bytes": 1000},
+            "The KV cache may take 1000 bytes, but one sequence of max_length 192 needs 49152; give it more memory or "
+            "lower max_length.",
+        ),
+    ],
+)
+async def test_settings_that_cannot_be_met(llama: TinyModel, settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        Engine(llama.loaded, RowsHead(), EngineSettings(**settings))
+    assert str(raised.value) == sentence.format(name=llama.loaded.info.name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"max_sequences": 0}, "max_sequences is 0 and must be at least 1."),
+        ({"prefill_chunk_tokens": 0}, "prefill_chunk_tokens is 0 and must be at least 1."),
+        ({"max_waiting": -1}, "max_waiting is -1 and must not be negative."),
+        ({"max_length": 0}, "max_length is 0 and must be at least 1."),
+        ({"kv_cache_bytes": 0}, "kv_cache_bytes is 0 and must be at least 1."),
+        (
+            {"device_memory_utilization": 1.5},
+            "device_memory_utilization is 1.5 and must be above 0 and at most 1.",
+        ),
+    ],
+)
+def test_settings_that_make_no_sense(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        EngineSettings(**settings)
+    assert str(raised.value) == sentence
+
+
+def _fill(engine: Engine[Any, Any], start: int, end: int, value: float) -> None:
+    for layer in engine._worker._runner.arena.layers:
+        layer.keys[:, :, start:end] = value
+        layer.values[:, :, start:end] = value
+
+
+async def test_what_a_sequence_leaves_behind_is_never_read(mistral: TinyModel) -> None:
+    prompts = [[(7 * index + step) % 90 + 3 for step in range(1 + 5 * index)] for index in range(8)]
+    expected = [plain_greedy(mistral.reference, prompt, 12) for prompt in prompts]
+    async with running(
+        mistral.loaded, GreedyHead(), prefix_reuse=False, max_sequences=8, max_length=64
+    ) as engine:
+        _fill(engine, 0, engine.usage.total_tokens, math.nan)
+        assert await greedy_together(engine, prompts, 12) == expected
+        await settle(engine)
+        _fill(engine, 0, engine.usage.total_tokens, math.nan)
+        assert await greedy_together(engine, prompts[::-1], 12) == expected[::-1]
+
+
+async def test_a_sequence_of_nan_spoils_no_other(mistral: TinyModel) -> None:
+    expected = plain_greedy(mistral.reference, _PROMPT, 20)
+    async with running(
+        mistral.loaded, GreedyHead(), prefix_reuse=False, max_sequences=3, max_length=64
+    ) as engine:
+        sick: list[Sequence] = [await engine.open(64) for _ in range(2)]
+        between = asyncio.create_task(greedy(engine, _PROMPT, 20))
+        for sequence in sick:
+            await engine.run(Job(sequence, Delta(0, _PROMPT), 0, Generation(1)))
+            _fill(engine, sequence.extent.start, sequence.extent.end, math.nan)
+        generations = [
+            engine.run(Job(sequence, Delta(len(_PROMPT), [3]), 1, Generation(20))) for sequence in sick
+        ]
+        await asyncio.gather(*generations)
+        assert await between == expected

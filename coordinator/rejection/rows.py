@@ -149,7 +149,7 @@ class _DenseTarget(TargetDistribution):
         return RowStatistics(
             entropy=-float(np.sum(positive * np.log(positive))),
             max_prob=float(probs.max()),
-            argmax_token_id=int(self._logits.argmax()),
+            argmax_token_id=int(probs.argmax()),
             ranks=np.array([np.count_nonzero(probs > prob) for prob in self.probs], dtype=np.int64),
             logits=self._logits[self.token_ids],
         )
@@ -193,7 +193,8 @@ def target_argmax(verification: Verification, index: int, sampling: SamplingPara
     """
     row = verification.rows[index]
     if isinstance(row, DenseRow):
-        return int(row.logits.argmax())
+        # Not of the logits: of tokens that tie for the highest, top-p may leave out the first.
+        return int(warp(row.logits[None, :], [sampling])[0].argmax())
     if isinstance(row, SupportRow):
         return _SupportTarget(row).statistics().argmax_token_id
     if not sampling.is_greedy:

@@ -12,6 +12,7 @@ from coordinator.rejection import (
     block,
     greedy,
     logit_comparison,
+    relaxed,
     residual,
     strict,
     synthetic,
@@ -90,6 +91,16 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
     tied = dense_row([0.1, 0.3, 0.3, 0.3])
     rows = verification(tied, tied)
     assert greedy.accept(proposal(2), rows, GREEDY, uniforms(0.5)) == Acceptance(0, 1, RECOVERED)
+
+
+def test_the_most_probable_token_is_one_that_top_p_keeps() -> None:
+    tied = dense_row([0.4, 0.4, 0.2])
+    narrow = SamplingParams(temperature=1.0, top_p=0.1)
+    assert greedy.accept(proposal(), verification(tied), narrow, uniforms()).next_token_id == 1
+    inside = relaxed.accept(
+        proposal(2), verification(tied, tied), narrow, uniforms(0.5), residual.accept, [True]
+    )
+    assert inside == Acceptance(0, 1, RECOVERED)
 
 
 def test_greedy_does_not_take_a_sample_for_the_most_probable_token() -> None:

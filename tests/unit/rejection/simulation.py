@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -41,10 +42,16 @@ class ToyModel:
 
     def logits(self, tokens: Tokens) -> Float32Array:
         """Shape [vocabulary_size]."""
-        context = [token + 1 for token in tokens[-3:]]
-        common = np.random.default_rng([99, *context]).normal(0, 2, self.vocabulary_size)
-        own = np.random.default_rng([self.name, *context]).normal(0, 2, self.vocabulary_size)
-        return ((1 - self.own_share) * common + self.own_share * own).astype(np.float32)
+        return _logits(self, tokens[-3:])
+
+
+@cache
+def _logits(model: ToyModel, tokens: Tokens) -> Float32Array:
+    context = [token + 1 for token in tokens]
+    common = np.random.default_rng([99, *context]).normal(0, 2, model.vocabulary_size)
+    own = np.random.default_rng([model.name, *context]).normal(0, 2, model.vocabulary_size)
+    mixed: Float32Array = ((1 - model.own_share) * common + model.own_share * own).astype(np.float32)
+    return mixed
 
 
 def propose(

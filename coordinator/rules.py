@@ -22,7 +22,7 @@ from coordinator.rejection.resolution import (
 from coordinator.rejection.strategies import Strategy
 from tandem.config import SpeculativeConfig
 from tandem.config.methods import STANDALONE
-from tandem.config.rule import Rule, at_least, broken, number, within
+from tandem.config.rule import Rule, at_least, broken, spelled, within
 from tandem.errors import IncompatibleModelsError, InvalidRequestError
 from tandem.types import GenerationRequest, ModelInfo
 
@@ -267,7 +267,7 @@ def _penalties_without_draft_model(subject: TokenizedRequest) -> Iterator[str]:
         value = getattr(subject.request, name)
         if value not in (None, off):
             yield (
-                f"{name} is {number(value)}; with a separate draft model it must be {off:g}: use a draft service "
+                f"{name} is {spelled(value)}; with a separate draft model it must be {off:g}: use a draft service "
                 "with speculative_method ngram or suffix, or turn speculation off for this request"
             )
 

@@ -62,7 +62,7 @@ def _loader(settings: DraftSettings) -> Callable[[], Proposer]:
             return partial(ngram_proposer, settings.ngram_options, limits)
         case "suffix":
             return partial(suffix_proposer, settings.suffix_options, limits)
-        case "standalone":
+        case _:
             return partial(_load_standalone, settings, settings.checkpoint)
 
 

@@ -89,13 +89,20 @@ class ModelServerSettings(ServerSettings):
     """Most tokens that a sequence may hold, prompt and completion together. By default the model's own maximum."""
     max_sequences: int = Field(default=32, ge=1)
     """Most sequences that have a place in the KV cache at once; more of them wait."""
+    device_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of the device's memory that the model and its KV cache may fill. By default 0.9 on a GPU, 0.3 on a CPU."""
+
+    @property
+    def compute_device(self) -> str:
+        """Where the model runs, as torch names it."""
+        return self.device
 
     @property
     def compute_dtype(self) -> str:
         """The type to compute in, with auto decided."""
         if self.dtype != "auto":
             return self.dtype
-        return "float32" if self.device == "cpu" else "bfloat16"
+        return "float32" if self.compute_device == "cpu" else "bfloat16"
 
 
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)

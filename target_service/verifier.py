@@ -32,7 +32,11 @@ def load_verifier(settings: TargetSettings) -> Verifier:
     model = load_model(
         settings.model, device=settings.device, dtype=settings.compute_dtype, threads=settings.threads
     )
-    limits = EngineSettings(max_length=settings.max_length, max_sequences=settings.max_sequences)
+    limits = EngineSettings(
+        max_length=settings.max_length,
+        max_sequences=settings.max_sequences,
+        device_memory_utilization=settings.device_memory_utilization,
+    )
     engine = Engine(model, verify_head, limits)
     files = tuple(path for name in TOKENIZER_FILES if (path := settings.model / name).is_file())
     return Verifier(engine, files)

@@ -40,9 +40,13 @@ def load_standalone(settings: DraftSettings) -> StandaloneProposer:
         ConfigurationError: it cannot be served as they ask.
     """
     model = load_model(
-        settings.checkpoint, device=settings.device, dtype=settings.compute_dtype, threads=settings.threads
+        settings.checkpoint, device=settings.compute_device, dtype=settings.compute_dtype, threads=settings.threads
     )
-    limits = EngineSettings(max_length=settings.max_length, max_sequences=settings.max_sequences)
+    limits = EngineSettings(
+        max_length=settings.max_length,
+        max_sequences=settings.max_sequences,
+        device_memory_utilization=settings.device_memory_utilization,
+    )
     engine = Engine(model, propose_head, limits)
     return StandaloneProposer(engine, settings.draft_top_k)
 

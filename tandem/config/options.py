@@ -15,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
+from pydantic_settings import BaseSettings
 
 from tandem.config.normal import normalized
 from tandem.config.refusals import REFUSED_OPTIONS
@@ -76,21 +77,23 @@ class Options(BaseModel):
     def _others(cls, values: dict[str, Any], error: ValidationError) -> list[InitErrorDetails]:
         """The rules that are broken by those values that could be read."""
         unreadable = {str(detail["loc"][0]) for detail in error.errors() if detail["loc"]}
-        plain = next(base for base in cls.__mro__ if issubclass(base, Options) and _has_all_it_needs(base))
-        readable = {
-            name: value
-            for name, value in values.items()
-            if name in plain.model_fields and name not in unreadable
-        }
-        try:
-            plain.model_validate(readable, context=unreadable)
-        except ValidationError as broken_rules:
-            return [_sentence(detail["msg"]) for detail in broken_rules.errors()]
-        return []
+        sentences: dict[str, None] = {}
+        for plain in _plain_bases(cls):
+            readable = {
+                name: value
+                for name, value in values.items()
+                if name in plain.model_fields and name not in unreadable
+            }
+            try:
+                plain.model_validate(readable, context=unreadable)
+            except ValidationError as broken_rules:
+                sentences |= dict.fromkeys(detail["msg"] for detail in broken_rules.errors())
+        return [_sentence(text) for text in sentences]
 
 
-def _has_all_it_needs(cls: type[Options]) -> bool:
-    return not any(field.is_required() for field in cls.model_fields.values())
+def _plain_bases(cls: type[Options]) -> list[type[Options]]:
+    """The classes of options that a class is made of: a class of settings may lack what it cannot do without."""
+    return [base for base in cls.__mro__ if issubclass(base, Options) and BaseSettings not in base.__mro__]
 
 
 def _refused(cls: type[Options], details: Iterable[InitErrorDetails]) -> ValidationError:

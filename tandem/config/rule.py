@@ -55,7 +55,7 @@ def at_least(
     def check(subject: SubjectT) -> Iterator[str]:
         value = getattr(of(subject), option)
         if value is not None and not value >= least:
-            yield f"{option} is {number(value)}; it must be {allowed}"
+            yield f"{option} is {spelled(value)}; it must be {allowed}"
 
     return Rule(_name(option), f"`{option}` is {allowed}.", check, (option,))
 
@@ -68,7 +68,7 @@ def within(
     def check(subject: SubjectT) -> Iterator[str]:
         value = getattr(of(subject), option)
         if value is not None and not low <= value <= high:
-            yield f"{option} is {number(value)}; it must be {words}"
+            yield f"{option} is {spelled(value)}; it must be {words}"
 
     return Rule(_name(option), f"`{option}` is {words}.", check, (option,))
 
@@ -84,13 +84,8 @@ def always(option: str, needed: object, why: str) -> Rule[SubjectT]:
     return Rule(_name(option), f"`{option}` is {spelled(needed)}: {why}.", check, (option,))
 
 
-def number(value: float) -> str:
-    """A number as a person would write it."""
-    return str(value) if isinstance(value, int) else f"{value:g}"
-
-
 def spelled(value: object) -> str:
-    """A value as a configuration file spells it."""
+    """A value as a configuration file spells it, with all its digits."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

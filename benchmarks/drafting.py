@@ -16,7 +16,7 @@ import time
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -143,52 +143,70 @@ class Gain:
         return self.tokens / self.seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way of decoding."""
+
+    draft: str
+    """What a reader calls it; empty for the target alone."""
+    token_count: int = 0
+    again: bool = False
+    """Whether the same request was answered before."""
+
+
 async def gains(console: Console, prompt_count: int, max_tokens: int) -> None:
     """Show what each method gains on prompts that ask to repeat a function with one change."""
-    prompts = [prompt.text for prompt in editing_prompts(prompt_count)]
+    gained: dict[Way, Gain] = {}
     async with _coordinators() as clients:
         # In turn, prompt by prompt, so that a machine that slows down slows all of them.
-        rows: dict[tuple[str, int], Gain] = {}
-        for prompt in prompts:
-            for method, client in clients.items():
-                for count in SPECULATIVE_TOKENS[: None if method else 1]:
-                    request = _request(prompt, max_tokens, count, speculation=bool(method))
-                    _note(rows.setdefault((method, count), Gain()), await _run(client, request))
-    console.print(_gains_table(rows))
+        for prompt in editing_prompts(prompt_count):
+            for way, client in clients.items():
+                record = await _run(client, _request(prompt.text, max_tokens, way))
+                _note(gained.setdefault(way, Gain()), record)
+                if way.draft == "suffix":
+                    record = await _run(client, _request(prompt.text, max_tokens, way))
+                    _note(gained.setdefault(replace(way, again=True), Gain()), record)
+    console.print(_gains_table(gained))
 
 
 @asynccontextmanager
-async def _coordinators() -> AsyncIterator[dict[str, Client]]:
-    """One target, and a coordinator with each draft; "" is that of the target alone."""
+async def _coordinators() -> AsyncIterator[dict[Way, Client]]:
+    """One target, and a draft service with its coordinator for each way: none learns from another's responses."""
     async with AsyncExitStack() as stack:
-        target = await stack.enter_async_context(
-            service("target_service", "--model", str(DEMO / "target"), "--threads", "1")
-        )
-        drafts = {
-            "standalone": ("--model", str(DEMO / "draft"), "--threads", "1"),
-            "ngram": ("--method", "ngram"),
-            "ngram, 2 to 5": ("--method", "ngram", "--prompt-lookup-min", "2", "--prompt-lookup-max", "5"),
-            "suffix": ("--method", "suffix"),
-        }
-        clients = {}
-        for method, options in {"": (), **drafts}.items():
-            addresses = ["--target-address", target]
-            if method:
-                address = await stack.enter_async_context(service("draft_service", *options))
-                addresses += ["--draft-address", address]
-            coordinator = await stack.enter_async_context(service("coordinator", *addresses))
-            clients[method] = await stack.enter_async_context(Client(coordinator))
+        demo = [("--model", str(DEMO / name), "--threads", "1") for name in ("target", "draft")]
+        target = await stack.enter_async_context(service("target_service", *demo[0]))
+
+        async def client(*options: str) -> Client:
+            address = await stack.enter_async_context(
+                service("coordinator", "--target-address", target, *options)
+            )
+            return await stack.enter_async_context(Client(address))
+
+        async def drafted(*options: str) -> Client:
+            return await client(
+                "--draft-address", await stack.enter_async_context(service("draft_service", *options))
+            )
+
+        clients = {Way(""): await client()}
+        standalone = await drafted(*demo[1])
+        ngram = await drafted("--method", "ngram")
+        short = await drafted("--method", "ngram", "--prompt-lookup-min", "2", "--prompt-lookup-max", "5")
+        for count in SPECULATIVE_TOKENS:
+            clients[Way("standalone", count)] = standalone
+            clients[Way("ngram", count)] = ngram
+            clients[Way("ngram, 2 to 5", count)] = short
+            clients[Way("suffix", count)] = await drafted("--method", "suffix")
         yield clients
 
 
-def _request(prompt: str, max_tokens: int, count: int, *, speculation: bool) -> GenerationRequest:
+def _request(prompt: str, max_tokens: int, way: Way) -> GenerationRequest:
     return GenerationRequest(
         prompt,
         max_tokens=max_tokens,
         temperature=0.0,
         seed=SEED,
-        num_speculative_tokens=count,
-        speculation=speculation,
+        num_speculative_tokens=way.token_count or None,
+        speculation=bool(way.draft),
         ignore_eos=True,
     )
 
@@ -207,18 +225,20 @@ def _note(gain: Gain, record: Record) -> None:
     add(gain.figures, record.summary.speculation)
 
 
-def _gains_table(rows: dict[tuple[str, int], Gain]) -> Table:
+def _gains_table(gained: dict[Way, Gain]) -> Table:
     table = Table("draft", "K")
     for name in ("tokens/s", "acceptance", "length", "speed-up"):
         table.add_column(name, justify="right", no_wrap=True)
-    alone = next(gain for (method, _), gain in rows.items() if not method)
-    for (method, count), gain in rows.items():
+    alone = gained[Way("")]
+    for way, gain in sorted(
+        gained.items(), key=lambda item: (item[0].draft, item[0].again, item[0].token_count)
+    ):
         table.add_row(
-            method or "target alone",
-            str(count) if method else "",
+            f"{way.draft or 'target alone'}{', asked again' if way.again else ''}",
+            str(way.token_count or ""),
             f"{gain.tokens_per_second:.1f}",
-            f"{acceptance_rate(gain.figures):.1%}" if method else "",
-            f"{mean_acceptance_length(gain.figures):.2f}" if method else "",
+            f"{acceptance_rate(gain.figures):.1%}" if way.draft else "",
+            f"{mean_acceptance_length(gain.figures):.2f}" if way.draft else "",
             f"{gain.tokens_per_second / alone.tokens_per_second:.2f} x",
         )
     return table

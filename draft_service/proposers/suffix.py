@@ -12,6 +12,10 @@ torch, five times as fast as this). Its tree cannot take back tokens, which delt
 it is still being written, abandoned ones too. Its probabilities count a text's end as a continuation; these are the
 paper's.
 
+What is proposed depends on what other requests were answered; the text at temperature 0 or by the rule `strict` does
+not. Yet how fast it comes tells whether something like it was said before: where one user must not learn that of
+another, keep no responses (`suffix_decoding_max_cached_requests` 0).
+
 Memory: about 300 bytes for each token of a running sequence and of each response that is kept, at most 500.
 """
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 import grpc.aio
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_service.proposers.model_free import SequenceLimits
@@ -37,6 +37,7 @@ def searched(tokens: Sequence[int], options: NgramOptions, token_count: int) -> 
     return []
 
 
+@settings(deadline=None)
 @given(
     scripts, st.integers(1, 4), st.integers(0, 3), st.sampled_from(["latest", "earliest"]), st.integers(0, 6)
 )

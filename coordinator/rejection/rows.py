@@ -193,8 +193,8 @@ def target_argmax(verification: Verification, index: int, sampling: SamplingPara
     """
     row = verification.rows[index]
     if isinstance(row, DenseRow):
-        # Not of the logits: of tokens that tie for the highest, top-p may leave out the first.
-        return int(warp(row.logits[None, :], [sampling])[0].argmax())
+        # Of tokens that tie for the highest logit, top-p may leave out the first.
+        return int((row.logits if sampling.is_greedy else warp(row.logits[None, :], [sampling])).argmax())
     if isinstance(row, SupportRow):
         return _SupportTarget(row).statistics().argmax_token_id
     if not sampling.is_greedy:

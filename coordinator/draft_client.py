@@ -12,7 +12,7 @@ from coordinator.completion import Completion
 from coordinator.remote_sequence import RemoteSequence
 from tandem.channels import errors_of, finish_stream
 from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
-from tandem.types import DraftOptions, ModelInfo, Proposal, ProposeStep
+from tandem.types import DenseLogits, DraftDistribution, DraftOptions, ModelInfo, Proposal, ProposeStep
 from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2_grpc import DraftServiceStub
 from tandem.wire import draft as wire
@@ -157,10 +157,11 @@ class DraftSequence:
 
 
 def check_proposal(proposal: Proposal, base_length: int, most: int, vocabulary_size: int) -> None:
-    """Refuse a proposal that the target could not verify.
+    """Refuse a proposal that the target could not verify, or no rule could decide on.
 
     Raises:
-        ProtocolError: it extends another sequence, is too long, or holds ids that are none.
+        ProtocolError: it extends another sequence, is too long, holds ids that are none, or tells distributions that
+            its tokens cannot have been drawn from.
     """
     if proposal.base_length != base_length:
         raise ProtocolError(
@@ -174,4 +175,22 @@ def check_proposal(proposal: Proposal, base_length: int, most: int, vocabulary_s
     if unknown is not None:
         raise ProtocolError(
             f"draft service: it proposed token id {unknown}; ids must be in 0..{vocabulary_size - 1}"
+        )
+    for token_id, distribution in zip(proposal.token_ids, proposal.distributions, strict=False):
+        _check_distribution(token_id, distribution, vocabulary_size)
+
+
+def _check_distribution(token_id: int, distribution: DraftDistribution, vocabulary_size: int) -> None:
+    if isinstance(distribution, DenseLogits):
+        raise ProtocolError(
+            "draft service: it told a whole distribution; only its most probable tokens were asked for"
+        )
+    support = distribution.token_ids
+    if token_id not in support:
+        raise ProtocolError(
+            f"draft service: it proposed token id {token_id}, to which its own distribution gives no probability"
+        )
+    if support.min() < 0 or support.max() >= vocabulary_size:
+        raise ProtocolError(
+            f"draft service: it told the probability of an unknown token; ids must be in 0..{vocabulary_size - 1}"
         )

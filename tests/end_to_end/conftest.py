@@ -1,0 +1,57 @@
+"""One target and two drafts for the whole session, and a coordinator for each pair."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.models import random_model, save_model
+from tests.end_to_end.processes import address_of, coordinator, model_service
+from tests.paths import DEMO_DRAFT, DEMO_TARGET, HELD_OUT_PROMPTS
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[str]:
+    """Beginnings of real functions that neither model was trained on."""
+    return [entry["prompt"] for entry in json.loads(HELD_OUT_PROMPTS.read_text(encoding="utf-8"))]
+
+
+@pytest.fixture(scope="session")
+def random_draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft that knows nothing: the demo draft's configuration and tokenizer, random weights."""
+    return save_model(random_model(seed=1), tmp_path_factory.mktemp("random-draft"))
+
+
+@pytest.fixture(scope="session")
+def target_address() -> Iterator[str]:
+    with model_service("target_service", DEMO_TARGET) as process:
+        yield address_of(process)
+
+
+@pytest.fixture(scope="session")
+def draft_address() -> Iterator[str]:
+    with model_service("draft_service", DEMO_DRAFT) as process:
+        yield address_of(process)
+
+
+@pytest.fixture(scope="session")
+def random_draft_address(random_draft_folder: Path) -> Iterator[str]:
+    with model_service("draft_service", random_draft_folder) as process:
+        yield address_of(process)
+
+
+@pytest.fixture(scope="session")
+def address(target_address: str, draft_address: str) -> Iterator[str]:
+    """A coordinator over the demo pair."""
+    with coordinator(target_address, draft_address) as process:
+        yield address_of(process)
+
+
+@pytest.fixture(scope="session")
+def random_draft_coordinator(target_address: str, random_draft_address: str) -> Iterator[str]:
+    """A coordinator over the demo target and the draft that knows nothing."""
+    with coordinator(target_address, random_draft_address) as process:
+        yield address_of(process)

@@ -1,0 +1,46 @@
+"""Checkpoints made for a test, and models as transformers runs them: the reference for everything we serve."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.paths import DEMO_DRAFT
+
+
+def load_reference(folder: Path) -> Any:
+    """The model in float32, as transformers runs it."""
+    # Threads that wait for each other by spinning cost far more than they help on a machine that others use.
+    torch.set_num_threads(1)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
+def random_model(seed: int, **changes: object) -> Any:
+    """A model of the demo draft's configuration with the given changes, and random weights."""
+    config = transformers.AutoConfig.from_pretrained(DEMO_DRAFT, **changes)
+    make: Any = transformers.AutoModelForCausalLM
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return make.from_config(config, dtype=torch.float32).eval()
+
+
+def blurred(model: Any, seed: int, scale: float) -> Any:
+    """Add noise to a model's weights, relative to each tensor's own size."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights.add_(torch.randn(weights.shape, generator=generator) * scale * weights.std())
+    return model
+
+
+def save_model(model: Any, folder: Path) -> Path:
+    """Write a checkpoint with the demo pair's tokenizer."""
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_DRAFT / name, folder / name)
+    return folder

@@ -1,0 +1,55 @@
+"""Temperature 0: token for token what transformers makes of the target alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from tandem.types import GenerationRequest
+from tests.end_to_end.models import load_reference
+from tests.paths import DEMO_TARGET
+from tests.service.clients import complete_all
+
+PROMPTS = 20
+MAX_TOKENS = 128
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[str]) -> list[tuple[int, ...]]:
+    """The continuations of `transformers.generate`, with end-of-sequence ids as tokens like any other."""
+    model = load_reference(DEMO_TARGET)
+    model.generation_config.eos_token_id = None
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_TARGET, padding_side="left")
+    batch = tokenizer(prompts[:PROMPTS], return_tensors="pt", padding=True)
+    with torch.inference_mode():
+        whole = model.generate(
+            batch.input_ids, attention_mask=batch.attention_mask, do_sample=False, max_new_tokens=MAX_TOKENS
+        )
+    continuations = whole[:, batch.input_ids.shape[1] :].tolist()
+    assert {len(continuation) for continuation in continuations} == {MAX_TOKENS}
+    return [tuple(continuation) for continuation in continuations]
+
+
+@pytest.mark.parametrize("at_once", [1, 16])
+@pytest.mark.parametrize("num_speculative_tokens", [1, 2, 4, 8])
+async def test_greedy_completions_are_the_targets_own(
+    address: str,
+    prompts: list[str],
+    expected: list[tuple[int, ...]],
+    num_speculative_tokens: int,
+    at_once: int,
+) -> None:
+    requests = [
+        GenerationRequest(
+            prompt,
+            max_tokens=MAX_TOKENS,
+            temperature=0.0,
+            num_speculative_tokens=num_speculative_tokens,
+            ignore_eos=True,
+        )
+        for prompt in prompts[:PROMPTS]
+    ]
+    completed = await complete_all(address, requests, at_once)
+    assert [completion.token_ids for completion in completed] == expected
+    assert all(completion.figures.accepted for completion in completed), "every one was speculated on"

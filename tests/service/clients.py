@@ -1,0 +1,70 @@
+"""Whole completions, one or many at once, and waiting for what they leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tandem.client import Client
+from tandem.types import FinishReason, GenerationRequest, SpeculationFigures, Summary
+
+AT_ONCE = 16
+"""How many requests run side by side where it is not the point."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """A completion that came to its end."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    drafted: tuple[bool, ...]
+    summary: Summary
+
+    @property
+    def figures(self) -> SpeculationFigures:
+        return self.summary.speculation
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.summary.finish_reason
+
+
+async def complete(client: Client, request: GenerationRequest) -> Completed:
+    """Read a completion to its end."""
+    chunks = [chunk async for chunk in client.generate(request)]
+    summary = chunks[-1].summary
+    assert summary is not None
+    assert all(chunk.summary is None for chunk in chunks[:-1])
+    completed = Completed(
+        "".join(chunk.text for chunk in chunks),
+        tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+        tuple(drafted for chunk in chunks for drafted in chunk.drafted),
+        summary,
+    )
+    assert summary.completion_tokens == len(completed.token_ids)
+    return completed
+
+
+async def complete_all(
+    address: str, requests: Sequence[GenerationRequest], at_once: int = AT_ONCE
+) -> list[Completed]:
+    """Complete all requests, at most `at_once` at a time, and return them in order."""
+    places = asyncio.Semaphore(at_once)
+    async with Client(address) as client:
+
+        async def one(request: GenerationRequest) -> Completed:
+            async with places:
+                return await complete(client, request)
+
+        return await asyncio.gather(*map(one, requests))
+
+
+async def until(holds: Callable[[], bool], seconds: float) -> None:
+    """Wait until it holds; fail when it does not within the time."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s"
+        await asyncio.sleep(0.01)

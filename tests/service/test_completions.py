@@ -1,0 +1,180 @@
+"""How completions begin, run and end, seen by a client of a coordinator whose services count."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import Tokenizer
+
+from coordinator.figures import describe
+from tandem.errors import InvalidRequestError
+from tandem.types import FinishReason, GenerationRequest, PositionFigures
+from tests.paths import DEMO_TARGET
+from tests.service.clients import complete
+from tests.service.fakes import (
+    MAX_LENGTH,
+    VOCABULARY_SIZE,
+    FakeDraft,
+    FakeTarget,
+    cluster,
+    counting,
+    scripted,
+)
+
+TOKENIZER = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
+TEMPERATURES = pytest.mark.parametrize("temperature", [0.0, 1.0])
+
+
+def request(
+    prompt: str | tuple[int, ...] = (10,),
+    max_tokens: int | None = 11,
+    *,
+    temperature: float = 0.0,
+    num_speculative_tokens: int = 4,
+    stop: tuple[str, ...] = (),
+    ignore_eos: bool = False,
+) -> GenerationRequest:
+    return GenerationRequest(
+        prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        num_speculative_tokens=num_speculative_tokens,
+        stop=stop,
+        ignore_eos=ignore_eos,
+        seed=1,
+    )
+
+
+@TEMPERATURES
+async def test_all_of_a_proposal_is_accepted(temperature: float) -> None:
+    async with cluster(FakeTarget(), draft := FakeDraft()) as client:
+        completed = await complete(client, request(temperature=temperature))
+    assert completed.token_ids == tuple(range(11, 22))
+    # One token from the target while the draft reads the prompt, then twice four tokens and the bonus token.
+    assert completed.drafted == (False, *[True] * 4, False, *[True] * 4, False)
+    assert draft.asked == [0, 4, 4]
+    assert completed.figures.rounds == 3
+    assert completed.figures.positions == [PositionFigures(2, 2, 2)] * 4
+
+
+@TEMPERATURES
+async def test_none_of_a_proposal_is_accepted(temperature: float) -> None:
+    async with cluster(FakeTarget(), FakeDraft(lambda tokens: 7)) as client:
+        completed = await complete(client, request(temperature=temperature))
+    assert completed.token_ids == tuple(range(11, 22))
+    assert not any(completed.drafted)
+    assert completed.figures.rounds == 11
+    assert completed.figures.accepted == 0 < completed.figures.drafted
+
+
+@TEMPERATURES
+async def test_a_proposal_is_accepted_up_to_its_first_wrong_token(temperature: float) -> None:
+    wrong_at_multiples_of_three = FakeDraft(lambda tokens: 7 if tokens[-1] % 3 == 2 else counting(tokens))
+    async with cluster(FakeTarget(), wrong_at_multiples_of_three) as client:
+        completed = await complete(client, request(temperature=temperature))
+    assert completed.token_ids == tuple(range(11, 22))
+    # 11 | 7 is refused: 12 | 13 14 and 7 refused: 15 | and so on: the target supplies the multiples of three.
+    assert completed.drafted == tuple(n % 3 != 0 and n != 11 for n in range(11, 22))
+
+
+async def test_without_a_draft_the_target_works_alone() -> None:
+    async with cluster(FakeTarget(), None) as client:
+        completed = await complete(client, request())
+    assert completed.token_ids == tuple(range(11, 22))
+    assert describe(completed.figures)["drafted"] == 0
+
+
+@TEMPERATURES
+@pytest.mark.parametrize("eos", [11, 12, 13, 15, 16])
+async def test_what_follows_an_end_of_sequence_token_is_dropped(eos: int, temperature: float) -> None:
+    """The first token, the first of a proposal, one inside it, its last, and the bonus token."""
+    async with cluster(FakeTarget(eos_token_ids=(3, eos)), FakeDraft()) as client:
+        completed = await complete(client, request(temperature=temperature))
+    assert completed.token_ids == tuple(range(11, eos + 1))
+    assert completed.finish_reason is FinishReason.STOP
+    assert completed.figures.accepted == sum(completed.drafted)
+
+
+async def test_end_of_sequence_tokens_can_be_ignored() -> None:
+    async with cluster(FakeTarget(eos_token_ids=(13,)), FakeDraft()) as client:
+        completed = await complete(client, request(ignore_eos=True))
+    assert completed.token_ids == tuple(range(11, 22))
+    assert completed.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 12))
+async def test_max_tokens_is_met_exactly_wherever_it_falls(max_tokens: int) -> None:
+    async with cluster(target := FakeTarget(), FakeDraft()) as client:
+        completed = await complete(client, request(max_tokens=max_tokens))
+    assert completed.token_ids == tuple(range(11, 11 + max_tokens))
+    assert completed.finish_reason is FinishReason.LENGTH
+    assert target.longest <= max_tokens, "the last token is never sent to be read"
+
+
+async def test_max_length_is_met_exactly() -> None:
+    async with cluster(target := FakeTarget(), draft := FakeDraft()) as client:
+        completed = await complete(client, request(max_tokens=None))
+    assert completed.token_ids == tuple(range(11, 10 + MAX_LENGTH))
+    assert completed.finish_reason is FinishReason.LENGTH
+    assert max(target.longest, draft.longest) < MAX_LENGTH
+
+
+async def test_a_prompt_one_short_of_max_length_gets_one_token() -> None:
+    async with cluster(FakeTarget(), draft := FakeDraft()) as client:
+        completed = await complete(client, request(tuple(range(MAX_LENGTH - 1)), max_tokens=None))
+    assert completed.token_ids == (MAX_LENGTH - 1,)
+    assert completed.finish_reason is FinishReason.LENGTH
+    assert not any(draft.asked), "there is nothing to speculate on"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sentence"),
+    [
+        ((), "the prompt is empty"),
+        ("", "the prompt is empty"),
+        (
+            tuple(range(MAX_LENGTH)),
+            f"the prompt has {MAX_LENGTH} tokens; it must have at most {MAX_LENGTH - 1}",
+        ),
+        ("x = 1\n" * MAX_LENGTH, f"it must have at most {MAX_LENGTH - 1}"),
+        ((1, VOCABULARY_SIZE), f"the prompt holds token id {VOCABULARY_SIZE}"),
+        ((1, -1), "the prompt holds token id -1"),
+    ],
+)
+async def test_a_prompt_that_cannot_be_completed_is_refused(
+    prompt: str | tuple[int, ...], sentence: str
+) -> None:
+    async with cluster(target := FakeTarget(), draft := FakeDraft()) as client:
+        with pytest.raises(InvalidRequestError, match=sentence):
+            await complete(client, request(prompt))
+    assert target.opened == draft.opened == 0, "no service hears of it"
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 9))
+async def test_text_never_ends_inside_a_character(max_tokens: int) -> None:
+    said = TOKENIZER.encode("a日本é").ids
+    assert len(said) > 7, "the case needs characters of several tokens"
+    target = FakeTarget(scripted(said, prompt_length=1))
+    async with cluster(target, FakeDraft(target.next_token)) as client:
+        chunks = [chunk async for chunk in client.generate(request((10,), max_tokens))]
+    assert not any("\ufffd" in chunk.text for chunk in chunks)
+    assert all(sum(chunk.text_lengths) == len(chunk.text) for chunk in chunks)
+    text = "".join(chunk.text for chunk in chunks)
+    whole = TOKENIZER.decode(said[:max_tokens])
+    assert text == whole.rstrip("\ufffd")
+
+
+async def test_a_stop_string_ends_the_completion_inside_an_accepted_run() -> None:
+    said = TOKENIZER.encode("abc = 1\nxyz = 2\nif abc: pass\n").ids
+    target = FakeTarget(scripted(said, prompt_length=1))
+    async with cluster(target, FakeDraft(target.next_token)) as client:
+        completed = await complete(client, request((10,), len(said), stop=("\nxy",)))
+    assert completed.text == "abc = 1"
+    assert completed.finish_reason is FinishReason.STOP
+    assert len(completed.token_ids) < len(said)
+
+
+async def test_streams_are_finished_and_not_abandoned() -> None:
+    async with cluster(target := FakeTarget(), draft := FakeDraft()) as client:
+        await complete(client, request())
+    assert (target.opened, target.finished, target.running) == (1, 1, 0)
+    assert (draft.opened, draft.finished, draft.running) == (1, 1, 0)

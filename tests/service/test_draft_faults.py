@@ -1,0 +1,192 @@
+"""Whatever a draft does wrong costs the speed-up and never the request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import grpc
+import pytest
+
+from tandem.serving.edge import Context
+from tandem.types import FinishReason, GenerationRequest
+from tandem.v1 import draft_pb2, types_pb2
+from tests.service.clients import complete, until
+from tests.service.fakes import VOCABULARY_SIZE, FakeDraft, FakeTarget, cluster
+
+PATIENCE_SECONDS = 0.05
+TEST_SECONDS = 30.0
+"""Bound on a completion that waits for nothing: it hangs or it does not."""
+
+
+class Hanging(FakeDraft):
+    """Never answers."""
+
+    async def respond(self, tokens: Sequence[int], count: int, context: Context) -> None:
+        await asyncio.Event().wait()
+
+
+class HangingLater(FakeDraft):
+    """Stops answering in the middle."""
+
+    async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
+        if len(self.asked) > 2:
+            await asyncio.Event().wait()
+        return self.proposal(tokens, count)
+
+
+class Late(FakeDraft):
+    """Answers once after the coordinator's patience is over, and in time before and after."""
+
+    async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
+        if len(self.asked) == 2:
+            await asyncio.sleep(3 * PATIENCE_SECONDS)
+        return self.proposal(tokens, count)
+
+
+class Refusing(FakeDraft):
+    """Has no room."""
+
+    async def respond(self, tokens: Sequence[int], count: int, context: Context) -> None:
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+
+
+class Dying(FakeDraft):
+    """Fails in the middle."""
+
+    async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
+        if len(self.asked) > 2:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+        return self.proposal(tokens, count)
+
+
+class Leaving(FakeDraft):
+    """Ends the stream as if all were well."""
+
+    async def respond(
+        self, tokens: Sequence[int], count: int, context: Context
+    ) -> draft_pb2.ProposeResponse | None:
+        return None if len(self.asked) > 2 else self.proposal(tokens, count)
+
+
+class Garbled(FakeDraft):
+    """Answers with something else than it should."""
+
+    def __init__(self, garble: Callable[[draft_pb2.ProposeResponse], object]) -> None:
+        super().__init__()
+        self._garble = garble
+
+    async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
+        proposal = self.proposal(tokens, count)
+        if count and len(self.asked) > 2:
+            self._garble(proposal)
+        return proposal
+
+
+def _set_first_id(token_id: int) -> Callable[[draft_pb2.ProposeResponse], None]:
+    def garble(proposal: draft_pb2.ProposeResponse) -> None:
+        proposal.token_ids[0] = token_id
+        for distribution in proposal.distributions[:1]:
+            distribution.sparse.token_ids[0] = token_id
+
+    return garble
+
+
+def _other_base(proposal: draft_pb2.ProposeResponse) -> None:
+    proposal.base_length -= 1
+
+
+def _one_too_many(proposal: draft_pb2.ProposeResponse) -> None:
+    proposal.token_ids.extend([5] * 100)
+    proposal.distributions.extend([proposal.distributions[0]] * 100)
+
+
+def _no_sum(proposal: draft_pb2.ProposeResponse) -> None:
+    proposal.distributions[0].sparse.probabilities = b"\0\0\0\0"
+
+
+def _cut_bytes(proposal: draft_pb2.ProposeResponse) -> None:
+    proposal.distributions[0].sparse.probabilities = b"\0"
+
+
+def _unknown_support(proposal: draft_pb2.ProposeResponse) -> None:
+    sparse = proposal.distributions[0].sparse
+    sparse.token_ids.append(VOCABULARY_SIZE)
+    sparse.probabilities += b"\0\0\0\0"
+
+
+def _not_in_its_support(proposal: draft_pb2.ProposeResponse) -> None:
+    proposal.distributions[0].sparse.token_ids[0] += 1
+
+
+def _repeated_support(proposal: draft_pb2.ProposeResponse) -> None:
+    sparse = proposal.distributions[0].sparse
+    sparse.token_ids.append(sparse.token_ids[0])
+    sparse.probabilities += b"\0\0\0\0"
+
+
+def _too_few_distributions(proposal: draft_pb2.ProposeResponse) -> None:
+    proposal.distributions.append(proposal.distributions[0])
+
+
+def _dense_of_another_size(proposal: draft_pb2.ProposeResponse) -> None:
+    for distribution in proposal.distributions:
+        distribution.dense_logits.shape.append(1)
+        distribution.dense_logits.data_type = types_pb2.DATA_TYPE_FLOAT32
+        distribution.dense_logits.data = b"\0\0\0\0"
+
+
+FAULTS: dict[str, Callable[[], FakeDraft]] = {
+    "hanging": Hanging,
+    "hanging later": HangingLater,
+    "late": Late,
+    "refusing": Refusing,
+    "dying": Dying,
+    "leaving": Leaving,
+    "unknown id": lambda: Garbled(_set_first_id(VOCABULARY_SIZE)),
+    "negative id": lambda: Garbled(_set_first_id(-1)),
+    "another base": lambda: Garbled(_other_base),
+    "one too many": lambda: Garbled(_one_too_many),
+    "no sum": lambda: Garbled(_no_sum),
+    "cut bytes": lambda: Garbled(_cut_bytes),
+    "unknown support": lambda: Garbled(_unknown_support),
+    "not in its support": lambda: Garbled(_not_in_its_support),
+    "repeated support": lambda: Garbled(_repeated_support),
+    "too few distributions": lambda: Garbled(_too_few_distributions),
+    "dense of another size": lambda: Garbled(_dense_of_another_size),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_a_faulty_draft_leaves_the_targets_own_tokens(fault: str, temperature: float) -> None:
+    request = GenerationRequest(
+        (10,), max_tokens=30, temperature=temperature, num_speculative_tokens=2, seed=1
+    )
+    async with (
+        asyncio.timeout(TEST_SECONDS),
+        cluster(FakeTarget(), FAULTS[fault](), PATIENCE_SECONDS) as client,
+    ):
+        completed = await complete(client, request)
+        again = await complete(client, request)
+    assert completed.token_ids == again.token_ids == tuple(range(11, 41))
+    assert completed.finish_reason is FinishReason.LENGTH
+
+
+async def test_a_draft_that_was_late_is_asked_again_and_its_late_answer_not_used() -> None:
+    """The late answer guesses at what has been decided since; taken for a new one it would be refused."""
+    target, draft = FakeTarget(), Late()
+    # The target must not be through before the draft has come round.
+    target.step_seconds = PATIENCE_SECONDS / 2
+    async with cluster(target, draft, PATIENCE_SECONDS) as client:
+        completed = await complete(client, GenerationRequest((10,), max_tokens=50, temperature=0.0))
+    assert len(draft.asked) > 2
+    assert completed.figures.accepted == completed.figures.drafted > 0
+
+
+async def test_a_lost_draft_stream_is_let_go_of() -> None:
+    draft = Hanging()
+    async with cluster(FakeTarget(), draft, PATIENCE_SECONDS) as client:
+        await complete(client, GenerationRequest((10,), max_tokens=5, temperature=0.0))
+        await until(lambda: not draft.running, TEST_SECONDS)
+    assert draft.opened == 1

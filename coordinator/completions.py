@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -90,7 +90,7 @@ class Completions:
 
     async def complete(
         self, request: GenerationRequest, deadline_seconds: float | None = None
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk]:
         """Stream a completion.
 
         Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 
 from coordinator.completions import Completions
 from tandem.serving.edge import Context, errors_to_status
@@ -22,7 +23,8 @@ class GenerationServicer(GenerationServiceServicer):
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         """One completion, piece by piece."""
         async with errors_to_status(context):
-            async for chunk in self._completions.complete(
-                request_from_proto(request), context.time_remaining()
-            ):
-                yield chunk_to_proto(chunk)
+            chunks = self._completions.complete(request_from_proto(request), context.time_remaining())
+            # A call that is cancelled between two chunks must not leave its streams to the garbage collector.
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    yield chunk_to_proto(chunk)

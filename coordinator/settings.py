@@ -10,7 +10,7 @@ from pydantic_settings import SettingsConfigDict
 from coordinator.rules import COMBINATION_RULES
 from tandem.config import SpeculativeConfig
 from tandem.config.rule import Rule
-from tandem.settings import COMMAND_LINE, FilledSettings, ServerSettings
+from tandem.settings import COMMAND_LINE, ServerSettings
 
 DEFAULT_PORT = 50051
 
@@ -22,12 +22,6 @@ class GuardedConfig(SpeculativeConfig):
     def rules(cls) -> tuple[Rule[Any], ...]:
         """What must hold for the configuration alone, the acceptance rules' needs included."""
         return (*super().rules(), *COMBINATION_RULES)
-
-
-class ConfigSettings(GuardedConfig, FilledSettings):
-    """The configuration as `tandem config` reads it."""
-
-    model_config = SettingsConfigDict(**COMMAND_LINE, env_prefix="TANDEM_COORDINATOR_")
 
 
 class CoordinatorSettings(GuardedConfig, ServerSettings):
@@ -45,3 +39,10 @@ class CoordinatorSettings(GuardedConfig, ServerSettings):
     """How long a round waits for a proposal before the target goes on alone."""
     start_timeout_seconds: float = Field(default=120.0, gt=0)
     """How long to wait at start for the other services to be ready."""
+
+
+class ConfigSettings(CoordinatorSettings):
+    """The same as `tandem config` looks at it, which needs no service to be there."""
+
+    target_address: str | None = None  # type: ignore[assignment]
+    """host:port of the target service."""

@@ -40,6 +40,15 @@ def generate(
     min_p: Annotated[
         float | None, typer.Option(help="Keep tokens with this share of the highest probability.")
     ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1 discourages tokens that occurred, as in transformers.")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="Discourages tokens by how often the completion holds them, -2 to 2.")
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Discourages tokens that the completion holds, -2 to 2.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the completion reproducible.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this string; may be repeated.")] = None,
     num_speculative_tokens: Annotated[
@@ -64,6 +73,9 @@ def generate(
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            frequency_penalty=frequency_penalty,
+            presence_penalty=presence_penalty,
             seed=seed,
             stop=tuple(stop or ()),
             num_speculative_tokens=num_speculative_tokens,

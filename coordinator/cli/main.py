@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from coordinator.cli.config import config
 from coordinator.cli.generate import generate
 from coordinator.cli.serve import serve
 from coordinator.cli.up import up
@@ -19,6 +20,7 @@ app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 )(serve)
 app.command()(up)
+app.add_typer(config, name="config")
 app.command()(generate)
 
 

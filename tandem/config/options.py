@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -45,6 +46,13 @@ _FIRST_CHOICE = "expected"
 OptionsT = TypeVar("OptionsT", bound="Options")
 
 
+@dataclass(frozen=True, slots=True)
+class _SecondLook:
+    """Some values could not be read; what do the rules say of the others?"""
+
+    unreadable: Collection[str]
+
+
 class Options(BaseModel):
     """Options that keep rules. Pydantic reads the values; the rules, their ranges included, are in `rules`."""
 
@@ -62,14 +70,16 @@ class Options(BaseModel):
     ) -> OptionsT:
         if not isinstance(values, dict):
             return handler(values)
+        second_look = info.context if isinstance(info.context, _SecondLook) else None
         try:
-            values = normalized(values, cls.model_fields)
+            values = values if second_look else normalized(values, cls.model_fields)
             options = handler(values)
         except ConfigurationError as error:
             raise _refused(cls, [_sentence(str(error))]) from None
         except ValidationError as error:
-            raise _refused(cls, [*_described(cls, error), *cls._others(values, error)]) from None
-        if sentences := broken(cls.rules(), options, info.context or ()):
+            others = [] if second_look else cls._others(values, error)
+            raise _refused(cls, [*_described(cls, error), *others]) from None
+        if sentences := broken(cls.rules(), options, second_look.unreadable if second_look else ()):
             raise _refused(cls, map(_sentence, sentences))
         return options
 
@@ -85,7 +95,7 @@ class Options(BaseModel):
                 if name in plain.model_fields and name not in unreadable
             }
             try:
-                plain.model_validate(readable, context=unreadable)
+                plain.model_validate(readable, context=_SecondLook(unreadable))
             except ValidationError as broken_rules:
                 sentences |= dict.fromkeys(detail["msg"] for detail in broken_rules.errors())
         return [_sentence(text) for text in sentences]

@@ -62,7 +62,6 @@ class Engine(Generic[PayloadT, ResultT]):
         )
         self._worker = Worker(StepRunner(model, total_tokens), head, settings, _ToLoop(self), on_step)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_closing = False
 
     def start(self) -> None:
         """Starts the thread. Must be called with an event loop running, once."""
@@ -74,7 +73,7 @@ class Engine(Generic[PayloadT, ResultT]):
         if self._loop is None:
             return
         self._worker.stop()
-        self._end()
+        self._admission.refuse_waiting()
         if not await asyncio.to_thread(self._worker.join, _CLOSE_TIMEOUT_SECONDS):
             logger.error("engine thread did not stop", extra={"timeout_seconds": _CLOSE_TIMEOUT_SECONDS})
 
@@ -125,7 +124,7 @@ class Engine(Generic[PayloadT, ResultT]):
     @property
     def is_running(self) -> bool:
         """Whether requests are taken: between `start` and `close`, unless the thread has failed."""
-        return self._loop is not None and not self._is_closing
+        return self._loop is not None and not self._worker.is_stopping
 
     @property
     def usage(self) -> KvUsage:
@@ -148,11 +147,6 @@ class Engine(Generic[PayloadT, ResultT]):
     def _check_running(self) -> None:
         if not self.is_running:
             raise ServiceUnavailableError("The engine is not running.")
-
-    def _end(self) -> None:
-        """Takes no more requests and lets nobody wait for what will not come."""
-        self._is_closing = True
-        self._admission.refuse_waiting()
 
     def _call_soon(self, function: Callable[..., None], *arguments: object) -> None:
         """Calls a function on the event loop, from the thread."""
@@ -180,7 +174,7 @@ class _ToLoop:
 
     def ended(self) -> None:
         """See `Listener`."""
-        self._engine._call_soon(self._engine._end)
+        self._engine._call_soon(self._engine._admission.refuse_waiting)
 
 
 def _max_length(model: LoadedModel, settings: EngineSettings) -> int:

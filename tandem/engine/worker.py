@@ -85,6 +85,11 @@ class Worker(Generic[PayloadT, ResultT]):
         self._settled: list[tuple[Job[PayloadT], object]] = []
         self._prefixes = PrefixIndex()
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether no more jobs are taken: after `stop`, or once the thread has failed."""
+        return self._is_stopping
+
     def start(self) -> None:
         """Starts the thread."""
         self._thread.start()

@@ -7,12 +7,12 @@ INSTALLED := $(VENV)/.installed
 GENERATED := tandem/v1/__init__.py
 PROTOS := $(wildcard protos/tandem/v1/*.proto)
 TYPED := $(wildcard tandem draft_service target_service coordinator benchmarks models tests) \
-	protos/generate.py hatch_build.py
+	protos/generate.py docs/generate.py hatch_build.py
 # For what is passed on to the command: make test ARGS="-k greedy -x"
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos test test-fast lint format demo demo-models bench clean
+.PHONY: help setup protos test test-fast lint format docs demo demo-models bench clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,10 +48,14 @@ lint: setup ## Check style, types, the import rules and the protos
 	$(BIN)/mypy $(TYPED)
 	$(BIN)/lint-imports
 	$(BIN)/buf lint protos
+	$(BIN)/python docs/generate.py --check
 
 format: setup ## Apply the style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: setup ## Write docs/configuration.md from the settings classes and the rules
+	$(BIN)/python docs/generate.py
 
 demo: setup ## Complete a prompt with the bundled models, and compare with the target alone
 	$(BIN)/python -m benchmarks.demo $(ARGS)

@@ -60,7 +60,9 @@ def read_layers(
     given = merged(layers)
     if path := given.get("config_file"):
         section = read_section(Path(path), given.get("section_name"))
-        layers.append(Layer(Origin.FILE, _own(cls, spelled_one_way(section, cls.model_fields))))
+        layers.append(
+            Layer(Origin.FILE, _own(cls, spelled_one_way(section, cls.model_fields, is_shared=True)))
+        )
     layers.append(Layer(Origin.INFERRED, inferred(merged(layers), cls.model_fields)))
     return layers
 
@@ -137,7 +139,7 @@ def _from_environment(cls: type[BaseSettings], environment: Mapping[str, str]) -
         elif variable.startswith(own_prefix) or not variable.startswith(_SERVICE_PREFIXES):
             shared[variable] = value  # no option: refused by the name it was given
     names = cls.model_fields
-    return _own(cls, spelled_one_way(shared, names)) | _own(cls, spelled_one_way(own, names))
+    return _own(cls, spelled_one_way(shared, names, is_shared=True)) | _own(cls, spelled_one_way(own, names))
 
 
 def _is_known(name: str, fields: Container[str]) -> bool:

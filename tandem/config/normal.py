@@ -37,21 +37,29 @@ def normalized(values: Mapping[str, Any], fields: Container[str]) -> dict[str, A
     values = spelled_one_way(values, fields)
     if path := values.get("config_file"):
         section = read_section(Path(path), values.get("section_name"))
-        values = spelled_one_way(section, fields) | values
+        values = spelled_one_way(section, fields, is_shared=True) | values
     return values | inferred(values, fields)
 
 
-def spelled_one_way(values: Mapping[str, Any], fields: Container[str]) -> dict[str, Any]:
+def spelled_one_way(
+    values: Mapping[str, Any], fields: Container[str], *, is_shared: bool = False
+) -> dict[str, Any]:
     """The values by the names used here; those inside the JSON form as if each had been given by itself.
 
     What is null was not given, as in vLLM. An option that is given by itself is stronger than the JSON form.
+
+    Args:
+        values: What was given in one place.
+        fields: Names that are options of the class to be made.
+        is_shared: Whether other services read the same place. An alias is one there, even where a class has an option
+            of its own by that name: a service's `--model` is the one it serves, `TANDEM_MODEL` is the draft's.
 
     Raises:
         ConfigurationError: an option has two values under two names, or the JSON form is no JSON object.
     """
     inside = _json_object(values.get(JSON_OPTION))
     own = {name: value for name, value in values.items() if name != JSON_OPTION}
-    return _renamed(inside, fields) | _renamed(own, fields)
+    return _renamed(inside, fields, is_shared=True) | _renamed(own, fields, is_shared=is_shared)
 
 
 def inferred(values: Mapping[str, Any], fields: Container[str]) -> dict[str, Any]:
@@ -75,11 +83,10 @@ def inferred(values: Mapping[str, Any], fields: Container[str]) -> dict[str, Any
     return found
 
 
-def _renamed(values: Mapping[str, Any], fields: Container[str]) -> dict[str, Any]:
+def _renamed(values: Mapping[str, Any], fields: Container[str], *, is_shared: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for given, value in values.items():
-        # A class may have an option of its own by the alias's name: a service's `model` is the one it serves.
-        name = given if given in fields else ALIASES.get(given, given)
+        name = given if given in fields and not is_shared else ALIASES.get(given, given)
         if value is None and (name in fields or name in REFUSED_OPTIONS):
             continue
         if name in found and found[name] != value:

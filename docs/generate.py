@@ -1,0 +1,158 @@
+"""Writes docs/configuration.md from the settings classes and the tables of rules; `--check` tells if it is stale."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from coordinator.rules import MODEL_RULES, REQUEST_RULES
+from coordinator.settings import CoordinatorSettings, GuardedConfig
+from draft_service.settings import DraftSettings
+from tandem.config.acceptance import AcceptanceOptions
+from tandem.config.drafting import DraftingOptions
+from tandem.config.normal import ALIASES
+from tandem.config.refusals import REFUSED_METHODS, REFUSED_OPTIONS
+from tandem.config.rule import Rule, spelled
+from tandem.config.source_options import SourceOptions
+from tandem.config.speculative import SpeculativeConfig
+from tandem.settings import ModelServerSettings, ServerSettings
+from target_service.settings import TargetSettings
+
+PAGE = Path(__file__).with_name("configuration.md")
+
+_INTRODUCTION = """\
+# Configuration
+
+<!-- Written by docs/generate.py (`make docs`) from the classes and the tables of rules. Edit those. -->
+
+An option can be given in four places; the first that names it decides:
+
+1. the command line: `--num-speculative-tokens 4`, or several at once as `--speculative-config '{"method": "ngram"}'`;
+2. the environment: `TANDEM_NUM_SPECULATIVE_TOKENS=4` for every service, `TANDEM_COORDINATOR_...`, `TANDEM_DRAFT_...`
+   and `TANDEM_TARGET_...` for one of them, which is stronger; an empty variable counts as not set;
+3. a TOML or YAML file: `--config-file tandem.toml`, of which `--section-name` takes one section;
+4. the default.
+
+In Python: `SpeculativeConfig(speculative_method="ngram", num_speculative_tokens=4)` from `tandem.config`.
+What is no option is refused in each of these places. `tandem config show` prints every value and where it comes from;
+`tandem config check FILE` tells every rule that a file breaks, and exits 0 or 2. Services that share a file or an
+environment each take what is theirs."""
+
+_SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
+    ("Drafting", "For the draft service; the coordinator checks that the two agree.", DraftingOptions),
+    ("Acceptance", "For the coordinator.", AcceptanceOptions),
+    ("Lengths, memory and what is fixed", "For every service that has the option.", SpeculativeConfig),
+    ("Files", "For the coordinator and the draft service.", SourceOptions),
+    (
+        "Coordinator",
+        "`tandem serve coordinator`; variables begin with `TANDEM_COORDINATOR_`.",
+        CoordinatorSettings,
+    ),
+    ("Draft service", "`tandem serve draft`; variables begin with `TANDEM_DRAFT_`.", DraftSettings),
+    ("Target service", "`tandem serve target`; variables begin with `TANDEM_TARGET_`.", TargetSettings),
+    ("Draft and target service", "Both have these.", ModelServerSettings),
+    ("Every service", "All three have these.", ServerSettings),
+)
+
+_TYPES: Mapping[object, str] = {
+    int: "integer", float: "number", bool: "true or false", str: "text", Path: "path", tuple: "list of numbers"
+}  # fmt: skip
+
+_ORIGIN = re.compile(r"(?:^|(?<=[.:] ))((?:MAX's|vLLM's|Tandem's own).*)$")
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [_INTRODUCTION, *_options(), *_names(), *_rules()]
+    return "\n\n".join(parts) + "\n"
+
+
+def _options() -> Iterator[str]:
+    yield "## Options"
+    for title, words, cls in _SECTIONS:
+        own = {name: cls.model_fields[name] for name in cls.__annotations__ if name in cls.model_fields}
+        rows = [_option(name, field) for name, field in own.items()]
+        yield f"### {title}\n\n{words}\n\n" + _table(("option", "type", "default", "origin", "meaning"), rows)
+
+
+def _option(name: str, field: FieldInfo) -> Sequence[str]:
+    text = " ".join((field.description or "").split())
+    found = _ORIGIN.search(text)
+    origin = found[1].rstrip(".") if found else "Tandem's own"
+    meaning = text[: found.start(1)].rstrip() if found else text
+    default = "" if field.default is None else f"`{spelled(field.default)}`"
+    if field.is_required():
+        default = "required"
+    return f"`{name}`", _type(field.annotation), default, origin, meaning
+
+
+def _type(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return ", ".join(map(str, get_args(annotation)))
+    if annotation in _TYPES:
+        return _TYPES[annotation]
+    if get_origin(annotation) in _TYPES:
+        return _TYPES[get_origin(annotation)]
+    return " or ".join(_type(part) for part in get_args(annotation) if part is not NoneType)
+
+
+def _names() -> Iterator[str]:
+    yield "## Names from MAX and vLLM\n\nAccepted in place of the names above:\n\n" + _table(
+        ("written", "meant"), [(f"`{alias}`", f"`{name}`") for alias, name in ALIASES.items()]
+    )
+    yield "Refused by name:\n\n" + _table(("option", "why"), _refusals(REFUSED_OPTIONS))
+    yield "Drafting methods that are refused by name:\n\n" + _table(
+        ("method", "why"), _refusals(REFUSED_METHODS)
+    )
+
+
+def _refusals(refused: Mapping[str, str]) -> list[tuple[str, str]]:
+    return [(f"`{name}`", f"{reason[0].upper()}{reason[1:]}.") for name, reason in refused.items()]
+
+
+def _rules() -> Iterator[str]:
+    yield "## Rules\n\nWhoever breaks several is told of all at once."
+    yield (
+        "### Of the configuration alone\n\nWherever it is read: exit code 2.\n\n"
+        + _rule_table(GuardedConfig.rules())
+    )
+    yield (
+        "### Of the models\n\nWhen the coordinator meets its services: exit code 2.\n\n"
+        + _rule_table(MODEL_RULES)
+    )
+    yield (
+        "### Of a request\n\nBefore anything is computed for it: `INVALID_ARGUMENT`; `tandem generate` exits 5.\n\n"
+        + _rule_table(REQUEST_RULES)
+    )
+
+
+def _rule_table(rules: Sequence[Rule[Any]]) -> str:
+    return _table(("rule", "what must hold"), [(rule.name, rule.requirement) for rule in rules])
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the page, or check it."""
+    text = page()
+    if "--check" not in arguments:
+        PAGE.write_text(text, encoding="utf-8")
+        return 0
+    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:
+        return 0
+    sys.stderr.write("error: docs/configuration.md is stale; run make docs\n")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

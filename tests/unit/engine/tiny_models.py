@@ -140,8 +140,9 @@ def save_checkpoint(folder: Path, config: Any, seed: int = 0) -> Any:
     """Writes a checkpoint of random weights and a tokenizer to go with it; returns the model, for reference."""
     generator_state = torch.random.get_rng_state()
     torch.manual_seed(seed)
-    # Eager is the definition; older transformers choose SDPA for Gemma-2 and drop its soft-capping without a word.
-    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    # Older transformers choose SDPA for Gemma-2, which drops its soft-capping without a word.
+    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if (

@@ -7,12 +7,14 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from tokenizers import Tokenizer
 
 from coordinator.acceptance import requested_options
 from coordinator.completion import Completion, Limits
 from coordinator.draft_client import DraftClient, DraftLimits, DraftSequence, NoDrafter
+from coordinator.figures_log import FiguresLog
 from coordinator.generate import generate
 from coordinator.rejection.errors import RowError, RuleError
 from coordinator.rejection.options import RejectionOptions
@@ -22,6 +24,7 @@ from coordinator.rules import TokenizedRequest, check_request
 from coordinator.settings import CoordinatorSettings
 from coordinator.target_client import RowChoice, TargetClient, TargetSequence
 from coordinator.text import Detokenizer, StopStrings
+from coordinator.thinking import ThinkSpans, think_spans
 from coordinator.tokenizer import encode
 from tandem.channels import closing
 from tandem.errors import InvalidRequestError, ProtocolError
@@ -61,16 +64,20 @@ class Plan:
     rule: AcceptanceRule
     num_speculative_tokens: int
     """0: the target alone."""
+    think_spans: ThinkSpans | None
+    """Followed when acceptance is relaxed inside them."""
 
-    def accept(self, proposal: Proposal, verification: Verification) -> Acceptance:
+    def accept(self, completion: Completion, proposal: Proposal, verification: Verification) -> Acceptance:
         """The acceptance rule with this round's random numbers.
 
         Raises:
             ProtocolError: what draft and target told does not go together.
         """
         uniforms = draw_uniforms(self.sampling.seed, proposal.base_length, len(proposal))
+        spans = self.think_spans
+        thinking = () if spans is None else spans.inside(completion.token_ids, proposal.token_ids)
         try:
-            return self.rule.accept(proposal, verification, self.sampling, uniforms)
+            return self.rule.accept(proposal, verification, self.sampling, uniforms, thinking)
         except RowError as error:
             raise ProtocolError(str(error)) from error
 
@@ -83,6 +90,7 @@ class Completions:
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         self._settings = settings
+        self.figures = FiguresLog()
 
     def connect(self, services: Services) -> None:
         """Begin to use these services."""
@@ -109,7 +117,9 @@ class Completions:
         async with AsyncExitStack() as streams:
             drafter = await streams.enter_async_context(closing(self._drafter(plan, deadline_seconds)))
             verifier = await streams.enter_async_context(closing(self._verifier(plan, deadline_seconds)))
-            async for chunk in generate(completion, drafter, verifier, plan.accept):
+            # What an abandoned request did counts as well.
+            streams.callback(self.figures.add, plan.rule.name, completion.figures)
+            async for chunk in generate(completion, drafter, verifier, partial(plan.accept, completion)):
                 yield chunk
 
     async def _plan(self, request: GenerationRequest) -> Plan:
@@ -134,6 +144,9 @@ class Completions:
             ),
             rule=_rule(options, sampling, request),
             num_speculative_tokens=count if request.speculation and self.services.draft is not None else 0,
+            think_spans=(
+                think_spans(self.services.tokenizer) if options.use_relaxed_acceptance_for_thinking else None
+            ),
         )
 
     def _drafter(self, plan: Plan, deadline_seconds: float | None) -> DraftSequence | NoDrafter:

@@ -70,7 +70,8 @@ class CoordinatorService:
         )
 
     async def close(self) -> None:
-        """Close the channels."""
+        """Close the channels, and log what is left to tell."""
+        self._completions.figures.close()
         for channel in self._channels:
             await channel.close()
 

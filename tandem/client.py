@@ -10,7 +10,7 @@ Leaving the loop cancels the request on every service.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from types import TracebackType
 
 import grpc
@@ -49,7 +49,7 @@ class Client:
 
     async def generate(
         self, request: GenerationRequest, *, timeout_seconds: float | None = None
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         """Stream a completion. The last chunk carries the summary.
 
         Raises:

@@ -62,9 +62,9 @@ async def complete_all(
         return await asyncio.gather(*map(one, requests))
 
 
-async def until(holds: Callable[[], bool], seconds: float) -> None:
+async def until(holds: Callable[[], bool], seconds: float, why: Callable[[], str] = str) -> None:
     """Wait until it holds; fail when it does not within the time."""
     deadline = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s"
+        assert time.monotonic() < deadline, f"not within {seconds:g} s\n{why()}"
         await asyncio.sleep(0.01)

@@ -46,9 +46,12 @@ class StepRunner:
         if self._serial is not None:
             return self._serial(packing, rows)
         device = self._model.device
+        packed = torch.tensor(
+            (packing.token_ids(), packing.positions()), device=device
+        )  # one copy to the device
         output = self._module(
-            input_ids=torch.tensor([packing.token_ids()], device=device),
-            position_ids=torch.tensor([packing.positions()], device=device),
+            input_ids=packed[:1],
+            position_ids=packed[1:],
             logits_to_keep=_rows_to_keep(rows, packing.token_count, device),
             use_cache=False,
             **{STEP_ARGUMENT: packing},

@@ -73,7 +73,12 @@ class Sequence:
         Raises:
             InvalidRequestError: the sequence is at its limit, or the id is unknown.
         """
-        self.apply(Delta(self.length, (token_id,)))
+        # Once per drafted token, hence not by way of `apply`.
+        if not self.can_extend:
+            raise self._too_long(self.length + 1)
+        if not 0 <= token_id < self.vocabulary_size:
+            raise self._unknown(token_id)
+        self.token_ids.append(token_id)
 
     def want_rows(self, row_count: int) -> None:
         """Makes sure that the last `row_count` positions will be run, again if their KV is there already.
@@ -99,14 +104,20 @@ class Sequence:
                 "send the missing ones from base_length 0."
             )
         if delta.length > self.max_length:
-            raise InvalidRequestError(
-                f"The sequence would have {delta.length} tokens, but its limit is {self.max_length}."
-            )
+            raise self._too_long(delta.length)
         unknown = _first_unknown(delta.token_ids, self.vocabulary_size)
         if unknown is not None:
-            raise InvalidRequestError(
-                f"Token id {unknown} is not in the vocabulary, whose ids are 0 to {self.vocabulary_size - 1}."
-            )
+            raise self._unknown(unknown)
+
+    def _too_long(self, length: int) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"The sequence would have {length} tokens, but its limit is {self.max_length}."
+        )
+
+    def _unknown(self, token_id: int) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"Token id {token_id} is not in the vocabulary, whose ids are 0 to {self.vocabulary_size - 1}."
+        )
 
 
 def _first_unknown(token_ids: Iterable[int], vocabulary_size: int) -> int | None:

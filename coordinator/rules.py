@@ -7,7 +7,7 @@ these tables.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator.acceptance import configured_options
@@ -255,7 +255,11 @@ def _stop_strings(subject: TokenizedRequest) -> Iterator[str]:
         yield "a stop string is empty; each must have a character"
 
 
-PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+PENALTIES: Mapping[str, float] = {
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+}
 """The penalties of a request, each with the value that turns it off."""
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from pydantic import ValidationError
@@ -17,7 +18,7 @@ from coordinator.settings import ConfigSettings
 from tandem.config.layers import Origin, merged, origins, read_layers
 from tandem.config.rule import spelled
 from tandem.errors import ConfigurationError
-from tandem.settings import exit_with, sentences
+from tandem.settings import sentences
 
 config = typer.Typer(help="Show or check the configuration.", no_args_is_help=True)
 
@@ -35,15 +36,8 @@ def show(context: typer.Context) -> None:
     Takes the options of `tandem serve coordinator`, and reads the same environment and config file.
     """
     arguments = [word for word in context.args if word != "--json"]
-    try:
-        layers = read_layers(ConfigSettings, arguments, os.environ, _PROGRAM)
-        settings = ConfigSettings(**merged(layers))
-    except ValidationError as error:
-        _refuse(sentences(error))
-    except ConfigurationError as error:
-        exit_with(error, _BROKEN)
-    else:
-        _write(settings, origins(layers), as_json=len(arguments) < len(context.args))
+    settings, found = _read(arguments, os.environ)
+    _write(settings, found, as_json=len(arguments) < len(context.args))
 
 
 @config.command()
@@ -52,14 +46,23 @@ def check(
     section_name: Annotated[str | None, typer.Option(help="Section that holds the options.")] = None,
 ) -> None:
     """Check a config file alone, without a service. Exits 0, or 2 with one line for each broken rule."""
-    try:
-        ConfigSettings(config_file=file, section_name=section_name)
-    except ValidationError as error:
-        _refuse(sentences(error))
+    section = [] if section_name is None else ["--section-name", section_name]
+    _read(["--config-file", str(file), *section], {})
     sys.stdout.write(f"{file}: ok\n")
 
 
-def _refuse(broken: list[str]) -> None:
+def _read(arguments: list[str], environment: Mapping[str, str]) -> tuple[ConfigSettings, dict[str, Origin]]:
+    """The settings and their origins; ends the command with a line for each thing that is wrong."""
+    try:
+        layers = read_layers(ConfigSettings, arguments, environment, _PROGRAM)
+        return ConfigSettings(**merged(layers)), origins(layers)
+    except ValidationError as error:
+        _refuse(sentences(error))
+    except ConfigurationError as error:
+        _refuse([str(error)])
+
+
+def _refuse(broken: list[str]) -> NoReturn:
     for sentence in broken:
         sys.stderr.write(f"error: {sentence}\n")
     raise typer.Exit(_BROKEN)

@@ -104,7 +104,7 @@ def _devices(options: DraftingOptions) -> Iterator[str]:
 
 def _lookup_range(options: DraftingOptions) -> Iterator[str]:
     smallest, largest = options.prompt_lookup_min, options.prompt_lookup_max
-    if smallest > largest:
+    if smallest > largest >= 1:
         yield f"prompt_lookup_min is {smallest}; it must be at most prompt_lookup_max ({largest})"
 
 

@@ -24,18 +24,22 @@ JSON_OPTION = "speculative_config"
 """vLLM's way to give all options at once, as a JSON object."""
 
 
-def normalized(values: Mapping[str, Any], fields: Container[str]) -> dict[str, Any]:
+def normalized(
+    values: Mapping[str, Any], fields: Container[str], *, with_file: bool = True
+) -> dict[str, Any]:
     """The values under one spelling, with a config file's underneath, and with what follows from them.
 
     Args:
         values: What was given in one place, or gathered from several.
         fields: Names that are options of the class to be made.
+        with_file: Whether to read `config_file`. False where that was done, as for the settings of a process.
 
     Raises:
         ConfigurationError: two spellings disagree, or a file or JSON text cannot be read.
     """
     values = spelled_one_way(values, fields)
-    if path := values.get("config_file"):
+    path = values.get("config_file")
+    if with_file and path:
         section = read_section(Path(path), values.get("section_name"))
         values = spelled_one_way(section, fields, is_shared=True) | values
     return values | inferred(values, fields)

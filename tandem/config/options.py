@@ -72,7 +72,9 @@ class Options(BaseModel):
             return handler(values)
         second_look = info.context if isinstance(info.context, _SecondLook) else None
         try:
-            values = values if second_look else normalized(values, cls.model_fields)
+            if second_look is None:
+                # The settings of a process are read by `tandem.config.layers`, files included.
+                values = normalized(values, cls.model_fields, with_file=BaseSettings not in cls.__mro__)
             options = handler(values)
         except ConfigurationError as error:
             raise _refused(cls, [_sentence(str(error))]) from None

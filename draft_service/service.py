@@ -45,7 +45,7 @@ class DraftService:
             ConfigurationError: the method cannot run as the settings ask.
         """
         self._proposer = await in_daemon_thread(self._load)
-        self._proposer.start()
+        await self._proposer.start()
         self._servicer.proposer = self._proposer
 
     async def close(self) -> None:

@@ -37,7 +37,7 @@ class TargetService:
             ConfigurationError: the model cannot be served as the settings ask.
         """
         self._verifier = await in_daemon_thread(self._load)
-        self._verifier.start()
+        await self._verifier.start()
         self._servicer.verifier = self._verifier
 
     async def close(self) -> None:

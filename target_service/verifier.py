@@ -68,9 +68,10 @@ class Verifier:
         """What the model is."""
         return replace(self._engine.model.info, max_length=self._engine.max_length)
 
-    def start(self) -> None:
-        """Begin to work."""
+    async def start(self) -> None:
+        """Begin to work, and warm up."""
         self._engine.start()
+        await self._engine.warm_up()
 
     async def close(self) -> None:
         """Stop the engine."""

@@ -26,8 +26,8 @@ class Proposer(Protocol):
     def model_info(self) -> ModelInfo:
         """What it drafts with."""
 
-    def start(self) -> None:
-        """Begin to work. Called on the event loop, before anything else."""
+    async def start(self) -> None:
+        """Begin to work. Called before anything else."""
 
     async def close(self) -> None:
         """Let go of it."""

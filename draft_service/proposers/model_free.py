@@ -73,7 +73,7 @@ class ModelFreeProposer:
             service_version=tandem.__version__,
         )
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Nothing to start."""
 
     async def close(self) -> None:

@@ -24,7 +24,7 @@ async def served(proposer: Proposer) -> AsyncIterator[DraftServiceStub]:
     add_DraftServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    proposer.start()
+    await proposer.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             yield DraftServiceStub(channel)

@@ -1,0 +1,52 @@
+"""Pearson's chi-square test, and what it can see."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from typing import TypeVar
+
+CellT = TypeVar("CellT", bound=Hashable)
+
+LEAST_EXPECTED = 10.0
+"""Cells with less than this are pooled: the statistic's distribution is known only where every cell expects some."""
+
+_Z_ONE_IN_10_000 = 3.719
+_Z_99_PERCENT = 2.326
+
+
+def statistic(counts: Counter[CellT], probs: Mapping[CellT, float]) -> tuple[float, int]:
+    """The statistic of the counts if the probabilities were right, and its degrees of freedom."""
+    total = counts.total()
+    large = {cell: prob * total for cell, prob in probs.items() if prob * total >= LEAST_EXPECTED}
+    cells = [(counts[cell], expected) for cell, expected in large.items()]
+    rest = total - sum(expected for _, expected in cells)
+    if rest >= LEAST_EXPECTED:
+        cells.append((total - sum(count for count, _ in cells), rest))
+    return sum((count - expected) ** 2 / expected for count, expected in cells), len(cells) - 1
+
+
+def critical_value(freedom: int) -> float:
+    """What the statistic exceeds once in 10 000 times when the probabilities are right.
+
+    Wilson and Hilferty 1931: the cube root of chi-square over its degrees of freedom is nearly normal.
+    """
+    spread = 2.0 / (9.0 * freedom)
+    return freedom * (1.0 - spread + _Z_ONE_IN_10_000 * math.sqrt(spread)) ** 3
+
+
+def visible_distance(total: int, freedom: int) -> float:
+    """Total variation distance of which any deviation is seen with a probability above 0.99.
+
+    The statistic of a wrong distribution at distance d is noncentral with at least 4 * total * d^2 (Cauchy-Schwarz).
+    """
+    low, high = 0.0, 10.0 * critical_value(freedom)
+    for _ in range(60):
+        noncentrality = (low + high) / 2.0
+        deviation = math.sqrt(2.0 * (freedom + 2.0 * noncentrality))
+        if freedom + noncentrality - _Z_99_PERCENT * deviation < critical_value(freedom):
+            low = noncentrality
+        else:
+            high = noncentrality
+    return math.sqrt(high / (4.0 * total))

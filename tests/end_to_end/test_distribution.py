@@ -1,0 +1,149 @@
+"""What comes out is distributed as the target's own tokens are, over many seeds.
+
+Each case compares the first three tokens of SEEDS completions with the target's exact distribution, enumerated with
+transformers. Any deviation of a total variation distance of 0.12 is seen with a probability above 0.99, and a
+right implementation fails with a probability of 1 in 10 000: once and for all, for the seeds are fixed.
+The first token is always the target's own, so the tokens after it are those that speculation could get wrong.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from tandem.types import GenerationRequest, RowKind
+from tests.end_to_end.chi_square import critical_value, statistic, visible_distance
+from tests.end_to_end.models import blurred, load_reference, random_model, save_model
+from tests.end_to_end.processes import address_of, coordinator, model_service
+from tests.paths import DEMO_TARGET
+from tests.service.clients import complete_all
+
+SEEDS = 1500
+VISIBLE_DISTANCE = 0.12
+LENGTH = 3
+MAX_TOKENS = 5
+NUM_SPECULATIVE_TOKENS = 3
+PROMPT = (300, 301)
+
+Distribution = dict[tuple[int, ...], float]
+
+
+def small_target() -> Any:
+    """Random weights, large enough for some tokens to be far more probable than others."""
+    return random_model(
+        seed=5,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.1,
+    )
+
+
+def small_draft() -> Any:
+    """The target with errors: some of what it proposes is accepted."""
+    return blurred(small_target(), seed=6, scale=0.04)
+
+
+@pytest.fixture(scope="module")
+def small_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A coordinator over a pair of small models."""
+    target = save_model(small_target(), tmp_path_factory.mktemp("small-target"))
+    draft = save_model(small_draft(), tmp_path_factory.mktemp("small-draft"))
+    with (
+        model_service("target_service", target) as target_process,
+        model_service("draft_service", draft) as draft_process,
+        coordinator(address_of(target_process), address_of(draft_process)) as process,
+    ):
+        yield address_of(process)
+
+
+def exact(model: Any, request: GenerationRequest) -> Distribution:
+    """The distribution of the first tokens of a completion, by transformers' own definition of each parameter."""
+    warpers: Any = LogitsProcessorList(
+        [
+            TemperatureLogitsWarper(request.temperature or 1.0),
+            TopKLogitsWarper(request.top_k or 0),
+            TopPLogitsWarper(request.top_p or 1.0),
+        ]
+    )
+    distribution: Distribution = {(): 1.0}
+    for _ in range(LENGTH):
+        contexts = torch.tensor([[*request.prompt, *tokens] for tokens in distribution])
+        with torch.inference_mode():
+            logits = model(contexts).logits[:, -1].double()
+        probs = warpers(contexts, logits).softmax(dim=-1)
+        distribution = {
+            (*tokens, int(token_id)): mass * float(row[token_id])
+            for (tokens, mass), row in zip(distribution.items(), probs, strict=True)
+            for token_id in row.nonzero().flatten()
+        }
+    return distribution
+
+
+async def sampled(address: str, request: GenerationRequest) -> Counter[tuple[int, ...]]:
+    """How often each beginning came, over the seeds."""
+    requests = [
+        GenerationRequest(
+            request.prompt,
+            max_tokens=MAX_TOKENS,
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            seed=seed,
+            num_speculative_tokens=NUM_SPECULATIVE_TOKENS,
+            rejection_sampling_strategy=request.rejection_sampling_strategy,
+            row_kind=request.row_kind,
+            ignore_eos=True,
+        )
+        for seed in range(SEEDS)
+    ]
+    completed = await complete_all(address, requests)
+    assert len({completion.summary.seed for completion in completed}) == SEEDS
+    drafted = sum(completion.figures.drafted for completion in completed)
+    accepted = sum(completion.figures.accepted for completion in completed)
+    rate = accepted / drafted
+    assert 0.1 < rate < 0.9, "both what is accepted and what is recovered must matter"
+    return Counter(completion.token_ids[:LENGTH] for completion in completed)
+
+
+def assert_distributed_as(counts: Counter[tuple[int, ...]], expected: Distribution) -> None:
+    assert set(counts) <= set(expected), "a token came that the target gives no probability"
+    value, freedom = statistic(counts, expected)
+    assert value < critical_value(freedom)
+    assert visible_distance(SEEDS, freedom) < VISIBLE_DISTANCE
+
+
+@pytest.mark.parametrize(
+    ("strategy", "row_kind"),
+    [
+        ("residual", RowKind.SUPPORT),
+        ("residual", RowKind.DENSE),
+        ("block", RowKind.SUPPORT),
+        ("block", RowKind.DENSE),
+        ("strict", RowKind.TOKEN),
+    ],
+)
+async def test_the_first_tokens_are_the_targets(small_address: str, strategy: str, row_kind: RowKind) -> None:
+    request = GenerationRequest(
+        PROMPT, temperature=1.0, top_k=3, rejection_sampling_strategy=strategy, row_kind=row_kind
+    )
+    counts = await sampled(small_address, request)
+    assert_distributed_as(counts, exact(small_target(), request))
+    wrong_value, freedom = statistic(counts, exact(small_draft(), request))
+    assert wrong_value > critical_value(freedom), "the test must see when tokens are the draft's"
+
+
+async def test_the_first_tokens_of_the_demo_target(address: str) -> None:
+    """With everything that truncates a distribution, and with what a trained pair makes of it."""
+    request = GenerationRequest(
+        PROMPT, temperature=0.7, top_k=20, top_p=0.9, rejection_sampling_strategy="residual"
+    )
+    counts = await sampled(address, request)
+    assert_distributed_as(counts, exact(load_reference(DEMO_TARGET), request))

@@ -1,0 +1,58 @@
+"""`strict`: the seed and the target alone decide the tokens, whatever drafts for it and however far."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandem.types import GenerationRequest
+from tests.service.clients import complete_all
+
+PROMPTS = 4
+MAX_TOKENS = 64
+
+
+def requests(
+    prompts: list[str], temperature: float, num_speculative_tokens: int | None, seed: int = 7
+) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            prompt,
+            max_tokens=MAX_TOKENS,
+            temperature=temperature,
+            seed=seed + i,
+            rejection_sampling_strategy="strict",
+            num_speculative_tokens=num_speculative_tokens,
+            speculation=num_speculative_tokens is not None,
+            ignore_eos=True,
+        )
+        for i, prompt in enumerate(prompts[:PROMPTS])
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+async def test_the_draft_and_the_length_of_its_proposals_change_nothing(
+    address: str, random_draft_coordinator: str, prompts: list[str], temperature: float
+) -> None:
+    alone = await complete_all(address, requests(prompts, temperature, None))
+    expected = [completion.token_ids for completion in alone]
+    assert not any(completion.figures.drafted for completion in alone)
+    accepted = []
+    for coordinator in (address, random_draft_coordinator):
+        batch = [
+            request
+            for num_speculative_tokens in (1, 2, 4, 8)
+            for request in requests(prompts, temperature, num_speculative_tokens)
+        ]
+        completed = await complete_all(coordinator, batch)
+        assert [completion.token_ids for completion in completed] == expected * 4
+        assert all(completion.figures.drafted for completion in completed)
+        accepted.append(sum(completion.figures.accepted for completion in completed))
+    assert accepted[0] > accepted[1], "the two drafts must differ for the test to say anything"
+
+
+async def test_other_seeds_and_temperatures_give_other_tokens(address: str, prompts: list[str]) -> None:
+    variants = [(1.0, 7), (1.0, 107), (0.5, 7)]
+    completed = [
+        await complete_all(address, requests(prompts, temperature, 2, seed)) for temperature, seed in variants
+    ]
+    assert len({completions[0].token_ids for completions in completed}) == len(variants)

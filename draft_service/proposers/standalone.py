@@ -40,7 +40,10 @@ def load_standalone(settings: DraftSettings) -> StandaloneProposer:
         ConfigurationError: it cannot be served as they ask.
     """
     model = load_model(
-        settings.checkpoint, device=settings.compute_device, dtype=settings.compute_dtype, threads=settings.threads
+        settings.checkpoint,
+        device=settings.compute_device,
+        dtype=settings.compute_dtype,
+        threads=settings.threads,
     )
     limits = EngineSettings(
         max_length=settings.max_length,

@@ -32,9 +32,15 @@ class Completed:
         return self.summary.finish_reason
 
 
-async def complete(client: Client, request: GenerationRequest) -> Completed:
-    """Read a completion to its end."""
-    chunks = [chunk async for chunk in client.generate(request)]
+async def complete(
+    client: Client, request: GenerationRequest, begun: asyncio.Event | None = None
+) -> Completed:
+    """Read a completion to its end; set the event when its first tokens are there."""
+    chunks = []
+    async for chunk in client.generate(request):
+        chunks.append(chunk)
+        if begun is not None:
+            begun.set()
     summary = chunks[-1].summary
     assert summary is not None
     assert all(chunk.summary is None for chunk in chunks[:-1])

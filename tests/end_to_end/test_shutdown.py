@@ -1,0 +1,194 @@
+"""The end of a process: what runs is finished within bounds, what is new is refused, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tandem.channels import open_channel
+from tandem.client import Client
+from tandem.errors import ServiceUnavailableError
+from tandem.types import GenerationRequest
+from tandem.v1.target_pb2 import TargetServiceGetModelInfoRequest
+from tandem.v1.target_pb2_grpc import TargetServiceStub
+from tests.end_to_end.processes import (
+    START_SECONDS,
+    TANDEM,
+    Process,
+    address_of,
+    coordinator,
+    descendants,
+    is_alive,
+    model_service,
+    running,
+    service,
+    until,
+)
+from tests.paths import DEMO_DRAFT, DEMO_TARGET
+from tests.service import clients
+
+TOKENS = 150
+"""Takes about a second, so that it still runs when the signal comes and is done before the drain ends."""
+REQUEST = GenerationRequest("def f(", max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+END_SECONDS = 45.0
+"""Bound on an end after a drain: the drain timeout, 30 s unless set, and a noisy machine's time to exit."""
+QUICK_SECONDS = 15.0
+"""Bound on an end with nothing to wait for."""
+
+
+async def generation(client: Client) -> asyncio.Task[clients.Completed]:
+    """A completion that has begun."""
+    begun = asyncio.Event()
+
+    async def complete() -> clients.Completed:
+        return await clients.complete(client, REQUEST, begun)
+
+    task = asyncio.create_task(complete())
+    await asyncio.wait_for(begun.wait(), START_SECONDS)
+    assert not task.done()
+    return task
+
+
+async def refused(address: str) -> None:
+    """A new request, on a connection of its own, must be refused."""
+    async with Client(address) as client:
+        with pytest.raises(ServiceUnavailableError):
+            await clients.complete(client, REQUEST)
+
+
+async def test_running_generations_finish_and_new_ones_are_refused() -> None:
+    """All services get the signal at once, as when a machine is shut down."""
+    with (
+        model_service("target_service", DEMO_TARGET) as target,
+        model_service("draft_service", DEMO_DRAFT) as draft,
+        coordinator(address_of(target), address_of(draft)) as front,
+    ):
+        async with Client(address_of(front)) as client, open_channel(address_of(target)) as channel:
+            target_stub = TargetServiceStub(channel)
+            await target_stub.GetModelInfo(TargetServiceGetModelInfoRequest())
+            task = await generation(client)
+            for process in (target, draft, front):
+                process.signal(signal.SIGTERM)
+            await clients.until(lambda: "draining" in front.stderr + target.stderr, QUICK_SECONDS)
+            with pytest.raises(ServiceUnavailableError):
+                await clients.complete(client, REQUEST)
+            await refused(address_of(front))
+            completed = await task
+        assert len(completed.token_ids) == TOKENS
+        assert [process.wait(END_SECONDS) for process in (front, draft, target)] == [0, 0, 0]
+        assert "Traceback" not in front.stderr + draft.stderr + target.stderr
+
+
+async def test_a_drain_is_bounded(target_address: str, draft_address: str) -> None:
+    with coordinator(target_address, draft_address, "--drain-timeout-seconds", "0.1") as front:
+        async with Client(address_of(front)) as client:
+            task = await generation(client)
+            front.signal(signal.SIGTERM)
+            with pytest.raises(ServiceUnavailableError):
+                await task
+        assert front.wait(QUICK_SECONDS) == 0
+        assert "Traceback" not in front.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("package", ["target_service", "draft_service"])
+def test_a_signal_while_the_model_is_loading(package: str, number: signal.Signals) -> None:
+    with model_service(package, DEMO_TARGET) as process:
+        process.line("listening on ")
+        process.signal(number)
+        assert process.wait(QUICK_SECONDS) == 0
+        assert "ready on" not in process.stdout
+        assert "Traceback" not in process.stderr
+
+
+def test_a_signal_while_the_coordinator_waits_for_its_services() -> None:
+    with service("coordinator", "--target-address", "127.0.0.1:1") as process:
+        process.line("listening on ")
+        process.signal(signal.SIGTERM)
+        assert process.wait(QUICK_SECONDS) == 0
+
+
+@contextmanager
+def cluster() -> Iterator[Process]:
+    """`tandem up` with the bundled pair."""
+    with running(TANDEM, "up", "--port", "0", "--threads", "1", "--log-level", "error") as process:
+        yield process
+
+
+def child(process: Process, package: str) -> int:
+    """The process of one of the cluster's services."""
+    (pid,) = (
+        pid
+        for pid in descendants(process.pid)
+        if package.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+    return pid
+
+
+async def test_a_cluster_finishes_what_runs_and_leaves_no_process() -> None:
+    with cluster() as process:
+        address = process.line("tandem up: ready on ")
+        children = descendants(process.pid)
+        assert len(children) == 3
+        async with Client(address) as client:
+            task = await generation(client)
+            process.signal(signal.SIGTERM)
+            completed = await task
+        assert len(completed.token_ids) == TOKENS
+        assert process.wait(END_SECONDS) == 0
+        assert not any(map(is_alive, children))
+        assert process.stderr == ""
+
+
+def test_ctrl_c_ends_a_cluster() -> None:
+    with cluster() as process:
+        process.line("tandem up: ready on ")
+        children = descendants(process.pid)
+        # A terminal sends it to the whole foreground group.
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(END_SECONDS) == 0
+        assert not any(map(is_alive, children))
+        assert process.stderr == ""
+
+
+@pytest.mark.parametrize("package", ["draft_service", "target_service", "coordinator"])
+def test_a_child_that_dies_ends_the_cluster(package: str) -> None:
+    with cluster() as process:
+        process.line("tandem up: ready on ")
+        children = descendants(process.pid)
+        os.kill(child(process, f"\0{package}\0"), signal.SIGKILL)
+        assert process.wait(END_SECONDS) != 0
+        assert not any(map(is_alive, children))
+        name = package.removesuffix("_service")
+        assert process.stderr == (
+            f"error: the {name} service was ended by signal 9; the other services were stopped\n"
+        )
+
+
+def test_a_signal_while_a_cluster_is_starting() -> None:
+    with cluster() as process:
+        until(lambda: len(descendants(process.pid)) >= 2, START_SECONDS, lambda: process.story)
+        children = descendants(process.pid)
+        assert process.stop(QUICK_SECONDS) == 0
+        assert not any(map(is_alive, children))
+
+
+async def test_a_draft_process_that_is_killed_costs_only_its_speed_up(target_address: str) -> None:
+    with (
+        model_service("draft_service", DEMO_DRAFT) as draft,
+        coordinator(target_address, address_of(draft)) as front,
+    ):
+        async with Client(address_of(front)) as client:
+            expected = await clients.complete(client, REQUEST)
+            task = await generation(client)
+            draft.signal(signal.SIGKILL)
+            completed = await task
+            again = await clients.complete(client, REQUEST)
+    assert completed.token_ids == again.token_ids == expected.token_ids
+    assert expected.figures.drafted > completed.figures.drafted > again.figures.drafted == 0

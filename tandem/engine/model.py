@@ -129,7 +129,7 @@ def _load_module(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtyp
     """
     config = _load_config(checkpoint)
     _refuse_recurrent(checkpoint, config)
-    transformers.utils.logging.disable_progress_bar()  # stderr is for log lines
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # stderr is for log lines
     try:
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             checkpoint.folder,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,8 +40,9 @@ _MODELS = Path(__file__).resolve().parents[1] / "models" / "demo"
 def demo_logits(prompt_count: int, token_count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Target's and draft's logits [token_count, vocabulary_size] along texts that the target wrote."""
     tokenizer = AutoTokenizer.from_pretrained(_MODELS / "target")
-    models = [
-        AutoModelForCausalLM.from_pretrained(_MODELS / name, dtype=torch.float32) for name in ("target", "draft")
+    models: list[Any] = [
+        AutoModelForCausalLM.from_pretrained(_MODELS / name, dtype=torch.float32)
+        for name in ("target", "draft")
     ]
     for index, prompt in enumerate(held_out_prompts(prompt_count)):
         torch.manual_seed(index)

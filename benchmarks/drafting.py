@@ -29,10 +29,11 @@ from benchmarks.services import service
 from coordinator.cli.generate import Record
 from coordinator.figures import acceptance_rate, add, mean_acceptance_length
 from draft_service.proposers.model_free import TokenIndex
-from draft_service.proposers.ngram import NgramIndex, NgramOptions
-from draft_service.proposers.suffix import ResponseCache, SuffixIndex, SuffixOptions
+from draft_service.proposers.ngram import NgramIndex
+from draft_service.proposers.suffix import ResponseCache, SuffixIndex
 from draft_service.proposers.token_state import TokenState
 from tandem.client import Client
+from tandem.config.drafting import DraftingOptions
 from tandem.types import Delta, GenerationRequest, SpeculationFigures
 
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
@@ -50,9 +51,11 @@ SEED = 7
 NewIndex = Callable[[TokenState], TokenIndex]
 
 METHODS: dict[str, NewIndex] = {
-    "ngram, 5 to 5": lambda tokens: NgramIndex(tokens, NgramOptions()),
-    "ngram, 1 to 8": lambda tokens: NgramIndex(tokens, NgramOptions(1, 8)),
-    "suffix": lambda tokens: SuffixIndex(tokens, ResponseCache(24, 0), SuffixOptions()),
+    "ngram, 5 to 5": lambda tokens: NgramIndex(tokens, DraftingOptions()),
+    "ngram, 1 to 8": lambda tokens: NgramIndex(
+        tokens, DraftingOptions(prompt_lookup_min=1, prompt_lookup_max=8)
+    ),
+    "suffix": lambda tokens: SuffixIndex(tokens, ResponseCache(24, 0), DraftingOptions()),
 }
 
 

@@ -59,9 +59,9 @@ def _loader(settings: DraftSettings) -> Callable[[], Proposer]:
     limits = SequenceLimits(settings.max_length, settings.max_sequences)
     match settings.method:
         case "ngram":
-            return partial(ngram_proposer, settings.ngram_options, limits)
+            return partial(ngram_proposer, settings, limits)
         case "suffix":
-            return partial(suffix_proposer, settings.suffix_options, limits)
+            return partial(suffix_proposer, settings, limits)
         case _:
             return partial(_load_standalone, settings, settings.checkpoint)
 

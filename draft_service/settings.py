@@ -7,8 +7,6 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from draft_service.proposers.ngram import NgramOptions
-from draft_service.proposers.suffix import SuffixOptions
 from tandem.config.drafting import DraftingOptions
 from tandem.config.methods import STANDALONE
 from tandem.config.source_options import SourceOptions
@@ -52,18 +50,3 @@ class DraftSettings(DraftingOptions, SourceOptions, ModelServerSettings):
         if self.draft_model_path is not None:
             return Path(self.draft_model_path)
         raise ConfigurationError("--model is missing; give it, or set TANDEM_DRAFT_MODEL")
-
-    @property
-    def ngram_options(self) -> NgramOptions:
-        """The options of prompt lookup."""
-        return NgramOptions(self.prompt_lookup_min, self.prompt_lookup_max, self.prompt_lookup_match)
-
-    @property
-    def suffix_options(self) -> SuffixOptions:
-        """The options of suffix decoding."""
-        return SuffixOptions(
-            self.suffix_decoding_max_tree_depth,
-            self.suffix_decoding_max_cached_requests,
-            self.suffix_decoding_max_spec_factor,
-            self.suffix_decoding_min_token_prob,
-        )

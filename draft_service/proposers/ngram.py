@@ -12,69 +12,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
 
 from draft_service.proposers.model_free import ModelFreeProposer, SequenceLimits
 from draft_service.proposers.token_state import TokenState
-from tandem.errors import ConfigurationError
+from tandem.config.drafting import DraftingOptions, LookupMatch
 
-LookupMatch = Literal["latest", "earliest"]
-
-_DEFAULT_SIZE = 5
 _NONE = -1
 
 
-@dataclass(frozen=True, slots=True)
-class NgramOptions:
-    """What prompt lookup can be told. Sizes are in tokens."""
-
-    prompt_lookup_min: int = _DEFAULT_SIZE
-    """Smallest n-gram to look up. vLLM's name."""
-    prompt_lookup_max: int = _DEFAULT_SIZE
-    """Largest n-gram to look up; the largest that is found wins. vLLM's name."""
-    prompt_lookup_match: LookupMatch = "latest"
-    """Which of several earlier occurrences counts: the most recent, or the earliest as in vLLM on a CPU."""
-
-    def __post_init__(self) -> None:
-        if broken := self._broken():
-            raise ConfigurationError("; ".join(broken))
-
-    @classmethod
-    def resolve(
-        cls,
-        prompt_lookup_min: int | None = None,
-        prompt_lookup_max: int | None = None,
-        prompt_lookup_match: LookupMatch = "latest",
-    ) -> NgramOptions:
-        """Fill in the sizes that were not given, as vLLM does: the other one's, or 5 when neither was.
-
-        Raises:
-            ConfigurationError: with a sentence for each option that is wrong.
-        """
-        smallest = prompt_lookup_max if prompt_lookup_min is None else prompt_lookup_min
-        largest = prompt_lookup_min if prompt_lookup_max is None else prompt_lookup_max
-        return cls(
-            _DEFAULT_SIZE if smallest is None else smallest,
-            _DEFAULT_SIZE if largest is None else largest,
-            prompt_lookup_match,
-        )
-
-    def _broken(self) -> list[str]:
-        sizes = {"prompt_lookup_min": self.prompt_lookup_min, "prompt_lookup_max": self.prompt_lookup_max}
-        broken = [f"{name} is {size}; it must be at least 1" for name, size in sizes.items() if size < 1]
-        if not broken and self.prompt_lookup_min > self.prompt_lookup_max:
-            broken.append(
-                f"prompt_lookup_min is {self.prompt_lookup_min} and prompt_lookup_max is {self.prompt_lookup_max}; "
-                "the minimum must not be above the maximum"
-            )
-        if self.prompt_lookup_match not in get_args(LookupMatch):
-            words = " or ".join(get_args(LookupMatch))
-            broken.append(f"prompt_lookup_match is {self.prompt_lookup_match}; it must be {words}")
-        return broken
-
-
-def ngram_proposer(options: NgramOptions, limits: SequenceLimits) -> ModelFreeProposer:
+def ngram_proposer(options: DraftingOptions, limits: SequenceLimits) -> ModelFreeProposer:
     """Draft by prompt lookup."""
     return ModelFreeProposer(
         "ngram",
@@ -86,7 +32,7 @@ def ngram_proposer(options: NgramOptions, limits: SequenceLimits) -> ModelFreePr
 class NgramIndex:
     """Where each n-gram of a sequence occurred."""
 
-    def __init__(self, tokens: TokenState, options: NgramOptions) -> None:
+    def __init__(self, tokens: TokenState, options: DraftingOptions) -> None:
         self._tokens = tokens.token_ids
         sizes = range(options.prompt_lookup_max, options.prompt_lookup_min - 1, -1)
         self._largest_first = [_Occurrences(size, options.prompt_lookup_match) for size in sizes]

@@ -23,13 +23,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from math import inf
 
 from draft_service.proposers.model_free import ModelFreeProposer, SequenceLimits
 from draft_service.proposers.suffix_tree import END, Continuation, SuffixTree, window_at
 from draft_service.proposers.token_state import TokenState
-from tandem.errors import ConfigurationError
+from tandem.config.drafting import DraftingOptions
 
 # The sequence's own text in its own tree.
 _OWN = 0
@@ -37,44 +35,7 @@ _OWN = 0
 _ROUNDING = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
-class SuffixOptions:
-    """What suffix decoding can be told. Names and defaults are vLLM's."""
-
-    suffix_decoding_max_tree_depth: int = 24
-    """Most tokens of a match and its continuation together."""
-    suffix_decoding_max_cached_requests: int = 10_000
-    """How many finished responses are learnt from; the oldest is forgotten first. 0: each sequence by itself only."""
-    suffix_decoding_max_spec_factor: float = 1.0
-    """Most tokens to propose, as a multiple of the length of the match."""
-    suffix_decoding_min_token_prob: float = 0.1
-    """Least estimated probability of a proposed token, given the match."""
-
-    def __post_init__(self) -> None:
-        if broken := self._broken():
-            raise ConfigurationError("; ".join(broken))
-
-    def limit(self, match_length: int) -> int:
-        """Most tokens to propose after a match of so many tokens."""
-        return int(match_length * self.suffix_decoding_max_spec_factor + _ROUNDING)
-
-    def _broken(self) -> list[str]:
-        depth, requests = self.suffix_decoding_max_tree_depth, self.suffix_decoding_max_cached_requests
-        factor, prob = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
-        checks = (
-            ("max_tree_depth", depth, depth >= 1, "at least 1"),
-            ("max_cached_requests", requests, requests >= 0, "at least 0 (0 keeps none)"),
-            ("max_spec_factor", factor, 0.0 <= factor < inf, "a finite number of at least 0"),
-            ("min_token_prob", prob, 0.0 <= prob <= 1.0, "between 0 and 1"),
-        )
-        return [
-            f"suffix_decoding_{name} is {value}; it must be {allowed}"
-            for name, value, holds, allowed in checks
-            if not holds
-        ]
-
-
-def suffix_proposer(options: SuffixOptions, limits: SequenceLimits) -> ModelFreeProposer:
+def suffix_proposer(options: DraftingOptions, limits: SequenceLimits) -> ModelFreeProposer:
     """Draft by suffix decoding."""
     responses = ResponseCache(
         options.suffix_decoding_max_tree_depth, options.suffix_decoding_max_cached_requests
@@ -129,7 +90,7 @@ class ResponseCache:
 class SuffixIndex:
     """The suffix tree of one sequence, beside that of the responses that all sequences share."""
 
-    def __init__(self, tokens: TokenState, responses: ResponseCache, options: SuffixOptions) -> None:
+    def __init__(self, tokens: TokenState, responses: ResponseCache, options: DraftingOptions) -> None:
         self._tokens = tokens
         self._responses = responses
         self._options = options
@@ -167,7 +128,7 @@ class SuffixIndex:
 
 
 def best_continuation(
-    tree: SuffixTree, context: array[int], token_count: int, options: SuffixOptions
+    tree: SuffixTree, context: array[int], token_count: int, options: DraftingOptions
 ) -> Continuation:
     """What a tree says may follow the context: over all lengths of match, the continuation with the highest score.
 
@@ -181,7 +142,7 @@ def best_continuation(
         matches.append(node)
     best = Continuation()
     for length, node in reversed(list(enumerate(matches, start=1))):
-        limit = min(token_count, options.limit(length))
+        limit = min(token_count, int(length * options.suffix_decoding_max_spec_factor + _ROUNDING))
         # No token adds more than 1 to a score, so most short matches, with many ways to go on, need no look.
         if limit <= best.score:
             continue

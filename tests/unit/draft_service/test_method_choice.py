@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import pytest
 
 from draft_service.proposers.model_free import ModelFreeProposer, SequenceLimits
-from draft_service.proposers.ngram import NgramOptions, ngram_proposer
-from draft_service.proposers.suffix import SuffixOptions, suffix_proposer
+from draft_service.proposers.ngram import ngram_proposer
+from draft_service.proposers.suffix import suffix_proposer
 from draft_service.service import DraftService
 from draft_service.settings import DraftSettings
+from tandem.config.drafting import DraftingOptions
 from tandem.errors import ConfigurationError
 from tandem.settings import load_settings
 
@@ -21,21 +22,6 @@ def settings(*arguments: str) -> DraftSettings:
 
 def test_without_an_option_it_is_a_draft_model() -> None:
     assert settings("--model", "somewhere").method == "standalone"
-
-
-def test_options_reach_prompt_lookup() -> None:
-    chosen = settings("--method", "ngram", "--prompt-lookup-max", "3", "--prompt-lookup-match", "earliest")
-    assert chosen.ngram_options == NgramOptions(3, 3, "earliest")
-
-
-def test_options_reach_suffix_decoding() -> None:
-    assert settings("--method", "suffix").suffix_options == SuffixOptions(24, 10_000, 1.0, 0.1)
-    chosen = settings(
-        *("--method", "suffix", "--suffix-decoding-max-tree-depth", "8"),
-        *("--suffix-decoding-max-cached-requests", "0", "--suffix-decoding-max-spec-factor", "2.5"),
-        *("--suffix-decoding-min-token-prob", "0.3"),
-    )
-    assert chosen.suffix_options == SuffixOptions(8, 0, 2.5, 0.3)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +54,7 @@ def test_a_limit_of_its_own_is_told() -> None:
 
 def proposer(method: str, limits: SequenceLimits) -> ModelFreeProposer:
     return (
-        ngram_proposer(NgramOptions(), limits)
+        ngram_proposer(DraftingOptions(), limits)
         if method == "ngram"
-        else suffix_proposer(SuffixOptions(), limits)
+        else suffix_proposer(DraftingOptions(), limits)
     )

@@ -7,7 +7,6 @@ import sys
 import tracemalloc
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal
 
 import grpc.aio
 import pytest
@@ -15,17 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_service.proposers.model_free import SequenceLimits
-from draft_service.proposers.ngram import NgramIndex, NgramOptions, ngram_proposer
-from tandem.errors import ConfigurationError
+from draft_service.proposers.ngram import NgramIndex, ngram_proposer
+from tandem.config.drafting import DraftingOptions, LookupMatch
 from tandem.types import Delta, RowKind
 from tests.paths import ROOT
 from tests.unit.draft_service.deltas import Held, script_to_deltas, scripts
 from tests.unit.draft_service.served import opened, served
 
-Match = Literal["latest", "earliest"]
+
+def lookup(smallest: int = 5, largest: int = 5, match: LookupMatch = "latest") -> DraftingOptions:
+    return DraftingOptions(prompt_lookup_min=smallest, prompt_lookup_max=largest, prompt_lookup_match=match)
 
 
-def searched(tokens: Sequence[int], options: NgramOptions, token_count: int) -> list[int]:
+def searched(tokens: Sequence[int], options: DraftingOptions, token_count: int) -> list[int]:
     """The rule, as plainly as it can be put."""
     for size in range(options.prompt_lookup_max, options.prompt_lookup_min - 1, -1):
         starts = [
@@ -42,9 +43,9 @@ def searched(tokens: Sequence[int], options: NgramOptions, token_count: int) -> 
     scripts, st.integers(1, 4), st.integers(0, 3), st.sampled_from(["latest", "earliest"]), st.integers(0, 6)
 )
 def test_it_finds_what_a_search_finds(
-    script: list[tuple[int, list[int]]], smallest: int, more: int, match: Match, token_count: int
+    script: list[tuple[int, list[int]]], smallest: int, more: int, match: LookupMatch, token_count: int
 ) -> None:
-    options = NgramOptions(smallest, smallest + more, match)
+    options = lookup(smallest, smallest + more, match)
     held = Held(partial(NgramIndex, options=options))
     for delta in script_to_deltas(script):
         held.apply(delta)
@@ -67,54 +68,16 @@ def test_it_finds_what_a_search_finds(
         pytest.param([], 1, 5, "latest", [], id="no token"),
     ],
 )
-def test_examples(tokens: list[int], smallest: int, largest: int, match: Match, proposed: list[int]) -> None:
-    held = Held(partial(NgramIndex, options=NgramOptions(smallest, largest, match)))
+def test_examples(
+    tokens: list[int], smallest: int, largest: int, match: LookupMatch, proposed: list[int]
+) -> None:
+    held = Held(partial(NgramIndex, options=lookup(smallest, largest, match)))
     held.apply(Delta(0, tokens))
     assert held.propose(5) == proposed
 
 
-@pytest.mark.parametrize(
-    ("given_min", "given_max", "sizes"),
-    [(None, None, (5, 5)), (3, None, (3, 3)), (None, 7, (7, 7)), (2, 4, (2, 4))],
-)
-def test_a_size_that_is_not_given_is_the_other_one(
-    given_min: int | None, given_max: int | None, sizes: tuple[int, int]
-) -> None:
-    options = NgramOptions.resolve(given_min, given_max)
-    assert (options.prompt_lookup_min, options.prompt_lookup_max) == sizes
-
-
-@pytest.mark.parametrize(
-    ("smallest", "largest", "sentence"),
-    [
-        (0, 3, "prompt_lookup_min is 0; it must be at least 1"),
-        (
-            0,
-            -1,
-            "prompt_lookup_min is 0; it must be at least 1; prompt_lookup_max is -1; it must be at least 1",
-        ),
-        (
-            6,
-            5,
-            "prompt_lookup_min is 6 and prompt_lookup_max is 5; the minimum must not be above the maximum",
-        ),
-    ],
-)
-def test_options_that_are_wrong_are_named(smallest: int, largest: int, sentence: str) -> None:
-    with pytest.raises(ConfigurationError) as refusal:
-        NgramOptions(smallest, largest)
-    assert str(refusal.value) == sentence
-
-
-def test_an_unknown_match_is_named() -> None:
-    with pytest.raises(
-        ConfigurationError, match="prompt_lookup_match is first; it must be latest or earliest"
-    ):
-        NgramOptions(prompt_lookup_match="first")  # type: ignore[arg-type]
-
-
 def test_its_memory_is_what_the_module_says() -> None:
-    held = Held(partial(NgramIndex, options=NgramOptions()))
+    held = Held(partial(NgramIndex, options=lookup()))
     state = 1
     tokens = [state := state * 48271 % 2147483647 for _ in range(20_000)]
     tracemalloc.start()
@@ -128,7 +91,7 @@ def test_its_memory_is_what_the_module_says() -> None:
 
 
 async def test_a_sequence_through_the_servicer() -> None:
-    proposer = ngram_proposer(NgramOptions(2, 3), SequenceLimits())
+    proposer = ngram_proposer(lookup(2, 3), SequenceLimits())
     async with served(proposer) as stub, opened(stub, row_kind=RowKind.SUPPORT) as stream:
         nothing = await stream.propose(0, [1, 2, 3, 4], 0)
         assert (nothing.base_length, nothing.token_ids) == (4, ())
@@ -158,7 +121,7 @@ async def test_a_sequence_through_the_servicer() -> None:
 async def test_a_delta_that_does_not_fit_is_refused(
     base_length: int, token_ids: list[int], sentence: str
 ) -> None:
-    async with served(ngram_proposer(NgramOptions(), SequenceLimits())) as stub, opened(stub, 8) as stream:
+    async with served(ngram_proposer(lookup(), SequenceLimits())) as stub, opened(stub, 8) as stream:
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await stream.propose(base_length, token_ids, 1)
     assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -166,7 +129,7 @@ async def test_a_delta_that_does_not_fit_is_refused(
 
 
 async def test_a_sequence_that_may_become_too_long_is_refused() -> None:
-    proposer = ngram_proposer(NgramOptions(), SequenceLimits(max_length=8))
+    proposer = ngram_proposer(lookup(), SequenceLimits(max_length=8))
     async with served(proposer) as stub, opened(stub, 9) as stream:
         with pytest.raises(grpc.aio.AioRpcError, match="9 tokens was asked for; this service takes up to 8"):
             await stream.propose(0, [1], 1)

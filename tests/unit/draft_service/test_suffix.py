@@ -17,12 +17,11 @@ from draft_service.proposers.model_free import SequenceLimits
 from draft_service.proposers.suffix import (
     ResponseCache,
     SuffixIndex,
-    SuffixOptions,
     best_continuation,
     suffix_proposer,
 )
 from draft_service.proposers.suffix_tree import SuffixTree
-from tandem.errors import ConfigurationError
+from tandem.config.drafting import DraftingOptions
 from tandem.types import Delta, RowKind
 from tests.unit.draft_service.deltas import Held, script_to_deltas, scripts
 from tests.unit.draft_service.served import opened, served
@@ -30,7 +29,7 @@ from tests.unit.draft_service.served import opened, served
 Window = tuple[int, ...]
 
 all_options = st.builds(
-    SuffixOptions,
+    DraftingOptions,
     suffix_decoding_max_tree_depth=st.integers(1, 8),
     suffix_decoding_max_cached_requests=st.integers(0, 3),
     suffix_decoding_max_spec_factor=st.sampled_from([0.0, 0.5, 1.0, 2.5]),
@@ -69,7 +68,7 @@ def continued(
 
 
 def best(
-    windows: Sequence[Window], tokens: Sequence[int], token_count: int, options: SuffixOptions
+    windows: Sequence[Window], tokens: Sequence[int], token_count: int, options: DraftingOptions
 ) -> tuple[list[int], float]:
     """Over all lengths of match, the continuation with the highest score; the longest match among equals."""
     chosen: tuple[list[int], float] = ([], 0.0)
@@ -82,7 +81,7 @@ def best(
 
 
 def proposed(
-    responses: Sequence[Sequence[int]], tokens: Sequence[int], token_count: int, options: SuffixOptions
+    responses: Sequence[Sequence[int]], tokens: Sequence[int], token_count: int, options: DraftingOptions
 ) -> list[int]:
     """The rule, as plainly as it can be put."""
     depth = options.suffix_decoding_max_tree_depth
@@ -94,11 +93,11 @@ def proposed(
     return own[0] if own[1] >= others[1] else others[0]
 
 
-def new_cache(options: SuffixOptions) -> ResponseCache:
+def new_cache(options: DraftingOptions) -> ResponseCache:
     return ResponseCache(options.suffix_decoding_max_tree_depth, options.suffix_decoding_max_cached_requests)
 
 
-def hold(responses: ResponseCache, options: SuffixOptions) -> Held[SuffixIndex]:
+def hold(responses: ResponseCache, options: DraftingOptions) -> Held[SuffixIndex]:
     return Held(partial(SuffixIndex, responses=responses, options=options))
 
 
@@ -110,7 +109,7 @@ def add(responses: ResponseCache, response: Sequence[int]) -> None:
 @settings(deadline=None)
 @given(scripts, all_options, st.integers(0, 6))
 def test_it_proposes_what_counting_by_hand_proposes(
-    script: list[tuple[int, list[int]]], options: SuffixOptions, token_count: int
+    script: list[tuple[int, list[int]]], options: DraftingOptions, token_count: int
 ) -> None:
     held = hold(new_cache(options), options)
     for delta in script_to_deltas(script):
@@ -121,7 +120,7 @@ def test_it_proposes_what_counting_by_hand_proposes(
 @settings(deadline=None)
 @given(st.lists(scripts, min_size=2, max_size=6), all_options, st.integers(0, 6))
 def test_it_learns_from_the_last_responses(
-    completions: list[list[tuple[int, list[int]]]], options: SuffixOptions, token_count: int
+    completions: list[list[tuple[int, list[int]]]], options: DraftingOptions, token_count: int
 ) -> None:
     cache, responses = new_cache(options), list[list[int]]()
     for script in completions:
@@ -142,7 +141,7 @@ def test_it_learns_from_the_last_responses(
 @settings(deadline=None)
 @given(scripts, st.integers(1, 8))
 def test_forgetting_everything_leaves_an_empty_tree(script: list[tuple[int, list[int]]], depth: int) -> None:
-    options = SuffixOptions(depth)
+    options = DraftingOptions(suffix_decoding_max_tree_depth=depth)
     held = hold(new_cache(options), options)
     for delta in script_to_deltas(script):
         held.apply(delta)
@@ -153,7 +152,7 @@ def test_forgetting_everything_leaves_an_empty_tree(script: list[tuple[int, list
 
 
 def test_the_response_is_learnt_and_the_prompt_is_not() -> None:
-    options = SuffixOptions()
+    options = DraftingOptions()
     cache = new_cache(options)
     held = hold(cache, options)
     held.apply(Delta(0, [1, 2, 3]))
@@ -167,7 +166,7 @@ def test_the_response_is_learnt_and_the_prompt_is_not() -> None:
 
 
 def test_the_oldest_response_is_forgotten_first() -> None:
-    options = SuffixOptions(suffix_decoding_max_cached_requests=2)
+    options = DraftingOptions(suffix_decoding_max_cached_requests=2)
     cache = new_cache(options)
     known: list[list[list[int]]] = []
     for number in range(1, 5):
@@ -223,7 +222,7 @@ def test_forgetting_responses_frees_their_memory() -> None:
     ],
 )
 def test_how_much_is_proposed(changes: dict[str, float], token_ids: list[int]) -> None:
-    options = SuffixOptions(**changes)  # type: ignore[arg-type]
+    options = DraftingOptions(**changes)
     held = hold(new_cache(options), options)
     held.apply(Delta(0, [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]))
     assert held.propose(5) == token_ids
@@ -232,36 +231,11 @@ def test_how_much_is_proposed(changes: dict[str, float], token_ids: list[int]) -
 @pytest.mark.parametrize(("min_prob", "token_ids"), [(0.0, [2, 3]), (0.5, [2, 3]), (0.6, [2]), (0.8, [])])
 def test_an_unlikely_token_is_not_proposed(min_prob: float, token_ids: list[int]) -> None:
     # After 1 came 2 three times in four, and after that 3 two times in three: 0.75, then 0.5.
-    options = SuffixOptions(suffix_decoding_max_spec_factor=2.0, suffix_decoding_min_token_prob=min_prob)
+    options = DraftingOptions(suffix_decoding_max_spec_factor=2.0, suffix_decoding_min_token_prob=min_prob)
     cache = new_cache(options)
     for response in ([1, 2, 3], [1, 2, 3], [1, 2, 4], [1, 5, 6]):
         add(cache, response)
     assert list(best_continuation(cache.tree, array("i", [1]), 2, options).token_ids) == token_ids
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"suffix_decoding_max_tree_depth": 0}, "suffix_decoding_max_tree_depth is 0; it must be at least 1"),
-        (
-            {"suffix_decoding_max_cached_requests": -1},
-            "suffix_decoding_max_cached_requests is -1; it must be at least 0 (0 keeps none)",
-        ),
-        (
-            {"suffix_decoding_max_spec_factor": -0.5, "suffix_decoding_min_token_prob": 1.5},
-            "suffix_decoding_max_spec_factor is -0.5; it must be a finite number of at least 0; "
-            "suffix_decoding_min_token_prob is 1.5; it must be between 0 and 1",
-        ),
-        (
-            {"suffix_decoding_min_token_prob": float("nan")},
-            "suffix_decoding_min_token_prob is nan; it must be between 0 and 1",
-        ),
-    ],
-)
-def test_options_that_are_wrong_are_named(changes: dict[str, float], sentence: str) -> None:
-    with pytest.raises(ConfigurationError) as refusal:
-        SuffixOptions(**changes)  # type: ignore[arg-type]
-    assert str(refusal.value) == sentence
 
 
 def test_a_window_that_is_a_beginning_of_another_changes_nothing() -> None:
@@ -272,7 +246,7 @@ def test_a_window_that_is_a_beginning_of_another_changes_nothing() -> None:
 
 
 async def test_sequences_through_the_servicer_learn_from_those_that_finished() -> None:
-    async with served(suffix_proposer(SuffixOptions(), SequenceLimits())) as stub:
+    async with served(suffix_proposer(DraftingOptions(), SequenceLimits())) as stub:
         async with opened(stub, row_kind=RowKind.DENSE) as finished, opened(stub) as dropped:
             for stream, response in ((finished, [4, 5, 6, 7]), (dropped, [14, 15, 16, 17])):
                 await stream.propose(0, [1, 2, 3], 0)
@@ -287,6 +261,6 @@ async def test_sequences_through_the_servicer_learn_from_those_that_finished() -
 
 
 async def test_a_delta_that_does_not_fit_is_refused() -> None:
-    async with served(suffix_proposer(SuffixOptions(), SequenceLimits())) as stub, opened(stub) as stream:
+    async with served(suffix_proposer(DraftingOptions(), SequenceLimits())) as stub, opened(stub) as stream:
         with pytest.raises(grpc.aio.AioRpcError, match="the delta starts at token 3"):
             await stream.propose(3, [1], 1)

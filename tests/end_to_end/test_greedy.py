@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from tandem.types import GenerationRequest
+from tandem.types import FinishReason, GenerationRequest
 from tests.end_to_end.models import load_reference
 from tests.paths import DEMO_TARGET
 from tests.service.clients import complete_all
 
 PROMPTS = 20
 MAX_TOKENS = 128
+MAX_LENGTH = 1024
+"""The demo pair's."""
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +56,23 @@ async def test_greedy_completions_are_the_targets_own(
     completed = await complete_all(address, requests, at_once)
     assert [completion.token_ids for completion in completed] == expected
     assert all(completion.figures.accepted for completion in completed), "every one was speculated on"
+
+
+@pytest.mark.parametrize("prompt_length", [1, MAX_LENGTH - 1])
+async def test_the_shortest_prompt_and_the_longest(
+    address: str, prompts: list[str], prompt_length: int
+) -> None:
+    """The longest leaves room for one token."""
+    text = "\n".join(prompts)
+    prompt = tuple(Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json")).encode(text).ids[:prompt_length])
+    assert len(prompt) == prompt_length
+    request = GenerationRequest(
+        prompt, max_tokens=16, temperature=0.0, num_speculative_tokens=4, ignore_eos=True
+    )
+    (completed,) = await complete_all(address, [request])
+    assert completed.finish_reason is FinishReason.LENGTH
+    assert len(completed.token_ids) == min(16, MAX_LENGTH - prompt_length)
+    whole = torch.tensor([[*prompt, *completed.token_ids]])
+    with torch.inference_mode():
+        said = load_reference(DEMO_TARGET)(whole).logits[0].argmax(dim=-1)
+    assert completed.token_ids == tuple(said[prompt_length - 1 : -1].tolist())

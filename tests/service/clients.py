@@ -35,11 +35,11 @@ class Completed:
 async def complete(
     client: Client, request: GenerationRequest, begun: asyncio.Event | None = None
 ) -> Completed:
-    """Read a completion to its end; set the event when its first tokens are there."""
+    """Read a completion to its end; set the event when the draft has had a part in it."""
     chunks = []
     async for chunk in client.generate(request):
         chunks.append(chunk)
-        if begun is not None:
+        if begun is not None and any(chunk.drafted):
             begun.set()
     summary = chunks[-1].summary
     assert summary is not None

@@ -69,6 +69,11 @@ class Fake:
         self.longest = 0
         """Most tokens that a sequence ever held."""
 
+    def open(self, max_length: int) -> None:
+        """Begin a sequence, which must not be longer than the model can read."""
+        assert max_length <= MAX_LENGTH
+        self.opened += 1
+
     def apply(self, tokens: list[int], delta: Delta) -> None:
         """Do to the tokens what the delta says, which must not leave a gap."""
         assert delta.base_length <= len(tokens)
@@ -90,7 +95,7 @@ class FakeTarget(Fake, target_pb2_grpc.TargetServiceServicer):
         try:
             async for request in request_iterator:
                 if request.HasField("open"):
-                    self.opened += 1
+                    self.open(request.open.max_length)
                 elif request.HasField("finish"):
                     self.finished += 1
                     return
@@ -165,7 +170,7 @@ class FakeDraft(Fake, draft_pb2_grpc.DraftServiceServicer):
         try:
             async for request in request_iterator:
                 if request.HasField("open"):
-                    self.opened += 1
+                    self.open(request.open.max_length)
                 elif request.HasField("finish"):
                     self.finished += 1
                     return

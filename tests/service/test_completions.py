@@ -110,9 +110,10 @@ async def test_max_tokens_is_met_exactly_wherever_it_falls(max_tokens: int) -> N
     assert target.longest <= max_tokens, "the last token is never sent to be read"
 
 
-async def test_max_length_is_met_exactly() -> None:
+@pytest.mark.parametrize("max_tokens", [None, 10 * MAX_LENGTH])
+async def test_max_length_is_met_exactly(max_tokens: int | None) -> None:
     async with cluster(target := FakeTarget(), draft := FakeDraft()) as client:
-        completed = await complete(client, request(max_tokens=None))
+        completed = await complete(client, request(max_tokens=max_tokens))
     assert completed.token_ids == tuple(range(11, 10 + MAX_LENGTH))
     assert completed.finish_reason is FinishReason.LENGTH
     assert max(target.longest, draft.longest) < MAX_LENGTH

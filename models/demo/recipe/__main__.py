@@ -27,7 +27,7 @@ from models.demo.recipe.architecture import (
 )
 from models.demo.recipe.batches import packed
 from models.demo.recipe.corpus import read_corpus
-from models.demo.recipe.distill import distil
+from models.demo.recipe.distill import adopt_embedding, distil
 from models.demo.recipe.functions import functions, held_out_prompts
 from models.demo.recipe.lessons import read_corpus_lessons, write_lessons
 from models.demo.recipe.measure import DEMO_FOLDER, held_out_loss, measure_acceptance
@@ -106,6 +106,7 @@ def make_draft(
     written = write_lessons(target, beginnings, minutes.writing, SEED)
     torch.manual_seed(SEED)
     draft = build_model(draft_config())
+    adopt_embedding(draft, target)
     tokens_seen = distil(draft, target.lm_head, read, written, minutes.distilling)
     save_folder(draft, tokenizer, folder)
     return tokens_seen

@@ -132,14 +132,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, default=DEMO_FOLDER, help="where target/ and draft/ are written"
     )
-    parser.add_argument("--minutes-target", type=float, default=57.5, help="pretraining of the target")
+    parser.add_argument("--minutes-target", type=float, default=49.5, help="pretraining of the target")
     parser.add_argument(
-        "--minutes-reading", type=float, default=3.0, help="the target reads corpus for the draft"
+        "--minutes-reading", type=float, default=2.5, help="the target reads corpus for the draft"
     )
     parser.add_argument(
-        "--minutes-writing", type=float, default=7.0, help="the target writes text for the draft"
+        "--minutes-writing", type=float, default=9.0, help="the target writes text for the draft"
     )
-    parser.add_argument("--minutes-draft", type=float, default=16.0, help="distillation of the draft")
+    parser.add_argument("--minutes-draft", type=float, default=22.0, help="distillation of the draft")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     return parser.parse_args()
 

@@ -19,7 +19,7 @@ from coordinator.generate import generate
 from coordinator.rejection.errors import RowError, RuleError
 from coordinator.rejection.options import RejectionOptions
 from coordinator.rejection.resolution import AcceptanceRule, resolve
-from coordinator.rejection.uniforms import draw_uniforms
+from coordinator.rejection.uniforms import NO_UNIFORMS, draw_uniforms
 from coordinator.rules import TokenizedRequest, check_request
 from coordinator.settings import CoordinatorSettings
 from coordinator.target_client import RowChoice, TargetClient, TargetSequence
@@ -73,7 +73,9 @@ class Plan:
         Raises:
             ProtocolError: what draft and target told does not go together.
         """
-        uniforms = draw_uniforms(self.sampling.seed, proposal.base_length, len(proposal))
+        uniforms = NO_UNIFORMS
+        if self.rule.strategy.draws:
+            uniforms = draw_uniforms(self.sampling.seed, proposal.base_length, len(proposal))
         spans = self.think_spans
         thinking = () if spans is None else spans.inside(completion.token_ids, proposal.token_ids)
         try:

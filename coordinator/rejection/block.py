@@ -29,11 +29,7 @@ def accept(
     count = len(proposal)
     rows = [joint_row(proposal, verification, index, sampling) for index in range(count)]
     weights = _prefix_weights(proposal, rows)
-    kept = 0
-    for length, uniform in enumerate(uniforms.accept.tolist(), start=1):
-        following = rows[length] if length < count else None
-        if uniform < _keep_probability(weights[length], following):
-            kept = length
+    kept = _longest_kept(weights, rows, uniforms.accept.tolist())
     if kept == count:
         bonus = sample_target(verification, count, sampling, float(uniforms.recover[count]))
         return Acceptance(count, bonus, NextToken.BONUS)
@@ -50,13 +46,22 @@ def _prefix_weights(proposal: Proposal, rows: list[JointRow]) -> list[float]:
     return weights
 
 
+def _longest_kept(weights: list[float], rows: list[JointRow], uniforms: list[float]) -> int:
+    """Length of the longest prefix that passes its test. From the longest on, so that most tests are never made."""
+    for length in range(len(rows), 0, -1):
+        following = rows[length] if length < len(rows) else None
+        if uniforms[length - 1] < _keep_probability(weights[length], following):
+            return length
+    return 0
+
+
 def _keep_probability(weight: float, following: JointRow | None) -> float:
     """h_i of the paper: the probability to keep a prefix of this weight when no longer one is kept.
 
     Zero over zero means that draft and target are equal after the prefix. The prefix one token longer has the
     same weight of 1 then, so that it or a longer one is kept in any case.
     """
-    if following is None:
+    if following is None or weight == 0.0:
         return weight
     residual_mass = following.target.residual_mass(following.draft_probs, weight)
     return residual_mass / (residual_mass + 1.0 - weight) if residual_mass > 0.0 else 0.0

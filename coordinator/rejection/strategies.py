@@ -53,6 +53,8 @@ class Strategy:
     """Whether support rows have to come with statistics."""
     needs_token_logits: bool = False
     """Whether the draft has to tell the proposed tokens' logits."""
+    draws: bool = True
+    """Whether it needs random numbers of the coordinator's."""
     reads_argmax: bool = False
     """Whether it asks for the most probable token only, which a token row is at temperature 0 alone."""
     can_be_relaxed: bool = False
@@ -82,6 +84,7 @@ GREEDY = Strategy(
     row_kinds=(_TOKEN, _SUPPORT, _DENSE),
     draft_row_kind=_TOKEN,
     build=lambda options: greedy.accept,
+    draws=False,
     needs_statistics=True,
     reads_argmax=True,
 )
@@ -112,6 +115,7 @@ STRICT = Strategy(
     row_kinds=(_TOKEN, _DENSE),
     draft_row_kind=_TOKEN,
     build=lambda options: strict.accept,
+    draws=False,
 )
 TYPICAL_ACCEPTANCE = Strategy(
     name="typical-acceptance",

@@ -11,6 +11,9 @@ from coordinator.rejection.rows import check_rows, sample_target
 from coordinator.rejection.uniforms import Uniforms
 from tandem.types import Acceptance, NextToken, Proposal, SamplingParams, SupportRow, Verification
 
+# A uniform chooses within a support, and the rows here have none: the target's own noise draws.
+_UNUSED = 0.5
+
 
 def accept(
     proposal: Proposal, verification: Verification, sampling: SamplingParams, uniforms: Uniforms
@@ -27,9 +30,9 @@ def accept(
     if any(isinstance(row, SupportRow) for row in verification.rows):
         raise RowError("strict needs the target's own samples, which support rows do not tell")
     for index, token_id in enumerate(proposal.token_ids):
-        sample = sample_target(verification, index, sampling, float(uniforms.recover[index]))
+        sample = sample_target(verification, index, sampling, _UNUSED)
         if sample != token_id:
             return Acceptance(index, sample, NextToken.RECOVERED)
     count = len(proposal)
-    bonus = sample_target(verification, count, sampling, float(uniforms.recover[count]))
+    bonus = sample_target(verification, count, sampling, _UNUSED)
     return Acceptance(count, bonus, NextToken.BONUS)

@@ -24,6 +24,10 @@ class Uniforms:
         return Uniforms(self.accept[start:stop], self.recover[start : stop + 1])
 
 
+NO_UNIFORMS = Uniforms(np.empty(0), np.empty(0))
+"""For rules that draw nothing: drawing costs more than such a rule itself."""
+
+
 def draw_uniforms(seed: int, base_length: int, token_count: int) -> Uniforms:
     """The random numbers of the round that proposes `token_count` tokens after `base_length` ones.
 

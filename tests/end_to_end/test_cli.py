@@ -18,6 +18,8 @@ from tokenizers import Tokenizer
 from tests.end_to_end.processes import START_SECONDS, TANDEM, run, running, until
 from tests.paths import DEMO_TARGET, ROOT
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "def area(width, height):\n"
 OPTIONS = ("--temperature", "0", "--max-tokens", "24", "--num-speculative-tokens", "4", "--ignore-eos")
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")

@@ -23,6 +23,8 @@ from tests.end_to_end.processes import address_of, coordinator, model_service
 from tests.paths import DEMO_TARGET
 from tests.service.clients import complete_all
 
+pytestmark = pytest.mark.slow
+
 SEEDS = 1500
 VISIBLE_DISTANCE = 0.12
 LENGTH = 3

@@ -12,6 +12,8 @@ from tests.end_to_end.models import load_reference
 from tests.paths import DEMO_TARGET
 from tests.service.clients import complete_all
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = 20
 MAX_TOKENS = 128
 MAX_LENGTH = 1024

@@ -34,6 +34,8 @@ from tests.end_to_end.processes import (
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 from tests.service import clients
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 150
 """Takes about a second, so that it still runs when the signal comes and is done before the drain ends."""
 REQUEST = GenerationRequest("def f(", max_tokens=TOKENS, temperature=0.0, ignore_eos=True)

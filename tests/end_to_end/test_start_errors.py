@@ -16,6 +16,8 @@ from tests.end_to_end.models import random_model, save_model
 from tests.end_to_end.processes import TANDEM, address_of, model_service, run
 from tests.paths import DEMO_DRAFT
 
+pytestmark = pytest.mark.slow
+
 END_SECONDS = 40.0
 """Bound on an end, interpreter start and a noisy machine included. What has to load torch first takes longer."""
 

@@ -7,6 +7,8 @@ import pytest
 from tandem.types import GenerationRequest
 from tests.service.clients import complete_all
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = 4
 MAX_TOKENS = 64
 

@@ -1,7 +1,7 @@
 """What comes out is distributed as the target's own tokens are, over many seeds.
 
 Each case compares the first three tokens of SEEDS completions with the target's exact distribution, enumerated with
-transformers. Any deviation of a total variation distance of 0.12 is seen with a probability above 0.99, and a
+transformers. Any deviation of a total variation distance of 0.15 is seen with a probability above 0.99, and a
 right implementation fails with a probability of 1 in 10 000: once and for all, for the seeds are fixed.
 The first token is always the target's own, so the tokens after it are those that speculation could get wrong.
 """
@@ -25,20 +25,20 @@ from tests.service.clients import complete_all
 
 pytestmark = pytest.mark.slow
 
-SEEDS = 1500
-VISIBLE_DISTANCE = 0.12
+SEEDS = 1200
+VISIBLE_DISTANCE = 0.15
 LENGTH = 3
 MAX_TOKENS = 5
 NUM_SPECULATIVE_TOKENS = 3
-PROMPT = (300, 301)
 
 Distribution = dict[tuple[int, ...], float]
 
 
 def small_target() -> Any:
-    """Random weights, large enough for some tokens to be far more probable than others."""
+    """Six tokens and random weights, scaled up for some tokens to be far more probable than others."""
     return random_model(
-        seed=5,
+        seed=7,
+        vocab_size=6,
         hidden_size=64,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -49,18 +49,18 @@ def small_target() -> Any:
 
 
 def small_draft() -> Any:
-    """The target with errors: some of what it proposes is accepted."""
-    return blurred(small_target(), seed=6, scale=0.04)
+    """The target with errors: about half of what it proposes is accepted."""
+    return blurred(small_target(), seed=9, scale=0.6)
 
 
 @pytest.fixture(scope="module")
 def small_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A coordinator over a pair of small models."""
+    """A coordinator over a pair of small models. The draft's support is smaller than the target's."""
     target = save_model(small_target(), tmp_path_factory.mktemp("small-target"))
     draft = save_model(small_draft(), tmp_path_factory.mktemp("small-draft"))
     with (
         model_service("target_service", target) as target_process,
-        model_service("draft_service", draft) as draft_process,
+        model_service("draft_service", draft, "--draft-top-k", "3") as draft_process,
         coordinator(address_of(target_process), address_of(draft_process)) as process,
     ):
         yield address_of(process)
@@ -134,7 +134,7 @@ def assert_distributed_as(counts: Counter[tuple[int, ...]], expected: Distributi
 )
 async def test_the_first_tokens_are_the_targets(small_address: str, strategy: str, row_kind: RowKind) -> None:
     request = GenerationRequest(
-        PROMPT, temperature=1.0, top_k=3, rejection_sampling_strategy=strategy, row_kind=row_kind
+        (3, 4), temperature=1.0, top_k=4, rejection_sampling_strategy=strategy, row_kind=row_kind
     )
     counts = await sampled(small_address, request)
     assert_distributed_as(counts, exact(small_target(), request))
@@ -145,7 +145,7 @@ async def test_the_first_tokens_are_the_targets(small_address: str, strategy: st
 async def test_the_first_tokens_of_the_demo_target(address: str) -> None:
     """With everything that truncates a distribution, and with what a trained pair makes of it."""
     request = GenerationRequest(
-        PROMPT, temperature=0.7, top_k=20, top_p=0.9, rejection_sampling_strategy="residual"
+        (300, 301), temperature=0.7, top_k=20, top_p=0.9, rejection_sampling_strategy="residual"
     )
     counts = await sampled(address, request)
     assert_distributed_as(counts, exact(load_reference(DEMO_TARGET), request))

@@ -14,13 +14,21 @@ MAX_TOKENS = 64
 
 
 def requests(
-    prompts: list[str], temperature: float, num_speculative_tokens: int | None, seed: int = 7
+    prompts: list[str],
+    temperature: float,
+    num_speculative_tokens: int | None,
+    seed: int = 7,
+    *,
+    top_k: int | None = None,
+    top_p: float | None = None,
 ) -> list[GenerationRequest]:
     return [
         GenerationRequest(
             prompt,
             max_tokens=MAX_TOKENS,
             temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
             seed=seed + i,
             rejection_sampling_strategy="strict",
             num_speculative_tokens=num_speculative_tokens,
@@ -31,11 +39,18 @@ def requests(
     ]
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(0.5, None, None), (1.0, None, None), (0.7, 20, 0.9), (1.0, 20, 0.9)]
+)
 async def test_the_draft_and_the_length_of_its_proposals_change_nothing(
-    address: str, random_draft_coordinator: str, prompts: list[str], temperature: float
+    address: str,
+    random_draft_coordinator: str,
+    prompts: list[str],
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
 ) -> None:
-    alone = await complete_all(address, requests(prompts, temperature, None))
+    alone = await complete_all(address, requests(prompts, temperature, None, top_k=top_k, top_p=top_p))
     expected = [completion.token_ids for completion in alone]
     assert not any(completion.figures.drafted for completion in alone)
     accepted = []
@@ -43,7 +58,7 @@ async def test_the_draft_and_the_length_of_its_proposals_change_nothing(
         batch = [
             request
             for num_speculative_tokens in (1, 2, 4, 8)
-            for request in requests(prompts, temperature, num_speculative_tokens)
+            for request in requests(prompts, temperature, num_speculative_tokens, top_k=top_k, top_p=top_p)
         ]
         completed = await complete_all(coordinator, batch)
         assert [completion.token_ids for completion in completed] == expected * 4

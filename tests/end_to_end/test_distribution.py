@@ -129,8 +129,6 @@ def assert_distributed_as(counts: Counter[tuple[int, ...]], expected: Distributi
         ("residual", RowKind.SUPPORT),
         ("residual", RowKind.DENSE),
         ("block", RowKind.SUPPORT),
-        ("block", RowKind.DENSE),
-        ("strict", RowKind.TOKEN),
     ],
 )
 async def test_the_first_tokens_are_the_targets(small_address: str, strategy: str, row_kind: RowKind) -> None:

@@ -9,7 +9,7 @@ from tests.service.clients import complete_all
 
 pytestmark = pytest.mark.slow
 
-PROMPTS = 4
+PROMPTS = 2
 MAX_TOKENS = 64
 
 

@@ -8,6 +8,8 @@ import grpc.aio
 
 from coordinator.completions import Completions, Services
 from coordinator.draft_client import DraftClient
+from coordinator.live_config import LiveConfig
+from coordinator.observer import NoObserver, Observer
 from coordinator.rules import Deployment, check_models
 from coordinator.servicer import GenerationServicer
 from coordinator.settings import CoordinatorSettings
@@ -32,13 +34,15 @@ class CoordinatorService:
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         self._settings = settings
-        self._completions = Completions(settings)
+        self.live_config = LiveConfig(settings)
+        self.observer: Observer = NoObserver()
+        self.completions = Completions(self.live_config, self.observer)
         self._channels: list[grpc.aio.Channel] = []
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicer."""
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(
-            GenerationServicer(self._completions), server
+            GenerationServicer(self.completions), server
         )
 
     async def start(self) -> None:
@@ -59,7 +63,7 @@ class CoordinatorService:
             draft_info = await draft.model_info()
         check_models(Deployment(settings, target_info, draft_info))
         tokenizer = read_tokenizer(await target.tokenizer_files())
-        self._completions.connect(Services(target, draft, target_info, draft_info, tokenizer))
+        self.completions.connect(Services(target, draft, target_info, draft_info, tokenizer))
         logger.info(
             "services joined",
             extra={
@@ -71,7 +75,7 @@ class CoordinatorService:
 
     async def close(self) -> None:
         """Close the channels, and log what is left to tell."""
-        self._completions.figures.close()
+        self.completions.figures.close()
         for channel in self._channels:
             await channel.close()
 

@@ -10,19 +10,23 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import grpc
 import grpc.aio
 
+from tandem.credentials import PLAIN, AuthorizedChannel, Credentials
 from tandem.errors import (
     CapacityError,
     DeadlineError,
     InvalidRequestError,
+    PermissionDeniedError,
     ProtocolError,
     ServiceUnavailableError,
     TandemError,
+    UnauthenticatedError,
 )
+from tandem.wire.status import retry_after_seconds
 
 DEFAULT_MESSAGE_LIMIT_BYTES = 4 << 20
 """gRPC's own limit."""
 
-_CHANNEL_OPTIONS = (
+_CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 4_000),
     # keepalive_timeout alone leaves a stopped peer unnoticed for a minute; this one governs.
@@ -37,16 +41,34 @@ _CHANNEL_OPTIONS = (
 
 _MEANINGS: dict[grpc.StatusCode, type[TandemError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: CapacityError,
     grpc.StatusCode.UNAVAILABLE: ServiceUnavailableError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
 }
 
 
-def open_channel(address: str, message_limit_bytes: int = DEFAULT_MESSAGE_LIMIT_BYTES) -> grpc.aio.Channel:
-    """A channel to a service. Connects on first use."""
+def open_channel(
+    address: str,
+    message_limit_bytes: int = DEFAULT_MESSAGE_LIMIT_BYTES,
+    credentials: Credentials = PLAIN,
+) -> grpc.aio.Channel:
+    """A channel to a service. Connects on first use.
+
+    Raises:
+        ConfigurationError: a file of the credentials cannot be read, or makes no sense.
+    """
     options = [*_CHANNEL_OPTIONS, ("grpc.max_receive_message_length", message_limit_bytes)]
-    return grpc.aio.insecure_channel(address, options=options)
+    if credentials.server_name:
+        options.append(("grpc.ssl_target_name_override", credentials.server_name))
+    channel = (
+        grpc.aio.secure_channel(address, credentials.channel_credentials(), options=options)
+        if credentials.uses_tls
+        else grpc.aio.insecure_channel(address, options=options)
+    )
+    header = credentials.header()
+    return channel if header is None else AuthorizedChannel(channel, header)
 
 
 @contextmanager
@@ -64,7 +86,10 @@ def errors_of(service: str) -> Iterator[None]:
 
 def _reraise(service: str, error: grpc.aio.AioRpcError) -> NoReturn:
     meaning = _MEANINGS.get(error.code(), ProtocolError)
-    raise meaning(f"{service}: {error.details() or error.code().name.lower()}") from error
+    sentence = f"{service}: {error.details() or error.code().name.lower()}"
+    if meaning is CapacityError:
+        raise CapacityError(sentence, retry_after_seconds(error.trailing_metadata() or ())) from error
+    raise meaning(sentence) from error
 
 
 def message_limit(vocabulary_size: int, row_count: int) -> int:

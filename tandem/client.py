@@ -17,6 +17,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.channels import errors_of, open_channel
+from tandem.credentials import PLAIN, Credentials
 from tandem.errors import ServiceUnavailableError
 from tandem.types import Chunk, GenerationRequest
 from tandem.v1.generation_pb2_grpc import GenerationServiceStub
@@ -30,9 +31,9 @@ _POLL_SECONDS = 0.1
 class Client:
     """Talks to a coordinator."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+    def __init__(self, address: str = DEFAULT_ADDRESS, credentials: Credentials = PLAIN) -> None:
         self._address = address
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, credentials=credentials)
         self._stub = GenerationServiceStub(self._channel)
 
     async def __aenter__(self) -> Client:

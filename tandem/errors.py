@@ -2,6 +2,8 @@
 
     TandemError                  INTERNAL
     ├── InvalidRequestError      INVALID_ARGUMENT      the request can never succeed as it is
+    ├── UnauthenticatedError     UNAUTHENTICATED       the caller does not say, or wrongly, who it is
+    ├── PermissionDeniedError    PERMISSION_DENIED     the caller may not do that
     ├── CapacityError            RESOURCE_EXHAUSTED    it may succeed later
     ├── ServiceUnavailableError  UNAVAILABLE           a service is gone, draining or not ready
     ├── DeadlineError            DEADLINE_EXCEEDED     it took longer than was allowed
@@ -26,8 +28,21 @@ class InvalidRequestError(TandemError):
     """The request breaks a rule and would break it again."""
 
 
+class UnauthenticatedError(TandemError):
+    """The caller shows no token, or one that is not known."""
+
+
+class PermissionDeniedError(TandemError):
+    """The caller is known, and may not do what it asks."""
+
+
 class CapacityError(TandemError):
     """There is no room for the request now."""
+
+    def __init__(self, message: str, retry_after_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+        """When it is worth another try; None when that is not known."""
 
 
 class ServiceUnavailableError(TandemError):
@@ -56,6 +71,8 @@ class IncompatibleModelsError(ConfigurationError):
 
 _STATUS_CODES: dict[type[TandemError], grpc.StatusCode] = {
     InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
+    PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
     CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ServiceUnavailableError: grpc.StatusCode.UNAVAILABLE,
     DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,

@@ -9,14 +9,18 @@ from tandem.errors import (
     CapacityError,
     ConfigurationError,
     InvalidRequestError,
+    PermissionDeniedError,
     ServiceUnavailableError,
     TandemError,
+    UnauthenticatedError,
 )
 
 _EXIT_CODES: tuple[tuple[type[TandemError], int], ...] = (
     (ConfigurationError, 2),
     (ServiceUnavailableError, 4),
     (InvalidRequestError, 5),
+    (UnauthenticatedError, 5),
+    (PermissionDeniedError, 5),
     (CapacityError, 5),
     (TandemError, 1),
 )

@@ -33,7 +33,10 @@ class Origin(StrEnum):
 
 
 # TANDEM_ sets an option of speculative decoding for every service, TANDEM_COORDINATOR_ and the like any option of one.
-_SERVICE_PREFIXES = tuple(f"{ENVIRONMENT_PREFIX}{service}_" for service in ("COORDINATOR", "DRAFT", "TARGET"))
+# TANDEM_CLIENT_ is for who calls them.
+_SERVICE_PREFIXES = tuple(
+    f"{ENVIRONMENT_PREFIX}{service}_" for service in ("CLIENT", "COORDINATOR", "DRAFT", "TARGET")
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ TYPED := $(wildcard tandem draft_service target_service coordinator benchmarks m
 	protos/generate.py docs/generate.py hatch_build.py
 # For what is passed on to the command: make test ARGS="-k greedy -x"
 ARGS ?=
+# Processes that run tests side by side. A file's tests stay together: they share the services that they start.
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup protos test test-fast lint format docs demo demo-models bench clean
@@ -37,10 +39,10 @@ protos: $(INSTALLED) ## Regenerate tandem/v1 from protos/ if a proto changed
 	$(BIN)/python protos/generate.py
 
 test: setup ## Run the tests, all but the soak tests
-	$(BIN)/python -m pytest -m 'not soak' $(ARGS)
+	$(BIN)/python -m pytest -m 'not soak' -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-fast: setup ## Run the tests that take seconds
-	$(BIN)/python -m pytest -m 'not soak and not slow' $(ARGS)
+	$(BIN)/python -m pytest -m 'not soak and not slow' -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: setup ## Check style, types, the import rules and the protos
 	$(BIN)/ruff check .

@@ -12,9 +12,11 @@ import grpc.aio
 
 from tandem.credentials import PLAIN, AuthorizedChannel, Credentials
 from tandem.errors import (
+    AbortedError,
     CapacityError,
     DeadlineError,
     InvalidRequestError,
+    NotFoundError,
     PermissionDeniedError,
     ProtocolError,
     ServiceUnavailableError,
@@ -43,9 +45,11 @@ _MEANINGS: dict[grpc.StatusCode, type[TandemError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
     grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
     grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
+    grpc.StatusCode.NOT_FOUND: NotFoundError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: CapacityError,
     grpc.StatusCode.UNAVAILABLE: ServiceUnavailableError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
+    grpc.StatusCode.ABORTED: AbortedError,
 }
 
 

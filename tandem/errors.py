@@ -2,11 +2,13 @@
 
     TandemError                  INTERNAL
     ├── InvalidRequestError      INVALID_ARGUMENT      the request can never succeed as it is
+    │   └── NotFoundError        NOT_FOUND             what it names is not there
     ├── UnauthenticatedError     UNAUTHENTICATED       the caller does not say, or wrongly, who it is
     ├── PermissionDeniedError    PERMISSION_DENIED     the caller may not do that
     ├── CapacityError            RESOURCE_EXHAUSTED    it may succeed later
     ├── ServiceUnavailableError  UNAVAILABLE           a service is gone, draining or not ready
     ├── DeadlineError            DEADLINE_EXCEEDED     it took longer than was allowed
+    ├── AbortedError             ABORTED               an administrator ended the request
     ├── ProtocolError            INTERNAL              a peer answered what the protocol does not allow
     └── ConfigurationError       FAILED_PRECONDITION   the service cannot run as it is set up; exit code 2
         ├── ModelFolderError                           a checkpoint cannot be served
@@ -26,6 +28,10 @@ class TandemError(Exception):
 
 class InvalidRequestError(TandemError):
     """The request breaks a rule and would break it again."""
+
+
+class NotFoundError(InvalidRequestError):
+    """The request names something that is not there."""
 
 
 class UnauthenticatedError(TandemError):
@@ -53,6 +59,10 @@ class DeadlineError(TandemError):
     """The request took longer than it was allowed to."""
 
 
+class AbortedError(TandemError):
+    """An administrator ended the request."""
+
+
 class ProtocolError(TandemError):
     """A peer sent what the protocol does not allow; one of the two has a defect or another version."""
 
@@ -73,9 +83,11 @@ _STATUS_CODES: dict[type[TandemError], grpc.StatusCode] = {
     InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
     UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
     PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
+    NotFoundError: grpc.StatusCode.NOT_FOUND,
     CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ServiceUnavailableError: grpc.StatusCode.UNAVAILABLE,
     DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    AbortedError: grpc.StatusCode.ABORTED,
     ConfigurationError: grpc.StatusCode.FAILED_PRECONDITION,
     TandemError: grpc.StatusCode.INTERNAL,
 }

@@ -24,6 +24,8 @@ from tandem.errors import ConfigurationError
 class Origin(StrEnum):
     """Where a value comes from, the strongest first."""
 
+    LIVE = "live"
+    """An administrator set it while the process ran."""
     COMMAND_LINE = "command line"
     ENVIRONMENT = "environment"
     FILE = "file"

@@ -116,47 +116,55 @@ def chunk_from_proto(message: generation_pb2.GenerateResponse) -> Chunk:
 
 
 def _summary_to_proto(summary: Summary) -> generation_pb2.GenerationSummary:
-    figures = summary.speculation
     return generation_pb2.GenerationSummary(
         finish_reason=_FINISH_REASONS[summary.finish_reason],
         usage=generation_pb2.Usage(
             prompt_token_count=summary.prompt_tokens, completion_token_count=summary.completion_tokens
         ),
-        speculation=generation_pb2.SpeculationFigures(
-            round_count=figures.rounds,
-            drafted_token_count=figures.drafted,
-            accepted_token_count=figures.accepted,
-            positions=[
-                generation_pb2.PositionFigures(
-                    drafted_token_count=position.drafted,
-                    reached_token_count=position.reached,
-                    accepted_token_count=position.accepted,
-                )
-                for position in figures.positions
-            ],
-        ),
+        speculation=figures_to_proto(summary.speculation),
         request_id=summary.request_id,
         seed=summary.seed,
     )
 
 
 def _summary_from_proto(message: generation_pb2.GenerationSummary) -> Summary:
-    figures = message.speculation
     return Summary(
         finish_reason=_FINISH_REASONS_BACK[message.finish_reason],
         prompt_tokens=message.usage.prompt_token_count,
         completion_tokens=message.usage.completion_token_count,
-        speculation=SpeculationFigures(
-            figures.round_count,
-            figures.drafted_token_count,
-            figures.accepted_token_count,
-            [
-                PositionFigures(
-                    position.drafted_token_count, position.reached_token_count, position.accepted_token_count
-                )
-                for position in figures.positions
-            ],
-        ),
+        speculation=figures_from_proto(message.speculation),
         request_id=message.request_id,
         seed=message.seed,
+    )
+
+
+def figures_to_proto(figures: SpeculationFigures) -> generation_pb2.SpeculationFigures:
+    """Counts of what speculation did as a message."""
+    return generation_pb2.SpeculationFigures(
+        round_count=figures.rounds,
+        drafted_token_count=figures.drafted,
+        accepted_token_count=figures.accepted,
+        positions=[
+            generation_pb2.PositionFigures(
+                drafted_token_count=position.drafted,
+                reached_token_count=position.reached,
+                accepted_token_count=position.accepted,
+            )
+            for position in figures.positions
+        ],
+    )
+
+
+def figures_from_proto(message: generation_pb2.SpeculationFigures) -> SpeculationFigures:
+    """The counts in a message."""
+    return SpeculationFigures(
+        message.round_count,
+        message.drafted_token_count,
+        message.accepted_token_count,
+        [
+            PositionFigures(
+                position.drafted_token_count, position.reached_token_count, position.accepted_token_count
+            )
+            for position in message.positions
+        ],
     )

@@ -1,0 +1,53 @@
+"""What is known of a replica, for whoever shows or counts replicas: plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from tandem.types import ModelInfo, SpeculationFigures
+
+
+class Role(Enum):
+    """Which of the two services a replica is one of."""
+
+    DRAFT = "draft"
+    TARGET = "target"
+
+
+class ReplicaState(Enum):
+    """Whether new sequences go to a replica, and why not."""
+
+    CONNECTING = "connecting"
+    """Not reached yet, or not ready yet."""
+    READY = "ready"
+    """Takes new sequences."""
+    DRAINING = "draining"
+    """Finishes what it has and takes nothing new: it said so itself, or someone asked for it."""
+    INCOMPATIBLE = "incompatible"
+    """Reached, but its model does not go with the others'."""
+    DOWN = "down"
+    """It was reached before and cannot be reached now."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSnapshot:
+    """A replica at one moment."""
+
+    role: Role
+    address: str
+    """host:port, resolved."""
+    state: ReplicaState
+    reason: str
+    """Why it is in that state, in a sentence; empty when all is well."""
+    since_seconds: float
+    """How long it has been in that state."""
+    open_sequences: int
+    round_trip_seconds: float | None
+    """Moving average of the time to answer a health check; None before the first."""
+    step_seconds: float | None
+    """Moving average of the time from a step to its answer; None before the first."""
+    figures: SpeculationFigures
+    """What became of the proposals that it made (a draft) or verified (a target)."""
+    model: ModelInfo | None
+    """None until it was reached."""

@@ -1,0 +1,286 @@
+"""AdminService: what a coordinator tells of itself, and what it can be told."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from tandem.admin import (
+    ConfigOption,
+    CoordinatorState,
+    Diagnosis,
+    Finding,
+    Load,
+    Outcomes,
+    RequestReport,
+    Severity,
+    SpeculationSettings,
+    Stats,
+    Status,
+    Throughput,
+)
+from tandem.config.layers import Origin
+from tandem.replica import ReplicaSnapshot, ReplicaState, Role
+from tandem.v1 import admin_pb2
+from tandem.wire.common import model_info_from_proto, model_info_to_proto
+from tandem.wire.generation import figures_from_proto, figures_to_proto
+
+_STATES = {
+    CoordinatorState.STARTING: admin_pb2.COORDINATOR_STATE_STARTING,
+    CoordinatorState.READY: admin_pb2.COORDINATOR_STATE_READY,
+    CoordinatorState.DEGRADED: admin_pb2.COORDINATOR_STATE_DEGRADED,
+    CoordinatorState.UNAVAILABLE: admin_pb2.COORDINATOR_STATE_UNAVAILABLE,
+}
+_STATES_BACK = {value: state for state, value in _STATES.items()}
+_ROLES = {Role.DRAFT: admin_pb2.REPLICA_ROLE_DRAFT, Role.TARGET: admin_pb2.REPLICA_ROLE_TARGET}
+_ROLES_BACK = {value: role for role, value in _ROLES.items()}
+_REPLICA_STATES = {
+    ReplicaState.CONNECTING: admin_pb2.REPLICA_STATE_CONNECTING,
+    ReplicaState.READY: admin_pb2.REPLICA_STATE_READY,
+    ReplicaState.DRAINING: admin_pb2.REPLICA_STATE_DRAINING,
+    ReplicaState.INCOMPATIBLE: admin_pb2.REPLICA_STATE_INCOMPATIBLE,
+    ReplicaState.DOWN: admin_pb2.REPLICA_STATE_DOWN,
+}
+_REPLICA_STATES_BACK = {value: state for state, value in _REPLICA_STATES.items()}
+_ORIGINS = {
+    Origin.LIVE: admin_pb2.CONFIG_ORIGIN_LIVE,
+    Origin.COMMAND_LINE: admin_pb2.CONFIG_ORIGIN_COMMAND_LINE,
+    Origin.ENVIRONMENT: admin_pb2.CONFIG_ORIGIN_ENVIRONMENT,
+    Origin.FILE: admin_pb2.CONFIG_ORIGIN_FILE,
+    Origin.INFERRED: admin_pb2.CONFIG_ORIGIN_INFERRED,
+    Origin.DEFAULT: admin_pb2.CONFIG_ORIGIN_DEFAULT,
+}
+_ORIGINS_BACK = {value: origin for origin, value in _ORIGINS.items()}
+_SEVERITIES = {
+    Severity.OK: admin_pb2.SEVERITY_OK,
+    Severity.WARNING: admin_pb2.SEVERITY_WARNING,
+    Severity.PROBLEM: admin_pb2.SEVERITY_PROBLEM,
+}
+_SEVERITIES_BACK = {value: severity for severity, value in _SEVERITIES.items()}
+
+
+def status_to_proto(status: Status) -> admin_pb2.Status:
+    """A coordinator's status as a message."""
+    return admin_pb2.Status(
+        version=status.version,
+        state=_STATES[status.state],
+        time=_timestamp(status.time),
+        uptime_seconds=status.uptime_seconds,
+        model=status.model,
+        load=_load_to_proto(status.load),
+        throughput=_throughput_to_proto(status.throughput),
+        speculation=figures_to_proto(status.speculation),
+        settings=admin_pb2.SpeculationSettings(
+            is_on=status.settings.is_on,
+            token_count=status.settings.num_speculative_tokens,
+            rule=status.settings.rule,
+        ),
+        replicas=map(replica_to_proto, status.replicas),
+    )
+
+
+def status_from_proto(message: admin_pb2.Status) -> Status:
+    """The coordinator's status in a message."""
+    settings = message.settings
+    return Status(
+        version=message.version,
+        state=_STATES_BACK[message.state],
+        time=_time(message.time),
+        uptime_seconds=message.uptime_seconds,
+        model=message.model,
+        load=_load_from_proto(message.load),
+        throughput=_throughput_from_proto(message.throughput),
+        speculation=figures_from_proto(message.speculation),
+        settings=SpeculationSettings(settings.is_on, settings.token_count, settings.rule),
+        replicas=tuple(map(replica_from_proto, message.replicas)),
+    )
+
+
+def replica_to_proto(replica: ReplicaSnapshot) -> admin_pb2.Replica:
+    """A replica as a message."""
+    return admin_pb2.Replica(
+        role=_ROLES[replica.role],
+        address=replica.address,
+        state=_REPLICA_STATES[replica.state],
+        reason=replica.reason,
+        since_seconds=replica.since_seconds,
+        open_sequence_count=replica.open_sequences,
+        round_trip_seconds=replica.round_trip_seconds,
+        step_seconds=replica.step_seconds,
+        speculation=figures_to_proto(replica.figures),
+        model=None if replica.model is None else model_info_to_proto(replica.model),
+    )
+
+
+def replica_from_proto(message: admin_pb2.Replica) -> ReplicaSnapshot:
+    """The replica in a message."""
+    return ReplicaSnapshot(
+        role=_ROLES_BACK[message.role],
+        address=message.address,
+        state=_REPLICA_STATES_BACK[message.state],
+        reason=message.reason,
+        since_seconds=message.since_seconds,
+        open_sequences=message.open_sequence_count,
+        round_trip_seconds=message.round_trip_seconds if message.HasField("round_trip_seconds") else None,
+        step_seconds=message.step_seconds if message.HasField("step_seconds") else None,
+        figures=figures_from_proto(message.speculation),
+        model=model_info_from_proto(message.model) if message.HasField("model") else None,
+    )
+
+
+def request_to_proto(request: RequestReport) -> admin_pb2.ActiveRequest:
+    """A running request as a message."""
+    return admin_pb2.ActiveRequest(
+        request_id=request.request_id,
+        age_seconds=request.age_seconds,
+        prompt_token_count=request.prompt_tokens,
+        completion_token_count=request.completion_tokens,
+        rule=request.rule,
+        speculative_token_count=request.num_speculative_tokens,
+        draft_address=request.draft_address or "",
+        target_address=request.target_address or "",
+        speculation=figures_to_proto(request.speculation),
+    )
+
+
+def request_from_proto(message: admin_pb2.ActiveRequest) -> RequestReport:
+    """The running request in a message."""
+    return RequestReport(
+        request_id=message.request_id,
+        age_seconds=message.age_seconds,
+        prompt_tokens=message.prompt_token_count,
+        completion_tokens=message.completion_token_count,
+        rule=message.rule,
+        num_speculative_tokens=message.speculative_token_count,
+        draft_address=message.draft_address or None,
+        target_address=message.target_address or None,
+        speculation=figures_from_proto(message.speculation),
+    )
+
+
+def stats_to_proto(stats: Stats) -> admin_pb2.Stats:
+    """A coordinator's statistics as a message."""
+    outcomes = stats.outcomes
+    return admin_pb2.Stats(
+        time=_timestamp(stats.time),
+        uptime_seconds=stats.uptime_seconds,
+        load=_load_to_proto(stats.load),
+        throughput=_throughput_to_proto(stats.throughput),
+        outcomes=admin_pb2.Outcomes(
+            completed_count=outcomes.completed,
+            failed_count=outcomes.failed,
+            cancelled_count=outcomes.cancelled,
+            aborted_count=outcomes.aborted,
+        ),
+        completion_token_count=stats.completion_tokens,
+        speculation=figures_to_proto(stats.speculation),
+        rules=[
+            admin_pb2.RuleFigures(rule=rule, speculation=figures_to_proto(figures))
+            for rule, figures in stats.by_rule.items()
+        ],
+    )
+
+
+def stats_from_proto(message: admin_pb2.Stats) -> Stats:
+    """The statistics in a message."""
+    outcomes = message.outcomes
+    return Stats(
+        time=_time(message.time),
+        uptime_seconds=message.uptime_seconds,
+        load=_load_from_proto(message.load),
+        throughput=_throughput_from_proto(message.throughput),
+        outcomes=Outcomes(
+            outcomes.completed_count, outcomes.failed_count, outcomes.cancelled_count, outcomes.aborted_count
+        ),
+        completion_tokens=message.completion_token_count,
+        speculation=figures_from_proto(message.speculation),
+        by_rule={entry.rule: figures_from_proto(entry.speculation) for entry in message.rules},
+    )
+
+
+def option_to_proto(option: ConfigOption) -> admin_pb2.ConfigOption:
+    """An option of the configuration as a message."""
+    return admin_pb2.ConfigOption(
+        name=option.name,
+        json_value=json.dumps(option.value),
+        origin=_ORIGINS[option.origin],
+        is_live=option.is_live,
+        changed_by=option.changed_by,
+        change_time=None if option.changed_at is None else _timestamp(option.changed_at),
+    )
+
+
+def option_from_proto(message: admin_pb2.ConfigOption) -> ConfigOption:
+    """The option in a message."""
+    return ConfigOption(
+        name=message.name,
+        value=json.loads(message.json_value),
+        origin=_ORIGINS_BACK[message.origin],
+        is_live=message.is_live,
+        changed_by=message.changed_by,
+        changed_at=_time(message.change_time) if message.HasField("change_time") else None,
+    )
+
+
+def diagnosis_to_proto(diagnosis: Diagnosis) -> admin_pb2.DiagnoseResponse:
+    """A diagnosis as a message."""
+    return admin_pb2.DiagnoseResponse(
+        version=diagnosis.version,
+        time=_timestamp(diagnosis.time),
+        findings=[
+            admin_pb2.Finding(
+                check=finding.check,
+                subject=finding.subject,
+                severity=_SEVERITIES[finding.severity],
+                detail=finding.detail,
+                advice=finding.advice,
+            )
+            for finding in diagnosis.findings
+        ],
+    )
+
+
+def diagnosis_from_proto(message: admin_pb2.DiagnoseResponse) -> Diagnosis:
+    """The diagnosis in a message."""
+    findings = (
+        Finding(
+            check=finding.check,
+            subject=finding.subject,
+            severity=_SEVERITIES_BACK[finding.severity],
+            detail=finding.detail,
+            advice=finding.advice,
+        )
+        for finding in message.findings
+    )
+    return Diagnosis(message.version, _time(message.time), tuple(findings))
+
+
+def _load_to_proto(load: Load) -> admin_pb2.Load:
+    return admin_pb2.Load(running_count=load.running, queued_count=load.queued)
+
+
+def _load_from_proto(message: admin_pb2.Load) -> Load:
+    return Load(message.running_count, message.queued_count)
+
+
+def _throughput_to_proto(throughput: Throughput) -> admin_pb2.Throughput:
+    return admin_pb2.Throughput(
+        last_10_seconds=throughput.last_10_seconds, last_60_seconds=throughput.last_60_seconds
+    )
+
+
+def _throughput_from_proto(message: admin_pb2.Throughput) -> Throughput:
+    return Throughput(message.last_10_seconds, message.last_60_seconds)
+
+
+def _timestamp(time: datetime) -> Timestamp:
+    message = Timestamp()
+    message.FromDatetime(time)
+    return message
+
+
+def _time(message: Timestamp) -> datetime:
+    """In the time zone of whoever reads it."""
+    return message.ToDatetime(UTC).astimezone()

@@ -79,6 +79,7 @@ class Completion:
             token_ids=tuple(token_id for token_id, _ in tokens[: len(texts)]),
             drafted=drafted,
             text_lengths=tuple(map(len, texts)),
+            proposed=len(proposal),
         )
         return (
             chunk if self.finish_reason is None else replace(chunk, summary=self._summary(self.finish_reason))

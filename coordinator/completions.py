@@ -15,6 +15,7 @@ from coordinator.draft_client import DraftClient, DraftLimits, DraftSequence, No
 from coordinator.figures_log import FiguresLog
 from coordinator.generate import generate
 from coordinator.live_config import LiveConfig
+from coordinator.logprobs import LogprobsRecorder
 from coordinator.observer import Observer, RequestObserver
 from coordinator.plan import Models, Plan, make_plan
 from coordinator.requests import Requests
@@ -58,15 +59,23 @@ class Completions:
         self.services = services
 
     async def complete(
-        self, request: GenerationRequest, deadline_seconds: float | None = None
+        self,
+        request: GenerationRequest,
+        deadline_seconds: float | None = None,
+        request_id: str | None = None,
     ) -> AsyncGenerator[Chunk]:
         """Stream a completion.
+
+        Args:
+            request: What to complete, and how.
+            deadline_seconds: How long its client waits at most; None: without end.
+            request_id: Its name in logs, traces and the list of requests; made up when there is none.
 
         Raises:
             InvalidRequestError: with a sentence for each rule that the request breaks.
             TandemError: the target failed.
         """
-        request_id = uuid.uuid4().hex
+        request_id = request_id or uuid.uuid4().hex
         observer = self._observer.begin(request_id, request)
         with _told(observer):
             async with self.admission.place(deadline_seconds):
@@ -92,9 +101,10 @@ class Completions:
             )
             # What an abandoned request did counts as well.
             streams.callback(self.figures.add, plan.rule.name, completion.figures)
-            watched = observer.observing(drafter, verifier, partial(plan.accept, completion))
-            async for chunk in generate(completion, *watched):
-                yield chunk
+            logprobs = LogprobsRecorder(plan.request.logprobs)
+            accept = logprobs.watching(partial(plan.accept, completion))
+            async for chunk in generate(completion, *observer.observing(drafter, verifier, accept)):
+                yield logprobs.added_to(chunk)
 
     async def _plan(self, request: GenerationRequest, request_id: str) -> Plan:
         services = self.services

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tokenizers import Tokenizer
 
@@ -21,7 +21,15 @@ from coordinator.text import Detokenizer, StopStrings
 from coordinator.thinking import ThinkSpans, think_spans
 from coordinator.tokenizer import encode
 from tandem.errors import InvalidRequestError, ProtocolError
-from tandem.types import Acceptance, GenerationRequest, ModelInfo, Proposal, SamplingParams, Verification
+from tandem.types import (
+    Acceptance,
+    GenerationRequest,
+    ModelInfo,
+    Proposal,
+    RowKind,
+    SamplingParams,
+    Verification,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +117,8 @@ async def make_plan(
     if isinstance(prompt, str):
         prompt = await encode(models.tokenizer, prompt)
     check_request(TokenizedRequest(request, prompt, models.target, models.draft))
+    if request.logprobs is not None:
+        request = replace(request, row_kind=RowKind.DENSE)
     sampling = _sampling(request)
     options = requested_options(settings, request)
     speculates = request.speculation and models.draft is not None

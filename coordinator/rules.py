@@ -24,7 +24,7 @@ from tandem.config import SpeculativeConfig
 from tandem.config.methods import STANDALONE
 from tandem.config.rule import Rule, at_least, broken, spelled, within
 from tandem.errors import IncompatibleModelsError, InvalidRequestError
-from tandem.types import GenerationRequest, ModelInfo
+from tandem.types import GenerationRequest, ModelInfo, RowKind
 
 __all__ = [
     "COMBINATION_RULES",
@@ -255,6 +255,15 @@ def _stop_strings(subject: TokenizedRequest) -> Iterator[str]:
         yield "a stop string is empty; each must have a character"
 
 
+def _rows_with_logprobs(subject: TokenizedRequest) -> Iterator[str]:
+    kind = subject.request.row_kind
+    if subject.request.logprobs is not None and kind not in (None, RowKind.DENSE):
+        yield (
+            f"row_kind is {kind.value} and logprobs are asked for; it must be dense: other rows do not tell the "
+            "probability of every token"
+        )
+
+
 PENALTIES: Mapping[str, float] = {
     "repetition_penalty": 1.0,
     "frequency_penalty": 0.0,
@@ -280,6 +289,9 @@ def _request(subject: TokenizedRequest) -> GenerationRequest:
     return subject.request
 
 
+MOST_LOGPROBS = 20
+"""Most alternatives that are told of a position, as with OpenAI."""
+
 _LARGEST, _SMALLEST = 1.7976931348623157e308, 5e-324
 
 REQUEST_RULES: tuple[Rule[TokenizedRequest], ...] = (
@@ -295,6 +307,13 @@ REQUEST_RULES: tuple[Rule[TokenizedRequest], ...] = (
     within("frequency_penalty", -2.0, 2.0, "between -2 and 2 (0 is off)", of=_request),
     within("presence_penalty", -2.0, 2.0, "between -2 and 2 (0 is off)", of=_request),
     at_least("num_speculative_tokens", 1, of=_request),
+    within("logprobs", 0, MOST_LOGPROBS, f"between 0 and {MOST_LOGPROBS}", of=_request),
+    Rule(
+        "rows-with-logprobs",
+        "Log probabilities come from dense rows.",
+        _rows_with_logprobs,
+        ("row_kind", "logprobs"),
+    ),
     Rule("stop-strings", "No stop string is empty.", _stop_strings),
     Rule(
         "penalties-without-draft-model",

@@ -339,6 +339,11 @@ class GenerationRequest:
     """Rows that the target answers with; by default the cheapest that the acceptance rule allows."""
     ignore_eos: bool = False
     """Do not end the completion at the model's end-of-sequence ids."""
+    logprobs: int | None = None
+    """Tell each token's log probability, and those of this many of the target's most probable tokens, 0 to 20.
+
+    It takes dense rows, which weigh the whole vocabulary for each position. None: nothing is told.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +359,18 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How probable the target finds the tokens at a position, before temperature and truncation: natural logarithms."""
+
+    logprob: float
+    """Of the token that stands there."""
+    top_token_ids: tuple[int, ...] = ()
+    """The most probable tokens, the most probable first; as many as were asked for."""
+    top_logprobs: tuple[float, ...] = ()
+    """Theirs, in the same order."""
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """A piece of a completion."""
 
@@ -366,3 +383,7 @@ class Chunk:
     """For each token, how many characters of the text it completed."""
     summary: Summary | None = None
     """Set on the last piece."""
+    proposed: int = 0
+    """How many tokens the draft had proposed for this piece, accepted or not."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """For each token, when the request asked for them."""

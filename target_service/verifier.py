@@ -20,7 +20,7 @@ from target_service.penalties import History
 from target_service.rows import RowRequest, verifications
 from target_service.settings import TargetSettings
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def load_verifier(settings: TargetSettings) -> Verifier:

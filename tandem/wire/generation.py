@@ -11,6 +11,7 @@ from tandem.types import (
     RowKind,
     SpeculationFigures,
     Summary,
+    TokenLogprobs,
 )
 from tandem.v1 import generation_pb2, types_pb2
 from tandem.wire.common import row_kind_from_proto, row_kind_to_proto
@@ -42,6 +43,7 @@ def request_to_proto(request: GenerationRequest) -> generation_pb2.GenerateReque
         if request.row_kind is None
         else row_kind_to_proto(request.row_kind),
         ignore_eos=request.ignore_eos,
+        logprobs=request.logprobs,
     )
     if isinstance(request.prompt, str):
         message.text = request.prompt
@@ -76,6 +78,7 @@ def request_from_proto(message: generation_pb2.GenerateRequest) -> GenerationReq
         speculation=not message.disable_speculation,
         row_kind=_row_kind(message.row_kind),
         ignore_eos=message.ignore_eos,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
     )
 
 
@@ -101,6 +104,15 @@ def chunk_to_proto(chunk: Chunk) -> generation_pb2.GenerateResponse:
         drafted=chunk.drafted,
         text_lengths=chunk.text_lengths,
         summary=None if chunk.summary is None else _summary_to_proto(chunk.summary),
+        proposed_token_count=chunk.proposed,
+        logprobs=[
+            generation_pb2.TokenLogprobs(
+                logprob=position.logprob,
+                top_token_ids=position.top_token_ids,
+                top_logprobs=position.top_logprobs,
+            )
+            for position in chunk.logprobs
+        ],
     )
 
 
@@ -112,6 +124,11 @@ def chunk_from_proto(message: generation_pb2.GenerateResponse) -> Chunk:
         tuple(message.drafted),
         tuple(message.text_lengths),
         _summary_from_proto(message.summary) if message.HasField("summary") else None,
+        message.proposed_token_count,
+        tuple(
+            TokenLogprobs(position.logprob, tuple(position.top_token_ids), tuple(position.top_logprobs))
+            for position in message.logprobs
+        ),
     )
 
 

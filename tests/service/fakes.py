@@ -22,6 +22,7 @@ from tandem.client import Client
 from tandem.serving.edge import Context
 from tandem.types import (
     Delta,
+    DenseRow,
     ModelInfo,
     Proposal,
     RowKind,
@@ -53,6 +54,13 @@ def counting(tokens: Sequence[int]) -> int:
 def scripted(script: Sequence[int], prompt_length: int) -> NextToken:
     """The script's tokens one after the other, and then zeros."""
     return lambda tokens: [*script, *[0] * MAX_LENGTH][len(tokens) - prompt_length]
+
+
+def sure_row(token_id: int) -> DenseRow:
+    """Logits that leave nothing but one token any probability, the next higher id the least unlikely of the others."""
+    logits = np.full(VOCABULARY_SIZE, -1000.0, np.float32)
+    logits[token_id], logits[(token_id + 1) % VOCABULARY_SIZE] = 0.0, -900.0
+    return DenseRow(logits)
 
 
 class Fake:
@@ -112,6 +120,8 @@ class FakeTarget(Fake, target_pb2_grpc.TargetServiceServicer):
         first = len(tokens) - step.row_count + 1
         assert all(0 <= token_id < VOCABULARY_SIZE for token_id in (*tokens, *chain(*step.supports)))
         said = [self.next_token(tokens[:length]) for length in range(first, len(tokens) + 1)]
+        if step.row_kind is RowKind.DENSE:
+            return Verification(first, tuple(map(sure_row, said)))
         supports = [*step.supports, *[np.empty(0, np.int64)] * (step.row_count - len(step.supports))]
         rows: tuple[TargetRow, ...] = (
             tuple(map(TokenRow, said))

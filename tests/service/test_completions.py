@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from coordinator.figures import describe
 from tandem.errors import InvalidRequestError
-from tandem.types import FinishReason, GenerationRequest, PositionFigures
+from tandem.types import FinishReason, GenerationRequest, PositionFigures, RowKind
 from tests.paths import DEMO_TARGET
 from tests.service.clients import complete
 from tests.service.fakes import (
@@ -32,6 +32,7 @@ def request(
     num_speculative_tokens: int = 4,
     stop: tuple[str, ...] = (),
     ignore_eos: bool = False,
+    logprobs: int | None = None,
 ) -> GenerationRequest:
     return GenerationRequest(
         prompt,
@@ -40,6 +41,7 @@ def request(
         num_speculative_tokens=num_speculative_tokens,
         stop=stop,
         ignore_eos=ignore_eos,
+        logprobs=logprobs,
         seed=1,
     )
 
@@ -179,3 +181,32 @@ async def test_streams_are_finished_and_not_abandoned() -> None:
         await complete(client, request())
     assert (target.opened, target.finished, target.running) == (1, 1, 0)
     assert (draft.opened, draft.finished, draft.running) == (1, 1, 0)
+
+
+@TEMPERATURES
+async def test_log_probabilities_change_nothing_but_the_rows(temperature: float) -> None:
+    async with cluster(FakeTarget(), FakeDraft()) as client:
+        plain = [chunk async for chunk in client.generate(request(temperature=temperature))]
+        chunks = [chunk async for chunk in client.generate(request(temperature=temperature, logprobs=2))]
+    assert [chunk.token_ids for chunk in chunks] == [chunk.token_ids for chunk in plain]
+    assert not any(chunk.logprobs for chunk in plain)
+    for chunk in chunks:
+        assert [position.top_token_ids for position in chunk.logprobs] == [
+            (token_id, token_id + 1) for token_id in chunk.token_ids
+        ]
+        assert [position.logprob for position in chunk.logprobs] == [0.0] * len(chunk.token_ids)
+
+
+async def test_each_piece_says_how_much_was_proposed_for_it() -> None:
+    async with cluster(FakeTarget(), FakeDraft()) as client:
+        chunks = [chunk async for chunk in client.generate(request())]
+    assert [chunk.proposed for chunk in chunks] == [0, 4, 4]
+
+
+async def test_log_probabilities_need_dense_rows() -> None:
+    wrong = GenerationRequest((10,), row_kind=RowKind.TOKEN, temperature=0.0, logprobs=21)
+    async with cluster(FakeTarget(), FakeDraft()) as client:
+        with pytest.raises(
+            InvalidRequestError, match=r"logprobs is 21.*row_kind is token and logprobs are asked"
+        ):
+            await complete(client, wrong)

@@ -21,7 +21,7 @@ from coordinator.settings import GuardedConfig
 from tandem.config import SpeculativeConfig
 from tandem.config.refusals import REFUSED_METHODS
 from tandem.errors import IncompatibleModelsError, InvalidRequestError, status_code
-from tandem.types import GenerationRequest, ModelInfo
+from tandem.types import GenerationRequest, ModelInfo, RowKind
 
 TARGET = ModelInfo(
     name="big",
@@ -334,6 +334,13 @@ REQUESTS: list[tuple[str, TokenizedRequest, str]] = [
         "num-speculative-tokens",
         request(num_speculative_tokens=0),
         "num_speculative_tokens is 0; it must be at least 1",
+    ),
+    ("logprobs", request(logprobs=21), "logprobs is 21; it must be between 0 and 20"),
+    (
+        "rows-with-logprobs",
+        request(logprobs=0, row_kind=RowKind.SUPPORT),
+        "row_kind is support and logprobs are asked for; it must be dense: other rows do not tell the probability of "
+        "every token",
     ),
     ("stop-strings", request(stop=("",)), "a stop string is empty; each must have a character"),
     (

@@ -29,6 +29,7 @@ from tandem.types import (
     Summary,
     SupportRow,
     TargetOptions,
+    TokenLogprobs,
     TokenRow,
     Verification,
     VerifyStep,
@@ -271,6 +272,7 @@ def test_impossible_steps_are_refused(step: target_pb2.VerifyStep) -> None:
             speculation=False,
             row_kind=RowKind.DENSE,
             ignore_eos=True,
+            logprobs=0,
         ),
     ],
 )
@@ -287,6 +289,14 @@ def test_a_request_without_a_prompt_is_refused() -> None:
 def test_chunks(finish_reason: FinishReason) -> None:
     figures = SpeculationFigures(2, 5, 3, [PositionFigures(2, 2, 2), PositionFigures(2, 2, 1)])
     summary = Summary(finish_reason, 4, 9, figures, "id", -5)
-    chunk = Chunk("héllo", (1, 2), (True, False), (2, 3), summary)
+    chunk = Chunk(
+        "héllo",
+        (1, 2),
+        (True, False),
+        (2, 3),
+        summary,
+        4,
+        (TokenLogprobs(-0.5, (1, 7), (-0.5, -1.25)), TokenLogprobs(-2.0)),
+    )
     assert generation.chunk_from_proto(generation.chunk_to_proto(chunk)) == chunk
     assert generation.chunk_from_proto(generation.chunk_to_proto(Chunk("", (), (), ()))).summary is None

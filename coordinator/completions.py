@@ -63,6 +63,7 @@ class Completions:
         request: GenerationRequest,
         deadline_seconds: float | None = None,
         request_id: str | None = None,
+        traceparent: str = "",
     ) -> AsyncGenerator[Chunk]:
         """Stream a completion.
 
@@ -70,15 +71,17 @@ class Completions:
             request: What to complete, and how.
             deadline_seconds: How long its client waits at most; None: without end.
             request_id: Its name in logs, traces and the list of requests; made up when there is none.
+            traceparent: The client's W3C trace context; empty when it sent none.
 
         Raises:
             InvalidRequestError: with a sentence for each rule that the request breaks.
             TandemError: the target failed.
         """
         request_id = request_id or uuid.uuid4().hex
-        observer = self._observer.begin(request_id, request)
+        observer = self._observer.begin(request_id, request, traceparent)
         with _told(observer):
             async with self.admission.place(deadline_seconds):
+                observer.admitted()
                 plan = await self._plan(request, request_id)
                 chunks = self._run(plan, observer, deadline_seconds)
                 async with aclosing(chunks):
@@ -118,7 +121,6 @@ class Completions:
             return NoDrafter()
         options = DraftOptions(
             request_id=plan.request_id,
-            traceparent=observer.traceparent,
             sampling=plan.sampling,
             max_length=len(plan.prompt) + plan.limits.max_tokens,
             row_kind=plan.rule.strategy.draft_row_kind,
@@ -130,14 +132,14 @@ class Completions:
             self.services.target_info.vocabulary_size,
             plan.draft_patience_seconds,
         )
-        return self.services.draft.sequence(options, limits, deadline_seconds)
+        watch = observer.stream("draft", self._live_config.current.draft_address or "")
+        return self.services.draft.sequence(options, limits, deadline_seconds, watch)
 
     def _verifier(
         self, plan: Plan, observer: RequestObserver, deadline_seconds: float | None
     ) -> TargetSequence:
         options = TargetOptions(
             request_id=plan.request_id,
-            traceparent=observer.traceparent,
             sampling=plan.sampling,
             max_length=len(plan.prompt) + plan.limits.max_tokens,
             prompt_length=len(plan.prompt),
@@ -145,7 +147,8 @@ class Completions:
         rows = RowChoice(
             plan.rule.row_kind(plan.request.row_kind), plan.rule.supports, plan.rule.needs_statistics
         )
-        return self.services.target.sequence(options, rows, deadline_seconds)
+        watch = observer.stream("target", self._live_config.current.target_address)
+        return self.services.target.sequence(options, rows, deadline_seconds, watch)
 
 
 @contextmanager

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc.aio
 
 from coordinator.completion import Completion
+from coordinator.observer import NO_OBSERVER, StreamObserver
 from coordinator.remote_sequence import RemoteSequence
 from tandem.channels import errors_of, finish_stream
 from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
+from tandem.traffic import counted
 from tandem.types import DenseLogits, DraftDistribution, DraftOptions, ModelInfo, Proposal, ProposeStep
 from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2_grpc import DraftServiceStub
@@ -25,6 +27,7 @@ class DraftClient:
     """Calls one draft service."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
         self._stub = DraftServiceStub(channel)
 
     async def model_info(self) -> ModelInfo:
@@ -38,10 +41,16 @@ class DraftClient:
         return model_info_from_proto(answer.model_info)
 
     def sequence(
-        self, options: DraftOptions, limits: DraftLimits, deadline_seconds: float | None = None
+        self,
+        options: DraftOptions,
+        limits: DraftLimits,
+        deadline_seconds: float | None = None,
+        watch: StreamObserver = NO_OBSERVER,
     ) -> DraftSequence:
         """Begin a sequence on it. The stream must be cancelled in the end, whatever happens."""
-        return DraftSequence(self._stub.Propose(timeout=deadline_seconds), options, limits)
+        stub = DraftServiceStub(counted(self._channel, watch.traffic))
+        options = replace(options, traceparent=watch.traceparent)
+        return DraftSequence(stub.Propose(timeout=deadline_seconds), options, limits, watch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +91,10 @@ class DraftSequence:
         call: grpc.aio.StreamStreamCall[draft_pb2.ProposeRequest, draft_pb2.ProposeResponse],
         options: DraftOptions,
         limits: DraftLimits,
+        watch: StreamObserver = NO_OBSERVER,
     ) -> None:
         self._call = call
+        self._watch = watch
         self._options = options
         self._limits = limits
         self._remote = RemoteSequence()
@@ -113,6 +124,7 @@ class DraftSequence:
             return proposal
         except TandemError as error:
             self._lost = True
+            self._watch.ended(error)
             logger.warning(
                 "draft lost; the target goes on alone",
                 extra={"request_id": self._options.request_id, "error": str(error)},
@@ -127,6 +139,7 @@ class DraftSequence:
     def cancel(self) -> None:
         """Drop the stream, whatever it is doing. A call that is dropped without this is never collected."""
         self._call.cancel()
+        self._watch.ended()
         if self._answer is not None and not self._answer.cancel() and not self._answer.cancelled():
             self._answer.exception()  # nobody else will ask for it
 

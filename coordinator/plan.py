@@ -58,11 +58,14 @@ class Plan:
     draft_patience_seconds: float
     think_spans: ThinkSpans | None
     """Followed when acceptance is relaxed inside them."""
+    model_name: str
+    """The target's."""
 
     @property
     def details(self) -> dict[str, EventValue]:
         """What an observer may want to know of it."""
         return {
+            "model": self.model_name,
             "rule": self.rule.name,
             "num_speculative_tokens": self.num_speculative_tokens,
             "prompt_tokens": len(self.prompt),
@@ -133,6 +136,7 @@ async def make_plan(
         draft_top_k=settings.draft_top_k,
         draft_patience_seconds=settings.draft_patience_seconds,
         think_spans=(think_spans(models.tokenizer) if options.use_relaxed_acceptance_for_thinking else None),
+        model_name=models.target.name,
     )
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc.aio
 
 from coordinator.completion import Completion
+from coordinator.observer import NO_OBSERVER, StreamObserver
 from coordinator.remote_sequence import RemoteSequence
 from tandem.channels import errors_of, finish_stream
-from tandem.errors import ServiceUnavailableError
+from tandem.errors import ServiceUnavailableError, TandemError
+from tandem.traffic import counted
 from tandem.types import IntArray, ModelInfo, Proposal, RowKind, TargetOptions, Verification, VerifyStep
 from tandem.v1 import target_pb2
 from tandem.v1.target_pb2_grpc import TargetServiceStub
@@ -23,6 +25,7 @@ class TargetClient:
     """Calls one target service."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
         self._stub = TargetServiceStub(channel)
 
     async def model_info(self) -> ModelInfo:
@@ -48,10 +51,16 @@ class TargetClient:
         return dict(files)
 
     def sequence(
-        self, options: TargetOptions, rows: RowChoice, deadline_seconds: float | None = None
+        self,
+        options: TargetOptions,
+        rows: RowChoice,
+        deadline_seconds: float | None = None,
+        watch: StreamObserver = NO_OBSERVER,
     ) -> TargetSequence:
         """Begin a sequence on it. The stream must be cancelled in the end, whatever happens."""
-        return TargetSequence(self._stub.Verify(timeout=deadline_seconds), options, rows)
+        stub = TargetServiceStub(counted(self._channel, watch.traffic))
+        options = replace(options, traceparent=watch.traceparent)
+        return TargetSequence(stub.Verify(timeout=deadline_seconds), options, rows, watch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +81,10 @@ class TargetSequence:
         call: grpc.aio.StreamStreamCall[target_pb2.VerifyRequest, target_pb2.VerifyResponse],
         options: TargetOptions,
         rows: RowChoice,
+        watch: StreamObserver = NO_OBSERVER,
     ) -> None:
         self._call = call
+        self._watch = watch
         self._options = options
         self._rows = rows
         self._remote = RemoteSequence()
@@ -92,10 +103,14 @@ class TargetSequence:
             supports=self._rows.supports(proposal) if self._rows.kind is RowKind.SUPPORT else (),
             with_statistics=self._rows.with_statistics,
         )
-        with errors_of("target service"):
-            await self._open()
-            await self._call.write(wire.step_to_proto(step))
-            return await self._answer(step, completion.length)
+        try:
+            with errors_of("target service"):
+                await self._open()
+                await self._call.write(wire.step_to_proto(step))
+                return await self._answer(step, completion.length)
+        except TandemError as error:
+            self._watch.ended(error)
+            raise
 
     async def finish(self) -> None:
         """End the sequence; the service lets go of it at once."""
@@ -105,6 +120,7 @@ class TargetSequence:
     def cancel(self) -> None:
         """Drop the stream, whatever it is doing. A call that is dropped without this is never collected."""
         self._call.cancel()
+        self._watch.ended()
 
     async def _open(self) -> None:
         if not self._opened:

@@ -38,3 +38,11 @@ async def errors_to_status(context: Context) -> AsyncIterator[None]:
         await context.abort(
             grpc.StatusCode.INTERNAL, f"internal error {error_id}; the server's log tells more"
         )
+
+
+def traceparent_of(context: Context) -> str:
+    """The W3C trace context that the client sent with the call; empty when it sent none."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "traceparent":
+            return str(value)
+    return ""

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 GENERATED := tandem/v1/__init__.py
 PROTOS := $(wildcard protos/tandem/v1/*.proto)
-TYPED := $(wildcard tandem draft_service target_service coordinator benchmarks models tests) \
+TYPED := $(wildcard tandem draft_service target_service coordinator benchmarks deploy models tests) \
 	protos/generate.py docs/generate.py hatch_build.py
 # For what is passed on to the command: make test ARGS="-k greedy -x"
 ARGS ?=

@@ -1,0 +1,109 @@
+# One image for each service:
+#
+#   docker build --target coordinator -t tandem/coordinator .
+#   docker build --target draft       -t tandem/draft .                                # CPU
+#   docker build --target target      -t tandem/target --build-arg ACCELERATOR=cuda .  # NVIDIA
+#
+# Every version is fixed: the base image by its tag, the packages by constraints.txt.
+
+ARG ACCELERATOR=cpu
+
+FROM python:3.12.13-slim-bookworm AS python
+ENV PATH=/opt/tandem/bin:$PATH
+
+
+FROM python AS build
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_ROOT_USER_ACTION=ignore
+WORKDIR /source
+# Without pip in it: nothing is installed in a running container.
+RUN python -m venv --without-pip /opt/tandem
+COPY constraints.txt pyproject.toml deploy/requirements.py ./
+
+
+# Our own code, as the wheel has it: with the generated protobuf modules and the `tandem` command.
+FROM build AS code
+COPY LICENSE hatch_build.py ./
+COPY protos protos
+COPY tandem tandem
+COPY draft_service draft_service
+COPY target_service target_service
+COPY coordinator coordinator
+# The wheel's build requirements come from pyproject.toml; this holds what they in turn need.
+RUN --mount=type=cache,target=/root/.cache/pip \
+    PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
+    python -m pip wheel --no-deps --wheel-dir /wheel . \
+    && python -m pip --python /opt/tandem/bin/python install --no-deps --target /code /wheel/*.whl
+
+
+FROM build AS coordinator-packages
+RUN --mount=type=cache,target=/root/.cache/pip \
+    python requirements.py pyproject.toml > requirements.txt \
+    && python -m pip --python /opt/tandem/bin/python install -c constraints.txt -r requirements.txt
+
+
+# torch alone first: gigabytes that change seldom. The package index has the build for CUDA, PyTorch's own the one
+# for CPUs, which is a tenth of it.
+FROM build AS torch-cpu
+ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+RUN --mount=type=cache,target=/root/.cache/pip \
+    python -m pip --python /opt/tandem/bin/python install --no-deps --index-url "$TORCH_CPU_INDEX" \
+    -c constraints.txt torch
+
+FROM build AS torch-cuda
+RUN --mount=type=cache,target=/root/.cache/pip \
+    python -m pip --python /opt/tandem/bin/python install -c constraints.txt torch
+
+# hadolint ignore=DL3006
+FROM torch-${ACCELERATOR} AS model-packages
+RUN --mount=type=cache,target=/root/.cache/pip \
+    python requirements.py pyproject.toml engine > requirements.txt \
+    && python -m pip --python /opt/tandem/bin/python install -c constraints.txt -r requirements.txt
+
+
+# What every image is made on: no compiler, no pip, a user without a name or a home.
+FROM python AS runtime
+ENV HOME=/tmp \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+WORKDIR /opt/tandem/lib/python3.12/site-packages
+USER 10001:10001
+STOPSIGNAL SIGTERM
+
+
+# The packages first, then our code: each image holds its own service and no other.
+FROM runtime AS coordinator
+COPY --from=coordinator-packages /opt/tandem /opt/tandem
+COPY --from=code /code/bin/tandem /opt/tandem/bin/tandem
+COPY --from=code /code/tandem_speculative-*.dist-info tandem_speculative.dist-info
+COPY --from=code /code/tandem tandem
+COPY --from=code /code/coordinator coordinator
+ENV TANDEM_COORDINATOR_HOST=0.0.0.0
+EXPOSE 50051
+HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
+    CMD ["python", "-m", "tandem.serving.healthcheck", "127.0.0.1:50051"]
+ENTRYPOINT ["python", "-m", "coordinator"]
+
+
+FROM runtime AS draft
+COPY --from=model-packages /opt/tandem /opt/tandem
+COPY --from=code /code/tandem_speculative-*.dist-info tandem_speculative.dist-info
+COPY --from=code /code/tandem tandem
+COPY --from=code /code/draft_service draft_service
+ENV TANDEM_DRAFT_HOST=0.0.0.0
+EXPOSE 50053
+HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
+    CMD ["python", "-m", "tandem.serving.healthcheck", "127.0.0.1:50053"]
+ENTRYPOINT ["python", "-m", "draft_service"]
+
+
+FROM runtime AS target
+COPY --from=model-packages /opt/tandem /opt/tandem
+COPY --from=code /code/tandem_speculative-*.dist-info tandem_speculative.dist-info
+COPY --from=code /code/tandem tandem
+COPY --from=code /code/target_service target_service
+ENV TANDEM_TARGET_HOST=0.0.0.0
+EXPOSE 50052
+HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
+    CMD ["python", "-m", "tandem.serving.healthcheck", "127.0.0.1:50052"]
+ENTRYPOINT ["python", "-m", "target_service"]

@@ -1,0 +1,63 @@
+"""A compose file as `docker compose` understands it: variables filled in, one profile active."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.paths import ROOT
+
+COMPOSE_FILE = ROOT / "docker-compose.yml"
+
+_VARIABLE = re.compile(r"\$(?:\$|\{(?P<name>\w+)(?:(?P<how>:?[-?])(?P<otherwise>[^}]*))?\})")
+
+
+def interpolated(value: Any, variables: Mapping[str, str]) -> Any:
+    """The value with `${NAME}`, `${NAME-default}` and `${NAME:-default}` filled in, at any depth."""
+    if isinstance(value, dict):
+        return {key: interpolated(entry, variables) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [interpolated(entry, variables) for entry in value]
+    if not isinstance(value, str):
+        return value
+
+    def fill(match: re.Match[str]) -> str:
+        if (name := match["name"]) is None:
+            return "$"
+        given = variables.get(name)
+        if match["how"] == ":-":
+            return given or match["otherwise"]
+        if match["how"] == "-":
+            return match["otherwise"] if given is None else given
+        assert match["how"] is None or given, f"{name}: {match['otherwise']}"
+        return given or ""
+
+    return _VARIABLE.sub(fill, value)
+
+
+def variables_of(path: Path = COMPOSE_FILE) -> set[str]:
+    """The names of the variables that a compose file reads."""
+    return {match["name"] for match in _VARIABLE.finditer(path.read_text(encoding="utf-8")) if match["name"]}
+
+
+def services(
+    *profiles: str, variables: Mapping[str, str] | None = None, path: Path = COMPOSE_FILE
+) -> dict[str, dict[str, Any]]:
+    """The services that these profiles start, by name. Dependencies on others are left out, as compose does."""
+    config = interpolated(yaml.safe_load(path.read_text(encoding="utf-8")), variables or {})
+    chosen: dict[str, dict[str, Any]] = {
+        name: service
+        for name, service in config["services"].items()
+        if not service.get("profiles") or set(service["profiles"]) & set(profiles)
+    }
+    for name, service in chosen.items():
+        for needed, how in service.get("depends_on", {}).items():
+            assert needed in chosen or not how.get("required", True), f"{name} needs {needed}, which is off"
+        service["depends_on"] = {
+            needed: how for needed, how in service.get("depends_on", {}).items() if needed in chosen
+        }
+    return chosen

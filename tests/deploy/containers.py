@@ -1,0 +1,181 @@
+"""Services of a compose file as containers, without a container engine: Linux and root are enough.
+
+What compose and the Dockerfile say is done: the very command, environment, user, mounts, read-only root and names.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.deploy.images import PYTHON, VENV, Image
+from tests.end_to_end.processes import Process, running
+from tests.paths import ROOT
+
+_ENTER = str(Path(__file__).with_name("enter.py"))
+_SYSTEM = (
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/etc/ld.so.conf",
+    "/etc/ld.so.conf.d",
+)
+_PREFIX = "10.77.0"
+
+
+def why_not() -> str:
+    """Why containers cannot be made here; empty when they can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "containers are made with Linux namespaces, by root"
+    missing = [tool for tool in ("unshare", "nsenter", "ip") if shutil.which(tool) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed (util-linux, iproute2)"
+    trial = ["unshare", "--mount", "--net", "ip", "link", "add", "tandem0", "type", "bridge"]
+    done = subprocess.run(trial, capture_output=True, text=True, check=False)
+    return f"no namespaces: {done.stderr.strip()}" if done.returncode else ""
+
+
+class Network:
+    """A network of its own, in which every container has an address and is found by its names."""
+
+    def __init__(self, pid: int, folder: Path) -> None:
+        self.pid = pid
+        self.hosts = folder / "hosts"
+        self._numbers = itertools.count(2)
+        self._names: dict[str, list[str]] = {}
+        self.tell()
+
+    def take(self) -> tuple[int, str]:
+        """A number and an address that nobody has."""
+        number = next(self._numbers)
+        return number, f"{_PREFIX}.{number}"
+
+    def tell(self, address: str = "", names: list[str] | None = None) -> None:
+        """Let all containers find this address under these names, or no longer, by a file that they share."""
+        if names:
+            self._names[address] = names
+        else:
+            self._names.pop(address, None)
+        lines = ["127.0.0.1 localhost"]
+        lines += [f"{other} {' '.join(known)}" for other, known in self._names.items()]
+        # Written in place: the containers have this very file.
+        self.hosts.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def network(folder: Path) -> Iterator[Network]:
+    """A bridge in a namespace that lasts as long as the block."""
+    commands = "ip link add br0 type bridge && ip link set br0 up && ip link set lo up"
+    # `cat` ends when its stdin does, at the latest with this process.
+    with subprocess.Popen(
+        ["unshare", "--net", "sh", "-c", f"{commands} && echo up && exec cat"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"up\n"
+        yield Network(holder.pid, folder)
+
+
+class Container:
+    """A running container."""
+
+    def __init__(
+        self, name: str, process: Process, description: Path, health_check: list[str], address: str
+    ) -> None:
+        self.name = name
+        self.process = process
+        self.address = address
+        self._description = description
+        self._health_check = health_check
+
+    def run(self, *command: str, seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """What `docker compose exec` does."""
+        words = [sys.executable, _ENTER, str(self._description), str(self.process.pid), *command]
+        return subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=False)
+
+    def health(self) -> int:
+        """The exit code of its health check."""
+        return self.run(*self._health_check).returncode
+
+    def wait_until_healthy(self, seconds: float = 120.0) -> None:
+        """Ask as an engine does, until it is."""
+        deadline = time.monotonic() + seconds
+        while self.health() != 0:
+            assert not self.process.has_ended, self.process.story
+            assert time.monotonic() < deadline, f"{self.name} is not healthy\n{self.process.story}"
+            time.sleep(0.5)
+
+
+def describe(
+    name: str, service: Mapping[str, Any], image: Image, net: Network, root: Path
+) -> tuple[dict[str, Any], str]:
+    """What `enter.py` is told of a service of the compose file, and the container's address."""
+    number, address = net.take()
+    uid, gid = (int(word) for word in service.get("user", image.user).split(":"))
+    environment = image.environment | {
+        variable: str(value)
+        for variable, value in service.get("environment", {}).items()
+        if value is not None
+    }
+    environment["PATH"] = environment["PATH"].replace("$PATH", "/usr/local/bin:/usr/bin:/bin")
+    binds = {str(path): place for place, path in image.files.items()}
+    for volume in service.get("volumes", []):
+        source, place, mode = volume.split(":")
+        assert mode == "ro", f"{name} may write to {source}"
+        binds[str((ROOT / source).resolve())] = place
+    real = {place: Path(place) for place in _SYSTEM if Path(place).exists()}
+    binds |= {str(path): place for place, path in real.items() if not path.is_symlink()}
+    binds |= {sys.base_prefix: sys.base_prefix, str(net.hosts): "/etc/hosts"}
+    return {
+        "root": str(root),
+        "command": [*service.get("entrypoint", image.entrypoint), *service.get("command", [])],
+        "environment": environment,
+        "uid": uid,
+        "gid": gid,
+        "workdir": image.workdir,
+        "read_only": service.get("read_only", False),
+        "tmpfs": dict(entry.split(":") for entry in service.get("tmpfs", [])),
+        "binds": binds,
+        "links": {place: os.readlink(path) for place, path in real.items() if path.is_symlink()}
+        | {f"{VENV}/bin/python": f"{sys.base_prefix}/bin/{PYTHON}"},
+        "files": {
+            f"{VENV}/pyvenv.cfg": f"home = {sys.base_prefix}/bin\n",
+            "/etc/host.conf": "multi on\n",
+            "/etc/nsswitch.conf": "hosts: files\n",
+        },
+        "network": {"pid": net.pid, "bridge": "br0", "number": number, "address": address},
+    }, address
+
+
+@contextmanager
+def container(
+    name: str, service: Mapping[str, Any], image: Image, net: Network, folder: Path
+) -> Iterator[Container]:
+    """Run a service for as long as the block lasts."""
+    names = [name]
+    if isinstance(networks := service.get("networks"), dict):
+        names += [alias for settings in networks.values() for alias in (settings or {}).get("aliases", [])]
+    with ExitStack() as stack:
+        number = next(number for number in itertools.count() if not (folder / f"{name}-{number}").exists())
+        root = folder / f"{name}-{number}"
+        root.mkdir()
+        described, address = describe(name, service, image, net, root)
+        description = folder / f"{name}-{number}.json"
+        description.write_text(json.dumps(described), encoding="utf-8")
+        process = stack.enter_context(running(sys.executable, _ENTER, str(description)))
+        net.tell(address, names)
+        stack.callback(net.tell, address)
+        yield Container(name, process, description, service["healthcheck"]["test"][1:], address)

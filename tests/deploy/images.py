@@ -1,0 +1,161 @@
+"""What an image holds, from the Dockerfile: our code as the wheel has it, and the packages that pip would install.
+
+No engine is needed, and nothing is downloaded: the packages are those of the environment that runs the tests.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import Distribution, distribution
+from pathlib import Path, PurePosixPath
+
+from packaging.requirements import Requirement
+
+from deploy.requirements import requirements
+from tests.deploy.dockerfile import Dockerfile
+from tests.paths import ROOT
+
+VENV = "/opt/tandem"
+PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
+SITE = f"{VENV}/lib/{PYTHON}/site-packages"
+"""Where the image has its packages, for the Python that runs the tests."""
+
+_EXTRAS = {"coordinator-packages": [], "model-packages": ["engine"]}
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """Where each thing in an image comes from on this machine, and what a container of it is started with."""
+
+    name: str
+    files: dict[str, Path]
+    packages: set[str]
+    environment: dict[str, str]
+    user: str
+    workdir: str
+    entrypoint: list[str]
+    health_check: list[str]
+
+    def holds(self, module: str) -> bool:
+        """Whether the image has something of this name among its packages."""
+        return any(f"{place}/".startswith(f"{SITE}/{module}/") for place in self.files)
+
+
+def ignored(path: PurePosixPath, patterns: Iterable[str]) -> bool:
+    """Whether .dockerignore keeps a path from the builder: of the patterns that match, the last decides."""
+    verdict = False
+    for pattern in patterns:
+        keep = pattern.startswith("!")
+        glob = pattern.removeprefix("!")
+        candidates = [path, *path.parents]
+        if glob.startswith("**/"):
+            matches = any(part.name == glob.removeprefix("**/") for part in candidates)
+        else:
+            matches = any(str(part) == glob or (glob == "*" and len(part.parts) == 1) for part in candidates)
+        if matches:
+            verdict = not keep
+    return verdict
+
+
+def build_context(folder: Path) -> None:
+    """Copy what reaches the builder."""
+    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    patterns = [line for line in lines if line and not line.startswith("#")]
+    tops = {pattern.removeprefix("!").split("/")[0] for pattern in patterns if pattern.startswith("!")}
+    for top in sorted(tops):
+        start = ROOT / top
+        for path in [start, *start.rglob("*")]:
+            relative = path.relative_to(ROOT)
+            if path.is_file() and not ignored(PurePosixPath(relative), patterns):
+                (folder / relative).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, folder / relative)
+
+
+def build_code(folder: Path) -> Path:
+    """Run the stage `code`: the wheel from what the Dockerfile copies, unpacked, and its command."""
+    context, source, code = folder / "context", folder / "source", folder / "code"
+    build_context(context)
+    source.mkdir()
+    for copy in Dockerfile(ROOT / "Dockerfile").copies("code"):
+        for name in copy.sources:
+            origin = context / name
+            place = source / (origin.name if copy.destination in ("./", ".") else copy.destination)
+            (shutil.copytree if origin.is_dir() else shutil.copyfile)(origin, place)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--wheel-dir", str(folder), "."], cwd=source, check=True)
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        wheel.extractall(code)
+    (code / "bin").mkdir()
+    script = f"#!{VENV}/bin/python\nfrom coordinator.cli.main import main\nmain()\n"
+    (code / "bin" / "tandem").write_text(script, encoding="utf-8")
+    (code / "bin" / "tandem").chmod(0o755)
+    return code
+
+
+def image(name: str, code: Path) -> Image:
+    """What the final stage of this name holds."""
+    dockerfile = Dockerfile(ROOT / "Dockerfile")
+    files: dict[str, Path] = {}
+    packages: set[str] = set()
+    for copy in dockerfile.copies(name):
+        if copy.stage in _EXTRAS:
+            packages = closure(requirements(ROOT / "pyproject.toml", _EXTRAS[copy.stage]))
+            for package in packages:
+                files |= {f"{SITE}/{place}": path for place, path in contents(distribution(package)).items()}
+            continue
+        assert copy.stage == "code", f"COPY --from={copy.stage} is not known here"
+        for source in copy.sources:
+            found = list(code.glob(source.removeprefix("/code/")))
+            assert found, f"{source} is not in the wheel"
+            files |= {str(PurePosixPath(SITE, copy.destination)): path for path in found}
+    workdir = dockerfile.last(name, "WORKDIR").replace("python3.12", PYTHON)
+    return Image(
+        name=name,
+        files=files,
+        packages=packages,
+        environment=dockerfile.environment(name),
+        user=dockerfile.last(name, "USER"),
+        workdir=workdir,
+        entrypoint=dockerfile.entrypoint(name),
+        health_check=dockerfile.health_check(name),
+    )
+
+
+def closure(lines: Iterable[str]) -> set[str]:
+    """The requirements and all that they in turn require here, as pip would install them."""
+    found: set[str] = set()
+    waiting = [(requirement.name, frozenset(requirement.extras)) for requirement in map(Requirement, lines)]
+    seen: set[tuple[str, frozenset[str]]] = set()
+    while waiting:
+        name, extras = entry = waiting.pop()
+        if entry in seen:
+            continue
+        seen.add(entry)
+        found.add(name.lower().replace("_", "-"))
+        for line in distribution(name).requires or []:
+            needed = Requirement(line)
+            if needed.marker is None or any(
+                needed.marker.evaluate({"extra": extra}) for extra in ("", *extras)
+            ):
+                waiting.append((needed.name, frozenset(needed.extras)))
+    return found
+
+
+def contents(package: Distribution) -> dict[str, Path]:
+    """The files and folders of a package: of a shared folder, like `google`, only its own part."""
+    files = [
+        PurePosixPath(file)
+        for file in package.files or []
+        if ".." not in file.parts and "__pycache__" not in file.parts
+    ]
+    with_files = {file.parent for file in files}
+    tops = {
+        next((parent for parent in reversed(file.parents) if parent in with_files and parent.parts), file)
+        for file in files
+    }
+    return {str(top): Path(str(package.locate_file(top))) for top in tops}

@@ -1,0 +1,59 @@
+"""`docker compose up`, played out: the images, commands, users, mounts, names and health checks that the files give."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.deploy.containers import Container
+from tests.deploy.images import Image
+
+_WRITE = "import sys; open(sys.argv[1] + '/new', 'w').close()"
+
+
+def test_every_service_becomes_healthy_and_a_prompt_is_completed(cluster: dict[str, Container]) -> None:
+    assert [container.health() for container in cluster.values()] == [0, 0, 0]
+    command = ("tandem", "generate", "def main():", "--max-tokens", "24", "--temperature", "0", "--json")
+    done = cluster["coordinator"].run(*command)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert len(answer["token_ids"]) == 24
+    assert answer["speculation"]["accepted"] > 0
+
+
+def test_a_container_may_do_nothing_but_serve(cluster: dict[str, Container]) -> None:
+    for container in cluster.values():
+        status = Path(f"/proc/{container.process.pid}/status").read_text(encoding="utf-8")
+        fields = dict(line.split(":\t", 1) for line in status.splitlines())
+        assert set(fields["Uid"].split()) == set(fields["Gid"].split()) == {"10001"}
+        assert {int(fields[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")} == {0}
+        assert fields["NoNewPrivs"] == "1"
+
+
+def test_nothing_but_tmp_can_be_written_to(cluster: dict[str, Container]) -> None:
+    for container in cluster.values():
+        assert container.run("python", "-c", _WRITE, "/tmp").returncode == 0
+        for place in ("/", "/models", "/opt/tandem", "/etc"):
+            refused = container.run("python", "-c", _WRITE, place)
+            assert refused.returncode == 1
+            assert "Error" in refused.stderr
+
+
+def test_the_coordinator_has_no_torch_and_no_other_service(
+    cluster: dict[str, Container], images: dict[str, Image]
+) -> None:
+    assert not {"torch", "transformers", "safetensors"} & images["coordinator"].packages
+    assert {"torch", "transformers", "safetensors"} < images["draft"].packages
+    for absent in ("torch", "transformers", "draft_service", "target_service"):
+        assert not images["coordinator"].holds(absent)
+        found = cluster["coordinator"].run("python", "-c", f"import {absent}")
+        assert "ModuleNotFoundError" in found.stderr
+    version = cluster["coordinator"].run("python", "-c", "import tandem; print(tandem.__version__)")
+    assert version.stdout.strip() == "0.1.0"
+
+
+def test_every_container_stops_in_good_order(cluster: dict[str, Container]) -> None:
+    """The last test of this file: it takes the cluster down, in the order that compose does."""
+    for container in reversed(cluster.values()):
+        assert container.process.stop() == 0
+        assert "stopped" in container.process.stderr

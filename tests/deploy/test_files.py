@@ -1,0 +1,137 @@
+"""What can be told of the Dockerfile and the compose files without running them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.compose import COMPOSE_FILE, interpolated, services, variables_of
+from tests.deploy.dockerfile import Dockerfile
+from tests.paths import ROOT
+
+DOCKERFILE = ROOT / "Dockerfile"
+COMPOSE_FILES = [COMPOSE_FILE, *sorted((ROOT / "deploy").glob("compose.*.yml"))]
+PROFILES = (("cpu",), ("gpu",), ("cpu", "gpu"), ("cpu", "observe"), ("gpu", "observe"))
+OWN = ("draft_service", "target_service", "draft_service_gpu", "target_service_gpu", "coordinator")
+
+
+def seconds(duration: str) -> int:
+    return int(duration.removesuffix("s"))
+
+
+def run(tool: str, *arguments: str) -> None:
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name(tool)), *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture
+def everything() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = services("cpu", "gpu", "observe")
+    return found
+
+
+@pytest.mark.parametrize("path", COMPOSE_FILES, ids=lambda path: path.name)
+def test_compose_files_keep_the_schema(path: Path, tmp_path: Path) -> None:
+    run("check-jsonschema", "--builtin-schema", "vendor.compose-spec", str(path))
+    filled = tmp_path / path.name
+    filled.write_text(yaml.safe_dump(interpolated(yaml.safe_load(path.read_text()), {})))
+    run("check-jsonschema", "--builtin-schema", "vendor.compose-spec", str(filled))
+
+
+def test_the_dockerfile_keeps_the_rules_of_hadolint() -> None:
+    run("hadolint", "--failure-threshold", "style", str(DOCKERFILE))
+
+
+def test_every_image_has_an_exact_tag(everything: dict[str, dict[str, Any]]) -> None:
+    given = [service["image"] for service in everything.values()]
+    for image in (*Dockerfile(DOCKERFILE).base_images(), *given):
+        tag = image.partition(":")[2]
+        assert re.search(r"\d+\.\d+\.\d+", tag), f"{image} may be another image tomorrow"
+
+
+@pytest.mark.parametrize("profiles", PROFILES, ids="+".join)
+def test_every_profile_is_whole(profiles: tuple[str, ...]) -> None:
+    """`services` fails when something that is needed is off."""
+    chosen = services(*profiles)
+    assert "coordinator" in chosen
+    kinds = {name.removesuffix("_gpu") for name in chosen["coordinator"]["depends_on"]}
+    assert kinds == {"draft_service", "target_service"}
+
+
+def test_the_profile_of_docker_compose_up_is_cpu() -> None:
+    lines = (ROOT / ".env").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line and not line.startswith("#")] == ["COMPOSE_PROFILES=cpu"]
+    assert services("cpu").keys() == {"draft_service", "target_service", "coordinator"}
+
+
+def test_containers_are_confined(everything: dict[str, dict[str, Any]]) -> None:
+    for name, service in everything.items():
+        assert re.fullmatch(r"[1-9]\d*:\d+", service["user"]), name
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["restart"] == "unless-stopped", name
+        assert "container_name" not in service, f"{name} could not be scaled"
+        for port in service.get("ports", []):
+            assert port.startswith("127.0.0.1:"), f"{name} is open to other machines"
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_our_services_are_as_their_image_says(everything: dict[str, dict[str, Any]], name: str) -> None:
+    service, dockerfile = everything[name], Dockerfile(DOCKERFILE)
+    stage = service["build"]["target"]
+    assert service["healthcheck"]["test"] == ["CMD", *dockerfile.health_check(stage)]
+    assert service["user"] == dockerfile.last(stage, "USER")
+    assert dockerfile.last(stage, "EXPOSE") in service["healthcheck"]["test"][-1]
+    default_drain = 30
+    assert seconds(service["stop_grace_period"]) > default_drain
+    for volume in service.get("volumes", []):
+        assert volume.endswith(":ro")
+    if name != "coordinator":
+        assert not service.get("ports"), f"{name} could not be scaled"
+        assert set(service["networks"]) == {"models"}
+
+
+def test_each_model_has_a_gpu_of_its_own() -> None:
+    gpus = []
+    for name, service in services("gpu").items():
+        if name != "coordinator":
+            (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+            gpus += device["device_ids"]
+            assert service["build"]["args"] == {"ACCELERATOR": "cuda"}
+    assert len(gpus) == len(set(gpus)) == 2
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
+def test_only_models_have_torch(accelerator: str) -> None:
+    dockerfile = Dockerfile(DOCKERFILE, accelerator)
+    sources = {
+        name: {copy.stage for copy in dockerfile.copies(name)} for name in ("coordinator", "draft", "target")
+    }
+    assert sources["coordinator"] == {"coordinator-packages", "code"}
+    assert sources["draft"] == sources["target"] == {"model-packages", "code"}
+    assert "torch" in [stage.name.partition("-")[0] for stage in dockerfile.chain("model-packages")]
+    assert not [stage for stage in dockerfile.chain("coordinator-packages") if "torch" in stage.name]
+
+
+def test_every_variable_is_explained() -> None:
+    text = (ROOT / ".env.example").read_text(encoding="utf-8")
+    explained = set(re.findall(r"^([A-Z][A-Z_]+)=", text, re.MULTILINE))
+    used = set().union(*(variables_of(path) for path in COMPOSE_FILES))
+    assert explained == used | {"COMPOSE_PROFILES"}
+
+
+def test_every_file_that_is_mounted_is_there(everything: dict[str, dict[str, Any]]) -> None:
+    for name, service in everything.items():
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0] if isinstance(volume, str) else volume["source"]
+            if source.startswith("."):
+                assert (ROOT / source).exists(), f"{name} mounts {source}"

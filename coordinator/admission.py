@@ -1,19 +1,35 @@
-"""How many requests may run at once."""
+"""How many requests may run at once, how many may wait for that, and what the others are told."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from tandem.errors import CapacityError, DeadlineError
+
+_LEAST_RETRY_SECONDS, _MOST_RETRY_SECONDS = 0.1, 60.0
+# Weight of the last request in the moving average of how long requests take.
+_NEWEST = 0.1
+
 
 class Admission:
-    """Gives each request a place to run in."""
+    """Gives each request a place to run in, first come, first served, and refuses at once when too many wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_concurrent_requests: int, max_queued_requests: int) -> None:
         self.running = 0
         """Requests that have a place."""
-        self.queued = 0
-        """Requests that wait for one."""
+        self._most_running = max_concurrent_requests
+        self._most_queued = max_queued_requests
+        self._queue: deque[asyncio.Future[None]] = deque()
+        self._usual_seconds = 0.0
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait for a place."""
+        return len(self._queue)
 
     @asynccontextmanager
     async def place(self, deadline_seconds: float | None) -> AsyncIterator[None]:
@@ -21,9 +37,60 @@ class Admission:
 
         Args:
             deadline_seconds: How long the client waits at most; None: without end.
+
+        Raises:
+            CapacityError: too many run and wait already. It says when to try again.
+            DeadlineError: there was no place within that time.
         """
-        self.running += 1
+        await self._enter(deadline_seconds)
+        began = time.monotonic()
         try:
             yield
         finally:
-            self.running -= 1
+            self._note(time.monotonic() - began)
+            self._leave()
+
+    async def _enter(self, deadline_seconds: float | None) -> None:
+        if self.running < self._most_running and not self._queue:
+            self.running += 1
+            return
+        if self.queued >= self._most_queued:
+            raise CapacityError(
+                f"{self.running} requests run and {self.queued} wait, which is the most; try again later",
+                self._retry_seconds,
+            )
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append(turn)
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                await turn  # whoever leaves hands its place over: `running` stays as it is
+        except BaseException as error:
+            self._give_up(turn)
+            if isinstance(error, TimeoutError):
+                raise DeadlineError(
+                    f"the request waited {deadline_seconds:g} s for a place, as long as it was given; no token was delivered"
+                ) from None
+            raise
+
+    def _give_up(self, turn: asyncio.Future[None]) -> None:
+        if turn in self._queue:
+            self._queue.remove(turn)
+        elif turn.done() and not turn.cancelled():
+            self._leave()  # the place came in the moment in which the request went
+
+    def _leave(self) -> None:
+        while self._queue:
+            turn = self._queue.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self.running -= 1
+
+    def _note(self, seconds: float) -> None:
+        self._usual_seconds += _NEWEST * (seconds - self._usual_seconds) if self._usual_seconds else seconds
+
+    @property
+    def _retry_seconds(self) -> float:
+        """When a place in the queue is likely to be free: as many requests as can run end in the time of one."""
+        waits = self._usual_seconds * (self.queued + 1) / self._most_running
+        return min(max(waits, _LEAST_RETRY_SECONDS), _MOST_RETRY_SECONDS)

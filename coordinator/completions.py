@@ -20,6 +20,7 @@ from coordinator.observer import Observer, RequestObserver
 from coordinator.plan import Models, Plan, make_plan
 from coordinator.requests import Requests
 from coordinator.target_client import RowChoice, TargetClient, TargetSequence
+from coordinator.time_limit import within
 from tandem.channels import closing
 from tandem.types import (
     Chunk,
@@ -50,7 +51,8 @@ class Completions:
     def __init__(self, live_config: LiveConfig, observer: Observer) -> None:
         self._live_config = live_config
         self._observer = observer
-        self.admission = Admission()
+        bounds = live_config.current
+        self.admission = Admission(bounds.max_concurrent_requests, bounds.max_queued_requests)
         self.requests = Requests()
         self.figures = FiguresLog()
 
@@ -83,7 +85,7 @@ class Completions:
             async with self.admission.place(deadline_seconds):
                 observer.admitted()
                 plan = await self._plan(request, request_id)
-                chunks = self._run(plan, observer, deadline_seconds)
+                chunks = within(self._run(plan, observer, deadline_seconds), deadline_seconds)
                 async with aclosing(chunks):
                     async for chunk in chunks:
                         yield chunk

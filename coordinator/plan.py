@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from tokenizers import Tokenizer
 
 from coordinator.acceptance import requested_options
+from coordinator.bounds import check_bounds
 from coordinator.completion import Completion, Limits
 from coordinator.observer import EventValue
 from coordinator.rejection.errors import RowError, RuleError
@@ -116,6 +117,7 @@ async def make_plan(
     Raises:
         InvalidRequestError: with a sentence for each rule that it breaks.
     """
+    check_bounds(request, settings, settings.num_speculative_tokens)
     prompt = request.prompt
     if isinstance(prompt, str):
         prompt = await encode(models.tokenizer, prompt)

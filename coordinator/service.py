@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import grpc.aio
 
@@ -31,6 +32,8 @@ class CoordinatorService:
 
     name = "coordinator"
     full_names = (generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,)
+    request_drain: Callable[[], None]
+    """Set by the server: ends it as SIGTERM does."""
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         self._settings = settings
@@ -92,6 +95,6 @@ class CoordinatorService:
         )
 
     def _open(self, address: str, message_limit_bytes: int = DEFAULT_MESSAGE_LIMIT_BYTES) -> grpc.aio.Channel:
-        channel = open_channel(address, message_limit_bytes)
+        channel = open_channel(address, message_limit_bytes, self._settings.service_credentials)
         self._channels.append(channel)
         return channel

@@ -7,9 +7,12 @@ from typing import Any
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from coordinator.bounds import RequestBounds
 from coordinator.rules import COMBINATION_RULES
+from coordinator.service_access import ServiceAccessOptions
 from tandem.config import SpeculativeConfig
 from tandem.config.rule import Rule
+from tandem.serving.protection import AdminOptions
 from tandem.settings import COMMAND_LINE, ServerSettings
 
 DEFAULT_PORT = 50051
@@ -24,7 +27,7 @@ class GuardedConfig(SpeculativeConfig):
         return (*super().rules(), *COMBINATION_RULES)
 
 
-class CoordinatorSettings(GuardedConfig, ServerSettings):
+class CoordinatorSettings(GuardedConfig, RequestBounds, ServiceAccessOptions, AdminOptions, ServerSettings):
     """Join a draft service and a target service."""
 
     model_config = SettingsConfigDict(**COMMAND_LINE, env_prefix="TANDEM_COORDINATOR_")

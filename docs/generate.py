@@ -9,11 +9,13 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
+from coordinator.bounds import BOUND_RULES, RequestBounds
 from coordinator.rules import MODEL_RULES, REQUEST_RULES
 from coordinator.settings import CoordinatorSettings, GuardedConfig
+from coordinator.service_access import ServiceAccessOptions
 from draft_service.settings import DraftSettings
 from tandem.config.acceptance import AcceptanceOptions
 from tandem.config.drafting import DraftingOptions
@@ -22,7 +24,8 @@ from tandem.config.refusals import REFUSED_METHODS, REFUSED_OPTIONS
 from tandem.config.rule import Rule, spelled
 from tandem.config.source_options import SourceOptions
 from tandem.config.speculative import SpeculativeConfig
-from tandem.settings import ModelServerSettings, ServerSettings
+from tandem.serving.protection import AdminOptions, ProtectionOptions
+from tandem.settings import SERVER_RULES, ModelServerSettings, ServerSettings
 from target_service.settings import TargetSettings
 
 PAGE = Path(__file__).with_name("configuration.md")
@@ -50,6 +53,10 @@ _SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("Acceptance", "For the coordinator.", AcceptanceOptions),
     ("Lengths, memory and what is fixed", "For every service that has the option.", SpeculativeConfig),
     ("Files", "For the coordinator and the draft service.", SourceOptions),
+    ("Requests", "For the coordinator.", RequestBounds),
+    ("Protection", "For every service; `docs/security.md` says how they go together.", ProtectionOptions),
+    ("Admin calls", "For the coordinator.", AdminOptions),
+    ("Access to the services", "For the coordinator.", ServiceAccessOptions),
     (
         "Coordinator",
         "`tandem serve coordinator`; variables begin with `TANDEM_COORDINATOR_`.",
@@ -62,7 +69,8 @@ _SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
 )
 
 _TYPES: Mapping[object, str] = {
-    int: "integer", float: "number", bool: "true or false", str: "text", Path: "path", tuple: "list of numbers"
+    int: "integer", float: "number", bool: "true or false", str: "text", Path: "path", tuple: "list of numbers",
+    SecretStr: "secret",
 }  # fmt: skip
 
 _ORIGIN = re.compile(r"(?:^|(?<=[.:] ))((?:MAX's|vLLM's|Tandem's own).*)$")
@@ -124,12 +132,16 @@ def _rules() -> Iterator[str]:
         + _rule_table(GuardedConfig.rules())
     )
     yield (
+        "### Of a server\n\nWhen it starts: exit code 2.\n\n"
+        + _rule_table((*SERVER_RULES, *AdminOptions.rules()))
+    )
+    yield (
         "### Of the models\n\nWhen the coordinator meets its services: exit code 2.\n\n"
         + _rule_table(MODEL_RULES)
     )
     yield (
         "### Of a request\n\nBefore anything is computed for it: `INVALID_ARGUMENT`; `tandem generate` exits 5.\n\n"
-        + _rule_table(REQUEST_RULES)
+        + _rule_table((*BOUND_RULES, *REQUEST_RULES))
     )
 
 

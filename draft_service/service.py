@@ -23,6 +23,8 @@ class DraftService:
 
     name = "draft"
     full_names = (draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name,)
+    request_drain: Callable[[], None]
+    """Set by the server: ends it as SIGTERM does."""
 
     def __init__(self, settings: DraftSettings) -> None:
         """Prepare the method that the settings name.

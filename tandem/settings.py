@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 from pydantic_settings import (
@@ -21,8 +21,10 @@ from pydantic_settings import (
 
 from tandem.config.layers import merged, read_layers
 from tandem.config.options import SENTENCE, Options
+from tandem.config.rule import Rule
 from tandem.errors import ConfigurationError
 from tandem.logs import LogFormat, LogLevel
+from tandem.serving.protection import ProtectionOptions, exposure
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +61,7 @@ class FilledSettings(Options, BaseSettings):
         return (init_settings,)
 
 
-class ServerSettings(FilledSettings):
+class ServerSettings(ProtectionOptions, FilledSettings):
     """What every server needs."""
 
     host: str = "127.0.0.1"
@@ -67,11 +69,30 @@ class ServerSettings(FilledSettings):
     port: int = Field(default=0, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""
     drain_timeout_seconds: float = Field(default=30.0, ge=0)
-    """After SIGTERM, how long running work may go on before it is cut off."""
+    """After SIGTERM, how long running work may go on before it is cut off. A second signal ends the process at once."""
+    stalled_reader_timeout_seconds: float = Field(default=60.0, gt=0)
+    """How long a stream may wait for its reader to take more before it is ended."""
+    max_concurrent_streams: int = Field(default=2048, ge=1)
+    """Most calls of any kind at once; more are refused at once."""
     log_level: LogLevel = "info"
     """Least severe log line to write."""
     log_format: LogFormat = "text"
     """Form of a log line."""
+
+    @classmethod
+    def rules(cls) -> tuple[Rule[Any], ...]:
+        """What must hold for a server's options."""
+        return (*super().rules(), *SERVER_RULES)
+
+
+SERVER_RULES: tuple[Rule[ServerSettings], ...] = (
+    Rule(
+        "exposure",
+        "With a `host` that other machines reach, the server has TLS and asks who calls, or is `insecure`.",
+        lambda settings: exposure(settings, settings.host),
+        ("host",),
+    ),
+)
 
 
 class ModelServerSettings(ServerSettings):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import grpc.aio
@@ -20,6 +21,8 @@ class TargetService:
 
     name = "target"
     full_names = (target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name,)
+    request_drain: Callable[[], None]
+    """Set by the server: ends it as SIGTERM does."""
 
     def __init__(self, settings: TargetSettings) -> None:
         self._settings = settings

@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
-from tandem.errors import TandemError, status_code
+from tandem.errors import CapacityError, DeadlineError, InvalidRequestError, TandemError, status_code
+from tandem.serving.calls import RunningCalls
+from tandem.wire.status import retry_metadata
 
 logger = logging.getLogger(__name__)
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Behaviour: TypeAlias = Callable[[Any, Context], Any]
+Counted: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
+
+# Watchers of health stay for as long as the server does; a drain does not wait for them.
+_HEALTH = "/grpc.health.v1."
+
+MAKE_HANDLER = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+"""What makes a handler, by whether requests and responses are streams."""
 
 
 @asynccontextmanager
@@ -28,9 +46,17 @@ async def errors_to_status(context: Context) -> AsyncIterator[None]:
     """
     try:
         yield
+    except CapacityError as error:
+        code = status_code(error)
+        if error.retry_after_seconds is None:
+            await context.abort(code, str(error))
+        else:
+            metadata = retry_metadata(code.value[0], str(error), error.retry_after_seconds)
+            await context.abort(code, str(error), metadata)
     except TandemError as error:
         await context.abort(status_code(error), str(error))
-    except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError):
+    except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError, grpc.aio.InternalError):
+        # The last is gRPC's own word for a client that has gone away.
         raise
     except Exception:
         error_id = uuid.uuid4().hex[:12]
@@ -46,3 +72,127 @@ def traceparent_of(context: Context) -> str:
         if key == "traceparent":
             return str(value)
     return ""
+
+
+class Edge(grpc.aio.ServerInterceptor):
+    """Stands before every method of a server: its errors, its unreadable requests, and readers that take nothing."""
+
+    def __init__(self, calls: RunningCalls, stalled_reader_timeout_seconds: float | None = None) -> None:
+        """Stand before the methods of a server.
+
+        Args:
+            calls: Where to count the calls.
+            stalled_reader_timeout_seconds: How long one message of a stream may wait for its reader. None: without end.
+        """
+        self._calls = calls
+        self._patience = stalled_reader_timeout_seconds
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """The call's own handler behind the edge; None for a method that does not exist."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        inner = behaviour_of(handler)
+        counted = nullcontext if handler_call_details.method.startswith(_HEALTH) else self._calls.running
+        behaviour = (self._streaming if handler.response_streaming else self._single)(inner, counted)
+        return remade(handler, behaviour, _lenient(handler.request_deserializer))
+
+    def _single(self, inner: Behaviour, counted: Counted) -> Behaviour:
+        async def answer(request: Any, context: Context) -> Any:
+            async with errors_to_status(context), counted():
+                return await inner(_readable(request), context)
+
+        return answer
+
+    def _streaming(self, inner: Behaviour, counted: Counted) -> Behaviour:
+        is_generator = inspect.isasyncgenfunction(inner)
+
+        # Writing here, not by yielding to gRPC, lets a cancelled call close its generator at once and in its own task.
+        async def answer(request: Any, context: Context) -> None:
+            async with errors_to_status(context), counted():
+                if not is_generator:
+                    await inner(_readable(request), context)
+                    return
+                async with aclosing(inner(_readable(request), context)) as responses:
+                    async for response in responses:
+                        await self._write(context, response)
+
+        return answer
+
+    async def _write(self, context: Context, response: Any) -> None:
+        """Returns once the flow control of HTTP/2 has let the message go, so a stream never queues more than one.
+
+        Raises:
+            DeadlineError: the reader took nothing for too long.
+        """
+        try:
+            async with asyncio.timeout(self._patience):
+                await context.write(response)
+        except TimeoutError:
+            raise DeadlineError(
+                f"the stream was not read for {self._patience:g} s; it was ended, read faster or ask for less"
+            ) from None
+
+
+def behaviour_of(handler: Handler) -> Behaviour:
+    """The function that a handler calls."""
+    kinds: tuple[Any, ...] = (
+        handler.unary_unary,
+        handler.unary_stream,
+        handler.stream_unary,
+        handler.stream_stream,
+    )
+    behaviour: Behaviour = next(filter(None, kinds))
+    return behaviour
+
+
+def remade(handler: Handler, behaviour: Behaviour, deserializer: Any = None) -> Handler:
+    """The same method with another behaviour."""
+    make: Any = MAKE_HANDLER[handler.request_streaming, handler.response_streaming]
+    made: Handler = make(behaviour, deserializer or handler.request_deserializer, handler.response_serializer)
+    return made
+
+
+class _Unreadable:
+    """Stands for a request whose bytes are not its message. gRPC would answer an error of Python's, or UNKNOWN."""
+
+
+def _lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    if deserialize is None:
+        return None
+
+    def read(content: bytes) -> Any:
+        try:
+            return deserialize(content)
+        except DecodeError:
+            return _Unreadable()
+
+    return read
+
+
+def _readable(request: Any) -> Any:
+    """The request, or the stream of requests, that raises where one cannot be read."""
+    return _Readable(request) if hasattr(request, "__aiter__") else _checked(request)
+
+
+def _checked(request: Any) -> Any:
+    if isinstance(request, _Unreadable):
+        raise InvalidRequestError(
+            "a message cannot be read; its bytes must be the protobuf that the method takes"
+        )
+    return request
+
+
+class _Readable:
+    def __init__(self, requests: AsyncIterator[Any]) -> None:
+        self._requests = requests
+
+    def __aiter__(self) -> _Readable:
+        return self
+
+    async def __anext__(self) -> Any:
+        return _checked(await anext(self._requests))

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 import grpc.aio
 
-from tandem.serving.edge import Context
+from tandem.errors import ServiceUnavailableError
+from tandem.serving.edge import Context, Handler, remade
 
 _ALWAYS_OPEN = ("/grpc.health.v1.", "/grpc.reflection.")
-
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class Gate(grpc.aio.ServerInterceptor):
@@ -31,17 +30,13 @@ class Gate(grpc.aio.ServerInterceptor):
         is_open = not self.closed_because or handler_call_details.method.startswith(_ALWAYS_OPEN)
         if handler is None or is_open:
             return handler
-        return _refusal(handler, self.closed_because)
+        return refusing(handler, ServiceUnavailableError(self.closed_because))
 
 
-def _refusal(handler: Handler, reason: str) -> Handler:
-    async def refuse(_request: Any, context: Context) -> None:
-        await context.abort(grpc.StatusCode.UNAVAILABLE, reason)
+def refusing(handler: Handler, error: Exception) -> Handler:
+    """The same method, raising an error."""
 
-    make = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[handler.request_streaming, handler.response_streaming]
-    return make(refuse, handler.request_deserializer, handler.response_serializer)
+    async def refuse(_request: Any, _context: Context) -> None:
+        raise error
+
+    return remade(handler, refuse)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -17,10 +18,18 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from tandem.errors import ConfigurationError
+from tandem.serving.calls import RunningCalls
+from tandem.serving.edge import Edge
 from tandem.serving.gate import Gate
+from tandem.serving.guard import Guard
+from tandem.serving.protection import token_source
+from tandem.serving.tls import server_credentials
 from tandem.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
+
+# How long the last words of calls that have ended may take to be sent, and watchers of health are borne with.
+_GOODBYE_SECONDS = 0.5
 
 _SERVER_OPTIONS = (
     # Two servers would silently share the port.
@@ -46,6 +55,9 @@ class Service(Protocol):
     def full_names(self) -> Sequence[str]:
         """Names of its gRPC services, for health and reflection."""
 
+    request_drain: Callable[[], None]
+    """Set by `serve` before anything else: ends the server as SIGTERM does."""
+
     def register(self, server: grpc.aio.Server) -> None:
         """Add its servicers."""
 
@@ -59,7 +71,8 @@ class Service(Protocol):
 async def serve(settings: ServerSettings, service: Service) -> bool:
     """Serve until SIGTERM or SIGINT, then let running calls finish within the drain timeout.
 
-    Writes two lines to stdout: where it listens, as soon as it does, and that it is ready.
+    Writes two lines to stdout: where it listens, as soon as it does, and that it is ready. A second signal ends the
+    process at once.
 
     Returns:
         Whether it ever was ready.
@@ -67,13 +80,15 @@ async def serve(settings: ServerSettings, service: Service) -> bool:
     Raises:
         ConfigurationError: the address cannot be bound, or the service cannot start as it is set up.
     """
+    calls = RunningCalls()
     readiness = Readiness(service)
-    server = grpc.aio.server(interceptors=[readiness.gate], options=_SERVER_OPTIONS)
+    server = new_server(settings, calls, readiness.gate)
     await _register(server, service, readiness)
-    address = _bind(server, settings.host, settings.port)
-    await server.start()
-    _tell(f"tandem {service.name}: listening on {address}")
-    with _stop_signals() as stopping:
+    address = _bind(server, settings)
+    with stop_signals() as stopping:
+        service.request_drain = stopping.set
+        await server.start()
+        _tell(f"tandem {service.name}: listening on {address}")
         try:
             was_ready = await _unless(stopping, service.start())
             if was_ready:
@@ -81,11 +96,33 @@ async def serve(settings: ServerSettings, service: Service) -> bool:
                 _tell(f"tandem {service.name}: ready on {address}")
                 await stopping.wait()
             await readiness.close()
+            if not await calls.end(settings.drain_timeout_seconds):
+                logger.warning("calls cut off", extra={"service": service.name, "calls": len(calls)})
+                calls.cut_off(f"the {service.name} service has drained for as long as it may, and stops")
+                await calls.end(_GOODBYE_SECONDS)
             return was_ready
         finally:
-            await server.stop(settings.drain_timeout_seconds)
+            # Only now: a server that stops takes no connection, and could not even say that it is draining.
+            await server.stop(_GOODBYE_SECONDS)
             await service.close()
             logger.info("stopped", extra={"service": service.name})
+
+
+def new_server(
+    settings: ServerSettings, calls: RunningCalls, *interceptors: grpc.aio.ServerInterceptor
+) -> grpc.aio.Server:
+    """A server with all that stands before a method: the edge, the tokens, and these interceptors.
+
+    Raises:
+        ConfigurationError: a file of tokens cannot be read, or holds none.
+    """
+    edge = Edge(calls, settings.stalled_reader_timeout_seconds)
+    guard = Guard(token_source(settings, settings.host))
+    return grpc.aio.server(
+        interceptors=[edge, guard, *interceptors],
+        options=_SERVER_OPTIONS,
+        maximum_concurrent_rpcs=settings.max_concurrent_streams,
+    )
 
 
 class Readiness:
@@ -122,10 +159,19 @@ async def _register(server: grpc.aio.Server, service: Service, readiness: Readin
     await readiness.announce(health_pb2.HealthCheckResponse.NOT_SERVING)
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int) -> str:
+def _bind(server: grpc.aio.Server, settings: ServerSettings) -> str:
+    host, port = settings.host, settings.port
+    credentials = None
+    if settings.tls_cert_file is not None and settings.tls_key_file is not None:
+        credentials = server_credentials(
+            settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file
+        )
     _check_free(host, port)
     name = f"[{host}]" if ":" in host else host
-    return f"{name}:{server.add_insecure_port(f'{name}:{port}')}"
+    address = f"{name}:{port}"
+    if credentials is None:
+        return f"{name}:{server.add_insecure_port(address)}"
+    return f"{name}:{server.add_secure_port(address, credentials)}"
 
 
 def _check_free(host: str, port: int) -> None:
@@ -147,17 +193,32 @@ def _check_free(host: str, port: int) -> None:
 
 
 @contextmanager
-def _stop_signals() -> Iterator[asyncio.Event]:
-    """An event that SIGTERM and SIGINT set."""
+def stop_signals() -> Iterator[asyncio.Event]:
+    """An event that SIGTERM and SIGINT set; the second signal ends the process at once."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
+    seen: list[int] = []
+
+    def stop(number: int) -> None:
+        if seen:
+            _end_now(number)
+        seen.append(number)
+        stopping.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+        loop.add_signal_handler(number, stop, number)
     try:
         yield stopping
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+
+
+def _end_now(number: int) -> None:
+    logger.warning("second signal; nothing more is waited for", extra={"signal": number})
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(128 + number)  # as shells tell a death by signal
 
 
 async def _unless(stopping: asyncio.Event, work: Coroutine[None, None, None]) -> bool:

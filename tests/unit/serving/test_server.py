@@ -47,6 +47,9 @@ class FakeService:
     is_closed: bool = False
     servicer: Servicer = field(default_factory=Servicer)
 
+    def __post_init__(self) -> None:
+        self.request_drain: Callable[[], None] = asyncio.Event().set
+
     def register(self, server: grpc.aio.Server) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.servicer, server)
 

@@ -1,0 +1,37 @@
+"""A completion ends when its client's time is up, whatever it is waiting for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from tandem.errors import DeadlineError
+from tandem.types import Chunk
+
+
+async def within(chunks: AsyncGenerator[Chunk], deadline_seconds: float | None) -> AsyncGenerator[Chunk]:
+    """The same chunks, for as long as there is time. What they wait for is cancelled when it is up.
+
+    Raises:
+        DeadlineError: the time is up; it says how many tokens were delivered.
+    """
+    loop = asyncio.get_running_loop()
+    end = None if deadline_seconds is None else loop.time() + deadline_seconds
+    delivered = 0
+    async with aclosing(chunks):
+        try:
+            while True:
+                # Around each wait, not around the loop: a reader that takes its time must not be cancelled in our name.
+                async with asyncio.timeout_at(end):
+                    chunk = await anext(chunks)
+                yield chunk
+                delivered += len(chunk.token_ids)
+        except StopAsyncIteration:
+            return
+        except (TimeoutError, DeadlineError):
+            if end is None:
+                raise
+            raise DeadlineError(
+                f"the request took longer than the {deadline_seconds:g} s it was given; {delivered} tokens were delivered"
+            ) from None

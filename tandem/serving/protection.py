@@ -1,0 +1,179 @@
+"""Who may reach a server and how: the options, and what must hold of them."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr
+
+from tandem.config.options import Options
+from tandem.config.rule import Rule
+from tandem.files import Renewed
+from tandem.serving.tokens import Tokens, parse_tokens, token_problem
+
+
+class ProtectionOptions(Options):
+    """TLS and tokens of a server."""
+
+    tls_cert_file: Path | None = None
+    """PEM file of the server's certificate and what signed it; with tls_key_file it turns TLS on. Read again when it
+    changes."""
+    tls_key_file: Path | None = None
+    """PEM file of its key, unencrypted."""
+    tls_client_ca_file: Path | None = None
+    """PEM file of the authorities that a caller's certificate must come from (mutual TLS). By default it needs none."""
+    auth_token: SecretStr | None = None
+    """Bearer token that callers must have. Any user of the machine can read a command line: better in the environment,
+    or in auth_token_file."""
+    auth_token_file: Path | None = None
+    """File of such tokens, one on each line, all of them good. Read again when it changes."""
+    insecure: bool = False
+    """Serve other machines without TLS or without asking who calls; for a network where all are trusted."""
+
+    @classmethod
+    def rules(cls) -> tuple[Rule[Any], ...]:
+        """What must hold for these options alone."""
+        return (*super().rules(), *PROTECTION_RULES)
+
+    @property
+    def uses_tls(self) -> bool:
+        """Whether connections are encrypted."""
+        return self.tls_cert_file is not None
+
+    @property
+    def knows_callers(self) -> bool:
+        """Whether callers have to show who they are."""
+        return (
+            self.tls_client_ca_file is not None
+            or self.auth_token is not None
+            or self.auth_token_file is not None
+        )
+
+    @property
+    def client_tokens(self) -> Callable[[], tuple[str, ...]]:
+        """Tells the tokens that a client may have, as they are now.
+
+        Raises:
+            ConfigurationError: their file cannot be read, or holds none.
+        """
+        return tokens_of(self.auth_token, self.auth_token_file)
+
+    @property
+    def admin_tokens(self) -> Callable[[], tuple[str, ...]]:
+        """Tells the tokens that an admin may have, as they are now; none where nothing is administered.
+
+        Raises:
+            ConfigurationError: their file cannot be read, or holds none.
+        """
+        return tokens_of(None, None)
+
+
+class AdminOptions(ProtectionOptions):
+    """The same for a server that has admin calls."""
+
+    admin_token: SecretStr | None = None
+    """Bearer token for admin calls, which opens all other calls too. Better in the environment or in admin_token_file.
+    Without one, admin calls are open to this machine alone, and only while clients need no token either."""
+    admin_token_file: Path | None = None
+    """File of such tokens, one on each line, all of them good. Read again when it changes."""
+
+    @classmethod
+    def rules(cls) -> tuple[Rule[Any], ...]:
+        """What must hold for these options alone."""
+        return (*super().rules(), _token_rule("admin_token"))
+
+    @property
+    def admin_tokens(self) -> Callable[[], tuple[str, ...]]:
+        """See `ProtectionOptions`."""
+        return tokens_of(self.admin_token, self.admin_token_file)
+
+
+def token_source(options: ProtectionOptions, host: str) -> Callable[[], Tokens]:
+    """Tells the tokens that a server knows, as they are now.
+
+    Raises:
+        ConfigurationError: a file cannot be read, or holds none.
+    """
+    client, admin = options.client_tokens, options.admin_tokens
+    is_shut = not is_loopback(host) or options.knows_callers
+    return lambda: Tokens(client(), admin(), is_shut)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that listens on that address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def exposure(options: ProtectionOptions, host: str) -> Iterator[str]:
+    """The sentence for a server that others would reach unprotected."""
+    if is_loopback(host) or options.insecure or (options.uses_tls and options.knows_callers):
+        return
+    missing = [
+        *([] if options.uses_tls else ["tls_cert_file and tls_key_file"]),
+        *([] if options.knows_callers else ["auth_token_file or tls_client_ca_file"]),
+    ]
+    yield (
+        f"host is {host}, which other machines reach, and the server is not protected: give {', and '.join(missing)}; "
+        "or insecure, where the network is trusted"
+    )
+
+
+def tokens_of(token: SecretStr | None, file: Path | None) -> Callable[[], tuple[str, ...]]:
+    """Tells the tokens of an option or its file, as they are now; none when neither is set.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or holds none.
+    """
+    if file is not None:
+        renewed = Renewed([file], lambda contents: parse_tokens(contents[0], str(file)))
+        return lambda: renewed.value
+    fixed = () if token is None else (token.get_secret_value(),)
+    return lambda: fixed
+
+
+def _token_rule(option: str) -> Rule[Any]:
+    file = f"{option}_file"
+
+    def check(options: Any) -> Iterator[str]:
+        token = getattr(options, option)
+        if token is None:
+            return
+        if getattr(options, file) is not None:
+            yield f"{option} and {file} are both set; give one of them"
+        if problem := token_problem(token.get_secret_value()):
+            yield f"{option} {problem}"
+
+    return Rule(
+        option.replace("_", "-"),
+        f"`{option}` is a word of at least 16 visible ASCII characters, and not set beside `{file}`.",
+        check,
+        (option, file),
+    )
+
+
+def _tls_pair(options: ProtectionOptions) -> Iterator[str]:
+    pair = {"tls_cert_file": options.tls_cert_file, "tls_key_file": options.tls_key_file}
+    missing = [name for name, path in pair.items() if path is None]
+    if len(missing) == 1:
+        yield f"{missing[0]} is not set; a certificate needs its key, and a key its certificate"
+    if len(missing) == 2 and options.tls_client_ca_file is not None:
+        yield "tls_client_ca_file is set; it needs tls_cert_file and tls_key_file"
+
+
+PROTECTION_RULES: Sequence[Rule[ProtectionOptions]] = (
+    Rule(
+        "tls-files",
+        "`tls_cert_file` and `tls_key_file` are set together, and `tls_client_ca_file` only with them.",
+        _tls_pair,
+        ("tls_cert_file", "tls_key_file", "tls_client_ca_file"),
+    ),
+    _token_rule("auth_token"),
+)

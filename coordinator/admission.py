@@ -68,7 +68,7 @@ class Admission:
             self._give_up(turn)
             if isinstance(error, TimeoutError):
                 raise DeadlineError(
-                    f"the request waited {deadline_seconds:g} s for a place, as long as it was given; no token was delivered"
+                    f"the request waited {deadline_seconds:g} s for a place, which is all it was given"
                 ) from None
             raise
 

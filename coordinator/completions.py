@@ -82,13 +82,25 @@ class Completions:
         request_id = request_id or uuid.uuid4().hex
         observer = self._observer.begin(request_id, request, traceparent)
         with _told(observer):
-            async with self.admission.place(deadline_seconds):
-                observer.admitted()
-                plan = await self._plan(request, request_id)
-                chunks = within(self._run(plan, observer, deadline_seconds), deadline_seconds)
-                async with aclosing(chunks):
-                    async for chunk in chunks:
-                        yield chunk
+            admitted = self._admitted(request, request_id, observer, deadline_seconds)
+            async with aclosing(within(admitted, deadline_seconds)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    async def _admitted(
+        self,
+        request: GenerationRequest,
+        request_id: str,
+        observer: RequestObserver,
+        deadline_seconds: float | None,
+    ) -> AsyncGenerator[Chunk]:
+        """The same once it has a place among those that run."""
+        async with self.admission.place(deadline_seconds):
+            observer.admitted()
+            plan = await self._plan(request, request_id)
+            async with aclosing(self._run(plan, observer, deadline_seconds)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
 
     async def _run(
         self, plan: Plan, observer: RequestObserver, deadline_seconds: float | None

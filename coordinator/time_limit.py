@@ -33,5 +33,6 @@ async def within(chunks: AsyncGenerator[Chunk], deadline_seconds: float | None) 
             if end is None:
                 raise
             raise DeadlineError(
-                f"the request took longer than the {deadline_seconds:g} s it was given; {delivered} tokens were delivered"
+                f"the request took longer than the {deadline_seconds:g} s it was given; "
+                f"{delivered} tokens were delivered"
             ) from None

@@ -14,8 +14,8 @@ from pydantic.fields import FieldInfo
 
 from coordinator.bounds import BOUND_RULES, RequestBounds
 from coordinator.rules import MODEL_RULES, REQUEST_RULES
-from coordinator.settings import CoordinatorSettings, GuardedConfig
 from coordinator.service_access import ServiceAccessOptions
+from coordinator.settings import CoordinatorSettings, GuardedConfig
 from draft_service.settings import DraftSettings
 from tandem.config.acceptance import AcceptanceOptions
 from tandem.config.drafting import DraftingOptions

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 from coordinator.completions import Completions
-from tandem.serving.edge import Context, errors_to_status, traceparent_of
+from tandem.serving.edge import Context, traceparent_of
 from tandem.v1 import generation_pb2
 from tandem.v1.generation_pb2_grpc import GenerationServiceServicer
 from tandem.wire.generation import chunk_to_proto, request_from_proto
@@ -22,11 +22,10 @@ class GenerationServicer(GenerationServiceServicer):
         self, request: generation_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         """One completion, piece by piece."""
-        async with errors_to_status(context):
-            chunks = self._completions.complete(
-                request_from_proto(request), context.time_remaining(), traceparent=traceparent_of(context)
-            )
-            # A call that is cancelled between two chunks must not leave its streams to the garbage collector.
-            async with aclosing(chunks):
-                async for chunk in chunks:
-                    yield chunk_to_proto(chunk)
+        chunks = self._completions.complete(
+            request_from_proto(request), context.time_remaining(), traceparent=traceparent_of(context)
+        )
+        # A call that is cancelled between two chunks must not leave its streams to the garbage collector.
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                yield chunk_to_proto(chunk)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from draft_service.proposers import Proposer
-from tandem.serving.edge import Context, errors_to_status
+from tandem.serving.edge import Context
 from tandem.serving.stream import opening, steps
 from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2_grpc import DraftServiceServicer
@@ -23,12 +23,11 @@ class DraftServicer(DraftServiceServicer):
         self, request_iterator: AsyncIterator[draft_pb2.ProposeRequest], context: Context
     ) -> AsyncIterator[draft_pb2.ProposeResponse]:
         """One sequence, for as long as the stream lives."""
-        async with errors_to_status(context):
-            options = wire.options_from_proto((await opening(request_iterator)).open)
-            async with self.proposer.sequence(options) as sequence:
-                async for request in steps(request_iterator):
-                    proposal = await sequence.propose(wire.step_from_proto(request.step))
-                    yield wire.proposal_to_proto(proposal)
+        options = wire.options_from_proto((await opening(request_iterator)).open)
+        async with self.proposer.sequence(options) as sequence:
+            async for request in steps(request_iterator):
+                proposal = await sequence.propose(wire.step_from_proto(request.step))
+                yield wire.proposal_to_proto(proposal)
 
     async def GetModelInfo(
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-from tandem.serving.edge import Context, errors_to_status
+from tandem.serving.edge import Context
 from tandem.serving.stream import opening, steps
 from tandem.v1 import target_pb2
 from tandem.v1.target_pb2_grpc import TargetServiceServicer
@@ -28,12 +28,11 @@ class TargetServicer(TargetServiceServicer):
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: Context
     ) -> AsyncIterator[target_pb2.VerifyResponse]:
         """One sequence, for as long as the stream lives."""
-        async with errors_to_status(context):
-            options = wire.options_from_proto((await opening(request_iterator)).open)
-            async with self.verifier.sequence(options) as sequence:
-                async for request in steps(request_iterator):
-                    verification = await sequence.verify(wire.step_from_proto(request.step))
-                    yield wire.verification_to_proto(verification)
+        options = wire.options_from_proto((await opening(request_iterator)).open)
+        async with self.verifier.sequence(options) as sequence:
+            async for request in steps(request_iterator):
+                verification = await sequence.verify(wire.step_from_proto(request.step))
+                yield wire.verification_to_proto(verification)
 
     async def GetModelInfo(
         self, request: target_pb2.TargetServiceGetModelInfoRequest, context: Context
@@ -47,10 +46,9 @@ class TargetServicer(TargetServiceServicer):
         self, request: target_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[target_pb2.GetTokenizerResponse]:
         """The tokenizer's files, in parts."""
-        async with errors_to_status(context):
-            for path in self.verifier.tokenizer_files:
-                content = path.read_bytes()
-                for start in range(0, len(content), _PART_BYTES):
-                    yield target_pb2.GetTokenizerResponse(
-                        file_name=path.name, content=content[start : start + _PART_BYTES]
-                    )
+        for path in self.verifier.tokenizer_files:
+            content = path.read_bytes()
+            for start in range(0, len(content), _PART_BYTES):
+                yield target_pb2.GetTokenizerResponse(
+                    file_name=path.name, content=content[start : start + _PART_BYTES]
+                )

@@ -19,7 +19,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from coordinator.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
 from tandem.client import Client
+from tandem.serving.calls import RunningCalls
 from tandem.serving.edge import Context
+from tandem.serving.server import new_server
+from tandem.settings import ServerSettings
 from tandem.types import (
     Delta,
     DenseRow,
@@ -204,7 +207,7 @@ class FakeDraft(Fake, draft_pb2_grpc.DraftServiceServicer):
 @asynccontextmanager
 async def serving(register: Callable[[grpc.aio.Server], None]) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
     """A server with these servicers that is ready: its address, and itself."""
-    server = grpc.aio.server()
+    server = new_server(ServerSettings(), RunningCalls())
     register(server)
     ready = health.aio.HealthServicer()
     await ready.set("", health_pb2.HealthCheckResponse.SERVING)

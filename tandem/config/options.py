@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     ModelWrapValidatorHandler,
+    SecretStr,
     ValidationError,
     ValidationInfo,
     model_validator,
@@ -139,10 +140,16 @@ def _describe(cls: type[Options], detail: ErrorDetails) -> str | None:
     if kind == "extra_forbidden":
         return unknown_option(name, _spelled_like(name, cls.model_fields), detail["input"])
     if kind in _WORDS:
-        return f"{name} is {detail['input']!r}; it must be {_WORDS[kind]}"
+        return f"{name} is {_shown(cls, name, detail['input'])}; it must be {_WORDS[kind]}"
     if kind == "literal_error":
         return f"{name} is {spelled(detail['input'])}; it must be {detail['ctx'][_FIRST_CHOICE]}"
     return None
+
+
+def _shown(cls: type[Options], name: str, value: object) -> str:
+    field = cls.model_fields.get(name)
+    is_secret = field is not None and SecretStr in (field.annotation, *get_args(field.annotation))
+    return f"no text but a {type(value).__name__}" if is_secret else repr(value)
 
 
 def unknown_option(given: str, known: Iterable[str], value: object = None) -> str:

@@ -1,0 +1,30 @@
+"""Certificates made for a test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import trustme
+
+
+@dataclass(frozen=True)
+class Files:
+    """PEM files of one authority and of a certificate that it signed for this machine."""
+
+    ca: Path
+    cert: Path
+    key: Path
+
+
+def issued(folder: Path, authority: trustme.CA | None = None) -> Files:
+    """A certificate for localhost and 127.0.0.1, of a new authority unless one is given."""
+    authority = authority or trustme.CA()
+    folder.mkdir(parents=True, exist_ok=True)
+    certificate = authority.issue_cert("localhost", "127.0.0.1")
+    files = Files(folder / "ca.pem", folder / "cert.pem", folder / "key.pem")
+    authority.cert_pem.write_to_path(files.ca)
+    certificate.private_key_pem.write_to_path(files.key)
+    chain = b"".join(blob.bytes() for blob in certificate.cert_chain_pems)
+    files.cert.write_bytes(chain)
+    return files

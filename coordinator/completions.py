@@ -109,19 +109,22 @@ class Completions:
         completion = plan.begin(self.services.tokenizer)
         observer.planned(completion, plan.details)
         async with AsyncExitStack() as streams:
-            streams.enter_context(self.requests.running(plan.active(completion)))
+            # What an abandoned request did counts as well, and from the moment on in which it no longer runs.
+            streams.callback(self.figures.add, plan.rule.name, completion.figures)
+            active = streams.enter_context(self.requests.running(plan.active(completion)))
             drafter = await streams.enter_async_context(
                 closing(self._drafter(plan, observer, deadline_seconds))
             )
             verifier = await streams.enter_async_context(
                 closing(self._verifier(plan, observer, deadline_seconds))
             )
-            # What an abandoned request did counts as well.
-            streams.callback(self.figures.add, plan.rule.name, completion.figures)
+            active.streams = (drafter, verifier)
             logprobs = LogprobsRecorder(plan.request.logprobs)
             accept = logprobs.watching(partial(plan.accept, completion))
             async for chunk in generate(completion, *observer.observing(drafter, verifier, accept)):
-                yield logprobs.added_to(chunk)
+                self.requests.tokens.add(len(chunk.token_ids))
+                with active.delivering():
+                    yield logprobs.added_to(chunk)
 
     async def _plan(self, request: GenerationRequest, request_id: str) -> Plan:
         services = self.services

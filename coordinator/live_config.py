@@ -2,7 +2,38 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from pydantic import ValidationError
+
 from coordinator.settings import CoordinatorSettings
+from tandem.admin import ConfigOption
+from tandem.config.acceptance import AcceptanceOptions
+from tandem.config.layers import Origin
+from tandem.config.normal import ALIASES
+from tandem.config.options import unknown_option
+from tandem.config.source_options import SourceOptions
+from tandem.errors import InvalidRequestError
+from tandem.settings import sentences
+
+logger = logging.getLogger(__name__)
+
+LIVE_OPTIONS = ("speculation", *AcceptanceOptions.model_fields, "draft_patience_seconds")
+"""What can be changed while the coordinator runs: what each request reads anew."""
+
+_NOTHING = ("", "null", "none")
+"""Ways to say that an option is not set."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    value: Any
+    by: str
+    at: datetime
 
 
 class LiveConfig:
@@ -11,3 +42,84 @@ class LiveConfig:
     def __init__(self, settings: CoordinatorSettings) -> None:
         self.current = settings
         """What holds for new requests."""
+        self._at_start = settings
+        self._changes: dict[str, _Change] = {}
+
+    def options(self) -> list[ConfigOption]:
+        """Every option, its value and where that comes from."""
+        values = self.current.model_dump(mode="json")
+        return [self._option(name, value) for name, value in values.items()]
+
+    def change(self, values: Mapping[str, str], reset: Iterable[str], by: str) -> list[ConfigOption]:
+        """Change options for the requests that come next: all of them, or none.
+
+        Args:
+            values: From an option's name to its value, spelled as on the command line; null or nothing unsets it.
+            reset: Options that are to have again what the coordinator started with.
+            by: Who wants it, for the log and for whoever asks later.
+
+        Returns:
+            The options that were named, as they are now.
+
+        Raises:
+            InvalidRequestError: with a sentence for each option that cannot be changed, or not so.
+        """
+        values = {_spelled(name): value for name, value in values.items()}
+        reset = [_spelled(name) for name in reset]
+        if broken := list(_problems([*values, *reset])):
+            raise InvalidRequestError("; ".join(broken))
+        now = datetime.now(UTC)
+        changes = {name: change for name, change in self._changes.items() if name not in reset}
+        changes |= {name: _Change(_value(text), by, now) for name, text in values.items()}
+        before, self.current, self._changes = self.current, self._validated(changes), changes
+        named = dict.fromkeys([*values, *reset])
+        for name in named:
+            logger.info(
+                "configuration changed",
+                extra={
+                    "option": name,
+                    "value": getattr(self.current, name),
+                    "before": getattr(before, name),
+                    "by": by,
+                },
+            )
+        told = self.current.model_dump(mode="json", include=set(named))
+        return [self._option(name, told[name]) for name in named]
+
+    def _validated(self, changes: Mapping[str, _Change]) -> CoordinatorSettings:
+        # Where options were found is left out: what was found there is in the values, and must not be found again.
+        values = self._at_start.model_dump(exclude=set(SourceOptions.model_fields) | set(changes))
+        values |= {name: change.value for name, change in changes.items() if change.value is not None}
+        try:
+            checked = CoordinatorSettings(**values)
+        except ValidationError as error:
+            raise InvalidRequestError("; ".join(sentences(error))) from None
+        return self._at_start.model_copy(update={name: getattr(checked, name) for name in LIVE_OPTIONS})
+
+    def _option(self, name: str, value: object) -> ConfigOption:
+        is_live = name in LIVE_OPTIONS
+        if change := self._changes.get(name):
+            return ConfigOption(name, value, Origin.LIVE, is_live, change.by, change.at)
+        return ConfigOption(name, value, self._at_start.origins.get(name, Origin.DEFAULT), is_live)
+
+
+def _spelled(name: str) -> str:
+    name = name.replace("-", "_")
+    return ALIASES.get(name, name)
+
+
+def _problems(names: Iterable[str]) -> Iterable[str]:
+    for name in names:
+        if name in LIVE_OPTIONS:
+            continue
+        if name in CoordinatorSettings.model_fields:
+            yield (
+                f"{name} cannot be changed while the coordinator runs; set it where the coordinator is started. "
+                f"What can be changed: {', '.join(LIVE_OPTIONS)}"
+            )
+        else:
+            yield unknown_option(name, LIVE_OPTIONS)
+
+
+def _value(text: str) -> str | None:
+    return None if text.strip().lower() in _NOTHING else text.strip()

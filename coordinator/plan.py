@@ -118,6 +118,8 @@ async def make_plan(
         InvalidRequestError: with a sentence for each rule that it breaks.
     """
     check_bounds(request, settings, settings.num_speculative_tokens)
+    if not settings.speculation:
+        request = replace(request, speculation=False)
     prompt = request.prompt
     if isinstance(prompt, str):
         prompt = await encode(models.tokenizer, prompt)

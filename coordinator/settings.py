@@ -38,6 +38,8 @@ class CoordinatorSettings(GuardedConfig, RequestBounds, ServiceAccessOptions, Ad
     """host:port of the target service."""
     draft_address: str | None = None
     """host:port of the draft service. Without one the target works alone."""
+    speculation: bool = True
+    """Whether drafts propose at all. Off: the target alone, through the same path. Tandem's own."""
     draft_patience_seconds: float = Field(default=1.0, gt=0)
     """How long a round waits for a proposal before the target goes on alone."""
     start_timeout_seconds: float = Field(default=120.0, gt=0)

@@ -8,18 +8,18 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, PrivateAttr, ValidationError
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
 
-from tandem.config.layers import merged, read_layers
+from tandem.config.layers import Origin, merged, origins, read_layers
 from tandem.config.options import SENTENCE, Options
 from tandem.config.rule import Rule
 from tandem.errors import ConfigurationError
@@ -47,6 +47,13 @@ class FilledSettings(Options, BaseSettings):
     """Settings that `load_settings` fills. Made directly, they are what they are made with and nothing else."""
 
     model_config = COMMAND_LINE
+
+    _origins: Mapping[str, Origin] = PrivateAttr(default_factory=dict)
+
+    @property
+    def origins(self) -> Mapping[str, Origin]:
+        """For each option that any place named: which one decided. Empty unless `load_settings` made this."""
+        return self._origins
 
     @classmethod
     def settings_customise_sources(
@@ -126,7 +133,7 @@ class ModelServerSettings(ServerSettings):
         return "float32" if self.compute_device == "cpu" else "bfloat16"
 
 
-SettingsT = TypeVar("SettingsT", bound=BaseSettings)
+SettingsT = TypeVar("SettingsT", bound=FilledSettings)
 
 
 def load_settings(cls: type[SettingsT], arguments: Sequence[str], program: str) -> SettingsT:
@@ -138,9 +145,12 @@ def load_settings(cls: type[SettingsT], arguments: Sequence[str], program: str) 
     """
     prefix = cls.model_config.get("env_prefix") or ""
     try:
-        return cls(**merged(read_layers(cls, arguments, os.environ, program)))
+        layers = read_layers(cls, arguments, os.environ, program)
+        settings = cls(**merged(layers))
     except ValidationError as error:
         raise ConfigurationError("; ".join(sentences(error, prefix))) from None
+    settings._origins = origins(layers)
+    return settings
 
 
 def sentences(error: ValidationError, env_prefix: str = "") -> list[str]:

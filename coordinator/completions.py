@@ -11,15 +11,21 @@ from functools import partial
 from tokenizers import Tokenizer
 
 from coordinator.admission import Admission
-from coordinator.draft_client import DraftClient, DraftLimits, DraftSequence, NoDrafter
+from coordinator.deadline import Deadline
+from coordinator.draft_client import DraftLimits, NoDrafter
+from coordinator.failover_draft import FailoverDrafter
+from coordinator.failover_target import FailoverVerifier
 from coordinator.figures_log import FiguresLog
 from coordinator.generate import generate
 from coordinator.live_config import LiveConfig
 from coordinator.logprobs import LogprobsRecorder
 from coordinator.observer import Observer, RequestObserver
+from coordinator.pace import Pace
+from coordinator.payoff import Payoff
 from coordinator.plan import Models, Plan, make_plan
-from coordinator.requests import Requests
-from coordinator.target_client import RowChoice, TargetClient, TargetSequence
+from coordinator.replicas import Replicas
+from coordinator.requests import ActiveRequest, Requests
+from coordinator.target_client import RowChoice
 from coordinator.time_limit import within
 from tandem.channels import closing
 from tandem.types import (
@@ -35,11 +41,22 @@ from tandem.types import (
 class Services:
     """What the coordinator joins."""
 
-    target: TargetClient
-    draft: DraftClient | None
+    replicas: Replicas
     target_info: ModelInfo
     draft_info: ModelInfo | None
+    """None when the target works alone. A draft that is away for a while is still what requests are checked against."""
     tokenizer: Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A request that runs, and what its drafter and its verifier share."""
+
+    plan: Plan
+    observer: RequestObserver
+    active: ActiveRequest
+    pace: Pace
+    deadline: Deadline
 
 
 class Completions:
@@ -82,7 +99,7 @@ class Completions:
         request_id = request_id or uuid.uuid4().hex
         observer = self._observer.begin(request_id, request, traceparent)
         with _told(observer):
-            admitted = self._admitted(request, request_id, observer, deadline_seconds)
+            admitted = self._admitted(request, request_id, observer, Deadline(deadline_seconds))
             async with aclosing(within(admitted, deadline_seconds)) as chunks:
                 async for chunk in chunks:
                     yield chunk
@@ -92,19 +109,17 @@ class Completions:
         request: GenerationRequest,
         request_id: str,
         observer: RequestObserver,
-        deadline_seconds: float | None,
+        deadline: Deadline,
     ) -> AsyncGenerator[Chunk]:
         """The same once it has a place among those that run."""
-        async with self.admission.place(deadline_seconds):
+        async with self.admission.place(deadline.remaining_seconds):
             observer.admitted()
             plan = await self._plan(request, request_id)
-            async with aclosing(self._run(plan, observer, deadline_seconds)) as chunks:
+            async with aclosing(self._run(plan, observer, deadline)) as chunks:
                 async for chunk in chunks:
                     yield chunk
 
-    async def _run(
-        self, plan: Plan, observer: RequestObserver, deadline_seconds: float | None
-    ) -> AsyncGenerator[Chunk]:
+    async def _run(self, plan: Plan, observer: RequestObserver, deadline: Deadline) -> AsyncGenerator[Chunk]:
         """The rounds of a request, between the opening of its streams and their end."""
         completion = plan.begin(self.services.tokenizer)
         observer.planned(completion, plan.details)
@@ -112,12 +127,9 @@ class Completions:
             # What an abandoned request did counts as well, and from the moment on in which it no longer runs.
             streams.callback(self.figures.add, plan.rule.name, completion.figures)
             active = streams.enter_context(self.requests.running(plan.active(completion)))
-            drafter = await streams.enter_async_context(
-                closing(self._drafter(plan, observer, deadline_seconds))
-            )
-            verifier = await streams.enter_async_context(
-                closing(self._verifier(plan, observer, deadline_seconds))
-            )
+            run = _Run(plan, observer, active, Pace(plan.draft_patience_seconds), deadline)
+            drafter = await streams.enter_async_context(closing(self._drafter(run)))
+            verifier = await streams.enter_async_context(closing(self._verifier(run)))
             active.streams = (drafter, verifier)
             logprobs = LogprobsRecorder(plan.request.logprobs)
             accept = logprobs.watching(partial(plan.accept, completion))
@@ -131,10 +143,9 @@ class Completions:
         models = Models(services.target_info, services.draft_info, services.tokenizer)
         return await make_plan(request, request_id, self._live_config.current, models)
 
-    def _drafter(
-        self, plan: Plan, observer: RequestObserver, deadline_seconds: float | None
-    ) -> DraftSequence | NoDrafter:
-        if self.services.draft is None or plan.num_speculative_tokens == 0:
+    def _drafter(self, run: _Run) -> FailoverDrafter | NoDrafter:
+        plan, drafts = run.plan, self.services.replicas.drafts
+        if not drafts.addresses or plan.num_speculative_tokens == 0:
             return NoDrafter()
         options = DraftOptions(
             request_id=plan.request_id,
@@ -144,17 +155,14 @@ class Completions:
             draft_top_k=plan.draft_top_k,
             with_token_logits=plan.rule.strategy.needs_token_logits,
         )
-        limits = DraftLimits(
-            plan.num_speculative_tokens,
-            self.services.target_info.vocabulary_size,
-            plan.draft_patience_seconds,
+        limits = DraftLimits(plan.num_speculative_tokens, self.services.target_info.vocabulary_size)
+        payoff = Payoff(may_pause=plan.may_pause_draft)
+        return FailoverDrafter(
+            drafts, options, limits, run.active, run.observer, run.pace, payoff, run.deadline
         )
-        watch = observer.stream("draft", self._live_config.current.draft_address or "")
-        return self.services.draft.sequence(options, limits, deadline_seconds, watch)
 
-    def _verifier(
-        self, plan: Plan, observer: RequestObserver, deadline_seconds: float | None
-    ) -> TargetSequence:
+    def _verifier(self, run: _Run) -> FailoverVerifier:
+        plan = run.plan
         options = TargetOptions(
             request_id=plan.request_id,
             sampling=plan.sampling,
@@ -164,8 +172,16 @@ class Completions:
         rows = RowChoice(
             plan.rule.row_kind(plan.request.row_kind), plan.rule.supports, plan.rule.needs_statistics
         )
-        watch = observer.stream("target", self._live_config.current.target_address)
-        return self.services.target.sequence(options, rows, deadline_seconds, watch)
+        return FailoverVerifier(
+            self.services.replicas.targets,
+            options,
+            rows,
+            run.active,
+            run.observer,
+            run.pace,
+            run.deadline,
+            plan.target_wait_seconds,
+        )
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import time
 from dataclasses import dataclass, replace
 
 import grpc.aio
@@ -11,7 +11,7 @@ import grpc.aio
 from coordinator.completion import Completion
 from coordinator.observer import NO_OBSERVER, StreamObserver
 from coordinator.remote_sequence import RemoteSequence
-from tandem.channels import errors_of, finish_stream
+from tandem.channels import errors_of, exchange, finish_stream
 from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
 from tandem.traffic import counted
 from tandem.types import DenseLogits, DraftDistribution, DraftOptions, ModelInfo, Proposal, ProposeStep
@@ -19,8 +19,6 @@ from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2_grpc import DraftServiceStub
 from tandem.wire import draft as wire
 from tandem.wire.common import model_info_from_proto
-
-logger = logging.getLogger(__name__)
 
 
 class DraftClient:
@@ -55,14 +53,12 @@ class DraftClient:
 
 @dataclass(frozen=True, slots=True)
 class DraftLimits:
-    """What is asked of a draft, and how long for."""
+    """What is asked of a draft."""
 
     num_speculative_tokens: int
     """Tokens to propose in a round."""
     vocabulary_size: int
     """The target's; proposed ids must be below it."""
-    patience_seconds: float
-    """How long a round waits for a proposal before the target goes on alone."""
 
 
 class NoDrafter:
@@ -80,10 +76,10 @@ class NoDrafter:
 
 
 class DraftSequence:
-    """Asks a draft service for proposals over one stream, which lives as long as the sequence.
+    """Asks a draft service for proposals over one stream, which lives as long as the sequence stays there.
 
-    The first round proposes nothing: the draft reads the prompt while the target does, and the target's own first token
-    is not kept waiting. A draft that fails is not asked again; one that is late is passed over until it has answered.
+    It begins by letting the draft read the sequence while the target does, without waiting for it. One step at a time
+    is under way; while its answer is late, no other is asked for.
     """
 
     def __init__(
@@ -99,41 +95,49 @@ class DraftSequence:
         self._limits = limits
         self._remote = RemoteSequence()
         self._answer: asyncio.Task[Proposal] | None = None
-        self._opened = False
-        self._lost = False
-        self._is_late = False
+        self._late_since: float | None = None
 
-    async def propose(self, completion: Completion) -> Proposal:
-        """Tokens that may follow, fewer than the completion has room for; none when the draft is late or lost."""
-        nothing = Proposal(completion.length)
-        count = min(self._limits.num_speculative_tokens, completion.room - 1)
-        if self._lost or count <= 0:
-            return nothing
+    @property
+    def is_idle(self) -> bool:
+        """Whether every step so far was answered."""
+        return self._answer is None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether an answer has been awaited in vain."""
+        return self._late_since is not None
+
+    @property
+    def late_seconds(self) -> float:
+        """For how long; 0 when none is late."""
+        return 0.0 if self._late_since is None else time.monotonic() - self._late_since
+
+    def begin(self, completion: Completion) -> None:
+        """Open the sequence, and let the draft read it."""
+        self._ask(completion, 0, wire.options_to_proto(self._options))
+
+    async def propose(self, completion: Completion, count: int, patience_seconds: float) -> Proposal | None:
+        """Up to `count` tokens that may follow; None while the draft is late.
+
+        Raises:
+            TandemError: the draft failed, or proposed what cannot be verified. The stream is of no use any more.
+        """
+        until = time.monotonic() + patience_seconds
         try:
-            if not self._opened:
-                self._opened = True
-                self._ask(completion, 0, opening=True)
-                return nothing
-            if self._answer is not None and await self._awaited() is None:
-                return nothing  # an earlier step is still unanswered
+            if self._answer is not None and await self._answered(until) is None:
+                return None
             self._ask(completion, count)
-            proposal = await self._awaited()
-            if proposal is None:
-                return nothing
-            check_proposal(proposal, completion.length, count, self._limits.vocabulary_size)
-            return proposal
+            proposal = await self._answered(until)
+            if proposal is not None:
+                check_proposal(proposal, completion.length, count, self._limits.vocabulary_size)
         except TandemError as error:
-            self._lost = True
             self._watch.ended(error)
-            logger.warning(
-                "draft lost; the target goes on alone",
-                extra={"request_id": self._options.request_id, "error": str(error)},
-            )
-            return nothing
+            raise
+        return proposal
 
     async def finish(self) -> None:
         """End the sequence; the service lets go of it at once."""
-        if self._answer is None and self._opened and not self._lost:
+        if self._answer is None:
             await finish_stream(self._call, wire.finish_to_proto())
 
     def cancel(self) -> None:
@@ -143,28 +147,25 @@ class DraftSequence:
         if self._answer is not None and not self._answer.cancel() and not self._answer.cancelled():
             self._answer.exception()  # nobody else will ask for it
 
-    def _ask(self, completion: Completion, count: int, *, opening: bool = False) -> None:
+    def _ask(self, completion: Completion, count: int, *opening: draft_pb2.ProposeRequest) -> None:
         step = ProposeStep(self._remote.delta_to(completion.token_ids), count)
-        self._answer = asyncio.create_task(self._exchange(step, opening))
-        self._is_late = False
+        self._answer = asyncio.create_task(self._exchange(*opening, wire.step_to_proto(step)))
 
-    async def _awaited(self) -> Proposal | None:
+    async def _answered(self, until: float) -> Proposal | None:
         """The answer to the last step; None while it is late. What is late already is not waited for again."""
         assert self._answer is not None
-        await asyncio.wait({self._answer}, timeout=0 if self._is_late else self._limits.patience_seconds)
-        self._is_late = not self._answer.done()
-        if self._is_late:
+        patience = max(0.0, until - time.monotonic()) if self._late_since is None else 0.0
+        await asyncio.wait({self._answer}, timeout=patience)
+        if not self._answer.done():
+            self._late_since = self._late_since or time.monotonic()
             return None
-        answer, self._answer = self._answer, None
+        answer, self._answer, self._late_since = self._answer, None, None
         return answer.result()
 
-    async def _exchange(self, step: ProposeStep, opening: bool) -> Proposal:
+    async def _exchange(self, *messages: draft_pb2.ProposeRequest) -> Proposal:
         with errors_of("draft service"):
-            if opening:
-                await self._call.write(wire.options_to_proto(self._options))
-            await self._call.write(wire.step_to_proto(step))
-            response = await self._call.read()
-        if not isinstance(response, draft_pb2.ProposeResponse):
+            response = await exchange(self._call, *messages)
+        if response is None:
             raise ServiceUnavailableError("draft service: it ended the stream")
         return wire.proposal_from_proto(response)
 

@@ -32,6 +32,11 @@ from tandem.types import (
     Verification,
 )
 
+_SYNTHETIC = "synthetic"
+
+_INDEPENDENT_OF_DRAFT = frozenset({"greedy", "strict"})
+"""Rules whose text is a function of the seed and the target alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class Models:
@@ -56,7 +61,9 @@ class Plan:
     num_speculative_tokens: int
     """0: the target alone."""
     draft_top_k: int
-    draft_patience_seconds: float
+    draft_patience_seconds: float | None
+    may_pause_draft: bool
+    target_wait_seconds: float
     think_spans: ThinkSpans | None
     """Followed when acceptance is relaxed inside them."""
     model_name: str
@@ -129,16 +136,19 @@ async def make_plan(
     sampling = _sampling(request)
     options = requested_options(settings, request)
     speculates = request.speculation and models.draft is not None
+    rule = _rule(options, sampling, request)
     return Plan(
         request_id=request_id,
         request=request,
         prompt=prompt,
         sampling=sampling,
         limits=_limits(request, len(prompt), models.target),
-        rule=_rule(options, sampling, request),
+        rule=rule,
         num_speculative_tokens=options.num_speculative_tokens if speculates else 0,
         draft_top_k=settings.draft_top_k,
         draft_patience_seconds=settings.draft_patience_seconds,
+        may_pause_draft=settings.draft_pause and _may_pause(rule, request),
+        target_wait_seconds=settings.target_wait_seconds,
         think_spans=(think_spans(models.tokenizer) if options.use_relaxed_acceptance_for_thinking else None),
         model_name=models.target.name,
     )
@@ -175,3 +185,14 @@ def _rule(options: RejectionOptions, sampling: SamplingParams, request: Generati
     except RuleError as error:
         raise InvalidRequestError(str(error)) from None
     return rule
+
+
+def _may_pause(rule: AcceptanceRule, request: GenerationRequest) -> bool:
+    """Whether rounds without a draft may be mixed in because of what was measured.
+
+    Times differ from run to run. Where the text depends on where rounds begin, a seed would then promise nothing; and
+    synthetic acceptance is there to measure rounds with a draft.
+    """
+    if rule.name == _SYNTHETIC:
+        return False
+    return request.seed is None or rule.name in _INDEPENDENT_OF_DRAFT

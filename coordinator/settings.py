@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import SettingsConfigDict
 
+from coordinator.addresses import split_addresses
 from coordinator.bounds import RequestBounds
 from coordinator.rules import COMBINATION_RULES
 from coordinator.service_access import ServiceAccessOptions
@@ -16,6 +17,21 @@ from tandem.serving.protection import AdminOptions
 from tandem.settings import COMMAND_LINE, ServerSettings
 
 DEFAULT_PORT = 50051
+
+
+def _one_text(value: object) -> object:
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+
+def _checked(text: str) -> str:
+    addresses = split_addresses(text)
+    if not addresses:
+        raise ValueError("names no address; give host:port, or several with commas between them")
+    return ",".join(map(str, addresses))
+
+
+Addresses = Annotated[str, BeforeValidator(_one_text), AfterValidator(_checked)]
+"""Addresses of a service's replicas with commas between them; a list of them is made one text."""
 
 
 class GuardedConfig(SpeculativeConfig):
@@ -34,14 +50,22 @@ class CoordinatorSettings(GuardedConfig, RequestBounds, ServiceAccessOptions, Ad
 
     port: int = Field(default=DEFAULT_PORT, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""
-    target_address: str
-    """host:port of the target service."""
-    draft_address: str | None = None
-    """host:port of the draft service. Without one the target works alone."""
+    target_address: Addresses
+    """host:port of the target service; of several, with commas between them, when it has replicas. A name stands for
+    all of its addresses, and is looked up again and again."""
+    draft_address: Addresses | None = None
+    """The same of the draft service. Without one the target works alone."""
     speculation: bool = True
     """Whether drafts propose at all. Off: the target alone, through the same path. Tandem's own."""
-    draft_patience_seconds: float = Field(default=1.0, gt=0)
-    """How long a round waits for a proposal before the target goes on alone."""
+    resolve_interval_seconds: float = Field(default=5.0, gt=0)
+    """How often names of services are looked up, so that replicas are found and missed."""
+    target_wait_seconds: float = Field(default=30.0, ge=0)
+    """How long a request waits for a target when none is ready, at its start or in its middle."""
+    draft_patience_seconds: float | None = Field(default=None, gt=0)
+    """How long a round waits for a proposal before the target goes on alone. By default the draft's usual time and
+    four verifications more, between 0.25 and 0.8 s."""
+    draft_pause: bool = True
+    """Leave the draft out of a request for a while when, by its measured cost and acceptance, it does not pay."""
     start_timeout_seconds: float = Field(default=120.0, gt=0)
     """How long to wait at start for the other services to be ready."""
 
@@ -49,5 +73,5 @@ class CoordinatorSettings(GuardedConfig, RequestBounds, ServiceAccessOptions, Ad
 class ConfigSettings(CoordinatorSettings):
     """The same as `tandem config` looks at it, which needs no service to be there."""
 
-    target_address: str | None = None  # type: ignore[assignment]
+    target_address: Addresses | None = None  # type: ignore[assignment]
     """host:port of the target service."""

@@ -11,8 +11,8 @@ import grpc.aio
 from coordinator.completion import Completion
 from coordinator.observer import NO_OBSERVER, StreamObserver
 from coordinator.remote_sequence import RemoteSequence
-from tandem.channels import errors_of, finish_stream
-from tandem.errors import ServiceUnavailableError, TandemError
+from tandem.channels import errors_of, exchange, finish_stream
+from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
 from tandem.traffic import counted
 from tandem.types import IntArray, ModelInfo, Proposal, RowKind, TargetOptions, Verification, VerifyStep
 from tandem.v1 import target_pb2
@@ -74,7 +74,7 @@ class RowChoice:
 
 
 class TargetSequence:
-    """Asks a target service for rows over one stream, which lives as long as the sequence."""
+    """Asks a target service for rows over one stream, which lives as long as the sequence stays there."""
 
     def __init__(
         self,
@@ -88,13 +88,14 @@ class TargetSequence:
         self._options = options
         self._rows = rows
         self._remote = RemoteSequence()
-        self._opened = False
+        self.is_new = True
+        """Whether it has yet to answer for the first time."""
 
     async def verify(self, completion: Completion, proposal: Proposal) -> Verification:
         """The target's row at each position of the proposal, and at the one after it.
 
         Raises:
-            TandemError: the service failed, refused, or answered nonsense.
+            TandemError: the service failed, refused, or answered nonsense. The stream is of no use any more.
         """
         step = VerifyStep(
             delta=self._remote.delta_to(completion.token_ids, proposal.token_ids),
@@ -104,17 +105,16 @@ class TargetSequence:
             with_statistics=self._rows.with_statistics,
         )
         try:
-            with errors_of("target service"):
-                await self._open()
-                await self._call.write(wire.step_to_proto(step))
-                return await self._answer(step, completion.length)
+            verification = await self._exchange(step, completion.length)
         except TandemError as error:
             self._watch.ended(error)
             raise
+        self.is_new = False
+        return verification
 
     async def finish(self) -> None:
         """End the sequence; the service lets go of it at once."""
-        if self._opened:
+        if not self.is_new:
             await finish_stream(self._call, wire.finish_to_proto())
 
     def cancel(self) -> None:
@@ -122,15 +122,14 @@ class TargetSequence:
         self._call.cancel()
         self._watch.ended()
 
-    async def _open(self) -> None:
-        if not self._opened:
-            self._opened = True
-            await self._call.write(wire.options_to_proto(self._options))
-
-    async def _answer(self, step: VerifyStep, base_length: int) -> Verification:
-        while True:
-            response = await self._call.read()
-            if not isinstance(response, target_pb2.VerifyResponse):
-                raise ServiceUnavailableError("target service: it ended the stream")
-            if response.base_length == base_length:
-                return wire.verification_from_proto(response, step)
+    async def _exchange(self, step: VerifyStep, base_length: int) -> Verification:
+        opening = (wire.options_to_proto(self._options),) if self.is_new else ()
+        with errors_of("target service"):
+            response = await exchange(self._call, *opening, wire.step_to_proto(step))
+        if response is None:
+            raise ServiceUnavailableError("target service: it ended the stream")
+        if response.base_length != base_length:
+            raise ProtocolError(
+                f"target service: it answered for {response.base_length} tokens; it was asked for {base_length}"
+            )
+        return wire.verification_from_proto(response, step)

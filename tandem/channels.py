@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any, NoReturn, Protocol, TypeVar
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -37,8 +37,11 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     # A service that is starting is tried again soon.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 250),
+    # In spite of its name: how long an attempt to connect may take, hand-shake included.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
+    # A new channel begins anew instead of waiting out the failures of an old one to the same address.
+    ("grpc.use_local_subchannel_pool", 1),
 )
 
 _MEANINGS: dict[grpc.StatusCode, type[TandemError]] = {
@@ -116,6 +119,7 @@ class SequenceStream(Protocol):
 
 
 StreamT = TypeVar("StreamT", bound=SequenceStream)
+AnswerT = TypeVar("AnswerT")
 
 
 @asynccontextmanager
@@ -126,6 +130,19 @@ async def closing(stream: StreamT) -> AsyncIterator[StreamT]:
         await stream.finish()
     finally:
         stream.cancel()
+
+
+async def exchange(call: grpc.aio.StreamStreamCall[Any, AnswerT], *messages: Any) -> AnswerT | None:
+    """Send messages and read one; None when the service has ended the stream without an error.
+
+    Raises:
+        AioRpcError: the stream has ended with an error, before or after the messages.
+    """
+    with suppress(asyncio.InvalidStateError):  # it has ended already; reading tells how
+        for message in messages:
+            await call.write(message)
+    answer: Any = await call.read()
+    return None if answer is grpc.aio.EOF else cast(AnswerT, answer)
 
 
 async def finish_stream(call: grpc.aio.StreamStreamCall[Any, Any], finish: Any) -> None:

@@ -1,0 +1,61 @@
+"""How long the parts of a request's rounds take, and how long its draft is therefore waited for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coordinator.averages import MovingAverage
+
+_VERIFICATIONS = 4.0
+"""A draft is late by as many verifications when it is waited for no longer."""
+_LEAST_SECONDS = 0.25
+"""Shorter waits would take a hiccup of the machine for a lost draft."""
+_MOST_SECONDS = 0.8
+"""A draft that hangs stops a stream once, for less than a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A verification that took its time."""
+
+    seconds: float
+    is_first: bool
+    """Of its stream: the target had to read all tokens."""
+
+
+class Pace:
+    """Times of one request's rounds."""
+
+    def __init__(self, patience_seconds: float | None) -> None:
+        self._patience_seconds = patience_seconds
+        self._reading: float | None = None
+        self._last: Verified | None = None
+        self.proposing = MovingAverage()
+        self.verifying = MovingAverage()
+        """Of proposals that are not empty."""
+        self.extending = MovingAverage()
+        """Of empty proposals: the target alone."""
+
+    def verified(self, seconds: float, proposed: int, *, is_first: bool) -> None:
+        """The target took so long over a proposal of so many tokens."""
+        self._last = Verified(seconds, is_first)
+        if is_first:
+            self._reading = seconds
+        elif proposed:
+            self.verifying.add(seconds)
+        else:
+            self.extending.add(seconds)
+
+    def take_last(self) -> Verified | None:
+        """The last verification; None when it was taken already."""
+        last, self._last = self._last, None
+        return last
+
+    @property
+    def patience_seconds(self) -> float:
+        """How long to wait for a proposal: its usual time and a few verifications."""
+        if self._patience_seconds is not None:
+            return self._patience_seconds
+        verification = self.verifying.value or self.extending.value or self._reading or 0.0
+        usual = self.proposing.value or 0.0
+        return min(max(usual + _VERIFICATIONS * verification, _LEAST_SECONDS), _MOST_SECONDS)

@@ -1,0 +1,102 @@
+"""Whether drafting pays for a request: its measured cost against its measured gain. No clock and no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coordinator.averages import MovingAverage
+
+TRIAL_ROUNDS = 24
+"""Rounds with a proposal before the first verdict; acceptance in fewer says little."""
+PROBE_ROUNDS = 8
+"""Rounds with a proposal after a pause, before the next verdict."""
+FIRST_PAUSE_ROUNDS = 32
+LONGEST_PAUSE_ROUNDS = 1024
+LEAST_GAIN = 0.97
+"""Drafting goes on while it makes at least as many tokens in a time as the target alone, all but for noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCost:
+    """What one round took and gave."""
+
+    was_asked: bool
+    """Whether a draft was asked for a proposal, and waited for."""
+    accepted: int
+    """Tokens; 0 as well when the draft was late."""
+    proposing_seconds: float
+    verifying_seconds: float
+
+
+def gain(tokens_per_round: float, proposing: float, verifying: float, extending: float | None) -> float:
+    """Tokens in a time with drafting, over those without.
+
+    Args:
+        tokens_per_round: Accepted tokens of a round and the target's own.
+        proposing: Seconds to propose.
+        verifying: Seconds to verify a proposal.
+        extending: Seconds in which the target alone extends a sequence by one token; None when it was not measured,
+            which is taken to be as long as a verification: in favour of drafting.
+    """
+    alone = verifying if extending is None else min(extending, verifying)
+    return tokens_per_round * alone / max(proposing + verifying, 1e-9)
+
+
+class Payoff:
+    """Follows a request's rounds, pauses drafting when it does not pay, and probes it again, ever more rarely."""
+
+    def __init__(self, *, may_pause: bool) -> None:
+        self._may_pause = may_pause
+        self._extending = MovingAverage()
+        self._next_pause_rounds = FIRST_PAUSE_ROUNDS
+        self._rounds_left = 0
+        self._begin(TRIAL_ROUNDS)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the target works alone."""
+        return self._rounds_left > 0
+
+    @property
+    def pause_rounds(self) -> int:
+        """For how many more rounds."""
+        return self._rounds_left
+
+    def count_pause(self) -> None:
+        """Another round goes by without a draft because of the pause."""
+        self._rounds_left -= 1
+        if self._rounds_left == 0:
+            self._begin(PROBE_ROUNDS)
+
+    def add(self, cost: RoundCost) -> bool:
+        """Count a round. Whether drafting is paused from here on."""
+        if not cost.was_asked:
+            self._extending.add(cost.verifying_seconds)
+            return False
+        self._rounds += 1
+        self._accepted += cost.accepted
+        self._proposing.add(cost.proposing_seconds)
+        self._verifying.add(cost.verifying_seconds)
+        if not self._may_pause or self._rounds < self._wanted_rounds:
+            return False
+        return self._verdict()
+
+    def _verdict(self) -> bool:
+        assert self._proposing.value is not None
+        assert self._verifying.value is not None
+        tokens = 1.0 + self._accepted / self._rounds
+        pays = gain(tokens, self._proposing.value, self._verifying.value, self._extending.value) >= LEAST_GAIN
+        if pays:
+            self._next_pause_rounds = FIRST_PAUSE_ROUNDS
+            self._begin(TRIAL_ROUNDS)
+        else:
+            self._rounds_left = self._next_pause_rounds
+            self._next_pause_rounds = min(2 * self._next_pause_rounds, LONGEST_PAUSE_ROUNDS)
+        return not pays
+
+    def _begin(self, wanted_rounds: int) -> None:
+        self._wanted_rounds = wanted_rounds
+        self._rounds = 0
+        self._accepted = 0
+        self._proposing = MovingAverage()
+        self._verifying = MovingAverage()

@@ -1,0 +1,149 @@
+"""The replicas of one role: found by address or by name, each followed, the least busy chosen."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from typing import Generic
+
+from coordinator.addresses import Address, Resolver, joined
+from coordinator.pool_member import ClientT, Member
+from coordinator.replica import ReplicaSnapshot, ReplicaState, Role
+from tandem.types import SpeculationFigures
+
+logger = logging.getLogger(__name__)
+
+_GONE = "its name no longer stands for this address"
+
+
+class Pool(Generic[ClientT]):
+    """Keeps in touch with every replica of one role."""
+
+    def __init__(
+        self,
+        role: Role,
+        addresses: Sequence[Address],
+        make_member: Callable[[str, Address, Callable[[], None]], Member[ClientT]],
+        resolver: Resolver,
+        resolve_interval_seconds: float,
+    ) -> None:
+        self.role = role
+        self.addresses = addresses
+        """As they were given."""
+        self._make_member = make_member
+        self._resolver = resolver
+        self._resolve_interval_seconds = resolve_interval_seconds
+        self._members: dict[str, Member[ClientT]] = {}
+        self._unresolved: dict[Address, str] = {}
+        self._changed = asyncio.Event()
+        self._refreshing: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Find the replicas, and begin to follow them. Nothing is waited for but the first answers about names."""
+        await self._refresh()
+        if any(address.is_name for address in self.addresses):
+            self._refreshing = asyncio.create_task(self._keep_refreshing())
+
+    async def close(self) -> None:
+        """Let go of all of them."""
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            await asyncio.gather(self._refreshing, return_exceptions=True)
+        await asyncio.gather(*(member.close() for member in self._members.values()))
+
+    @property
+    def members(self) -> list[Member[ClientT]]:
+        """Every replica that is known, whatever its state."""
+        return [*self._members.values()]
+
+    def member(self, address: str) -> Member[ClientT] | None:
+        """The replica with that address, as snapshots spell it."""
+        return self._members.get(address)
+
+    def snapshots(self) -> list[ReplicaSnapshot]:
+        """Every replica, and every name that stands for none."""
+        unresolved = [_unresolved(self.role, address, why) for address, why in self._unresolved.items()]
+        return [member.snapshot() for member in self.members] + unresolved
+
+    def choose(self, avoid: Collection[Member[ClientT]] = ()) -> Member[ClientT] | None:
+        """The ready replica with the least to do; None when there is none besides those to avoid."""
+        ready = [member for member in self.members if member.is_ready and member not in avoid]
+        return min(ready, key=lambda member: (member.open_sequences, member.step.value or 0.0), default=None)
+
+    async def chosen(self, seconds: float, avoid: Collection[Member[ClientT]] = ()) -> Member[ClientT] | None:
+        """The same, waiting for one; None when there is none in time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while (member := self.choose(avoid)) is None:
+                    await self.change()
+                return member
+        return None
+
+    async def change(self) -> None:
+        """Return when the state of any replica has changed."""
+        await self._changed.wait()
+
+    def reasons(self) -> str:
+        """Why none is ready, replica by replica."""
+        lines = [f"{shot.address} is {shot.state.value} ({shot.reason})" for shot in self.snapshots()]
+        return "; ".join(lines) or "none is configured"
+
+    def _tell_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _keep_refreshing(self) -> None:
+        while True:
+            await asyncio.sleep(self._resolve_interval_seconds)
+            await self._refresh()
+
+    async def _refresh(self) -> None:
+        """Ask what each name stands for; begin with what is new, and let go of what is gone and has ended its work."""
+        wanted: dict[str, Address] = {}
+        for address in self.addresses:
+            for found in await self._resolved(address):
+                wanted.setdefault(found, address)
+        for found, address in wanted.items():
+            self._keep(found, address)
+        for gone in self._members.keys() - wanted.keys():
+            await self._leave(gone)
+
+    async def _resolved(self, address: Address) -> list[str]:
+        if not address.is_name:
+            return [str(address)]
+        try:
+            hosts = await self._resolver(address.host, address.port)
+        except OSError as error:
+            # What it stood for before may well be there: a name server that is away ends nothing.
+            kept = [found for found, member in self._members.items() if member.origin == address]
+            if not kept:
+                self._unresolved[address] = f"its name cannot be resolved: {error.strerror or error}"
+            return kept
+        self._unresolved.pop(address, None)
+        return [joined(host, address.port) for host in hosts]
+
+    def _keep(self, found: str, address: Address) -> None:
+        member = self._members.get(found)
+        if member is None:
+            member = self._members[found] = self._make_member(found, address, self._tell_change)
+            member.start()
+        elif member.drained_because == _GONE:
+            member.resume()
+
+    async def _leave(self, gone: str) -> None:
+        """Nothing new at once; let go of it at the next look, when the name may be back as well."""
+        member = self._members[gone]
+        if not member.drained_because:
+            member.drain(_GONE)
+        elif member.open_sequences == 0:
+            del self._members[gone]
+            await member.close()
+            logger.info("replica let go of", extra={"role": self.role.value, "address": gone})
+
+
+def _unresolved(role: Role, address: Address, reason: str) -> ReplicaSnapshot:
+    return ReplicaSnapshot(
+        role, str(address), ReplicaState.DOWN, reason, 0.0, 0, None, None, SpeculationFigures(), None
+    )

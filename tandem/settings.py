@@ -117,6 +117,9 @@ class ModelServerSettings(ServerSettings):
     """Most tokens that a sequence may hold, prompt and completion together. By default the model's own maximum."""
     max_sequences: int = Field(default=32, ge=1)
     """Most sequences that have a place in the KV cache at once; more of them wait."""
+    enforce_eager: bool = False
+    """Whether every step runs eagerly on a GPU: no CUDA graphs are captured, which spares their memory and some seconds
+    at start. vLLM's name."""
     device_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Share of the device's memory that the model and its KV cache may fill. By default 0.9 on a GPU, 0.3 on a CPU."""
 

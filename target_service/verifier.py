@@ -12,6 +12,7 @@ from torch import Tensor
 from tandem.engine.engine import Engine
 from tandem.engine.jobs import Done, Job
 from tandem.engine.model import load_model
+from tandem.engine.recording import recorder_for
 from tandem.engine.sequence import Sequence as CachedSequence
 from tandem.engine.settings import EngineSettings
 from tandem.errors import InvalidRequestError
@@ -19,6 +20,9 @@ from tandem.types import ModelInfo, TargetOptions, Verification, VerifyStep
 from target_service.penalties import History
 from target_service.rows import RowRequest, verifications
 from target_service.settings import TargetSettings
+
+_RECORDED_WIDTHS = (1, 3, 5, 9)
+"""The target alone, and proposals of 2 (MAX's default), 4 and 8 tokens; others are padded to the next."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -36,8 +40,10 @@ def load_verifier(settings: TargetSettings) -> Verifier:
         max_length=settings.max_length,
         max_sequences=settings.max_sequences,
         device_memory_utilization=settings.device_memory_utilization,
+        recorded_widths=_RECORDED_WIDTHS,
     )
-    engine = Engine(model, verify_head, limits)
+    recorder = recorder_for(model.device, enforce_eager=settings.enforce_eager)
+    engine = Engine(model, verify_head, limits, recorder=recorder)
     files = tuple(path for name in TOKENIZER_FILES if (path := settings.model / name).is_file())
     return Verifier(engine, files)
 

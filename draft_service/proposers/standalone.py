@@ -4,33 +4,40 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from draft_service.proposers.drafting import Drafting, Outcome, truncated
+from draft_service.proposers.recorded_proposals import RecordedProposals
 from draft_service.settings import DraftSettings
+from tandem.engine.buckets import Bucket
 from tandem.engine.engine import Engine
-from tandem.engine.jobs import Continue, Done, Job
+from tandem.engine.jobs import Job
 from tandem.engine.model import load_model
+from tandem.engine.recording import Recorder, recorder_for
+from tandem.engine.runner import StepRunner
 from tandem.engine.sequence import Sequence as CachedSequence
 from tandem.engine.settings import EngineSettings
-from tandem.noise import proposal_keys, race, target_keys
+from tandem.noise import race
 from tandem.types import (
     DenseLogits,
-    DraftDistribution,
     DraftOptions,
     ModelInfo,
     Proposal,
     ProposeStep,
     RowKind,
-    SamplingParams,
     SparseDistribution,
 )
 from tandem.warping import warp
 
-Outcome = Done[Proposal] | Continue
+_RECORDED_WIDTHS = (1, 2)
+"""New tokens of a draft step: one, and two after all was accepted."""
+
+_RECORDED_COUNTS = (2, 4, 8)
+"""Tokens of proposals that are recorded whole: MAX's default, and what others use; shorter ones are cut from them."""
 
 
 def load_standalone(settings: DraftSettings) -> StandaloneProposer:
@@ -49,37 +56,26 @@ def load_standalone(settings: DraftSettings) -> StandaloneProposer:
         max_length=settings.max_length,
         max_sequences=settings.max_sequences,
         device_memory_utilization=settings.device_memory_utilization,
+        recorded_widths=_RECORDED_WIDTHS,
     )
-    engine = Engine(model, propose_head, limits)
+    recorder = recorder_for(model.device, enforce_eager=settings.enforce_eager)
+    engine = Engine(
+        model,
+        propose_head,
+        limits,
+        recorder=recorder,
+        make_run_ahead=partial(record_proposals, settings.draft_top_k),
+    )
     return StandaloneProposer(engine, settings.draft_top_k)
 
 
-@dataclass(slots=True)
-class Drafting:
-    """A proposal in the making."""
-
-    base_length: int
-    token_count: int
-    options: DraftOptions
-    draft_top_k: int
-    token_ids: list[int] = field(default_factory=list)
-    distributions: list[DraftDistribution] = field(default_factory=list)
-    token_logits: list[float] = field(default_factory=list)
-
-    @property
-    def next_key(self) -> int:
-        """Keys the noise of the next token: the target's own where the draft is to anticipate it."""
-        sampling, drawn = self.options.sampling, len(self.token_ids)
-        if self.options.row_kind is RowKind.TOKEN:
-            return int(target_keys(sampling.seed, self.base_length + drawn, 1)[0])
-        return int(proposal_keys(sampling.seed, self.base_length, drawn + 1)[drawn])
-
-    def outcome(self) -> Outcome:
-        """Draw another token, or hand the proposal over."""
-        if len(self.token_ids) < self.token_count:
-            return Continue(self.token_ids[-1])
-        logits = np.array(self.token_logits, dtype=np.float32) if self.options.with_token_logits else None
-        return Done(Proposal(self.base_length, tuple(self.token_ids), tuple(self.distributions), logits))
+def record_proposals(
+    draft_top_k: int, runner: StepRunner, buckets: Sequence[Bucket], recorder: Recorder
+) -> RecordedProposals:
+    """What makes whole proposals of a draft's engine; see `RecordedProposals`."""
+    # After a rejection one token is new to the draft, after full acceptance two: the widest bucket does for both.
+    widest = [bucket for bucket in buckets if bucket.width == max(_RECORDED_WIDTHS)]
+    return RecordedProposals(runner, widest, _RECORDED_COUNTS, draft_top_k, recorder)
 
 
 def propose_head(ready: Sequence[Job[Drafting]], logits: Tensor) -> list[Outcome]:
@@ -123,7 +119,7 @@ def _draw_sparse(
     """
     width = min(max(drafting.draft_top_k for drafting in draftings), logits.shape[-1])
     highest, columns = logits.topk(width, dim=-1)
-    probs = warp(highest, [_truncated(drafting) for drafting in draftings])
+    probs = warp(highest, [truncated(drafting) for drafting in draftings])
     # What travels is binary32, so that is what the token must be drawn from.
     probs = probs.float().double()
     drawn = race(probs, _keys(draftings, logits), columns).tolist()
@@ -133,13 +129,6 @@ def _draw_sparse(
         kept = row > 0.0
         drafting.distributions.append(SparseDistribution(ids[kept], row[kept] / row[kept].sum()))
         token_ids[i] = int(ids[winner])
-
-
-def _truncated(drafting: Drafting) -> SamplingParams:
-    """The request's sampling parameters with the draft's own limit on the number of tokens."""
-    sampling = drafting.options.sampling
-    top_k = min(sampling.top_k or drafting.draft_top_k, drafting.draft_top_k)
-    return SamplingParams(sampling.temperature, top_k, sampling.top_p, sampling.min_p, sampling.seed)
 
 
 def _keys(draftings: Sequence[Drafting], like: Tensor) -> Tensor:

@@ -63,13 +63,13 @@ class LayerCache:
     """One layer's part of the arena."""
 
     keys: Tensor
-    """[1, kv_heads, total_tokens, key_dim]"""
+    """[1, kv_heads, total_tokens + 1, key_dim]"""
     values: Tensor
-    """[1, kv_heads, total_tokens, value_dim]"""
+    """[1, kv_heads, total_tokens + 1, value_dim]"""
 
 
 class KvArena:
-    """Storage for `total_tokens` tokens in every layer.
+    """Storage for `total_tokens` tokens in every layer, and for one to spare, which belongs to nobody.
 
     Heads come before tokens, so that the keys of one head of one sequence are one contiguous matrix; the leading
     dimension of 1 is that of transformers' batch and saves a call per access.
@@ -81,8 +81,8 @@ class KvArena:
         self.total_tokens = total_tokens
         self.layers = tuple(
             LayerCache(
-                torch.empty(1, layer.kv_heads, total_tokens, layer.key_dim, dtype=dtype, device=device),
-                torch.empty(1, layer.kv_heads, total_tokens, layer.value_dim, dtype=dtype, device=device),
+                _storage(layer.kv_heads, total_tokens, layer.key_dim, dtype, device),
+                _storage(layer.kv_heads, total_tokens, layer.value_dim, dtype, device),
             )
             for layer in layers
         )
@@ -101,6 +101,12 @@ class KvArena:
         for storage in (tensor for layer in self.layers for tensor in (layer.keys, layer.values)):
             tokens = storage[:, :, source : source + count]
             storage[:, :, target : target + count] = tokens.clone() if overlaps else tokens
+
+
+def _storage(heads: int, tokens: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    storage = torch.empty(1, heads, tokens + 1, dim, dtype=dtype, device=device)
+    storage[:, :, tokens:].zero_()  # read by padding, which must come to numbers
+    return storage
 
 
 def arena_tokens(

@@ -9,10 +9,12 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any, Generic, cast
 
 from tandem.engine.admission import Admission
+from tandem.engine.buckets import Bucket, make_buckets
 from tandem.engine.cache import KvUsage, arena_tokens
 from tandem.engine.extents import Extent
-from tandem.engine.jobs import Head, Job, PayloadT, ResultT
+from tandem.engine.jobs import Head, Job, PayloadT, ResultT, RunAhead
 from tandem.engine.model import LoadedModel
+from tandem.engine.recording import Recorder
 from tandem.engine.rope import fix_rotary_frequencies
 from tandem.engine.runner import StepRunner
 from tandem.engine.sequence import Sequence
@@ -28,6 +30,10 @@ _WARM_UP_TOKENS = 8
 """Fewer than are worth keeping as a prefix."""
 
 
+MakeRunAhead = Callable[[StepRunner, SequenceOf[Bucket], Recorder], RunAhead[PayloadT, ResultT]]
+"""Makes what does several steps of an engine at once."""
+
+
 class Engine(Generic[PayloadT, ResultT]):
     """Runs jobs in batches on a thread of its own, so that the event loop never runs a forward pass.
 
@@ -40,6 +46,9 @@ class Engine(Generic[PayloadT, ResultT]):
         head: Head[PayloadT, ResultT],
         settings: EngineSettings,
         on_step: Callable[[StepRecord], None] | None = None,
+        *,
+        recorder: Recorder | None = None,
+        make_run_ahead: MakeRunAhead[PayloadT, ResultT] | None = None,
     ) -> None:
         """Allocates the KV cache.
 
@@ -48,6 +57,9 @@ class Engine(Generic[PayloadT, ResultT]):
             head: what the logits mean.
             settings: limits.
             on_step: told of each step, on the engine's thread; for metrics.
+            recorder: records steps of the settings' widths; None runs all of them eagerly.
+            make_run_ahead: makes what does several steps at once, with what records it and the buckets of its first
+                step; asked for only with a recorder.
 
         Raises:
             ConfigurationError: the settings cannot be met.
@@ -60,7 +72,13 @@ class Engine(Generic[PayloadT, ResultT]):
         self._admission = Admission(
             total_tokens, settings.max_sequences, settings.max_waiting, model.info.vocabulary_size
         )
-        self._worker = Worker(StepRunner(model, total_tokens), head, settings, _ToLoop(self), on_step)
+        runner = StepRunner(model, total_tokens)
+        run_ahead = None
+        if recorder is not None and model.is_packed:
+            buckets = make_buckets(settings.max_sequences, self.max_length, settings.recorded_widths)
+            runner.record(buckets, recorder)
+            run_ahead = None if make_run_ahead is None else make_run_ahead(runner, buckets, recorder)
+        self._worker = Worker(runner, head, settings, _ToLoop(self), on_step, run_ahead)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:

@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
+from tandem.engine.segment import Segment
 from tandem.engine.sequence import Sequence
 from tandem.errors import InvalidRequestError
 from tandem.types import Delta
@@ -77,5 +78,24 @@ class Head(Protocol[PayloadT, ResultT]):
 
         Returns:
             One outcome for each job, in order.
+        """
+        ...
+
+
+DoneT = TypeVar("DoneT", covariant=True)
+
+
+class RunAhead(Protocol[PayloadT, DoneT]):
+    """Does at once what the head would ask for step by step with `Continue`."""
+
+    def run(self, segments: SequenceOf[Segment], jobs: SequenceOf[Job[PayloadT]]) -> SequenceOf[DoneT] | None:
+        """Finish the jobs, or leave them as they are to single steps. Called on the engine's thread.
+
+        Args:
+            segments: what the next step would run.
+            jobs: whose they are.
+
+        Returns:
+            One result for each job, its sequence being as single steps would have left it; None when it cannot.
         """
         ...

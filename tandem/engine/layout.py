@@ -12,35 +12,13 @@ from torch import Tensor, nn
 from tandem.engine.attention import grouped_attention
 from tandem.engine.cache import KvArena, LayerGeometry
 from tandem.engine.extents import granules
-from tandem.engine.sequence import Sequence
+from tandem.engine.segment import Segment
 
 _WIDEST_BATCHED_BLOCK = 32
 """Blocks of more queries than this are attended to one sequence at a time: the kernel is then busy enough."""
 
 _PADDING_WORTH_A_CALL = 256
 """Keys that may be read in vain per sequence before another kernel call is cheaper. Measured on CPU (8 heads of 32)."""
-
-
-@dataclass(slots=True)
-class Segment:
-    """Consecutive tokens of one sequence in a step."""
-
-    sequence: Sequence
-    token_count: int
-
-    @property
-    def start(self) -> int:
-        """Position of the first token; everything before it is in the arena."""
-        return self.sequence.computed_length
-
-    @property
-    def end(self) -> int:
-        """Length of the sequence's KV after the step."""
-        return self.sequence.computed_length + self.token_count
-
-    def token_ids(self) -> list[int]:
-        """The tokens themselves."""
-        return self.sequence.token_ids[self.start : self.end]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tandem.engine.attention import STEP_ARGUMENT
+from tandem.engine.buckets import Bucket
 from tandem.engine.cache import KvArena
-from tandem.engine.layout import Packing, Segment, StepLayout
+from tandem.engine.layout import Packing, StepLayout
 from tandem.engine.model import LoadedModel
+from tandem.engine.recorded import RecordedPacking, RecordedSteps
+from tandem.engine.recording import Recorder
+from tandem.engine.segment import Segment
 from tandem.engine.serial import SerialForward
 
 
 class StepRunner:
-    """Owns the arena and calls the model.
-
-    This is where captured CUDA graphs come in: a graph per bucket of (sequences, width), replayed in place of the call
-    of the module, with `StepLayout` filling the graph's static inputs.
-    """
+    """Owns the arena and calls the model, or plays what was recorded of it."""
 
     def __init__(self, model: LoadedModel, total_tokens: int) -> None:
         self._module: Any = model.module
-        self._model = model
+        self.model = model
         self.arena = KvArena(model.layers, total_tokens, model.dtype, model.device)
         self._serial = None if model.is_packed else SerialForward(self._module, self.arena, model.device)
+        self._recorded: RecordedSteps | None = None
+
+    def record(self, buckets: SequenceOf[Bucket], recorder: Recorder) -> None:
+        """Records the step for these shapes; called before the first step. Other shapes run eagerly."""
+        if self.model.is_packed:
+            self._recorded = RecordedSteps(self.model, self.arena, buckets, recorder)
 
     def pack(self, segments: list[Segment]) -> Packing:
         """Decides the order in which the segments' tokens are packed."""
         if self._serial is not None:
             return Packing(segments)
-        return StepLayout(segments, self.arena, self._model.layers, self._model.dtype, self._model.device)
+        if self._recorded is not None and (step := self._recorded.fitting(segments)) is not None:
+            return RecordedPacking(segments, step)
+        model = self.model
+        return StepLayout(segments, self.arena, model.layers, model.dtype, model.device)
 
     def run(self, packing: Packing, rows: list[int]) -> Tensor:
         """One step. The segments' keys and values are then in the arena.
@@ -45,7 +55,9 @@ class StepRunner:
         """
         if self._serial is not None:
             return self._serial(packing, rows)
-        device = self._model.device
+        if isinstance(packing, RecordedPacking):
+            return packing.run(rows)
+        device = self.model.device
         packed = torch.tensor(
             (packing.token_ids(), packing.positions()), device=device
         )  # one copy to the device

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tandem.engine.jobs import Job
-from tandem.engine.layout import Segment
+from tandem.engine.segment import Segment
 
 _SHORT_TOKENS = 32
 """Work of at most this many tokens (a draft step, a verify block) is never put off for the sake of a prompt."""

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from tandem.engine.cache import KvArena, LayerCache
-from tandem.engine.layout import Packing, Segment
+from tandem.engine.layout import Packing
+from tandem.engine.segment import Segment
 
 
 class SerialForward:

@@ -27,6 +27,9 @@ class EngineSettings:
     prefix_reuse: bool = True
     """Whether a new sequence takes over the KV of a prefix that another, open or lately released, has computed."""
 
+    recorded_widths: tuple[int, ...] = ()
+    """Tokens of each sequence in the steps that are recorded, where there is a recorder."""
+
     def __post_init__(self) -> None:
         for name in ("max_sequences", "prefill_chunk_tokens"):
             value = getattr(self, name)

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from tandem.engine.extents import Extent
-from tandem.engine.jobs import Continue, Done, Head, Job, PayloadT, ResultT
+from tandem.engine.jobs import Continue, Done, Head, Job, PayloadT, ResultT, RunAhead
 from tandem.engine.layout import Packing
 from tandem.engine.prefixes import PrefixIndex
 from tandem.engine.runner import StepRunner
 from tandem.engine.scheduler import next_segments
+from tandem.engine.segment import Segment
 from tandem.engine.sequence import Sequence
 from tandem.engine.settings import EngineSettings
 from tandem.errors import InvalidRequestError, ServiceUnavailableError, TandemError
@@ -66,6 +67,7 @@ class Worker(Generic[PayloadT, ResultT]):
         settings: EngineSettings,
         listener: Listener,
         on_step: Callable[[StepRecord], None] | None,
+        run_ahead: RunAhead[PayloadT, ResultT] | None = None,
     ) -> None:
         self._runner = runner
         self._head = head
@@ -73,6 +75,7 @@ class Worker(Generic[PayloadT, ResultT]):
         self._reuses_prefixes = settings.prefix_reuse
         self._listener = listener
         self._on_step = on_step
+        self._run_ahead = run_ahead
         self._thread = threading.Thread(target=self._work, name="tandem-engine", daemon=True)
         self._wakeup = threading.Condition()
         # Guarded by the condition: what others hand to the thread.
@@ -222,6 +225,8 @@ class Worker(Generic[PayloadT, ResultT]):
         segments = next_segments(self._running.values(), self._chunk_tokens)
         jobs = [self._running[segment.sequence] for segment in segments]
         try:
+            if self._finish_ahead(segments, jobs, started):
+                return
             packing = self._runner.pack(segments)
             rows, ready = self._wanted_rows(packing)
             logits = self._runner.run(packing, rows)
@@ -238,6 +243,21 @@ class Worker(Generic[PayloadT, ResultT]):
         if self._on_step is not None:
             seconds = time.perf_counter() - started
             self._on_step(StepRecord(len(jobs), packing.token_count, len(rows), model_seconds, seconds))
+
+    def _finish_ahead(
+        self, segments: SequenceOf[Segment], jobs: SequenceOf[Job[PayloadT]], started: float
+    ) -> bool:
+        """Finishes all jobs at once where that is possible; whether it was."""
+        results = None if self._run_ahead is None else self._run_ahead.run(segments, jobs)
+        if results is None:
+            return False
+        for job, result in zip(jobs, results, strict=True):
+            self._settle(job, result)
+        if self._on_step is not None:
+            seconds = time.perf_counter() - started
+            token_count = sum(segment.token_count for segment in segments)
+            self._on_step(StepRecord(len(jobs), token_count, len(jobs), seconds, seconds))
+        return True
 
     def _wanted_rows(self, packing: Packing) -> tuple[list[int], list[Job[PayloadT]]]:
         """Indices of the packed tokens whose logits are wanted, and the jobs that they complete."""

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from draft_service.proposers.standalone import Drafting, propose_head
+from draft_service.proposers.drafting import Drafting
+from draft_service.proposers.standalone import propose_head
 from tandem.engine.extents import Extent
 from tandem.engine.jobs import Continue, Done, Job
 from tandem.engine.sequence import Sequence as CachedSequence

@@ -9,7 +9,8 @@ import torch
 
 from tandem.engine.cache import KvArena, LayerGeometry
 from tandem.engine.extents import Extent
-from tandem.engine.layout import Segment, StepLayout
+from tandem.engine.layout import StepLayout
+from tandem.engine.segment import Segment
 from tandem.engine.sequence import Sequence
 from tandem.types import Delta
 from tests.unit.engine.conftest import TinyModel

@@ -12,6 +12,7 @@ from torch import Tensor
 from tandem.noise import race, target_keys
 from tandem.types import (
     DenseRow,
+    FloatArray,
     IntArray,
     RowKind,
     RowStatistics,
@@ -98,18 +99,27 @@ def _sampled_rows(requests: Sequence[RowRequest], logits: Tensor) -> list[tuple[
         target_keys(request.sampling.seed, request.base_length, request.step.row_count)
         for request in requests
     ]
-    drawn = race(outside, torch.from_numpy(np.concatenate(keys)).to(logits.device)).tolist()
-    masses = outside.sum(dim=-1).tolist()
-    statistics = _statistics(requests, logits, probs, supports)
+    drawn = race(outside, torch.from_numpy(np.concatenate(keys)).to(logits.device))
+    asked = [request.step.with_statistics for request in requests for _ in range(request.step.row_count)]
+    figures = _statistics(asked, logits, probs, supports)
+    insides, ids, masses, *told = _to_host([inside, drawn, outside.sum(dim=-1), *figures])
+    sizes = np.cumsum([len(support) for support in supports])[:-1]
+    statistics = _read_statistics(asked, told, sizes)
     rows: list[TargetRow] = [
-        SupportRow(support, inside[i], masses[i], drawn[i] if masses[i] > 0.0 else -1, statistics[i])
-        for i, support in enumerate(supports)
+        SupportRow(support, chances, masses[i], int(ids[i]) if masses[i] > 0.0 else -1, statistics[i])
+        for i, (support, chances) in enumerate(zip(supports, np.split(insides, sizes), strict=True))
     ]
     parts = [rows[sum(counts[:i]) : sum(counts[: i + 1])] for i in range(len(counts))]
     return [
         tuple(part) if request.step.row_kind is RowKind.SUPPORT else tuple(_token_row(row) for row in part)
         for request, part in zip(requests, parts, strict=True)
     ]
+
+
+def _to_host(tensors: Sequence[Tensor]) -> list[FloatArray]:
+    """All of the tensors as flat float64 arrays, which hold ids and float32 exactly: one copy waits for the device."""
+    flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors]).cpu().numpy()
+    return np.split(flat, np.cumsum([tensor.numel() for tensor in tensors])[:-1])
 
 
 def _token_row(row: TargetRow) -> TokenRow:
@@ -124,37 +134,58 @@ def _supports(request: RowRequest) -> list[IntArray]:
     return [*supports, *[_NO_SUPPORT] * (request.step.row_count - len(supports))]
 
 
-def _inside_and_outside(probs: Tensor, supports: Sequence[IntArray]) -> tuple[list[np.ndarray], Tensor]:
-    """Probabilities on each row's support, and the rows with the support set to zero."""
-    sizes = [len(support) for support in supports]
-    if not any(sizes):
-        return [np.empty(0)] * len(supports), probs
-    rows = torch.from_numpy(np.repeat(np.arange(len(supports)), sizes)).to(probs.device)
-    token_ids = torch.from_numpy(np.concatenate(supports)).to(probs.device)
-    inside = probs[rows, token_ids].cpu().numpy()
+def _inside_and_outside(probs: Tensor, supports: Sequence[IntArray]) -> tuple[Tensor, Tensor]:
+    """Probabilities on the rows' supports, one row's after the other's, and the rows with the support set to zero."""
+    if not any(map(len, supports)):
+        return probs.new_empty(0), probs
+    rows, token_ids = _places(supports, probs.device)
     outside = probs.clone()
     outside[rows, token_ids] = 0.0
-    return np.split(inside, np.cumsum(sizes)[:-1]), outside
+    return probs[rows, token_ids], outside
+
+
+def _places(supports: Sequence[IntArray], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Row and column of each id of the supports, int64 [ids in all] each."""
+    rows = np.repeat(np.arange(len(supports)), [len(support) for support in supports])
+    both = torch.from_numpy(np.stack((rows, np.concatenate(supports)))).to(device)
+    return both[0], both[1]
 
 
 def _statistics(
-    requests: Sequence[RowRequest], logits: Tensor, probs: Tensor, supports: Sequence[IntArray]
-) -> list[RowStatistics | None]:
-    """Figures of whole rows, for the requests that ask for them."""
-    asked = [request.step.with_statistics for request in requests for _ in range(request.step.row_count)]
+    asked: Sequence[bool], logits: Tensor, probs: Tensor, supports: Sequence[IntArray]
+) -> tuple[Tensor, ...]:
+    """Figures of whole rows, if any row's are asked for: entropy, highest probability and its id [R] each, then rank
+    and logit of each id of the supports."""
     if not any(asked):
-        return [None] * len(asked)
-    entropies = torch.special.entr(probs).sum(dim=-1).tolist()
+        return ()
     highest, argmaxes = probs.max(dim=-1)
+    rows, token_ids = _places(supports, probs.device)
+    own = probs[rows, token_ids]
+    # A row at a time: all at once would need ids times vocabulary.
+    ranks = [(probs[row] > part[:, None]).sum(dim=-1)
+             for row, part in enumerate(torch.split(own, [len(support) for support in supports]))]  # fmt: skip
+    entropies = torch.special.entr(probs).sum(dim=-1)
+    return entropies, highest, argmaxes, torch.cat(ranks), logits[rows, token_ids].float()
+
+
+def _read_statistics(
+    asked: Sequence[bool], told: Sequence[FloatArray], sizes: IntArray
+) -> list[RowStatistics | None]:
+    """What `_statistics` computed, for the rows that are asked for."""
+    if not told:
+        return [None] * len(asked)
+    entropies, highest, argmaxes, ranks, logits = told
     return [
         RowStatistics(
-            entropy=entropies[i],
+            entropy=float(entropies[i]),
             max_prob=float(highest[i]),
             argmax_token_id=int(argmaxes[i]),
-            ranks=(probs[i] > probs[i, support][:, None]).sum(dim=-1).cpu().numpy(),
-            logits=logits[i, support].float().cpu().numpy(),
+            ranks=own_ranks.astype(np.int64),
+            logits=own_logits.astype(np.float32),
         )
         if wanted
         else None
-        for i, (support, wanted) in enumerate(zip(map(torch.from_numpy, supports), asked, strict=True))
+        for i, (wanted, own_ranks, own_logits) in enumerate(
+            zip(asked, np.split(ranks, sizes), np.split(logits, sizes), strict=True)
+        )
     ]

@@ -25,8 +25,8 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Behaviour: TypeAlias = Callable[[Any, Context], Any]
 Counted: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
 
-# Watchers of health stay for as long as the server does; a drain does not wait for them.
-_HEALTH = "/grpc.health.v1."
+# Watchers of health and statistics stay for as long as the server does; a drain does not wait for them.
+_NOT_COUNTED = ("/grpc.health.v1.", "/tandem.v1.AdminService/")
 
 MAKE_HANDLER = {
     (False, False): grpc.unary_unary_rpc_method_handler,
@@ -97,7 +97,7 @@ class Edge(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         inner = behaviour_of(handler)
-        counted = nullcontext if handler_call_details.method.startswith(_HEALTH) else self._calls.running
+        counted = nullcontext if handler_call_details.method.startswith(_NOT_COUNTED) else self._calls.running
         behaviour = (self._streaming if handler.response_streaming else self._single)(inner, counted)
         return remade(handler, behaviour, _lenient(handler.request_deserializer))
 

@@ -1,4 +1,4 @@
-"""Refuses calls while a server is loading or draining; health and reflection always answer."""
+"""Refuses calls while a server is loading or draining; health, reflection and administration always answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import grpc.aio
 from tandem.errors import ServiceUnavailableError
 from tandem.serving.edge import Context, Handler, remade
 
-_ALWAYS_OPEN = ("/grpc.health.v1.", "/grpc.reflection.")
+_ALWAYS_OPEN = ("/grpc.health.v1.", "/grpc.reflection.", "/tandem.v1.AdminService/")
 
 
 class Gate(grpc.aio.ServerInterceptor):

@@ -22,7 +22,7 @@ from tandem.settings import sentences
 
 logger = logging.getLogger(__name__)
 
-LIVE_OPTIONS = ("speculation", *AcceptanceOptions.model_fields, "draft_patience_seconds")
+LIVE_OPTIONS = ("speculation", *AcceptanceOptions.model_fields, "draft_patience_seconds", "draft_pause")
 """What can be changed while the coordinator runs: what each request reads anew."""
 
 _NOTHING = ("", "null", "none")

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import grpc.aio
 
+from coordinator.admin import Administration
+from coordinator.admin_servicer import AdminServicer
 from coordinator.completions import Completions, Services
 from coordinator.live_config import LiveConfig
 from coordinator.observer import NoObserver, Observer
@@ -16,16 +18,19 @@ from coordinator.servicer import GenerationServicer
 from coordinator.settings import CoordinatorSettings
 from coordinator.tokenizer import read_tokenizer
 from tandem.errors import ServiceUnavailableError
-from tandem.v1 import generation_pb2, generation_pb2_grpc
+from tandem.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
 
 class CoordinatorService:
-    """Serves GenerationService over a draft service and a target service."""
+    """Serves GenerationService over draft and target services, and AdminService beside it."""
 
     name = "coordinator"
-    full_names = (generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,)
+    full_names = (
+        generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
+        admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
+    )
     request_drain: Callable[[], None]
     """Set by the server: ends it as SIGTERM does."""
 
@@ -35,12 +40,14 @@ class CoordinatorService:
         self.observer: Observer = NoObserver()
         self.completions = Completions(self.live_config, self.observer)
         self.replicas = Replicas(settings, settings.service_credentials)
+        self.administration = Administration(self.completions, self.live_config, self.replicas)
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Add the servicer."""
+        """Add the servicers."""
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(
             GenerationServicer(self.completions), server
         )
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.administration), server)
 
     async def start(self) -> None:
         """Wait for the services, and refuse models that do not go together.

@@ -1,0 +1,254 @@
+"""AdminService over services that count: what it shows, and what it steers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import TypeVar
+
+import pytest
+
+from coordinator.settings import CoordinatorSettings
+from tandem.admin import CoordinatorState, Severity
+from tandem.admin_client import AdminClient
+from tandem.client import Client
+from tandem.config.layers import Origin
+from tandem.errors import AbortedError, InvalidRequestError, NotFoundError, ServiceUnavailableError
+from tandem.replica import ReplicaState, Role
+from tandem.types import GenerationRequest
+from tandem.v1 import draft_pb2_grpc, target_pb2_grpc
+from tests.service.clients import complete, until
+from tests.service.fakes import FakeDraft, FakeTarget, coordinating, serving
+
+AnswerT = TypeVar("AnswerT")
+
+REQUEST = GenerationRequest((10,), max_tokens=40, temperature=0.0, seed=1)
+
+
+async def reached(ask: Callable[[], Awaitable[AnswerT]], holds: Callable[[AnswerT], bool]) -> AnswerT:
+    """Ask until the answer is as it should be."""
+    for _ in range(1000):
+        if holds(answer := await ask()):
+            return answer
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"it is still {answer}")
+
+
+class Cluster:
+    """Two targets, a draft, a coordinator, and how to talk to it."""
+
+    def __init__(self) -> None:
+        self.targets = (FakeTarget(), FakeTarget())
+        self.draft = FakeDraft()
+        self.target_addresses: list[str] = []
+        self.draft_address = ""
+        self.address = ""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[tuple[AdminClient, Client]]:
+        first, second = self.targets
+        add_target = target_pb2_grpc.add_TargetServiceServicer_to_server
+        async with (
+            serving(lambda server: add_target(first, server)) as (first_address, _),
+            serving(lambda server: add_target(second, server)) as (second_address, _),
+            serving(lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(self.draft, server)) as (
+                self.draft_address,
+                _,
+            ),
+        ):
+            self.target_addresses = sorted([first_address, second_address])
+            settings = CoordinatorSettings(
+                target_address=",".join(self.target_addresses),
+                draft_address=self.draft_address,
+                draft_patience_seconds=30.0,
+            )
+            async with (
+                coordinating(settings) as self.address,
+                AdminClient(self.address) as admin,
+                Client(self.address) as client,
+            ):
+                await reached(
+                    admin.replicas, lambda shots: all(shot.state is ReplicaState.READY for shot in shots)
+                )
+                yield admin, client
+
+
+async def test_the_status_tells_replicas_load_and_figures() -> None:
+    cluster = Cluster()
+    async with cluster.running() as (admin, client):
+        before = await admin.status()
+        completed = await complete(client, REQUEST)
+        after = await admin.status()
+    assert before.state is after.state is CoordinatorState.READY
+    assert [(r.role, r.address) for r in before.replicas] == [
+        *((Role.TARGET, address) for address in cluster.target_addresses),
+        (Role.DRAFT, cluster.draft_address),
+    ]
+    assert (before.model, before.settings.num_speculative_tokens, before.settings.rule) == (
+        *("fake", 2),
+        "residual",
+    )
+    assert before.speculation.rounds == 0
+    assert after.speculation == completed.figures
+    assert after.throughput.last_10_seconds > 0
+
+
+async def test_a_running_request_can_be_seen_and_ended() -> None:
+    cluster = Cluster()
+    async with cluster.running() as (admin, client):
+        for target in cluster.targets:
+            target.step_seconds = 0.02
+        work = asyncio.create_task(complete(client, REQUEST))
+        (report,) = await reached(admin.requests, lambda listed: any(r.completion_tokens for r in listed))
+        assert (report.prompt_tokens, report.rule, report.num_speculative_tokens) == (1, "greedy", 2)
+        assert report.target_address in cluster.target_addresses
+        status = await admin.status()
+        assert status.load.running == 1
+        shown = await admin.request(report.request_id[:8])
+        assert shown.request_id == report.request_id
+        assert shown.completion_tokens >= report.completion_tokens
+        with pytest.raises(NotFoundError, match="begins with nobody"):
+            await admin.abort("nobody")
+        with pytest.raises(InvalidRequestError, match="request_id is empty"):
+            await admin.abort("")
+        await admin.abort(report.request_id[:8], "tests end")
+        with pytest.raises(AbortedError, match=r"ended the request after \d+ tokens: tests end"):
+            await work
+        await until(lambda: not any(target.running for target in cluster.targets), 5)
+        assert await admin.requests() == []
+        assert (await admin.stats()).outcomes.aborted == 1
+
+
+async def test_an_id_must_say_which_request_is_meant() -> None:
+    cluster = Cluster()
+    async with cluster.running() as (admin, client):
+        for target in cluster.targets:
+            target.step_seconds = 0.05
+        work = [asyncio.create_task(complete(client, REQUEST)) for _ in range(17)]
+        listed = await reached(admin.requests, lambda listed: len(listed) == len(work))
+        # Ids are hexadecimal: of seventeen, two begin alike.
+        firsts = [report.request_id[0] for report in listed]
+        common = next(first for first in firsts if firsts.count(first) > 1)
+        with pytest.raises(InvalidRequestError, match="requests that run have an id that begins with"):
+            await admin.request(common)
+        await asyncio.gather(*work)
+
+
+async def test_a_change_holds_for_the_next_request_and_for_none_that_runs() -> None:
+    cluster = Cluster()
+    async with cluster.running() as (admin, client):
+        for target in cluster.targets:
+            target.step_seconds = 0.02
+        begun = asyncio.Event()
+        work = asyncio.create_task(complete(client, REQUEST, begun))
+        await begun.wait()
+        (option,) = await admin.update_config({"num_speculative_tokens": "6"})
+        assert (option.value, option.origin) == (6, Origin.LIVE)
+        assert option.changed_by.startswith("ipv4:127.0.0.1:")
+        before = await work
+        after = await complete(client, REQUEST)
+        (option,) = await admin.update_config({}, ["num_speculative_tokens"])
+        assert (option.value, option.origin) == (2, Origin.DEFAULT)
+        again = await complete(client, REQUEST)
+    assert [len(done.figures.positions) for done in (before, after, again)] == [2, 6, 2]
+    assert max(cluster.draft.asked) == 6
+
+
+async def test_speculation_can_be_turned_off_and_on() -> None:
+    cluster = Cluster()
+    async with cluster.running() as (admin, client):
+        await admin.update_config({"speculation": "false"})
+        off = await complete(client, REQUEST)
+        assert not (await admin.status()).settings.is_on
+        await admin.update_config({"speculation": "on"})
+        on = await complete(client, REQUEST)
+    assert (off.figures.drafted, off.token_ids) == (0, on.token_ids)
+    assert on.figures.drafted > 0
+
+
+async def test_a_change_that_breaks_a_rule_is_refused_with_its_sentence() -> None:
+    async with Cluster().running() as (admin, _):
+        with pytest.raises(InvalidRequestError, match="num_speculative_tokens is 0; it must be at least 1"):
+            await admin.update_config({"num_speculative_tokens": "0"})
+        with pytest.raises(InvalidRequestError, match="no option is named"):
+            await admin.update_config({})
+        options = {option.name: option for option in await admin.config()}
+        assert options["num_speculative_tokens"].value == 2
+        assert options["num_speculative_tokens"].origin is Origin.DEFAULT
+
+
+async def test_a_drained_replica_gets_nothing_new_until_it_is_resumed() -> None:
+    cluster = Cluster()
+    async with cluster.running() as (admin, client):
+        drained, other = cluster.target_addresses
+        assert (await admin.drain(drained)).state is ReplicaState.DRAINING
+        status = await admin.status()
+        assert status.state is CoordinatorState.READY, "it was meant so"
+        opened = sum(target.opened for target in cluster.targets)
+        await asyncio.gather(*(complete(client, REQUEST) for _ in range(4)))
+        assert sorted(target.opened for target in cluster.targets) == [0, 4 + opened]
+        with pytest.raises(InvalidRequestError, match=f"{other} is the last target that takes new sequences"):
+            await admin.drain(other)
+        await admin.drain(other, allow_last_target=True)
+        assert (await admin.status()).state is CoordinatorState.UNAVAILABLE
+        assert (await admin.resume(other)).state is ReplicaState.READY
+        await admin.resume(drained)
+        await admin.drain(cluster.draft_address)
+        assert (await admin.status()).state is CoordinatorState.DEGRADED
+        with pytest.raises(NotFoundError, match="there is no replica 'nobody:1'; there are: 127"):
+            await admin.drain("nobody:1")
+        with pytest.raises(NotFoundError):
+            await admin.resume("nobody:1")
+
+
+async def test_statistics_grow_while_they_are_watched() -> None:
+    cluster = Cluster()
+    async with cluster.running() as (admin, client):
+        async with aclosing(admin.watch_stats(0.1)) as watch:
+            first = await anext(watch)
+            completed = await complete(client, REQUEST)
+            while (last := await anext(watch)).outcomes.completed == 0:
+                pass
+        with pytest.raises(InvalidRequestError, match=r"interval_seconds is 0\.01; it must be at least 0\.1"):
+            await anext(admin.watch_stats(0.01))
+    assert first.speculation.rounds == 0
+    assert last.speculation == completed.figures
+    assert dict(last.by_rule) == {"greedy": completed.figures}
+    assert last.completion_tokens == 40
+
+
+async def test_statistics_never_go_back_while_requests_end() -> None:
+    cluster = Cluster()
+    async with cluster.running() as (admin, client):
+        work = [asyncio.create_task(complete(client, REQUEST)) for _ in range(24)]
+        rounds = [0]
+        while not all(task.done() for task in work):
+            rounds.append((await admin.stats()).speculation.rounds)
+        rounds.append((await admin.stats()).speculation.rounds)
+        assert rounds == sorted(rounds)
+        assert rounds[-1] == sum([(await task).figures.rounds for task in work])
+
+
+async def test_the_doctor_finds_nothing_wrong_with_a_healthy_cluster() -> None:
+    async with Cluster().running() as (admin, _):
+        diagnosis = await admin.diagnose()
+        checks = [finding.check for finding in diagnosis.findings]
+        assert checks.count("target") == 2
+        for check in ("targets", "drafts", "draft", "models", "rule", "load", "acceptance", "services"):
+            assert check in checks
+        bad = [f for f in diagnosis.findings if f.severity is Severity.PROBLEM]
+        assert bad == []
+
+
+async def test_a_coordinator_that_does_not_answer_is_unavailable() -> None:
+    async def keep_quiet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(keep_quiet, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with AdminClient(f"127.0.0.1:{port}", timeout_seconds=0.3) as admin:
+        with pytest.raises(ServiceUnavailableError, match=r"no answer within 0\.3 s|127\.0\.0\.1"):
+            await admin.status()
+    server.close()

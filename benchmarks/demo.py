@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cluster import cluster
 from benchmarks.prompts import Prompt, held_out_prompts
+from benchmarks.services import cluster
 from coordinator.cli.generate import ACCEPTED_STYLE, Record, show
 from coordinator.figures import acceptance_rate, add, mean_acceptance_length
 from tandem.client import Client

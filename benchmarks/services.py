@@ -1,10 +1,10 @@
-"""Single services as processes on this machine, for what `tandem up` does not start."""
+"""Services as processes on this machine: single ones, or all three by `tandem up`."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from tandem.errors import ServiceUnavailableError
@@ -20,18 +20,36 @@ async def service(package: str, *options: str) -> AsyncIterator[str]:
     Raises:
         ServiceUnavailableError: it ended before it was ready.
     """
+    command = ["-m", package, "--port", "0", "--log-level", "warning", *options]
+    async with _running(package, command) as address:
+        yield address
+
+
+@asynccontextmanager
+async def cluster(*options: str) -> AsyncIterator[str]:
+    """Run `tandem up` on a free port with these options; the coordinator's address.
+
+    Raises:
+        ServiceUnavailableError: it ended before it was ready.
+    """
+    command = ["-m", "coordinator.cli", "up", "--port", "0", *options]
+    async with _running("the cluster", command) as address:
+        yield address
+
+
+@asynccontextmanager
+async def _running(name: str, command: Sequence[str]) -> AsyncIterator[str]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", package, "--port", "0", "--log-level", "warning", *options),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
+        sys.executable, *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
     try:
         async for line in process.stdout:
-            if _READY in line.decode():
-                yield line.decode().partition(_READY)[2].strip()
+            _, found, address = line.decode().partition(_READY)
+            if found:
+                yield address.strip()
                 return
-        raise ServiceUnavailableError(f"{package} did not start: exit code {await process.wait()}")
+        raise ServiceUnavailableError(f"{name} did not start: exit code {await process.wait()}")
     finally:
         if process.returncode is None:
             process.terminate()

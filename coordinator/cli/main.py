@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from coordinator.cli.bench import bench
 from coordinator.cli.config import config
 from coordinator.cli.generate import generate
 from coordinator.cli.serve import serve
@@ -15,13 +16,13 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-# serve hands its arguments on as they are: each service's options are listed once, in its own settings.
-app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-)(serve)
+# These hand their arguments on as they are: each service's options are listed once, in its own settings.
+_HANDED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+app.command(context_settings=_HANDED_ON)(serve)
 app.command()(up)
 app.add_typer(config, name="config")
 app.command()(generate)
+app.command(context_settings=_HANDED_ON)(bench)
 
 
 def main() -> None:

@@ -1,0 +1,123 @@
+"""What `tandem bench` can be told."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from benchmarks.contenders import CONTENDERS
+from tandem.errors import ConfigurationError
+from tandem.settings import sentences
+
+_FLAGS = {"json_file": "--json", "svg_file": "--svg", "markdown_file": "--markdown"}
+"""Options whose plain name would hide a method of the class."""
+
+
+def _listed(value: Any) -> Any:
+    """A list as the command line writes it: 1,4,16."""
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _known(name: str) -> str:
+    if name not in CONTENDERS:
+        raise ValueError(f"there is no contender {name!r}; it must be one of {', '.join(CONTENDERS)}")
+    return name
+
+
+Positive = Annotated[int, Field(ge=1)]
+Temperature = Annotated[float, Field(ge=0)]
+ContenderName = Annotated[str, BeforeValidator(_known)]
+NonEmpty = Field(min_length=1)
+
+
+class BenchSettings(BaseModel):
+    """What to measure."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    pair: str = "demo"
+    """demo, TARGET:DRAFT (two folders), or shaped:TARGET_PARAMETERS:DRAFT_LAYERS:AGREEMENT, for instance
+    shaped:200M:1:0.8: random weights with the shape of Llama 3.1, whose draft agrees that often."""
+    contenders: Annotated[tuple[ContenderName, ...], BeforeValidator(_listed), NonEmpty] = tuple(CONTENDERS)
+    """Which ways of decoding to compare; those of an engine whose Python is not named are left out."""
+    batch: Annotated[tuple[Positive, ...], BeforeValidator(_listed), NonEmpty] = (1, 4, 16)
+    """Requests at once."""
+    temperature: Annotated[tuple[Temperature, ...], BeforeValidator(_listed), NonEmpty] = (0.0, 1.0)
+    """0 is greedy."""
+    rounds: int = Field(default=5, ge=1)
+    """How often each contender completes each batch, in turn with the others."""
+    max_tokens: int = Field(default=64, ge=2)
+    """Tokens of each completion."""
+    num_speculative_tokens: int = Field(default=4, ge=1)
+    """Tokens proposed per verification."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Type that every contender computes in."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads of each model. By default one for each core."""
+    device: str = "cpu"
+    """Where the models run: cpu, cuda or cuda:N."""
+    prefix: bool = True
+    """Whether to measure what a prompt gains whose first 512 tokens were served before."""
+    phases: bool = True
+    """Whether to measure where a round's time goes, and bytes on the wire."""
+    vllm_python: Path | None = None
+    """A Python that has vLLM."""
+    max_python: Path | None = None
+    """A Python that has MAX; on a CPU it computes in float32 only."""
+    cache_folder: Path = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tandem" / "bench"
+    """Where shaped pairs are kept."""
+    json_file: Path | None = None
+    """Write everything that was measured to this file."""
+    svg_file: Path | None = None
+    """Write a chart to this file."""
+    markdown_file: Path | None = None
+    """Write the tables to this file."""
+    note: str = ""
+    """A sentence about the circumstances, for the report."""
+
+    @property
+    def cores(self) -> int:
+        """Cores that this process may use."""
+        return len(os.sched_getaffinity(0))
+
+    @property
+    def model_threads(self) -> int:
+        """Threads of each model, with the default decided."""
+        return self.threads or self.cores
+
+
+def parse(arguments: Sequence[str], program: str = "tandem bench") -> BenchSettings:
+    """The settings that a command line asks for.
+
+    Raises:
+        ConfigurationError: naming every option that is wrong, its value and what it should be.
+        SystemExit: --help was asked for, or there is no such option.
+    """
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description="Measure ways of decoding with the same weights and prompts, in turn, on this machine.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    for name, field in BenchSettings.model_fields.items():
+        flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
+        help_text = f"{field.description} [default: {_shown(field.default)}]".replace("%", "%%")
+        if field.annotation is bool:
+            parser.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, help=help_text)
+        else:
+            parser.add_argument(flag, dest=name, metavar=name.split("_")[-1].upper(), help=help_text)
+    try:
+        return BenchSettings(**vars(parser.parse_args(arguments)))
+    except ValidationError as error:
+        raise ConfigurationError("; ".join(sentences(error))) from None
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return "none" if value in (None, "") else str(value)

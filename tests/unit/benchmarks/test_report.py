@@ -1,0 +1,114 @@
+"""A report as JSON, tables, Markdown and a chart."""
+
+from __future__ import annotations
+
+import io
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks.chart import svg
+from benchmarks.report import Report
+from benchmarks.tables import markdown, show
+from benchmarks.targets import targets_of
+from tests.unit.benchmarks.outcomes import cell, report
+
+CELLS = [
+    cell("target-alone", 1, 0.0, 10.0, 20.0, 30.0),
+    cell("speculative", 1, 0.0, 30.0, 20.0, 60.0),
+    cell("one-process", 1, 0.0, 30.0, 40.0, 50.0),
+    cell("transformers", 1, 0.0, 10.0, 10.0, 10.0),
+    cell("assisted", 1, 0.0, 20.0, 10.0, 40.0),
+    cell("assisted-defaults", 1, 0.0, 30.0, 20.0, 60.0),
+    cell("target-alone", 16, 0.0, 80.0, 100.0, 60.0),
+    cell("speculative", 16, 0.0, 90.0, 90.0, 90.0),
+]
+
+
+def test_json_can_be_read_back(tmp_path: Path) -> None:
+    made = report(CELLS)
+    made = made.model_copy(update={"targets": targets_of(made)})
+    file = tmp_path / "report.json"
+    file.write_text(made.model_dump_json(indent=1))
+
+    assert Report.read(file) == made
+    assert json.loads(file.read_text())["version"] == 1
+
+
+def test_the_schema_says_what_each_field_is() -> None:
+    schema = Report.model_json_schema()
+    figures = schema["$defs"]["Cell"]["properties"]
+
+    assert set(schema["required"]) >= {"machine", "pair", "cells", "titles"}
+    assert "Share of tokens" in figures["same_tokens"]["description"]
+    assert schema["additionalProperties"] is False
+
+
+def test_targets_are_medians_of_ratios_within_a_round() -> None:
+    reached = {target.name: target for target in targets_of(report(CELLS))}
+
+    split = reached[
+        "speculative through the services, by the same loop in one process: batch 1, temperature 0"
+    ]
+    assert (split.reached, split.is_met) == (1.0, True)  # of 1.0, 0.5, 1.2
+    assisted = reached[
+        "speculative, by the better of transformers' assisted generations: batch 1, temperature 0"
+    ]
+    assert (assisted.reached, assisted.is_met) == (1.0, False)
+    batched = reached["speculative, by the target alone: batch 16, temperature 0"]
+    assert batched.is_met is True
+    assert batched.reached == pytest.approx(1.125)
+    wider = reached["the target alone at batch 16, by itself at batch 1: temperature 0"]
+    assert (wider.reached, wider.is_met) == (5.0, False)
+    prefix = next(target for name, target in reached.items() if name.startswith("time to first token"))
+    assert (prefix.reached, prefix.is_met) == (0.2, True)
+
+
+def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
+    reached = {target.name: target for target in targets_of(report(CELLS, prefix=None))}
+
+    for start in ("speculative, by the best mode of vLLM", "time to first token"):
+        target = next(one for name, one in reached.items() if name.startswith(start))
+        assert (target.reached, target.is_met) == (None, None)
+
+
+def test_tables_hold_every_cell_and_who_was_absent() -> None:
+    made = report(CELLS, absent={"vllm": "name a Python"})
+    made = made.model_copy(update={"targets": targets_of(made)})
+    console = Console(file=io.StringIO(), width=200)
+
+    show(console, made)
+
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    for one in CELLS:
+        assert f"{one.speed.median:.1f}" in text
+    for words in ("Batch 16, temperature 0", "A round by phase", "not met", "vllm: name a Python", "75.0%"):
+        assert words in text
+
+
+def test_markdown_is_made_of_the_same_tables() -> None:
+    made = report(CELLS)
+    text = markdown(made, "chart.svg")
+
+    assert "    tandem bench\n" in text
+    assert "![Tokens per second by contender](chart.svg)" in text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert all(row.endswith("|") for row in rows)
+    assert "| title of speculative <&> | 30.0 | 20.0 to 60.0 | 1.50 x |" in text
+
+
+def test_the_chart_is_well_formed_and_has_a_bar_for_each_cell() -> None:
+    picture = ElementTree.fromstring(svg(report(CELLS)))
+    space = "{http://www.w3.org/2000/svg}"
+    bars = picture.findall(f"{space}rect")[1:]  # the first is the ground
+    words = [element.text for element in picture.iter(f"{space}text")]
+
+    assert len(bars) == len(CELLS)
+    assert "title of one-process <&>" in words
+    assert max(float(bar.get("x", 0)) + float(bar.get("width", 0)) for bar in bars) < float(
+        picture.get("width", 0)
+    )

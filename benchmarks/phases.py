@@ -78,7 +78,7 @@ class PhaseObserver(NoObserver):
     def __init__(self) -> None:
         self.stopwatch = Stopwatch()
 
-    def begin(self, request_id: str, request: GenerationRequest) -> PhaseObserver:
+    def begin(self, request_id: str, request: GenerationRequest, traceparent: str = "") -> PhaseObserver:
         """Itself: requests share the stopwatch."""
         return self
 

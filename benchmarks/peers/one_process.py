@@ -165,7 +165,9 @@ def _load_pair(setup: dict[str, Any]) -> LocalPair:
         load_verifier(TargetSettings(**target)),
         load_standalone(DraftSettings(**draft)),
         Tokenizer.from_file(str(Path(setup["target"]) / "tokenizer.json")),
-        CoordinatorSettings(target_address="none", num_speculative_tokens=setup["num_speculative_tokens"]),
+        CoordinatorSettings(
+            target_address="127.0.0.1:1", num_speculative_tokens=setup["num_speculative_tokens"]
+        ),
     )
 
 

@@ -29,6 +29,7 @@ from tandem.serving.protection import ProtectionOptions, exposure
 logger = logging.getLogger(__name__)
 
 DataTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+CompileMode = Literal["auto", "on", "off"]
 
 COMMAND_LINE = SettingsConfigDict(
     extra="forbid",
@@ -113,6 +114,11 @@ class ModelServerSettings(ServerSettings):
     """Type to compute in. auto is bfloat16 on a GPU and float32 on a CPU, which few can multiply bfloat16 fast."""
     threads: int | None = Field(default=None, ge=1)
     """Threads for computation on a CPU. By default one for each core that this process may use."""
+    compile: CompileMode = "auto"
+    """Whether to compute with kernels that are compiled for this CPU at the first start, some seconds. auto does where
+    there is a C++ compiler, and says so where there is none; on demands it; off is torch alone."""
+    compile_cache: Path | None = None
+    """Folder for compiled kernels. By default tandem/kernels in the user's cache folder."""
     max_length: int | None = Field(default=None, ge=1)
     """Most tokens that a sequence may hold, prompt and completion together. By default the model's own maximum."""
     max_sequences: int = Field(default=32, ge=1)

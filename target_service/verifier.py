@@ -34,7 +34,12 @@ def load_verifier(settings: TargetSettings) -> Verifier:
         ConfigurationError: it cannot be served as they ask.
     """
     model = load_model(
-        settings.model, device=settings.device, dtype=settings.compute_dtype, threads=settings.threads
+        settings.model,
+        device=settings.device,
+        dtype=settings.compute_dtype,
+        threads=settings.threads,
+        compile_mode=settings.compile,
+        compile_cache=settings.compile_cache,
     )
     limits = EngineSettings(
         max_length=settings.max_length,

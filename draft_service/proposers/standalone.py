@@ -51,6 +51,8 @@ def load_standalone(settings: DraftSettings) -> StandaloneProposer:
         device=settings.compute_device,
         dtype=settings.compute_dtype,
         threads=settings.threads,
+        compile_mode=settings.compile,
+        compile_cache=settings.compile_cache,
     )
     limits = EngineSettings(
         max_length=settings.max_length,

@@ -21,6 +21,9 @@ from tandem.engine.checkpoint import (
     recurrent_state_error,
     tokenizer_hash,
 )
+from tandem.engine.native.kernels import Kernels
+from tandem.engine.native.linear import pack_linears
+from tandem.engine.native.load import load_kernels
 from tandem.engine.probe import Anatomy, probe
 from tandem.errors import ConfigurationError, ModelFolderError
 from tandem.types import ModelInfo
@@ -43,6 +46,8 @@ class LoadedModel:
     """Whether one forward pass takes tokens of several sequences; see `tandem.engine.probe`."""
     dtype: torch.dtype
     device: torch.device
+    kernels: Kernels | None = None
+    """Compiled for this machine; None where torch's own must do."""
 
 
 def load_model(
@@ -52,6 +57,8 @@ def load_model(
     dtype: str = "bfloat16",
     threads: int | None = None,
     name: str | None = None,
+    compile_mode: str = "auto",
+    compile_cache: Path | None = None,
 ) -> LoadedModel:
     """Loads a decoder-only Hugging Face checkpoint.
 
@@ -61,10 +68,13 @@ def load_model(
         dtype: ``float32``, ``bfloat16`` or ``float16``; the weights are converted to it.
         threads: CPU threads of torch in this process; None leaves them as they are.
         name: what the model is called; the folder's name unless given.
+        compile_mode: ``auto`` computes with kernels compiled for this machine where that works, ``on`` demands it,
+            ``off`` leaves all to torch.
+        compile_cache: folder for compiled kernels; None for the user's own.
 
     Raises:
         ModelFolderError: the folder holds no checkpoint that can be served.
-        ConfigurationError: the device or the dtype is not to be had.
+        ConfigurationError: the device or the dtype is not to be had, or the kernels are not although demanded.
     """
     torch_device, torch_dtype = _device(device), _dtype(dtype)
     if threads is not None:
@@ -92,7 +102,10 @@ def load_model(
             "dtype": dtype,
         },
     )
-    return LoadedModel(module, info, anatomy.layers, anatomy.is_packed, torch_dtype, torch_device)
+    kernels = load_kernels(torch_device, torch_dtype, compile_mode, compile_cache)
+    if kernels is not None:
+        pack_linears(module, kernels)
+    return LoadedModel(module, info, anatomy.layers, anatomy.is_packed, torch_dtype, torch_device, kernels)
 
 
 def _device(name: str) -> torch.device:

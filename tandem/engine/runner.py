@@ -13,6 +13,7 @@ from tandem.engine.buckets import Bucket
 from tandem.engine.cache import KvArena
 from tandem.engine.layout import Packing, StepLayout
 from tandem.engine.model import LoadedModel
+from tandem.engine.native.attention import NativeAttention, NativeLayout
 from tandem.engine.recorded import RecordedPacking, RecordedSteps
 from tandem.engine.recording import Recorder
 from tandem.engine.segment import Segment
@@ -26,6 +27,9 @@ class StepRunner:
         self._module: Any = model.module
         self.model = model
         self.arena = KvArena(model.layers, total_tokens, model.dtype, model.device)
+        self._native = (
+            None if model.kernels is None else NativeAttention(model.kernels, self.arena, model.layers)
+        )
         self._serial = None if model.is_packed else SerialForward(self._module, self.arena, model.device)
         self._recorded: RecordedSteps | None = None
 
@@ -40,6 +44,8 @@ class StepRunner:
             return Packing(segments)
         if self._recorded is not None and (step := self._recorded.fitting(segments)) is not None:
             return RecordedPacking(segments, step)
+        if self._native is not None and self._native.suits(segments):
+            return NativeLayout(segments, self._native)
         model = self.model
         return StepLayout(segments, self.arena, model.layers, model.dtype, model.device)
 

@@ -1,0 +1,5 @@
+"""Kernels in C++ that are compiled on the machine that runs them, and what puts them in place of torch's.
+
+`build` compiles, `kernels` calls, `check` compares them with torch before they are used, `linear` and `attention` are
+what a model gets in place of torch's own.
+"""

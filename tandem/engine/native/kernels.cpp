@@ -1,0 +1,379 @@
+// The few loops that decide how fast a model decodes on a CPU: products of a few rows with a weight matrix, and
+// attention of a few queries per sequence to keys and values that lie in the arena.
+//
+// Compiled on the machine that runs it, with -march=native; see `build.py`. Nothing of torch is needed: tensors come as
+// addresses. Vectors are the compiler's own (GCC and Clang), so that the same text serves AVX-512, AVX2 and NEON.
+// Arithmetic is in float whatever the storage; a bfloat16 is the upper half of a float, so reading one is a shift.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+constexpr int MAX_ROWS = 12;  // 2 * 12 accumulators of the 32 registers
+#else
+constexpr int LANES = 8;
+constexpr int MAX_ROWS = 4;  // 2 * 4 of the 16
+#endif
+constexpr int BLOCK = 2 * LANES;  // outputs that are computed side by side
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef float LooseFloats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t LooseWords __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+enum Kind : int64_t { FLOAT32 = 0, BFLOAT16 = 1 };
+
+static inline float widened(uint16_t bits) {
+    uint32_t word = uint32_t(bits) << 16;
+    float value;
+    std::memcpy(&value, &word, 4);
+    return value;
+}
+
+static inline float widened(float value) { return value; }
+
+// To the nearest, ties to even, as torch rounds.
+static inline uint16_t narrowed(float value) {
+    uint32_t word;
+    std::memcpy(&word, &value, 4);
+    if (value != value) return 0x7fc0;
+    return uint16_t((word + 0x7fff + ((word >> 16) & 1)) >> 16);
+}
+
+static inline void put(float value, float* at) { *at = value; }
+static inline void put(float value, uint16_t* at) { *at = narrowed(value); }
+
+// A difference and no sum: -0.0 + 0.0 is not -0.0, so a sum would have to be computed.
+static inline Floats filled(float value) { return value - Floats{}; }
+
+// ---------------------------------------------------------------------------------------------------- linear layers
+
+// One weight of each of a block's outputs. bfloat16 ones lie in pairs, so that a word holds a weight of output i in its
+// lower half and one of output LANES + i in its upper half.
+static inline void load_weights(const uint16_t* at, Floats& low, Floats& high) {
+    Words words = *(const LooseWords*)at;
+    low = (Floats)(words << 16);
+    high = (Floats)(words & 0xffff0000u);
+}
+
+static inline void load_weights(const float* at, Floats& low, Floats& high) {
+    low = *(const LooseFloats*)at;
+    high = *(const LooseFloats*)(at + LANES);
+}
+
+// ROWS inputs times one block of outputs. UNROLL sums run side by side where rows are too few to hide an addition's
+// latency.
+template <int ROWS, int UNROLL, typename Weight>
+static inline void multiply_rows(const float* inputs, int64_t width, const Weight* weights, Floats (&sums)[ROWS][2]) {
+    Floats partial[UNROLL][ROWS][2] = {};
+    int64_t k = 0;
+    for (; k + UNROLL <= width; k += UNROLL) {
+#pragma GCC unroll 4
+        for (int u = 0; u < UNROLL; u++) {
+            Floats low, high;
+            load_weights(weights + (k + u) * BLOCK, low, high);
+            __builtin_prefetch(weights + (k + u) * BLOCK + 32 * BLOCK);
+#pragma GCC unroll 16
+            for (int row = 0; row < ROWS; row++) {
+                Floats input = filled(inputs[row * width + k + u]);
+                partial[u][row][0] += input * low;
+                partial[u][row][1] += input * high;
+            }
+        }
+    }
+    for (; k < width; k++) {
+        Floats low, high;
+        load_weights(weights + k * BLOCK, low, high);
+        for (int row = 0; row < ROWS; row++) {
+            Floats input = filled(inputs[row * width + k]);
+            partial[0][row][0] += input * low;
+            partial[0][row][1] += input * high;
+        }
+    }
+    for (int row = 0; row < ROWS; row++)
+        for (int half = 0; half < 2; half++) {
+            sums[row][half] = partial[0][row][half];
+            for (int u = 1; u < UNROLL; u++) sums[row][half] += partial[u][row][half];
+        }
+}
+
+template <int ROWS, typename Weight, typename Output>
+static void linear_block(const float* inputs, int64_t width, const Weight* weights, const float* bias, Output* outputs,
+                         int64_t output_width, int64_t valid) {
+    constexpr int UNROLL = ROWS == 1 ? 4 : ROWS <= 3 ? 2 : 1;
+    Floats sums[ROWS][2];
+    multiply_rows<ROWS, UNROLL>(inputs, width, weights, sums);
+    for (int row = 0; row < ROWS; row++) {
+        float values[BLOCK];
+        std::memcpy(values, sums[row], sizeof values);
+        if (bias)
+            for (int i = 0; i < valid; i++) values[i] += bias[i];
+        for (int i = 0; i < valid; i++) put(values[i], outputs + row * output_width + i);
+    }
+}
+
+template <int ROWS, typename Weight, typename Output>
+static void linear_rows(int64_t rows, const float* inputs, int64_t width, const Weight* weights, const float* bias,
+                        Output* outputs, int64_t output_width, int64_t valid) {
+    if constexpr (ROWS > 0) {
+        if (rows != ROWS)
+            return linear_rows<ROWS - 1>(rows, inputs, width, weights, bias, outputs, output_width, valid);
+        linear_block<ROWS>(inputs, width, weights, bias, outputs, output_width, valid);
+    }
+}
+
+template <typename Weight, typename Output>
+static void linear(const float* inputs, int64_t rows, int64_t width, const Weight* weights, const float* bias,
+                   Output* outputs, int64_t output_width, int64_t threads) {
+    const int64_t blocks = (output_width + BLOCK - 1) / BLOCK;
+    // As equal as possible: twelve rows and then one would read the weights as often as seven and then six.
+    const int64_t parts = (rows + MAX_ROWS - 1) / MAX_ROWS;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t block = 0; block < blocks; block++) {
+        const int64_t first = block * BLOCK;
+        const int64_t valid = output_width - first < BLOCK ? output_width - first : BLOCK;
+        for (int64_t part = 0; part < parts; part++) {
+            const int64_t start = rows * part / parts, end = rows * (part + 1) / parts;
+            linear_rows<MAX_ROWS>(end - start, inputs + start * width, width, weights + block * width * BLOCK,
+                                  bias ? bias + first : nullptr, outputs + start * output_width + first, output_width,
+                                  valid);
+        }
+    }
+}
+
+static const float* as_floats(const void* values, Kind kind, int64_t count) {
+    if (kind == FLOAT32) return (const float*)values;
+    static thread_local std::vector<float> buffer;
+    if (int64_t(buffer.size()) < count) buffer.resize(count);
+    for (int64_t i = 0; i < count; i++) buffer[i] = widened(((const uint16_t*)values)[i]);
+    return buffer.data();
+}
+
+// -------------------------------------------------------------------------------------------------------- attention
+
+struct Attention {
+    const void *query, *key, *value;
+    int64_t query_head, query_token;  // strides, in elements
+    int64_t key_head, key_token;
+    int64_t value_head, value_token;
+    void *keys, *values;  // the layer's arena: [kv_heads, total_tokens, dim]
+    int64_t total_tokens, kv_heads, heads, key_dim, value_dim;
+    const int64_t* segments;  // [segment_count, 3]: where the sequence lies, tokens it had, tokens of this step
+    int64_t segment_count;
+    int64_t window;      // positions that a token sees, its own included; 0 for all
+    const float* sinks;  // [heads], or none
+    float scale, softcap;  // softcap 0 for none
+    void* output;  // [step_tokens, heads, value_dim]
+    int64_t kind, threads;
+};
+
+struct Scratch {
+    std::vector<float> queries, scores, block;
+    std::vector<int64_t> firsts, lasts;
+};
+
+template <typename Number>
+static void store(const Attention& a, int64_t head, int64_t token, int64_t place, int64_t count) {
+    Number* keys = (Number*)a.keys + (head * a.total_tokens + place) * a.key_dim;
+    Number* values = (Number*)a.values + (head * a.total_tokens + place) * a.value_dim;
+    const Number* key = (const Number*)a.key + head * a.key_head + token * a.key_token;
+    const Number* value = (const Number*)a.value + head * a.value_head + token * a.value_token;
+    for (int64_t i = 0; i < count; i++) {
+        std::memcpy(keys + i * a.key_dim, key + i * a.key_token, a.key_dim * sizeof(Number));
+        std::memcpy(values + i * a.value_dim, value + i * a.value_token, a.value_dim * sizeof(Number));
+    }
+}
+
+// Scores of ROWS queries with LANES keys, which lie transposed in `block`.
+template <int ROWS>
+static inline void score_rows(const float* queries, int64_t dim, const float* block, float* scores, int64_t pitch) {
+    Floats sums[ROWS] = {};
+    for (int64_t d = 0; d < dim; d++) {
+        Floats keys = *(const LooseFloats*)(block + d * LANES);
+        for (int row = 0; row < ROWS; row++) sums[row] += filled(queries[row * dim + d]) * keys;
+    }
+    for (int row = 0; row < ROWS; row++) *(LooseFloats*)(scores + row * pitch) = sums[row];
+}
+
+template <typename Number>
+static void score(const Attention& a, const Number* keys, int64_t length, int64_t rows, int64_t pitch, Scratch& s) {
+    for (int64_t first = 0; first < length; first += LANES) {
+        const int64_t count = length - first < LANES ? length - first : LANES;
+        float* block = s.block.data();
+        if (count < LANES) std::memset(block, 0, a.key_dim * LANES * sizeof(float));
+        for (int64_t j = 0; j < count; j++) {
+            const Number* key = keys + (first + j) * a.key_dim;
+            for (int64_t d = 0; d < a.key_dim; d++) block[d * LANES + j] = widened(key[d]);
+        }
+        int64_t row = 0;
+        const float* queries = s.queries.data();
+        float* scores = s.scores.data() + first;
+        for (; row + 4 <= rows; row += 4)
+            score_rows<4>(queries + row * a.key_dim, a.key_dim, block, scores + row * pitch, pitch);
+        for (; row < rows; row++)
+            score_rows<1>(queries + row * a.key_dim, a.key_dim, block, scores + row * pitch, pitch);
+    }
+}
+
+// e to the x, for x at most 0, to the last bits of a float: 2 to the whole part by its exponent, the rest by a
+// polynomial (Cephes' expf).
+static inline Floats exponential(Floats x) {
+    x = x > -87.0f ? x : filled(-87.0f);
+    Floats rounder = filled(12582912.0f);  // 1.5 * 2**23: what is added to it is rounded to a whole number
+    Floats shifted = x * 1.44269504088896341f + rounder;
+    Floats whole = shifted - rounder;
+    Floats rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    Floats y = filled(1.9875691500e-4f);
+    y = y * rest + 1.3981999507e-3f;
+    y = y * rest + 8.3334519073e-3f;
+    y = y * rest + 4.1665795894e-2f;
+    y = y * rest + 1.6666665459e-1f;
+    y = y * rest + 5.0000001201e-1f;
+    y = y * rest * rest + rest + 1.0f;
+    return (Floats)((Words)y + ((Words)shifted << 23));
+}
+
+// The scores from `first` up to `last` become weights that sum to one; all others become zero.
+static void softmax(const Attention& a, float* scores, int64_t first, int64_t last, int64_t length, const float* sink) {
+    float highest = sink ? *sink : -INFINITY;
+    for (int64_t j = first; j < last; j++) {
+        if (a.softcap > 0) scores[j] = std::tanh(scores[j] / a.softcap) * a.softcap;
+        highest = scores[j] > highest ? scores[j] : highest;
+    }
+    for (int64_t j = 0; j < first; j++) scores[j] = -INFINITY;
+    for (int64_t j = last; j < length; j++) scores[j] = -INFINITY;
+    Floats totals = {};
+    for (int64_t j = 0; j < length; j += LANES) {  // the row is padded to whole vectors
+        Floats x = *(const LooseFloats*)(scores + j) - highest;
+        Floats weights = x > -87.0f ? exponential(x) : Floats{};
+        *(LooseFloats*)(scores + j) = weights;
+        totals += weights;
+    }
+    float total = sink ? std::exp(*sink - highest) : 0.0f;
+    for (int i = 0; i < LANES; i++) total += totals[i];
+    const float factor = 1.0f / total;
+    for (int64_t j = 0; j < length; j += LANES) *(LooseFloats*)(scores + j) *= factor;
+}
+
+static inline Floats widened_lanes(const float* at) { return *(const LooseFloats*)at; }
+
+static inline Floats widened_lanes(const uint16_t* at) {
+    typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+    return (Floats)(__builtin_convertvector(*(const Halves*)at, Words) << 16);
+}
+
+// The weighted values of ROWS queries, [ROWS, value_dim].
+template <int ROWS, typename Number>
+static inline void mix_rows(const float* weights, int64_t pitch, const Number* values, int64_t length, int64_t dim,
+                            Number* const* outputs) {
+    int64_t d = 0;
+    for (; d + LANES <= dim; d += LANES) {
+        Floats sums[ROWS] = {};
+        for (int64_t j = 0; j < length; j++) {
+            Floats value = widened_lanes(values + j * dim + d);
+            for (int row = 0; row < ROWS; row++) sums[row] += filled(weights[row * pitch + j]) * value;
+        }
+        for (int row = 0; row < ROWS; row++)
+            for (int i = 0; i < LANES; i++) put(sums[row][i], outputs[row] + d + i);
+    }
+    for (; d < dim; d++)
+        for (int row = 0; row < ROWS; row++) {
+            float sum = 0;
+            for (int64_t j = 0; j < length; j++) sum += weights[row * pitch + j] * widened(values[j * dim + d]);
+            put(sum, outputs[row] + d);
+        }
+}
+
+// One sequence's queries to the keys of one head.
+template <typename Number>
+static void attend(const Attention& a, int64_t head, int64_t token, const int64_t* segment, Scratch& s) {
+    const int64_t extent = segment[0], start = segment[1], count = segment[2];
+    const int64_t repeats = a.heads / a.kv_heads, rows = repeats * count;
+    const int64_t begin = a.window && start + 1 > a.window ? start + 1 - a.window : 0;
+    const int64_t length = start + count - begin;
+    const int64_t pitch = (length + LANES - 1) / LANES * LANES;
+    s.queries.resize(rows * a.key_dim);
+    s.scores.resize(rows * pitch);
+    s.block.resize(a.key_dim * LANES);
+    store<Number>(a, head, token, extent + start, count);
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t own_head = head * repeats + row / count, own_token = token + row % count;
+        const Number* query = (const Number*)a.query + own_head * a.query_head + own_token * a.query_token;
+        for (int64_t d = 0; d < a.key_dim; d++) s.queries[row * a.key_dim + d] = widened(query[d]) * a.scale;
+    }
+    const int64_t first_key = head * a.total_tokens + extent + begin;
+    score<Number>(a, (const Number*)a.keys + first_key * a.key_dim, length, rows, pitch, s);
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t last = start + row % count + 1 - begin;
+        const int64_t first = a.window && last > a.window ? last - a.window : 0;
+        const float* sink = a.sinks ? a.sinks + head * repeats + row / count : nullptr;
+        for (int64_t j = length; j < pitch; j++) s.scores[row * pitch + j] = -INFINITY;
+        softmax(a, s.scores.data() + row * pitch, first, last, pitch, sink);
+    }
+    const Number* values = (const Number*)a.values + first_key * a.value_dim;
+    Number* outputs[4];
+    for (int64_t row = 0; row < rows;) {
+        const int64_t taken = rows - row >= 4 ? 4 : 1;
+        for (int64_t i = 0; i < taken; i++) {
+            const int64_t own_head = head * repeats + (row + i) / count, own_token = token + (row + i) % count;
+            outputs[i] = (Number*)a.output + (own_token * a.heads + own_head) * a.value_dim;
+        }
+        const float* weights = s.scores.data() + row * pitch;
+        if (taken == 4)
+            mix_rows<4>(weights, pitch, values, length, a.value_dim, outputs);
+        else
+            mix_rows<1>(weights, pitch, values, length, a.value_dim, outputs);
+        row += taken;
+    }
+}
+
+template <typename Number>
+static void attend_all(const Attention& a) {
+    std::vector<int64_t> tokens(a.segment_count);
+    int64_t token = 0;
+    for (int64_t i = 0; i < a.segment_count; i++) {
+        tokens[i] = token;
+        token += a.segments[3 * i + 2];
+    }
+    const int64_t tasks = a.segment_count * a.kv_heads;
+#pragma omp parallel for num_threads(a.threads) schedule(dynamic) if (a.threads > 1)
+    for (int64_t task = 0; task < tasks; task++) {
+        static thread_local Scratch scratch;
+        const int64_t index = task / a.kv_heads;
+        attend<Number>(a, task % a.kv_heads, tokens[index], a.segments + 3 * index, scratch);
+    }
+}
+
+// --------------------------------------------------------------------------------------------- what Python calls
+
+extern "C" {
+
+// Outputs that are packed side by side.
+int64_t tandem_block() { return BLOCK; }
+
+// outputs[rows, output_width] = inputs[rows, width] times the packed weights, plus bias.
+void tandem_linear(const void* inputs, int64_t kind, int64_t rows, int64_t width, const void* weights,
+                   int64_t weight_kind, const float* bias, void* outputs, int64_t output_width, int64_t threads) {
+    const float* floats = as_floats(inputs, Kind(kind), rows * width);
+    auto run = [&](auto* packed, auto* results) {
+        linear(floats, rows, width, packed, bias, results, output_width, threads);
+    };
+    if (weight_kind == BFLOAT16 && kind == BFLOAT16)
+        run((const uint16_t*)weights, (uint16_t*)outputs);
+    else if (weight_kind == BFLOAT16)
+        run((const uint16_t*)weights, (float*)outputs);
+    else
+        run((const float*)weights, (float*)outputs);
+}
+
+// Stores this step's keys and values and attends.
+void tandem_attend(const Attention* attention) {
+    if (attention->kind == BFLOAT16)
+        attend_all<uint16_t>(*attention);
+    else
+        attend_all<float>(*attention);
+}
+}

@@ -1,0 +1,93 @@
+"""The compiled kernels as Python calls them."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from tandem.engine.native.build import BuildError
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1}
+_POINTER: Final = ctypes.c_void_p
+_INTEGER: Final = ctypes.c_int64
+
+DTYPES = frozenset(_KINDS)
+"""What the kernels compute in."""
+
+
+class AttentionCall(ctypes.Structure):
+    """`struct Attention` of kernels.cpp, field by field."""
+
+    _fields_ = (
+        ("query", _POINTER), ("key", _POINTER), ("value", _POINTER),
+        ("query_head", _INTEGER), ("query_token", _INTEGER),
+        ("key_head", _INTEGER), ("key_token", _INTEGER),
+        ("value_head", _INTEGER), ("value_token", _INTEGER),
+        ("keys", _POINTER), ("values", _POINTER),
+        ("total_tokens", _INTEGER), ("kv_heads", _INTEGER), ("heads", _INTEGER),
+        ("key_dim", _INTEGER), ("value_dim", _INTEGER),
+        ("segments", _POINTER), ("segment_count", _INTEGER),
+        ("window", _INTEGER), ("sinks", _POINTER),
+        ("scale", ctypes.c_float), ("softcap", ctypes.c_float),
+        ("output", _POINTER), ("kind", _INTEGER), ("threads", _INTEGER),
+    )  # fmt: skip
+
+
+def kind_of(dtype: torch.dtype) -> int:
+    """The kernels' word for one of `DTYPES`."""
+    return _KINDS[dtype]
+
+
+class Kernels:
+    """One loaded library. Its functions release the GIL while they run."""
+
+    def __init__(self, library: Path) -> None:
+        """Loads it.
+
+        Raises:
+            BuildError: it does not load.
+        """
+        try:
+            loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_LOCAL)
+        except OSError as error:
+            raise BuildError(f"the compiled kernels do not load: {error}") from None
+        loaded.tandem_block.restype = _INTEGER
+        self.block: int = loaded.tandem_block()
+        """Outputs of a linear layer that are packed side by side."""
+        self._linear = loaded.tandem_linear
+        self._linear.argtypes = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER, _POINTER, _POINTER,
+                                 _INTEGER, _INTEGER)  # fmt: skip
+        self._linear.restype = None
+        self._attend = loaded.tandem_attend
+        self._attend.argtypes = (ctypes.POINTER(AttentionCall),)
+        self._attend.restype = None
+
+    def linear(self, inputs: Tensor, weights: Tensor, bias: Tensor | None, output_width: int) -> Tensor:
+        """Inputs times packed weights.
+
+        Args:
+            inputs: [..., input_width], float32 or bfloat16.
+            weights: what `pack` of `tandem.engine.native.linear` made.
+            bias: [output_width], float32.
+            output_width: number of outputs.
+
+        Returns:
+            [..., output_width] in the dtype of the inputs; sums are kept in float32.
+        """
+        inputs = inputs.contiguous()
+        *leading, width = inputs.shape
+        outputs = inputs.new_empty((*leading, output_width))
+        rows = outputs.numel() // output_width
+        self._linear(
+            inputs.data_ptr(), _KINDS[inputs.dtype], rows, width, weights.data_ptr(), _KINDS[weights.dtype],
+            None if bias is None else bias.data_ptr(), outputs.data_ptr(), output_width, torch.get_num_threads(),
+        )  # fmt: skip
+        return outputs
+
+    def attend(self, call: AttentionCall) -> None:
+        """Runs a call whose addresses are all of live tensors."""
+        self._attend(call)

@@ -1,0 +1,250 @@
+"""Kernels compiled on the spot say what torch says, and where they cannot, torch itself is used."""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tandem.engine.cache import KvArena, LayerGeometry
+from tandem.engine.extents import Extent
+from tandem.engine.layout import StepLayout
+from tandem.engine.model import load_model
+from tandem.engine.native.attention import NativeAttention, NativeLayout
+from tandem.engine.native.build import BuildError, built_kernels
+from tandem.engine.native.check import mismatch
+from tandem.engine.native.kernels import AttentionCall, Kernels
+from tandem.engine.native.linear import PackedLinear, pack_linears, packed, unpacked
+from tandem.engine.native.load import load_kernels
+from tandem.engine.segment import Segment
+from tandem.engine.sequence import Sequence
+from tandem.errors import ConfigurationError
+from tests.unit.engine.conftest import TinyModel
+from tests.unit.engine.greedy import GreedyHead, greedy, plain_greedy, running
+
+_CPU = torch.device("cpu")
+_PROMPT = [5, 17, 80, 3, 44]
+_DTYPES = [torch.float32, torch.bfloat16]
+
+
+def _compiler() -> str | None:
+    return next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+
+
+needs_compiler = pytest.mark.skipif(_compiler() is None, reason="there is no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    if _compiler() is None:
+        pytest.skip("there is no C++ compiler")
+    return Kernels(built_kernels())
+
+
+def _segments(lengths: list[tuple[int, int]], extent_tokens: int) -> list[Segment]:
+    """Sequences of so many computed tokens, each with so many new ones, in no order of extents."""
+    segments = []
+    for index, (computed, count) in enumerate(lengths):
+        place = (index * 5) % len(lengths) * extent_tokens
+        sequence = Sequence(Extent(place, extent_tokens), extent_tokens, 10)
+        sequence.token_ids = [0] * (computed + count)
+        sequence.advance(computed)
+        segments.append(Segment(sequence, count))
+    return segments
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_packed_layer_multiplies_as_torch_does(kernels: Kernels, dtype: torch.dtype, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for outputs, inputs, bias in [(1, 1, True), (31, 7, False), (33, 64, True), (200, 129, False)]:
+            layer = nn.Linear(inputs, outputs, bias=bias).to(dtype).requires_grad_(False)
+            model = nn.Sequential(layer)
+            weight = layer.weight.detach().clone()
+            for rows in (1, 2, 3, 4, 7, 11, 12, 13, 24, 25, 40):
+                values = torch.randn(1, rows, inputs).to(dtype)
+                expected = nn.functional.linear(values, weight, layer.bias)
+                if type(layer) is nn.Linear:
+                    assert pack_linears(model, kernels) == 1
+                tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+                assert torch.allclose(model(values), expected, atol=tolerance, rtol=tolerance), (
+                    outputs,
+                    rows,
+                )
+            assert torch.equal(layer.weight, weight)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_float32_weights_that_came_from_bfloat16_are_kept_as_such(kernels: Kernels) -> None:
+    weight = torch.randn(50, 20)
+    assert packed(weight, kernels.block).dtype == torch.float32
+    short = packed(weight.bfloat16().float(), kernels.block)
+    assert short.dtype == torch.bfloat16
+    assert torch.equal(unpacked(short, 50).float(), weight.bfloat16().float())
+    values = torch.randn(5, 20)
+    expected = values.double() @ weight.bfloat16().double().T
+    assert torch.allclose(kernels.linear(values, short, None, 50).double(), expected, atol=1e-5)
+
+
+def test_numbers_that_are_none_stay_none(kernels: Kernels) -> None:
+    weights = packed(torch.ones(3, 2, dtype=torch.bfloat16), kernels.block)
+    values = torch.tensor([[float("nan"), 1], [float("inf"), 1], [-float("inf"), 1], [1, 2]])
+    results = kernels.linear(values.bfloat16(), weights, None, 3).float()[:, 0]
+    assert torch.equal(torch.nan_to_num(results, nan=7, posinf=8, neginf=9), torch.tensor([7.0, 8, 9, 3]))
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize(
+    ("window", "softcap", "with_sinks"),
+    [(None, None, False), (9, None, False), (None, 4.0, False), (9, None, True)],
+)
+def test_attention_is_that_of_the_packed_step(
+    kernels: Kernels, dtype: torch.dtype, window: int | None, softcap: float | None, with_sinks: bool
+) -> None:
+    generator = random.Random(3)
+    extent_tokens, heads, kv_heads, key_dim, value_dim = 128, 6, 2, 24, 20
+    geometry = (LayerGeometry(kv_heads, key_dim, value_dim, window),)
+    lengths = [(0, 1), (0, 6), (1, 1), (15, 5), (16, 1), (100, 5), (70, 32)]
+    lengths += [(generator.randrange(90), generator.randrange(1, 9)) for _ in range(9)]
+    arenas = [KvArena(geometry, extent_tokens * len(lengths), dtype, _CPU) for _ in range(2)]
+    for arena in arenas:
+        torch.manual_seed(1)
+        arena.layers[0].keys.normal_()
+        arena.layers[0].values.normal_()
+    segments = _segments(lengths, extent_tokens)
+    for segment in segments:  # what lies past a sequence's end is another's, and must have no effect at all
+        past = slice(segment.sequence.extent.start + segment.end, segment.sequence.extent.end)
+        arenas[1].layers[0].keys[:, :, past] = float("nan")
+        arenas[1].layers[0].values[:, :, past] = float("inf")
+    tokens = sum(segment.token_count for segment in segments)
+    plain = StepLayout(segments, arenas[0], geometry, dtype, _CPU)
+    native = NativeLayout(plain.segments, NativeAttention(kernels, arenas[1], geometry))  # type: ignore[arg-type]
+    # As models lay them: tokens before heads, seen the other way round.
+    query, key, value = (
+        torch.randn(1, tokens, count, dim).to(dtype).transpose(1, 2)
+        for count, dim in ((heads, key_dim), (kv_heads, key_dim), (kv_heads, value_dim))
+    )
+    sinks = torch.randn(heads).to(dtype) if with_sinks else None
+    module: Any = SimpleNamespace(layer_idx=0)
+    results, expected = (
+        step.attend(module, query, key, value, mask=None, scale=0.3, softcap=softcap, sinks=sinks)
+        for step in (native, plain)
+    )
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    assert torch.allclose(results.float(), expected.float(), atol=tolerance, rtol=tolerance)
+    for segment in segments:
+        stored = slice(
+            segment.sequence.extent.start + segment.start, segment.sequence.extent.start + segment.end
+        )
+        for name in ("keys", "values"):
+            ours, theirs = (getattr(arena.layers[0], name)[:, :, stored] for arena in (arenas[1], arenas[0]))
+            assert torch.equal(ours, theirs)
+
+
+@needs_compiler
+def test_models_are_loaded_with_packed_layers(llama: TinyModel) -> None:
+    assert llama.loaded.kernels is not None
+    layers = [layer for layer in llama.loaded.module.modules() if isinstance(layer, nn.Linear)]
+    assert len(layers) == 2 * 7 + 1
+    assert all(isinstance(layer, PackedLinear) for layer in layers)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+async def test_without_a_compiler_torch_computes(
+    family: str,
+    tiny_model: Callable[[str], TinyModel],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = tiny_model(family)
+    monkeypatch.setenv("CXX", "/nonexistent/c++")
+    with caplog.at_level(logging.WARNING):
+        loaded = load_model(model.folder, dtype="float32")
+    assert loaded.kernels is None
+    assert [record.__dict__["reason"] for record in caplog.records if "kernels" in record.message] == [
+        "no C++ compiler: /nonexistent/c++ not found"
+    ]
+    async with running(loaded, GreedyHead()) as engine:
+        assert await greedy(engine, _PROMPT, 8) == plain_greedy(model.reference, _PROMPT, 8)
+
+
+def test_kernels_that_are_demanded_and_not_to_be_had(
+    llama: TinyModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent/c++")
+    with pytest.raises(ConfigurationError) as raised:
+        load_model(llama.folder, dtype="float32", compile_mode="on", compile_cache=tmp_path)
+    assert str(raised.value) == (
+        "compile is on, but the kernels cannot be used: no C++ compiler: /nonexistent/c++ not found."
+    )
+    with pytest.raises(ConfigurationError, match=r"there are none for torch\.float16 on cpu"):
+        load_model(llama.folder, dtype="float16", compile_mode="on")
+    assert load_model(llama.folder, dtype="float32", compile_mode="off").kernels is None
+
+
+def test_a_compiler_that_fails_is_named_with_its_first_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "broken-c++"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "no such option" >&2\nexit 1\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(BuildError, match="broken-c\\+\\+ failed: no such option"):
+        built_kernels(tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@needs_compiler
+def test_what_was_compiled_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = tmp_path / "calls"
+    compiler = tmp_path / "counting-c++"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >>{calls}\nexec {_compiler()} "$@"\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    first = built_kernels(tmp_path / "cache")
+    compiled = calls.read_text().count("kernels.cpp")
+    assert built_kernels(tmp_path / "cache") == first
+    assert calls.read_text().count("kernels.cpp") == compiled == 1
+    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o700
+
+
+def test_a_folder_that_others_can_write_to_is_not_trusted(tmp_path: Path) -> None:
+    if _compiler() is None:
+        pytest.skip("there is no C++ compiler")
+    tmp_path.chmod(0o777)
+    with pytest.raises(BuildError, match="others can write to"):
+        built_kernels(tmp_path)
+
+
+@pytest.mark.parametrize("wrong", ["linear", "attend"])
+def test_kernels_that_compute_something_else_are_not_used(
+    kernels: Kernels, wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert mismatch(kernels) == ""
+    right = getattr(Kernels, wrong)
+
+    def linear(self: Kernels, *arguments: Any) -> torch.Tensor:
+        results: torch.Tensor = right(self, *arguments)
+        results[-1, -1] += 0.1 * results.abs().max()
+        return results
+
+    def attend(self: Kernels, call: AttentionCall) -> None:
+        call.scale *= 1.1
+        right(self, call)
+
+    monkeypatch.setattr(Kernels, wrong, linear if wrong == "linear" else attend)
+    with caplog.at_level(logging.WARNING):
+        assert load_kernels(_CPU, torch.float32) is None
+    assert "their results are not torch's" in caplog.records[-1].__dict__["reason"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -48,11 +50,10 @@ def pack_linears(module: nn.Module, kernels: Kernels) -> int:
     return count
 
 
-def _pack_layer(layer: nn.Linear, kernels: Kernels) -> None:
+def _pack_layer(layer: Any, kernels: Kernels) -> None:
     weight, bias = layer.weight.detach(), layer.bias
     del layer._parameters["weight"]
     layer.__class__ = PackedLinear
-    assert isinstance(layer, PackedLinear)
     layer._kernels = kernels
     layer._dtype = weight.dtype
     layer._packed = packed(weight, kernels.block)

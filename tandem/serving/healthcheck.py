@@ -1,16 +1,21 @@
 """`python -m tandem.serving.healthcheck ADDRESS`: ask a server whether it serves, for a container's health check.
 
-Exits 0 when it does, 3 when it does not (yet, or any more), 4 when it cannot be reached, 2 on a wrong command line.
+Exits 0 when it does, 3 when it does not (yet, or any more), 4 when it cannot be reached, 2 when it is asked wrongly.
+A server with TLS is asked by way of the environment variables TANDEM_CLIENT_TLS_CA_FILE, TANDEM_CLIENT_TLS_CERT_FILE,
+TANDEM_CLIENT_TLS_KEY_FILE and TANDEM_CLIENT_TLS_SERVER_NAME.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tandem.credentials import PLAIN, Credentials
 from tandem.errors import ConfigurationError
 from tandem.settings import exit_with
 
@@ -19,11 +24,16 @@ NOT_SERVING = 3
 UNREACHABLE = 4
 
 _TIMEOUT_SECONDS = 4.0
+_VARIABLES = "TANDEM_CLIENT_TLS_"
 
 
-def check(address: str, timeout_seconds: float = _TIMEOUT_SECONDS) -> int:
-    """The exit code that says how the server at host:port is."""
-    with grpc.insecure_channel(address) as channel:
+def check(address: str, credentials: Credentials = PLAIN, timeout_seconds: float = _TIMEOUT_SECONDS) -> int:
+    """The exit code that says how the server at host:port is.
+
+    Raises:
+        ConfigurationError: a file of the credentials cannot be read.
+    """
+    with _channel(address, credentials) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=timeout_seconds
@@ -33,14 +43,39 @@ def check(address: str, timeout_seconds: float = _TIMEOUT_SECONDS) -> int:
     return SERVING if answer.status == health_pb2.HealthCheckResponse.SERVING else NOT_SERVING
 
 
+def credentials_of(environment: Mapping[str, str]) -> Credentials:
+    """What the environment says about TLS. An empty variable counts as not set."""
+
+    def path(name: str) -> Path | None:
+        value = environment.get(_VARIABLES + name)
+        return Path(value) if value else None
+
+    return Credentials(
+        ca_file=path("CA_FILE"),
+        cert_file=path("CERT_FILE"),
+        key_file=path("KEY_FILE"),
+        server_name=environment.get(_VARIABLES + "SERVER_NAME", ""),
+    )
+
+
+def _channel(address: str, credentials: Credentials) -> grpc.Channel:
+    if not credentials.uses_tls:
+        return grpc.insecure_channel(address)
+    options = [("grpc.ssl_target_name_override", credentials.server_name)] if credentials.server_name else []
+    return grpc.secure_channel(address, credentials.channel_credentials(), options)
+
+
 def main(arguments: Sequence[str]) -> None:
     """Check the one address given, tell its state in a word, and exit."""
     if len(arguments) != 1:
         exit_with(ConfigurationError(f"{len(arguments)} addresses were given; give one, host:port"), 2)
-    code = check(arguments[0])
-    sys.stdout.write(
-        {SERVING: "serving", NOT_SERVING: "not serving", UNREACHABLE: "unreachable"}[code] + "\n"
-    )
+    try:
+        code = check(arguments[0], credentials_of(os.environ))
+    except ConfigurationError as error:
+        exit_with(error, 2)
+        return
+    words = {SERVING: "serving", NOT_SERVING: "not serving", UNREACHABLE: "unreachable"}
+    sys.stdout.write(f"{words[code]}\n")
     sys.exit(code)
 
 

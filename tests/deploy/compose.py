@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,24 @@ def variables_of(path: Path = COMPOSE_FILE) -> set[str]:
     return {match["name"] for match in _VARIABLE.finditer(path.read_text(encoding="utf-8")) if match["name"]}
 
 
+def laid_over(base: Any, overlay: Any) -> Any:
+    """What a further compose file makes of a value: mappings are merged, lists joined, the rest replaced."""
+    if isinstance(base, dict) and isinstance(overlay, dict):
+        both = {key: laid_over(base[key], overlay[key]) for key in base.keys() & overlay.keys()}
+        return base | overlay | both
+    if isinstance(base, list) and isinstance(overlay, list):
+        return base + overlay
+    return overlay
+
+
 def services(
-    *profiles: str, variables: Mapping[str, str] | None = None, path: Path = COMPOSE_FILE
+    *profiles: str, variables: Mapping[str, str] | None = None, overlays: Sequence[Path] = ()
 ) -> dict[str, dict[str, Any]]:
     """The services that these profiles start, by name. Dependencies on others are left out, as compose does."""
-    config = interpolated(yaml.safe_load(path.read_text(encoding="utf-8")), variables or {})
+    config: dict[str, Any] = {}
+    for path in (COMPOSE_FILE, *overlays):
+        read = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config = laid_over(config, interpolated(read, variables or {}))
     chosen: dict[str, dict[str, Any]] = {
         name: service
         for name, service in config["services"].items()

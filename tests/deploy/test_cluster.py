@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.deploy.containers import Container
+from tests.deploy.containers import Cluster
 from tests.deploy.images import Image
+from tests.end_to_end.processes import until
 
 _WRITE = "import sys; open(sys.argv[1] + '/new', 'w').close()"
 
 
-def test_every_service_becomes_healthy_and_a_prompt_is_completed(cluster: dict[str, Container]) -> None:
+def test_every_service_becomes_healthy_and_a_prompt_is_completed(cluster: Cluster) -> None:
     assert [container.health() for container in cluster.values()] == [0, 0, 0]
     command = ("tandem", "generate", "def main():", "--max-tokens", "24", "--temperature", "0", "--json")
     done = cluster["coordinator"].run(*command)
@@ -21,7 +22,7 @@ def test_every_service_becomes_healthy_and_a_prompt_is_completed(cluster: dict[s
     assert answer["speculation"]["accepted"] > 0
 
 
-def test_a_container_may_do_nothing_but_serve(cluster: dict[str, Container]) -> None:
+def test_a_container_may_do_nothing_but_serve(cluster: Cluster) -> None:
     for container in cluster.values():
         status = Path(f"/proc/{container.process.pid}/status").read_text(encoding="utf-8")
         fields = dict(line.split(":\t", 1) for line in status.splitlines())
@@ -30,7 +31,7 @@ def test_a_container_may_do_nothing_but_serve(cluster: dict[str, Container]) -> 
         assert fields["NoNewPrivs"] == "1"
 
 
-def test_nothing_but_tmp_can_be_written_to(cluster: dict[str, Container]) -> None:
+def test_nothing_but_tmp_can_be_written_to(cluster: Cluster) -> None:
     for container in cluster.values():
         assert container.run("python", "-c", _WRITE, "/tmp").returncode == 0
         for place in ("/", "/models", "/opt/tandem", "/etc"):
@@ -40,7 +41,7 @@ def test_nothing_but_tmp_can_be_written_to(cluster: dict[str, Container]) -> Non
 
 
 def test_the_coordinator_has_no_torch_and_no_other_service(
-    cluster: dict[str, Container], images: dict[str, Image]
+    cluster: Cluster, images: dict[str, Image]
 ) -> None:
     assert not {"torch", "transformers", "safetensors"} & images["coordinator"].packages
     assert {"torch", "transformers", "safetensors"} < images["draft"].packages
@@ -52,7 +53,16 @@ def test_the_coordinator_has_no_torch_and_no_other_service(
     assert version.stdout.strip() == "0.1.0"
 
 
-def test_every_container_stops_in_good_order(cluster: dict[str, Container]) -> None:
+def test_a_further_draft_is_found_and_used(cluster: Cluster) -> None:
+    """`docker compose up --scale draft_service=2`."""
+    coordinator, further = cluster["coordinator"].process, cluster.another("draft_service")
+    further.wait_until_healthy()
+    until(lambda: f"replica ready role=draft address={further.address}:" in coordinator.stderr, 30.0)
+    assert further.process.stop() == 0
+    until(lambda: f"replica draining role=draft address={further.address}:" in coordinator.stderr, 30.0)
+
+
+def test_every_container_stops_in_good_order(cluster: Cluster) -> None:
     """The last test of this file: it takes the cluster down, in the order that compose does."""
     for container in reversed(cluster.values()):
         assert container.process.stop() == 0

@@ -1,0 +1,40 @@
+"""The dashboard's panels, and their queries as Grafana sends them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from tests.paths import ROOT
+
+DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "tandem.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One query of one panel."""
+
+    panel: str
+    expression: str
+    legend: str
+
+
+def panels() -> list[dict[str, Any]]:
+    """All panels but the titles of the rows."""
+    found = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    return [panel for panel in found if panel["type"] != "row"]
+
+
+def filled(expression: str, window: str = "1m") -> str:
+    """The query for all models, over a window of this length."""
+    return expression.replace("$__rate_interval", window).replace("$model", ".*")
+
+
+def queries(window: str = "1m") -> list[Query]:
+    """Every query of the dashboard."""
+    return [
+        Query(panel["title"], filled(target["expr"], window), target["legendFormat"])
+        for panel in panels()
+        for target in panel["targets"]
+    ]

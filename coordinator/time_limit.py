@@ -21,7 +21,8 @@ async def within(chunks: AsyncGenerator[Chunk], deadline_seconds: float | None) 
     delivered = 0
     async with aclosing(chunks):
         try:
-            while True:
+            # The time may also run out between two waits, while the reader has the chunk.
+            while end is None or loop.time() < end:
                 # Around each wait, not around the loop: a reader that takes its time must not be cancelled in our name.
                 async with asyncio.timeout_at(end):
                     chunk = await anext(chunks)
@@ -32,7 +33,6 @@ async def within(chunks: AsyncGenerator[Chunk], deadline_seconds: float | None) 
         except (TimeoutError, DeadlineError):
             if end is None:
                 raise
-            raise DeadlineError(
-                f"the request took longer than the {deadline_seconds:g} s it was given; "
-                f"{delivered} tokens were delivered"
-            ) from None
+    raise DeadlineError(
+        f"the request took longer than the {deadline_seconds:g} s it was given; {delivered} tokens were delivered"
+    )

@@ -20,6 +20,8 @@ from tandem.settings import exit_with
 
 DEMO_MODELS = Path(__file__).resolve().parents[2] / "models" / "demo"
 
+_LOOPBACK = ("--host", "127.0.0.1")
+
 # A child is asked to stop, and given its drain timeout (30 s unless set) and this much more before it is killed.
 _STOP_SECONDS = 40.0
 
@@ -56,9 +58,10 @@ def up(
     threads = threads or max(1, len(os.sched_getaffinity(0)) // 2)
     shared = _options(device=device, dtype=dtype, threads=threads, max_length=max_length, log_level=log_level)
     cluster = _Cluster(
-        target=["--model", str(target or DEMO_MODELS / "target"), "--port", "0", *shared],
-        draft=["--model", str(draft or DEMO_MODELS / "draft"), "--port", "0", *shared],
-        coordinator=["--port", str(port), "--log-level", log_level],
+        # Whatever the environment says: this command serves this machine alone.
+        target=[*_LOOPBACK, "--model", str(target or DEMO_MODELS / "target"), "--port", "0", *shared],
+        draft=[*_LOOPBACK, "--model", str(draft or DEMO_MODELS / "draft"), "--port", "0", *shared],
+        coordinator=[*_LOOPBACK, "--port", str(port), "--log-level", log_level],
     )
     try:
         asyncio.run(cluster.run())

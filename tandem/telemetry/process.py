@@ -1,0 +1,96 @@
+"""A process's telemetry: its registry of metrics, its tracer, and what carries both out."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from wsgiref.simple_server import WSGIServer
+
+import prometheus_client
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.trace import Tracer
+from prometheus_client import CollectorRegistry, ProcessCollector
+
+import tandem
+from tandem.errors import ConfigurationError
+from tandem.telemetry.choice import sends
+from tandem.telemetry.exports import Exports
+from tandem.telemetry.settings import TelemetryOptions
+
+# What the process waits for at its end, at most; a collector that is gone must not hold up a restart.
+_CLOSE_SECONDS = 1.5
+
+
+class Telemetry:
+    """Traces and metrics of one process. Made once, started once, closed once."""
+
+    def __init__(self, options: TelemetryOptions, service: str) -> None:
+        self._options = options
+        prometheus_client.disable_created_metrics()
+        self.registry = CollectorRegistry(auto_describe=True)
+        """Every metric of the process."""
+        ProcessCollector(registry=self.registry)
+        info = prometheus_client.Gauge(
+            "tandem_build_info", "Always 1.", ("service", "version"), registry=self.registry
+        )
+        info.labels(service, tandem.__version__).set(1)
+        self._exports = Exports(options, _resource(service), self.registry) if sends(options) else None
+        self._server: WSGIServer | None = None
+
+    @property
+    def tracer(self) -> Tracer | None:
+        """Makes spans; None when traces go nowhere."""
+        return None if self._exports is None else self._exports.tracer
+
+    @property
+    def prometheus_port(self) -> int | None:
+        """Where metrics are served, once started."""
+        return None if self._server is None else self._server.server_port
+
+    def start(self) -> None:
+        """Begin to serve and send.
+
+        Raises:
+            ConfigurationError: the Prometheus port cannot be bound.
+        """
+        host, port = self._options.prometheus_host, self._options.prometheus_port
+        if port is not None:
+            try:
+                self._server, _ = prometheus_client.start_http_server(port, host, self.registry)
+            except OSError as error:
+                raise ConfigurationError(
+                    f"cannot serve metrics on {host}:{port}: {(error.strerror or str(error)).lower()}; choose "
+                    "another address with --prometheus-host and --prometheus-port"
+                ) from error
+        if self._exports is not None:
+            self._exports.start()
+
+    async def close(self) -> None:
+        """Send what is left, as far as that is quick, and end."""
+        if self._exports is not None:
+            deadline = time.monotonic() + _CLOSE_SECONDS
+            await asyncio.to_thread(self._exports.close, deadline)
+        if self._server is not None:
+            await asyncio.to_thread(self._server.shutdown)
+            self._server.server_close()
+
+    def prometheus_text(self) -> tuple[bytes, str]:
+        """All metrics in Prometheus's text form, and its content type; for a server that has its own /metrics."""
+        return prometheus_client.generate_latest(self.registry), prometheus_client.CONTENT_TYPE_LATEST
+
+
+def _resource(service: str) -> Resource:
+    """Who tells. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES are stronger than our names."""
+    ours = {
+        "service.name": f"tandem-{service}",
+        "service.version": tandem.__version__,
+        "service.instance.id": f"{os.uname().nodename}-{os.getpid()}",
+    }
+    detected = Resource.create()
+    chosen = {
+        name: value
+        for name, value in detected.attributes.items()
+        if name != "service.name" or not str(value).startswith("unknown_service")
+    }
+    return Resource({**ours, **chosen})

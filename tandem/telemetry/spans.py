@@ -1,0 +1,40 @@
+"""Small things about spans that the coordinator and the services share."""
+
+from __future__ import annotations
+
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from tandem.errors import TandemError, status_code
+from tandem.telemetry import attributes as names
+
+_PROPAGATOR = TraceContextTextMapPropagator()
+
+
+def context_of(traceparent: str) -> Context:
+    """The trace context that a caller sent; an empty one when it sent none, or nonsense."""
+    return _PROPAGATOR.extract({"traceparent": traceparent}, context=Context())
+
+
+def traceparent_of(span: Span) -> str:
+    """What makes another process's span a child of this one."""
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier, set_span_in_context(span, Context()))
+    return carrier.get("traceparent", "")
+
+
+def under(span: Span) -> Context:
+    """The context of the span's children."""
+    return set_span_in_context(span, Context())
+
+
+def error_type(error: BaseException) -> str:
+    """A short name of an error's kind, of which there are few: the status code that it stands for."""
+    return status_code(error).name.lower() if isinstance(error, TandemError) else "internal"
+
+
+def mark_error(span: Span, error: BaseException) -> None:
+    """Note on a span that it ended with an error. Only our own errors' sentences are told: they are made for users."""
+    span.set_attribute(names.ERROR_TYPE, error_type(error))
+    span.set_status(Status(StatusCode.ERROR, str(error) if isinstance(error, TandemError) else ""))

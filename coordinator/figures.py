@@ -46,6 +46,23 @@ def add(total: SpeculationFigures, figures: SpeculationFigures) -> None:
         position.accepted += other.accepted
 
 
+def since(figures: SpeculationFigures, earlier: SpeculationFigures) -> SpeculationFigures:
+    """What was counted after `figures` stood as `earlier` stands."""
+    difference = SpeculationFigures(
+        rounds=figures.rounds - earlier.rounds,
+        drafted=figures.drafted - earlier.drafted,
+        accepted=figures.accepted - earlier.accepted,
+    )
+    _extend(difference, len(figures.positions))
+    for index, position in enumerate(difference.positions):
+        now = figures.positions[index]
+        before = earlier.positions[index] if index < len(earlier.positions) else PositionFigures()
+        position.drafted = now.drafted - before.drafted
+        position.reached = now.reached - before.reached
+        position.accepted = now.accepted - before.accepted
+    return difference
+
+
 class CumulativeFigures:
     """What speculation did since the start, in all and for each acceptance rule."""
 

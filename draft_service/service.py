@@ -15,6 +15,7 @@ from draft_service.proposers.suffix import suffix_proposer
 from draft_service.servicer import DraftServicer
 from draft_service.settings import DraftSettings
 from tandem.serving.loading import in_daemon_thread
+from tandem.telemetry.streams import OnStep, watch_for
 from tandem.v1 import draft_pb2, draft_pb2_grpc
 
 
@@ -32,8 +33,9 @@ class DraftService:
         Raises:
             ConfigurationError: an option of that method is wrong or missing.
         """
-        self._load = _loader(settings)
-        self._servicer = DraftServicer()
+        self._watch = watch_for(settings, self.name)
+        self._load = _loader(settings, self._watch.on_step)
+        self._servicer = DraftServicer(self._watch)
         self._proposer: Proposer | None = None
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -46,17 +48,20 @@ class DraftService:
         Raises:
             ConfigurationError: the method cannot run as the settings ask.
         """
+        self._watch.start()
         self._proposer = await in_daemon_thread(self._load)
         await self._proposer.start()
+        self._watch.ready(self._proposer.model_info.name, self._proposer.kv_usage)
         self._servicer.proposer = self._proposer
 
     async def close(self) -> None:
         """Let go of it."""
         if self._proposer is not None:
             await self._proposer.close()
+        await self._watch.close()
 
 
-def _loader(settings: DraftSettings) -> Callable[[], Proposer]:
+def _loader(settings: DraftSettings, on_step: OnStep) -> Callable[[], Proposer]:
     """What loads the drafting method. Options that are wrong are told before anything is loaded."""
     limits = SequenceLimits(settings.max_length, settings.max_sequences)
     match settings.method:
@@ -65,14 +70,14 @@ def _loader(settings: DraftSettings) -> Callable[[], Proposer]:
         case "suffix":
             return partial(suffix_proposer, settings, limits)
         case _:
-            return partial(_load_standalone, settings, settings.checkpoint)
+            return partial(_load_standalone, settings, settings.checkpoint, on_step)
 
 
-def _load_standalone(settings: DraftSettings, checkpoint: Path) -> Proposer:
+def _load_standalone(settings: DraftSettings, checkpoint: Path, on_step: OnStep) -> Proposer:
     from tandem.engine.checkpoint import open_checkpoint
 
     # Before torch is imported, which takes seconds: a wrong folder is told at once.
     open_checkpoint(checkpoint)
     from draft_service.proposers.standalone import load_standalone
 
-    return load_standalone(settings)
+    return load_standalone(settings, on_step)

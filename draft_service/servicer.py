@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from draft_service.proposers import Proposer
 from tandem.serving.edge import Context
 from tandem.serving.stream import opening, steps
+from tandem.telemetry.streams import NO_WATCH, ServiceWatch
 from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2_grpc import DraftServiceServicer
 from tandem.wire import draft as wire
@@ -19,15 +20,22 @@ class DraftServicer(DraftServiceServicer):
     proposer: Proposer
     """Set before the server lets calls through."""
 
+    def __init__(self, watch: ServiceWatch = NO_WATCH) -> None:
+        self._watch = watch
+
     async def Propose(
         self, request_iterator: AsyncIterator[draft_pb2.ProposeRequest], context: Context
     ) -> AsyncIterator[draft_pb2.ProposeResponse]:
         """One sequence, for as long as the stream lives."""
         options = wire.options_from_proto((await opening(request_iterator)).open)
-        async with self.proposer.sequence(options) as sequence:
-            async for request in steps(request_iterator):
-                proposal = await sequence.propose(wire.step_from_proto(request.step))
-                yield wire.proposal_to_proto(proposal)
+        with self._watch.stream(options.request_id, options.traceparent) as watch:
+            async with self.proposer.sequence(options) as sequence:
+                watch.opened()
+                async for request in steps(request_iterator):
+                    watch.asked()
+                    proposal = await sequence.propose(wire.step_from_proto(request.step))
+                    watch.answered(len(proposal))
+                    yield wire.proposal_to_proto(proposal)
 
     async def GetModelInfo(
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context

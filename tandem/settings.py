@@ -25,6 +25,7 @@ from tandem.config.rule import Rule
 from tandem.errors import ConfigurationError
 from tandem.logs import LogFormat, LogLevel
 from tandem.serving.protection import ProtectionOptions, exposure
+from tandem.telemetry.settings import TelemetryOptions
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class FilledSettings(Options, BaseSettings):
         return (init_settings,)
 
 
-class ServerSettings(ProtectionOptions, FilledSettings):
+class ServerSettings(TelemetryOptions, ProtectionOptions, FilledSettings):
     """What every server needs."""
 
     host: str = "127.0.0.1"

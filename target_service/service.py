@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import grpc.aio
 
 from tandem.serving.loading import in_daemon_thread
+from tandem.telemetry.streams import watch_for
 from tandem.v1 import target_pb2, target_pb2_grpc
 from target_service.servicer import TargetServicer
 from target_service.settings import TargetSettings
@@ -26,7 +27,8 @@ class TargetService:
 
     def __init__(self, settings: TargetSettings) -> None:
         self._settings = settings
-        self._servicer = TargetServicer()
+        self._watch = watch_for(settings, self.name)
+        self._servicer = TargetServicer(self._watch)
         self._verifier: Verifier | None = None
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -39,14 +41,17 @@ class TargetService:
         Raises:
             ConfigurationError: the model cannot be served as the settings ask.
         """
+        self._watch.start()
         self._verifier = await in_daemon_thread(self._load)
         await self._verifier.start()
+        self._watch.ready(self._verifier.model_info.name, self._verifier.kv_usage)
         self._servicer.verifier = self._verifier
 
     async def close(self) -> None:
         """Stop the engine."""
         if self._verifier is not None:
             await self._verifier.close()
+        await self._watch.close()
 
     def _load(self) -> Verifier:
         from tandem.engine.checkpoint import open_checkpoint
@@ -55,4 +60,4 @@ class TargetService:
         open_checkpoint(self._settings.model)
         from target_service.verifier import load_verifier
 
-        return load_verifier(self._settings)
+        return load_verifier(self._settings, self._watch.on_step)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tandem.serving.edge import Context
 from tandem.serving.stream import opening, steps
+from tandem.telemetry.streams import NO_WATCH, ServiceWatch
 from tandem.v1 import target_pb2
 from tandem.v1.target_pb2_grpc import TargetServiceServicer
 from tandem.wire import target as wire
@@ -24,15 +25,22 @@ class TargetServicer(TargetServiceServicer):
     verifier: Verifier
     """Set before the server lets calls through."""
 
+    def __init__(self, watch: ServiceWatch = NO_WATCH) -> None:
+        self._watch = watch
+
     async def Verify(
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: Context
     ) -> AsyncIterator[target_pb2.VerifyResponse]:
         """One sequence, for as long as the stream lives."""
         options = wire.options_from_proto((await opening(request_iterator)).open)
-        async with self.verifier.sequence(options) as sequence:
-            async for request in steps(request_iterator):
-                verification = await sequence.verify(wire.step_from_proto(request.step))
-                yield wire.verification_to_proto(verification)
+        with self._watch.stream(options.request_id, options.traceparent) as watch:
+            async with self.verifier.sequence(options) as sequence:
+                watch.opened()
+                async for request in steps(request_iterator):
+                    watch.asked()
+                    verification = await sequence.verify(wire.step_from_proto(request.step))
+                    watch.answered(len(verification.rows))
+                    yield wire.verification_to_proto(verification)
 
     async def GetModelInfo(
         self, request: target_pb2.TargetServiceGetModelInfoRequest, context: Context

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from tandem.engine.cache import KvUsage
 from tandem.engine.engine import Engine
 from tandem.engine.jobs import Done, Job
 from tandem.engine.model import load_model
@@ -16,6 +17,7 @@ from tandem.engine.recording import recorder_for
 from tandem.engine.sequence import Sequence as CachedSequence
 from tandem.engine.settings import EngineSettings
 from tandem.errors import InvalidRequestError
+from tandem.telemetry.streams import OnStep
 from tandem.types import ModelInfo, TargetOptions, Verification, VerifyStep
 from target_service.penalties import History
 from target_service.rows import RowRequest, verifications
@@ -27,7 +29,7 @@ _RECORDED_WIDTHS = (1, 3, 5, 9)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
-def load_verifier(settings: TargetSettings) -> Verifier:
+def load_verifier(settings: TargetSettings, on_step: OnStep = None) -> Verifier:
     """Load the model that the settings name.
 
     Raises:
@@ -48,7 +50,7 @@ def load_verifier(settings: TargetSettings) -> Verifier:
         recorded_widths=_RECORDED_WIDTHS,
     )
     recorder = recorder_for(model.device, enforce_eager=settings.enforce_eager)
-    engine = Engine(model, verify_head, limits, recorder=recorder)
+    engine = Engine(model, verify_head, limits, on_step, recorder=recorder)
     files = tuple(path for name in TOKENIZER_FILES if (path := settings.model / name).is_file())
     return Verifier(engine, files)
 
@@ -78,6 +80,10 @@ class Verifier:
     def model_info(self) -> ModelInfo:
         """What the model is."""
         return replace(self._engine.model.info, max_length=self._engine.max_length)
+
+    def kv_usage(self) -> KvUsage:
+        """What its KV cache holds."""
+        return self._engine.usage
 
     async def start(self) -> None:
         """Begin to work, and warm up."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tandem.types import DraftOptions, ModelInfo, Proposal, ProposeStep
+
+if TYPE_CHECKING:
+    from tandem.engine.cache import KvUsage
 
 
 class DraftedSequence(Protocol):
@@ -25,6 +28,9 @@ class Proposer(Protocol):
     @property
     def model_info(self) -> ModelInfo:
         """What it drafts with."""
+
+    def kv_usage(self) -> KvUsage | None:
+        """What its KV cache holds; None when it has none. Called on the event loop."""
 
     async def start(self) -> None:
         """Begin to work. Called before anything else."""

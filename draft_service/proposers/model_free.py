@@ -73,6 +73,9 @@ class ModelFreeProposer:
             service_version=tandem.__version__,
         )
 
+    def kv_usage(self) -> None:
+        """There is no KV cache."""
+
     async def start(self) -> None:
         """Nothing to start."""
 

@@ -14,6 +14,7 @@ from draft_service.proposers.drafting import Drafting, Outcome, truncated
 from draft_service.proposers.recorded_proposals import RecordedProposals
 from draft_service.settings import DraftSettings
 from tandem.engine.buckets import Bucket
+from tandem.engine.cache import KvUsage
 from tandem.engine.engine import Engine
 from tandem.engine.jobs import Job
 from tandem.engine.model import load_model
@@ -22,6 +23,7 @@ from tandem.engine.runner import StepRunner
 from tandem.engine.sequence import Sequence as CachedSequence
 from tandem.engine.settings import EngineSettings
 from tandem.noise import race
+from tandem.telemetry.streams import OnStep
 from tandem.types import (
     DenseLogits,
     DraftOptions,
@@ -40,7 +42,7 @@ _RECORDED_COUNTS = (2, 4, 8)
 """Tokens of proposals that are recorded whole: MAX's default, and what others use; shorter ones are cut from them."""
 
 
-def load_standalone(settings: DraftSettings) -> StandaloneProposer:
+def load_standalone(settings: DraftSettings, on_step: OnStep = None) -> StandaloneProposer:
     """Load the model that the settings name.
 
     Raises:
@@ -65,6 +67,7 @@ def load_standalone(settings: DraftSettings) -> StandaloneProposer:
         model,
         propose_head,
         limits,
+        on_step=on_step,
         recorder=recorder,
         make_run_ahead=partial(record_proposals, settings.draft_top_k),
     )
@@ -148,6 +151,10 @@ class StandaloneProposer:
     def model_info(self) -> ModelInfo:
         """What the model is."""
         return replace(self._engine.model.info, max_length=self._engine.max_length)
+
+    def kv_usage(self) -> KvUsage:
+        """What its KV cache holds."""
+        return self._engine.usage
 
     async def start(self) -> None:
         """Begin to work, and warm up."""

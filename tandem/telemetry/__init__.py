@@ -1,1 +1,1 @@
-"""Traces and metrics. Importing this costs nothing: OpenTelemetry and prometheus_client are read only when asked for."""
+"""Traces and metrics. Importing this costs nothing: the libraries for them are imported only when asked for."""

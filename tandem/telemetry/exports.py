@@ -1,4 +1,4 @@
-"""Sends traces and metrics to a collector by OTLP, on threads of its own; a collector that is gone costs telemetry only."""
+"""Sends traces and metrics to a collector by OTLP, on threads of its own: one that is gone costs telemetry only."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import Any, cast
 
 from opentelemetry.sdk.metrics.export import (
@@ -59,8 +60,8 @@ def _metric(family: Family, started_ns: int, now_ns: int) -> Metric:
 def _histograms(family: Family, started_ns: int, now_ns: int) -> Iterator[HistogramDataPoint]:
     series: defaultdict[tuple[tuple[str, str], ...], list[Sample]] = defaultdict(list)
     for sample in family.samples:
-        labels = {name: value for name, value in sample.labels.items() if name != "le"}
-        series[tuple(sorted(labels.items()))].append(sample)
+        key = tuple(sorted((name, value) for name, value in sample.labels.items() if name != "le"))
+        series[key].append(sample)
     for labels, samples in series.items():
         buckets = [(float(s.labels["le"]), int(s.value)) for s in samples if s.name.endswith("_bucket")]
         total = next((s.value for s in samples if s.name.endswith("_sum")), 0.0)
@@ -72,7 +73,7 @@ def _histograms(family: Family, started_ns: int, now_ns: int) -> Iterator[Histog
             count=below[-1],
             sum=total,
             # Prometheus counts all below a bound, OTLP those between two.
-            bucket_counts=[count - before for before, count in zip(below, below[1:], strict=False)],
+            bucket_counts=[count - before for before, count in pairwise(below)],
             explicit_bounds=[bound for bound, _ in buckets[:-1]],
             min=cast(float, None),  # neither is known, and both are optional in the protocol
             max=cast(float, None),

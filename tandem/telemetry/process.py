@@ -27,7 +27,7 @@ class Telemetry:
 
     def __init__(self, options: TelemetryOptions, service: str) -> None:
         self._options = options
-        prometheus_client.disable_created_metrics()
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry(auto_describe=True)
         """Every metric of the process."""
         ProcessCollector(registry=self.registry)

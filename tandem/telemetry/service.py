@@ -40,12 +40,12 @@ class WatchedService:
         """Begin to serve and send."""
         self.telemetry.start()
 
-    def ready(self, model_name: str, usage: Callable[[], KvUsage] | None) -> None:
+    def ready(self, model_name: str, kv_usage: Callable[[], KvUsage | None]) -> None:
         """Name the model in what is told from now on."""
         self._streams.name(model_name)
-        if usage is not None:
+        if kv_usage() is not None:
             self._engine.name(model_name)
-            self.telemetry.registry.register(KvCollector(model_name, self._role, usage))
+            self.telemetry.registry.register(KvCollector(model_name, self._role, kv_usage))
 
     @contextmanager
     def stream(self, request_id: str, traceparent: str) -> Iterator[WatchedStream]:
@@ -90,7 +90,7 @@ class WatchedStream:
         self._metrics = metrics
         self._span = span
         self._tracer = tracer
-        self._prefill = INVALID_SPAN
+        self._prefill: Span = INVALID_SPAN
         self._began = self._asked = time.perf_counter()
         self._queue_seconds = self._step_seconds = 0.0
         self._steps = self._tokens = 0

@@ -126,7 +126,7 @@ class EngineMetrics:
 class KvCollector(Collector):
     """What the KV cache holds when someone asks."""
 
-    def __init__(self, model_name: str, role: str, usage: Callable[[], KvUsage]) -> None:
+    def __init__(self, model_name: str, role: str, usage: Callable[[], KvUsage | None]) -> None:
         self._labels = (role, model_name)
         self._usage = OnLoop(usage)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from tandem.telemetry.choice import telemetry_for
 from tandem.telemetry.settings import TelemetryOptions
@@ -12,6 +12,9 @@ from tandem.telemetry.settings import TelemetryOptions
 if TYPE_CHECKING:
     from tandem.engine.cache import KvUsage
     from tandem.engine.worker import StepRecord
+
+OnStep: TypeAlias = "Callable[[StepRecord], None] | None"
+"""Told of each of an engine's steps, on the engine's thread; None: nobody listens."""
 
 
 class StreamWatch(Protocol):
@@ -31,8 +34,8 @@ class ServiceWatch(Protocol):
     """Watches a draft or target service."""
 
     @property
-    def on_step(self) -> Callable[[StepRecord], None] | None:
-        """Told of each of the engine's steps, on the engine's thread; None: nobody listens."""
+    def on_step(self) -> OnStep:
+        """What the engine tells of its steps."""
 
     def start(self) -> None:
         """The service begins to start.
@@ -41,8 +44,8 @@ class ServiceWatch(Protocol):
             ConfigurationError: telemetry cannot be served as it is set up.
         """
 
-    def ready(self, model_name: str, usage: Callable[[], KvUsage] | None) -> None:
-        """It is ready; `usage` tells what its KV cache holds, if it has one. Called on the event loop."""
+    def ready(self, model_name: str, kv_usage: Callable[[], KvUsage | None]) -> None:
+        """It is ready; `kv_usage` tells what its KV cache holds, if it has one. Called on the event loop."""
 
     def stream(self, request_id: str, traceparent: str) -> AbstractContextManager[StreamWatch]:
         """Watch a stream for as long as the block lasts."""
@@ -54,12 +57,12 @@ class ServiceWatch(Protocol):
 class NoWatch:
     """Watches nothing, at no cost."""
 
-    on_step = None
+    on_step: OnStep = None
 
     def start(self) -> None:
         """Nothing."""
 
-    def ready(self, model_name: str, usage: Callable[[], KvUsage] | None) -> None:
+    def ready(self, model_name: str, kv_usage: Callable[[], KvUsage | None]) -> None:
         """Nothing."""
 
     @contextmanager

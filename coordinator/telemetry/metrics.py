@@ -1,0 +1,155 @@
+"""Metrics of requests and speculation, named as in vLLM and MAX with `tandem_` in front."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from coordinator.telemetry.rounds import Round
+from tandem.telemetry import buckets
+from tandem.types import SpeculationFigures
+
+OUTCOMES = ("stop", "length", "cancelled", "invalid", "refused", "deadline", "unavailable", "aborted", "error")
+"""How a request ends."""
+FALLBACKS = ("draft_lost", "draft_late", "draft_paused")
+"""Events after which the target goes on alone."""
+FAILOVERS = ("target_lost", "target_resumed", "draft_resumed")
+"""Events of sequences that change their replica."""
+PEERS = ("draft", "target")
+_PHASES = ("draft", "verify", "sampling", "wait")
+_MOST_POSITIONS = 32
+_MOST_RULES = 16
+
+
+class CoordinatorMetrics:
+    """Every metric that requests add to. `of` gives those of one model, with the labels looked up once."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        speculation = {
+            "rounds": "Verifications, with or without a proposal.",
+            "drafts": "Verifications that had a proposal.",
+            "draft_tokens": "Tokens proposed.",
+            "accepted_tokens": "Tokens proposed and accepted.",
+        }
+        positions = {
+            "draft_tokens": "Tokens proposed at a position.",
+            "accepted_tokens": "Tokens accepted at a position.",
+            "reached_tokens": "Tokens proposed at a position, all before them accepted.",
+        }
+        self.speculation = {
+            name: self._counter(f"spec_decode_num_{name}", text, "rule") for name, text in speculation.items()
+        }
+        self.positions = {
+            name: self._counter(f"spec_decode_num_{name}_per_pos", text, "position")
+            for name, text in positions.items()
+        }
+        self.requests = self._counter("requests", "Requests that ended, by outcome.", "outcome")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that began.")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.wire = self._counter(
+            "wire_bytes", "Serialized messages between coordinator and services.", "peer", "direction"
+        )
+        self.fallbacks = self._counter("fallbacks", "Times that the target went on alone.", "kind")
+        self.failovers = self._counter("failovers", "Times that a sequence changed its replica.", "kind")
+        self.phase = self._seconds(
+            "round_phase_seconds",
+            "Time of a round by phase, the first round left out.",
+            buckets.STEP_SECONDS,
+            "phase",
+        )
+        self.prefill = self._seconds("prefill_seconds", "First round of a request.")
+        self.first_token = self._seconds("time_to_first_token_seconds", "From arrival to the first token.")
+        self.inter_token = self._seconds("inter_token_latency_seconds", "Between two chunks of a request.")
+        self.per_token = self._seconds(
+            "request_time_per_output_token_seconds",
+            "Time from the first token to the end, by token after it.",
+        )
+        self.latency = self._seconds("e2e_request_latency_seconds", "From arrival to end.")
+        self.queue = self._seconds("request_queue_time_seconds", "From arrival to the request's place.")
+        self.request_prompt = self._sizes("request_prompt_tokens", "Prompt tokens of a request.")
+        self.request_generation = self._sizes("request_generation_tokens", "Tokens generated of a request.")
+        self.of = cache(lambda model_name: ModelMetrics(self, model_name))
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"tandem_{name}", text, ("model_name", *labels), registry=self._registry)
+
+    def _seconds(
+        self, name: str, text: str, bounds: tuple[float, ...] = buckets.LATENCY_SECONDS, *labels: str
+    ) -> Histogram:
+        return Histogram(
+            f"tandem_{name}", text, ("model_name", *labels), registry=self._registry, buckets=bounds
+        )
+
+    def _sizes(self, name: str, text: str) -> Histogram:
+        return self._seconds(name, text, buckets.TOKENS)
+
+
+class ModelMetrics:
+    """The metrics of one target model. All their series exist from the start, so that rates have a beginning."""
+
+    def __init__(self, metrics: CoordinatorMetrics, model_name: str) -> None:
+        self._metrics = metrics
+        self._model_name = model_name
+        self._rules: dict[str, list[Counter]] = {}
+        self._positions: list[tuple[Counter, Counter, Counter]] = []
+        self.requests = {name: metrics.requests.labels(model_name, name) for name in OUTCOMES}
+        self.prompt_tokens = metrics.prompt_tokens.labels(model_name)
+        self.generation_tokens = metrics.generation_tokens.labels(model_name)
+        self.wire = {
+            (peer, direction): metrics.wire.labels(model_name, peer, direction)
+            for peer in PEERS
+            for direction in ("sent", "received")
+        }
+        self.events = {name: metrics.fallbacks.labels(model_name, name) for name in FALLBACKS} | {
+            name: metrics.failovers.labels(model_name, name) for name in FAILOVERS
+        }
+        self.first_token = metrics.first_token.labels(model_name)
+        self.per_token = metrics.per_token.labels(model_name)
+        self.latency = metrics.latency.labels(model_name)
+        self.queue = metrics.queue.labels(model_name)
+        self.prefill = metrics.prefill.labels(model_name)
+        self.request_prompt = metrics.request_prompt.labels(model_name)
+        self.request_generation = metrics.request_generation.labels(model_name)
+        self._inter_token = metrics.inter_token.labels(model_name)
+        phases = [metrics.phase.labels(model_name, phase) for phase in _PHASES]
+        self._draft, self._verify, self._sampling, self._wait = phases
+
+    def round(self, timed: Round) -> None:
+        """Time a round that is not a request's first."""
+        self._draft.observe(timed.draft)
+        self._verify.observe(timed.verify)
+        self._sampling.observe(timed.sampling)
+        self._wait.observe(timed.wait)
+        self._inter_token.observe(timed.seconds)
+
+    def speculated(self, rule: str, figures: SpeculationFigures) -> None:
+        """Count what speculation did under a rule."""
+        proposals = figures.positions[0].drafted if figures.positions else 0
+        counts = (figures.rounds, proposals, figures.drafted, figures.accepted)
+        for counter, count in zip(self._of_rule(rule), counts, strict=True):
+            counter.inc(count)
+        for (drafted, accepted, reached), position in zip(
+            self._at_positions(len(figures.positions)), figures.positions, strict=False
+        ):
+            drafted.inc(position.drafted)
+            accepted.inc(position.accepted)
+            reached.inc(position.reached)
+
+    def _of_rule(self, rule: str) -> list[Counter]:
+        if rule not in self._rules:
+            name = rule if len(self._rules) < _MOST_RULES else "other"
+            self._rules[rule] = [c.labels(self._model_name, name) for c in self._metrics.speculation.values()]
+        return self._rules[rule]
+
+    def _at_positions(self, count: int) -> Iterator[tuple[Counter, Counter, Counter]]:
+        while len(self._positions) < count:
+            index = len(self._positions)
+            name = str(index) if index < _MOST_POSITIONS else f"{_MOST_POSITIONS}+"
+            drafted, accepted, reached = (
+                counter.labels(self._model_name, name) for counter in self._metrics.positions.values()
+            )
+            self._positions.append((drafted, accepted, reached))
+        return iter(self._positions)

@@ -1,0 +1,235 @@
+"""The observer that makes traces and metrics of what the request path tells."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from opentelemetry.trace import INVALID_SPAN, Span, Tracer
+
+from coordinator.completion import Completion
+from coordinator.figures import add, since
+from coordinator.generate import AcceptanceRule, Drafter, Verifier
+from coordinator.observer import EventValue
+from coordinator.telemetry.metrics import PEERS, CoordinatorMetrics, ModelMetrics
+from coordinator.telemetry.rounds import Round, TimedRounds
+from coordinator.telemetry.spans import RequestSpans
+from coordinator.telemetry.state import RecentFigures
+from tandem.errors import (
+    AbortedError,
+    CapacityError,
+    DeadlineError,
+    InvalidRequestError,
+    ServiceUnavailableError,
+)
+from tandem.telemetry import attributes as names
+from tandem.telemetry.spans import traceparent_of
+from tandem.traffic import Traffic
+from tandem.types import GenerationRequest, NextToken, SpeculationFigures
+
+_COUNTING_INTERVAL_SECONDS = 1.0
+"""How often a request that runs is added to the counters."""
+
+_OUTCOMES: tuple[tuple[type[BaseException], str], ...] = (
+    (InvalidRequestError, "invalid"),
+    (CapacityError, "refused"),
+    (DeadlineError, "deadline"),
+    (AbortedError, "aborted"),
+    (ServiceUnavailableError, "unavailable"),
+    (asyncio.CancelledError, "cancelled"),
+    (GeneratorExit, "cancelled"),
+)
+
+
+class ObservedRequests:
+    """Watches all requests."""
+
+    def __init__(self, metrics: CoordinatorMetrics, tracer: Tracer | None, trace_rounds: float) -> None:
+        self._metrics = metrics
+        self._tracer = tracer
+        self._trace_rounds = trace_rounds
+        self.recent = RecentFigures()
+        """What speculation did in the last minute."""
+        self.model_name = ""
+        """The target's; set once it is known, before the first request."""
+
+    def begin(self, request_id: str, request: GenerationRequest, traceparent: str = "") -> ObservedRequest:
+        """Watch a request."""
+        spans = None
+        if self._tracer is not None:
+            spans = RequestSpans(self._tracer, request_id, traceparent, self._trace_rounds)
+        return ObservedRequest(request, self._metrics.of(self.model_name), spans, self.recent)
+
+
+class ObservedRequest:
+    """Watches one request."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        metrics: ModelMetrics,
+        spans: RequestSpans | None,
+        recent: RecentFigures,
+    ) -> None:
+        self._request = request
+        self._metrics = metrics
+        self._spans = spans
+        self._recent = recent
+        self._began = time.perf_counter()
+        self._rule = ""
+        self._completion: Completion | None = None
+        self._prompt_length = 0
+        self._streams: list[ObservedStream] = []
+        self._seconds = {"queue": 0.0, "prefill": 0.0, "draft": 0.0, "verify": 0.0, "sampling": 0.0, "wait": 0.0}
+        self._rounds = 0
+        self._first_token: float | None = None
+        self._counted_at = self._began
+        self._counted = SpeculationFigures()
+        self._counted_tokens = 0
+        self._counted_bytes = dict.fromkeys(metrics.wire, 0)
+
+    def admitted(self) -> None:
+        """The request has its place."""
+        self._seconds["queue"] = seconds = time.perf_counter() - self._began
+        self._metrics.queue.observe(seconds)
+
+    def planned(self, completion: Completion, details: Mapping[str, EventValue]) -> None:
+        """The request was checked."""
+        self._completion = completion
+        self._rule = str(details["rule"])
+        self._prompt_length = completion.length
+        self._metrics.prompt_tokens.inc(self._prompt_length)
+        self._metrics.request_prompt.observe(self._prompt_length)
+        if self._spans is not None:
+            self._spans.planned(self._request, details)
+
+    def stream(self, role: str, address: str) -> ObservedStream:
+        """Watch a stream."""
+        if self._spans is None:
+            stream = ObservedStream(role, "", lambda _traffic, _error: None)
+        else:
+            span = self._spans.stream(role, address)
+            stream = ObservedStream(role, traceparent_of(span), partial(self._spans.stream_ended, span))
+        self._streams.append(stream)
+        return stream
+
+    def observing(
+        self, drafter: Drafter, verifier: Verifier, accept: AcceptanceRule
+    ) -> tuple[Drafter, Verifier, AcceptanceRule]:
+        """The same three, timed."""
+        timed = TimedRounds(drafter, verifier, accept, self._round)
+        return timed, timed, timed.accept
+
+    def event(self, name: str, attributes: Mapping[str, EventValue]) -> None:
+        """Something happened."""
+        if (counter := self._metrics.events.get(name)) is not None:
+            counter.inc()
+        if self._spans is not None:
+            self._spans.event(name, attributes)
+
+    def finished(self, error: BaseException | None) -> None:
+        """The request ended."""
+        now = time.perf_counter()
+        outcome = self._outcome(error)
+        self._metrics.requests[outcome].inc()
+        for stream in self._streams:
+            stream.ended()
+        self._count(now)
+        self._metrics.latency.observe(now - self._began)
+        if self._counted_tokens:
+            self._metrics.request_generation.observe(self._counted_tokens)
+        if self._first_token is not None and self._counted_tokens > 1:
+            self._metrics.per_token.observe((now - self._first_token) / (self._counted_tokens - 1))
+        if self._spans is not None and self._spans.is_recorded:
+            if error is None:
+                self._spans.finish_reason(outcome)
+            figures = None if self._completion is None else self._completion.figures
+            self._spans.finished(figures, self._attributes(), error)
+
+    def _round(self, timed: Round) -> None:
+        self._rounds += 1
+        if self._first_token is None and _has_tokens(timed):
+            self._first_token = timed.decided
+            self._metrics.first_token.observe(timed.decided - self._began)
+        if self._rounds == 1:
+            self._seconds["prefill"] = timed.decided - timed.asked
+            self._metrics.prefill.observe(timed.decided - timed.asked)
+        else:
+            seconds = self._seconds
+            seconds["draft"] += timed.draft
+            seconds["verify"] += timed.verify
+            seconds["sampling"] += timed.sampling
+            seconds["wait"] += timed.wait
+            self._metrics.round(timed)
+        if self._spans is not None:
+            self._spans.round(timed)
+        if timed.decided - self._counted_at >= _COUNTING_INTERVAL_SECONDS:
+            self._count(timed.decided)
+
+    def _count(self, now: float) -> None:
+        """Add to the counters what came since the last time."""
+        self._counted_at = now
+        for (peer, direction), total in self._bytes().items():
+            self._metrics.wire[peer, direction].inc(total - self._counted_bytes[peer, direction])
+            self._counted_bytes[peer, direction] = total
+        if self._completion is None:
+            return
+        tokens = self._completion.length - self._prompt_length
+        self._metrics.generation_tokens.inc(tokens - self._counted_tokens)
+        self._counted_tokens = tokens
+        fresh = since(self._completion.figures, self._counted)
+        if fresh.rounds:
+            add(self._counted, fresh)
+            self._metrics.speculated(self._rule, fresh)
+            self._recent.add(fresh)
+
+    def _bytes(self) -> dict[tuple[str, str], int]:
+        totals = dict.fromkeys(self._counted_bytes, 0)
+        for stream in self._streams:
+            totals[stream.role, "sent"] += stream.traffic.sent_bytes
+            totals[stream.role, "received"] += stream.traffic.received_bytes
+        return totals
+
+    def _outcome(self, error: BaseException | None) -> str:
+        if error is None:
+            reason = None if self._completion is None else self._completion.finish_reason
+            return "error" if reason is None else reason.value
+        return next((name for kind, name in _OUTCOMES if isinstance(error, kind)), "error")
+
+    def _attributes(self) -> dict[str, EventValue]:
+        told: dict[str, EventValue] = {
+            names.SECONDS + phase: round(seconds, 6) for phase, seconds in self._seconds.items()
+        }
+        told |= {
+            f"{names.BYTES}{peer}.{direction}": total for (peer, direction), total in self._bytes().items()
+        }
+        told[names.GEN_AI_USAGE_OUTPUT_TOKENS] = self._counted_tokens
+        if self._first_token is not None:
+            told[names.TIME_TO_FIRST_TOKEN] = round(self._first_token - self._began, 6)
+        return told
+
+
+class ObservedStream:
+    """Watches one stream to a service."""
+
+    def __init__(
+        self, role: str, traceparent: str, tell: Callable[[Traffic, Exception | None], None]
+    ) -> None:
+        assert role in PEERS
+        self.role = role
+        self.traceparent = traceparent
+        self.traffic = Traffic()
+        self._tell: Callable[[Traffic, Exception | None], None] | None = tell
+
+    def ended(self, error: Exception | None = None) -> None:
+        """The stream ended. Only the first call counts."""
+        if self._tell is not None:
+            tell, self._tell = self._tell, None
+            tell(self.traffic, error)
+
+
+def _has_tokens(timed: Round) -> bool:
+    acceptance = timed.acceptance
+    return acceptance.accepted_count > 0 or acceptance.next_token is not NextToken.NONE

@@ -1,0 +1,189 @@
+"""The span tree of a request: itself, its prefill, a stream each to draft and target, and its rounds when sampled.
+
+A span costs some twenty microseconds, an event four, and a span keeps 128 events; so what happens in every round is
+told as sums on the request's own span.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Tracer
+
+from coordinator.figures import (
+    acceptance_rate,
+    accepted_per_verification,
+    conditional_rates,
+    cumulative_rates,
+    mean_acceptance_length,
+)
+from coordinator.observer import EventValue
+from coordinator.telemetry.rounds import Round
+from tandem.telemetry import attributes as names
+from tandem.telemetry.spans import context_of, mark_error, traceparent_of, under
+from tandem.traffic import Traffic
+from tandem.types import GenerationRequest, SpeculationFigures
+
+_MOST_EVENTS = 64
+_MOST_ROUNDS = 1_000
+"""Of one request that have a span, so that no request fills the exporter's queue for good."""
+_METHODS = {"draft": ("tandem.v1.DraftService", "Propose"), "target": ("tandem.v1.TargetService", "Verify")}
+
+
+class RequestSpans:
+    """The spans of one request."""
+
+    def __init__(self, tracer: Tracer, request_id: str, traceparent: str, trace_rounds: float) -> None:
+        self._tracer = tracer
+        self._span = tracer.start_span(
+            names.TEXT_COMPLETION,
+            context_of(traceparent),
+            SpanKind.SERVER,
+            {
+                names.GEN_AI_OPERATION: names.TEXT_COMPLETION,
+                names.GEN_AI_PROVIDER: names.PROVIDER,
+                names.GEN_AI_RESPONSE_ID: request_id,
+                names.REQUEST_ID: request_id,
+            },
+        )
+        self.is_recorded = self._span.is_recording()
+        """Whether the request was sampled."""
+        self.traceparent = traceparent_of(self._span)
+        # The half of the id that the sampler does not look at: the two ratios are independent.
+        is_chosen = (self._span.get_span_context().trace_id >> 64) / 2**64 < trace_rounds
+        self._rounds_left = _MOST_ROUNDS if self.is_recorded and is_chosen else 0
+        self._rounds = 0
+        self._events = 0
+        self._prefill: Span = INVALID_SPAN
+        # Rounds are timed by the performance counter, spans in time since 1970.
+        self._offset_seconds = time.time() - time.perf_counter()
+
+    def planned(self, request: GenerationRequest, details: Mapping[str, EventValue]) -> None:
+        """The request was checked; its prefill begins."""
+        if not self.is_recorded:
+            return
+        model = str(details["model"])
+        self._span.update_name(f"{names.TEXT_COMPLETION} {model}")
+        self._span.set_attributes(
+            {
+                names.GEN_AI_REQUEST_MODEL: model,
+                names.GEN_AI_RESPONSE_MODEL: model,
+                names.GEN_AI_REQUEST_MAX_TOKENS: details["max_tokens"],
+                names.GEN_AI_REQUEST_TEMPERATURE: details["temperature"],
+                names.GEN_AI_REQUEST_SEED: details["seed"],
+                names.GEN_AI_USAGE_INPUT_TOKENS: details["prompt_tokens"],
+                names.RULE: details["rule"],
+                names.NUM_SPECULATIVE_TOKENS: details["num_speculative_tokens"],
+            }
+        )
+        if request.top_p is not None:
+            self._span.set_attribute(names.GEN_AI_REQUEST_TOP_P, request.top_p)
+        if request.top_k is not None:
+            self._span.set_attribute(names.GEN_AI_REQUEST_TOP_K, request.top_k)
+        self._prefill = self._tracer.start_span("prefill", under(self._span))
+
+    def stream(self, role: str, address: str) -> Span:
+        """A stream to a service begins."""
+        if not self.is_recorded:
+            return self._span
+        service, method = _METHODS[role]
+        host, _, port = address.rpartition(":")
+        attributes: dict[str, str | int] = {
+            names.RPC_SYSTEM: "grpc",
+            names.RPC_SERVICE: service,
+            names.RPC_METHOD: method,
+            names.SERVER_ADDRESS: host or address,
+        }
+        if port.isdigit():
+            attributes[names.SERVER_PORT] = int(port)
+        return self._tracer.start_span(
+            f"{service}/{method}", under(self._span), SpanKind.CLIENT, attributes
+        )
+
+    def stream_ended(self, span: Span, traffic: Traffic, error: Exception | None) -> None:
+        """It is over."""
+        if not self.is_recorded:
+            return
+        span.set_attributes(
+            {
+                names.STEPS: traffic.received_messages,
+                names.BYTES_SENT: traffic.sent_bytes,
+                names.BYTES_RECEIVED: traffic.received_bytes,
+            }
+        )
+        if error is not None:
+            mark_error(span, error)
+        span.end()
+
+    def round(self, timed: Round) -> None:
+        """A round was decided. The first is the prefill."""
+        self._rounds += 1
+        if self._rounds == 1:
+            self._end_prefill(timed)
+        if not self._rounds_left:
+            return
+        self._rounds_left -= 1
+        attributes: dict[str, int | float] = {
+            names.ROUND: self._rounds,
+            names.DRAFTED_TOKENS: len(timed.proposal),
+            names.ACCEPTED_TOKENS: timed.acceptance.accepted_count,
+            **_seconds(wait=timed.wait, draft=timed.draft, verify=timed.verify, sampling=timed.sampling),
+        }
+        span = self._tracer.start_span(
+            "round", under(self._span), attributes=attributes, start_time=self._nanoseconds(timed.began)
+        )
+        span.end(self._nanoseconds(timed.decided))
+
+    def event(self, name: str, attributes: Mapping[str, EventValue]) -> None:
+        """Something happened to the request."""
+        self._events += 1
+        if self._events <= _MOST_EVENTS:
+            self._span.add_event(name, dict(attributes))
+
+    def finished(
+        self, figures: SpeculationFigures | None, attributes: Mapping[str, EventValue], error: BaseException | None
+    ) -> None:
+        """The request ended."""
+        if not self.is_recorded:
+            return
+        self._end_prefill(None)
+        if figures is not None:
+            self._tell_figures(figures)
+        self._span.set_attributes(attributes)
+        if self._events > _MOST_EVENTS:
+            self._span.set_attribute(names.EVENTS_DROPPED, self._events - _MOST_EVENTS)
+        if isinstance(error, Exception):
+            mark_error(self._span, error)
+        elif error is not None:
+            self._span.set_attribute(names.ERROR_TYPE, "cancelled")
+        self._span.end()
+
+    def finish_reason(self, reason: str) -> None:
+        """How the completion ended."""
+        self._span.set_attribute(names.GEN_AI_RESPONSE_FINISH_REASONS, [reason])
+
+    def _tell_figures(self, figures: SpeculationFigures) -> None:
+        self._span.set_attributes(
+            {
+                names.ROUNDS: figures.rounds,
+                names.DRAFTED_TOKENS: figures.drafted,
+                names.ACCEPTED_TOKENS: figures.accepted,
+                names.ACCEPTANCE_RATE: round(acceptance_rate(figures), 6),
+                names.ACCEPTANCE_LENGTH: round(accepted_per_verification(figures), 6),
+                names.MEAN_ACCEPTANCE_LENGTH: round(mean_acceptance_length(figures), 6),
+                names.CUMULATIVE_RATES: [round(rate, 6) for rate in cumulative_rates(figures)],
+                names.CONDITIONAL_RATES: [round(rate, 6) for rate in conditional_rates(figures)],
+            }
+        )
+
+    def _end_prefill(self, timed: Round | None) -> None:
+        if self._prefill.is_recording():
+            self._prefill.end(None if timed is None else self._nanoseconds(timed.decided))
+
+    def _nanoseconds(self, moment: float) -> int:
+        return int((moment + self._offset_seconds) * 1e9)
+
+
+def _seconds(**phases: float) -> dict[str, float]:
+    return {names.SECONDS + phase: round(seconds, 6) for phase, seconds in phases.items()}

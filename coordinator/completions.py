@@ -131,6 +131,7 @@ class Completions:
             drafter = await streams.enter_async_context(closing(self._drafter(run)))
             verifier = await streams.enter_async_context(closing(self._verifier(run)))
             active.streams = (drafter, verifier)
+            streams.enter_context(self.figures.following(active))
             logprobs = LogprobsRecorder(plan.request.logprobs)
             accept = logprobs.watching(partial(plan.accept, completion))
             async for chunk in generate(completion, *observer.observing(drafter, verifier, accept)):

@@ -11,11 +11,11 @@ from coordinator.admin import Administration
 from coordinator.admin_servicer import AdminServicer
 from coordinator.completions import Completions, Services
 from coordinator.live_config import LiveConfig
-from coordinator.observer import NoObserver, Observer
 from coordinator.replica import ReplicaState, Role
 from coordinator.replicas import Replicas
 from coordinator.servicer import GenerationServicer
 from coordinator.settings import CoordinatorSettings
+from coordinator.telemetry.setup import CoordinatorTelemetry
 from coordinator.tokenizer import read_tokenizer
 from tandem.errors import ServiceUnavailableError
 from tandem.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
@@ -34,11 +34,11 @@ class CoordinatorService:
     request_drain: Callable[[], None]
     """Set by the server: ends it as SIGTERM does."""
 
-    def __init__(self, settings: CoordinatorSettings) -> None:
+    def __init__(self, settings: CoordinatorSettings, telemetry: CoordinatorTelemetry | None = None) -> None:
         self._settings = settings
         self.live_config = LiveConfig(settings)
-        self.observer: Observer = NoObserver()
-        self.completions = Completions(self.live_config, self.observer)
+        self.telemetry = telemetry or CoordinatorTelemetry.of(settings)
+        self.completions = Completions(self.live_config, self.telemetry.observer)
         self.replicas = Replicas(settings, settings.service_credentials)
         self.administration = Administration(self.completions, self.live_config, self.replicas)
 
@@ -55,12 +55,15 @@ class CoordinatorService:
         Raises:
             ServiceUnavailableError: a service is not ready in time.
             IncompatibleModelsError: draft and target break a rule.
+            ConfigurationError: the Prometheus port cannot be bound.
         """
+        self.telemetry.start()
         await self.replicas.start()
         target_info = self.replicas.fleet.target
         assert target_info is not None
         tokenizer = read_tokenizer(await self._tokenizer_files())
         self.completions.connect(Services(self.replicas, target_info, self.replicas.fleet.draft, tokenizer))
+        self.telemetry.ready(target_info.name, self.completions.admission, self.replicas)
         ready = [shot for shot in self.replicas.snapshots() if shot.state is ReplicaState.READY]
         logger.info(
             "services joined",
@@ -74,6 +77,7 @@ class CoordinatorService:
     async def close(self) -> None:
         """Let go of the services, and log what is left to tell."""
         self.completions.figures.close()
+        await self.telemetry.close()
         await self.replicas.close()
 
     async def _tokenizer_files(self) -> dict[str, bytes]:

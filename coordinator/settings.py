@@ -66,6 +66,8 @@ class CoordinatorSettings(GuardedConfig, RequestBounds, ServiceAccessOptions, Ad
     four verifications more, between 0.25 and 0.8 s."""
     draft_pause: bool = True
     """Leave the draft out of a request for a while when, by its measured cost and acceptance, it does not pay."""
+    trace_rounds: float = Field(default=0.0, ge=0, le=1)
+    """Share of the traced requests that have a span for each round."""
     start_timeout_seconds: float = Field(default=120.0, gt=0)
     """How long to wait at start for the other services to be ready."""
 

@@ -7,11 +7,22 @@ from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from coordinator.rejection.strategies import STRATEGIES
 from coordinator.telemetry.rounds import Round
 from tandem.telemetry import buckets
 from tandem.types import SpeculationFigures
 
-OUTCOMES = ("stop", "length", "cancelled", "invalid", "refused", "deadline", "unavailable", "aborted", "error")
+OUTCOMES = (
+    "stop",
+    "length",
+    "cancelled",
+    "invalid",
+    "refused",
+    "deadline",
+    "unavailable",
+    "aborted",
+    "error",
+)
 """How a request ends."""
 FALLBACKS = ("draft_lost", "draft_late", "draft_paused")
 """Events after which the target goes on alone."""
@@ -116,6 +127,12 @@ class ModelMetrics:
         self._inter_token = metrics.inter_token.labels(model_name)
         phases = [metrics.phase.labels(model_name, phase) for phase in _PHASES]
         self._draft, self._verify, self._sampling, self._wait = phases
+
+    def prepare(self, position_count: int) -> None:
+        """Begin the series of every acceptance rule and of so many positions: a rate needs a value to start from."""
+        for strategy in STRATEGIES:
+            self._of_rule(strategy.name)
+        self._at_positions(position_count)
 
     def round(self, timed: Round) -> None:
         """Time a round that is not a request's first."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from opentelemetry.trace import INVALID_SPAN, Span, Tracer
+from opentelemetry.trace import Tracer
 
 from coordinator.completion import Completion
 from coordinator.figures import add, since
@@ -52,15 +52,19 @@ class ObservedRequests:
         self._trace_rounds = trace_rounds
         self.recent = RecentFigures()
         """What speculation did in the last minute."""
-        self.model_name = ""
-        """The target's; set once it is known, before the first request."""
+        self._model: ModelMetrics | None = None
+
+    def serve(self, model_name: str, num_speculative_tokens: int) -> None:
+        """Requests are for this model from now on, usually with proposals of so many tokens."""
+        self._model = self._metrics.of(model_name)
+        self._model.prepare(num_speculative_tokens)
 
     def begin(self, request_id: str, request: GenerationRequest, traceparent: str = "") -> ObservedRequest:
         """Watch a request."""
         spans = None
         if self._tracer is not None:
             spans = RequestSpans(self._tracer, request_id, traceparent, self._trace_rounds)
-        return ObservedRequest(request, self._metrics.of(self.model_name), spans, self.recent)
+        return ObservedRequest(request, self._model or self._metrics.of(""), spans, self.recent)
 
 
 class ObservedRequest:
@@ -82,7 +86,14 @@ class ObservedRequest:
         self._completion: Completion | None = None
         self._prompt_length = 0
         self._streams: list[ObservedStream] = []
-        self._seconds = {"queue": 0.0, "prefill": 0.0, "draft": 0.0, "verify": 0.0, "sampling": 0.0, "wait": 0.0}
+        self._seconds = {
+            "queue": 0.0,
+            "prefill": 0.0,
+            "draft": 0.0,
+            "verify": 0.0,
+            "sampling": 0.0,
+            "wait": 0.0,
+        }
         self._rounds = 0
         self._first_token: float | None = None
         self._counted_at = self._began

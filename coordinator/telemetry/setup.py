@@ -18,20 +18,25 @@ if TYPE_CHECKING:
 class CoordinatorTelemetry:
     """The observer of the requests, and the metrics of the process."""
 
-    def __init__(self, settings: CoordinatorSettings, is_read: bool = False) -> None:
-        """Nothing is collected when nobody would see it.
+    def __init__(self, settings: CoordinatorSettings, process: Telemetry | None) -> None:
+        """Nothing is collected without a `process`."""
+        self._settings = settings
+        self.observer: Observer = NO_OBSERVER
+        """What the request path tells."""
+        self.process = process
+        self._observed: ObservedRequests | None = None
+        if self.process is not None:
+            self.observer = self._observed = _observed(self.process, settings.trace_rounds)
+
+    @classmethod
+    def of(cls, settings: CoordinatorSettings, is_read: bool = False) -> CoordinatorTelemetry:
+        """What the settings ask for.
 
         Args:
             settings: Where telemetry goes.
             is_read: Whether something besides the Prometheus port reads `prometheus_text`.
         """
-        self.observer: Observer = NO_OBSERVER
-        """What the request path tells."""
-        self.process = telemetry_for(settings, "coordinator", is_read)
-        """None when nothing is collected."""
-        self._observed: ObservedRequests | None = None
-        if self.process is not None:
-            self.observer = self._observed = _observed(self.process, settings.trace_rounds)
+        return cls(settings, telemetry_for(settings, "coordinator", is_read))
 
     def start(self) -> None:
         """Begin to serve and send.
@@ -49,7 +54,7 @@ class CoordinatorTelemetry:
         from coordinator.telemetry.state import State, StateCollector
 
         observed = self._observed
-        observed.model_name = model_name
+        observed.serve(model_name, self._settings.num_speculative_tokens)
 
         def read() -> State:
             return State(

@@ -97,9 +97,7 @@ class RequestSpans:
         }
         if port.isdigit():
             attributes[names.SERVER_PORT] = int(port)
-        return self._tracer.start_span(
-            f"{service}/{method}", under(self._span), SpanKind.CLIENT, attributes
-        )
+        return self._tracer.start_span(f"{service}/{method}", under(self._span), SpanKind.CLIENT, attributes)
 
     def stream_ended(self, span: Span, traffic: Traffic, error: Exception | None) -> None:
         """It is over."""
@@ -142,7 +140,10 @@ class RequestSpans:
             self._span.add_event(name, dict(attributes))
 
     def finished(
-        self, figures: SpeculationFigures | None, attributes: Mapping[str, EventValue], error: BaseException | None
+        self,
+        figures: SpeculationFigures | None,
+        attributes: Mapping[str, EventValue],
+        error: BaseException | None,
     ) -> None:
         """The request ended."""
         if not self.is_recorded:

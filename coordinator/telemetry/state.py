@@ -12,8 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from coordinator.figures import (
-    accepted_per_verification,
     acceptance_rate,
+    accepted_per_verification,
     add,
     conditional_rates,
     cumulative_rates,

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -31,8 +32,22 @@ _METRICS_INTERVAL_SECONDS = 10.0
 _SECONDS_BETWEEN_COMPLAINTS = 60.0
 
 
-class Exports:
-    """What sends: a batch processor for spans, a thread for metrics."""
+class Exports(Protocol):
+    """What carries traces and metrics out."""
+
+    @property
+    def tracer(self) -> Tracer:
+        """Makes spans."""
+
+    def start(self) -> None:
+        """Begin to send."""
+
+    def close(self, deadline: float) -> None:
+        """Send what is left until the deadline by the monotonic clock, then drop it."""
+
+
+class OtlpExports:
+    """Sends to a collector: spans by a batch processor, metrics by a thread."""
 
     def __init__(self, options: TelemetryOptions, resource: Resource, registry: CollectorRegistry) -> None:
         _silence_exporters()
@@ -154,8 +169,13 @@ class MetricsThread:
         self._send()
 
     def _send(self) -> None:
-        metrics = to_otlp(self._registry.collect(), self._resource, self._started_ns)
-        if self._exporter.export(metrics) is not MetricExportResult.SUCCESS:
+        try:
+            metrics = to_otlp(self._registry.collect(), self._resource, self._started_ns)
+            result = self._exporter.export(metrics)
+        except Exception:
+            result = MetricExportResult.FAILURE
+            logger.debug("metrics could not be sent", exc_info=True)
+        if result is not MetricExportResult.SUCCESS:
             self._failures.count("metrics")
 
 

@@ -48,7 +48,7 @@ def _metric(family: Family, started_ns: int, now_ns: int) -> Metric:
         data = Histogram([*_histograms(family, started_ns, now_ns)], AggregationTemporality.CUMULATIVE)
     else:
         points = [
-            NumberDataPoint(cast(dict[str, Any], sample.labels), started_ns, now_ns, sample.value)
+            NumberDataPoint(cast(dict[str, Any], sample.labels), started_ns, now_ns, float(sample.value))
             for sample in family.samples
             if not sample.name.endswith("_created")
         ]

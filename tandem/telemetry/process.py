@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 import tandem
 from tandem.errors import ConfigurationError
 from tandem.telemetry.choice import sends
-from tandem.telemetry.exports import Exports
+from tandem.telemetry.exports import Exports, OtlpExports
 from tandem.telemetry.settings import TelemetryOptions
 
 # What the process waits for at its end, at most; a collector that is gone must not hold up a restart.
@@ -25,7 +25,14 @@ _CLOSE_SECONDS = 1.5
 class Telemetry:
     """Traces and metrics of one process. Made once, started once, closed once."""
 
-    def __init__(self, options: TelemetryOptions, service: str) -> None:
+    def __init__(self, options: TelemetryOptions, service: str, exports: Exports | None = None) -> None:
+        """What is told when, and by whom.
+
+        Args:
+            options: Where telemetry goes.
+            service: coordinator, draft or target.
+            exports: What carries it out, in place of what the options ask for.
+        """
         self._options = options
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry(auto_describe=True)
@@ -35,7 +42,9 @@ class Telemetry:
             "tandem_build_info", "Always 1.", ("service", "version"), registry=self.registry
         )
         info.labels(service, tandem.__version__).set(1)
-        self._exports = Exports(options, _resource(service), self.registry) if sends(options) else None
+        if exports is None and sends(options):
+            exports = OtlpExports(options, _resource(service), self.registry)
+        self._exports = exports
         self._server: WSGIServer | None = None
 
     @property

@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from tests.end_to_end.processes import Process, running
 from tests.paths import ROOT
 
 _ENTER = str(Path(__file__).with_name("enter.py"))
+_BRIDGE = str(Path(__file__).with_name("bridge.py"))
 _SYSTEM = (
     "/usr",
     "/bin",
@@ -49,43 +50,51 @@ def why_not() -> str:
 class Network:
     """A network of its own, in which every container has an address and is found by its names."""
 
-    def __init__(self, pid: int, folder: Path) -> None:
+    def __init__(self, pid: int, names: Path) -> None:
         self.pid = pid
-        self.hosts = folder / "hosts"
+        self._file = names
         self._numbers = itertools.count(2)
         self._names: dict[str, list[str]] = {}
-        self.tell()
 
     def take(self) -> tuple[int, str]:
         """A number and an address that nobody has."""
         number = next(self._numbers)
         return number, f"{_PREFIX}.{number}"
 
-    def tell(self, address: str = "", names: list[str] | None = None) -> None:
-        """Let all containers find this address under these names, or no longer, by a file that they share."""
-        if names:
-            self._names[address] = names
-        else:
-            self._names.pop(address, None)
-        lines = ["127.0.0.1 localhost"]
-        lines += [f"{other} {' '.join(known)}" for other, known in self._names.items()]
-        # Written in place: the containers have this very file.
-        self.hosts.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    def add(self, address: str, names: Iterable[str]) -> None:
+        """Let this address be found under these names, beside those that have them already."""
+        for name in names:
+            self._names.setdefault(name, []).append(address)
+        self._tell()
+
+    def remove(self, address: str) -> None:
+        """Let it be found no longer."""
+        self._names = {
+            name: [other for other in addresses if other != address]
+            for name, addresses in self._names.items()
+        }
+        self._tell()
+
+    def _tell(self) -> None:
+        # Replaced at once: the server never reads a half.
+        new = self._file.with_suffix(".new")
+        new.write_text(json.dumps(self._names), encoding="utf-8")
+        new.replace(self._file)
 
 
 @contextmanager
 def network(folder: Path) -> Iterator[Network]:
-    """A bridge in a namespace that lasts as long as the block."""
-    commands = "ip link add br0 type bridge && ip link set br0 up && ip link set lo up"
-    # `cat` ends when its stdin does, at the latest with this process.
+    """A network that lasts as long as the block."""
+    names = folder / "names.json"
+    names.write_text("{}", encoding="utf-8")
     with subprocess.Popen(
-        ["unshare", "--net", "sh", "-c", f"{commands} && echo up && exec cat"],
+        ["unshare", "--net", sys.executable, _BRIDGE, f"{_PREFIX}.1", str(names)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-    ) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"up\n"
-        yield Network(holder.pid, folder)
+    ) as bridge:
+        assert bridge.stdout is not None
+        assert bridge.stdout.readline() == b"up\n"
+        yield Network(bridge.pid, names)
 
 
 class Container:
@@ -135,7 +144,7 @@ def describe(
         binds[str((ROOT / source).resolve())] = place
     real = {place: Path(place) for place in _SYSTEM if Path(place).exists()}
     binds |= {str(path): place for place, path in real.items() if not path.is_symlink()}
-    binds |= {sys.base_prefix: sys.base_prefix, str(net.hosts): "/etc/hosts"}
+    binds |= {sys.base_prefix: sys.base_prefix}
     return {
         "root": str(root),
         "command": [*service.get("entrypoint", image.entrypoint), *service.get("command", [])],
@@ -150,8 +159,9 @@ def describe(
         | {f"{VENV}/bin/python": f"{sys.base_prefix}/bin/{PYTHON}"},
         "files": {
             f"{VENV}/pyvenv.cfg": f"home = {sys.base_prefix}/bin\n",
-            "/etc/host.conf": "multi on\n",
-            "/etc/nsswitch.conf": "hosts: files\n",
+            "/etc/hosts": "127.0.0.1 localhost\n",
+            "/etc/nsswitch.conf": "hosts: files dns\n",
+            "/etc/resolv.conf": f"nameserver {_PREFIX}.1\n",
         },
         "network": {"pid": net.pid, "bridge": "br0", "number": number, "address": address},
     }, address
@@ -173,8 +183,8 @@ def container(
         description = folder / f"{name}-{number}.json"
         description.write_text(json.dumps(described), encoding="utf-8")
         process = stack.enter_context(running(sys.executable, _ENTER, str(description)))
-        net.tell(address, names)
-        stack.callback(net.tell, address)
+        net.add(address, names)
+        stack.callback(net.remove, address)
         yield Container(name, process, description, service["healthcheck"]["test"][1:], address)
 
 

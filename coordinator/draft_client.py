@@ -11,7 +11,7 @@ import grpc.aio
 from coordinator.completion import Completion
 from coordinator.observer import NO_OBSERVER, StreamObserver
 from coordinator.remote_sequence import RemoteSequence
-from tandem.channels import errors_of, exchange, finish_stream
+from tandem.channels import errors_of, finish_stream, receive, send
 from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
 from tandem.traffic import counted
 from tandem.types import DenseLogits, DraftDistribution, DraftOptions, ModelInfo, Proposal, ProposeStep
@@ -164,7 +164,8 @@ class DraftSequence:
 
     async def _exchange(self, *messages: draft_pb2.ProposeRequest) -> Proposal:
         with errors_of("draft service"):
-            response = await exchange(self._call, *messages)
+            await send(self._call, *messages)
+            response = await receive(self._call)
         if response is None:
             raise ServiceUnavailableError("draft service: it ended the stream")
         return wire.proposal_from_proto(response)

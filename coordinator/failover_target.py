@@ -42,8 +42,16 @@ class _Trouble:
 
     began: float = field(default_factory=time.monotonic)
     losses: int = 0
+    """Targets that were lost after they were asked."""
+    is_told: bool = False
+    """Whether the observer knows."""
     avoided: set[Member[TargetClient]] = field(default_factory=set)
     """Targets that had no room, or answered nonsense."""
+
+    @property
+    def seconds(self) -> float:
+        """For how long already."""
+        return time.monotonic() - self.began
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +117,7 @@ class FailoverVerifier:
             except TandemError as error:
                 await self._go_elsewhere(error, trouble)
             else:
-                if trouble.losses:
+                if trouble.is_told:
                     self._tell_resumed(trouble)
                 return verification
 
@@ -175,14 +183,13 @@ class FailoverVerifier:
         place, self._place = self._place, None
         if place is None:
             raise error  # nowhere to go
-        was_new = place.sequence.is_new
         place.leave()
         if self._left is not None:
             self._move_back()
         elif isinstance(error, CapacityError):
-            await self._when_there_is_room(error, place.member, trouble, was_new=was_new)
+            await self._when_there_is_room(error, place, trouble)
         else:
-            self._count_loss(error, place.member, trouble)
+            self._count_loss(error, place, trouble)
 
     def _move_back(self) -> None:
         assert self._left is not None
@@ -190,22 +197,21 @@ class FailoverVerifier:
         self._active.target_address = self._place.member.address
         self._next_move = time.monotonic() + _NEXT_MOVE_SECONDS
 
-    async def _when_there_is_room(
-        self, error: CapacityError, member: Member[TargetClient], trouble: _Trouble, *, was_new: bool
-    ) -> None:
+    async def _when_there_is_room(self, error: CapacityError, place: _Place, trouble: _Trouble) -> None:
         """A target that is full refuses a new sequence. One that was moved there by a loss waits for its turn."""
-        trouble.avoided.add(member)
+        trouble.avoided.add(place.member)
         if self._pool.choose(trouble.avoided) is not None:
             return
-        waited = time.monotonic() - trouble.began
-        if not was_new or not self._active.completion_tokens or waited >= self._wait_seconds:
+        has_begun = self._active.completion_tokens > 0
+        if not (place.sequence.is_new and has_begun) or trouble.seconds >= self._wait_seconds:
             raise error
         await asyncio.sleep(self._deadline.at_most(_FULL_SECONDS))
         trouble.avoided.clear()
 
-    def _count_loss(self, error: TandemError, member: Member[TargetClient], trouble: _Trouble) -> None:
-        trouble.losses += 1
-        reason = str(error)
+    def _count_loss(self, error: TandemError, place: _Place, trouble: _Trouble) -> None:
+        trouble.losses += place.sequence.was_asked
+        trouble.is_told = True
+        member, reason = place.member, str(error)
         logger.warning(
             "target lost; the sequence goes on elsewhere",
             extra={"request_id": self._options.request_id, "address": member.address, "reason": reason},
@@ -219,6 +225,8 @@ class FailoverVerifier:
                 f"{trouble.losses} targets were lost over the same tokens of this request, so it is not tried on "
                 f"another; {self._delivered()}; the last one: {reason}"
             )
+        if trouble.seconds >= self._wait_seconds:
+            raise ServiceUnavailableError(f"{reason}; {self._delivered()}")
         if isinstance(error, ServiceUnavailableError):
             member.suspect(reason)
             return
@@ -227,7 +235,7 @@ class FailoverVerifier:
             raise error if isinstance(error, ProtocolError) else ProtocolError(reason)
 
     def _tell_resumed(self, trouble: _Trouble) -> None:
-        seconds = time.monotonic() - trouble.began
+        seconds = trouble.seconds
         address = self._active.target_address or ""
         logger.info(
             "target resumed",

@@ -11,7 +11,7 @@ import grpc.aio
 from coordinator.completion import Completion
 from coordinator.observer import NO_OBSERVER, StreamObserver
 from coordinator.remote_sequence import RemoteSequence
-from tandem.channels import errors_of, exchange, finish_stream
+from tandem.channels import errors_of, finish_stream, receive, send
 from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
 from tandem.traffic import counted
 from tandem.types import IntArray, ModelInfo, Proposal, RowKind, TargetOptions, Verification, VerifyStep
@@ -90,6 +90,8 @@ class TargetSequence:
         self._remote = RemoteSequence()
         self.is_new = True
         """Whether it has yet to answer for the first time."""
+        self.was_asked = False
+        """Whether the service may have seen a step: then what ended the stream may be the step's fault."""
 
     async def verify(self, completion: Completion, proposal: Proposal) -> Verification:
         """The target's row at each position of the proposal, and at the one after it.
@@ -125,7 +127,8 @@ class TargetSequence:
     async def _exchange(self, step: VerifyStep, base_length: int) -> Verification:
         opening = (wire.options_to_proto(self._options),) if self.is_new else ()
         with errors_of("target service"):
-            response = await exchange(self._call, *opening, wire.step_to_proto(step))
+            self.was_asked |= await send(self._call, *opening, wire.step_to_proto(step))
+            response = await receive(self._call)
         if response is None:
             raise ServiceUnavailableError("target service: it ended the stream")
         if response.base_length != base_length:

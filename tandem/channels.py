@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import grpc
@@ -91,9 +91,15 @@ def errors_of(service: str) -> Iterator[None]:
         _reraise(service, error)
 
 
+# What grpc.aio makes of a write that meets the end of its stream; the status that the service ended it with is lost.
+_BROKEN_WRITE = "Internal error from Core"
+
+
 def _reraise(service: str, error: grpc.aio.AioRpcError) -> NoReturn:
     meaning = _MEANINGS.get(error.code(), ProtocolError)
     sentence = f"{service}: {error.details() or error.code().name.lower()}"
+    if error.details() == _BROKEN_WRITE:
+        raise ServiceUnavailableError(f"{service}: it ended the stream while it was written to") from error
     if meaning is CapacityError:
         raise CapacityError(sentence, retry_after_seconds(error.trailing_metadata() or ())) from error
     raise meaning(sentence) from error
@@ -132,15 +138,26 @@ async def closing(stream: StreamT) -> AsyncIterator[StreamT]:
         stream.cancel()
 
 
-async def exchange(call: grpc.aio.StreamStreamCall[Any, AnswerT], *messages: Any) -> AnswerT | None:
-    """Send messages and read one; None when the service has ended the stream without an error.
+async def send(call: grpc.aio.StreamStreamCall[Any, Any], *messages: Any) -> bool:
+    """Send messages. False when the service has ended the stream already; reading tells how.
 
     Raises:
-        AioRpcError: the stream has ended with an error, before or after the messages.
+        AioRpcError: the stream has ended while it was written to.
     """
-    with suppress(asyncio.InvalidStateError):  # it has ended already; reading tells how
+    try:
         for message in messages:
             await call.write(message)
+    except asyncio.InvalidStateError:
+        return False
+    return True
+
+
+async def receive(call: grpc.aio.StreamStreamCall[Any, AnswerT]) -> AnswerT | None:
+    """The next message; None when the service has ended the stream without an error.
+
+    Raises:
+        AioRpcError: it has ended with one.
+    """
     answer: Any = await call.read()
     return None if answer is grpc.aio.EOF else cast(AnswerT, answer)
 

@@ -1,0 +1,142 @@
+"""Services with a real engine and a model of a few thousand weights, which fail where a test says."""
+
+# ruff: noqa: N802 - gRPC looks a method up by the name that it has in the proto.
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from draft_service.proposers.standalone import StandaloneProposer, propose_head
+from draft_service.servicer import DraftServicer
+from tandem.engine.engine import Engine
+from tandem.engine.jobs import Head
+from tandem.engine.model import LoadedModel, load_model
+from tandem.engine.settings import EngineSettings
+from tandem.serving.edge import Context
+from tandem.v1 import draft_pb2_grpc, target_pb2, target_pb2_grpc
+from target_service.servicer import TargetServicer
+from target_service.verifier import Verifier, verify_head
+from tests.end_to_end.models import random_model, save_model
+from tests.paths import DEMO_TARGET
+from tests.service.fakes import serving
+
+Fault = Callable[[target_pb2.VerifyResponse], None]
+"""Changes an answer for the worse."""
+
+
+def tiny_model(folder: Path, seed: int = 1) -> LoadedModel:
+    """One layer of random weights, with the demo pair's tokenizer."""
+    weights = random_model(
+        seed,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+    )
+    return load_model(save_model(weights, folder), device="cpu", dtype="float32", threads=1)
+
+
+@asynccontextmanager
+async def engine(
+    model: LoadedModel, head: Head[Any, Any], step_seconds: float = 0.0, max_sequences: int = 8
+) -> AsyncIterator[Engine[Any, Any]]:
+    """A running engine whose steps take a while."""
+
+    def pause(_: object) -> None:
+        time.sleep(step_seconds)
+
+    made = Engine(model, head, EngineSettings(max_sequences=max_sequences), on_step=pause)
+    made.start()
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+@dataclass
+class Faults:
+    """What goes wrong at which step, counted from 1 over all streams of a service."""
+
+    before: set[int] = field(default_factory=set)
+    """The stream breaks before anything was computed."""
+    after: set[int] = field(default_factory=set)
+    """It breaks once all was computed, before the answer leaves."""
+    leaving: set[int] = field(default_factory=set)
+    """It ends as if all were well."""
+    garbled: dict[int, Fault] = field(default_factory=dict)
+    """The answer is nonsense."""
+    full: bool = False
+    """There is room for no new sequence."""
+    code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
+    steps: int = 0
+    opened: int = 0
+    running: int = 0
+
+
+class FaultyTarget(TargetServicer):
+    """A target that works but for its faults."""
+
+    def __init__(self, faults: Faults) -> None:
+        self.faults = faults
+
+    async def Verify(
+        self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: Context
+    ) -> AsyncIterator[target_pb2.VerifyResponse]:
+        faults = self.faults
+        if faults.full:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+        faults.opened += 1
+        faults.running += 1
+
+        async def observed() -> AsyncIterator[target_pb2.VerifyRequest]:
+            async for request in request_iterator:
+                if request.HasField("step"):
+                    faults.steps += 1
+                    if faults.steps in faults.before:
+                        await context.abort(faults.code, "gone")
+                yield request
+
+        try:
+            async for response in super().Verify(observed(), context):
+                if faults.steps in faults.leaving:
+                    return
+                if faults.steps in faults.after:
+                    await context.abort(faults.code, "gone")
+                if garble := faults.garbled.get(faults.steps):
+                    garble(response)
+                yield response
+        finally:
+            faults.running -= 1
+
+
+@asynccontextmanager
+async def target(model: LoadedModel, faults: Faults) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
+    """A target service in this process: its address, and its server."""
+    servicer = FaultyTarget(faults)
+    async with engine(model, verify_head) as verifying:
+        servicer.verifier = Verifier(verifying, [DEMO_TARGET / "tokenizer.json"])
+        async with serving(
+            lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server)
+        ) as served:
+            yield served
+
+
+@asynccontextmanager
+async def draft(model: LoadedModel) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
+    """A draft service in this process: its address, and its server."""
+    servicer = DraftServicer()
+    async with engine(model, propose_head) as proposing:
+        servicer.proposer = StandaloneProposer(proposing, draft_top_k=8)
+        async with serving(
+            lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server)
+        ) as served:
+            yield served

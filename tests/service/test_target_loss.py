@@ -1,0 +1,226 @@
+"""A target that is lost costs a pause: the text is the same, to the token, wherever in a round it was lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+import pytest
+
+from coordinator.failover_target import MOST_LOSSES
+from coordinator.settings import CoordinatorSettings
+from tandem.client import Client
+from tandem.engine.model import LoadedModel
+from tandem.errors import CapacityError, InvalidRequestError, ProtocolError, ServiceUnavailableError
+from tandem.types import Chunk, GenerationRequest
+from tandem.v1 import target_pb2
+from tests.service.clients import Completed, complete, until
+from tests.service.engines import Faults, draft, target, tiny_model
+from tests.service.fakes import coordinating
+
+PATIENCE_SECONDS = 30.0
+"""So long that no hiccup of the machine makes a draft late: rounds begin where they did in the undisturbed run."""
+BOUND_SECONDS = 30.0
+
+REQUESTS = {
+    "greedy": GenerationRequest("def f(", max_tokens=24, temperature=0.0, num_speculative_tokens=3, ignore_eos=True),
+    "strict": GenerationRequest(
+        "def f(", max_tokens=24, temperature=1.0, seed=5, rejection_sampling_strategy="strict",
+        num_speculative_tokens=3, ignore_eos=True,
+    ),
+    "residual": GenerationRequest(
+        "def f(", max_tokens=24, temperature=1.0, seed=6, rejection_sampling_strategy="residual",
+        num_speculative_tokens=3, ignore_eos=True,
+    ),
+    "block": GenerationRequest(
+        "def f(", max_tokens=24, temperature=1.0, seed=7, rejection_sampling_strategy="block",
+        num_speculative_tokens=3, ignore_eos=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return tiny_model(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return tiny_model(tmp_path_factory.mktemp("draft"), seed=2)
+
+
+@dataclass(frozen=True)
+class Two:
+    """A coordinator over two targets, or as many as there are faults."""
+
+    client: Client
+    faults: tuple[Faults, ...]
+
+    @property
+    def opened(self) -> int:
+        return sum(faults.opened for faults in self.faults)
+
+
+@asynccontextmanager
+async def cluster(
+    model: LoadedModel, other_model: LoadedModel, *faults: Faults, wait_seconds: float = 10.0
+) -> AsyncIterator[Two]:
+    async with AsyncExitStack() as stack:
+        addresses = [(await stack.enter_async_context(target(model, each)))[0] for each in faults]
+        drafting, _ = await stack.enter_async_context(draft(other_model))
+        settings = CoordinatorSettings(
+            target_address=",".join(addresses),
+            draft_address=drafting,
+            draft_patience_seconds=PATIENCE_SECONDS,
+            target_wait_seconds=wait_seconds,
+        )
+        address = await stack.enter_async_context(coordinating(settings))
+        yield Two(await stack.enter_async_context(Client(address)), faults)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: LoadedModel, other_model: LoadedModel) -> dict[str, Completed]:
+    async def all_of_them() -> dict[str, Completed]:
+        async with cluster(model, other_model, Faults()) as one:
+            return {name: await complete(one.client, request) for name, request in REQUESTS.items()}
+
+    return asyncio.run(all_of_them())
+
+
+def set_base(response: target_pb2.VerifyResponse) -> None:
+    response.base_length += 1
+
+
+def drop_rows(response: target_pb2.VerifyResponse) -> None:
+    response.ClearField("token_rows")
+    response.ClearField("support_rows")
+
+
+WAYS: dict[str, Callable[[int], Faults]] = {
+    "before the step is computed": lambda step: Faults(before={step}),
+    "before its answer leaves": lambda step: Faults(after={step}),
+    "as if all were well": lambda step: Faults(leaving={step}),
+    "with an answer to something else": lambda step: Faults(garbled={step: set_base}),
+    "with an answer without rows": lambda step: Faults(garbled={step: drop_rows}),
+}
+
+
+@pytest.mark.parametrize("rule", REQUESTS)
+@pytest.mark.parametrize("way", WAYS)
+async def test_the_text_is_what_it_would_have_been(
+    way: str, rule: str, model: LoadedModel, other_model: LoadedModel, undisturbed: dict[str, Completed]
+) -> None:
+    """The first target is lost at its first step, later at its third; what the second one said is lost once, too."""
+    for step in (1, 3):
+        faulty = (WAYS[way](step), WAYS[way](4))
+        async with asyncio.timeout(BOUND_SECONDS), cluster(model, other_model, *faulty) as two:
+            completed = await complete(two.client, REQUESTS[rule])
+            assert two.opened == 3, "one stream to begin with, and one for each loss"
+        assert completed.token_ids == undisturbed[rule].token_ids
+        assert completed.text == undisturbed[rule].text
+        assert completed.drafted == undisturbed[rule].drafted
+        assert completed.figures == undisturbed[rule].figures
+
+
+async def test_the_only_target_is_used_again_once_it_answers(
+    model: LoadedModel, other_model: LoadedModel, undisturbed: dict[str, Completed]
+) -> None:
+    faults = Faults(before={3}, after={5})
+    async with asyncio.timeout(BOUND_SECONDS), cluster(model, other_model, faults) as one:
+        completed = await complete(one.client, REQUESTS["greedy"])
+    assert completed.text == undisturbed["greedy"].text
+    assert faults.opened == 3
+
+
+async def test_without_any_target_the_request_ends_and_says_how_far_it_came(
+    model: LoadedModel, other_model: LoadedModel
+) -> None:
+    async with AsyncExitStack() as stack:
+        address, server = await stack.enter_async_context(target(model, Faults()))
+        settings = CoordinatorSettings(target_address=address, target_wait_seconds=0.5)
+        client = await stack.enter_async_context(
+            Client(await stack.enter_async_context(coordinating(settings)))
+        )
+        chunks = client.generate(REQUESTS["greedy"])
+        delivered = list((await anext(chunks)).token_ids)
+        await server.stop(None)
+        with pytest.raises(ServiceUnavailableError, match="no target service was ready within") as raised:
+            await _read(chunks, delivered)
+        assert f"{len(delivered)} token" in str(raised.value)
+        assert f"{address} is down" in str(raised.value)
+        with pytest.raises(ServiceUnavailableError, match="0 tokens had been delivered"):
+            await complete(client, REQUESTS["greedy"])
+
+
+async def _read(chunks: AsyncIterator[Chunk], token_ids: list[int]) -> None:
+    async for chunk in chunks:
+        token_ids += chunk.token_ids
+
+
+async def test_a_request_that_ends_targets_does_not_end_them_all(
+    model: LoadedModel, other_model: LoadedModel
+) -> None:
+    """Over the same tokens every target is lost; one after another, they would all go."""
+    faults = tuple(Faults(after=set(range(1, 100))) for _ in range(MOST_LOSSES + 2))
+    async with asyncio.timeout(BOUND_SECONDS), cluster(model, other_model, *faults) as many:
+        with pytest.raises(ServiceUnavailableError, match=f"{MOST_LOSSES} targets were lost"):
+            await complete(many.client, REQUESTS["greedy"])
+        assert many.opened == MOST_LOSSES
+
+
+async def test_nonsense_from_the_only_target_is_an_error(
+    model: LoadedModel, other_model: LoadedModel
+) -> None:
+    faults = Faults(garbled=dict.fromkeys(range(1, 9), drop_rows))
+    async with asyncio.timeout(BOUND_SECONDS), cluster(model, other_model, faults) as one:
+        with pytest.raises(ProtocolError):
+            await complete(one.client, REQUESTS["greedy"])
+        assert faults.opened == 1
+
+
+async def test_what_is_the_requests_fault_is_not_tried_again(
+    model: LoadedModel, other_model: LoadedModel
+) -> None:
+    faults = (
+        Faults(before={1}, code=grpc.StatusCode.INVALID_ARGUMENT),
+        Faults(before={1}, code=grpc.StatusCode.INVALID_ARGUMENT),
+    )
+    async with asyncio.timeout(BOUND_SECONDS), cluster(model, other_model, *faults) as two:
+        with pytest.raises(InvalidRequestError):
+            await complete(two.client, REQUESTS["greedy"])
+        assert two.opened == 1
+
+
+async def test_a_target_without_room_sends_a_request_to_another(
+    model: LoadedModel, other_model: LoadedModel, undisturbed: dict[str, Completed]
+) -> None:
+    full, free = Faults(full=True), Faults()
+    async with asyncio.timeout(BOUND_SECONDS), cluster(model, other_model, full, free) as two:
+        assert (await complete(two.client, REQUESTS["strict"])).text == undisturbed["strict"].text
+        free.full = True
+        with pytest.raises(CapacityError):
+            await complete(two.client, REQUESTS["strict"])
+
+
+async def test_a_request_that_has_begun_waits_for_room(
+    model: LoadedModel, other_model: LoadedModel, undisturbed: dict[str, Completed]
+) -> None:
+    faults = Faults(after={3})
+    faults.garbled[2] = lambda _: setattr(faults, "full", True)
+    async with asyncio.timeout(BOUND_SECONDS), cluster(model, other_model, faults) as one:
+        task = asyncio.create_task(complete(one.client, REQUESTS["greedy"]))
+        await until(lambda: faults.steps == 3, BOUND_SECONDS)
+        await asyncio.sleep(1.0)
+        assert not task.done()
+        faults.full = False
+        assert (await task).text == undisturbed["greedy"].text
+
+
+async def test_nothing_is_left_open(model: LoadedModel, other_model: LoadedModel) -> None:
+    faults = (Faults(after={2}), Faults(before={2}))
+    async with cluster(model, other_model, *faults) as two:
+        await complete(two.client, REQUESTS["residual"])
+        await until(lambda: not any(each.running for each in faults), BOUND_SECONDS)

@@ -77,6 +77,12 @@ class Completions:
         """Begin to use these services."""
         self.services = services
 
+    @property
+    def models(self) -> Models:
+        """What completes requests."""
+        services = self.services
+        return Models(services.target_info, services.draft_info, services.tokenizer)
+
     async def complete(
         self,
         request: GenerationRequest,
@@ -140,9 +146,7 @@ class Completions:
                     yield logprobs.added_to(chunk)
 
     async def _plan(self, request: GenerationRequest, request_id: str) -> Plan:
-        services = self.services
-        models = Models(services.target_info, services.draft_info, services.tokenizer)
-        return await make_plan(request, request_id, self._live_config.current, models)
+        return await make_plan(request, request_id, self._live_config.current, self.models)
 
     def _drafter(self, run: _Run) -> FailoverDrafter | NoDrafter:
         plan, drafts = run.plan, self.services.replicas.drafts

@@ -10,6 +10,8 @@ import grpc.aio
 from coordinator.admin import Administration
 from coordinator.admin_servicer import AdminServicer
 from coordinator.completions import Completions, Services
+from coordinator.http.backend import CoordinatorBackend
+from coordinator.http.side import HttpSide
 from coordinator.live_config import LiveConfig
 from coordinator.replica import ReplicaState, Role
 from coordinator.replicas import Replicas
@@ -18,6 +20,9 @@ from coordinator.settings import CoordinatorSettings
 from coordinator.telemetry.setup import CoordinatorTelemetry
 from coordinator.tokenizer import read_tokenizer
 from tandem.errors import ServiceUnavailableError
+from tandem.serving.calls import RunningCalls
+from tandem.serving.gate import Gate
+from tandem.serving.server import tell
 from tandem.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -41,6 +46,22 @@ class CoordinatorService:
         self.completions = Completions(self.live_config, self.telemetry.observer)
         self.replicas = Replicas(settings, settings.service_credentials)
         self.administration = Administration(self.completions, self.live_config, self.replicas)
+        self._http: HttpSide | None = None
+
+    def open_other_ways(self, gate: Gate, calls: RunningCalls) -> None:
+        """Take the address for HTTP, when there is one.
+
+        Raises:
+            ConfigurationError: it cannot be bound.
+        """
+        if self._settings.http_port is not None:
+            backend = CoordinatorBackend(self.completions, self.administration, lambda: "")
+            self._http = HttpSide(self._settings, backend, gate, calls)
+
+    @property
+    def http_url(self) -> str | None:
+        """Where HTTP is answered; None where it is not."""
+        return None if self._http is None else self._http.url
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicers."""
@@ -58,12 +79,18 @@ class CoordinatorService:
             ConfigurationError: the Prometheus port cannot be bound.
         """
         self.telemetry.start()
+        if self._http is not None:
+            self._http.start()
+            tell(f"tandem coordinator: http on {self._http.url}")
         await self.replicas.start()
         target_info = self.replicas.fleet.target
         assert target_info is not None
-        tokenizer = read_tokenizer(await self._tokenizer_files())
-        self.completions.connect(Services(self.replicas, target_info, self.replicas.fleet.draft, tokenizer))
+        files = await self._tokenizer_files()
+        services = Services(self.replicas, target_info, self.replicas.fleet.draft, read_tokenizer(files))
+        self.completions.connect(services)
         self.telemetry.ready(target_info.name, self.completions.admission, self.replicas)
+        if self._http is not None:
+            self._http.meet(files)
         ready = [shot for shot in self.replicas.snapshots() if shot.state is ReplicaState.READY]
         logger.info(
             "services joined",
@@ -76,6 +103,8 @@ class CoordinatorService:
 
     async def close(self) -> None:
         """Let go of the services, and log what is left to tell."""
+        if self._http is not None:
+            await self._http.close()
         self.completions.figures.close()
         await self.telemetry.close()
         await self.replicas.close()

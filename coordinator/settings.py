@@ -9,6 +9,7 @@ from pydantic_settings import SettingsConfigDict
 
 from coordinator.addresses import split_addresses
 from coordinator.bounds import RequestBounds
+from coordinator.http.settings import HttpOptions
 from coordinator.rules import COMBINATION_RULES
 from coordinator.service_access import ServiceAccessOptions
 from tandem.config import SpeculativeConfig
@@ -43,7 +44,9 @@ class GuardedConfig(SpeculativeConfig):
         return (*super().rules(), *COMBINATION_RULES)
 
 
-class CoordinatorSettings(GuardedConfig, RequestBounds, ServiceAccessOptions, AdminOptions, ServerSettings):
+class CoordinatorSettings(
+    GuardedConfig, RequestBounds, ServiceAccessOptions, HttpOptions, AdminOptions, ServerSettings
+):
     """Join a draft service and a target service."""
 
     model_config = SettingsConfigDict(**COMMAND_LINE, env_prefix="TANDEM_COORDINATOR_")

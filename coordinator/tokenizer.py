@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from tokenizers import Tokenizer
 
@@ -25,8 +26,7 @@ def read_tokenizer(files: dict[str, bytes]) -> Tokenizer:
     return Tokenizer.from_str(files[TOKENIZER_FILE].decode())
 
 
-async def encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """The text's token ids, with the special tokens that the tokenizer adds by itself."""
-    if len(text) < _LONG_TEXT_CHARACTERS:
-        return tuple(tokenizer.encode(text).ids)
-    return tuple((await asyncio.to_thread(tokenizer.encode, text)).ids)
+async def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+    """The text's token ids, with the special tokens that the tokenizer adds by itself unless told otherwise."""
+    encoded = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    return tuple((encoded() if len(text) < _LONG_TEXT_CHARACTERS else await asyncio.to_thread(encoded)).ids)

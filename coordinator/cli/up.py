@@ -44,6 +44,9 @@ def up(
         int | None, typer.Option(help="Most tokens of a sequence. [default: the models']")
     ] = None,
     port: Annotated[int, typer.Option(help="Port of the coordinator; 0 takes any free one.")] = DEFAULT_PORT,
+    http_port: Annotated[
+        int | None, typer.Option(help="Port for HTTP as well: OpenAI's API and a page; 0 takes any free one.")
+    ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
 ) -> None:
     """Start a draft service, a target service and a coordinator here; stop them all with Ctrl-C.
@@ -61,7 +64,7 @@ def up(
         # Whatever the environment says: this command serves this machine alone.
         target=[*_LOOPBACK, "--model", str(target or DEMO_MODELS / "target"), "--port", "0", *shared],
         draft=[*_LOOPBACK, "--model", str(draft or DEMO_MODELS / "draft"), "--port", "0", *shared],
-        coordinator=[*_LOOPBACK, "--port", str(port), "--log-level", log_level],
+        coordinator=[*_LOOPBACK, *_options(port=port, http_port=http_port, log_level=log_level)],
     )
     try:
         asyncio.run(cluster.run())
@@ -104,6 +107,12 @@ class _Cluster:
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
 
+    async def _ready(self, coordinator: _Child) -> list[str]:
+        """Where it answers, once it does: over HTTP where it does, and by gRPC."""
+        marks = ["http on "] if "--http-port" in self._coordinator else []
+        # In the order in which it says so.
+        return [mark + await coordinator.line(mark) for mark in (*marks, "ready on ")]
+
     async def _serve(self) -> None:
         # The stack ends the coordinator first: it drains while the models still answer it.
         async with AsyncExitStack() as stack:
@@ -118,10 +127,11 @@ class _Cluster:
             )
             children = (target, draft, coordinator)
             ends = [asyncio.create_task(child.end()) for child in children]
-            ready = asyncio.create_task(coordinator.line("ready on "))
+            ready = asyncio.create_task(self._ready(coordinator))
             await asyncio.wait({*ends, ready}, return_when=asyncio.FIRST_COMPLETED)
             if ready.done() and ready.exception() is None:
-                _tell(f"tandem up: ready on {ready.result()}")
+                for line in ready.result():
+                    _tell(f"tandem up: {line}")
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             ready.cancel()
             ended = next(

@@ -112,7 +112,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def exposure(options: ProtectionOptions, host: str) -> Iterator[str]:
+def exposure(options: ProtectionOptions, host: str, option: str = "host") -> Iterator[str]:
     """The sentence for a server that others would reach unprotected."""
     if is_loopback(host) or options.insecure or (options.uses_tls and options.knows_callers):
         return
@@ -121,7 +121,8 @@ def exposure(options: ProtectionOptions, host: str) -> Iterator[str]:
         *([] if options.knows_callers else ["auth_token_file or tls_client_ca_file"]),
     ]
     yield (
-        f"host is {host}, which other machines reach, and the server is not protected: give {', and '.join(missing)}; "
+        f"{option} is {host}, which other machines reach, and the server is not protected: "
+        f"give {', and '.join(missing)}; "
         "or insecure, where the network is trusted"
     )
 

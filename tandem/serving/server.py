@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import grpc
 import grpc.aio
@@ -68,6 +68,18 @@ class Service(Protocol):
         """Let go of what `start` took. Called once no call runs."""
 
 
+@runtime_checkable
+class HasOtherWaysIn(Protocol):
+    """A service that answers by other ways than gRPC too."""
+
+    def open_other_ways(self, gate: Gate, calls: RunningCalls) -> None:
+        """Take their addresses. What comes in by them passes the gate, and counts as a call. Called before all else.
+
+        Raises:
+            ConfigurationError: an address cannot be bound.
+        """
+
+
 async def serve(settings: ServerSettings, service: Service) -> bool:
     """Serve until SIGTERM or SIGINT, then let running calls finish within the drain timeout.
 
@@ -84,16 +96,18 @@ async def serve(settings: ServerSettings, service: Service) -> bool:
     readiness = Readiness(service)
     server = new_server(settings, calls, readiness.gate)
     await _register(server, service, readiness)
+    if isinstance(service, HasOtherWaysIn):
+        service.open_other_ways(readiness.gate, calls)
     address = _bind(server, settings)
     with stop_signals() as stopping:
         service.request_drain = stopping.set
         await server.start()
-        _tell(f"tandem {service.name}: listening on {address}")
+        tell(f"tandem {service.name}: listening on {address}")
         try:
             was_ready = await _unless(stopping, service.start())
             if was_ready:
                 await readiness.open()
-                _tell(f"tandem {service.name}: ready on {address}")
+                tell(f"tandem {service.name}: ready on {address}")
                 await stopping.wait()
             await readiness.close()
             if not await calls.end(settings.drain_timeout_seconds):
@@ -237,6 +251,7 @@ async def _unless(stopping: asyncio.Event, work: Coroutine[None, None, None]) ->
         await asyncio.gather(task, stop, return_exceptions=True)
 
 
-def _tell(line: str) -> None:
+def tell(line: str) -> None:
+    """Write a line to stdout, for whoever waits for it."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

@@ -312,7 +312,7 @@ REQUESTS: list[tuple[str, TokenizedRequest, str]] = [
         request(temperature=INF),
         "temperature is inf; it must be a finite number of at least 0 (0 is greedy)",
     ),
-    ("top-k", request(top_k=-1), "top_k is -1; it must be at least 0"),
+    ("top-k", request(top_k=-1), "top_k is -1; it must be between 0 and 2147483647 (0 keeps all)"),
     ("top-p", request(top_p=0.0), "top_p is 0.0; it must be more than 0 and at most 1"),
     ("min-p", request(min_p=1.5), "min_p is 1.5; it must be between 0 and 1"),
     (
@@ -335,6 +335,7 @@ REQUESTS: list[tuple[str, TokenizedRequest, str]] = [
         request(num_speculative_tokens=0),
         "num_speculative_tokens is 0; it must be at least 1",
     ),
+    ("seed", request(seed=2**63), f"seed is {2**63}; it must be a signed 64-bit integer"),
     ("logprobs", request(logprobs=21), "logprobs is 21; it must be between 0 and 20"),
     (
         "rows-with-logprobs",

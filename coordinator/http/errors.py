@@ -1,0 +1,100 @@
+"""Errors in the form that OpenAI's clients read."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from tandem.errors import (
+    AbortedError,
+    CapacityError,
+    ConfigurationError,
+    DeadlineError,
+    InvalidRequestError,
+    NotFoundError,
+    PermissionDeniedError,
+    ServiceUnavailableError,
+    TandemError,
+    UnauthenticatedError,
+)
+
+logger = logging.getLogger(__name__)
+
+# Status, type and code of each branch of the tree; the nearest counts.
+_FORMS: Mapping[type[TandemError], tuple[int, str, str | None]] = {
+    InvalidRequestError: (400, "invalid_request_error", None),
+    NotFoundError: (404, "invalid_request_error", "not_found"),
+    UnauthenticatedError: (401, "authentication_error", "invalid_api_key"),
+    PermissionDeniedError: (403, "permission_error", "insufficient_permissions"),
+    CapacityError: (429, "rate_limit_error", "rate_limit_exceeded"),
+    ServiceUnavailableError: (503, "server_error", "service_unavailable"),
+    ConfigurationError: (503, "server_error", "service_unavailable"),
+    DeadlineError: (504, "server_error", "deadline_exceeded"),
+    AbortedError: (409, "server_error", "aborted"),
+    TandemError: (500, "server_error", None),
+}
+
+# Sentences begin with the option that they are about.
+_OPTION = re.compile(r"([a-z][a-z_0-9.]*) is\b")
+
+
+class HttpError(TandemError):
+    """A request that HTTP itself has a status for: its path, its method, its size."""
+
+    def __init__(
+        self, status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.headers = headers or {}
+
+
+class ModelNotFoundError(NotFoundError):
+    """The request names a model that is not served here."""
+
+
+def error_response(error: Exception) -> JSONResponse:
+    """The answer to a request that failed with this error."""
+    if not isinstance(error, TandemError):
+        error = unexpected(error)
+    status, kind, _ = _form(error)
+    headers = dict(error.headers) if isinstance(error, HttpError) else {}
+    if isinstance(error, CapacityError) and (seconds := error.retry_after_seconds) is not None:
+        # The second one is what OpenAI's clients look at first: Retry-After has whole seconds only.
+        headers |= {"Retry-After": f"{math.ceil(seconds)}", "Retry-After-Ms": f"{math.ceil(seconds * 1000)}"}
+    if kind == "authentication_error":
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(error_object(error), status, headers)
+
+
+def error_object(error: TandemError) -> dict[str, Any]:
+    """The error as the body of an answer, or as an event of a stream that has begun."""
+    _, kind, code = _form(error)
+    message = str(error)
+    param = None
+    if isinstance(error, InvalidRequestError) and (named := _OPTION.match(message)):
+        param = named[1]
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def unexpected(error: Exception) -> TandemError:
+    """What a client is told of an error that nobody foresaw: an id, under which the log tells the rest."""
+    error_id = uuid.uuid4().hex[:12]
+    logger.error("unexpected error", extra={"error_id": error_id}, exc_info=error)
+    return TandemError(f"internal error {error_id}; the server's log tells more")
+
+
+def _form(error: TandemError) -> tuple[int, str, str | None]:
+    if isinstance(error, HttpError):
+        kind = "invalid_request_error" if error.status < 500 else "server_error"
+        return error.status, kind, error.code
+    if isinstance(error, ModelNotFoundError):
+        return 404, "invalid_request_error", "model_not_found"
+    return next(_FORMS[cls] for cls in type(error).__mro__ if cls in _FORMS)

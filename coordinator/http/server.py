@@ -1,0 +1,150 @@
+"""Runs the HTTP side in the coordinator's own event loop, and ends it with the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from tandem.errors import ConfigurationError
+
+# How long a client may take from connecting to the end of its first request's headers.
+_HEADER_SECONDS = 30.0
+_KEEP_ALIVE_SECONDS = 75
+_MOST_HEADER_BYTES = 64 << 10
+# How long connections may take to close once nothing runs on them.
+_GOODBYE_SECONDS = 0.5
+
+
+class HttpServer:
+    """Listens from the start, and answers whatever the application does."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        *,
+        most_connections: int,
+        stalled_reader_seconds: float,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """Bind the address.
+
+        Raises:
+            ConfigurationError: it cannot be bound.
+        """
+        self._socket = _bound(host, port)
+        self.address = _spelled(self._socket, host)
+        """host:port that it listens on."""
+        self.url = f"{'http' if tls is None else 'https'}://{self.address}"
+        config = uvicorn.Config(
+            app,
+            http=_protocol(stalled_reader_seconds),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            limit_concurrency=most_connections,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
+        )
+        config.load()
+        config.ssl = tls
+        self._server = _Server(config)
+        self._serving: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self._serving = asyncio.create_task(self._server.serve([self._socket]))
+
+    async def close(self) -> None:
+        """Answer no more. Called once no request runs; what is left is cut off."""
+        if self._serving is None:
+            self._socket.close()
+            return
+        running = list(self._server.server_state.tasks)
+        for task in running:
+            task.cancel()
+        self._server.should_exit = True
+        try:
+            async with asyncio.timeout(_GOODBYE_SECONDS):
+                await asyncio.shield(self._serving)
+        except TimeoutError:
+            self._server.force_exit = True
+            await self._serving
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the coordinator's own business."""
+        yield
+
+
+def _protocol(stalled_reader_seconds: float) -> type[H11Protocol]:
+    """HTTP/1.1 whose connections end when their client takes nothing, or does not get round to asking anything."""
+
+    class Bounded(H11Protocol):
+        _stalled: asyncio.TimerHandle | None = None
+        _silent: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._silent = self.loop.call_later(_HEADER_SECONDS, self._end_silence)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            for timer in (self._stalled, self._silent):
+                if timer is not None:
+                    timer.cancel()
+            super().connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._stalled = self.loop.call_later(stalled_reader_seconds, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            if self._stalled is not None:
+                self._stalled.cancel()
+
+        def _end_silence(self) -> None:
+            if getattr(self, "cycle", None) is None:  # its type says that there always is one
+                self.transport.close()
+
+    return Bounded
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+            bound.listen(socket.SOMAXCONN)
+        except OSError:
+            bound.close()
+            raise
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on {host}:{port}: {(error.strerror or str(error)).lower()}; "
+            "choose another address with --http-host and --http-port"
+        ) from None
+    bound.setblocking(False)
+    return bound
+
+
+def _spelled(bound: socket.socket, host: str) -> str:
+    name = f"[{host}]" if ":" in host else host
+    return f"{name}:{bound.getsockname()[1]}"

@@ -1,0 +1,54 @@
+"""A coordinator over fakes that answers HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+
+from coordinator.service import CoordinatorService
+from coordinator.settings import CoordinatorSettings
+from tandem.serving.calls import RunningCalls
+from tandem.serving.gate import Gate
+from tandem.v1 import draft_pb2_grpc, target_pb2_grpc
+from tests.service.fakes import FakeDraft, FakeTarget, serving
+
+
+@dataclass(frozen=True)
+class HttpCluster:
+    """What a test holds of it."""
+
+    url: str
+    http: httpx2.AsyncClient
+    service: CoordinatorService
+    gate: Gate
+    calls: RunningCalls
+
+
+@asynccontextmanager
+async def http_cluster(
+    target: FakeTarget, draft: FakeDraft | None = None, **options: Any
+) -> AsyncIterator[HttpCluster]:
+    """A coordinator over these fakes, and a client of it that speaks HTTP."""
+    async with AsyncExitStack() as stack:
+        target_address, _ = await stack.enter_async_context(
+            serving(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(target, server))
+        )
+        if draft is not None:
+            options["draft_address"], _ = await stack.enter_async_context(
+                serving(lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(draft, server))
+            )
+        service = CoordinatorService(
+            CoordinatorSettings(target_address=target_address, **({"http_port": 0} | options))
+        )
+        gate, calls = Gate(""), RunningCalls()
+        service.open_other_ways(gate, calls)
+        await service.start()
+        stack.push_async_callback(service.close)
+        url = service.http_url
+        assert url is not None
+        http = await stack.enter_async_context(httpx2.AsyncClient(base_url=url, timeout=30.0))
+        yield HttpCluster(url, http, service, gate, calls)

@@ -1,0 +1,109 @@
+"""The HTTP server: what becomes of clients that take nothing or say nothing, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from coordinator.http import server as server_module
+from coordinator.http.server import HttpServer
+from tests.service.clients import until
+
+SECONDS = 10.0
+GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+class Endless:
+    """Answers without an end, until its client is gone."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.sent = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        self.running += 1
+        gone = asyncio.ensure_future(self._gone(receive))
+        try:
+            while not gone.done():
+                await send({"type": "http.response.body", "body": bytes(1 << 16), "more_body": True})
+                self.sent += 1 << 16
+                await asyncio.sleep(0)
+        finally:
+            self.running -= 1
+            gone.cancel()
+
+    async def _gone(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+
+@asynccontextmanager
+async def listening(app: Endless, stalled_reader_seconds: float = 60.0) -> AsyncIterator[int]:
+    server = HttpServer(
+        app, "127.0.0.1", 0, most_connections=8, stalled_reader_seconds=stalled_reader_seconds
+    )
+    server.start()
+    try:
+        yield int(server.address.rpartition(":")[2])
+    finally:
+        async with asyncio.timeout(SECONDS):
+            await server.close()
+
+
+async def test_a_reader_that_stalls_is_ended() -> None:
+    app = Endless()
+    async with listening(app, stalled_reader_seconds=0.3) as port:
+        with socket.create_connection(("127.0.0.1", port)) as stalled:
+            stalled.sendall(GET)
+            await until(lambda: app.sent > 0 and not app.running, SECONDS)
+    # What all buffers between the two may hold.
+    assert app.sent < 32 << 20
+
+
+async def test_a_reader_that_reads_is_not() -> None:
+    app = Endless()
+    async with listening(app, stalled_reader_seconds=0.3) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(GET)
+        for _ in range(20):
+            await reader.readexactly(1 << 20)
+            await asyncio.sleep(0.05)
+        assert app.running == 1
+        writer.close()
+        await until(lambda: not app.running, SECONDS)
+
+
+async def test_who_never_asks_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_HEADER_SECONDS", 0.1)
+    async with listening(Endless()) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nhost:")
+        async with asyncio.timeout(SECONDS):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_it_ends_while_answers_are_under_way() -> None:
+    app = Endless()
+    async with listening(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(GET)
+        await reader.readexactly(1 << 16)
+    assert not app.running
+    writer.close()
+
+
+async def test_more_connections_than_allowed_are_told_so() -> None:
+    async with listening(Endless()) as port:
+        connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(9)]
+        reader, writer = connections[-1]
+        writer.write(GET)
+        assert (await reader.readline()).split()[1] == b"503"
+        for _, writer in connections:
+            writer.close()

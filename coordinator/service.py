@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import grpc.aio
 
 from coordinator.admin import Administration
 from coordinator.admin_servicer import AdminServicer
 from coordinator.completions import Completions, Services
-from coordinator.http.backend import CoordinatorBackend
-from coordinator.http.side import HttpSide
 from coordinator.live_config import LiveConfig
 from coordinator.replica import ReplicaState, Role
 from coordinator.replicas import Replicas
@@ -24,6 +23,9 @@ from tandem.serving.calls import RunningCalls
 from tandem.serving.gate import Gate
 from tandem.serving.server import tell
 from tandem.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+
+if TYPE_CHECKING:
+    from coordinator.http.side import HttpSide
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,9 @@ class CoordinatorService:
     def __init__(self, settings: CoordinatorSettings, telemetry: CoordinatorTelemetry | None = None) -> None:
         self._settings = settings
         self.live_config = LiveConfig(settings)
-        self.telemetry = telemetry or CoordinatorTelemetry.of(settings)
+        self.telemetry = telemetry or CoordinatorTelemetry.of(
+            settings, is_read=settings.http_port is not None
+        )
         self.completions = Completions(self.live_config, self.telemetry.observer)
         self.replicas = Replicas(settings, settings.service_credentials)
         self.administration = Administration(self.completions, self.live_config, self.replicas)
@@ -55,7 +59,13 @@ class CoordinatorService:
             ConfigurationError: it cannot be bound.
         """
         if self._settings.http_port is not None:
-            backend = CoordinatorBackend(self.completions, self.administration, lambda: "")
+            # Here, not above: without HTTP nothing of it is loaded.
+            from coordinator.http.backend import CoordinatorBackend
+            from coordinator.http.side import HttpSide
+
+            backend = CoordinatorBackend(
+                self.completions, self.administration, self.telemetry.prometheus_text
+            )
             self._http = HttpSide(self._settings, backend, gate, calls)
 
     @property

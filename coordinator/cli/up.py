@@ -21,6 +21,7 @@ from tandem.settings import exit_with
 DEMO_MODELS = Path(__file__).resolve().parents[2] / "models" / "demo"
 
 _LOOPBACK = ("--host", "127.0.0.1")
+_HTTP_LOOPBACK = ("--http-host", "127.0.0.1")
 
 # A child is asked to stop, and given its drain timeout (30 s unless set) and this much more before it is killed.
 _STOP_SECONDS = 40.0
@@ -64,7 +65,11 @@ def up(
         # Whatever the environment says: this command serves this machine alone.
         target=[*_LOOPBACK, "--model", str(target or DEMO_MODELS / "target"), "--port", "0", *shared],
         draft=[*_LOOPBACK, "--model", str(draft or DEMO_MODELS / "draft"), "--port", "0", *shared],
-        coordinator=[*_LOOPBACK, *_options(port=port, http_port=http_port, log_level=log_level)],
+        coordinator=[
+            *_LOOPBACK,
+            *_HTTP_LOOPBACK,
+            *_options(port=port, http_port=http_port, log_level=log_level),
+        ],
     )
     try:
         asyncio.run(cluster.run())

@@ -20,8 +20,6 @@ from tandem.serving import tokens
 from tandem.serving.calls import RunningCalls
 from tandem.serving.gate import Gate
 
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 # A load balancer has no token, and the page asks for one.
 _OPEN_PATHS = frozenset({"/health", *PATHS})
 
@@ -32,8 +30,9 @@ class Shown(Backend, Protocol):
     def status(self) -> dict[str, Any]:
         """What the page shows."""
 
-    def metrics(self) -> str:
-        """The metrics, in Prometheus's text form."""
+    @property
+    def metrics(self) -> Callable[[], tuple[bytes, str] | None]:
+        """Tells the metrics in Prometheus's text form, and its content type; None when none are collected."""
 
 
 class App:
@@ -100,7 +99,11 @@ class App:
         return JSONResponse({"version": __version__})
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(self._shown.metrics(), media_type=METRICS_TYPE)
+        metrics = self._shown.metrics()
+        if metrics is None:
+            raise HttpError(404, "no metrics are collected here", "not_found")
+        content, media_type = metrics
+        return Response(content, media_type=media_type)
 
     async def _status(self, request: Request) -> Response:
         return JSONResponse(self._shown.status(), headers={"Cache-Control": "no-store"})

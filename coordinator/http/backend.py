@@ -16,13 +16,16 @@ class CoordinatorBackend:
     """The coordinator behind HTTP."""
 
     def __init__(
-        self, completions: Completions, administration: Administration, metrics: Callable[[], str]
+        self,
+        completions: Completions,
+        administration: Administration,
+        metrics: Callable[[], tuple[bytes, str] | None],
     ) -> None:
         self.completions = completions
         self.chat_template: ChatTemplate | None = None
         """Makes a prompt of a chat; read when the services are met, None when the model has none."""
         self.metrics = metrics
-        """Tells the metrics in Prometheus's text form."""
+        """Tells the metrics in Prometheus's text form, and its content type; None when none are collected."""
         self._administration = administration
 
     @property

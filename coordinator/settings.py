@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -14,7 +15,7 @@ from coordinator.rules import COMBINATION_RULES
 from coordinator.service_access import ServiceAccessOptions
 from tandem.config import SpeculativeConfig
 from tandem.config.rule import Rule
-from tandem.serving.protection import AdminOptions
+from tandem.serving.protection import AdminOptions, is_loopback
 from tandem.settings import COMMAND_LINE, ServerSettings
 
 DEFAULT_PORT = 50051
@@ -73,6 +74,33 @@ class CoordinatorSettings(
     """Share of the traced requests that have a span for each round."""
     start_timeout_seconds: float = Field(default=120.0, gt=0)
     """How long to wait at start for the other services to be ready."""
+
+    @classmethod
+    def rules(cls) -> tuple[Rule[Any], ...]:
+        """What must hold for the coordinator's options alone."""
+        return (*super().rules(), *COORDINATOR_RULES)
+
+
+def _plain_connections(settings: CoordinatorSettings) -> Iterator[str]:
+    if settings.insecure or settings.service_credentials.uses_tls:
+        return
+    for option in ("target_address", "draft_address"):
+        for address in split_addresses(getattr(settings, option) or ""):
+            if address.port >= 0 and not is_loopback(address.host):
+                yield (
+                    f"{option} is {address}, another machine, and prompts would go there in plain text: give "
+                    "service_tls_ca_file or service_tls; or insecure, where the network is trusted"
+                )
+
+
+COORDINATOR_RULES: tuple[Rule[CoordinatorSettings], ...] = (
+    Rule(
+        "service-tls",
+        "Services on other machines are reached by TLS, or the coordinator is `insecure`.",
+        _plain_connections,
+        ("target_address", "draft_address"),
+    ),
+)
 
 
 class ConfigSettings(CoordinatorSettings):

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from coordinator.bounds import BOUND_RULES, RequestBounds
 from coordinator.rules import MODEL_RULES, REQUEST_RULES
 from coordinator.service_access import ServiceAccessOptions
-from coordinator.settings import CoordinatorSettings, GuardedConfig
+from coordinator.settings import COORDINATOR_RULES, CoordinatorSettings, GuardedConfig
 from draft_service.settings import DraftSettings
 from tandem.config.acceptance import AcceptanceOptions
 from tandem.config.drafting import DraftingOptions
@@ -133,7 +133,7 @@ def _rules() -> Iterator[str]:
     )
     yield (
         "### Of a server\n\nWhen it starts: exit code 2.\n\n"
-        + _rule_table((*SERVER_RULES, *AdminOptions.rules()))
+        + _rule_table((*SERVER_RULES, *AdminOptions.rules(), *COORDINATOR_RULES))
     )
     yield (
         "### Of the models\n\nWhen the coordinator meets its services: exit code 2.\n\n"

@@ -31,7 +31,7 @@ class ProtectionOptions(Options):
     auth_token_file: Path | None = None
     """File of such tokens, one on each line, all of them good. Read again when it changes."""
     insecure: bool = False
-    """Serve other machines without TLS or without asking who calls; for a network where all are trusted."""
+    """Do without TLS, or without asking who calls, beyond this machine; for a network where all are trusted."""
 
     @classmethod
     def rules(cls) -> tuple[Rule[Any], ...]:

@@ -6,7 +6,7 @@ from tests.end_to_end.processes import service
 
 
 def test_rules_of_the_configuration() -> None:
-    options = ("--target-address", "nowhere:1", "--num-speculative-tokens", "0", "--max-num-steps", "4")
+    options = ("--target-address", "127.0.0.1:1", "--num-speculative-tokens", "0", "--max-num-steps", "4")
     with service("coordinator", *options) as process:
         assert process.wait(60) == 2
         assert process.stderr == (

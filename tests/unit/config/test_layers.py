@@ -14,7 +14,7 @@ from tandem.errors import ConfigurationError
 from tandem.settings import load_settings
 from target_service.settings import TargetSettings
 
-ADDRESS = ("--target-address", "host:1")
+ADDRESS = ("--target-address", "127.0.0.1:1")
 
 
 @pytest.fixture(autouse=True)

@@ -143,6 +143,28 @@ def test_this_machine_needs_no_protection(host: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "is_refused"),
+    [
+        ({"target_address": "10.0.0.1:1"}, True),
+        ({"target_address": "127.0.0.1:1,target:1"}, True),
+        ({"target_address": "127.0.0.1:1", "draft_address": "draft:1"}, True),
+        ({"target_address": "127.0.0.1:1,localhost:1,[::1]:1,unix:/target"}, False),
+        ({"target_address": "target:1", "service_tls_ca_file": "ca.pem"}, False),
+        ({"target_address": "target:1", "service_tls": True}, False),
+        ({"target_address": "target:1", "insecure": True}, False),
+    ],
+)
+def test_prompts_do_not_cross_a_network_in_plain_text(options: dict[str, object], is_refused: bool) -> None:
+    if is_refused:
+        with pytest.raises(
+            ValidationError, match="another machine, and prompts would go there in plain text"
+        ):
+            CoordinatorSettings.model_validate(options)
+    else:
+        CoordinatorSettings.model_validate(options)
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"tls_cert_file": "c"}, "tls_key_file is not set"),

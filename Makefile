@@ -14,7 +14,7 @@ ARGS ?=
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos test test-fast lint format docs demo demo-models bench clean
+.PHONY: help setup protos test test-fast soak lint format docs demo demo-models bench clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ protos: $(INSTALLED) ## Regenerate tandem/v1 from protos/ if a proto changed
 
 test: setup ## Run the tests, all but the soak tests
 	$(BIN)/python -m pytest -m 'not soak' -n $(WORKERS) --dist loadfile $(ARGS)
+
+soak: setup ## Run the tests that take minutes: leaks, faults and overload at full length
+	$(BIN)/python -m pytest -m soak $(ARGS)
 
 test-fast: setup ## Run the tests that take seconds
 	$(BIN)/python -m pytest -m 'not soak and not slow' -n $(WORKERS) --dist loadfile $(ARGS)

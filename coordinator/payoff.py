@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
-
-from coordinator.averages import MovingAverage
+from statistics import fmean, median
 
 TRIAL_ROUNDS = 24
 """Rounds with a proposal before the first verdict; acceptance in fewer says little."""
@@ -47,7 +47,7 @@ class Payoff:
 
     def __init__(self, *, may_pause: bool) -> None:
         self._may_pause = may_pause
-        self._extending = MovingAverage()
+        self._extending: deque[float] = deque(maxlen=TRIAL_ROUNDS)
         self._next_pause_rounds = FIRST_PAUSE_ROUNDS
         self._rounds_left = 0
         self._begin(TRIAL_ROUNDS)
@@ -71,32 +71,27 @@ class Payoff:
     def add(self, cost: RoundCost) -> bool:
         """Count a round. Whether drafting is paused from here on."""
         if not cost.was_asked:
-            self._extending.add(cost.verifying_seconds)
+            self._extending.append(cost.verifying_seconds)
             return False
-        self._rounds += 1
-        self._accepted += cost.accepted
-        self._proposing.add(cost.proposing_seconds)
-        self._verifying.add(cost.verifying_seconds)
-        if not self._may_pause or self._rounds < self._wanted_rounds:
+        self._rounds.append(cost)
+        if not self._may_pause or len(self._rounds) < self._wanted_rounds:
             return False
-        return self._verdict()
-
-    def _verdict(self) -> bool:
-        assert self._proposing.value is not None
-        assert self._verifying.value is not None
-        tokens = 1.0 + self._accepted / self._rounds
-        pays = gain(tokens, self._proposing.value, self._verifying.value, self._extending.value) >= LEAST_GAIN
-        if pays:
+        if self._pays():
             self._next_pause_rounds = FIRST_PAUSE_ROUNDS
             self._begin(TRIAL_ROUNDS)
-        else:
-            self._rounds_left = self._next_pause_rounds
-            self._next_pause_rounds = min(2 * self._next_pause_rounds, LONGEST_PAUSE_ROUNDS)
-        return not pays
+            return False
+        self._rounds_left = self._next_pause_rounds
+        self._next_pause_rounds = min(2 * self._next_pause_rounds, LONGEST_PAUSE_ROUNDS)
+        return True
+
+    def _pays(self) -> bool:
+        """The verdict on the rounds since the last one. A hiccup of the machine does not move a median."""
+        tokens_per_round = 1.0 + fmean(cost.accepted for cost in self._rounds)
+        proposing = median(cost.proposing_seconds for cost in self._rounds)
+        verifying = median(cost.verifying_seconds for cost in self._rounds)
+        extending = median(self._extending) if self._extending else None
+        return gain(tokens_per_round, proposing, verifying, extending) >= LEAST_GAIN
 
     def _begin(self, wanted_rounds: int) -> None:
         self._wanted_rounds = wanted_rounds
-        self._rounds = 0
-        self._accepted = 0
-        self._proposing = MovingAverage()
-        self._verifying = MovingAverage()
+        self._rounds: list[RoundCost] = []

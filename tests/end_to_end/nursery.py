@@ -1,0 +1,69 @@
+"""Starts services that live a short life: real processes of the real code, which share only what they have imported.
+
+Most of a model service's start is the import of torch. This process does it once, and forks for each service: a test
+can then end a hundred of them without waiting for minutes. Run as `python -m tests.end_to_end.nursery`.
+
+Each line of stdin is a JSON list: the folder for the service's output, its package and its arguments. Each is answered
+with the process's id on stdout. The end of stdin is the end of the nursery; its services are the test's to end.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+
+def main() -> None:
+    """Serve the lines of stdin."""
+    starts = _starts()
+    # A child that has ended is not waited for by anyone.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for line in sys.stdin:
+        folder, package, *arguments = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            _become(Path(folder), partial(starts[package], arguments))
+        sys.stdout.write(f"{pid}\n")
+        sys.stdout.flush()
+
+
+def _starts() -> dict[str, Callable[[list[str]], None]]:
+    """What runs each service, with everything imported that it needs."""
+    import torch
+
+    import draft_service.__main__
+    import target_service.__main__
+
+    for module in ("draft_service.proposers.standalone", "target_service.verifier"):
+        importlib.import_module(module)
+    # Threads do not survive a fork, so there must be none yet.
+    torch.set_num_threads(1)
+    return {"draft_service": draft_service.__main__.run, "target_service": target_service.__main__.run}
+
+
+def _become(folder: Path, start: Callable[[], None]) -> None:
+    """Be that service, and nothing of the nursery any more."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    code = 0
+    try:
+        start()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""The services that a nursery starts, seen by a test."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.end_to_end.processes import START_SECONDS, is_alive, until
+from tests.paths import ROOT
+
+
+class Nursling:
+    """A service of a nursery, which can be started again on its port."""
+
+    def __init__(self, nursery: Nursery, package: str, arguments: tuple[str, ...]) -> None:
+        self.port = free_port()
+        self.pid = 0
+        self._nursery = nursery
+        self._package = package
+        self._arguments = arguments
+        self._folder = Path()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start, without waiting until it is ready."""
+        arguments = ("--port", str(self.port), *self._arguments)
+        self.pid, self._folder = self._nursery.fork(self._package, *arguments)
+
+    @property
+    def is_ready(self) -> bool:
+        return "ready on" in self._text("stdout")
+
+    @property
+    def is_alive(self) -> bool:
+        return self.pid > 0 and is_alive(self.pid)
+
+    @property
+    def story(self) -> str:
+        return f"{self._package} {self.address}\n{self._text('stdout')}\n{self._text('stderr')}"
+
+    def await_ready(self) -> None:
+        until(lambda: self.is_ready or not self.is_alive, START_SECONDS, lambda: self.story)
+        assert self.is_ready, self.story
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it as nothing can be ended more suddenly."""
+        if self.is_alive:
+            with suppress(ProcessLookupError):
+                self.signal(signal.SIGKILL)
+            until(lambda: not self.is_alive, 5.0)
+
+    def _text(self, name: str) -> str:
+        path = self._folder / name
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+class Nursery:
+    """Forks services, and ends what is left of them."""
+
+    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+        self._process = process
+        self._folder = folder
+        self._forks = 0
+        self._nurslings: list[Nursling] = []
+
+    def nursling(self, package: str, *arguments: str) -> Nursling:
+        """A service that is yet to be started."""
+        made = Nursling(self, package, arguments)
+        self._nurslings.append(made)
+        return made
+
+    def model_service(self, package: str, model: Path, *arguments: str) -> Nursling:
+        """One with a model, on one thread: the machine is shared."""
+        return self.nursling(package, "--model", str(model), "--threads", "1", *arguments)
+
+    def fork(self, *command: str) -> tuple[int, Path]:
+        self._forks += 1
+        folder = self._folder / str(self._forks)
+        folder.mkdir()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([str(folder), *command]) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline()), folder
+
+    def close(self) -> None:
+        for nursling in self._nurslings:
+            nursling.kill()
+        self._process.kill()
+        self._process.communicate()
+
+
+@contextmanager
+def nursery() -> Iterator[Nursery]:
+    """A nursery for as long as the block lasts."""
+    with TemporaryDirectory(prefix="tandem-nursery-") as name:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.end_to_end.nursery"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        made = Nursery(process, Path(name))
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port

@@ -1,0 +1,291 @@
+"""Real services come and go, by signals, and streams that run go on: the text is that of the undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from tandem.client import Client
+from tandem.types import Chunk, GenerationRequest, SpeculationFigures
+from tests.end_to_end.nurslings import Nursery, Nursling, nursery
+from tests.end_to_end.processes import address_of, coordinator
+from tests.paths import DEMO_DRAFT, DEMO_TARGET
+
+pytestmark = pytest.mark.slow
+
+MAX_TOKENS = 40
+DRAFT_STALL_SECONDS = 1.0
+TARGET_STALL_SECONDS = 12.0
+SHORT, LONG = 3, 100
+RUNS = pytest.mark.parametrize(
+    "runs", [pytest.param(SHORT, id="short"), pytest.param(LONG, id="long", marks=pytest.mark.soak)]
+)
+
+
+def request(prompt: str, rule: str, max_tokens: int = MAX_TOKENS) -> GenerationRequest:
+    """Greedy, or strict with a seed: in both the text is a function of the target alone."""
+    if rule == "greedy":
+        return GenerationRequest(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return GenerationRequest(
+        prompt, max_tokens=max_tokens, temperature=1.0, seed=11, rejection_sampling_strategy="strict",
+        ignore_eos=True,
+    )  # fmt: skip
+
+
+@dataclass
+class Stream:
+    """A completion as its client sees it come."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)
+    longest_pause_seconds: float = 0.0
+    figures: SpeculationFigures = field(default_factory=SpeculationFigures)
+
+    async def read(
+        self, client: Client, wanted: GenerationRequest, begun: asyncio.Event | None = None
+    ) -> None:
+        last = time.monotonic()
+        async for chunk in client.generate(wanted):
+            self.longest_pause_seconds = max(self.longest_pause_seconds, time.monotonic() - last)
+            last = time.monotonic()
+            self._add(chunk)
+            if begun is not None:
+                begun.set()
+
+    def _add(self, chunk: Chunk) -> None:
+        self.text += chunk.text
+        self.token_ids += chunk.token_ids
+        self.drafted += chunk.drafted
+        if chunk.summary is not None:
+            assert chunk.summary.completion_tokens == len(self.token_ids)
+            self.figures = chunk.summary.speculation
+
+
+async def streamed(client: Client, wanted: GenerationRequest) -> Stream:
+    stream = Stream()
+    await stream.read(client, wanted)
+    return stream
+
+
+@dataclass
+class Disturbance:
+    """Streams that have begun, and what they are to be."""
+
+    streams: list[Stream]
+    tasks: list[asyncio.Task[None]]
+    expected: list[Stream]
+
+    async def end(self) -> None:
+        """Wait for the streams, which must be those of the undisturbed run."""
+        await asyncio.gather(*self.tasks)
+        for stream, expected in zip(self.streams, self.expected, strict=True):
+            assert stream.token_ids == expected.token_ids
+            assert stream.text == expected.text
+
+
+@asynccontextmanager
+async def begun(
+    client: Client, requests: Sequence[GenerationRequest], expected: Sequence[Stream]
+) -> AsyncIterator[Disturbance]:
+    """These requests, each with its first piece delivered; at the end of the block they are awaited and compared."""
+    streams = [Stream() for _ in requests]
+    events = [asyncio.Event() for _ in requests]
+    tasks = [
+        asyncio.create_task(stream.read(client, wanted, event))
+        for stream, wanted, event in zip(streams, requests, events, strict=True)
+    ]
+    await asyncio.gather(*(event.wait() for event in events))
+    disturbance = Disturbance(streams, tasks, list(expected))
+    try:
+        yield disturbance
+        await disturbance.end()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+@pytest.fixture(scope="module")
+def services() -> Iterator[Nursery]:
+    with nursery() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def targets(services: Nursery) -> list[Nursling]:
+    return started(services.model_service("target_service", DEMO_TARGET) for _ in range(2))
+
+
+@pytest.fixture(scope="module")
+def drafts(services: Nursery) -> list[Nursling]:
+    return started(services.model_service("draft_service", DEMO_DRAFT) for _ in range(2))
+
+
+def started(nurslings: Iterator[Nursling]) -> list[Nursling]:
+    made = list(nurslings)
+    for each in made:
+        each.start()
+    for each in made:
+        each.await_ready()
+    return made
+
+
+def revived(nurslings: Sequence[Nursling]) -> None:
+    """Start again what a test has ended."""
+    for each in nurslings:
+        if not each.is_alive:
+            each.start()
+    for each in nurslings:
+        each.await_ready()
+
+
+@asynccontextmanager
+async def joined(targets: Sequence[Nursling], drafts: Sequence[Nursling]) -> AsyncIterator[Client]:
+    """A client of a coordinator over these."""
+    revived([*targets, *drafts])
+    with ExitStack() as stack:
+        # On a machine that others use, drafting may well be measured not to pay.
+        process = stack.enter_context(
+            coordinator(_addresses(targets), _addresses(drafts), "--no-draft-pause")
+        )
+        async with Client(address_of(process)) as client:
+            yield client
+
+
+def _addresses(nurslings: Sequence[Nursling]) -> str:
+    return ",".join(each.address for each in nurslings)
+
+
+def jitter(chance: random.Random) -> float:
+    """Seconds that end anywhere in a round."""
+    return chance.uniform(0.0, 0.06)
+
+
+@RUNS
+async def test_the_only_draft_is_killed(
+    runs: int, targets: list[Nursling], drafts: list[Nursling], prompts: list[str]
+) -> None:
+    chance = random.Random(1)
+    requests = [request(prompts[0], "greedy"), request(prompts[1], "strict")]
+    async with joined(targets[:1], drafts[:1]) as client:
+        expected = [await streamed(client, each) for each in requests]
+        for _ in range(runs):
+            async with begun(client, requests, expected):
+                await asyncio.sleep(jitter(chance))
+                drafts[0].kill()
+            await asyncio.to_thread(revived, drafts[:1])
+
+
+@RUNS
+async def test_one_of_two_targets_is_killed(
+    runs: int, targets: list[Nursling], drafts: list[Nursling], prompts: list[str]
+) -> None:
+    """Each stream is on one of them, and either may be hit."""
+    chance = random.Random(2)
+    requests = [request(prompts[0], "greedy"), request(prompts[1], "strict")]
+    async with joined(targets, drafts[:1]) as client:
+        expected = [await streamed(client, each) for each in requests]
+        for _ in range(runs):
+            async with begun(client, requests, expected):
+                await asyncio.sleep(jitter(chance))
+                chance.choice(targets).kill()
+            await asyncio.to_thread(revived, targets)
+
+
+async def test_drafting_resumes_when_a_draft_returns(
+    targets: list[Nursling], drafts: list[Nursling], prompts: list[str]
+) -> None:
+    """One of two drafts is killed and started again: what it did for the streams, the other does, and then both."""
+    requests = [request(prompt, "greedy", max_tokens=160) for prompt in prompts[:2]]
+    async with joined(targets[:1], drafts) as client:
+        expected = [await streamed(client, each) for each in requests]
+        async with begun(client, requests, expected) as disturbed:
+            drafts[0].kill()
+            await asyncio.to_thread(revived, drafts)
+        for stream, undisturbed in zip(disturbed.streams, expected, strict=True):
+            assert sum(stream.drafted) > 0.7 * sum(undisturbed.drafted), "drafting went on"
+        drafts[1].kill()
+        again = await streamed(client, requests[0])
+        assert again.text == expected[0].text
+        assert sum(again.drafted) > 0.9 * sum(expected[0].drafted), "the one that returned is used"
+
+
+async def test_a_draft_that_stops_answering(
+    targets: list[Nursling], drafts: list[Nursling], prompts: list[str]
+) -> None:
+    """Stopped, not ended: no connection tells of it."""
+    requests = [request(prompts[0], "greedy"), request(prompts[1], "strict")]
+    async with joined(targets[:1], drafts[:1]) as client:
+        expected = [await streamed(client, each) for each in requests]
+        try:
+            async with begun(client, requests, expected) as disturbed:
+                drafts[0].signal(signal.SIGSTOP)
+        finally:
+            drafts[0].signal(signal.SIGCONT)
+        assert max(each.longest_pause_seconds for each in disturbed.streams) < DRAFT_STALL_SECONDS
+
+
+async def test_a_target_that_stops_answering(
+    targets: list[Nursling], drafts: list[Nursling], prompts: list[str]
+) -> None:
+    requests = [request(prompts[0], "greedy"), request(prompts[1], "strict")]
+    async with joined(targets, drafts[:1]) as client:
+        expected = [await streamed(client, each) for each in requests]
+        try:
+            async with begun(client, requests, expected) as disturbed:
+                targets[0].signal(signal.SIGSTOP)
+        finally:
+            targets[0].kill()
+        pauses = [each.longest_pause_seconds for each in disturbed.streams]
+        assert max(pauses) < TARGET_STALL_SECONDS
+
+
+@pytest.mark.parametrize(
+    "count", [pytest.param(8, id="short"), pytest.param(32, id="long", marks=pytest.mark.soak)]
+)
+async def test_every_replica_is_restarted_by_drain(
+    count: int, targets: list[Nursling], drafts: list[Nursling], prompts: list[str]
+) -> None:
+    """One after the other, each with a SIGTERM, while streams come and go."""
+    over = asyncio.Event()
+    completed = 0
+
+    async def keep_streaming(client: Client, wanted: GenerationRequest, expected: str) -> None:
+        nonlocal completed
+        while not over.is_set():
+            assert (await streamed(client, wanted)).text == expected
+            completed += 1
+
+    def restarted(each: Nursling) -> None:
+        each.signal(signal.SIGTERM)
+        deadline = time.monotonic() + 40.0
+        while each.is_alive:
+            assert time.monotonic() < deadline, each.story
+            time.sleep(0.02)
+        revived([each])
+
+    async with joined(targets, drafts) as client:
+        requests = [request(prompts[i % len(prompts)], ("greedy", "strict")[i % 2]) for i in range(count)]
+        expected = [(await streamed(client, each)).text for each in requests]
+        tasks = [
+            asyncio.create_task(keep_streaming(client, *pair))
+            for pair in zip(requests, expected, strict=True)
+        ]
+        try:
+            await asyncio.sleep(0.5)
+            for each in (*targets, *drafts):
+                await asyncio.to_thread(restarted, each)
+                await asyncio.sleep(0.5)
+            over.set()
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+    assert completed >= count

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from benchmarks.prompts import Prompt, held_out_prompts
 from benchmarks.services import cluster
-from coordinator.cli.generate import ACCEPTED_STYLE, Record, show
+from coordinator.cli.received import ACCEPTED_STYLE, Record, show
 from coordinator.figures import acceptance_rate, add, mean_acceptance_length
 from tandem.client import Client
 from tandem.types import GenerationRequest, SpeculationFigures

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.editing import editing_prompts, source_text
 from benchmarks.services import service
-from coordinator.cli.generate import Record
+from coordinator.cli.received import Record
 from coordinator.figures import acceptance_rate, add, mean_acceptance_length
 from draft_service.proposers.model_free import TokenIndex
 from draft_service.proposers.ngram import NgramIndex

@@ -30,7 +30,7 @@ from tandem.admin import (
     Throughput,
 )
 from tandem.errors import InvalidRequestError, NotFoundError
-from tandem.replica import ReplicaSnapshot, ReplicaState, Role
+from tandem.replica import ReplicaSnapshot, ReplicaState, Role, is_last_target
 from tandem.types import SpeculationFigures
 
 logger = logging.getLogger(__name__)
@@ -230,14 +230,6 @@ def state_of(replicas: Sequence[ReplicaSnapshot]) -> CoordinatorState:
     is_lost = any(replica.state not in (ReplicaState.READY, ReplicaState.DRAINING) for replica in replicas)
     has_drafter = not drafts or any(replica.state is ReplicaState.READY for replica in drafts)
     return CoordinatorState.READY if has_drafter and not is_lost else CoordinatorState.DEGRADED
-
-
-def is_last_target(replica: ReplicaSnapshot, replicas: Sequence[ReplicaSnapshot]) -> bool:
-    """Whether no other target takes new sequences."""
-    ready = [
-        other.address for other in replicas if other.role is Role.TARGET and other.state is ReplicaState.READY
-    ]
-    return replica.role is Role.TARGET and ready == [replica.address]
 
 
 def _find(replicas: Sequence[ReplicaSnapshot], address: str) -> ReplicaSnapshot:

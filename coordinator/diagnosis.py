@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from ipaddress import ip_address
 
 from coordinator.figures import acceptance_rate, cumulative_rates
 from coordinator.rejection.strategies import STRATEGIES
 from coordinator.rules import MODEL_RULES, Deployment
 from coordinator.settings import CoordinatorSettings
 from tandem import __version__
+from tandem.addresses import is_local
 from tandem.admin import CoordinatorState, Finding, Severity, Status
 from tandem.config.rule import broken
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
@@ -241,7 +241,7 @@ def _transport(status: Status, settings: CoordinatorSettings) -> Iterator[Findin
     if settings.service_credentials.uses_tls:
         yield Finding("services", "", Severity.OK, "the coordinator reaches them by TLS")
         return
-    remote = [replica.address for replica in status.replicas if not is_loopback(replica.address)]
+    remote = [replica.address for replica in status.replicas if not is_local(replica.address)]
     if not remote:
         yield Finding("services", "", Severity.OK, "plain text, within this machine")
         return
@@ -252,12 +252,3 @@ def _transport(status: Status, settings: CoordinatorSettings) -> Iterator[Findin
         f"prompts and completions travel to {len(remote)} of them in plain text",
         "give the services certificates, and the coordinator --service-tls-ca-file",
     )
-
-
-def is_loopback(address: str) -> bool:
-    """Whether host:port is on this machine."""
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

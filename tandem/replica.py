@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -51,3 +52,11 @@ class ReplicaSnapshot:
     """What became of the proposals that it made (a draft) or verified (a target)."""
     model: ModelInfo | None
     """None until it was reached."""
+
+
+def is_last_target(replica: ReplicaSnapshot, replicas: Sequence[ReplicaSnapshot]) -> bool:
+    """Whether no other target takes new sequences."""
+    ready = [
+        other.address for other in replicas if other.role is Role.TARGET and other.state is ReplicaState.READY
+    ]
+    return replica.role is Role.TARGET and ready == [replica.address]

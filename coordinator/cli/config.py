@@ -14,13 +14,14 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
+from coordinator.cli.command import new_app
 from coordinator.settings import ConfigSettings
 from tandem.config.layers import Origin, merged, origins, read_layers
 from tandem.config.rule import spelled
 from tandem.errors import ConfigurationError
 from tandem.settings import sentences
 
-config = typer.Typer(help="Show or check the configuration.", no_args_is_help=True)
+config = new_app("Show or check the configuration.")
 
 _PROGRAM = "tandem config show"
 _BROKEN = 2

@@ -15,14 +15,21 @@ from tandem.errors import (
     UnauthenticatedError,
 )
 
+OK = 0
+FAILED = 1
+USAGE = 2
+UNHEALTHY = 3
+UNREACHABLE = 4
+REFUSED = 5
+
 _EXIT_CODES: tuple[tuple[type[TandemError], int], ...] = (
-    (ConfigurationError, 2),
-    (ServiceUnavailableError, 4),
-    (InvalidRequestError, 5),
-    (UnauthenticatedError, 5),
-    (PermissionDeniedError, 5),
-    (CapacityError, 5),
-    (TandemError, 1),
+    (ConfigurationError, USAGE),
+    (ServiceUnavailableError, UNREACHABLE),
+    (InvalidRequestError, REFUSED),
+    (UnauthenticatedError, REFUSED),
+    (PermissionDeniedError, REFUSED),
+    (CapacityError, REFUSED),
+    (TandemError, FAILED),
 )
 
 

@@ -1,0 +1,167 @@
+"""`tandem admin replicas`: who drafts and who verifies."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+import typer
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from coordinator.cli.admin.client import admin_client
+from coordinator.cli.admin.completion import replica_addresses
+from coordinator.cli.admin.words import NOTHING, duration, milliseconds, percent, state
+from coordinator.cli.command import command, new_app
+from coordinator.cli.connection import ConnectionOptions
+from coordinator.cli.output import OutputOptions, plain_table
+from coordinator.figures import acceptance_rate, accepted_per_verification
+from tandem.errors import ConfigurationError, NotFoundError
+from tandem.replica import ReplicaSnapshot, ReplicaState, is_last_target
+
+replicas = new_app("List, show, drain and resume the services that the coordinator sends sequences to.")
+
+Address = Annotated[
+    str, typer.Argument(help="host:port, as the list tells it.", autocompletion=replica_addresses)
+]
+
+
+@command(replicas, "tandem admin replicas list", "tandem admin replicas list -o yaml", name="list")
+async def list_replicas(click: typer.Context, connection: ConnectionOptions, output: OutputOptions) -> None:
+    """List every replica: its state, its load, and what became of its proposals."""
+    async with admin_client(connection, click) as client:
+        found = await client.replicas()
+    output.show(found, lambda: Group(replica_table(found), *reasons(found)))
+
+
+@command(replicas, "tandem admin replicas show 10.0.0.7:50053")
+async def show(
+    address: Address, click: typer.Context, connection: ConnectionOptions, output: OutputOptions
+) -> None:
+    """Show all that is known of a replica, its model too."""
+    async with admin_client(connection, click) as client:
+        found = _named(address, await client.replicas())
+    output.show(found, lambda: replica_view(found))
+
+
+@command(
+    replicas, "tandem admin replicas drain 10.0.0.7:50053", "tandem admin replicas drain 10.0.0.7:50053 --yes"
+)
+async def drain(
+    address: Address,
+    click: typer.Context,
+    connection: ConnectionOptions,
+    output: OutputOptions,
+    yes: Annotated[bool, typer.Option("--yes", help="Drain the last target without a question.")] = False,
+) -> None:
+    """Give a replica no new sequences; those that it has move to another, or finish there.
+
+    Without any other target requests wait and then fail, so draining the last one needs a yes.
+    """
+    async with admin_client(connection, click) as client:
+        known = await client.replicas()
+        is_last = is_last_target(_named(address, known), known)
+        if is_last and not yes:
+            _confirm(address)
+        drained = await client.drain(address, allow_last_target=is_last)
+    output.show(drained, lambda: replica_table([drained]))
+
+
+@command(replicas, "tandem admin replicas resume 10.0.0.7:50053")
+async def resume(
+    address: Address, click: typer.Context, connection: ConnectionOptions, output: OutputOptions
+) -> None:
+    """Give a drained replica new sequences again."""
+    async with admin_client(connection, click) as client:
+        resumed = await client.resume(address)
+    output.show(resumed, lambda: replica_table([resumed]))
+
+
+def _named(address: str, known: Sequence[ReplicaSnapshot]) -> ReplicaSnapshot:
+    found = next((replica for replica in known if replica.address == address), None)
+    if found is None:
+        there = ", ".join(replica.address for replica in known) or "none"
+        raise NotFoundError(f"there is no replica {address!r}; there are: {there}")
+    return found
+
+
+def _confirm(address: str) -> None:
+    """Ask on stderr: stdout is for the result.
+
+    Raises:
+        ConfigurationError: nobody is there to answer.
+    """
+    if not sys.stdin.isatty():
+        raise ConfigurationError(
+            f"{address} is the last target that takes new sequences; to drain it all the same, give --yes"
+        )
+    typer.confirm(
+        f"{address} is the last target that takes new sequences: requests will wait and then fail. Drain it?",
+        abort=True,
+        err=True,
+    )
+
+
+def replica_table(shown: Sequence[ReplicaSnapshot]) -> Table:
+    """A row for each."""
+    table = plain_table("ROLE", "ADDRESS", "STATE", "SINCE", ">SEQ", ">RTT", ">STEP", ">ACCEPTED")
+    for replica in shown:
+        table.add_row(
+            replica.role.value,
+            replica.address,
+            state(replica.state),
+            duration(replica.since_seconds),
+            f"{replica.open_sequences:,}",
+            milliseconds(replica.round_trip_seconds),
+            milliseconds(replica.step_seconds),
+            percent(replica.figures.accepted, replica.figures.drafted),
+        )
+    return table
+
+
+def reasons(shown: Sequence[ReplicaSnapshot]) -> Iterator[RenderableType]:
+    """Why those that are not ready are not."""
+    told = [replica for replica in shown if replica.reason]
+    if told:
+        yield ""
+    for replica in told:
+        yield Text(f"{replica.role.value} {replica.address}: {replica.reason}", style="yellow")
+
+
+def replica_view(replica: ReplicaSnapshot) -> RenderableType:
+    """All of one."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for name, value in _facts(replica):
+        table.add_row(name, value)
+    return table
+
+
+def _facts(replica: ReplicaSnapshot) -> Iterator[tuple[str, RenderableType]]:
+    figures, model = replica.figures, replica.model
+    yield "role", replica.role.value
+    yield "address", replica.address
+    yield "state", state(replica.state)
+    if replica.reason or replica.state is not ReplicaState.READY:
+        yield "reason", replica.reason or NOTHING
+    yield "since", duration(replica.since_seconds)
+    yield "sequences", f"{replica.open_sequences:,}"
+    yield "round trip", milliseconds(replica.round_trip_seconds)
+    yield "step", milliseconds(replica.step_seconds)
+    yield "rounds", f"{figures.rounds:,}"
+    yield "proposed", f"{figures.drafted:,} tokens"
+    yield "accepted", f"{figures.accepted:,} tokens ({percent(acceptance_rate(figures))})"
+    yield "per round", f"{accepted_per_verification(figures):.2f} accepted"
+    if model is None:
+        return
+    yield "model", model.name or NOTHING
+    yield "architecture", model.architecture
+    yield "parameters", f"{model.parameter_count:,}"
+    yield "vocabulary", f"{model.vocabulary_size:,} tokens"
+    yield "tokenizer", model.tokenizer_hash[:12] or NOTHING
+    yield "max_length", f"{model.max_length:,}"
+    yield "dtype", model.dtype
+    yield "version", model.service_version

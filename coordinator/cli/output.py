@@ -1,0 +1,108 @@
+"""What a command prints: its result and nothing else, as a table for people or as JSON or YAML for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from datetime import datetime
+from enum import Enum, IntEnum
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from coordinator.figures import describe
+from tandem.types import SpeculationFigures
+
+# What is piped somewhere is not shortened to the width of a terminal that is not there.
+_ENDLESS = 1000
+
+
+class OutputForm(Enum):
+    """How a result is printed."""
+
+    TABLE = "table"
+    JSON = "json"
+    YAML = "yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """How the result is printed."""
+
+    output: Annotated[
+        OutputForm,
+        typer.Option("--output", "-o", help="Form of the result.", envvar="TANDEM_CLIENT_OUTPUT"),
+    ] = OutputForm.TABLE
+
+    def show(self, result: object, table: Callable[[], RenderableType]) -> None:
+        """Print a result."""
+        if self.output is OutputForm.JSON:
+            sys.stdout.write(json.dumps(plain(result), indent=2, ensure_ascii=False) + "\n")
+        elif self.output is OutputForm.YAML:
+            sys.stdout.write(as_yaml(result))
+        else:
+            console().print(table())
+
+    def show_next(self, result: object, table: Callable[[], RenderableType]) -> None:
+        """Print one of many results: a line of JSON, a document of YAML, or a table and an empty line."""
+        if self.output is OutputForm.JSON:
+            sys.stdout.write(json.dumps(plain(result), ensure_ascii=False) + "\n")
+        elif self.output is OutputForm.YAML:
+            sys.stdout.write("---\n" + as_yaml(result))
+        else:
+            console().print(table(), "")
+        sys.stdout.flush()
+
+
+def console() -> Console:
+    """Where tables go: stdout, in colour when it is a terminal."""
+    found = Console(highlight=False)
+    return found if found.is_terminal else Console(highlight=False, width=_ENDLESS)
+
+
+def as_yaml(result: object) -> str:
+    """A result as YAML."""
+    text: str = yaml.safe_dump(plain(result), sort_keys=False, allow_unicode=True)
+    return text
+
+
+def plain(value: object) -> Any:
+    """A value in the types that JSON has. Counts of speculation become its figures, by name."""
+    if isinstance(value, SpeculationFigures):
+        return describe(value)
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    return _leaf(value)
+
+
+def _leaf(value: object) -> object:
+    match value:
+        case IntEnum():
+            return value.name.lower()
+        case Enum():
+            return value.value
+        case datetime():
+            return value.isoformat(timespec="milliseconds")
+        case float():
+            return round(value, 6)
+        case _:
+            return value
+
+
+def plain_table(*columns: str) -> Table:
+    """A table without lines. A column whose name begins with > is aligned to the right."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for name in columns:
+        table.add_column(
+            name.removeprefix(">"), justify="right" if name.startswith(">") else "left", no_wrap=True
+        )
+    return table

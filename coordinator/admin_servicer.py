@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from urllib.parse import unquote
 
 from coordinator.admin import Administration
 from tandem.serving.edge import Context
@@ -12,6 +13,13 @@ from tandem.v1.admin_pb2_grpc import AdminServiceServicer
 from tandem.wire import admin as wire
 
 _DEFAULT_INTERVAL_SECONDS = 1.0
+
+
+def caller(context: Context) -> str:
+    """Who calls, as far as it is known: the name in the certificate, where one was asked for, and the address."""
+    address = unquote(context.peer() or "").partition(":")[2]
+    names = [name.decode("utf-8", "replace") for name in context.peer_identities() or ()]
+    return f"{names[0]} from {address}" if names else address
 
 
 class AdminServicer(AdminServiceServicer):
@@ -38,7 +46,7 @@ class AdminServicer(AdminServiceServicer):
     ) -> admin_pb2.DrainReplicaResponse:
         """Nothing new for a replica."""
         replica = self._administration.drain(
-            request.address, allow_last_target=request.allow_last_target, by=context.peer()
+            request.address, allow_last_target=request.allow_last_target, by=caller(context)
         )
         return admin_pb2.DrainReplicaResponse(replica=wire.replica_to_proto(replica))
 
@@ -46,7 +54,7 @@ class AdminServicer(AdminServiceServicer):
         self, request: admin_pb2.ResumeReplicaRequest, context: Context
     ) -> admin_pb2.ResumeReplicaResponse:
         """New sequences for a replica again."""
-        replica = self._administration.resume(request.address, by=context.peer())
+        replica = self._administration.resume(request.address, by=caller(context))
         return admin_pb2.ResumeReplicaResponse(replica=wire.replica_to_proto(replica))
 
     async def ListRequests(
@@ -67,7 +75,7 @@ class AdminServicer(AdminServiceServicer):
         self, request: admin_pb2.AbortRequestRequest, context: Context
     ) -> admin_pb2.AbortRequestResponse:
         """Ends one of them."""
-        ended = self._administration.abort(request.request_id, reason=request.reason, by=context.peer())
+        ended = self._administration.abort(request.request_id, reason=request.reason, by=caller(context))
         return admin_pb2.AbortRequestResponse(request=wire.request_to_proto(ended))
 
     async def GetStats(
@@ -97,7 +105,7 @@ class AdminServicer(AdminServiceServicer):
     ) -> admin_pb2.UpdateConfigResponse:
         """Changes options."""
         options = self._administration.update_config(
-            dict(request.values), list(request.reset_names), by=context.peer()
+            dict(request.values), list(request.reset_names), by=caller(context)
         )
         return admin_pb2.UpdateConfigResponse(options=map(wire.option_to_proto, options))
 

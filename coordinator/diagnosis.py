@@ -116,7 +116,9 @@ def _round_trip(replica: ReplicaSnapshot, replicas: Sequence[ReplicaSnapshot]) -
             replica.address,
             Severity.WARNING,
             f"{seconds * 1000:.1f} ms, which every round waits for",
-            "bring it nearer to the coordinator, or propose more tokens in each round",
+            "this machine is busy: give its services cores of their own"
+            if is_local(replica.address)
+            else "bring it nearer to the coordinator, or propose more tokens in each round",
         )
 
 
@@ -182,7 +184,7 @@ def acceptance(status: Status) -> Finding:
             f"{figures.drafted} tokens proposed so far: too few to judge ({ENOUGH_TOKENS} are enough)",
         )
     rate = acceptance_rate(figures)
-    words = f"{rate:.0%} of {figures.drafted} proposed tokens"
+    words = f"{rate:.0%} of {figures.drafted:,} proposed tokens"
     cost = relative_cost(status.replicas, status.settings.num_speculative_tokens)
     if cost is None:
         if rate >= LOW_ACCEPTANCE_RATE:

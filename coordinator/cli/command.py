@@ -68,12 +68,14 @@ def _with_groups(function: Callable[..., Any]) -> Callable[..., Any]:
     groups: dict[str, Any] = {
         name: parameter.annotation for name, parameter in given.items() if is_dataclass(parameter.annotation)
     }
-    parameters = []
-    for name, parameter in given.items():
-        if name in groups:
-            parameters += _parameters(groups[name])
-        else:
-            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    # A command's own options come first in its help.
+    parameters = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in given.items()
+        if name not in groups
+    ]
+    for group in groups.values():
+        parameters += _parameters(group)
 
     @wraps(function)
     def run(**values: Any) -> None:

@@ -68,6 +68,13 @@ class RequestOptions:
         return GenerationRequest(prompt, **asdict(self) | {"stop": tuple(self.stop or ())})
 
 
+@dataclass(frozen=True)
+class ResultOptions:
+    """What is printed."""
+
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when done.")] = False
+
+
 def add_to(app: typer.Typer) -> None:
     """Add the command to the program."""
     command(
@@ -81,16 +88,16 @@ def add_to(app: typer.Typer) -> None:
 async def generate(
     prompt: PromptOptions,
     options: RequestOptions,
+    result: ResultOptions,
     connection: ConnectionOptions,
     click: typer.Context,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when done.")] = False,
 ) -> None:
     """Complete a prompt. On a terminal, accepted draft tokens are green; what the target supplied is not."""
     request = options.request(_prompt(prompt))
     where = connect(connection, click)
     async with Client(where.address, where.credentials) as client:
         chunks = client.generate(request, timeout_seconds=where.timeout_seconds)
-        if as_json:
+        if result.as_json:
             record = Record()
             async for chunk in chunks:
                 record.add(chunk)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -46,7 +47,7 @@ class OutputOptions:
         elif self.output is OutputForm.YAML:
             sys.stdout.write(as_yaml(result))
         else:
-            console().print(table())
+            _print(table())
 
     def show_next(self, result: object, table: Callable[[], RenderableType]) -> None:
         """Print one of many results: a line of JSON, a document of YAML, or a table and an empty line."""
@@ -55,14 +56,25 @@ class OutputOptions:
         elif self.output is OutputForm.YAML:
             sys.stdout.write("---\n" + as_yaml(result))
         else:
-            console().print(table(), "")
+            _print(table(), "")
         sys.stdout.flush()
 
 
-def console() -> Console:
-    """Where tables go: stdout, in colour when it is a terminal."""
-    found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=_ENDLESS)
+def _print(*parts: RenderableType) -> None:
+    """Write to a terminal in colour and in its width, elsewhere as it is and without spaces at the ends of lines."""
+    console = Console(highlight=False)
+    if console.is_terminal:
+        console.print(*parts, sep="\n")
+    else:
+        sys.stdout.write(as_text(*parts, width=_ENDLESS))
+
+
+def as_text(*parts: RenderableType, width: int) -> str:
+    """What would be printed where there are no colours."""
+    console = Console(highlight=False, width=width, file=io.StringIO(), color_system=None)
+    with console.capture() as captured:
+        console.print(*parts, sep="\n")
+    return "".join(line.rstrip() + "\n" for line in captured.get().splitlines())
 
 
 def as_yaml(result: object) -> str:

@@ -17,7 +17,7 @@ from tandem.config.layers import Origin
 from tandem.config.rule import spelled
 from tandem.errors import ConfigurationError, NotFoundError
 
-config = new_app("Show and change the configuration of a coordinator that runs.")
+config = new_app("Show and change the live configuration.")
 
 
 @command(

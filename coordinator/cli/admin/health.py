@@ -61,10 +61,10 @@ async def health(
         bool, typer.Option("--wait", help="Ask until it is healthy, for --timeout seconds. [default: 60]")
     ] = False,
 ) -> None:
-    """Tell whether the coordinator takes requests and can complete them.
+    """Tell whether requests can be completed.
 
-    Exits 0 when it does, 3 when it does not, 4 when it cannot be reached. Without an admin token where one is needed,
-    the answer is what the standard health protocol says.
+    Exits 0 when they can, 3 when they cannot, 4 when the coordinator cannot be reached. Without an admin token where
+    one is needed, the answer is what the standard health protocol says.
     """
     async with admin_client(connection, click) as client:
         found = await (_waited(client, connection.timeout or _WAIT_SECONDS) if wait else ask(client))

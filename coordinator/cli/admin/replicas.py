@@ -21,10 +21,13 @@ from coordinator.figures import acceptance_rate, accepted_per_verification
 from tandem.errors import ConfigurationError, NotFoundError
 from tandem.replica import ReplicaSnapshot, ReplicaState, is_last_target
 
-replicas = new_app("List, show, drain and resume the services that the coordinator sends sequences to.")
+replicas = new_app("List, show, drain and resume replicas.")
 
 Address = Annotated[
-    str, typer.Argument(help="host:port, as the list tells it.", autocompletion=replica_addresses)
+    str,
+    typer.Argument(
+        metavar="ADDRESS", help="host:port, as the list tells it.", autocompletion=replica_addresses
+    ),
 ]
 
 
@@ -38,11 +41,11 @@ async def list_replicas(click: typer.Context, connection: ConnectionOptions, out
 
 @command(replicas, "tandem admin replicas show 10.0.0.7:50053")
 async def show(
-    address: Address, click: typer.Context, connection: ConnectionOptions, output: OutputOptions
+    replica: Address, click: typer.Context, connection: ConnectionOptions, output: OutputOptions
 ) -> None:
     """Show all that is known of a replica, its model too."""
     async with admin_client(connection, click) as client:
-        found = _named(address, await client.replicas())
+        found = _named(replica, await client.replicas())
     output.show(found, lambda: replica_view(found))
 
 
@@ -50,7 +53,7 @@ async def show(
     replicas, "tandem admin replicas drain 10.0.0.7:50053", "tandem admin replicas drain 10.0.0.7:50053 --yes"
 )
 async def drain(
-    address: Address,
+    replica: Address,
     click: typer.Context,
     connection: ConnectionOptions,
     output: OutputOptions,
@@ -62,20 +65,20 @@ async def drain(
     """
     async with admin_client(connection, click) as client:
         known = await client.replicas()
-        is_last = is_last_target(_named(address, known), known)
+        is_last = is_last_target(_named(replica, known), known)
         if is_last and not yes:
-            _confirm(address)
-        drained = await client.drain(address, allow_last_target=is_last)
+            _confirm(replica)
+        drained = await client.drain(replica, allow_last_target=is_last)
     output.show(drained, lambda: replica_table([drained]))
 
 
 @command(replicas, "tandem admin replicas resume 10.0.0.7:50053")
 async def resume(
-    address: Address, click: typer.Context, connection: ConnectionOptions, output: OutputOptions
+    replica: Address, click: typer.Context, connection: ConnectionOptions, output: OutputOptions
 ) -> None:
     """Give a drained replica new sequences again."""
     async with admin_client(connection, click) as client:
-        resumed = await client.resume(address)
+        resumed = await client.resume(replica)
     output.show(resumed, lambda: replica_table([resumed]))
 
 

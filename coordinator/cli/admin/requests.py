@@ -18,10 +18,10 @@ from coordinator.cli.connection import ConnectionOptions
 from coordinator.cli.output import OutputOptions, plain_table
 from tandem.admin import RequestReport
 
-requests = new_app("List, show and abort the requests that run.")
+requests = new_app("List, show and abort running requests.")
 
 RequestId = Annotated[
-    str, typer.Argument(help="The request's id, or its beginning.", autocompletion=request_ids)
+    str, typer.Argument(metavar="ID", help="The request's id, or its beginning.", autocompletion=request_ids)
 ]
 _SHORT = 12
 

@@ -30,7 +30,7 @@ from tandem.admin import Outcomes, Stats
 from tandem.admin_client import AdminClient
 from tandem.types import SpeculationFigures
 
-_WIDEST_BAR = 24
+_WIDEST_BAR = 22
 
 
 def add_to(admin: typer.Typer) -> None:
@@ -51,9 +51,10 @@ async def stats(
     interval: Annotated[float, typer.Option(help="With --watch: seconds between two looks.")] = 1.0,
     count: Annotated[int | None, typer.Option(min=1, help="With --watch: end after so many looks.")] = None,
 ) -> None:
-    """Show what speculation did since the start; --watch shows it live, with what changed between two looks.
+    """Show what speculation did; --watch: live.
 
-    With --watch, JSON is one object a line and YAML one document a look.
+    The figures are those since the coordinator's start. --watch goes on until Ctrl-C, and shows acceptance at each
+    position as it was between the last two looks. With it, JSON is one object a line and YAML one document a look.
     """
     async with admin_client(connection, click) as client:
         if not watch:
@@ -117,7 +118,7 @@ def outcome_words(outcomes: Outcomes) -> str:
 
 def position_table(figures: SpeculationFigures, when: str) -> Table:
     """Acceptance at each position of a proposal, both ways that it is counted."""
-    table = plain_table("POSITION", ">CUMULATIVE", "", ">CONDITIONAL", "")
+    table = plain_table("POS", ">CUMULATIVE", "", ">CONDITIONAL", "")
     table.title, table.title_justify, table.title_style = f"accepted {when}", "left", "dim"
     pairs = zip(cumulative_rates(figures), conditional_rates(figures), strict=True)
     for number, (cumulative, conditional) in enumerate(pairs, start=1):

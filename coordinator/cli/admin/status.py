@@ -31,7 +31,7 @@ def add_to(admin: typer.Typer) -> None:
 
 
 async def status(click: typer.Context, connection: ConnectionOptions, output: OutputOptions) -> None:
-    """Show how the coordinator does: replicas, load, acceptance and throughput."""
+    """Show replicas, load, acceptance and throughput."""
     async with admin_client(connection, click) as client:
         found = await client.status()
     output.show(found, lambda: status_view(found, client.address))

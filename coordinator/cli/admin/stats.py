@@ -95,7 +95,7 @@ def stats_view(stats: Stats, before: Stats | None = None) -> RenderableType:
     facts.add_row("throughput", throughput_words(stats.throughput))
     facts.add_row("completed", f"{stats.completion_tokens:,} tokens in {stats.speculation.rounds:,} rounds")
     facts.add_row("acceptance", acceptance_words(stats.speculation))
-    recent = None if before is None else since(before.speculation, stats.speculation)
+    recent = None if before is None else since(stats.speculation, before.speculation)
     if recent is not None:
         facts.add_row("last look", acceptance_words(recent) if recent.drafted else "nothing proposed since")
     parts: list[RenderableType] = [facts]

@@ -14,10 +14,10 @@ ARGS ?=
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos test test-fast soak lint format docs demo demo-models bench clean
+.PHONY: help setup protos test test-fast soak lint format docs observe-check demo demo-models bench clean
 
 help: ## List these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(INSTALLED) $(GENERATED) ## Create .venv with everything pinned, and generate the protobuf modules
 
@@ -61,6 +61,10 @@ format: setup ## Apply the style
 
 docs: setup ## Write docs/configuration.md from the settings classes and the rules
 	$(BIN)/python docs/generate.py
+
+# Needs Debian's prometheus, and root; what is missing is said.
+observe-check: setup ## Ask a real Prometheus every query of the dashboard, beside the cluster of docker-compose.yml
+	OBSERVE_SECONDS=60 $(BIN)/python -m pytest -v -rs tests/deploy/test_dashboard.py tests/deploy/test_observe.py $(ARGS)
 
 demo: setup ## Complete a prompt with the bundled models, and compare with the target alone
 	$(BIN)/python -m benchmarks.demo $(ARGS)

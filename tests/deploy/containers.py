@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.deploy.images import PYTHON, VENV, Image
-from tests.end_to_end.processes import Process, running
+from tests.end_to_end.processes import START_SECONDS, Process, running, until
 from tests.paths import ROOT
 
 _ENTER = str(Path(__file__).with_name("enter.py"))
@@ -100,14 +100,14 @@ def network(folder: Path) -> Iterator[Network]:
 class Container:
     """A running container."""
 
-    def __init__(
-        self, name: str, process: Process, description: Path, health_check: list[str], address: str
-    ) -> None:
+    def __init__(self, name: str, process: Process, description: Path, address: str) -> None:
         self.name = name
         self.process = process
         self.address = address
         self._description = description
-        self._health_check = health_check
+        described = json.loads(description.read_text(encoding="utf-8"))
+        self._health_check: list[str] = described["health_check"]
+        self._ready: str = described["ready"]
 
     def run(self, *command: str, seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
         """What `docker compose exec` does."""
@@ -120,9 +120,10 @@ class Container:
 
     def wait_until_healthy(self) -> None:
         """Wait until it says that it is ready, which is cheaper than asking; its health check must then agree."""
-        self.process.line("ready on ")
+        process = self.process
+        until(lambda: self._ready in process.stdout + process.stderr or process.has_ended, START_SECONDS)
         asked = self.run(*self._health_check)
-        assert asked.returncode == 0, f"{self.name}: {asked.stdout}{asked.stderr}\n{self.process.story}"
+        assert asked.returncode == 0, f"{self.name}: {asked.stdout}{asked.stderr}\n{process.story}"
 
 
 def describe(
@@ -152,6 +153,8 @@ def describe(
         "uid": uid,
         "gid": gid,
         "workdir": image.workdir,
+        "health_check": service["healthcheck"]["test"][1:],
+        "ready": image.ready,
         "read_only": service.get("read_only", False),
         "tmpfs": dict(entry.split(":") for entry in service.get("tmpfs", [])),
         "binds": binds,
@@ -185,7 +188,7 @@ def container(
         process = stack.enter_context(running(sys.executable, _ENTER, str(description)))
         net.add(address, names)
         stack.callback(net.remove, address)
-        yield Container(name, process, description, service["healthcheck"]["test"][1:], address)
+        yield Container(name, process, description, address)
 
 
 class Cluster(dict[str, Container]):

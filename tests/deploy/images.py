@@ -40,6 +40,8 @@ class Image:
     workdir: str
     entrypoint: list[str]
     health_check: list[str]
+    ready: str = "ready on "
+    """What a container writes once it is ready."""
 
     def holds(self, module: str) -> bool:
         """Whether the image has something of this name among its packages."""

@@ -72,6 +72,21 @@ def test_the_profile_of_docker_compose_up_is_cpu() -> None:
     assert services("cpu").keys() == {"draft_service", "target_service", "coordinator"}
 
 
+def test_observe_env_turns_on_what_it_says() -> None:
+    lines = (ROOT / "deploy" / "observe.env").read_text(encoding="utf-8").splitlines()
+    variables = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    chosen = services(*variables["COMPOSE_PROFILES"].split(","), variables=variables)
+    assert chosen.keys() > {"coordinator", "collector", "prometheus", "grafana", "jaeger"}
+    for name, service in (
+        ("coordinator", "COORDINATOR"),
+        ("draft_service", "DRAFT"),
+        ("target_service", "TARGET"),
+    ):
+        endpoint = chosen[name]["environment"][f"TANDEM_{service}_OTLP_ENDPOINT"]
+        assert endpoint == "http://collector:4317"
+        assert services("cpu")[name]["environment"][f"TANDEM_{service}_OTLP_ENDPOINT"] == ""
+
+
 def test_containers_are_confined(everything: dict[str, dict[str, Any]]) -> None:
     for name, service in everything.items():
         assert re.fullmatch(r"[1-9]\d*:\d+", service["user"]), name

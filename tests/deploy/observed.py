@@ -1,0 +1,207 @@
+"""The cluster with a real Prometheus beside it, under a load, and what every panel of the dashboard then shows.
+
+    python -m tests.deploy.observed --seconds 60 --json panels.json
+
+Needs Debian's package prometheus, and root: the containers are those of `containers.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.deploy.compose import services
+from tests.deploy.containers import Cluster, Container, why_not
+from tests.deploy.dashboard import filled, panels
+from tests.deploy.images import Image, build_code, image
+from tests.paths import HELD_OUT_PROMPTS, ROOT
+
+PROMETHEUS = "/usr/bin/prometheus"
+_CONFIG = ROOT / "deploy" / "prometheus"
+
+_LOAD = """
+import asyncio, json, sys, time
+from tandem.client import Client
+from tandem.types import GenerationRequest
+
+async def work(client, prompts, number, end):
+    while time.monotonic() < end:
+        text = prompts[number % len(prompts)]
+        request = GenerationRequest(text, max_tokens=48, temperature=0.8 * (number % 2), seed=number)
+        number += 2
+        async for _ in client.generate(request):
+            pass
+
+async def main(prompts, seconds):
+    async with Client("127.0.0.1:50051") as client:
+        end = time.monotonic() + seconds
+        await asyncio.gather(*(work(client, prompts, number, end) for number in range(4)))
+
+asyncio.run(main(json.loads(sys.argv[1]), float(sys.argv[2])))
+"""
+
+# In the place of the collector: takes OTLP as it does, and tells of each span.
+_COLLECTOR = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+import grpc
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as metrics, metrics_service_pb2_grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace, trace_service_pb2_grpc
+
+class Traces(trace_service_pb2_grpc.TraceServiceServicer):
+    def Export(self, request, context):
+        for sent in request.resource_spans:
+            name = next(one.value.string_value for one in sent.resource.attributes if one.key == "service.name")
+            for scope in sent.scope_spans:
+                for span in scope.spans:
+                    print(span.trace_id.hex(), name, span.name, flush=True)
+        return trace.ExportTraceServiceResponse()
+
+class Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):
+    def Export(self, request, context):
+        return metrics.ExportMetricsServiceResponse()
+
+server = grpc.server(ThreadPoolExecutor(2))
+trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Traces(), server)
+metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(Metrics(), server)
+server.add_insecure_port("0.0.0.0:4317")
+server.start()
+print("ready on 4317", flush=True)
+server.wait_for_termination()
+"""
+
+_ASK = """
+import json, sys, urllib.parse, urllib.request
+answers = []
+for path, arguments in json.loads(sys.argv[1]):
+    url = f"http://prometheus:9090/{path}?" + urllib.parse.urlencode(arguments)
+    with urllib.request.urlopen(url) as answer:
+        text = answer.read().decode()
+        answers.append(json.loads(text) if text.startswith("{") else text)
+print(json.dumps(answers))
+"""
+
+
+def why_not_observed() -> str:
+    """Why none of this can be done here; empty when it can."""
+    if not Path(PROMETHEUS).exists():
+        return "prometheus is not installed; it comes with Debian's package prometheus"
+    return why_not()
+
+
+def prometheus_image() -> Image:
+    """Debian's Prometheus, started as the image of the compose file starts its own."""
+    return Image(
+        name="prometheus",
+        files={},
+        packages=set(),
+        environment={"PATH": "/usr/bin:/bin"},
+        user="65534:65534",
+        workdir="/prometheus",
+        entrypoint=[PROMETHEUS],
+        health_check=[],
+        ready="Server is ready to receive web requests",
+    )
+
+
+@contextmanager
+def observed(images: Mapping[str, Image], folder: Path, scrape_seconds: int) -> Iterator[Cluster]:
+    """What `docker compose --env-file deploy/observe.env up` starts, but for what is not to be had here.
+
+    Prometheus gets the very files of the repository, but for how often it asks. The collector is one of a page.
+    """
+    config = folder / "prometheus"
+    shutil.copytree(_CONFIG, config)
+    text = (config / "prometheus.yml").read_text(encoding="utf-8")
+    for was in ("scrape_interval: 5s", "scrape_timeout: 4s"):
+        assert was in text
+        text = text.replace(was, f"{was.split(':')[0]}: {scrape_seconds}s")
+    (config / "prometheus.yml").write_text(text, encoding="utf-8")
+    wanted = services("cpu", "observe", variables={"OTLP_ENDPOINT": "http://collector:4317"})
+    for absent in ("grafana", "jaeger"):
+        del wanted[absent]
+    collector = wanted["collector"]
+    collector |= {
+        "entrypoint": ["python", "-c", _COLLECTOR],
+        "volumes": [],
+        "healthcheck": {"test": ["CMD", "true"]},
+    }
+    collector["build"] = {"target": "coordinator"}
+    service = wanted["prometheus"]
+    # The image's own command, and its volume as memory.
+    service["command"] = ["--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prometheus"]
+    assert service["volumes"][1] == "prometheus:/prometheus"
+    service["volumes"] = [f"{config}:/etc/prometheus:ro"]
+    service["tmpfs"] = ["/prometheus:mode=1777,size=256m"]
+    service["healthcheck"] = {"test": ["CMD", "true"]}
+    service["build"] = {"target": "prometheus"}
+    with Cluster(wanted, {**images, "prometheus": prometheus_image()}, folder) as cluster:
+        yield cluster
+
+
+def load(coordinator: Container, seconds: float) -> None:
+    """Four clients, greedy and sampling, for so long."""
+    entries = json.loads(HELD_OUT_PROMPTS.read_text(encoding="utf-8"))
+    prompts = json.dumps([entry["prompt"] for entry in entries[:40]])
+    done = coordinator.run("python", "-c", _LOAD, prompts, str(seconds), seconds=seconds + 120)
+    assert done.returncode == 0, done.stderr
+
+
+def ask(coordinator: Container, questions: list[tuple[str, dict[str, str]]]) -> list[Any]:
+    """What Prometheus answers to requests of its HTTP interface, in the words that it has for it."""
+    done = coordinator.run("python", "-c", _ASK, json.dumps(questions))
+    assert done.returncode == 0, done.stderr
+    answers: list[Any] = json.loads(done.stdout)
+    return answers
+
+
+def shown(coordinator: Container, window: str, seconds: float) -> list[dict[str, Any]]:
+    """Every panel of the dashboard, with what Prometheus answers to each of its queries, as Grafana would ask it."""
+    now = time.time()
+    found = panels()
+    questions: list[tuple[str, dict[str, str]]] = []
+    for panel in found:
+        for target in panel["targets"]:
+            expression = {"query": filled(target["expr"], window)}
+            if target["instant"]:
+                questions.append(("api/v1/query", expression | {"time": f"{now}"}))
+            else:
+                span = {"start": f"{now - seconds}", "end": f"{now}", "step": f"{max(1.0, seconds / 120)}"}
+                questions.append(("api/v1/query_range", expression | span))
+    answers = iter(ask(coordinator, questions))
+    for panel in found:
+        for target in panel["targets"]:
+            target["answer"] = next(answers)["data"]["result"]
+    return found
+
+
+def main() -> None:
+    """Observe a cluster for a while, and write what the dashboard shows."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long the load lasts")
+    parser.add_argument("--json", type=Path, required=True, help="where to write the panels and their data")
+    arguments = parser.parse_args()
+    if reason := why_not_observed():
+        sys.exit(f"error: {reason}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        code = build_code(folder)
+        images = {service: image(service, code) for service in ("coordinator", "draft", "target")}
+        with observed(images, folder, scrape_seconds=1) as cluster:
+            load(cluster["coordinator"], arguments.seconds)
+            found = shown(cluster["coordinator"], "15s", arguments.seconds)
+    arguments.json.write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,339 @@
+"""What the coordinator makes of replicas that come, go, drain, hang, differ, and hide behind names."""
+
+# ruff: noqa: N802 - gRPC looks a method up by the name that it has in the proto.
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+
+import grpc.aio
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from coordinator.addresses import Resolver
+from coordinator.replica import ReplicaSnapshot, ReplicaState, Role
+from coordinator.replicas import Replicas
+from coordinator.settings import CoordinatorSettings
+from tandem.errors import IncompatibleModelsError, InvalidRequestError, ServiceUnavailableError
+from tandem.serving.edge import Context
+from tandem.v1 import draft_pb2_grpc, target_pb2_grpc
+from tests.service.clients import until
+from tests.service.fakes import Fake, FakeDraft, FakeTarget
+
+SECONDS = 20.0
+"""Bound on a change that is to come."""
+USED_AGAIN_SECONDS = 0.5
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Health(health.aio.HealthServicer):  # type: ignore[misc]  # the published stubs lack it
+    """Answers as it should, unless it hangs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = asyncio.Event()
+        self.answers.set()
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> health_pb2.HealthCheckResponse:
+        await self.answers.wait()
+        answer: health_pb2.HealthCheckResponse = await super().Check(request, context)
+        return answer
+
+
+class Served:
+    """A fake service that can be stopped and started again on its port."""
+
+    def __init__(self, fake: Fake) -> None:
+        self.fake = fake
+        self.port = 0
+        self.health = Health()
+        self._server: grpc.aio.Server | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self, status: int = SERVING) -> None:
+        self.health = Health()
+        self._server = grpc.aio.server()
+        if isinstance(self.fake, FakeTarget):
+            target_pb2_grpc.add_TargetServiceServicer_to_server(self.fake, self._server)
+        if isinstance(self.fake, FakeDraft):
+            draft_pb2_grpc.add_DraftServiceServicer_to_server(self.fake, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
+        await self.say(status)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await self._server.start()
+
+    async def say(self, status: int) -> None:
+        await self.health.set("", status)
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(None)
+            self._server = None
+
+
+@asynccontextmanager
+async def served(*fakes: Fake) -> AsyncIterator[list[Served]]:
+    services = [Served(fake) for fake in fakes]
+    for each in services:
+        await each.start()
+    try:
+        yield services
+    finally:
+        for each in services:
+            await each.stop()
+
+
+def settings(
+    targets: str, drafts: str | None = None, start_seconds: float = SECONDS, resolve_seconds: float = 5.0
+) -> CoordinatorSettings:
+    return CoordinatorSettings(
+        target_address=targets,
+        draft_address=drafts,
+        start_timeout_seconds=start_seconds,
+        resolve_interval_seconds=resolve_seconds,
+        insecure=True,
+    )
+
+
+@asynccontextmanager
+async def started(replicas: Replicas) -> AsyncIterator[Replicas]:
+    try:
+        await replicas.start()
+        yield replicas
+    finally:
+        await replicas.close()
+
+
+@asynccontextmanager
+async def followed(*fakes: Fake) -> AsyncIterator[tuple[Replicas, list[Served]]]:
+    """The replicas that these fakes are, once one of each role is ready."""
+    async with served(*fakes) as services:
+        addresses = [
+            ",".join(each.address for each in services if isinstance(each.fake, kind))
+            for kind in (FakeTarget, FakeDraft)
+        ]
+        async with started(Replicas(settings(addresses[0], addresses[1] or None))) as replicas:
+            yield replicas, services
+
+
+def shot(replicas: Replicas, address: str) -> ReplicaSnapshot:
+    return next(each for each in replicas.snapshots() if each.address == address)
+
+
+async def becomes(replicas: Replicas, address: str, state: ReplicaState) -> ReplicaSnapshot:
+    await until(lambda: shot(replicas, address).state is state, SECONDS, lambda: str(replicas.snapshots()))
+    return shot(replicas, address)
+
+
+async def test_a_replica_that_is_there_is_ready() -> None:
+    async with followed(FakeTarget(), FakeDraft()) as (replicas, (target, draft)):
+        for address, role in ((target.address, Role.TARGET), (draft.address, Role.DRAFT)):
+            seen = shot(replicas, address)
+            assert (seen.role, seen.state, seen.reason) == (role, ReplicaState.READY, "")
+            assert seen.model is not None
+            assert seen.model.name == "fake"
+            assert seen.round_trip_seconds is not None
+
+
+async def test_one_that_loads_is_connecting_until_it_is_ready() -> None:
+    async with served(FakeTarget(), FakeTarget()) as (first, second):
+        await second.say(NOT_SERVING)
+        async with started(Replicas(settings(f"{first.address},{second.address}"))) as replicas:
+            await until(lambda: "starting" in shot(replicas, second.address).reason, SECONDS)
+            assert shot(replicas, second.address).state is ReplicaState.CONNECTING
+            await second.say(SERVING)
+            await becomes(replicas, second.address, ReplicaState.READY)
+
+
+async def test_one_that_says_it_drains_gets_nothing_new() -> None:
+    async with followed(FakeTarget(), FakeTarget()) as (replicas, (first, second)):
+        await becomes(replicas, second.address, ReplicaState.READY)
+        await first.say(NOT_SERVING)
+        assert (await becomes(replicas, first.address, ReplicaState.DRAINING)).reason
+        member = replicas.targets.choose()
+        assert member is not None
+        assert member.address == second.address
+
+
+async def test_one_that_is_gone_is_down_and_used_again_as_soon_as_it_is_ready() -> None:
+    async with followed(FakeTarget()) as (replicas, (target,)):
+        await target.stop()
+        down = await becomes(replicas, target.address, ReplicaState.DOWN)
+        assert down.reason
+        assert down.model is not None, "it is still known what it was"
+        await asyncio.sleep(1.5)  # it is tried ever more rarely, up to a limit
+        await target.start(NOT_SERVING)
+        await becomes(replicas, target.address, ReplicaState.CONNECTING)
+        ready = time.monotonic()
+        await target.say(SERVING)
+        await becomes(replicas, target.address, ReplicaState.READY)
+        assert time.monotonic() - ready < USED_AGAIN_SECONDS
+        await target.stop()
+        await becomes(replicas, target.address, ReplicaState.DOWN)
+        await asyncio.sleep(1.5)
+        await target.start()
+        ready = time.monotonic()
+        await becomes(replicas, target.address, ReplicaState.READY)
+        assert time.monotonic() - ready < USED_AGAIN_SECONDS
+
+
+async def test_one_that_does_not_answer_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.pool_member.UNANSWERED_SECONDS", 0.3)
+    async with followed(FakeTarget()) as (replicas, (target,)):
+        target.health.answers.clear()
+        assert (await becomes(replicas, target.address, ReplicaState.DOWN)).reason == "it does not answer"
+        target.health.answers.set()
+        await becomes(replicas, target.address, ReplicaState.READY)
+
+
+async def test_one_whose_stream_broke_has_to_answer_for_itself_first() -> None:
+    async with followed(FakeTarget()) as (replicas, (target,)):
+        member = replicas.targets.choose()
+        assert member is not None
+        member.suspect("its stream broke")
+        assert shot(replicas, target.address).state is ReplicaState.DOWN
+        assert shot(replicas, target.address).reason == "its stream broke"
+        assert replicas.targets.choose() is None
+        assert await replicas.targets.chosen(SECONDS) is member
+
+
+async def test_another_model_is_incompatible_until_it_comes_back_with_the_right_one() -> None:
+    other = FakeTarget()
+    other.model_info = replace(other.model_info, tokenizer_hash="another", max_length=32)
+    async with followed(FakeTarget(), other) as (replicas, (first, second)):
+        seen = await becomes(replicas, second.address, ReplicaState.INCOMPATIBLE)
+        assert "tokenizer_hash is another for this target and hash for the others" in seen.reason
+        assert "max_length is 32" in seen.reason
+        other.model_info = FakeTarget().model_info
+        await second.stop()
+        await becomes(replicas, second.address, ReplicaState.DOWN)
+        await second.start()
+        await becomes(replicas, second.address, ReplicaState.READY)
+
+
+async def test_a_draft_that_breaks_a_rule_is_incompatible_beside_one_that_does_not() -> None:
+    other = FakeDraft()
+    other.model_info = replace(other.model_info, vocabulary_size=7)
+    async with served(FakeTarget(), FakeDraft(), other) as (target, first, second):
+        await second.say(NOT_SERVING)
+        addresses = f"{first.address},{second.address}"
+        async with started(Replicas(settings(target.address, addresses))) as replicas:
+            await second.say(SERVING)
+            seen = await becomes(replicas, second.address, ReplicaState.INCOMPATIBLE)
+            assert "a vocabulary of 7 tokens" in seen.reason
+
+
+async def test_a_draft_that_drafts_otherwise_than_the_others_is_incompatible() -> None:
+    other = FakeDraft()
+    other.model_info = replace(other.model_info, vocabulary_size=0, architecture="ngram", max_length=0)
+    async with served(FakeTarget(), FakeDraft(), other) as (target, first, second):
+        await second.say(NOT_SERVING)
+        addresses = f"{first.address},{second.address}"
+        async with started(Replicas(settings(target.address, addresses))) as replicas:
+            await second.say(SERVING)
+            seen = await becomes(replicas, second.address, ReplicaState.INCOMPATIBLE)
+            assert "they must draft alike" in seen.reason
+
+
+async def test_the_first_mismatch_ends_the_start() -> None:
+    wrong = FakeDraft()
+    wrong.model_info = replace(wrong.model_info, vocabulary_size=7)
+    async with served(FakeTarget(), wrong) as (target, draft):
+        with pytest.raises(IncompatibleModelsError, match="vocabulary of 7 tokens"):
+            async with started(Replicas(settings(target.address, draft.address))):
+                pass
+
+
+async def test_a_start_without_a_service_says_why() -> None:
+    replicas = Replicas(settings("127.0.0.1:1,nowhere.invalid:2", start_seconds=1.0), resolver=names({}))
+    with pytest.raises(ServiceUnavailableError, match="was not ready within 1 s") as raised:
+        async with started(replicas):
+            pass
+    assert "127.0.0.1:1 is connecting" in str(raised.value)
+    assert "nowhere.invalid:2 is down (its name cannot be resolved" in str(raised.value)
+
+
+async def test_an_operator_drains_and_resumes() -> None:
+    async with followed(FakeTarget(), FakeTarget()) as (replicas, (first, second)):
+        for each in (first, second):
+            await becomes(replicas, each.address, ReplicaState.READY)
+        replicas.drain(Role.TARGET, first.address)
+        assert shot(replicas, first.address).state is ReplicaState.DRAINING
+        assert shot(replicas, first.address).reason
+        member = replicas.targets.choose()
+        assert member is not None
+        assert member.address == second.address
+        replicas.resume(Role.TARGET, first.address)
+        assert shot(replicas, first.address).state is ReplicaState.READY
+        with pytest.raises(InvalidRequestError, match="there is no draft replica"):
+            replicas.drain(Role.DRAFT, first.address)
+
+
+async def test_the_least_busy_is_chosen_and_of_equals_the_faster() -> None:
+    async with followed(FakeTarget(), FakeTarget()) as (replicas, (first, second)):
+        for each in (first, second):
+            await becomes(replicas, each.address, ReplicaState.READY)
+        one, other = replicas.targets.members
+        one.step.add(0.2)
+        other.step.add(0.1)
+        assert replicas.targets.choose() is other
+        other.open_sequences = 1
+        assert replicas.targets.choose() is one
+        assert replicas.targets.choose({one}) is other
+        assert replicas.targets.choose({one, other}) is None
+
+
+def names(hosts: dict[str, list[str]]) -> Resolver:
+    async def resolver(host: str, port: int) -> list[str]:
+        if host not in hosts:
+            raise OSError(-2, "no such name")
+        return hosts[host]
+
+    return resolver
+
+
+async def test_a_name_stands_for_all_of_its_addresses() -> None:
+    """Loopback has many addresses, so one port on several of them is several replicas of one name."""
+    hosts = {"targets": ["127.0.0.1"]}
+    async with served(FakeTarget()) as (first,):
+        second_server = grpc.aio.server()
+        target_pb2_grpc.add_TargetServiceServicer_to_server(FakeTarget(), second_server)
+        answering = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(answering, second_server)
+        second_server.add_insecure_port(f"127.0.0.2:{first.port}")
+        await second_server.start()
+        chosen = Replicas(settings(f"targets:{first.port}", resolve_seconds=0.1), resolver=names(hosts))
+        async with started(chosen) as replicas:
+            assert [each.address for each in replicas.snapshots()] == [first.address]
+            hosts["targets"] = ["127.0.0.1", "127.0.0.2"]
+            added = f"127.0.0.2:{first.port}"
+            await until(lambda: replicas.targets.member(added) is not None, SECONDS)
+            await becomes(replicas, added, ReplicaState.READY)
+
+            member = replicas.targets.member(first.address)
+            assert member is not None
+            member.open_sequences = 1
+            hosts["targets"] = ["127.0.0.2"]
+            gone = await becomes(replicas, first.address, ReplicaState.DRAINING)
+            assert "no longer stands for" in gone.reason
+            await asyncio.sleep(0.5)
+            assert replicas.targets.member(first.address) is member, "a sequence is still open there"
+            member.open_sequences = 0
+            await until(lambda: replicas.targets.member(first.address) is None, SECONDS)
+
+            del hosts["targets"]
+            await asyncio.sleep(0.5)
+            assert shot(replicas, added).state is ReplicaState.READY, (
+                "a name server that is away ends nothing"
+            )
+        with suppress(asyncio.CancelledError):
+            await second_server.stop(None)

@@ -208,16 +208,18 @@ async def test_one_whose_stream_broke_has_to_answer_for_itself_first() -> None:
 
 async def test_another_model_is_incompatible_until_it_comes_back_with_the_right_one() -> None:
     other = FakeTarget()
-    other.model_info = replace(other.model_info, tokenizer_hash="another", max_length=32)
-    async with followed(FakeTarget(), other) as (replicas, (first, second)):
-        seen = await becomes(replicas, second.address, ReplicaState.INCOMPATIBLE)
-        assert "tokenizer_hash is another for this target and hash for the others" in seen.reason
-        assert "max_length is 32" in seen.reason
-        other.model_info = FakeTarget().model_info
-        await second.stop()
-        await becomes(replicas, second.address, ReplicaState.DOWN)
-        await second.start()
+    right, wrong = other.model_info, replace(other.model_info, tokenizer_hash="another", max_length=32)
+    async with followed(FakeTarget(), other) as (replicas, (_, second)):
         await becomes(replicas, second.address, ReplicaState.READY)
+        for model, state in ((wrong, ReplicaState.INCOMPATIBLE), (right, ReplicaState.READY)):
+            await second.stop()
+            await becomes(replicas, second.address, ReplicaState.DOWN)
+            other.model_info = model
+            await second.start()
+            seen = await becomes(replicas, second.address, state)
+            if state is ReplicaState.INCOMPATIBLE:
+                assert "tokenizer_hash is another for this target and hash for the others" in seen.reason
+                assert "max_length is 32" in seen.reason
 
 
 async def test_a_draft_that_breaks_a_rule_is_incompatible_beside_one_that_does_not() -> None:

@@ -42,7 +42,7 @@ test: setup ## Run the tests, all but the soak tests
 	$(BIN)/python -m pytest -m 'not soak' -n $(WORKERS) --dist loadfile $(ARGS)
 
 soak: setup ## Run the tests that take minutes: leaks, faults and overload at full length
-	$(BIN)/python -m pytest -m soak $(ARGS)
+	$(BIN)/python -m pytest -m soak --log-cli-level=INFO $(ARGS)
 
 test-fast: setup ## Run the tests that take seconds
 	$(BIN)/python -m pytest -m 'not soak and not slow' -n $(WORKERS) --dist loadfile $(ARGS)

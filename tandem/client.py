@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.channels import errors_of, open_channel
 from tandem.credentials import PLAIN, Credentials
-from tandem.errors import ServiceUnavailableError
+from tandem.errors import DeadlineError, ServiceUnavailableError
 from tandem.types import Chunk, GenerationRequest
 from tandem.v1.generation_pb2_grpc import GenerationServiceStub
 from tandem.wire.generation import chunk_from_proto, request_to_proto
@@ -57,10 +57,21 @@ class Client:
             TandemError: the coordinator refused or failed; the branch says which.
         """
         call = self._stub.Generate(request_to_proto(request), timeout=timeout_seconds)
+        delivered = 0
         try:
             with errors_of(f"coordinator {self._address}"):
                 async for response in call:
-                    yield chunk_from_proto(response)
+                    chunk = chunk_from_proto(response)
+                    delivered += len(chunk.token_ids)
+                    yield chunk
+        except DeadlineError:
+            if timeout_seconds is None:
+                raise
+            # gRPC's own clock may strike before the coordinator has had its say.
+            raise DeadlineError(
+                f"coordinator {self._address}: the request took longer than the {timeout_seconds:g} s it was given; "
+                f"{delivered} tokens were delivered"
+            ) from None
         finally:
             call.cancel()
 

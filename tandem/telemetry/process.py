@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from wsgiref.simple_server import WSGIServer
@@ -18,8 +19,10 @@ from tandem.telemetry.choice import sends
 from tandem.telemetry.exports import Exports, OtlpExports
 from tandem.telemetry.settings import TelemetryOptions
 
+logger = logging.getLogger(__name__)
+
 # What the process waits for at its end, at most; a collector that is gone must not hold up a restart.
-_CLOSE_SECONDS = 1.5
+_CLOSE_SECONDS = 1.0
 
 
 class Telemetry:
@@ -72,6 +75,7 @@ class Telemetry:
                     f"cannot serve metrics on {host}:{port}: {(error.strerror or str(error)).lower()}; choose "
                     "another address with --prometheus-host and --prometheus-port"
                 ) from error
+            logger.info("metrics served", extra={"address": f"{host}:{self.prometheus_port}"})
         if self._exports is not None:
             self._exports.start()
 

@@ -1,0 +1,145 @@
+"""One request through three real processes is one trace; their metrics are told both ways; a collector may die."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import pytest
+
+from tandem.client import Client
+from tandem.types import GenerationRequest
+from tests.collector import Collector, ReceivedSpan, collecting
+from tests.end_to_end.processes import Process, address_of, coordinator, model_service, until
+from tests.paths import DEMO_DRAFT, DEMO_TARGET
+from tests.service.clients import complete
+
+REQUEST = GenerationRequest("def add(a, b):\n", max_tokens=32, temperature=0.0, ignore_eos=True)
+SERVICES = ("coordinator", "draft", "target")
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The demo pair as three processes that send to one collector."""
+
+    collector: Collector
+    processes: dict[str, Process]
+
+    @property
+    def address(self) -> str:
+        return address_of(self.processes["coordinator"])
+
+    def scraped(self, service: str) -> str:
+        """What Prometheus would read of it."""
+        found = re.search(r"metrics served address=(\S+)", self.processes[service].stderr)
+        assert found, self.processes[service].story
+        with urllib.request.urlopen(f"http://{found[1]}/metrics", timeout=10) as response:
+            return str(response.read().decode())
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "500")
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+        collector = stack.enter_context(collecting())
+        options = ("--otlp-endpoint", collector.endpoint, "--prometheus-port", "0")
+        target = stack.enter_context(model_service("target_service", DEMO_TARGET, *options))
+        draft = stack.enter_context(model_service("draft_service", DEMO_DRAFT, *options))
+        joined = stack.enter_context(
+            coordinator(address_of(target), address_of(draft), "--trace-rounds", "1", *options)
+        )
+        yield Cluster(collector, {"coordinator": joined, "draft": draft, "target": target})
+
+
+def path(span: ReceivedSpan, spans: dict[bytes, ReceivedSpan]) -> tuple[str, ...]:
+    """Services and names from the root down to the span."""
+    above = () if span.span.parent_span_id not in spans else path(spans[span.span.parent_span_id], spans)
+    return (*above, f"{span.service} {span.span.name}")
+
+
+async def test_a_request_is_one_trace_across_all_services(cluster: Cluster) -> None:
+    async with Client(cluster.address) as client:
+        completed = await complete(client, REQUEST)
+    until(
+        lambda: {span.service for span in cluster.collector.spans} >= {f"tandem-{name}" for name in SERVICES},
+        10,
+    )
+    rounds = completed.figures.rounds
+    until(lambda: len(cluster.collector.spans) >= rounds + 8, 10, lambda: str(len(cluster.collector.spans)))
+    spans = {span.span.span_id: span for span in cluster.collector.spans}
+    assert len({span.span.trace_id for span in spans.values()}) == 1
+    root = "tandem-coordinator text_completion target"
+    propose, verify = "tandem.v1.DraftService/Propose", "tandem.v1.TargetService/Verify"
+    paths = [path(span, spans) for span in spans.values()]
+    assert paths.count((root, "tandem-coordinator round")) == rounds
+    assert sorted(each for each in paths if "tandem-coordinator round" not in each) == sorted(
+        [
+            (root,),
+            (root, "tandem-coordinator prefill"),
+            (root, f"tandem-coordinator {propose}"),
+            (root, f"tandem-coordinator {propose}", f"tandem-draft {propose}"),
+            (root, f"tandem-coordinator {propose}", f"tandem-draft {propose}", "tandem-draft prefill"),
+            (root, f"tandem-coordinator {verify}"),
+            (root, f"tandem-coordinator {verify}", f"tandem-target {verify}"),
+            (root, f"tandem-coordinator {verify}", f"tandem-target {verify}", "tandem-target prefill"),
+        ]
+    )
+    (told,) = (span.attributes for span in spans.values() if not span.span.parent_span_id)
+    assert told["tandem.rounds"] == rounds
+    assert told["tandem.accepted_tokens"] == completed.figures.accepted
+    assert told["gen_ai.usage.output_tokens"] == 32
+
+
+async def test_metrics_are_told_by_otlp_and_to_prometheus_alike(cluster: Cluster) -> None:
+    async with Client(cluster.address) as client:
+        await complete(client, REQUEST)
+    scraped = {service: cluster.scraped(service) for service in SERVICES}
+    found = re.search(
+        r'^tandem_generation_tokens_total\{model_name="target"\} (\S+)$', scraped["coordinator"], re.MULTILINE
+    )
+    assert found
+    tokens = float(found[1])
+    assert tokens >= 32
+
+    def sent() -> float:
+        metric = cluster.collector.metrics.get(("tandem-coordinator", "tandem_generation_tokens"))
+        return 0.0 if metric is None else metric.sum.data_points[0].as_double
+
+    until(lambda: sent() == tokens, 10, lambda: f"{sent()} instead of {tokens}")
+    for service in ("draft", "target"):
+        assert (
+            f'tandem_kv_cache_capacity_tokens{{model_name="{service}",role="{service}"}}' in scraped[service]
+        )
+        steps = re.search(r"^tandem_engine_step_seconds_count\{.*\} (\S+)$", scraped[service], re.MULTILINE)
+        assert steps
+        assert float(steps[1]) > 0
+        name = (f"tandem-{service}", "tandem_engine_step_seconds")
+        until(lambda name=name: name in cluster.collector.metrics, 10)  # type: ignore[misc]
+    assert 'tandem_replicas{model_name="target",role="draft",state="ready"} 1.0' in scraped["coordinator"]
+
+
+async def test_a_collector_that_dies_in_the_middle_takes_nothing_with_it(cluster: Cluster) -> None:
+    """The last test of the module: it ends the collector, and then the processes."""
+    async with Client(cluster.address) as client:
+        whole = await complete(client, REQUEST)
+        token_ids: list[int] = []
+        async for chunk in client.generate(REQUEST):
+            if not token_ids:
+                cluster.collector.kill()
+            token_ids += chunk.token_ids
+        assert tuple(token_ids) == whole.token_ids
+        after = await complete(client, REQUEST)
+    assert after.token_ids == whole.token_ids
+    assert "tandem_generation_tokens_total" in cluster.scraped("coordinator")
+    for service in SERVICES:
+        process = cluster.processes[service]
+        assert process.stop() == 0, process.story
+        assert process.stderr.count("collector does not answer") <= 1
+        assert "Traceback" not in process.stderr

@@ -1,0 +1,184 @@
+"""Scripted models behind the real servicers of all three services, watched, with every span in one place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import grpc.aio
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, TraceIdRatioBased
+from prometheus_client import CollectorRegistry
+
+from coordinator.service import CoordinatorService
+from coordinator.settings import CoordinatorSettings
+from coordinator.telemetry.setup import CoordinatorTelemetry
+from draft_service.proposers import DraftedSequence
+from draft_service.servicer import DraftServicer
+from tandem.telemetry.process import Telemetry
+from tandem.telemetry.service import WatchedService
+from tandem.telemetry.settings import TelemetryOptions
+from tandem.types import (
+    DraftOptions,
+    GenerationRequest,
+    ModelInfo,
+    Proposal,
+    ProposeStep,
+    TargetOptions,
+    Verification,
+    VerifyStep,
+)
+from tandem.v1 import draft_pb2_grpc, generation_pb2_grpc, target_pb2_grpc
+from tandem.wire import draft as draft_wire
+from tandem.wire.generation import chunk_from_proto, request_to_proto
+from target_service.servicer import TargetServicer
+from tests.paths import DEMO_TARGET
+from tests.service.fakes import FakeDraft, FakeTarget, serving
+
+
+class MemoryExports:
+    """Keeps spans instead of sending them."""
+
+    def __init__(self, sample_ratio: float = 1.0) -> None:
+        self.memory = InMemorySpanExporter()
+        root = ALWAYS_ON if sample_ratio == 1.0 else TraceIdRatioBased(sample_ratio)
+        provider = TracerProvider(sampler=ParentBased(root), shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(self.memory))
+        self.tracer = provider.get_tracer("tests")
+
+    def start(self) -> None:
+        pass
+
+    def close(self, deadline: float) -> None:
+        pass
+
+
+class ScriptedProposer:
+    """A drafting method that says what a fake draft says."""
+
+    def __init__(self, fake: FakeDraft) -> None:
+        self._fake = fake
+        self.model_info = fake.model_info
+
+    async def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    def kv_usage(self) -> None:
+        pass
+
+    @asynccontextmanager
+    async def sequence(self, options: DraftOptions) -> AsyncIterator[DraftedSequence]:
+        yield _Drafted(self._fake)
+
+
+class _Drafted:
+    def __init__(self, fake: FakeDraft) -> None:
+        self._fake = fake
+        self._tokens: list[int] = []
+
+    async def propose(self, step: ProposeStep) -> Proposal:
+        self._fake.apply(self._tokens, step.delta)
+        return draft_wire.proposal_from_proto(self._fake.proposal(self._tokens, step.token_count))
+
+
+class ScriptedVerifier:
+    """A target that says what a fake one says."""
+
+    def __init__(self, fake: FakeTarget) -> None:
+        self._fake = fake
+        self.model_info: ModelInfo = fake.model_info
+        self.tokenizer_files = (DEMO_TARGET / "tokenizer.json",)
+
+    @asynccontextmanager
+    async def sequence(self, options: TargetOptions) -> AsyncIterator[_Verified]:
+        yield _Verified(self._fake)
+
+
+class _Verified:
+    def __init__(self, fake: FakeTarget) -> None:
+        self._fake = fake
+        self._tokens: list[int] = []
+
+    async def verify(self, step: VerifyStep) -> Verification:
+        self._fake.apply(self._tokens, step.delta)
+        await asyncio.sleep(self._fake.step_seconds)
+        return self._fake.verification(self._tokens, step)
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A cluster that is watched."""
+
+    address: str
+    coordinator: CollectorRegistry
+    draft: CollectorRegistry
+    target: CollectorRegistry
+    memory: InMemorySpanExporter
+
+    @property
+    def spans(self) -> tuple[ReadableSpan, ...]:
+        return self.memory.get_finished_spans()
+
+    async def complete(self, request: GenerationRequest, traceparent: str = "") -> list[int]:
+        """The tokens of a completion that is asked for in a trace context."""
+        metadata = (("traceparent", traceparent),) if traceparent else ()
+        async with grpc.aio.insecure_channel(self.address) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            call = stub.Generate(request_to_proto(request), metadata=metadata)
+            return [token async for chunk in call for token in chunk_from_proto(chunk).token_ids]
+
+
+@asynccontextmanager
+async def watched(
+    target: FakeTarget,
+    draft: FakeDraft,
+    *,
+    sample_ratio: float = 1.0,
+    trace_rounds: float = 0.0,
+    num_speculative_tokens: int = 2,
+) -> AsyncIterator[Watched]:
+    """Three servers in this process."""
+    exports = MemoryExports(sample_ratio)
+    options = TelemetryOptions()
+    async with AsyncExitStack() as stack:
+        target_watch = WatchedService(Telemetry(options, "target", exports), "target")
+        verifying = TargetServicer(target_watch)
+        verifying.verifier = ScriptedVerifier(target)  # type: ignore[assignment]
+        target_watch.ready(target.model_info.name, lambda: None)
+        draft_watch = WatchedService(Telemetry(options, "draft", exports), "draft")
+        drafting = DraftServicer(draft_watch)
+        drafting.proposer = ScriptedProposer(draft)
+        draft_watch.ready(draft.model_info.name, lambda: None)
+        target_address, _ = await stack.enter_async_context(
+            serving(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(verifying, server))
+        )
+        draft_address, _ = await stack.enter_async_context(
+            serving(lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(drafting, server))
+        )
+        settings = CoordinatorSettings(
+            target_address=target_address,
+            draft_address=draft_address,
+            draft_patience_seconds=30.0,
+            draft_pause=False,
+            num_speculative_tokens=num_speculative_tokens,
+            trace_rounds=trace_rounds,
+        )
+        telemetry = Telemetry(settings, "coordinator", exports)
+        service = CoordinatorService(settings, CoordinatorTelemetry(settings, telemetry))
+        await service.start()
+        stack.push_async_callback(service.close)
+        address, _ = await stack.enter_async_context(serving(service.register))
+        yield Watched(
+            address,
+            telemetry.registry,
+            draft_watch.telemetry.registry,
+            target_watch.telemetry.registry,
+            exports.memory,
+        )

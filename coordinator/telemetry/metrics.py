@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from coordinator.rejection.strategies import STRATEGIES
 from coordinator.telemetry.rounds import Round
 from tandem.telemetry import buckets
+from tandem.telemetry.histogram import LightHistogram
 from tandem.types import SpeculationFigures
 
 OUTCOMES = (
@@ -65,7 +66,7 @@ class CoordinatorMetrics:
         )
         self.fallbacks = self._counter("fallbacks", "Times that the target went on alone.", "kind")
         self.failovers = self._counter("failovers", "Times that a sequence changed its replica.", "kind")
-        self.phase = self._seconds(
+        self.phase = self._light(
             "round_phase_seconds",
             "Time of a round by phase, the first round left out.",
             buckets.STEP_SECONDS,
@@ -73,7 +74,9 @@ class CoordinatorMetrics:
         )
         self.prefill = self._seconds("prefill_seconds", "First round of a request.")
         self.first_token = self._seconds("time_to_first_token_seconds", "From arrival to the first token.")
-        self.inter_token = self._seconds("inter_token_latency_seconds", "Between two chunks of a request.")
+        self.inter_token = self._light(
+            "inter_token_latency_seconds", "Between two chunks of a request.", buckets.LATENCY_SECONDS
+        )
         self.per_token = self._seconds(
             "request_time_per_output_token_seconds",
             "Time from the first token to the end, by token after it.",
@@ -87,12 +90,13 @@ class CoordinatorMetrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"tandem_{name}", text, ("model_name", *labels), registry=self._registry)
 
+    def _light(self, name: str, text: str, bounds: tuple[float, ...], *labels: str) -> LightHistogram:
+        return LightHistogram(f"tandem_{name}", text, ("model_name", *labels), bounds, self._registry)
+
     def _seconds(
-        self, name: str, text: str, bounds: tuple[float, ...] = buckets.LATENCY_SECONDS, *labels: str
+        self, name: str, text: str, bounds: tuple[float, ...] = buckets.LATENCY_SECONDS
     ) -> Histogram:
-        return Histogram(
-            f"tandem_{name}", text, ("model_name", *labels), registry=self._registry, buckets=bounds
-        )
+        return Histogram(f"tandem_{name}", text, ("model_name",), registry=self._registry, buckets=bounds)
 
     def _sizes(self, name: str, text: str) -> Histogram:
         return self._seconds(name, text, buckets.TOKENS)

@@ -81,9 +81,13 @@ class Telemetry:
 
     async def close(self) -> None:
         """Send what is left, as far as that is quick, and end."""
+        await asyncio.gather(self._end_exports(), self._end_server())
+
+    async def _end_exports(self) -> None:
         if self._exports is not None:
-            deadline = time.monotonic() + _CLOSE_SECONDS
-            await asyncio.to_thread(self._exports.close, deadline)
+            await asyncio.to_thread(self._exports.close, time.monotonic() + _CLOSE_SECONDS)
+
+    async def _end_server(self) -> None:
         if self._server is not None:
             await asyncio.to_thread(self._server.shutdown)
             self._server.server_close()

@@ -1,0 +1,26 @@
+"""The light histogram tells what prometheus_client's own does."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+
+from tandem.telemetry.histogram import LightHistogram
+
+BOUNDS = (0.001, 0.5, 2.0)
+
+
+@given(st.lists(st.sampled_from([0.0, 0.001, 0.25, 0.5, 1.0, 2.0, 2.5, 64.0])))
+def test_it_tells_what_the_usual_one_does(values: list[float]) -> None:
+    light, usual = CollectorRegistry(), CollectorRegistry()
+    series = LightHistogram("seconds", "Text.", ("who",), BOUNDS, light).labels("a")
+    child = Histogram("seconds", "Text.", ("who",), registry=usual, buckets=BOUNDS).labels("a")
+    for value in values:
+        series.observe(value)
+        child.observe(value)
+    assert _lines(light) == _lines(usual)
+
+
+def _lines(registry: CollectorRegistry) -> list[str]:
+    return sorted(line for line in generate_latest(registry).decode().splitlines() if "_created" not in line)

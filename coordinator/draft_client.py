@@ -100,7 +100,7 @@ class DraftSequence:
     @property
     def is_idle(self) -> bool:
         """Whether every step so far was answered."""
-        return self._answer is None
+        return self._answer is None or self._answer.done()
 
     @property
     def is_late(self) -> bool:

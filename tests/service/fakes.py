@@ -221,15 +221,22 @@ async def serving(register: Callable[[grpc.aio.Server], None]) -> AsyncIterator[
 
 
 @asynccontextmanager
-async def coordinating(settings: CoordinatorSettings) -> AsyncIterator[str]:
-    """A coordinator with these settings: its address."""
+async def coordinator(settings: CoordinatorSettings) -> AsyncIterator[tuple[str, CoordinatorService]]:
+    """A coordinator with these settings: its address, and itself."""
     service = CoordinatorService(settings)
     await service.start()
     try:
         async with serving(service.register) as (address, _):
-            yield address
+            yield address, service
     finally:
         await service.close()
+
+
+@asynccontextmanager
+async def coordinating(settings: CoordinatorSettings) -> AsyncIterator[str]:
+    """A coordinator with these settings: its address."""
+    async with coordinator(settings) as (address, _):
+        yield address
 
 
 @asynccontextmanager

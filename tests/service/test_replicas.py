@@ -1,7 +1,5 @@
 """What the coordinator makes of replicas that come, go, drain, hang, differ, and hide behind names."""
 
-# ruff: noqa: N802 - gRPC looks a method up by the name that it has in the proto.
-
 from __future__ import annotations
 
 import asyncio
@@ -12,84 +10,21 @@ from dataclasses import replace
 
 import grpc.aio
 import pytest
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 
 from coordinator.addresses import Resolver
 from coordinator.replica import ReplicaSnapshot, ReplicaState, Role
 from coordinator.replicas import Replicas
 from coordinator.settings import CoordinatorSettings
 from tandem.errors import IncompatibleModelsError, InvalidRequestError, ServiceUnavailableError
-from tandem.serving.edge import Context
-from tandem.v1 import draft_pb2_grpc, target_pb2_grpc
+from tandem.v1 import target_pb2_grpc
 from tests.service.clients import until
 from tests.service.fakes import Fake, FakeDraft, FakeTarget
+from tests.service.served import NOT_SERVING, SERVING, Served, addresses, served
 
 SECONDS = 20.0
 """Bound on a change that is to come."""
 USED_AGAIN_SECONDS = 0.5
-SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-class Health(health.aio.HealthServicer):  # type: ignore[misc]  # the published stubs lack it
-    """Answers as it should, unless it hangs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.answers = asyncio.Event()
-        self.answers.set()
-
-    async def Check(
-        self, request: health_pb2.HealthCheckRequest, context: Context
-    ) -> health_pb2.HealthCheckResponse:
-        await self.answers.wait()
-        answer: health_pb2.HealthCheckResponse = await super().Check(request, context)
-        return answer
-
-
-class Served:
-    """A fake service that can be stopped and started again on its port."""
-
-    def __init__(self, fake: Fake) -> None:
-        self.fake = fake
-        self.port = 0
-        self.health = Health()
-        self._server: grpc.aio.Server | None = None
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    async def start(self, status: int = SERVING) -> None:
-        self.health = Health()
-        self._server = grpc.aio.server()
-        if isinstance(self.fake, FakeTarget):
-            target_pb2_grpc.add_TargetServiceServicer_to_server(self.fake, self._server)
-        if isinstance(self.fake, FakeDraft):
-            draft_pb2_grpc.add_DraftServiceServicer_to_server(self.fake, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
-        await self.say(status)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
-        await self._server.start()
-
-    async def say(self, status: int) -> None:
-        await self.health.set("", status)
-
-    async def stop(self) -> None:
-        if self._server is not None:
-            await self._server.stop(None)
-            self._server = None
-
-
-@asynccontextmanager
-async def served(*fakes: Fake) -> AsyncIterator[list[Served]]:
-    services = [Served(fake) for fake in fakes]
-    for each in services:
-        await each.start()
-    try:
-        yield services
-    finally:
-        for each in services:
-            await each.stop()
 
 
 def settings(
@@ -117,11 +52,8 @@ async def started(replicas: Replicas) -> AsyncIterator[Replicas]:
 async def followed(*fakes: Fake) -> AsyncIterator[tuple[Replicas, list[Served]]]:
     """The replicas that these fakes are, once one of each role is ready."""
     async with served(*fakes) as services:
-        addresses = [
-            ",".join(each.address for each in services if isinstance(each.fake, kind))
-            for kind in (FakeTarget, FakeDraft)
-        ]
-        async with started(Replicas(settings(addresses[0], addresses[1] or None))) as replicas:
+        given = settings(addresses(services, FakeTarget), addresses(services, FakeDraft) or None)
+        async with started(Replicas(given)) as replicas:
             yield replicas, services
 
 
@@ -227,8 +159,8 @@ async def test_a_draft_that_breaks_a_rule_is_incompatible_beside_one_that_does_n
     other.model_info = replace(other.model_info, vocabulary_size=7)
     async with served(FakeTarget(), FakeDraft(), other) as (target, first, second):
         await second.say(NOT_SERVING)
-        addresses = f"{first.address},{second.address}"
-        async with started(Replicas(settings(target.address, addresses))) as replicas:
+        both = f"{first.address},{second.address}"
+        async with started(Replicas(settings(target.address, both))) as replicas:
             await second.say(SERVING)
             seen = await becomes(replicas, second.address, ReplicaState.INCOMPATIBLE)
             assert "a vocabulary of 7 tokens" in seen.reason
@@ -239,8 +171,8 @@ async def test_a_draft_that_drafts_otherwise_than_the_others_is_incompatible() -
     other.model_info = replace(other.model_info, vocabulary_size=0, architecture="ngram", max_length=0)
     async with served(FakeTarget(), FakeDraft(), other) as (target, first, second):
         await second.say(NOT_SERVING)
-        addresses = f"{first.address},{second.address}"
-        async with started(Replicas(settings(target.address, addresses))) as replicas:
+        both = f"{first.address},{second.address}"
+        async with started(Replicas(settings(target.address, both))) as replicas:
             await second.say(SERVING)
             seen = await becomes(replicas, second.address, ReplicaState.INCOMPATIBLE)
             assert "they must draft alike" in seen.reason

@@ -1,0 +1,152 @@
+"""A draft that is lost, late or useless costs its speed-up for as long as that lasts; a draft that drains is left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import grpc
+import pytest
+
+from coordinator.payoff import TRIAL_ROUNDS
+from tandem.serving.edge import Context
+from tandem.types import GenerationRequest
+from tandem.v1 import draft_pb2
+from tests.service.clients import complete, until
+from tests.service.fakes import FakeDraft, FakeTarget
+from tests.service.served import NOT_SERVING, SERVING, fleet
+
+SECONDS = 30.0
+TOKENS = 50
+EXPECTED = tuple(range(11, 11 + TOKENS))
+
+
+def request(rule: str | None = None, temperature: float = 0.0, max_tokens: int = TOKENS) -> GenerationRequest:
+    return GenerationRequest(
+        (10,),
+        max_tokens=max_tokens,
+        temperature=temperature,
+        num_speculative_tokens=2,
+        seed=1,
+        rejection_sampling_strategy=rule,
+    )
+
+
+class Failing(FakeDraft):
+    """Fails at some of its steps, counted over all of its streams."""
+
+    def __init__(self, *steps: int, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
+        super().__init__()
+        self._steps = steps
+        self._code = code
+
+    async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
+        if len(self.asked) in self._steps:
+            await context.abort(self._code, "failed")
+        return self.proposal(tokens, count)
+
+
+class HangingFrom(FakeDraft):
+    """Answers no step from the third on."""
+
+    async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
+        if len(self.asked) > 2:
+            await asyncio.Event().wait()
+        return self.proposal(tokens, count)
+
+
+class Useless(FakeDraft):
+    """Takes its time and is always wrong."""
+
+    async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
+        await asyncio.sleep(0.005)
+        return self.proposal(tokens, count)
+
+
+def useless() -> FakeDraft:
+    return Useless(lambda tokens: 7)
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED])
+async def test_another_draft_takes_over(code: grpc.StatusCode) -> None:
+    failing, other = Failing(*range(3, 99), code=code), FakeDraft()
+    async with asyncio.timeout(SECONDS), fleet(FakeTarget(), failing, other) as (client, _):
+        completed = await complete(client, request())
+    assert completed.token_ids == EXPECTED
+    assert other.asked[0] == 0, "it reads the sequence while the target works"
+    assert completed.figures.accepted == completed.figures.drafted > TOKENS / 2
+
+
+async def test_a_draft_that_returns_is_used_again() -> None:
+    target, draft = FakeTarget(), Failing(3, 8)
+    # The target must not be through before the draft was asked how it is.
+    target.step_seconds = 0.02
+    async with asyncio.timeout(SECONDS), fleet(target, draft) as (client, _):
+        completed = await complete(client, request())
+    assert completed.token_ids == EXPECTED
+    assert draft.opened == 3
+    assert completed.figures.accepted == completed.figures.drafted > 0
+
+
+async def test_a_draft_that_hangs_is_given_up_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.failover_draft._ABANDON_SECONDS", 0.1)
+    target, hanging, other = FakeTarget(), HangingFrom(), FakeDraft()
+    target.step_seconds = 0.02
+    async with (
+        asyncio.timeout(SECONDS),
+        fleet(target, hanging, other, patience_seconds=0.05) as (client, services),
+    ):
+        await services[2].say(NOT_SERVING)  # so that it begins with the other
+        await asyncio.sleep(0.3)  # that it is told
+        task = asyncio.create_task(complete(client, request()))
+        await until(lambda: hanging.opened == 1, SECONDS)
+        await services[2].say(SERVING)
+        completed = await task
+        await until(lambda: not hanging.running, SECONDS)
+    assert completed.token_ids == EXPECTED
+    assert other.opened == 1
+
+
+@pytest.mark.parametrize("role", ["draft", "target"])
+async def test_what_drains_is_left_between_two_rounds(role: str) -> None:
+    """It still answers: nothing is lost, and it can end."""
+    fakes = (FakeTarget(), FakeTarget(), FakeDraft(), FakeDraft())
+    for target in fakes[:2]:
+        target.step_seconds = 0.02
+    async with asyncio.timeout(SECONDS), fleet(*fakes) as (client, services):
+        task = asyncio.create_task(complete(client, request()))
+        pair = services[:2] if role == "target" else services[2:]
+        await until(lambda: any(each.fake.running for each in pair), SECONDS)
+        draining, other = sorted(pair, key=lambda each: -each.fake.running)
+        await draining.say(NOT_SERVING)
+        await until(lambda: not draining.fake.running, SECONDS)
+        assert not task.done()
+        await until(lambda: other.fake.running == 1, SECONDS)
+        completed = await task
+    assert completed.token_ids == EXPECTED
+    assert completed.figures.accepted == completed.figures.drafted > 0
+
+
+@pytest.mark.parametrize("rule", [None, "strict"])
+async def test_a_useless_draft_is_paused(rule: str | None) -> None:
+    draft = useless()
+    async with asyncio.timeout(SECONDS), fleet(FakeTarget(), draft) as (client, _):
+        completed = await complete(client, request(rule, temperature=0.0 if rule is None else 1.0))
+    assert completed.token_ids == EXPECTED
+    # The prompt, a trial, and perhaps a first proposal that was not timed: the draft was still reading.
+    assert len(draft.asked) - TRIAL_ROUNDS in (1, 2)
+
+
+async def test_a_useless_draft_is_not_paused_where_that_is_switched_off() -> None:
+    draft = useless()
+    async with asyncio.timeout(SECONDS), fleet(FakeTarget(), draft, draft_pause=False) as (client, _):
+        await complete(client, request())
+    assert len(draft.asked) == TOKENS - 1
+
+
+@pytest.mark.parametrize("rule", ["residual", "block"])
+async def test_nor_where_a_seed_promises_a_text_that_depends_on_the_rounds(rule: str) -> None:
+    draft = useless()
+    async with asyncio.timeout(SECONDS), fleet(FakeTarget(), draft) as (client, _):
+        await complete(client, request(rule, temperature=1.0))
+    assert len(draft.asked) == TOKENS - 1

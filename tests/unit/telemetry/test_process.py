@@ -73,7 +73,7 @@ def test_without_telemetry_its_libraries_are_not_even_imported() -> None:
         "from coordinator.settings import CoordinatorSettings\n"
         "from draft_service.settings import DraftSettings\n"
         "from draft_service.service import DraftService\n"
-        "CoordinatorService(CoordinatorSettings(target_address='a:1'))\n"
+        "CoordinatorService(CoordinatorSettings(target_address='127.0.0.1:1'))\n"
         "DraftService(DraftSettings(speculative_method='ngram'))\n"
         "print(sorted({name.partition('.')[0] for name in sys.modules} & {'opentelemetry', 'prometheus_client'}))"
     )

@@ -7,7 +7,7 @@ import inspect
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext, suppress
 from typing import Any, TypeAlias
 
 import grpc
@@ -46,24 +46,28 @@ async def errors_to_status(context: Context) -> AsyncIterator[None]:
     """
     try:
         yield
-    except CapacityError as error:
-        code = status_code(error)
-        if error.retry_after_seconds is None:
-            await context.abort(code, str(error))
-        else:
-            metadata = retry_metadata(code.value[0], str(error), error.retry_after_seconds)
-            await context.abort(code, str(error), metadata)
     except TandemError as error:
-        await context.abort(status_code(error), str(error))
+        code, details = status_code(error), str(error)
+        retry_seconds = error.retry_after_seconds if isinstance(error, CapacityError) else None
+        metadata = () if retry_seconds is None else retry_metadata(code.value[0], details, retry_seconds)
+        await _end(context, code, details, metadata)
     except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError, grpc.aio.InternalError):
         # The last is gRPC's own word for a client that has gone away.
         raise
     except Exception:
         error_id = uuid.uuid4().hex[:12]
         logger.exception("unexpected error", extra={"error_id": error_id})
-        await context.abort(
-            grpc.StatusCode.INTERNAL, f"internal error {error_id}; the server's log tells more"
+        await _end(
+            context, grpc.StatusCode.INTERNAL, f"internal error {error_id}; the server's log tells more"
         )
+
+
+async def _end(
+    context: Context, code: grpc.StatusCode, details: str, metadata: tuple[tuple[str, bytes], ...] = ()
+) -> None:
+    # A client that goes away in this moment is no error of anybody's.
+    with suppress(grpc.aio.InternalError):
+        await context.abort(code, details, metadata)
 
 
 def traceparent_of(context: Context) -> str:

@@ -1,0 +1,185 @@
+"""Requests that are cancelled at any moment: computing stops within a round, and nothing of them is left anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.settings import CoordinatorSettings
+from draft_service.proposers.standalone import StandaloneProposer, propose_head
+from draft_service.servicer import DraftServicer
+from tandem.client import Client
+from tandem.engine.engine import Engine
+from tandem.engine.jobs import Head
+from tandem.engine.model import LoadedModel
+from tandem.engine.settings import EngineSettings
+from tandem.errors import TandemError
+from tandem.types import GenerationRequest
+from tandem.v1 import draft_pb2_grpc, target_pb2_grpc
+from target_service.servicer import TargetServicer
+from target_service.verifier import Verifier, verify_head
+from tests.paths import DEMO_TARGET
+from tests.service.clients import complete, until
+from tests.service.engines import tiny_model
+from tests.service.fakes import coordinating, serving
+
+logger = logging.getLogger(__name__)
+"""Figures for docs/reliability.md: `make soak` shows them."""
+
+SPECULATIVE_TOKENS = 2
+STEPS_OF_A_ROUND = SPECULATIVE_TOKENS + 1
+LONG = GenerationRequest(
+    (5, 6, 7), max_tokens=400, seed=1, ignore_eos=True, num_speculative_tokens=SPECULATIVE_TOKENS
+)
+AT_ONCE = 12
+"""More than there are places in the KV caches, so that some are cancelled while they wait."""
+MAX_SEQUENCES = 8
+GONE_SECONDS = 10.0
+WARM_UP = 48
+MOST_GROWN_MIB = 24
+
+
+@dataclass
+class Cluster:
+    """All three services in this process."""
+
+    address: str = ""
+    engines: list[Engine[Any, Any]] = field(default_factory=list)
+    steps: int = 0
+    """Of both engines."""
+    step_seconds: float = 0.0
+
+    def step(self, _record: object) -> None:
+        self.steps += 1
+        time.sleep(self.step_seconds)
+
+    @property
+    def held(self) -> list[str]:
+        """What the KV caches hold of requests."""
+        usages = [engine.usage for engine in self.engines]
+        return [
+            str(usage)
+            for usage in usages
+            if usage.sequence_count or usage.waiting_count or usage.reserved_tokens
+        ]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@asynccontextmanager
+async def running(
+    cluster: Cluster, model: LoadedModel, head: Head[Any, Any]
+) -> AsyncIterator[Engine[Any, Any]]:
+    engine = Engine(model, head, EngineSettings(max_sequences=MAX_SEQUENCES), on_step=cluster.step)
+    engine.start()
+    cluster.engines.append(engine)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+@pytest.fixture
+async def cluster(model: LoadedModel) -> AsyncIterator[Cluster]:
+    made = Cluster()
+    verifying, proposing = TargetServicer(), DraftServicer()
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        target = await enter(running(made, model, verify_head))
+        draft = await enter(running(made, model, propose_head))
+        verifying.verifier = Verifier(target, [DEMO_TARGET / "tokenizer.json"])
+        proposing.proposer = StandaloneProposer(draft, draft_top_k=8)
+        target_address, _ = await enter(
+            serving(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(verifying, server))
+        )
+        draft_address, _ = await enter(
+            serving(lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(proposing, server))
+        )
+        settings = CoordinatorSettings(
+            target_address=target_address, draft_address=draft_address, draft_pause=False
+        )
+        made.address = await enter(coordinating(settings))
+        yield made
+
+
+def tasks() -> Counter[str]:
+    """How many tasks run each coroutine."""
+    return Counter(getattr(task.get_coro(), "__qualname__", "?") for task in asyncio.all_tasks())
+
+
+def resident_mebibytes() -> float:
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+    return pages * 4096 / 2**20
+
+
+async def cancelled(client: Client, chance: random.Random) -> None:
+    """Begin a request and end it in one of the ways in which clients do, after a while."""
+    seconds = chance.choice([0.0, 0.002, 0.02, 0.1]) * chance.random()
+    way = chance.randrange(3)
+    if way == 0:
+        task = asyncio.create_task(complete(client, LONG))
+        await asyncio.sleep(seconds)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    elif way == 1:
+        with suppress(TandemError):
+            async for _ in client.generate(LONG, timeout_seconds=0.001 + seconds):
+                pass
+    else:
+        chunks = client.generate(LONG)
+        for _ in range(chance.randrange(1, 4)):
+            await anext(chunks)
+        await chunks.aclose()
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(5000, marks=pytest.mark.soak)])
+async def test_nothing_is_left_of_requests_that_were_cancelled(cluster: Cluster, count: int) -> None:
+    cluster.step_seconds = 0.001
+    chance = random.Random(count)
+    async with Client(cluster.address) as client:
+        expected = await complete(client, LONG)
+
+        async def one_after_the_other(number: int) -> None:
+            for _ in range(number):
+                await cancelled(client, chance)
+
+        async def at_once(number: int) -> None:
+            await asyncio.gather(*(one_after_the_other(number // AT_ONCE) for _ in range(AT_ONCE)))
+            await until(lambda: not cluster.held, GONE_SECONDS, lambda: "\n".join(cluster.held))
+
+        await at_once(WARM_UP)
+        before, idle = resident_mebibytes(), tasks()
+        await at_once(count)
+        await until(lambda: not tasks() - idle, GONE_SECONDS, lambda: str(tasks() - idle))
+        grown = resident_mebibytes() - before
+        assert grown < MOST_GROWN_MIB
+        assert (await complete(client, LONG)).token_ids == expected.token_ids
+    logger.info("cancels", extra={"count": count, "grown_mebibytes": round(grown, 1)})
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 20])
+async def test_computing_stops_within_a_round(cluster: Cluster, tokens: int) -> None:
+    cluster.step_seconds = 0.03
+    async with Client(cluster.address) as client:
+        chunks = client.generate(LONG)
+        received = 0
+        while received < tokens:
+            received += len((await anext(chunks)).token_ids)
+        before = cluster.steps
+        await chunks.aclose()
+        await asyncio.sleep(20 * cluster.step_seconds)
+        assert cluster.steps - before <= STEPS_OF_A_ROUND
+        assert not cluster.held

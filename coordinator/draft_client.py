@@ -144,8 +144,10 @@ class DraftSequence:
         """Drop the stream, whatever it is doing. A call that is dropped without this is never collected."""
         self._call.cancel()
         self._watch.ended()
-        if self._answer is not None and not self._answer.cancel() and not self._answer.cancelled():
-            self._answer.exception()  # nobody else will ask for it
+        if self._answer is not None:
+            # It may fail all the same, when the end of the call comes first; nobody else will ask for it.
+            self._answer.add_done_callback(_forget)
+            self._answer.cancel()
 
     def _ask(self, completion: Completion, count: int, *opening: draft_pb2.ProposeRequest) -> None:
         step = ProposeStep(self._remote.delta_to(completion.token_ids), count)
@@ -169,6 +171,11 @@ class DraftSequence:
         if response is None:
             raise ServiceUnavailableError("draft service: it ended the stream")
         return wire.proposal_from_proto(response)
+
+
+def _forget(answer: asyncio.Task[Proposal]) -> None:
+    if not answer.cancelled():
+        answer.exception()
 
 
 def check_proposal(proposal: Proposal, base_length: int, most: int, vocabulary_size: int) -> None:

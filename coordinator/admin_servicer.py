@@ -105,7 +105,7 @@ class AdminServicer(AdminServiceServicer):
     ) -> admin_pb2.UpdateConfigResponse:
         """Changes options."""
         options = self._administration.update_config(
-            dict(request.values), list(request.reset_names), by=caller(context)
+            dict(sorted(request.values.items())), list(request.reset_names), by=caller(context)
         )
         return admin_pb2.UpdateConfigResponse(options=map(wire.option_to_proto, options))
 

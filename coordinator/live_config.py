@@ -72,7 +72,7 @@ class LiveConfig:
         changes = {name: change for name, change in self._changes.items() if name not in reset}
         changes |= {name: _Change(_value(text), by, now) for name, text in values.items()}
         before, self.current, self._changes = self.current, self._validated(changes), changes
-        named = dict.fromkeys([*values, *reset])
+        named = [name for name in LIVE_OPTIONS if name in values or name in reset]
         for name in named:
             logger.info(
                 "configuration changed",

@@ -1,1 +1,314 @@
-x
+// The page at `/`: streams one completion over the same API as any client, and shows what speculation did for it.
+
+const $ = (id) => document.getElementById(id);
+const DASH = "\u2013";
+const POLL_MS = 2000;
+const MOST_ROUNDS = 160;
+
+let running = null; // the AbortController of the completion that runs
+
+// ---- talking to the coordinator
+
+function headers() {
+  const token = $("token").value.trim();
+  return { "content-type": "application/json", ...(token ? { authorization: `Bearer ${token}` } : {}) };
+}
+
+async function refusal(response) {
+  let words = `the coordinator answered ${response.status}`;
+  try {
+    words = (await response.json()).error.message;
+  } catch {
+    // no JSON: something between us and the coordinator answered
+  }
+  if (response.status === 401) $("token-option").hidden = false;
+  return new Error(words);
+}
+
+async function* events(path, body, signal) {
+  const response = await fetch(path, { method: "POST", headers: headers(), body: JSON.stringify(body), signal });
+  if (!response.ok) throw await refusal(response);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) throw new Error("the stream ended before the completion did");
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      if (!part.startsWith("data: ")) continue;
+      if (part === "data: [DONE]") return;
+      const event = JSON.parse(part.slice(6));
+      if (event.error) throw new Error(event.error.message);
+      yield event;
+    }
+  }
+}
+
+// ---- what a completion did, as far as it came
+
+class Run {
+  constructor() {
+    this.started = performance.now();
+    this.firstMs = null;
+    this.totalMs = 0;
+    this.tokens = 0;
+    this.text = "";
+    this.seed = null;
+    this.rounds = 0;
+    this.drafted = 0;
+    this.accepted = 0;
+    this.positions = [];
+  }
+
+  add(choice) {
+    this.totalMs = performance.now() - this.started;
+    this.firstMs ??= this.totalMs;
+    this.tokens += choice.token_ids.length;
+    this.seed = choice.seed ?? this.seed;
+    for (const proposed of choice.proposed) this.#round(proposed, choice.drafted.filter(Boolean).length);
+  }
+
+  #round(proposed, accepted) {
+    this.rounds += 1;
+    this.drafted += proposed;
+    this.accepted += accepted;
+    for (let index = 0; index < proposed; index += 1) {
+      const position = (this.positions[index] ??= { drafted: 0, accepted: 0 });
+      position.drafted += 1;
+      position.accepted += index < accepted ? 1 : 0;
+    }
+  }
+
+  get perSecond() {
+    return this.tokens / (this.totalMs / 1000);
+  }
+}
+
+const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(0)} %` : DASH);
+
+// ---- showing it
+
+function append(output, text, kind) {
+  if (!text) return;
+  const wasAtEnd = output.scrollHeight - output.scrollTop - output.clientHeight < 30;
+  let last = output.lastElementChild;
+  if (last?.className !== kind) {
+    last = document.createElement("span");
+    last.className = kind;
+    output.append(last);
+  }
+  last.append(text);
+  if (wasAtEnd) output.scrollTop = output.scrollHeight;
+}
+
+function appendTokens(output, text, choice) {
+  const characters = Array.from(text); // text_lengths counts characters, not UTF-16 units
+  let start = 0;
+  choice.text_lengths.forEach((length, index) => {
+    append(output, characters.slice(start, start + length).join(""), choice.drafted[index] ? "accepted" : "supplied");
+    start += length;
+  });
+}
+
+function showRound(choice) {
+  const accepted = choice.drafted.filter(Boolean).length;
+  const column = document.createElement("div");
+  column.className = "round";
+  for (let index = 0; index < choice.proposed[0]; index += 1) {
+    const cell = document.createElement("i");
+    if (index < accepted) cell.className = "yes";
+    column.append(cell);
+  }
+  if (choice.drafted.some((drafted) => !drafted)) {
+    const own = document.createElement("i");
+    own.className = "own";
+    column.append(own);
+  }
+  $("rounds").append(column);
+  if ($("rounds").childElementCount > MOST_ROUNDS) $("rounds").firstElementChild.remove();
+}
+
+function showPositions(positions) {
+  const body = $("positions").tBodies[0];
+  positions.forEach((position, index) => {
+    let row = body.rows[index];
+    if (!row) {
+      row = body.insertRow();
+      const head = document.createElement("th");
+      head.scope = "row";
+      head.textContent = index + 1;
+      const bar = document.createElement("div");
+      bar.className = "bar";
+      bar.append(document.createElement("i"));
+      row.append(head);
+      row.insertCell().append(bar);
+      row.insertCell();
+    }
+    row.querySelector("i").style.width = `${(100 * position.accepted) / position.drafted}%`;
+    row.cells[2].textContent = percent(position.accepted, position.drafted);
+  });
+}
+
+function showFigures(run) {
+  $("acceptance").textContent = percent(run.accepted, run.drafted);
+  $("length").textContent = run.rounds ? (run.tokens / run.rounds).toFixed(2) : DASH;
+  $("first").textContent = `${run.firstMs.toFixed(0)} ms`;
+  showPositions(run.positions);
+  $("rounds").setAttribute("aria-label", `${run.rounds} rounds, ${run.accepted} of ${run.drafted} proposed tokens accepted`);
+}
+
+function clear() {
+  for (const id of ["output", "alone-output", "rounds"]) $(id).replaceChildren();
+  $("positions").tBodies[0].replaceChildren();
+  for (const id of ["acceptance", "length", "first", "speedup"]) $(id).textContent = DASH;
+  for (const id of ["rate", "alone-rate", "said"]) $(id).textContent = "";
+  $("alone").hidden = true;
+  $("problem").hidden = true;
+}
+
+// ---- a completion, and the same by the target alone
+
+function requested(changes) {
+  const options = {
+    max_tokens: $("max-tokens").valueAsNumber,
+    temperature: $("temperature").valueAsNumber,
+    stream: true,
+    stream_options: { include_usage: true },
+    return_token_ids: true,
+    ...changes,
+  };
+  if ($("count").value) options.num_speculative_tokens = $("count").valueAsNumber;
+  const prompt = $("prompt").value;
+  return $("chat").checked
+    ? ["/v1/chat/completions", { ...options, messages: [{ role: "user", content: prompt }] }]
+    : ["/v1/completions", { ...options, prompt }];
+}
+
+async function complete(changes, output, rate, each) {
+  const [path, body] = requested(changes);
+  const run = new Run();
+  if (!$("chat").checked) append(output, body.prompt, "prompt");
+  for await (const event of events(path, body, running.signal)) {
+    const choice = event.choices[0];
+    if (!choice) continue; // the last piece tells the usage only
+    const text = choice.text ?? choice.delta.content ?? "";
+    run.add(choice);
+    run.text += text;
+    appendTokens(output, text, choice);
+    rate.textContent = `${run.perSecond.toFixed(1)} tokens/s`;
+    each(run, choice);
+  }
+  return run;
+}
+
+async function completeBoth() {
+  clear();
+  const run = await complete({}, $("output"), $("rate"), (so_far, choice) => {
+    showRound(choice);
+    showFigures(so_far);
+  });
+  $("said").textContent = `Completed with ${run.tokens} tokens; ${percent(run.accepted, run.drafted)} of the proposed tokens accepted.`;
+  if (!$("compare").checked) return;
+  $("alone").hidden = false;
+  const alone = await complete({ speculation: false, seed: run.seed }, $("alone-output"), $("alone-rate"), () => {});
+  const factor = run.perSecond / alone.perSecond;
+  $("speedup").textContent = `${factor.toFixed(2)} \u00d7`;
+  const isGreedy = $("temperature").valueAsNumber === 0;
+  const sameness = isGreedy ? ` The two texts are ${run.text === alone.text ? "the same" : "not the same"}.` : "";
+  $("speedup-note").textContent =
+    `Measured just now: ${run.tokens} tokens in ${(run.totalMs / 1000).toFixed(2)} s with the draft, ${alone.tokens} in ` +
+    `${(alone.totalMs / 1000).toFixed(2)} s by the target alone. One run each, so it varies.${sameness}`;
+  $("said").textContent += ` ${factor.toFixed(2)} times as fast as the target alone.${sameness}`;
+}
+
+async function submit(event) {
+  event.preventDefault();
+  if (running) {
+    running.abort();
+    return;
+  }
+  running = new AbortController();
+  $("run").textContent = "Stop";
+  $("run").dataset.running = "";
+  try {
+    await completeBoth();
+  } catch (error) {
+    if (error.name !== "AbortError") {
+      $("problem").textContent = error.message;
+      $("problem").hidden = false;
+    }
+  } finally {
+    running = null;
+    $("run").textContent = "Complete";
+    delete $("run").dataset.running;
+    showStatus();
+  }
+}
+
+// ---- the coordinator
+
+function millions(count) {
+  return count >= 1e9 ? `${(count / 1e9).toFixed(1)} B` : `${(count / 1e6).toFixed(1)} M`;
+}
+
+function named(replicas, role) {
+  const model = replicas.find((replica) => replica.role === role && replica.model)?.model;
+  if (!model) return null;
+  return model.parameter_count ? `${model.name} (${millions(model.parameter_count)})` : model.name;
+}
+
+function showReplicas(replicas) {
+  const rows = replicas.map((replica) => {
+    const row = document.createElement("tr");
+    const step = replica.step_seconds === null ? DASH : `${(1000 * replica.step_seconds).toFixed(1)} ms`;
+    for (const text of [replica.role, replica.address, replica.state, step]) row.insertCell().textContent = text;
+    row.cells[2].className = "state";
+    row.cells[2].dataset.state = replica.state;
+    if (replica.reason) row.title = replica.reason;
+    return row;
+  });
+  $("replicas").tBodies[0].replaceChildren(...rows);
+}
+
+function setState(state) {
+  if ($("state").textContent !== state) $("state").textContent = state;
+  $("state").dataset.state = state;
+}
+
+async function showStatus() {
+  let status;
+  try {
+    const response = await fetch("/tandem/status", { headers: headers() });
+    if (response.status === 401) $("token-option").hidden = false;
+    if (!response.ok) {
+      setState(response.status === 401 ? "needs a token" : "starting");
+      return;
+    }
+    status = await response.json();
+  } catch {
+    setState("unreachable");
+    return;
+  }
+  const { speculation, load, replicas } = status;
+  setState(status.state);
+  $("models").textContent = [named(replicas, "draft"), named(replicas, "target")].filter(Boolean).join(" drafts for ");
+  $("version").textContent = `Tandem ${status.version}`;
+  $("chat-option").hidden = !status.chat;
+  $("count").placeholder = speculation.num_speculative_tokens;
+  $("all-acceptance").textContent = percent(speculation.accepted, speculation.drafted);
+  $("all-length").textContent = speculation.rounds ? speculation.mean_acceptance_length.toFixed(2) : DASH;
+  $("all-rate").textContent = status.tokens_per_second.toFixed(1);
+  $("all-running").textContent = load.queued ? `${load.running} + ${load.queued}` : load.running;
+  showReplicas(replicas);
+}
+
+$("form").addEventListener("submit", submit);
+$("prompt").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("form").requestSubmit();
+});
+$("token").addEventListener("change", showStatus);
+setInterval(() => {
+  if (!document.hidden) showStatus();
+}, POLL_MS);
+showStatus();

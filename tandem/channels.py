@@ -66,9 +66,7 @@ def open_channel(
     Raises:
         ConfigurationError: a file of the credentials cannot be read, or makes no sense.
     """
-    options = [*_CHANNEL_OPTIONS, ("grpc.max_receive_message_length", message_limit_bytes)]
-    if credentials.server_name:
-        options.append(("grpc.ssl_target_name_override", credentials.server_name))
+    options = _options(credentials, message_limit_bytes)
     channel = (
         grpc.aio.secure_channel(address, credentials.channel_credentials(), options=options)
         if credentials.uses_tls
@@ -76,6 +74,28 @@ def open_channel(
     )
     header = credentials.header()
     return channel if header is None else AuthorizedChannel(channel, header)
+
+
+def open_sync_channel(address: str, credentials: Credentials = PLAIN) -> grpc.Channel:
+    """The same for calls that are not awaited. The token does not go with them by itself: `credentials.header` has it.
+
+    Raises:
+        ConfigurationError: a file of the credentials cannot be read, or makes no sense.
+    """
+    options = _options(credentials, DEFAULT_MESSAGE_LIMIT_BYTES)
+    if credentials.uses_tls:
+        return grpc.secure_channel(address, credentials.channel_credentials(), options=options)
+    return grpc.insecure_channel(address, options=options)
+
+
+def _options(credentials: Credentials, message_limit_bytes: int) -> list[tuple[str, int | str]]:
+    options: list[tuple[str, int | str]] = [
+        *_CHANNEL_OPTIONS,
+        ("grpc.max_receive_message_length", message_limit_bytes),
+    ]
+    if credentials.server_name:
+        options.append(("grpc.ssl_target_name_override", credentials.server_name))
+    return options
 
 
 @contextmanager
@@ -87,21 +107,22 @@ def errors_of(service: str) -> Iterator[None]:
     """
     try:
         yield
-    except grpc.aio.AioRpcError as error:
-        _reraise(service, error)
+    except grpc.RpcError as error:
+        # Awaited or not: what a call raises tells how it ended.
+        _reraise(service, cast("grpc.Call", error), error)
 
 
 # What grpc.aio makes of a write that meets the end of its stream; the status that the service ended it with is lost.
 _BROKEN_WRITE = "Internal error from Core"
 
 
-def _reraise(service: str, error: grpc.aio.AioRpcError) -> NoReturn:
-    meaning = _MEANINGS.get(error.code(), ProtocolError)
-    sentence = f"{service}: {error.details() or error.code().name.lower()}"
-    if error.details() == _BROKEN_WRITE:
+def _reraise(service: str, call: grpc.Call, error: grpc.RpcError) -> NoReturn:
+    meaning = _MEANINGS.get(call.code(), ProtocolError)
+    sentence = f"{service}: {call.details() or call.code().name.lower()}"
+    if call.details() == _BROKEN_WRITE:
         raise ServiceUnavailableError(f"{service}: it ended the stream while it was written to") from error
     if meaning is CapacityError:
-        raise CapacityError(sentence, retry_after_seconds(error.trailing_metadata() or ())) from error
+        raise CapacityError(sentence, retry_after_seconds(call.trailing_metadata() or ())) from error
     raise meaning(sentence) from error
 
 

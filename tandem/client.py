@@ -1,27 +1,32 @@
 """The Python client.
 
     async with Client("127.0.0.1:50051") as client:
-        async for chunk in client.generate(GenerationRequest("def main():", max_tokens=64)):
-            ...
+        async for chunk in client.generate("def main():", max_tokens=64):
+            print(chunk.text, end="")
 
-Leaving the loop cancels the request on every service.
+Leaving the loop cancels the request on every service. `tandem.sync_client` is the same without async.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from types import TracebackType
+from typing import Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tandem.asking import Completed, Options, Prompt, as_message, as_request, joined
 from tandem.channels import errors_of, open_channel
 from tandem.credentials import PLAIN, Credentials
-from tandem.errors import DeadlineError, ServiceUnavailableError
-from tandem.types import Chunk, GenerationRequest
+from tandem.errors import ServiceUnavailableError, TandemError
+from tandem.retries import Retries, Tries
+from tandem.types import Chunk
+from tandem.v1 import generation_pb2
 from tandem.v1.generation_pb2_grpc import GenerationServiceStub
-from tandem.wire.generation import chunk_from_proto, request_to_proto
+from tandem.wire.generation import chunk_from_proto
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
@@ -31,8 +36,25 @@ _POLL_SECONDS = 0.1
 class Client:
     """Talks to a coordinator."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, credentials: Credentials = PLAIN) -> None:
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        credentials: Credentials = PLAIN,
+        *,
+        retries: Retries = Retries(),  # noqa: B008 - it never changes
+    ) -> None:
+        """Connect on first use.
+
+        Args:
+            address: host:port of the coordinator.
+            credentials: TLS and the token, where it asks for them.
+            retries: How often a request that nothing was delivered of is tried again.
+
+        Raises:
+            ConfigurationError: a file of the credentials cannot be read, or makes no sense.
+        """
         self._address = address
+        self._retries = retries
         self._channel = open_channel(address, credentials=credentials)
         self._stub = GenerationServiceStub(self._channel)
 
@@ -49,29 +71,47 @@ class Client:
         await self._channel.close()
 
     async def generate(
-        self, request: GenerationRequest, *, timeout_seconds: float | None = None
-    ) -> AsyncGenerator[Chunk, None]:
+        self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[Options]
+    ) -> AsyncGenerator[Chunk]:
         """Stream a completion. The last chunk carries the summary.
+
+        Args:
+            prompt: Text, token ids, or a `GenerationRequest` that says everything.
+            timeout_seconds: How long all of it may take, waits between tries included.
+            options: Fields of `GenerationRequest`.
 
         Raises:
             TandemError: the coordinator refused or failed; the branch says which.
         """
-        call = self._stub.Generate(request_to_proto(request), timeout=timeout_seconds)
-        delivered = 0
+        message = as_message(as_request(prompt, options))
+        tries = Tries(self._retries, timeout_seconds, f"coordinator {self._address}")
+        while True:
+            try:
+                async with aclosing(self._try(message, tries)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+            except TandemError as error:
+                wait_seconds = tries.wait_seconds(error)
+            else:
+                return
+            await asyncio.sleep(wait_seconds)
+
+    async def complete(
+        self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[Options]
+    ) -> Completed:
+        """A whole completion; arguments and errors are those of `generate`."""
+        return joined(
+            [chunk async for chunk in self.generate(prompt, timeout_seconds=timeout_seconds, **options)]
+        )
+
+    async def _try(self, message: generation_pb2.GenerateRequest, tries: Tries) -> AsyncGenerator[Chunk]:
+        call = self._stub.Generate(message, timeout=tries.remaining_seconds)
         try:
             with errors_of(f"coordinator {self._address}"):
                 async for response in call:
                     chunk = chunk_from_proto(response)
-                    delivered += len(chunk.token_ids)
+                    tries.delivered += len(chunk.token_ids)
                     yield chunk
-        except DeadlineError:
-            if timeout_seconds is None:
-                raise
-            # gRPC's own clock may strike before the coordinator has had its say.
-            raise DeadlineError(
-                f"coordinator {self._address}: the request took longer than the {timeout_seconds:g} s it was given; "
-                f"{delivered} tokens were delivered"
-            ) from None
         finally:
             call.cancel()
 

@@ -10,6 +10,11 @@ from typing import Any, get_type_hints
 
 import grpc
 import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
+from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from pydantic import SecretStr
 
 from tandem.asking import Completed, Options
 from tandem.client import Client
@@ -255,7 +260,7 @@ def by_reflection(address: str) -> tuple[set[str], str]:
         service = DescriptorPool(database).FindServiceByName("tandem.v1.GenerationService")
         method = service.methods_by_name["Generate"]
         asked, answered = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
-        call = channel.unary_stream(
+        call: Any = channel.unary_stream(
             f"/{service.full_name}/{method.name}",
             request_serializer=lambda message: message.SerializeToString(),
             response_deserializer=answered.FromString,
@@ -263,13 +268,14 @@ def by_reflection(address: str) -> tuple[set[str], str]:
         return names, "".join(response.text for response in call(asked(text="x", max_tokens=5)))
 
 
+def with_token(continuation: Any, details: Any, request: Any) -> Any:
+    """Send the token, with reflection's calls as with ours."""
+    return continuation(details._replace(metadata=[("authorization", f"Bearer {TOKEN}")]), request)
+
+
 class WithToken(grpc.UnaryStreamClientInterceptor, grpc.StreamStreamClientInterceptor):
-    """Sends the token with reflection's calls and ours."""
-
-    def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
-        return continuation(details._replace(metadata=[("authorization", f"Bearer {TOKEN}")]), request)
-
-    intercept_stream_stream = intercept_unary_stream
+    intercept_unary_stream = staticmethod(with_token)  # type: ignore[assignment]
+    intercept_stream_stream = staticmethod(with_token)  # type: ignore[assignment]
 
 
 async def test_a_call_can_be_built_from_reflection_alone() -> None:

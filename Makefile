@@ -14,7 +14,7 @@ ARGS ?=
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos test test-fast soak lint format docs observe-check demo demo-models bench clean
+.PHONY: help setup protos test test-fast soak lint format docs observe-check demo demo-models bench bench-results clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,8 +72,16 @@ demo: setup ## Complete a prompt with the bundled models, and compare with the t
 demo-models: setup ## Train the bundled pair of models again
 	$(BIN)/python -m models.demo.recipe $(ARGS)
 
-bench: setup ## Measure on this machine
+bench: setup ## Compare ways of decoding on this machine: make bench ARGS="--pair shaped:200M:1:0.8 --rounds 3"
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# Two runs of about five minutes on two quiet cores. Other engines: make bench-results ARGS="--vllm-python PYTHON"
+RECORDED = --json benchmarks/results/bench_$(1).json --svg benchmarks/results/bench_$(1).svg \
+	--markdown benchmarks/results/bench_$(1).md
+bench-results: setup ## Measure again what benchmarks/results records of `make bench`; wants a quiet machine
+	$(BIN)/python -m benchmarks --pair demo $(call RECORDED,demo) $(ARGS)
+	$(BIN)/python -m benchmarks --pair shaped:200M:1:0.8 --batch 1,16 --rounds 3 --max-tokens 32 \
+		$(call RECORDED,shaped) $(ARGS)
 
 clean: ## Remove what was installed and generated
 	rm -rf $(VENV) tandem/v1 build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

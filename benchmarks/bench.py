@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import uvloop
 from rich.console import Console
 
 from benchmarks.chart import svg
 from benchmarks.report import Report
 from benchmarks.settings import BenchSettings, parse
 from benchmarks.tables import markdown, show
+from benchmarks.targets import targets_of
 from coordinator.cli.exit_codes import exit_code
 from tandem.errors import TandemError
 from tandem.logs import configure
 from tandem.settings import exit_with
+
+_MACHINES_OWN = ("--vllm-python", "--max-python", "--cache-folder")
+"""Options whose values mean nothing elsewhere."""
 
 _WIDTH = 132
 """Of the tables in a pipe or a file."""
@@ -28,7 +32,7 @@ def run(arguments: Sequence[str], program: str = "tandem bench") -> None:
     try:
         settings = parse(arguments, program)
         configure("warning", "text")
-        report = asyncio.run(_measure(settings, shlex.join([*program.split(), *arguments])))
+        report = uvloop.run(_measure(settings, told(program, arguments)))
     except TandemError as error:
         exit_with(error, exit_code(error))
         return
@@ -37,6 +41,18 @@ def run(arguments: Sequence[str], program: str = "tandem bench") -> None:
     console = Console()
     show(console if console.is_terminal else Console(width=_WIDTH), report)
     write(report, settings)
+
+
+def told(program: str, arguments: Sequence[str]) -> str:
+    """The command as a report tells it: without where this machine keeps other engines' Pythons."""
+    words = list(arguments)
+    for index, word in enumerate(words):
+        option, has_value, _ = word.partition("=")
+        if option in _MACHINES_OWN and has_value:
+            words[index] = f"{option}=..."
+        elif option in _MACHINES_OWN and index + 1 < len(words):
+            words[index + 1] = "..."
+    return shlex.join([*program.split(), *words])
 
 
 async def _measure(settings: BenchSettings, command: str) -> Report:
@@ -61,6 +77,16 @@ def write(report: Report, settings: BenchSettings) -> None:
     if settings.markdown_file is not None:
         chart = None if settings.svg_file is None else settings.svg_file.name
         _write(settings.markdown_file, markdown(report, chart))
+
+
+def render(files: Sequence[Path]) -> None:
+    """Write the chart and the tables of reports again, beside their JSON files."""
+    for file in files:
+        report = Report.read(file)
+        report = report.model_copy(update={"targets": targets_of(report)})
+        chart = file.with_suffix(".svg")
+        _write(chart, svg(report))
+        _write(file.with_suffix(".md"), markdown(report, chart.name))
 
 
 def _write(file: Path, text: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from benchmarks.bench import render, told
 from benchmarks.chart import svg
 from benchmarks.report import Report
 from benchmarks.tables import markdown, show
@@ -112,3 +113,26 @@ def test_the_chart_is_well_formed_and_has_a_bar_for_each_cell() -> None:
     assert max(float(bar.get("x", 0)) + float(bar.get("width", 0)) for bar in bars) < float(
         picture.get("width", 0)
     )
+
+
+def test_tables_and_chart_can_be_made_again_from_the_json(tmp_path: Path) -> None:
+    made = report(CELLS)
+    made = made.model_copy(update={"targets": targets_of(made)})
+    file = tmp_path / "bench_demo.json"
+    file.write_text(made.model_dump_json())
+
+    render([file])
+
+    assert file.with_suffix(".md").read_text() == markdown(made, "bench_demo.svg")
+    assert file.with_suffix(".svg").read_text() == svg(made)
+
+
+@pytest.mark.parametrize(
+    "own", [("--vllm-python", "/home/someone/bin/python"), ("--vllm-python=/home/someone",)]
+)
+def test_a_report_does_not_tell_where_a_machine_keeps_things(own: tuple[str, ...]) -> None:
+    words = told("tandem bench", ["--batch", "1", *own, "--json", "a.json"])
+
+    assert "someone" not in words
+    assert words.startswith("tandem bench --batch 1 --vllm-python")
+    assert words.endswith("... --json a.json")

@@ -15,7 +15,7 @@ from tandem.types import Acceptance, GenerationRequest, Proposal, Verification
 class Stopwatch:
     """Seconds of each round that had a proposal, by phase; of each request the first such round is left out.
 
-    `rest` is what lies between an acceptance and the next proposal: committing, text, and handing the piece on.
+    `wait` is what lies between an acceptance and the next proposal: committing, text, and handing the piece on.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class _WatchedRequest:
 
     async def propose(self, completion: Completion) -> Proposal:
         started = time.perf_counter()
-        self._round = {"rest": started - self._ended}
+        self._round = {"wait": started - self._ended}
         proposal = await self._drafter.propose(completion)
         self._round["draft"] = time.perf_counter() - started
         return proposal

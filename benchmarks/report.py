@@ -69,8 +69,13 @@ class PhaseRow(Data):
     """From asking for a verification to having it."""
     sampling: float
     """Deciding what is kept."""
-    rest: float
-    """Committing, text, and handing the piece on."""
+    wait: float
+    """Between an acceptance and the next proposal: committing, text, and handing the piece on."""
+
+    @property
+    def round(self) -> float:
+        """All of it."""
+        return self.draft + self.verify + self.sampling + self.wait
 
 
 class WireBytes(Data):

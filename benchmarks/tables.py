@@ -9,7 +9,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.report import Cell, Report, Spread
+from benchmarks.report import Cell, PhaseRow, Report, Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +99,20 @@ def _phases(report: Report) -> Sheet:
             row.path,
             str(row.batch),
             f"{row.temperature:g}",
-            *map(_milliseconds, (row.draft, row.verify, row.sampling, row.rest)),
-            _milliseconds(row.draft + row.verify + row.sampling + row.rest),
+            *map(_milliseconds, (row.draft, row.verify, row.sampling, row.wait, row.round)),
+            _wire_seconds(report, row),
         )
         for row in report.phases
     )
-    columns = ("path", "batch", "temperature", "draft", "verify", "sampling", "rest", "round")
+    columns = ("path", "batch", "temperature", "draft", "verify", "sampling", "wait", "round", "of it wire")
     return Sheet("A round by phase, medians", columns, rows)
+
+
+def _wire_seconds(report: Report, row: PhaseRow) -> str:
+    """What a round through the services takes longer than one that asks the same engines in its own process."""
+    others = (other for other in report.phases if other.path == "one process" != row.path)
+    here = [o for o in others if (o.batch, o.temperature) == (row.batch, row.temperature)]
+    return _milliseconds(row.draft + row.verify - here[0].draft - here[0].verify) if here else ""
 
 
 def _wire(report: Report) -> Sheet:
@@ -158,7 +165,7 @@ def _markdown_table(sheet: Sheet) -> str:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:.2f} ms" if seconds < 0.01 else f"{seconds * 1000:.0f} ms"
+    return f"{seconds * 1000:.2f} ms" if abs(seconds) < 0.01 else f"{seconds * 1000:.0f} ms"
 
 
 def _spread(spread: Spread) -> tuple[str, str]:

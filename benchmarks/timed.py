@@ -17,7 +17,7 @@ from coordinator.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
 from tandem.types import GenerationRequest
 
-PHASES = ("draft", "verify", "sampling", "rest")
+PHASES = ("draft", "verify", "sampling", "wait")
 
 
 @asynccontextmanager

@@ -55,7 +55,7 @@ def report(cells: Sequence[Cell], **changes: object) -> Report:
         cells=tuple(cells),
         phases=(
             PhaseRow(
-                path="services", batch=1, temperature=0, draft=0.004, verify=0.01, sampling=2e-5, rest=1e-4
+                path="services", batch=1, temperature=0, draft=0.004, verify=0.01, sampling=2e-5, wait=1e-4
             ),
         ),
         wire=(WireBytes(temperature=0, draft=20.0, target=30.0),),

@@ -44,7 +44,7 @@ async def test_rounds_with_a_proposal_are_timed_but_for_the_first() -> None:
         "draft": 2,
         "verify": 2,
         "sampling": 2,
-        "rest": 2,
+        "wait": 2,
     }
     assert min(stopwatch.seconds["draft"]) >= 0.019
     assert min(stopwatch.seconds["verify"]) >= 0.039

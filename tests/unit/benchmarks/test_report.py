@@ -12,7 +12,7 @@ from rich.console import Console
 
 from benchmarks.bench import render, told
 from benchmarks.chart import svg
-from benchmarks.report import Report
+from benchmarks.report import PhaseRow, Report
 from benchmarks.tables import markdown, show
 from benchmarks.targets import targets_of
 from tests.unit.benchmarks.outcomes import cell, report
@@ -89,6 +89,19 @@ def test_tables_hold_every_cell_and_who_was_absent() -> None:
         assert f"{one.speed.median:.1f}" in text
     for words in ("Batch 16, temperature 0", "A round by phase", "not met", "vllm: name a Python", "75.0%"):
         assert words in text
+
+
+def test_wire_is_what_the_services_take_longer_than_one_process() -> None:
+    same = {"batch": 1, "temperature": 0.0, "sampling": 1e-5, "wait": 1e-4}
+    rows = [
+        PhaseRow.model_validate({"path": "services", "draft": 0.004, "verify": 0.009, **same}),
+        PhaseRow.model_validate({"path": "one process", "draft": 0.0035, "verify": 0.0085, **same}),
+    ]
+
+    lines = markdown(report(CELLS, phases=tuple(rows))).splitlines()
+
+    assert next(line for line in lines if line.startswith("| services")).endswith("| 1.00 ms |")
+    assert next(line for line in lines if line.startswith("| one process")).endswith("|  |")
 
 
 def test_markdown_is_made_of_the_same_tables() -> None:

@@ -27,7 +27,6 @@ pytestmark = pytest.mark.slow
 
 FORMS = ("table", "json", "yaml")
 PROMPT = "def area(width, height):\n    area = width"
-OPTIONS = {"temperature": 0.0, "ignore_eos": True}
 ADMIN_TOKEN, CLIENT_TOKEN = "an-admin-token-for-tests", "a-client-token-for-tests"
 
 
@@ -66,9 +65,11 @@ def commands(
 def complete(address: str, count: int, max_tokens: int) -> list[TandemError | None]:
     """How as many completions side by side ended."""
 
+    request = GenerationRequest(PROMPT, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
     async def one(client: Client) -> TandemError | None:
         try:
-            async for _ in client.generate(GenerationRequest(PROMPT, max_tokens=max_tokens, **OPTIONS)):
+            async for _ in client.generate(request):
                 pass
         except TandemError as error:
             return error

@@ -109,13 +109,13 @@ def _confirm(address: str) -> None:
 
 def replica_table(shown: Sequence[ReplicaSnapshot]) -> Table:
     """A row for each."""
-    table = plain_table("ROLE", "ADDRESS", "STATE", "SINCE", ">SEQ", ">RTT", ">STEP", ">ACCEPTED")
+    table = plain_table("ROLE", "ADDRESS", "STATE", ">FOR", ">SEQ", ">RTT", ">STEP", ">ACCEPT")
     for replica in shown:
         table.add_row(
             replica.role.value,
             replica.address,
             state(replica.state),
-            duration(replica.since_seconds),
+            duration(replica.since_seconds).partition(" ")[0],
             f"{replica.open_sequences:,}",
             milliseconds(replica.round_trip_seconds),
             milliseconds(replica.step_seconds),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
 import pytest
 from rich.console import RenderableType
@@ -13,101 +13,9 @@ from coordinator.cli.admin.requests import request_table, request_view
 from coordinator.cli.admin.stats import stats_view
 from coordinator.cli.admin.status import status_view
 from coordinator.cli.output import as_text, plain
-from tandem.admin import (
-    CoordinatorState,
-    Diagnosis,
-    Finding,
-    Load,
-    Outcomes,
-    RequestReport,
-    Severity,
-    SpeculationSettings,
-    Stats,
-    Status,
-    Throughput,
-)
-from tandem.replica import ReplicaSnapshot, ReplicaState, Role
-from tandem.types import ModelInfo, PositionFigures, SpeculationFigures
+from tandem.admin import Diagnosis, Severity
 from tests.snapshots import assert_matches
-
-NOW = datetime(2026, 11, 21, 12, 30, 5, 250000, tzinfo=UTC)
-FIGURES = SpeculationFigures(
-    10234,
-    40936,
-    24871,
-    [
-        PositionFigures(10234, 10234, 8402),
-        PositionFigures(10234, 8402, 6801),
-        PositionFigures(10234, 6801, 5500),
-        PositionFigures(10234, 5500, 4168),
-    ],
-)
-MODEL = ModelInfo("Llama-3.1-70B", "LlamaForCausalLM", 128256, "ab" * 32, 8192, "bfloat16", (2,), "0.1.0", 7)
-
-
-def replica(
-    role: Role, address: str, state: ReplicaState = ReplicaState.READY, reason: str = ""
-) -> ReplicaSnapshot:
-    return ReplicaSnapshot(role, address, state, reason, 4030, 12, 0.0004, 0.0213, FIGURES, MODEL)
-
-
-REPLICAS = (
-    replica(Role.TARGET, "10.244.123.231:50051"),
-    replica(Role.TARGET, "10.244.123.232:50051", ReplicaState.DRAINING, "an operator drained it"),
-    replica(
-        Role.DRAFT,
-        "10.244.123.240:50052",
-        ReplicaState.INCOMPATIBLE,
-        "the draft Llama-3.2-1B has another tokenizer (hash cdcdcdcdcdcd) than the target Llama-3.1-70B (hash "
-        "abababababab); a token id must mean the same to both",
-    ),
-    replace(
-        replica(Role.DRAFT, "10.244.123.241:50052", ReplicaState.DOWN, "it does not answer"),
-        figures=SpeculationFigures(),
-        round_trip_seconds=None,
-        step_seconds=None,
-    ),
-)
-STATUS = Status(
-    "0.1.0",
-    CoordinatorState.DEGRADED,
-    NOW,
-    8054.0,
-    "Llama-3.1-70B",
-    Load(24, 3),
-    Throughput(1412.34, 1388.01),
-    FIGURES,
-    SpeculationSettings(True, 4, "residual"),
-    REPLICAS,
-)
-STATS = Stats(
-    NOW,
-    8054.0,
-    Load(24, 3),
-    Throughput(1412.34, 1388.01),
-    Outcomes(12803, 3, 41, 2),
-    1_482_201,
-    FIGURES,
-    {"typical-acceptance": FIGURES, "greedy": SpeculationFigures(12)},
-)
-BEFORE = replace(
-    STATS, speculation=replace(FIGURES, rounds=10000, drafted=40000, accepted=24400, positions=[])
-)
-REQUEST = RequestReport(
-    "3f9c" * 8, 12.5, 4096, 371, "typical-acceptance", 4, "10.244.123.241:50052", None, FIGURES
-)
-FINDINGS = (
-    Finding("address", "10.0.0.5:50051", Severity.OK, "it accepts connections, within 1.3 ms"),
-    Finding(
-        "round trip",
-        "10.244.123.231:50051",
-        Severity.WARNING,
-        "8.2 ms, which every round waits for",
-        "bring it nearer to the coordinator, or propose more tokens in each round",
-    ),
-    Finding("targets", "", Severity.PROBLEM, "0 of 2 take new sequences", "start a target service"),
-)
-
+from tests.unit.cli.samples import BEFORE, FINDINGS, NOW, REPLICAS, REQUEST, STATS, STATUS
 
 VIEWS: dict[str, RenderableType] = {
     "status": status_view(STATUS, "coordinator.example.org:50051"),

@@ -16,7 +16,7 @@ from tandem import __version__
 from tandem.admin import CoordinatorState, Finding, Load, Severity, SpeculationSettings, Status, Throughput
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role, is_last_target
 from tandem.types import ModelInfo, PositionFigures, SpeculationFigures
-from tests.unit.cli.test_views import NOW
+from tests.unit.cli.samples import NOW
 
 MODEL = ModelInfo("big", "LlamaForCausalLM", 100, "same", 64, "float32", (1,), __version__, 7)
 SMALL = replace(MODEL, name="small")
@@ -39,7 +39,7 @@ DRAFT = ReplicaSnapshot(
 
 
 def status(
-    *replicas: ReplicaSnapshot, said: SpeculationFigures | None = None, k: int = 4, rule: str = "residual"
+    *replicas: ReplicaSnapshot, said: SpeculationFigures | None = None, rule: str = "residual"
 ) -> Status:
     return Status(
         __version__,
@@ -50,7 +50,7 @@ def status(
         Load(0, 0),
         Throughput(0.0, 0.0),
         said or figures(800, 640, 512, 410),
-        SpeculationSettings(True, k, rule),
+        SpeculationSettings(True, 4, rule),
         replicas,
     )
 

@@ -10,7 +10,7 @@ from tandem.admin import ConfigOption, CoordinatorState, Diagnosis
 from tandem.config.layers import Origin
 from tandem.replica import ReplicaState, Role
 from tandem.wire import admin as wire
-from tests.unit.cli.test_views import FINDINGS, NOW, REPLICAS, REQUEST, STATS, STATUS
+from tests.unit.cli.samples import FINDINGS, NOW, REPLICAS, REQUEST, STATS, STATUS
 
 
 @pytest.mark.parametrize("state", CoordinatorState)

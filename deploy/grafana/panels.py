@@ -366,7 +366,7 @@ SECTIONS = [
             Panel(
                 "Requests by outcome",
                 "stop and length are completions; the rest did not end by themselves.",
-                [Query(counted("tandem_requests_total", by=" by (outcome) "), "{{outcome}}")],
+                [Query(f"{counted('tandem_requests_total', by=' by (outcome) ')} > 0", "{{outcome}}")],
                 stacked=True,
             ),
         ],

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.deploy.compose import services
-from tests.deploy.containers import Cluster, why_not
+from tests.deploy.containers import TEST_OPTIONS, Cluster, why_not
 from tests.deploy.images import Image, build_code, image
 
 
@@ -30,5 +30,9 @@ def cluster(
     engine: None, images: dict[str, Image], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
     """What runs after `docker compose up`."""
-    with Cluster(services("cpu"), images, tmp_path_factory.mktemp("containers")) as running:
+    with Cluster(
+        services("cpu", variables={"OPTIONS_FILE": str(TEST_OPTIONS)}),
+        images,
+        tmp_path_factory.mktemp("containers"),
+    ) as running:
         yield running

@@ -35,6 +35,10 @@ _SYSTEM = (
 _PREFIX = "10.77.0"
 
 
+TEST_OPTIONS = ROOT / "tests" / "deploy" / "tandem.env"
+"""Options of the services for all of these tests, for the variable OPTIONS_FILE."""
+
+
 def why_not() -> str:
     """Why containers cannot be made here; empty when they can."""
     if sys.platform != "linux" or os.geteuid() != 0:
@@ -168,6 +172,18 @@ def describe(
         },
         "network": {"pid": net.pid, "bridge": "br0", "number": number, "address": address},
     }, address
+
+
+def _environment(service: Mapping[str, Any]) -> dict[str, str]:
+    """What the service's files of variables say, where there are any, and over it what the compose file says."""
+    found: dict[str, str] = {}
+    for file in service.get("env_file", []):
+        if (path := ROOT / file["path"]).exists():
+            lines = path.read_text(encoding="utf-8").splitlines()
+            found |= dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    return found | {
+        name: str(value) for name, value in service.get("environment", {}).items() if value is not None
+    }
 
 
 @contextmanager

@@ -20,10 +20,10 @@ class Query:
     legend: str
 
 
-def panels() -> list[dict[str, Any]]:
-    """All panels but the titles of the rows."""
+def panels(*, with_rows: bool = False) -> list[dict[str, Any]]:
+    """All panels, and the titles of the rows if they are wanted, which have no queries."""
     found = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
-    return [panel for panel in found if panel["type"] != "row"]
+    return [panel for panel in found if with_rows or panel["type"] != "row"]
 
 
 def filled(expression: str, window: str = "1m") -> str:

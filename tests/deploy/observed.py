@@ -14,12 +14,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tests.deploy.compose import services
-from tests.deploy.containers import Cluster, Container, why_not
+from tests.deploy.containers import TEST_OPTIONS, Cluster, Container, why_not
 from tests.deploy.dashboard import filled, panels
 from tests.deploy.images import Image, build_code, image
 from tests.paths import HELD_OUT_PROMPTS, ROOT
@@ -113,7 +114,9 @@ def prometheus_image() -> Image:
 
 
 @contextmanager
-def observed(images: Mapping[str, Image], folder: Path, scrape_seconds: int) -> Iterator[Cluster]:
+def observed(
+    images: Mapping[str, Image], folder: Path, scrape_seconds: int, options: Mapping[str, str] | None = None
+) -> Iterator[Cluster]:
     """What `docker compose --env-file deploy/observe.env up` starts, but for what is not to be had here.
 
     Prometheus gets the very files of the repository, but for how often it asks. The collector is one of a page.
@@ -125,7 +128,8 @@ def observed(images: Mapping[str, Image], folder: Path, scrape_seconds: int) -> 
         assert was in text
         text = text.replace(was, f"{was.split(':')[0]}: {scrape_seconds}s")
     (config / "prometheus.yml").write_text(text, encoding="utf-8")
-    wanted = services("cpu", "observe", variables={"OTLP_ENDPOINT": "http://collector:4317"})
+    variables = {"OTLP_ENDPOINT": "http://collector:4317", "OPTIONS_FILE": str(TEST_OPTIONS)}
+    wanted = services("cpu", "observe", variables=variables)
     for absent in ("grafana", "jaeger"):
         del wanted[absent]
     collector = wanted["collector"]
@@ -143,6 +147,7 @@ def observed(images: Mapping[str, Image], folder: Path, scrape_seconds: int) -> 
     service["tmpfs"] = ["/prometheus:mode=1777,size=256m"]
     service["healthcheck"] = {"test": ["CMD", "true"]}
     service["build"] = {"target": "prometheus"}
+    wanted["coordinator"]["environment"] |= options or {}
     with Cluster(wanted, {**images, "prometheus": prometheus_image()}, folder) as cluster:
         yield cluster
 
@@ -166,10 +171,10 @@ def ask(coordinator: Container, questions: list[tuple[str, dict[str, str]]]) -> 
 def shown(coordinator: Container, window: str, seconds: float) -> list[dict[str, Any]]:
     """Every panel of the dashboard, with what Prometheus answers to each of its queries, as Grafana would ask it."""
     now = time.time()
-    found = panels()
+    found = panels(with_rows=True)
     questions: list[tuple[str, dict[str, str]]] = []
     for panel in found:
-        for target in panel["targets"]:
+        for target in panel.get("targets", []):
             expression = {"query": filled(target["expr"], window)}
             if target["instant"]:
                 questions.append(("api/v1/query", expression | {"time": f"{now}"}))
@@ -178,7 +183,7 @@ def shown(coordinator: Container, window: str, seconds: float) -> list[dict[str,
                 questions.append(("api/v1/query_range", expression | span))
     answers = iter(ask(coordinator, questions))
     for panel in found:
-        for target in panel["targets"]:
+        for target in panel.get("targets", []):
             target["answer"] = next(answers)["data"]["result"]
     return found
 
@@ -197,9 +202,19 @@ def main() -> None:
         folder = Path(name)
         code = build_code(folder)
         images = {service: image(service, code) for service in ("coordinator", "draft", "target")}
-        with observed(images, folder, scrape_seconds=1) as cluster:
-            load(cluster["coordinator"], arguments.seconds)
-            found = shown(cluster["coordinator"], "15s", arguments.seconds)
+        options = {"TANDEM_NUM_SPECULATIVE_TOKENS": "4"}
+        with observed(images, folder, scrape_seconds=1, options=options) as cluster:
+            coordinator = cluster["coordinator"]
+            started = time.monotonic()
+            # A quarter with one draft, a half with two, of which the first then dies.
+            load(coordinator, arguments.seconds / 4)
+            with ThreadPoolExecutor(1) as pool:
+                rest = pool.submit(load, coordinator, arguments.seconds * 3 / 4)
+                cluster.another("draft_service").wait_until_healthy()
+                time.sleep(arguments.seconds / 4)
+                cluster["draft_service"].process.kill()
+                rest.result()
+            found = shown(coordinator, "15s", time.monotonic() - started)
     arguments.json.write_text(json.dumps(found), encoding="utf-8")
 
 

@@ -9,7 +9,7 @@ import pytest
 import trustme
 
 from tests.deploy.compose import services
-from tests.deploy.containers import Cluster
+from tests.deploy.containers import TEST_OPTIONS, Cluster
 from tests.deploy.images import Image
 from tests.paths import ROOT
 
@@ -53,7 +53,8 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(
     engine: None, images: dict[str, Image], certificates: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
-    wanted = services("cpu", variables={"CERTIFICATES": str(certificates)}, overlays=[OVERLAY])
+    variables = {"CERTIFICATES": str(certificates), "OPTIONS_FILE": str(TEST_OPTIONS)}
+    wanted = services("cpu", variables=variables, overlays=[OVERLAY])
     for service in wanted.values():
         # As tandem.env would have it. A draft that needs no model is there sooner.
         service["environment"]["TANDEM_SPECULATIVE_METHOD"] = "ngram"

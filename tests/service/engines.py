@@ -86,6 +86,7 @@ class FaultyTarget(TargetServicer):
     """A target that works but for its faults."""
 
     def __init__(self, faults: Faults) -> None:
+        super().__init__()
         self.faults = faults
 
     async def Verify(

@@ -1,0 +1,164 @@
+"""Each way in turn is slow, breaks at any byte, or falls silent: the text is the same, or the error has a name."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+
+import pytest
+
+from coordinator.settings import CoordinatorSettings
+from tandem.client import Client
+from tandem.engine.model import LoadedModel
+from tandem.errors import DeadlineError, ServiceUnavailableError, TandemError
+from tandem.types import Chunk, GenerationRequest
+from tests.fault_proxy import FaultProxy, fault_proxy
+from tests.service.clients import complete
+from tests.service.engines import Faults, draft, target, tiny_model
+from tests.service.fakes import coordinating
+
+logger = logging.getLogger(__name__)
+"""Figures for docs/reliability.md: `make soak` shows them."""
+
+GREEDY = GenerationRequest(
+    "def f(", max_tokens=24, temperature=0.0, num_speculative_tokens=3, ignore_eos=True
+)
+STRICT = replace(GREEDY, temperature=1.0, seed=5, rejection_sampling_strategy="strict")
+HOPS = ("client", "draft", "target")
+CLIENT_SECONDS = 30.0
+"""The client's deadline: ample for everything but silence."""
+SILENT_SECONDS = 4.0
+TEST_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Hops:
+    """A client, a coordinator, a draft and two targets, with a proxy on each way but the one to the second target."""
+
+    client: Client
+    proxies: dict[str, FaultProxy]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return tiny_model(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def draft_model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return tiny_model(tmp_path_factory.mktemp("draft"), seed=2)
+
+
+@asynccontextmanager
+async def hops(model: LoadedModel, draft_model: LoadedModel, *, targets: int) -> AsyncIterator[Hops]:
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        addresses = [(await enter(target(model, Faults())))[0] for _ in range(targets)]
+        to_target = await enter(fault_proxy(addresses[0]))
+        to_draft = await enter(fault_proxy((await enter(draft(draft_model)))[0]))
+        settings = CoordinatorSettings(
+            target_address=",".join([to_target.address, *addresses[1:]]),
+            draft_address=to_draft.address,
+            draft_pause=False,
+        )
+        to_coordinator = await enter(fault_proxy(await enter(coordinating(settings))))
+        client = await enter(Client(to_coordinator.address))
+        yield Hops(client, {"client": to_coordinator, "draft": to_draft, "target": to_target})
+
+
+@pytest.mark.parametrize("hop", HOPS)
+async def test_a_slow_way_changes_nothing_but_the_time(
+    model: LoadedModel, draft_model: LoadedModel, hop: str
+) -> None:
+    async with asyncio.timeout(TEST_SECONDS), hops(model, draft_model, targets=1) as cluster:
+        expected = [await complete(cluster.client, request) for request in (GREEDY, STRICT)]
+        cluster.proxies[hop].delay_seconds = 0.05
+        began = time.monotonic()
+        slowed = [await complete(cluster.client, request) for request in (GREEDY, STRICT)]
+        assert time.monotonic() - began > 0.1, "the fault was there"
+    assert [one.token_ids for one in slowed] == [one.token_ids for one in expected]
+    assert [one.text for one in slowed] == [one.text for one in expected]
+
+
+@pytest.mark.parametrize("runs", [12, pytest.param(300, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("hop", HOPS)
+async def test_a_reset_at_any_byte(model: LoadedModel, draft_model: LoadedModel, hop: str, runs: int) -> None:
+    """Between coordinator and services nothing of it is seen; the client, whose connection broke, is told so."""
+    chance = random.Random(f"{hop} {runs}")
+    seen = 0
+    async with asyncio.timeout(TEST_SECONDS + runs), hops(model, draft_model, targets=2) as cluster:
+        proxy = cluster.proxies[hop]
+        expected = await complete(cluster.client, STRICT)
+        before = proxy.passed_bytes
+        await asyncio.gather(*(complete(cluster.client, STRICT) for _ in range(2)))  # one on each target
+        usual_bytes = (proxy.passed_bytes - before) // 2
+        for _ in range(runs):
+            proxy.reset_after_bytes = chance.randrange(1, max(2, usual_bytes))
+            before = proxy.resets
+            try:
+                text = (await complete(cluster.client, STRICT)).text
+            except ServiceUnavailableError:
+                assert hop == "client", "only the client's own connection may be seen to break"
+            else:
+                assert text == expected.text
+            seen += proxy.resets - before
+            proxy.reset_after_bytes = None
+    assert seen > 0, "it hit a connection that was in use"
+    logger.info("resets", extra={"hop": hop, "runs": runs, "resets_while_running": seen})
+
+
+NOTICED = {"client": "", "draft": "draft late", "target": "target lost"}
+"""What the coordinator logs when it has seen the silence."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hop", HOPS)
+async def test_a_way_that_falls_silent(
+    model: LoadedModel, draft_model: LoadedModel, hop: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Equal text, or an error with a name within the deadline: a half-open connection never ends by itself."""
+    seconds = SILENT_SECONDS if hop == "client" else CLIENT_SECONDS
+    request = replace(STRICT, max_tokens=200)
+    async with asyncio.timeout(TEST_SECONDS), hops(model, draft_model, targets=2) as cluster:
+        expected = await complete(cluster.client, request)
+        # Two at once are on one target each.
+        running = [Running(cluster.client.generate(request, timeout_seconds=seconds)) for _ in range(2)]
+        began = time.monotonic()
+        for one in running:
+            await one.begin()
+        with caplog.at_level(logging.INFO):
+            cluster.proxies[hop].is_silent = True
+            await asyncio.gather(*(one.end() for one in running))
+        took = time.monotonic() - began
+    assert took < seconds + 3.0
+    if hop == "client":
+        assert all(one.error is not None for one in running)
+    else:
+        assert NOTICED[hop] in caplog.text
+        assert [one.error for one in running] == [None, None], "who is silent is replaced"
+        assert [one.text for one in running] == [expected.text] * 2
+    logger.info("silence", extra={"hop": hop, "seconds": round(took, 1)})
+
+
+class Running:
+    """A request, and how far it has come."""
+
+    def __init__(self, chunks: AsyncGenerator[Chunk]) -> None:
+        self._chunks = chunks
+        self.text = ""
+        self.error: TandemError | None = None
+
+    async def begin(self) -> None:
+        self.text += (await anext(self._chunks)).text
+
+    async def end(self) -> None:
+        try:
+            async for chunk in self._chunks:
+                self.text += chunk.text
+        except (DeadlineError, ServiceUnavailableError) as error:
+            self.error = error

@@ -13,6 +13,8 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from coordinator.bounds import BOUND_RULES, RequestBounds
+from coordinator.http.rules import HTTP_RULES
+from coordinator.http.settings import HTTP_OPTION_RULES, HttpOptions
 from coordinator.rules import MODEL_RULES, REQUEST_RULES
 from coordinator.service_access import ServiceAccessOptions
 from coordinator.settings import COORDINATOR_RULES, CoordinatorSettings, GuardedConfig
@@ -56,6 +58,7 @@ _SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("Requests", "For the coordinator.", RequestBounds),
     ("Protection", "For every service; `docs/security.md` says how they go together.", ProtectionOptions),
     ("Admin calls", "For the coordinator.", AdminOptions),
+    ("HTTP", "For the coordinator; see `docs/http.md`.", HttpOptions),
     ("Access to the services", "For the coordinator.", ServiceAccessOptions),
     (
         "Coordinator",
@@ -133,7 +136,7 @@ def _rules() -> Iterator[str]:
     )
     yield (
         "### Of a server\n\nWhen it starts: exit code 2.\n\n"
-        + _rule_table((*SERVER_RULES, *AdminOptions.rules(), *COORDINATOR_RULES))
+        + _rule_table((*SERVER_RULES, *AdminOptions.rules(), *HTTP_OPTION_RULES, *COORDINATOR_RULES))
     )
     yield (
         "### Of the models\n\nWhen the coordinator meets its services: exit code 2.\n\n"
@@ -143,6 +146,7 @@ def _rules() -> Iterator[str]:
         "### Of a request\n\nBefore anything is computed for it: `INVALID_ARGUMENT`; `tandem generate` exits 5.\n\n"
         + _rule_table((*BOUND_RULES, *REQUEST_RULES))
     )
+    yield "### Of a request over HTTP, besides\n\nAnswered with status 400.\n\n" + _rule_table(HTTP_RULES)
 
 
 def _rule_table(rules: Sequence[Rule[Any]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -19,6 +20,7 @@ from tandem.errors import ServiceUnavailableError
 from tandem.serving import tokens
 from tandem.serving.calls import RunningCalls
 from tandem.serving.gate import Gate
+from tandem.serving.protection import is_loopback
 
 # A load balancer has no token, and the page asks for one.
 _OPEN_PATHS = frozenset({"/health", *PATHS})
@@ -46,8 +48,22 @@ class App:
         known_tokens: Callable[[], tokens.Tokens],
         model_name: str | None,
         most_body_bytes: int,
+        *,
+        local_only: bool,
     ) -> None:
+        """Answer what `shown` can.
+
+        Args:
+            shown: What the endpoints stand on.
+            gate: Says why nothing is let through at the moment.
+            calls: Counts the completions that run, for a drain.
+            known_tokens: Tells the tokens that are known by now.
+            model_name: Name of the model; None for its own.
+            most_body_bytes: Most bytes of a request's body.
+            local_only: Whether only this machine is to reach it, and nobody has to show a token.
+        """
         self._gate = gate
+        self._local_only = local_only
         self._shown = shown
         self._known_tokens = known_tokens
         api, pages = OpenAIApi(shown, calls, model_name, most_body_bytes), Pages()
@@ -81,10 +97,11 @@ class App:
 
     def _admit(self, scope: Scope) -> None:
         """Let the request through, or raise why not."""
-        path = scope["path"]
-        if path in _OPEN_PATHS:
-            return
         headers = dict(scope["headers"])
+        if self._local_only:
+            _check_host(headers.get(b"host", b"").decode("latin-1"))
+        if scope["path"] in _OPEN_PATHS:
+            return
         authorization = headers.get(b"authorization", b"").decode("latin-1") or None
         tokens.authorize(tokens.Scope.CLIENT, authorization, self._known_tokens())
         if self._gate.closed_because:
@@ -107,6 +124,19 @@ class App:
 
     async def _status(self, request: Request) -> Response:
         return JSONResponse(self._shown.status(), headers={"Cache-Control": "no-store"})
+
+
+def _check_host(host: str) -> None:
+    """Refuse a page of the web that has its own name point to this machine, to read what it may not (DNS rebinding)."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        name = ""
+    if not is_loopback(name):
+        raise HttpError(
+            403,
+            f"host is {host or 'not set'}; it must be this machine, which alone is served: localhost or 127.0.0.1",
+        )
 
 
 def _of_router(error: HTTPException, scope: Scope) -> HttpError:

@@ -15,7 +15,7 @@ from tandem.errors import ConfigurationError
 from tandem.files import Renewed
 from tandem.serving.calls import RunningCalls
 from tandem.serving.gate import Gate
-from tandem.serving.protection import token_source
+from tandem.serving.protection import is_loopback, token_source
 from tandem.serving.tls import server_context
 
 
@@ -40,6 +40,7 @@ class HttpSide:
             token_source(settings, settings.http_host),
             settings.served_model_name,
             settings.http_max_body_bytes,
+            local_only=is_loopback(settings.http_host) and not settings.knows_callers,
         )
         self._server = HttpServer(
             app,

@@ -292,6 +292,16 @@ async def test_tokens() -> None:
             assert refusal.value.status_code == 401
 
 
+async def test_a_page_that_calls_itself_this_machine_reads_nothing() -> None:
+    async with http_cluster(FakeTarget()) as cluster:
+        hosts = {"evil.example": 403, "evil.example:80": 403, "[": 403, "localhost:1": 200, "[::1]": 200}
+        for host, status in hosts.items():
+            assert (await cluster.http.get("/v1/models", headers={"host": host})).status_code == status
+    async with http_cluster(FakeTarget(), auth_token=TOKEN) as cluster:
+        headers = {"host": "tandem.example", "authorization": f"Bearer {TOKEN}"}
+        assert (await cluster.http.get("/v1/models", headers=headers)).status_code == 200
+
+
 async def test_what_is_closed_says_why_and_what_runs_goes_on() -> None:
     target = FakeTarget()
     target.step_seconds = 0.05
@@ -361,5 +371,5 @@ async def test_a_port_that_is_taken_is_told_at_once() -> None:
 
 def test_other_machines_are_not_served_unprotected() -> None:
     with pytest.raises(ValueError, match=r"http_host is 0\.0\.0\.0, which other machines reach"):
-        CoordinatorSettings(target_address="x:1", http_port=0, http_host="0.0.0.0")
-    CoordinatorSettings(target_address="x:1", http_host="0.0.0.0")
+        CoordinatorSettings(target_address="127.0.0.1:1", http_port=0, http_host="0.0.0.0")
+    CoordinatorSettings(target_address="127.0.0.1:1", http_host="0.0.0.0")

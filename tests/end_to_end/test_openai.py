@@ -1,0 +1,182 @@
+"""OpenAI's own client, unchanged, against real processes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from openai import APIError, BadRequestError, NotFoundError, OpenAI
+from tokenizers import Tokenizer
+
+from tandem.sync_client import SyncClient
+from tests.end_to_end.processes import TANDEM, Process, address_of, coordinator, running, until
+from tests.paths import DEMO_TARGET
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "def area(width, height):\n"
+SECONDS = 60.0
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def process(
+    target_address: str, draft_address: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Process]:
+    template = tmp_path_factory.mktemp("template") / "template.jinja"
+    template.write_text(TEMPLATE, encoding="utf-8")
+    options = ("--http-port", "0", "--chat-template", str(template))
+    with coordinator(target_address, draft_address, *options) as process:
+        address_of(process)
+        yield process
+
+
+@pytest.fixture(scope="module")
+def url(process: Process) -> str:
+    return process.line("http on ")
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{url}/v1", api_key="none", timeout=SECONDS) as client:
+        yield client
+
+
+def running_requests(url: str) -> int:
+    return int(httpx2.get(f"{url}/tandem/status").json()["load"]["running"])
+
+
+def open_sequences(url: str) -> int:
+    replicas = httpx2.get(f"{url}/tandem/status").json()["replicas"]
+    return sum(replica["open_sequences"] for replica in replicas)
+
+
+def test_the_same_text_every_way(client: OpenAI, process: Process) -> None:
+    with SyncClient(address_of(process)) as grpc_client:
+        expected = grpc_client.complete(PROMPT, max_tokens=24, temperature=0.0)
+    whole = client.completions.create(model="target", prompt=PROMPT, max_tokens=24, temperature=0)
+    pieces = client.completions.create(
+        model="target", prompt=PROMPT, max_tokens=24, temperature=0, stream=True
+    )
+    message: Any = {"role": "user", "content": PROMPT}
+    chat = client.chat.completions.create(
+        model="target",
+        messages=[message],
+        max_completion_tokens=24,
+        temperature=0,
+    )
+    chat_pieces: Any = client.chat.completions.create(
+        model="target",
+        messages=[message],
+        max_tokens=24,
+        temperature=0,
+        stream=True,
+    )
+    alone = client.completions.create(
+        model="target", prompt=PROMPT, max_tokens=24, temperature=0, extra_body={"speculation": False}
+    )
+    assert whole.choices[0].text == expected.text
+    assert "".join(piece.choices[0].text for piece in pieces) == expected.text
+    assert chat.choices[0].message.content == expected.text
+    assert "".join(piece.choices[0].delta.content or "" for piece in chat_pieces) == expected.text
+    assert alone.choices[0].text == expected.text
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens_details is not None
+    assert (
+        whole.usage.completion_tokens_details.accepted_prediction_tokens == expected.speculation.accepted > 0
+    )
+
+
+def test_log_probabilities_are_the_models(client: OpenAI) -> None:
+    import torch
+
+    from tests.end_to_end.models import load_reference
+
+    answer = client.completions.create(
+        model="target",
+        prompt=PROMPT,
+        max_tokens=12,
+        temperature=0,
+        logprobs=3,
+        extra_body={"return_token_ids": True},
+    )
+    (choice,) = answer.choices
+    assert choice.model_extra is not None
+    assert choice.logprobs is not None
+    token_ids = choice.model_extra["token_ids"]
+    prompt = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json")).encode(PROMPT).ids
+    with torch.inference_mode():
+        logits = load_reference(DEMO_TARGET)(torch.tensor([[*prompt, *token_ids]])).logits[0]
+    rows = torch.log_softmax(logits[len(prompt) - 1 : -1].double(), dim=-1)
+    expected = [float(row[token_id]) for row, token_id in zip(rows, token_ids, strict=True)]
+    assert choice.logprobs.token_logprobs == pytest.approx(expected, abs=1e-3)
+
+
+def test_sampling_is_reproducible_and_stops_where_told(client: OpenAI) -> None:
+    def text(seed: int, **options: Any) -> str:
+        answer = client.completions.create(
+            model="target",
+            prompt=PROMPT,
+            max_tokens=32,
+            temperature=0.8,
+            top_p=0.95,
+            seed=seed,
+            **options,
+        )
+        return str(answer.choices[0].text)
+
+    assert text(1) == text(1) != text(2)
+    mark = text(1)[8:10]
+    assert text(1, stop=[mark]) == text(1)[: text(1).index(mark)]
+
+
+def test_leaving_a_stream_ends_the_sequences(client: OpenAI, url: str) -> None:
+    with client.completions.create(model="target", prompt=PROMPT, max_tokens=900, stream=True) as stream:
+        next(stream)
+        assert running_requests(url) == 1
+        assert open_sequences(url) >= 1
+    until(lambda: running_requests(url) == 0 and open_sequences(url) == 0, SECONDS)
+
+
+def test_refusals(client: OpenAI) -> None:
+    refusals: list[tuple[dict[str, Any], str]] = [
+        ({"temperature": -1}, "temperature is -1.0; it must be"),
+        ({"presence_penalty": 1}, "presence_penalty is 1.0; with a separate draft model it must be 0"),
+        ({"echo": True}, "echo is true; it must be false"),
+        ({"extra_body": {"response_format": {"type": "json_object"}}}, "response_format is json_object"),
+    ]
+    for options, sentence in refusals:
+        with pytest.raises(BadRequestError) as refusal:
+            client.completions.create(model="target", prompt=PROMPT, **options)
+        assert sentence in refusal.value.message
+    with pytest.raises(NotFoundError):
+        client.completions.create(model="gpt-4", prompt=PROMPT)
+
+
+def test_a_drain_lets_a_stream_end_and_refuses_new_ones(target_address: str, draft_address: str) -> None:
+    with coordinator(target_address, draft_address, "--http-port", "0") as process:
+        address_of(process)
+        url = process.line("http on ")
+        with OpenAI(base_url=f"{url}/v1", api_key="none", timeout=SECONDS, max_retries=0) as client:
+            stream = client.completions.create(
+                model="target", prompt=PROMPT, max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+            )
+            next(stream)
+            process.signal(signal.SIGTERM)
+            until(lambda: httpx2.get(f"{url}/health").status_code == 503, SECONDS)
+            with pytest.raises(APIError, match="draining"):
+                client.completions.create(model="target", prompt=PROMPT)
+            assert [piece.choices[0].finish_reason for piece in stream][-1] == "length"
+        assert process.wait(SECONDS) == 0
+
+
+def test_up_says_where_http_is(tmp_path: Path) -> None:
+    with running(TANDEM, "up", "--port", "0", "--http-port", "0", "--threads", "1") as process:
+        url = process.line("tandem up: http on ")
+        address_of(process)
+        assert httpx2.get(f"{url}/health").json() == {"status": "ok"}
+        assert process.stop() == 0

@@ -4,7 +4,7 @@ Most of a model service's start is the import of torch. This process does it onc
 can then end a hundred of them without waiting for minutes. Run as `python -m tests.end_to_end.nursery`.
 
 Each line of stdin is a JSON list: the folder for the service's output, its package and its arguments. Each is answered
-with the process's id on stdout. The end of stdin is the end of the nursery; its services are the test's to end.
+with the process's id on stdout. The end of stdin is the end of the nursery and of all that it started.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+
+from tests.end_to_end.processes import descendants
 
 
 def main() -> None:
@@ -31,6 +34,9 @@ def main() -> None:
             _become(Path(folder), partial(starts[package], arguments))
         sys.stdout.write(f"{pid}\n")
         sys.stdout.flush()
+    for pid in descendants(os.getpid()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _starts() -> dict[str, Callable[[list[str]], None]]:

@@ -100,8 +100,7 @@ class Nursery:
     def close(self) -> None:
         for nursling in self._nurslings:
             nursling.kill()
-        self._process.kill()
-        self._process.communicate()
+        self._process.communicate()  # the end of its stdin is its end
 
 
 @contextmanager

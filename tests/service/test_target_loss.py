@@ -11,6 +11,8 @@ import grpc
 import pytest
 
 from coordinator.failover_target import MOST_LOSSES
+from coordinator.replica import Role
+from coordinator.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
 from tandem.client import Client
 from tandem.engine.model import LoadedModel
@@ -19,7 +21,7 @@ from tandem.types import Chunk, GenerationRequest
 from tandem.v1 import target_pb2
 from tests.service.clients import Completed, complete, until
 from tests.service.engines import Faults, draft, target, tiny_model
-from tests.service.fakes import coordinating
+from tests.service.fakes import coordinating, coordinator
 
 PATIENCE_SECONDS = 30.0
 """So long that no hiccup of the machine makes a draft late: rounds begin where they did in the undisturbed run."""
@@ -57,6 +59,7 @@ class Two:
     """A coordinator over two targets, or as many as there are faults."""
 
     client: Client
+    service: CoordinatorService
     faults: tuple[Faults, ...]
 
     @property
@@ -77,8 +80,8 @@ async def cluster(
             draft_patience_seconds=PATIENCE_SECONDS,
             target_wait_seconds=wait_seconds,
         )
-        address = await stack.enter_async_context(coordinating(settings))
-        yield Two(await stack.enter_async_context(Client(address)), faults)
+        address, service = await stack.enter_async_context(coordinator(settings))
+        yield Two(await stack.enter_async_context(Client(address)), service, faults)
 
 
 @pytest.fixture(scope="module")
@@ -219,8 +222,18 @@ async def test_a_request_that_has_begun_waits_for_room(
         assert (await task).text == undisturbed["greedy"].text
 
 
-async def test_nothing_is_left_open(model: LoadedModel, other_model: LoadedModel) -> None:
+async def test_nothing_is_left_open_and_each_round_is_counted_once(
+    model: LoadedModel, other_model: LoadedModel
+) -> None:
     faults = (Faults(after={2}), Faults(before={2}))
     async with cluster(model, other_model, *faults) as two:
-        await complete(two.client, REQUESTS["residual"])
+        completed = await complete(two.client, REQUESTS["residual"])
         await until(lambda: not any(each.running for each in faults), BOUND_SECONDS)
+        shots = two.service.replicas.snapshots()
+        await until(lambda: not any(each.open_sequences for each in two.service.replicas.snapshots()), 5.0)
+        targets = [each.figures for each in shots if each.role is Role.TARGET]
+        drafts = [each.figures for each in shots if each.role is Role.DRAFT]
+    assert sum(each.rounds for each in targets) == completed.figures.rounds
+    for figures in (targets, drafts):
+        assert sum(each.drafted for each in figures) == completed.figures.drafted
+        assert sum(each.accepted for each in figures) == completed.figures.accepted

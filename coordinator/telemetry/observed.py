@@ -29,7 +29,7 @@ from tandem.telemetry.spans import traceparent_of
 from tandem.traffic import Traffic
 from tandem.types import GenerationRequest, NextToken, SpeculationFigures
 
-_COUNTING_INTERVAL_SECONDS = 1.0
+COUNTING_INTERVAL_SECONDS = 1.0
 """How often a request that runs is added to the counters."""
 
 _OUTCOMES: tuple[tuple[type[BaseException], str], ...] = (
@@ -145,8 +145,6 @@ class ObservedRequest:
         now = time.perf_counter()
         outcome = self._outcome(error)
         self._metrics.requests[outcome].inc()
-        for stream in self._streams:
-            stream.ended()
         self._count(now)
         self._metrics.latency.observe(now - self._began)
         if self._counted_tokens:
@@ -176,7 +174,7 @@ class ObservedRequest:
             self._metrics.round(timed)
         if self._spans is not None:
             self._spans.round(timed)
-        if timed.decided - self._counted_at >= _COUNTING_INTERVAL_SECONDS:
+        if timed.decided - self._counted_at >= COUNTING_INTERVAL_SECONDS:
             self._count(timed.decided)
 
     def _count(self, now: float) -> None:

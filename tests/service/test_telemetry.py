@@ -11,6 +11,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind, StatusCode
 from prometheus_client import CollectorRegistry
 
+from coordinator.telemetry import observed
 from tandem.types import GenerationRequest
 from tests.service.clients import until
 from tests.service.fakes import FakeDraft, FakeTarget, counting
@@ -28,6 +29,10 @@ MODEL = {"model_name": "fake"}
 
 def wrong_after_twelve(tokens: Sequence[int]) -> int:
     return 0 if tokens[-1] == 12 else counting(tokens)
+
+
+def wrong_after_eleven(tokens: Sequence[int]) -> int:
+    return 0 if tokens[-1] == 11 else counting(tokens)
 
 
 def tree(spans: Sequence[ReadableSpan]) -> list[object]:
@@ -140,7 +145,11 @@ async def test_streams_tell_their_steps_and_bytes() -> None:
     assert (drafted["tandem.steps"], drafted["tandem.tokens"]) == (4, 5)
 
 
-async def test_metrics_of_a_scripted_request() -> None:
+@pytest.mark.parametrize("interval_seconds", [1.0, 0.0], ids=["counted at its end", "counted in each round"])
+async def test_metrics_of_a_scripted_request(
+    monkeypatch: pytest.MonkeyPatch, interval_seconds: float
+) -> None:
+    monkeypatch.setattr(observed, "COUNTING_INTERVAL_SECONDS", interval_seconds)
     async with watched(FakeTarget(), FakeDraft(wrong_after_twelve)) as cluster:
         await cluster.complete(REQUEST)
         await all_ended(cluster, 8)
@@ -172,6 +181,26 @@ async def test_metrics_of_a_scripted_request() -> None:
         assert value(of, "replicas", role="draft", state="ready") == 1
         assert value(of, "replicas", role="draft", state="down") == 0
         assert value(of, "fallbacks_total", kind="draft_lost") == 0
+        told = the("text_completion fake", cluster.spans).attributes or {}
+        for peer in ("draft", "target"):
+            for direction in ("sent", "received"):
+                counted = value(of, "wire_bytes_total", peer=peer, direction=direction)
+                assert counted == told[f"tandem.bytes.{peer}.{direction}"]
+
+
+async def test_a_token_behind_a_rejected_one_was_proposed_and_never_reached() -> None:
+    async with watched(FakeTarget(), FakeDraft(wrong_after_eleven)) as cluster:
+        assert await cluster.complete(REQUEST) == COMPLETION
+        await all_ended(cluster, 8)
+        of = cluster.coordinator
+        for position, (drafted, reached, accepted) in enumerate([(3, 3, 2), (3, 2, 2)]):
+            at = {"position": str(position)}
+            assert value(of, "spec_decode_num_draft_tokens_per_pos_total", **at) == drafted
+            assert value(of, "spec_decode_num_reached_tokens_per_pos_total", **at) == reached
+            assert value(of, "spec_decode_num_accepted_tokens_per_pos_total", **at) == accepted
+        told = the("text_completion fake", cluster.spans).attributes or {}
+    assert told["tandem.acceptance_rate_per_position.cumulative"] == (0.666667, 0.666667)
+    assert told["tandem.acceptance_rate_per_position.conditional"] == (0.666667, 1.0)
 
 
 async def test_metrics_of_the_services() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import urllib.request
 from collections.abc import Iterator
@@ -53,7 +54,9 @@ def cluster() -> Iterator[Cluster]:
         target = stack.enter_context(model_service("target_service", DEMO_TARGET, *options))
         draft = stack.enter_context(model_service("draft_service", DEMO_DRAFT, *options))
         joined = stack.enter_context(
-            coordinator(address_of(target), address_of(draft), "--trace-rounds", "1", *options)
+            coordinator(
+                address_of(target), address_of(draft), "--trace-rounds", "1", "--http-port", "0", *options
+            )
         )
         yield Cluster(collector, {"coordinator": joined, "draft": draft, "target": target})
 
@@ -123,6 +126,25 @@ async def test_metrics_are_told_by_otlp_and_to_prometheus_alike(cluster: Cluster
         name = (f"tandem-{service}", "tandem_engine_step_seconds")
         until(lambda name=name: name in cluster.collector.metrics, 10)  # type: ignore[misc]
     assert 'tandem_replicas{model_name="target",role="draft",state="ready"} 1.0' in scraped["coordinator"]
+
+
+def test_a_trace_that_a_browser_began_goes_on(cluster: Cluster) -> None:
+    trace_id = "0123456789abcdef0123456789abcdef"
+    url = cluster.processes["coordinator"].line("http on ").strip()
+    request = urllib.request.Request(
+        f"{url}/v1/completions",
+        json.dumps({"model": "target", "prompt": "def add(", "max_tokens": 4}).encode(),
+        {"Content-Type": "application/json", "traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"},
+    )
+    with urllib.request.urlopen(request, timeout=30) as response:
+        assert json.load(response)["usage"]["completion_tokens"] == 4
+
+    def services() -> set[str]:
+        return {span.service for span in cluster.collector.spans if span.span.trace_id.hex() == trace_id}
+
+    until(lambda: services() == {f"tandem-{name}" for name in SERVICES}, 10, lambda: str(services()))
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+        assert "tandem_generation_tokens_total" in response.read().decode()
 
 
 async def test_a_collector_that_dies_in_the_middle_takes_nothing_with_it(cluster: Cluster) -> None:

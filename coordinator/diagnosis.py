@@ -193,7 +193,7 @@ def acceptance(status: Status) -> Finding:
     rates = cumulative_rates(figures)
     best = max(range(len(rates) + 1), key=lambda count: gain(rates[:count], cost))
     now = gain(rates[: status.settings.num_speculative_tokens], cost)
-    words = f"{words}; about {now:.1f} times the speed of the target alone"
+    words = f"{words}; about {now:.2f} times the speed of the target alone"
     if gain(rates[:best], cost) < WORTHWHILE * now or best == status.settings.num_speculative_tokens:
         return Finding("acceptance", "", Severity.OK if now > 1.0 else Severity.WARNING, words)
     if best == 0:
@@ -209,7 +209,7 @@ def acceptance(status: Status) -> Finding:
         "",
         Severity.WARNING,
         words,
-        f"about {gain(rates[:best], cost):.1f} times with: tandem admin config set num_speculative_tokens {best}",
+        f"about {gain(rates[:best], cost):.2f} times with: tandem admin config set num_speculative_tokens {best}",
     )
 
 

@@ -198,4 +198,4 @@ def _environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith("TANDEM_") and name not in hidden
     }
-    return kept | {"TERM": "xterm-256color"}
+    return kept | {"TERM": "xterm-256color", "XDG_CONFIG_HOME": "/nonexistent"}

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from coordinator.cli.main import app
 from coordinator.settings import CoordinatorSettings
 from tandem.client import Client
 from tandem.errors import AbortedError, TandemError
@@ -301,6 +303,17 @@ def test_what_is_not_there(commands: Commands, target: str, draft: str) -> None:
         assert there in commands.fail(5, "admin", "replicas", verb, "127.0.0.1:1")
     assert "no request that runs" in commands.fail(5, "admin", "requests", "abort", "abc")
     assert "there is no option nothing" in commands.fail(5, "admin", "config", "show", "nothing")
+
+
+def test_the_shell_completes_addresses(cluster: str, target: str, draft: str) -> None:
+    environment = {
+        "_TANDEM_COMPLETE": "complete_bash",
+        "COMP_WORDS": "tandem admin replicas show 127",
+        "COMP_CWORD": "4",
+        "TANDEM_CLIENT_ADDRESS": cluster,
+    }
+    result = CliRunner().invoke(app, [], env=environment, prog_name="tandem")
+    assert sorted(result.stdout.split()) == sorted([target, draft])
 
 
 def test_nobody_listens(commands: Commands) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import signal
 import time
@@ -19,6 +20,8 @@ from tests.end_to_end.processes import address_of, coordinator
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 
 pytestmark = pytest.mark.slow
+
+logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 40
 DRAFT_STALL_SECONDS = 1.0
@@ -229,7 +232,11 @@ async def test_a_draft_that_stops_answering(
                 drafts[0].signal(signal.SIGSTOP)
         finally:
             drafts[0].signal(signal.SIGCONT)
-        assert max(each.longest_pause_seconds for each in disturbed.streams) < DRAFT_STALL_SECONDS
+        pauses = [each.longest_pause_seconds for each in disturbed.streams]
+        logger.info("longest pauses with a stopped draft: %.2f and %.2f s", *pauses)
+        assert max(pauses) < DRAFT_STALL_SECONDS
+        for stream, undisturbed in zip(disturbed.streams, expected, strict=True):
+            assert sum(stream.drafted) < sum(undisturbed.drafted), "it was stopped in time"
 
 
 async def test_a_target_that_stops_answering(
@@ -244,7 +251,8 @@ async def test_a_target_that_stops_answering(
         finally:
             targets[0].kill()
         pauses = [each.longest_pause_seconds for each in disturbed.streams]
-        assert max(pauses) < TARGET_STALL_SECONDS
+        logger.info("longest pauses with a stopped target: %.2f and %.2f s", *pauses)
+        assert 1.0 < max(pauses) < TARGET_STALL_SECONDS
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ these tables.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,14 @@ from tandem.config import SpeculativeConfig
 from tandem.config.methods import STANDALONE
 from tandem.config.rule import Rule, at_least, broken, spelled, within
 from tandem.errors import IncompatibleModelsError, InvalidRequestError
-from tandem.types import GenerationRequest, ModelInfo, RowKind
+from tandem.types import (
+    LEAST_REPETITION_PENALTY,
+    LEAST_TEMPERATURE,
+    MOST_REPETITION_PENALTY,
+    GenerationRequest,
+    ModelInfo,
+    RowKind,
+)
 
 __all__ = [
     "COMBINATION_RULES",
@@ -292,18 +300,39 @@ def _request(subject: TokenizedRequest) -> GenerationRequest:
 MOST_LOGPROBS = 20
 """Most alternatives that are told of a position, as with OpenAI."""
 
-_LARGEST, _SMALLEST = 1.7976931348623157e308, 5e-324
+
+def _temperature(subject: TokenizedRequest) -> Iterator[str]:
+    temperature = subject.request.temperature
+    if temperature in (None, 0.0) or LEAST_TEMPERATURE <= temperature < math.inf:
+        return
+    yield (
+        f"temperature is {spelled(temperature)}; it must be 0 (greedy) or a finite number of at least "
+        f"{LEAST_TEMPERATURE:g}"
+    )
+
+
+_SMALLEST = 5e-324
 
 REQUEST_RULES: tuple[Rule[TokenizedRequest], ...] = (
     Rule("prompt-not-empty", "The prompt holds at least one token.", _prompt_not_empty),
     Rule("prompt-fits", "The prompt is shorter than `max_length`.", _prompt_fits),
     Rule("known-token-ids", "The prompt's ids are in the target's vocabulary.", _known_ids),
     at_least("max_tokens", 1, of=_request),
-    within("temperature", 0.0, _LARGEST, "a finite number of at least 0 (0 is greedy)", of=_request),
+    Rule(
+        "temperature",
+        f"`temperature` is 0 (greedy) or a finite number of at least {LEAST_TEMPERATURE:g}.",
+        _temperature,
+    ),
     within("top_k", 0, 2**31 - 1, f"between 0 and {2**31 - 1} (0 keeps all)", of=_request),
     within("top_p", _SMALLEST, 1.0, "more than 0 and at most 1", of=_request),
     within("min_p", 0.0, 1.0, "between 0 and 1", of=_request),
-    within("repetition_penalty", _SMALLEST, _LARGEST, "a finite number above 0 (1 is off)", of=_request),
+    within(
+        "repetition_penalty",
+        LEAST_REPETITION_PENALTY,
+        MOST_REPETITION_PENALTY,
+        f"between {LEAST_REPETITION_PENALTY:g} and {MOST_REPETITION_PENALTY:g} (1 is off)",
+        of=_request,
+    ),
     within("frequency_penalty", -2.0, 2.0, "between -2 and 2 (0 is off)", of=_request),
     within("presence_penalty", -2.0, 2.0, "between -2 and 2 (0 is off)", of=_request),
     at_least("num_speculative_tokens", 1, of=_request),

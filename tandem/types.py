@@ -31,6 +31,12 @@ class Delta:
         return self.base_length + len(self.token_ids)
 
 
+LEAST_TEMPERATURE = 1e-4
+"""Of those that are not 0, which is greedy: a logit divided by less may be beyond what binary32 holds."""
+LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 0.01, 100.0
+"""For the same reason."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are drawn from logits: penalties, then temperature, then top-k, then top-p, then min-p.

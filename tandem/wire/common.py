@@ -5,7 +5,18 @@ from __future__ import annotations
 import numpy as np
 
 from tandem.errors import InvalidRequestError, ProtocolError
-from tandem.types import Delta, Float32Array, FloatArray, IntArray, ModelInfo, RowKind, SamplingParams
+from tandem.types import (
+    LEAST_REPETITION_PENALTY,
+    LEAST_TEMPERATURE,
+    MOST_REPETITION_PENALTY,
+    Delta,
+    Float32Array,
+    FloatArray,
+    IntArray,
+    ModelInfo,
+    RowKind,
+    SamplingParams,
+)
 from tandem.v1 import types_pb2
 
 _ROW_KINDS = {
@@ -95,8 +106,8 @@ def check_sampling(sampling: SamplingParams) -> None:
         (
             "temperature",
             sampling.temperature,
-            0.0 <= sampling.temperature < float("inf"),
-            "a finite number >= 0",
+            sampling.temperature == 0.0 or LEAST_TEMPERATURE <= sampling.temperature < float("inf"),
+            f"0 (greedy) or a finite number >= {LEAST_TEMPERATURE:g}",
         ),
         ("top_k", sampling.top_k, sampling.top_k >= 0, "an integer >= 0 (0 keeps all tokens)"),
         ("top_p", sampling.top_p, 0.0 < sampling.top_p <= 1.0, "in (0, 1]"),
@@ -104,8 +115,8 @@ def check_sampling(sampling: SamplingParams) -> None:
         (
             "repetition_penalty",
             sampling.repetition_penalty,
-            0.0 < sampling.repetition_penalty < float("inf"),
-            "a finite number > 0 (1 is off)",
+            LEAST_REPETITION_PENALTY <= sampling.repetition_penalty <= MOST_REPETITION_PENALTY,
+            f"in [{LEAST_REPETITION_PENALTY:g}, {MOST_REPETITION_PENALTY:g}] (1 is off)",
         ),
         *(
             (name, value, -2.0 <= value <= 2.0, "in [-2, 2] (0 is off)")

@@ -310,7 +310,7 @@ REQUESTS: list[tuple[str, TokenizedRequest, str]] = [
     (
         "temperature",
         request(temperature=INF),
-        "temperature is inf; it must be a finite number of at least 0 (0 is greedy)",
+        "temperature is inf; it must be 0 (greedy) or a finite number of at least 0.0001",
     ),
     ("top-k", request(top_k=-1), "top_k is -1; it must be between 0 and 2147483647 (0 keeps all)"),
     ("top-p", request(top_p=0.0), "top_p is 0.0; it must be more than 0 and at most 1"),
@@ -318,7 +318,7 @@ REQUESTS: list[tuple[str, TokenizedRequest, str]] = [
     (
         "repetition-penalty",
         request(repetition_penalty=0.0, draft=None),
-        "repetition_penalty is 0.0; it must be a finite number above 0 (1 is off)",
+        "repetition_penalty is 0.0; it must be between 0.01 and 100 (1 is off)",
     ),
     (
         "frequency-penalty",

@@ -34,7 +34,7 @@ def test_what_is_not_sent_is_off() -> None:
     [
         (
             SamplingParams(repetition_penalty=-1.0),
-            "repetition_penalty is -1; it must be a finite number > 0 (1 is off)",
+            "repetition_penalty is -1; it must be in [0.01, 100] (1 is off)",
         ),
         (
             SamplingParams(frequency_penalty=3.0, presence_penalty=-3.0),

@@ -52,9 +52,19 @@ def test_sampling_survives_in_double_precision() -> None:
 @pytest.mark.parametrize(
     ("sampling", "sentence"),
     [
-        (SamplingParams(-1.0), "temperature is -1; it must be a finite number >= 0"),
-        (SamplingParams(float("nan")), "temperature is nan; it must be a finite number >= 0"),
-        (SamplingParams(float("inf")), "temperature is inf; it must be a finite number >= 0"),
+        (
+            SamplingParams(5e-324),
+            "temperature is 4.94066e-324; it must be 0 (greedy) or a finite number >= 0.0001",
+        ),
+        (SamplingParams(-1.0), "temperature is -1; it must be 0 (greedy) or a finite number >= 0.0001"),
+        (
+            SamplingParams(float("nan")),
+            "temperature is nan; it must be 0 (greedy) or a finite number >= 0.0001",
+        ),
+        (
+            SamplingParams(float("inf")),
+            "temperature is inf; it must be 0 (greedy) or a finite number >= 0.0001",
+        ),
         (SamplingParams(top_k=-1), "top_k is -1; it must be an integer >= 0 (0 keeps all tokens)"),
         (SamplingParams(top_p=0.0), "top_p is 0; it must be in (0, 1]"),
         (

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
 import time
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, get_type_hints
@@ -36,6 +39,7 @@ from tandem.types import Chunk, FinishReason, GenerationRequest, SpeculationFigu
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 from tandem.wire.generation import chunk_to_proto
 from tandem.wire.status import retry_metadata
+from tests.paths import ROOT
 from tests.service.clients import until
 from tests.service.fakes import FakeDraft, FakeTarget, cluster, serving
 
@@ -211,6 +215,39 @@ async def test_leaving_the_loop_cancels_the_request() -> None:
             await until(lambda: not target.running, SECONDS)
     assert target.opened == 2
     assert target.finished == 0
+
+
+SCRIPT = """
+import sys
+from tandem.sync_client import SyncClient
+with SyncClient(sys.argv[1]) as client:
+    for chunk in client.generate((10,), max_tokens=50):
+        print("a piece", flush=True)
+"""
+
+
+async def test_ctrl_c_ends_a_sync_client_at_once() -> None:
+    target = FakeTarget()
+    target.step_seconds = 0.5
+    async with address_of(target) as address:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", SCRIPT, address, stdout=PIPE, stderr=PIPE, cwd=ROOT
+        )
+        try:
+            assert process.stdout is not None
+            async with asyncio.timeout(SECONDS):
+                assert await process.stdout.readline() == b"a piece\n"
+                # It waits for the next piece now.
+                process.send_signal(signal.SIGINT)
+                _, errors = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        assert process.returncode == -signal.SIGINT
+        assert errors.splitlines()[-1] == b"KeyboardInterrupt"
+        await until(lambda: not target.running, SECONDS)
+        assert target.longest < 16
 
 
 async def test_one_sync_client_serves_many_threads() -> None:

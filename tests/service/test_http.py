@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer
 from coordinator.http import body as body_module
 from coordinator.settings import CoordinatorSettings
 from tandem.errors import ConfigurationError
+from tandem.v1 import target_pb2
 from tests.paths import DEMO_TARGET
 from tests.service.clients import until
 from tests.service.fakes import MAX_LENGTH, FakeDraft, FakeTarget
@@ -117,6 +119,30 @@ async def test_chats_by_openais_client(template: Path) -> None:
     assert [entry.top_logprobs[0].token for entry in choice.logprobs.content or ()] == [
         entry.token for entry in choice.logprobs.content or ()
     ]
+
+
+class Chatting(FakeTarget):
+    """Has a chat template among its files."""
+
+    async def GetTokenizer(
+        self, request: Any, context: Any
+    ) -> AsyncIterator[target_pb2.GetTokenizerResponse]:
+        async for file in super().GetTokenizer(request, context):
+            yield file
+        for part in (TEMPLATE[:9], TEMPLATE[9:]):
+            yield target_pb2.GetTokenizerResponse(file_name="chat_template.jinja", content=part.encode())
+
+
+async def test_the_chat_template_is_the_models_own() -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "temperature": 0}
+    async with http_cluster(Chatting()) as cluster:
+        answer = await cluster.http.post("/v1/chat/completions", json=body)
+        refused = await cluster.http.post(
+            "/v1/chat/completions", json=body | {"tools": [{"type": "function"}]}
+        )
+        assert (await cluster.http.get("/tandem/status")).json()["chat"]
+    assert answer.json()["usage"]["prompt_tokens"] == len(TOKENIZER.encode("user: a\n").ids)
+    assert "tools is set; it must be empty" in refused.json()["error"]["message"]
 
 
 async def test_several_completions_of_several_prompts() -> None:

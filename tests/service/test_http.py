@@ -124,7 +124,7 @@ async def test_chats_by_openais_client(template: Path) -> None:
 class Chatting(FakeTarget):
     """Has a chat template among its files."""
 
-    async def GetTokenizer(
+    async def GetTokenizer(  # noqa: N802 - gRPC looks a method up by the name that it has in the proto
         self, request: Any, context: Any
     ) -> AsyncIterator[target_pb2.GetTokenizerResponse]:
         async for file in super().GetTokenizer(request, context):

@@ -6,6 +6,7 @@ from typing import Any, get_type_hints
 
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from coordinator.http.chat_template import ChatTemplate
 from coordinator.http.prompts import requests_of
@@ -165,6 +166,18 @@ async def test_rules_of_both_kinds_are_told_at_once() -> None:
         "presence_penalty is 1.0; with a separate draft model",
     ):
         assert sentence in str(refusal.value)
+
+
+async def test_a_chats_special_tokens_are_written_by_its_template_alone() -> None:
+    tokenizer = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
+    begin = "<|endoftext|>"
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, tokenizer.token_to_id(begin))]
+    )
+    template = ChatTemplate(begin + "{{ messages[0].content }}", {}, "test")
+    (request,) = await requests_of(chat(), Models(INFO, INFO, tokenizer), template)
+    assert request.prompt == tuple(tokenizer.encode("hi").ids)
+    assert request.prompt.count(tokenizer.token_to_id(begin)) == 1
 
 
 async def test_a_model_without_a_template_does_not_chat() -> None:

@@ -9,6 +9,9 @@ import grpc.aio
 
 from draft_service.proposers import Proposer
 from draft_service.servicer import DraftServicer
+from tandem.serving.calls import RunningCalls
+from tandem.serving.server import new_server
+from tandem.settings import ServerSettings
 from tandem.types import Delta, DraftOptions, Proposal, ProposeStep, RowKind, SamplingParams
 from tandem.v1.draft_pb2 import ProposeResponse
 from tandem.v1.draft_pb2_grpc import DraftServiceStub, add_DraftServiceServicer_to_server
@@ -20,7 +23,7 @@ async def served(proposer: Proposer) -> AsyncIterator[DraftServiceStub]:
     """A stub of a server in this process."""
     servicer = DraftServicer()
     servicer.proposer = proposer
-    server = grpc.aio.server()
+    server = new_server(ServerSettings(), RunningCalls())
     add_DraftServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

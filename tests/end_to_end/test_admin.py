@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +296,22 @@ def test_all_of_the_configuration(commands: Commands) -> None:
     values = {option["name"]: (option["value"], option["origin"]) for option in told}
     assert values["port"] == (0, "command line")
     assert values["drain_timeout_seconds"][1] == "default"
+
+
+@pytest.mark.parametrize(("answer", "is_drained"), [("n", False), ("", False), ("y", True)])
+def test_a_person_is_asked(
+    commands: Commands, target: str, monkeypatch: pytest.MonkeyPatch, answer: str, is_drained: bool
+) -> None:
+    class Terminal(StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("sys.stdin", Terminal(answer + "\n"))
+    ran = commands.run("admin", "replicas", "drain", target)
+    assert "Drain it? [y/N] " in ran.err, "the question is not part of the result"
+    assert (ran.code, bool(ran.out)) == ((0, True) if is_drained else (1, False))
+    if is_drained:
+        commands.succeed("admin", "replicas", "resume", target)
 
 
 def test_what_is_not_there(commands: Commands, target: str, draft: str) -> None:

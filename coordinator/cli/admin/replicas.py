@@ -18,7 +18,7 @@ from coordinator.cli.command import command, new_app
 from coordinator.cli.connection import ConnectionOptions
 from coordinator.cli.output import OutputOptions, plain_table
 from coordinator.figures import acceptance_rate, accepted_per_verification
-from tandem.errors import ConfigurationError, NotFoundError
+from tandem.errors import ConfigurationError, NotFoundError, TandemError
 from tandem.replica import ReplicaSnapshot, ReplicaState, is_last_target
 
 replicas = new_app("List, show, drain and resume replicas.")
@@ -95,16 +95,18 @@ def _confirm(address: str) -> None:
 
     Raises:
         ConfigurationError: nobody is there to answer.
+        TandemError: the answer is no.
     """
     if not sys.stdin.isatty():
         raise ConfigurationError(
             f"{address} is the last target that takes new sequences; to drain it all the same, give --yes"
         )
-    typer.confirm(
-        f"{address} is the last target that takes new sequences: requests will wait and then fail. Drain it?",
-        abort=True,
-        err=True,
+    sys.stderr.write(
+        f"{address} is the last target that takes new sequences: requests will wait and then fail. Drain it? [y/N] "
     )
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise TandemError("nothing was drained")
 
 
 def replica_table(shown: Sequence[ReplicaSnapshot]) -> Table:

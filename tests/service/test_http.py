@@ -197,12 +197,12 @@ async def post(
 
 async def test_refusals_have_openais_form() -> None:
     async with http_cluster(FakeTarget(), FakeDraft()) as cluster:
-        status, error = await post(cluster, prompt="x", temperature=-1)
+        status, error = await post(cluster, prompt="x", top_p=2)
         assert status == 400
         assert error == {
-            "message": "temperature is -1.0; it must be a finite number of at least 0 (0 is greedy)",
+            "message": "top_p is 2.0; it must be more than 0 and at most 1",
             "type": "invalid_request_error",
-            "param": "temperature",
+            "param": "top_p",
             "code": None,
         }
         for body, sentence in (

@@ -90,7 +90,9 @@ COPY --from=model-packages /opt/tandem /opt/tandem
 COPY --from=code /code/tandem_speculative-*.dist-info tandem_speculative.dist-info
 COPY --from=code /code/tandem tandem
 COPY --from=code /code/draft_service draft_service
-ENV TANDEM_DRAFT_HOST=0.0.0.0
+# There is no compiler in the image, so torch's own kernels compute.
+ENV TANDEM_DRAFT_HOST=0.0.0.0 \
+    TANDEM_DRAFT_COMPILE=off
 EXPOSE 50053
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
     CMD ["python", "-m", "tandem.serving.healthcheck", "127.0.0.1:50053"]
@@ -102,7 +104,9 @@ COPY --from=model-packages /opt/tandem /opt/tandem
 COPY --from=code /code/tandem_speculative-*.dist-info tandem_speculative.dist-info
 COPY --from=code /code/tandem tandem
 COPY --from=code /code/target_service target_service
-ENV TANDEM_TARGET_HOST=0.0.0.0
+# There is no compiler in the image, so torch's own kernels compute.
+ENV TANDEM_TARGET_HOST=0.0.0.0 \
+    TANDEM_TARGET_COMPILE=off
 EXPOSE 50052
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
     CMD ["python", "-m", "tandem.serving.healthcheck", "127.0.0.1:50052"]

@@ -105,8 +105,8 @@ SECTIONS = [
             ),
             stat(
                 "Tokens a verification",
-                "The mean acceptance length as vLLM counts it: accepted tokens and the one that the target supplies. "
-                "MAX's is one less.",
+                "The mean acceptance length as vLLM counts it: the accepted tokens of a proposal, and the one that the "
+                "target supplies. Verifications without a proposal do not count.",
                 tokens_per_verification("1m"),
                 "short",
                 {0: RED, 1.5: ORANGE, 2: GREEN},
@@ -157,7 +157,8 @@ SECTIONS = [
             ),
             Panel(
                 "Acceptance length",
-                "Tokens that one verification yields (vLLM), and how many of them were the draft's (MAX).",
+                "Tokens for each verification of a proposal (vLLM), and accepted tokens for any verification, "
+                "with or without one (MAX). Far apart: many rounds go without a draft.",
                 [
                     Query(tokens_per_verification(), "tokens a verification (vLLM)"),
                     Query(per(counted(f"{ACCEPTED}_total"), counted(ROUNDS)), "accepted (MAX)"),

@@ -48,7 +48,7 @@ def start(container: dict[str, Any]) -> NoReturn:
         _inside(root, place).symlink_to(target)
     for source, place in container["binds"].items():
         _bind(Path(source), _inside(root, place))
-    for place in ("/proc", "/dev"):
+    for place in ("/proc", "/dev", "/sys"):
         (root / place[1:]).mkdir(exist_ok=True)
         _mount(place, root / place[1:], None, MS_BIND | MS_REC)
     for place, options in container["tmpfs"].items():

@@ -41,6 +41,11 @@ _SERVER_OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_pings_without_data", 0),
+    # One call is taken in each turn of the event loop; a rush may wait its turn, and is not cancelled without a word
+    # after 30 s or from the thousandth call on. Deadlines and our own bounds end what waits too long.
+    ("grpc.server_max_unrequested_time_in_server", 600),
+    ("grpc.server.max_pending_requests", 4_096),
+    ("grpc.server.max_pending_requests_hard_limit", 8_192),
 )
 
 

@@ -167,7 +167,7 @@ async def test_nothing_is_left_of_requests_that_were_cancelled(cluster: Cluster,
         grown = resident_mebibytes() - before
         assert grown < MOST_GROWN_MIB
         assert (await complete(client, LONG)).token_ids == expected.token_ids
-    logger.info("cancels", extra={"count": count, "grown_mebibytes": round(grown, 1)})
+    logger.info("%d cancels, %.1f MiB more", count, grown)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 20])

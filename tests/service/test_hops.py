@@ -109,7 +109,7 @@ async def test_a_reset_at_any_byte(model: LoadedModel, draft_model: LoadedModel,
             seen += proxy.resets - before
             proxy.reset_after_bytes = None
     assert seen > 0, "it hit a connection that was in use"
-    logger.info("resets", extra={"hop": hop, "runs": runs, "resets_while_running": seen})
+    logger.info("%s: %d runs, %d resets while one ran", hop, runs, seen)
 
 
 NOTICED = {"client": "", "draft": "draft late", "target": "target lost"}
@@ -142,7 +142,7 @@ async def test_a_way_that_falls_silent(
         assert NOTICED[hop] in caplog.text
         assert [one.error for one in running] == [None, None], "who is silent is replaced"
         assert [one.text for one in running] == [expected.text] * 2
-    logger.info("silence", extra={"hop": hop, "seconds": round(took, 1)})
+    logger.info("%s: done %.1f s after silence fell", hop, took)
 
 
 class Running:

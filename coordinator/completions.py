@@ -175,7 +175,10 @@ class Completions:
             prompt_length=len(plan.prompt),
         )
         rows = RowChoice(
-            plan.rule.row_kind(plan.request.row_kind), plan.rule.supports, plan.rule.needs_statistics
+            plan.rule.row_kind(plan.request.row_kind),
+            plan.rule.supports,
+            self.services.target_info.vocabulary_size,
+            plan.rule.needs_statistics,
         )
         return FailoverVerifier(
             self.services.replicas.targets,

@@ -103,8 +103,8 @@ class FailoverVerifier:
         Raises:
             InvalidRequestError: the target refuses the request as it is.
             CapacityError: no target has room for it.
-            ServiceUnavailableError: no target is there in time, or the request has lost too many.
-            TandemError: the only target answers nonsense.
+            ServiceUnavailableError: no target is there in time.
+            TandemError: the only target answers nonsense, or the request has lost too many.
         """
         self._account.settle()
         self._leave_what_drains()
@@ -221,7 +221,8 @@ class FailoverVerifier:
             "target_lost", {"address": member.address, "reason": reason, "completion_tokens": tokens}
         )
         if trouble.losses >= MOST_LOSSES:
-            raise ServiceUnavailableError(
+            # Not as unavailable: clients try that again, and the next targets would follow.
+            raise TandemError(
                 f"{trouble.losses} targets were lost over the same tokens of this request, so it is not tried on "
                 f"another; {self._delivered()}; the last one: {reason}"
             )

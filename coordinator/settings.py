@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import SettingsConfigDict
@@ -51,6 +51,9 @@ class CoordinatorSettings(
     """Join a draft service and a target service."""
 
     model_config = SettingsConfigDict(**COMMAND_LINE, env_prefix="TANDEM_COORDINATOR_")
+
+    repeatable: ClassVar = ("target_address", "draft_address")
+    """Options that may be given several times on a command line."""
 
     port: int = Field(default=DEFAULT_PORT, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""

@@ -14,7 +14,17 @@ from coordinator.remote_sequence import RemoteSequence
 from tandem.channels import errors_of, finish_stream, receive, send
 from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
 from tandem.traffic import counted
-from tandem.types import IntArray, ModelInfo, Proposal, RowKind, TargetOptions, Verification, VerifyStep
+from tandem.types import (
+    IntArray,
+    ModelInfo,
+    Proposal,
+    RowKind,
+    SupportRow,
+    TargetOptions,
+    TokenRow,
+    Verification,
+    VerifyStep,
+)
 from tandem.v1 import target_pb2
 from tandem.v1.target_pb2_grpc import TargetServiceStub
 from tandem.wire import target as wire
@@ -70,6 +80,8 @@ class RowChoice:
     kind: RowKind
     supports: Callable[[Proposal], tuple[IntArray, ...]]
     """The support of each row, for support rows."""
+    vocabulary_size: int
+    """The target's; the ids that it says must be below it."""
     with_statistics: bool = False
 
 
@@ -135,4 +147,20 @@ class TargetSequence:
             raise ProtocolError(
                 f"target service: it answered for {response.base_length} tokens; it was asked for {base_length}"
             )
-        return wire.verification_from_proto(response, step)
+        verification = wire.verification_from_proto(response, step)
+        _check_ids(verification, self._rows.vocabulary_size)
+        return verification
+
+
+def _check_ids(verification: Verification, vocabulary_size: int) -> None:
+    for row in verification.rows:
+        # Dense rows name no ids, and -1 stands for no token outside the support.
+        token_id, least = -1, -1
+        if isinstance(row, TokenRow):
+            token_id, least = row.token_id, 0
+        elif isinstance(row, SupportRow):
+            token_id = row.outside_token_id
+        if not least <= token_id < vocabulary_size:
+            raise ProtocolError(
+                f"target service: it said token id {token_id}; ids must be in 0..{vocabulary_size - 1}"
+            )

@@ -106,13 +106,31 @@ def _from_command_line(cls: type[BaseSettings], arguments: Sequence[str], progra
         if name in cls.model_fields and alias not in cls.model_fields
     }
     _refuse_unknown(arguments, {name.replace("_", "-") for name in cls.model_fields} | set(aliases.values()))
+    arguments = _joined(arguments, getattr(cls, "repeatable", ()))
     try:
         source: CliSettingsSource[BaseSettings] = CliSettingsSource(
-            cls, cli_parse_args=list(arguments), cli_prog_name=program, cli_shortcuts=aliases
+            cls, cli_parse_args=arguments, cli_prog_name=program, cli_shortcuts=aliases
         )
     except SettingsError as error:
         raise ConfigurationError(str(error).removeprefix("error parsing CLI: argument ")) from None
     return _own(cls, spelled_one_way(source(), cls.model_fields))
+
+
+def _joined(arguments: Sequence[str], repeatable: Collection[str]) -> list[str]:
+    """The same with one option in place of several alike, its values joined by commas. Of others the last decides."""
+    options = {f"--{name.replace('_', '-')}" for name in repeatable}
+    values: dict[str, list[str]] = {}
+    others: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        option, is_one, value = word.partition("=")
+        if option not in options:
+            others.append(word)
+        elif value := value if is_one else next(words, ""):
+            values.setdefault(option, []).append(value)
+        else:
+            others.append(word)
+    return [*others, *(f"{option}={','.join(given)}" for option, given in values.items())]
 
 
 def _refuse_unknown(arguments: Sequence[str], known: Collection[str]) -> None:

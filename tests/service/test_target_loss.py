@@ -102,11 +102,19 @@ def drop_rows(response: target_pb2.VerifyResponse) -> None:
     response.ClearField("support_rows")
 
 
+def set_ids(response: target_pb2.VerifyResponse) -> None:
+    if response.HasField("token_rows"):
+        response.token_rows.token_ids[0] = 1 << 20
+    for row in response.support_rows.rows:
+        row.outside_token_id = 1 << 20
+
+
 WAYS: dict[str, Callable[[int], Faults]] = {
     "before the step is computed": lambda step: Faults(before={step}),
     "before its answer leaves": lambda step: Faults(after={step}),
     "as if all were well": lambda step: Faults(leaving={step}),
     "with an answer to something else": lambda step: Faults(garbled={step: set_base}),
+    "with an answer of unknown tokens": lambda step: Faults(garbled={step: set_ids}),
     "with an answer without rows": lambda step: Faults(garbled={step: drop_rows}),
 }
 
@@ -169,7 +177,7 @@ async def test_a_request_that_ends_targets_does_not_end_them_all(
     """Over the same tokens every target is lost; one after another, they would all go."""
     faults = tuple(Faults(after=set(range(1, 100))) for _ in range(MOST_LOSSES + 2))
     async with asyncio.timeout(BOUND_SECONDS), cluster(model, other_model, *faults) as many:
-        with pytest.raises(ServiceUnavailableError, match=f"{MOST_LOSSES} targets were lost"):
+        with pytest.raises(ProtocolError, match=f"{MOST_LOSSES} targets were lost"):
             await complete(many.client, REQUESTS["greedy"])
         assert many.opened == MOST_LOSSES
 

@@ -46,3 +46,22 @@ def test_a_list_of_a_file_is_the_same_as_a_text_with_commas() -> None:
 async def test_a_host_with_addresses_of_both_families_is_there_once() -> None:
     assert await resolve("localhost", 1) in (["127.0.0.1"], ["::1"])
     assert await resolve("127.0.0.1", 1) == ["127.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--target-address", "127.0.0.1:1,127.0.0.1:2"],
+        ["--target-address", "127.0.0.1:1", "--target-address", "127.0.0.1:2"],
+        ["--target-address=127.0.0.1:1", "--log-level", "error", "--target-address=127.0.0.1:2"],
+    ],
+)
+def test_several_addresses_on_the_command_line(arguments: list[str]) -> None:
+    settings = load_settings(CoordinatorSettings, arguments, "test")
+    assert settings.target_address == "127.0.0.1:1,127.0.0.1:2"
+
+
+@pytest.mark.parametrize("arguments", [["--target-address"], ["--target-address="]])
+def test_an_option_without_its_address(arguments: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match="target-address"):
+        load_settings(CoordinatorSettings, arguments, "test")

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_SECONDS = 30.0
 _WARM_UP_TOKENS = 8
-"""Fewer than are worth keeping as a prefix."""
+"""Fewer than are worth keeping as a prefix. Steps of up to so many tokens are what a sequence alone asks for."""
 
 
 MakeRunAhead = Callable[[StepRunner, SequenceOf[Bucket], Recorder], RunAhead[PayloadT, ResultT]]
@@ -99,8 +99,11 @@ class Engine(Generic[PayloadT, ResultT]):
         """Runs a few steps, so that the first request does not pay for what torch sets up on first use."""
         sequence = await self.open(min(_WARM_UP_TOKENS, self.max_length))
         try:
-            for length in range(1, sequence.max_length + 1, 3):
-                await self._submit(Job(sequence, Delta(0, (0,) * length), 0, None))
+            for length in range(1, sequence.max_length + 1):
+                token_id = (
+                    length % self.model.info.vocabulary_size
+                )  # another one, or it would be known already
+                await self._submit(Job(sequence, Delta(0, (token_id,) * length), 0, None))
         finally:
             self.release(sequence)
 

@@ -24,6 +24,7 @@ from tandem.engine.checkpoint import (
 from tandem.engine.native.kernels import Kernels
 from tandem.engine.native.linear import pack_linears
 from tandem.engine.native.load import load_kernels
+from tandem.engine.native.trace import Trace
 from tandem.engine.probe import Anatomy, probe
 from tandem.errors import ConfigurationError, ModelFolderError
 from tandem.types import ModelInfo
@@ -48,6 +49,8 @@ class LoadedModel:
     device: torch.device
     kernels: Kernels | None = None
     """Compiled for this machine; None where torch's own must do."""
+    trace: Trace | None = None
+    """For steps that are played from tapes; None where there are no kernels, or sequences run one by one."""
 
 
 def load_model(
@@ -105,7 +108,10 @@ def load_model(
     kernels = load_kernels(torch_device, torch_dtype, compile_mode, compile_cache)
     if kernels is not None:
         pack_linears(module, kernels)
-    return LoadedModel(module, info, anatomy.layers, anatomy.is_packed, torch_dtype, torch_device, kernels)
+    trace = Trace(module) if kernels is not None and anatomy.is_packed else None
+    return LoadedModel(
+        module, info, anatomy.layers, anatomy.is_packed, torch_dtype, torch_device, kernels, trace
+    )
 
 
 def _device(name: str) -> torch.device:

@@ -14,6 +14,7 @@ from tandem.engine.cache import KvArena
 from tandem.engine.layout import Packing, StepLayout
 from tandem.engine.model import LoadedModel
 from tandem.engine.native.attention import NativeAttention, NativeLayout
+from tandem.engine.native.steps import TapePacking, TapeSteps, tape_steps
 from tandem.engine.recorded import RecordedPacking, RecordedSteps
 from tandem.engine.recording import Recorder
 from tandem.engine.segment import Segment
@@ -27,11 +28,14 @@ class StepRunner:
         self._module: Any = model.module
         self.model = model
         self.arena = KvArena(model.layers, total_tokens, model.dtype, model.device)
+        self._serial = None if model.is_packed else SerialForward(self._module, self.arena, model.device)
+        self._recorded: RecordedSteps | None = None
         self._native = (
             None if model.kernels is None else NativeAttention(model.kernels, self.arena, model.layers)
         )
-        self._serial = None if model.is_packed else SerialForward(self._module, self.arena, model.device)
-        self._recorded: RecordedSteps | None = None
+        self._tapes: TapeSteps | None = None
+        if self._native is not None and model.trace is not None:
+            self._tapes = tape_steps(model.trace, self._native, self._run_modules)
 
     def record(self, buckets: SequenceOf[Bucket], recorder: Recorder) -> None:
         """Records the step for these shapes; called before the first step. Other shapes run eagerly."""
@@ -45,7 +49,8 @@ class StepRunner:
         if self._recorded is not None and (step := self._recorded.fitting(segments)) is not None:
             return RecordedPacking(segments, step)
         if self._native is not None and self._native.suits(segments):
-            return NativeLayout(segments, self._native)
+            packing = None if self._tapes is None else self._tapes.pack(segments)
+            return packing or NativeLayout(segments, self._native)
         model = self.model
         return StepLayout(segments, self.arena, model.layers, model.dtype, model.device)
 
@@ -61,8 +66,12 @@ class StepRunner:
         """
         if self._serial is not None:
             return self._serial(packing, rows)
-        if isinstance(packing, RecordedPacking):
+        if isinstance(packing, RecordedPacking | TapePacking):
             return packing.run(rows)
+        return self._run_modules(packing, rows)
+
+    def _run_modules(self, packing: Packing, rows: list[int]) -> Tensor:
+        """The step by the model's own modules."""
         device = self.model.device
         packed = torch.tensor(
             (packing.token_ids(), packing.positions()), device=device

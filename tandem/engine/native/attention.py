@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+
 import torch
 from torch import Tensor, nn
 
-from tandem.engine.cache import KvArena, LayerGeometry
+from tandem.engine.cache import KvArena, LayerCache, LayerGeometry
 from tandem.engine.layout import Packing
 from tandem.engine.native.kernels import AttentionCall, Kernels, kind_of
 from tandem.engine.segment import Segment
@@ -15,41 +17,84 @@ WIDEST_SEGMENT = 32
 
 
 class NativeAttention:
-    """The part of a call that is the same at each step, layer by layer."""
+    """What attention needs to know of an engine's layers."""
 
     def __init__(self, kernels: Kernels, arena: KvArena, geometry: tuple[LayerGeometry, ...]) -> None:
         self.kernels = kernels
-        self.calls = [
-            AttentionCall(
-                keys=layer.keys.data_ptr(),
-                values=layer.values.data_ptr(),
-                total_tokens=layer.keys.shape[2],
-                kv_heads=shape.kv_heads,
-                key_dim=shape.key_dim,
-                value_dim=shape.value_dim,
-                window=shape.window or 0,
-                kind=kind_of(layer.keys.dtype),
-            )
-            for layer, shape in zip(arena.layers, geometry, strict=True)
-        ]
+        self._layers = list(zip(arena.layers, geometry, strict=True))
+        self.calls = [_layer_call(layer, shape) for layer, shape in self._layers]
+        """The part of a call that is the same at each step, by layer."""
+
+    def new_call(self, layer_index: int) -> AttentionCall:
+        """A call of a layer that shares nothing with `calls`."""
+        return _layer_call(*self._layers[layer_index])
 
     @staticmethod
-    def suits(segments: list[Segment]) -> bool:
+    def suits(segments: SequenceOf[Segment]) -> bool:
         """Whether the kernel is the faster way for a step of these segments."""
         return all(segment.token_count <= WIDEST_SEGMENT for segment in segments)
+
+
+def _layer_call(layer: LayerCache, shape: LayerGeometry) -> AttentionCall:
+    return AttentionCall(
+        keys=layer.keys.data_ptr(),
+        values=layer.values.data_ptr(),
+        total_tokens=layer.keys.shape[2],
+        kv_heads=shape.kv_heads,
+        key_dim=shape.key_dim,
+        value_dim=shape.value_dim,
+        window=shape.window or 0,
+        kind=kind_of(layer.keys.dtype),
+    )
+
+
+def places(segments: SequenceOf[Segment]) -> list[int]:
+    """Where a step's segments lie, as the kernel reads it."""
+    numbers = [len(segments)]
+    for segment in segments:
+        numbers += (segment.sequence.extent.start, segment.start, segment.token_count)
+    return numbers
+
+
+def point(
+    call: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    *,
+    sinks: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+) -> None:
+    """Writes into a call what it is to read and where it is to write; shapes are those of `AttentionStep.attend`.
+
+    The tensors must outlive the call. `sinks` are float32, and the numbers of a head lie next to each other.
+    """
+    call.query, call.key, call.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    _, call.query_head, call.query_token, _ = query.stride()
+    _, call.key_head, call.key_token, _ = key.stride()
+    _, call.value_head, call.value_token, _ = value.stride()
+    call.heads = query.shape[1]
+    call.sinks = None if sinks is None else sinks.data_ptr()
+    call.scale = query.shape[3] ** -0.5 if scale is None else scale
+    call.softcap = softcap or 0.0
+    call.output, call.threads = output.data_ptr(), torch.get_num_threads()
+
+
+def rows_of(states: Tensor) -> Tensor:
+    """The kernel reads a head's numbers from consecutive places; all models but the odd one lay them so."""
+    return states if states.stride(3) == 1 else states.contiguous()
 
 
 class NativeLayout(Packing):
     """A step as the kernel sees it: no mask, no padding, no grouping."""
 
-    def __init__(self, segments: list[Segment], attention: NativeAttention) -> None:
+    def __init__(self, segments: SequenceOf[Segment], attention: NativeAttention) -> None:
         super().__init__(segments)
         self._attention = attention
-        self._threads = torch.get_num_threads()
         self._token_count = self.token_count
-        self._places = torch.tensor(
-            [(segment.sequence.extent.start, segment.start, segment.token_count) for segment in segments]
-        )
+        self._places = torch.tensor(places(segments))
 
     def attend(
         self,
@@ -66,24 +111,10 @@ class NativeLayout(Packing):
         """See `AttentionStep.attend`."""
         layer_index: int = module.layer_idx  # type: ignore[assignment]
         call = self._attention.calls[layer_index]
-        query, key, value = _rows(query), _rows(key), _rows(value)
-        heads = query.shape[1]
-        output = query.new_empty((1, self._token_count, heads, value.shape[3]))
+        query, key, value = rows_of(query), rows_of(key), rows_of(value)
+        output = query.new_empty((1, self._token_count, query.shape[1], value.shape[3]))
         floats = None if sinks is None else sinks.float()
-        call.query, call.key, call.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
-        _, call.query_head, call.query_token, _ = query.stride()
-        _, call.key_head, call.key_token, _ = key.stride()
-        _, call.value_head, call.value_token, _ = value.stride()
-        call.heads = heads
-        call.segments, call.segment_count = self._places.data_ptr(), len(self.segments)
-        call.sinks = None if floats is None else floats.data_ptr()
-        call.scale = query.shape[3] ** -0.5 if scale is None else scale
-        call.softcap = softcap or 0.0
-        call.output, call.threads = output.data_ptr(), self._threads
+        point(call, query, key, value, output, sinks=floats, scale=scale, softcap=softcap)
+        call.segments = self._places.data_ptr()
         self._attention.kernels.attend(call)
         return output
-
-
-def _rows(states: Tensor) -> Tensor:
-    """The kernel reads a head's numbers from consecutive places; all models but the odd one lay them so."""
-    return states if states.stride(3) == 1 else states.contiguous()

@@ -64,48 +64,27 @@ static inline void load_weights(const float* at, Floats& low, Floats& high) {
     high = *(const LooseFloats*)(at + LANES);
 }
 
-// ROWS inputs times one block of outputs. UNROLL sums run side by side where rows are too few to hide an addition's
-// latency.
-template <int ROWS, int UNROLL, typename Weight>
+// ROWS inputs times one block of outputs. Each sum is added up in the same order whatever ROWS is, so that a sequence's
+// numbers do not depend on who shares its step.
+template <int ROWS, typename Weight>
 static inline void multiply_rows(const float* inputs, int64_t width, const Weight* weights, Floats (&sums)[ROWS][2]) {
-    Floats partial[UNROLL][ROWS][2] = {};
-    int64_t k = 0;
-    for (; k + UNROLL <= width; k += UNROLL) {
-#pragma GCC unroll 4
-        for (int u = 0; u < UNROLL; u++) {
-            Floats low, high;
-            load_weights(weights + (k + u) * BLOCK, low, high);
-            __builtin_prefetch(weights + (k + u) * BLOCK + 32 * BLOCK);
-#pragma GCC unroll 16
-            for (int row = 0; row < ROWS; row++) {
-                Floats input = filled(inputs[row * width + k + u]);
-                partial[u][row][0] += input * low;
-                partial[u][row][1] += input * high;
-            }
-        }
-    }
-    for (; k < width; k++) {
+    for (int64_t k = 0; k < width; k++) {
         Floats low, high;
         load_weights(weights + k * BLOCK, low, high);
+        __builtin_prefetch(weights + (k + 32) * BLOCK);
         for (int row = 0; row < ROWS; row++) {
             Floats input = filled(inputs[row * width + k]);
-            partial[0][row][0] += input * low;
-            partial[0][row][1] += input * high;
+            sums[row][0] += input * low;
+            sums[row][1] += input * high;
         }
     }
-    for (int row = 0; row < ROWS; row++)
-        for (int half = 0; half < 2; half++) {
-            sums[row][half] = partial[0][row][half];
-            for (int u = 1; u < UNROLL; u++) sums[row][half] += partial[u][row][half];
-        }
 }
 
 template <int ROWS, typename Weight, typename Output>
 static void linear_block(const float* inputs, int64_t width, const Weight* weights, const float* bias, Output* outputs,
                          int64_t output_width, int64_t valid) {
-    constexpr int UNROLL = ROWS == 1 ? 4 : ROWS <= 3 ? 2 : 1;
-    Floats sums[ROWS][2];
-    multiply_rows<ROWS, UNROLL>(inputs, width, weights, sums);
+    Floats sums[ROWS][2] = {};
+    multiply_rows<ROWS>(inputs, width, weights, sums);
     for (int row = 0; row < ROWS; row++) {
         float values[BLOCK];
         std::memcpy(values, sums[row], sizeof values);
@@ -161,8 +140,8 @@ struct Attention {
     int64_t value_head, value_token;
     void *keys, *values;  // the layer's arena: [kv_heads, total_tokens, dim]
     int64_t total_tokens, kv_heads, heads, key_dim, value_dim;
-    const int64_t* segments;  // [segment_count, 3]: where the sequence lies, tokens it had, tokens of this step
-    int64_t segment_count;
+    // How many there are, and then for each: where the sequence lies, tokens it had, tokens of this step.
+    const int64_t* segments;
     int64_t window;      // positions that a token sees, its own included; 0 for all
     const float* sinks;  // [heads], or none
     float scale, softcap;  // softcap 0 for none
@@ -172,7 +151,6 @@ struct Attention {
 
 struct Scratch {
     std::vector<float> queries, scores, block;
-    std::vector<int64_t> firsts, lasts;
 };
 
 template <typename Number>
@@ -332,18 +310,22 @@ static void attend(const Attention& a, int64_t head, int64_t token, const int64_
 
 template <typename Number>
 static void attend_all(const Attention& a) {
-    std::vector<int64_t> tokens(a.segment_count);
+    const int64_t count = a.segments[0];
+    const int64_t* segments = a.segments + 1;
+    static thread_local std::vector<int64_t> firsts;
+    firsts.resize(count);
     int64_t token = 0;
-    for (int64_t i = 0; i < a.segment_count; i++) {
-        tokens[i] = token;
-        token += a.segments[3 * i + 2];
+    for (int64_t i = 0; i < count; i++) {
+        firsts[i] = token;
+        token += segments[3 * i + 2];
     }
-    const int64_t tasks = a.segment_count * a.kv_heads;
+    const int64_t* first_tokens = firsts.data();  // each thread has a `firsts` of its own
+    const int64_t tasks = count * a.kv_heads;
 #pragma omp parallel for num_threads(a.threads) schedule(dynamic) if (a.threads > 1)
     for (int64_t task = 0; task < tasks; task++) {
         static thread_local Scratch scratch;
         const int64_t index = task / a.kv_heads;
-        attend<Number>(a, task % a.kv_heads, tokens[index], a.segments + 3 * index, scratch);
+        attend<Number>(a, task % a.kv_heads, first_tokens[index], segments + 3 * index, scratch);
     }
 }
 

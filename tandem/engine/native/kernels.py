@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -30,7 +32,7 @@ class AttentionCall(ctypes.Structure):
         ("keys", _POINTER), ("values", _POINTER),
         ("total_tokens", _INTEGER), ("kv_heads", _INTEGER), ("heads", _INTEGER),
         ("key_dim", _INTEGER), ("value_dim", _INTEGER),
-        ("segments", _POINTER), ("segment_count", _INTEGER),
+        ("segments", _POINTER),
         ("window", _INTEGER), ("sinks", _POINTER),
         ("scale", ctypes.c_float), ("softcap", ctypes.c_float),
         ("output", _POINTER), ("kind", _INTEGER), ("threads", _INTEGER),
@@ -71,23 +73,39 @@ class Kernels:
 
         Args:
             inputs: [..., input_width], float32 or bfloat16.
-            weights: what `pack` of `tandem.engine.native.linear` made.
+            weights: what `packed` of `tandem.engine.native.linear` made.
             bias: [output_width], float32.
             output_width: number of outputs.
 
         Returns:
             [..., output_width] in the dtype of the inputs; sums are kept in float32.
         """
-        inputs = inputs.contiguous()
-        *leading, width = inputs.shape
-        outputs = inputs.new_empty((*leading, output_width))
-        rows = outputs.numel() // output_width
-        self._linear(
-            inputs.data_ptr(), _KINDS[inputs.dtype], rows, width, weights.data_ptr(), _KINDS[weights.dtype],
-            None if bias is None else bias.data_ptr(), outputs.data_ptr(), output_width, torch.get_num_threads(),
-        )  # fmt: skip
+        outputs = inputs.new_empty((*inputs.shape[:-1], output_width))
+        self.linear_call(inputs.contiguous(), weights, bias, outputs)()
         return outputs
+
+    def linear_call(
+        self, inputs: Tensor, weights: Tensor, bias: Tensor | None, outputs: Tensor
+    ) -> Callable[[], None]:
+        """The same as a call without arguments, to be made as often as wanted while the tensors live.
+
+        Args:
+            inputs: as of `linear`, contiguous.
+            weights: as of `linear`.
+            bias: as of `linear`.
+            outputs: where the results go, contiguous.
+        """
+        width = outputs.shape[-1]
+        return partial(
+            self._linear, inputs.data_ptr(), _KINDS[inputs.dtype], outputs.numel() // width, inputs.shape[-1],
+            weights.data_ptr(), _KINDS[weights.dtype], None if bias is None else bias.data_ptr(), outputs.data_ptr(),
+            width, torch.get_num_threads(),
+        )  # fmt: skip
 
     def attend(self, call: AttentionCall) -> None:
         """Runs a call whose addresses are all of live tensors."""
         self._attend(call)
+
+    def attend_call(self, call: AttentionCall) -> Callable[[], None]:
+        """The same as a call without arguments."""
+        return partial(self._attend, ctypes.byref(call))

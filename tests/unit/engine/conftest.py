@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tandem.engine.model import LoadedModel, load_model
+from tandem.engine.native.trace import Trace
 from tests.unit.engine.tiny_models import CONFIGS, hf, save_checkpoint
 
 
@@ -19,6 +20,15 @@ class TinyModel:
     folder: Path
     reference: Any
     loaded: LoadedModel
+    """Its steps run by the model's own modules: to trace each of many models takes long."""
+    trace: Trace | None = None
+
+    @property
+    def with_tapes(self) -> LoadedModel:
+        """The same, its steps played from tapes."""
+        if self.loaded.kernels is None:
+            pytest.skip("there is no C++ compiler")
+        return replace(self.loaded, trace=self.trace)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -39,7 +49,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny
         if family not in made:
             folder = tmp_path_factory.mktemp(family)
             reference = save_checkpoint(folder, CONFIGS[family]())
-            made[family] = TinyModel(folder, reference, load_model(folder, dtype="float32"))
+            loaded = replace(load_model(folder, dtype="float32"), trace=None)
+            made[family] = TinyModel(folder, reference, loaded, Trace(loaded.module))
         return made[family]
 
     return make

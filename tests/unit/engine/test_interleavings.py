@@ -54,7 +54,7 @@ class Interleavings(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         bytes_per_token = 4 * sum(layer.values_per_token for layer in self.model.loaded.layers)
         self.engine: Engine[Any, Any] = Engine(
-            self.model.loaded,
+            self.model.loaded if self.model.loaded.kernels is None else self.model.with_tapes,
             RowsHead(),
             EngineSettings(
                 max_length=_MAX_LENGTH,

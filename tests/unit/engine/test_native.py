@@ -98,6 +98,15 @@ def test_float32_weights_that_came_from_bfloat16_are_kept_as_such(kernels: Kerne
     assert torch.allclose(kernels.linear(values, short, None, 50).double(), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", _DTYPES)
+def test_a_row_does_not_depend_on_the_others(kernels: Kernels, dtype: torch.dtype) -> None:
+    weights = packed(torch.randn(70, 300).to(dtype), kernels.block)
+    values = torch.randn(40, 300).to(dtype)
+    together = kernels.linear(values, weights, None, 70)
+    for count in (1, 2, 5, 13):
+        assert torch.equal(kernels.linear(values[:count], weights, None, 70), together[:count])
+
+
 def test_numbers_that_are_none_stay_none(kernels: Kernels) -> None:
     weights = packed(torch.ones(3, 2, dtype=torch.bfloat16), kernels.block)
     values = torch.tensor([[float("nan"), 1], [float("inf"), 1], [-float("inf"), 1], [1, 2]])
@@ -130,7 +139,7 @@ def test_attention_is_that_of_the_packed_step(
         arenas[1].layers[0].values[:, :, past] = float("inf")
     tokens = sum(segment.token_count for segment in segments)
     plain = StepLayout(segments, arenas[0], geometry, dtype, _CPU)
-    native = NativeLayout(plain.segments, NativeAttention(kernels, arenas[1], geometry))  # type: ignore[arg-type]
+    native = NativeLayout(plain.segments, NativeAttention(kernels, arenas[1], geometry))
     # As models lay them: tokens before heads, seen the other way round.
     query, key, value = (
         torch.randn(1, tokens, count, dim).to(dtype).transpose(1, 2)

@@ -1,0 +1,175 @@
+"""Steps played from a tape are the model's own steps, number for number."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.engine.extents import Extent
+from tandem.engine.layout import Packing
+from tandem.engine.native.attention import NativeLayout
+from tandem.engine.native.steps import TOKEN_COUNTS, TapePacking
+from tandem.engine.native.tape import Tape
+from tandem.engine.native.trace import TraceError, traced
+from tandem.engine.runner import StepRunner
+from tandem.engine.segment import Segment
+from tandem.engine.sequence import Sequence
+from tests.unit.engine.conftest import TinyModel
+from tests.unit.engine.greedy import GreedyHead, greedy, greedy_together, plain_greedy, running
+from tests.unit.engine.tiny_models import CONFIGS, VOCABULARY_SIZE
+
+_SERIAL = {"falcon", "falcon_alibi", "gptj", "bloom"}
+_EXPERTS = {"qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "phimoe"}
+_USUAL = {"llama", "gemma2", "gpt2", "phi3"}
+_EXTENT_TOKENS = 64
+_PROMPTS = [[5, 17, 80, 3, 44], [9], [3 + step % 90 for step in range(40)], [7, 7, 7]]
+
+
+@pytest.fixture
+def llama_runner(llama: TinyModel) -> StepRunner:
+    return _runner(llama)
+
+
+def _runner(model: TinyModel) -> StepRunner:
+    return StepRunner(model.with_tapes, 8 * _EXTENT_TOKENS)
+
+
+def _segments(lengths: list[tuple[int, int]]) -> list[Segment]:
+    """Sequences of so many tokens whose keys and values are there, and so many new ones."""
+    segments = []
+    for index, (computed, count) in enumerate(lengths):
+        sequence = Sequence(Extent(index * _EXTENT_TOKENS, _EXTENT_TOKENS), _EXTENT_TOKENS, VOCABULARY_SIZE)
+        sequence.token_ids = [(11 * index + 7 * step) % 90 + 3 for step in range(computed + count)]
+        sequence.advance(computed)
+        segments.append(Segment(sequence, count))
+    return segments
+
+
+def _with_past(runner: StepRunner, segments: list[Segment]) -> None:
+    for layer in runner.arena.layers:
+        for states in (layer.keys, layer.values):
+            states.copy_(torch.randn(states.shape, generator=torch.Generator().manual_seed(2)))
+
+
+def _both_ways(runner: StepRunner, segments: list[Segment], rows: list[int]) -> tuple[Tensor, Tensor]:
+    """Logits as the modules say and as the tape says, the tape being tried out first."""
+    with torch.inference_mode():
+        _with_past(runner, segments)
+        runner.run(runner.pack(segments), rows)
+        packing = runner.pack(segments)
+        assert isinstance(packing, TapePacking)
+        played = runner.run(packing, rows)
+        assert runner._native is not None
+        return runner._run_modules(NativeLayout(segments, runner._native), rows), played
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family in _USUAL else pytest.param(family, marks=pytest.mark.slow)
+        for family in sorted(set(CONFIGS) - _SERIAL)
+    ],
+)
+def test_a_tape_says_what_the_modules_say(family: str, tiny_model: Callable[[str], TinyModel]) -> None:
+    model = tiny_model(family)
+    runner = _runner(model)
+    if family in _EXPERTS:  # which of them are asked depends on the tokens
+        assert runner._tapes is None
+        return
+    for lengths in [[(9, 1)], [(20, 5)], [(0, 3), (30, 3), (17, 1)], [(step, 1) for step in range(8)]]:
+        count = sum(new for _, new in lengths)
+        segments = _segments(lengths)
+        expected, played = _both_ways(runner, segments, list(range(count)))
+        if count in TOKEN_COUNTS:
+            assert torch.equal(played, expected)
+        assert torch.allclose(played, expected, atol=1e-4)
+        assert int(played.abs().max() > 0)
+
+
+def test_only_the_wanted_rows_come_back_and_are_nobodys_but_the_callers(llama_runner: StepRunner) -> None:
+    segments = _segments([(9, 3), (2, 4)])
+    _, everything = _both_ways(llama_runner, segments, list(range(7)))
+    expected, rows = _both_ways(llama_runner, segments, [2, 6])
+    assert torch.equal(rows, everything[[2, 6]])
+    assert torch.allclose(rows, expected, atol=1e-4)
+    before = everything.clone()
+    _both_ways(llama_runner, _segments([(1, 7)]), list(range(7)))
+    assert torch.equal(everything, before)
+
+
+def test_padding_leaves_no_trace(llama_runner: StepRunner) -> None:
+    segments = _segments([(5, 9)])  # nine tokens are padded to ten
+    _both_ways(llama_runner, segments, list(range(9)))
+    spared = [layer.keys[:, :, 14:].clone() for layer in llama_runner.arena.layers]
+    _both_ways(llama_runner, segments, list(range(9)))
+    assert all(torch.equal(layer.keys[:, :, 14:], before)
+               for layer, before in zip(llama_runner.arena.layers, spared, strict=True))  # fmt: skip
+
+
+def test_many_tokens_of_which_few_rows_are_wanted_run_plainly(
+    llama_runner: StepRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tape, "play", lambda _: pytest.fail("a prompt's tokens were played"))
+    with torch.inference_mode():
+        llama_runner.run(llama_runner.pack(_segments([(0, 30)])), [29])
+        packing = llama_runner.pack(_segments([(0, 30)] * 5))
+    assert not isinstance(packing, TapePacking)
+
+
+@pytest.mark.parametrize("fault", ["numbers", "error"])
+async def test_a_tape_that_is_wrong_is_never_used(
+    llama: TinyModel, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = Tape.play
+
+    def wrong(self: Tape) -> None:
+        if fault == "error":
+            raise RuntimeError("no such kernel")
+        right(self)
+        self.logits[-1, 7] += 5.0
+
+    monkeypatch.setattr(Tape, "play", wrong)
+    with caplog.at_level(logging.WARNING):
+        async with running(llama.with_tapes, GreedyHead()) as engine:
+            await engine.warm_up()
+            assert await greedy(engine, _PROMPTS[0], 12) == plain_greedy(llama.reference, _PROMPTS[0], 12)
+    reasons = [record.__dict__["reason"] for record in caplog.records]
+    assert len(reasons) == 1
+    assert reasons[0].startswith("logits differ by" if fault == "numbers" else "RuntimeError: no such kernel")
+
+
+@pytest.mark.parametrize("family", sorted(_USUAL))
+async def test_texts_are_the_same_with_tapes_and_without(
+    family: str, tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(family)
+    played = 0
+    right = Tape.play
+
+    def counted(self: Tape) -> None:
+        nonlocal played
+        played += 1
+        right(self)
+
+    monkeypatch.setattr(Tape, "play", counted)
+    async with running(model.with_tapes, GreedyHead()) as engine:
+        with_tapes = await greedy_together(engine, _PROMPTS, 12)
+    assert played > 8
+    async with running(model.loaded, GreedyHead()) as engine:
+        without = await greedy_together(engine, _PROMPTS, 12)
+    assert with_tapes == without == [plain_greedy(model.reference, prompt, 12) for prompt in _PROMPTS]
+
+
+def test_a_pass_that_depends_on_the_tokens_is_not_traced() -> None:
+    class Choosy(torch.nn.Module):
+        def forward(self, input_ids: Tensor, **_: Any) -> Any:
+            chosen = (input_ids > 2).nonzero()
+            return Packing([]), chosen
+
+    with pytest.raises(TraceError):
+        traced(Choosy())

@@ -75,9 +75,11 @@ def _loader(settings: DraftSettings, on_step: OnStep) -> Callable[[], Proposer]:
 
 def _load_standalone(settings: DraftSettings, checkpoint: Path, on_step: OnStep) -> Proposer:
     from tandem.engine.checkpoint import open_checkpoint
+    from tandem.engine.threads import wait_asleep
 
     # Before torch is imported, which takes seconds: a wrong folder is told at once.
     open_checkpoint(checkpoint)
+    wait_asleep()
     from draft_service.proposers.standalone import load_standalone
 
     return load_standalone(settings, on_step)

@@ -114,7 +114,8 @@ class ModelServerSettings(ServerSettings):
     dtype: DataTypeName = "auto"
     """Type to compute in. auto is bfloat16 on a GPU and float32 on a CPU, which few can multiply bfloat16 fast."""
     threads: int | None = Field(default=None, ge=1)
-    """Threads for computation on a CPU. By default one for each core that this process may use."""
+    """Threads for computation on a CPU. By default one for each core that this process may use. Where draft and
+    target share a machine, give each half of the cores: they take turns, but both read the prompt at once."""
     compile: CompileMode = "auto"
     """Whether to compute with kernels that are compiled for this CPU at the first start, some seconds. auto does where
     there is a C++ compiler, and says so where there is none; on demands it; off is torch alone."""

@@ -55,9 +55,11 @@ class TargetService:
 
     def _load(self) -> Verifier:
         from tandem.engine.checkpoint import open_checkpoint
+        from tandem.engine.threads import wait_asleep
 
         # Before torch is imported, which takes seconds: a wrong folder is told at once.
         open_checkpoint(self._settings.model)
+        wait_asleep()
         from target_service.verifier import load_verifier
 
         return load_verifier(self._settings, self._watch.on_step)

@@ -51,6 +51,9 @@ static inline Floats filled(float value) { return value - Floats{}; }
 
 // ---------------------------------------------------------------------------------------------------- linear layers
 
+// Weights that are worth a second thread: waking one takes as long as reading some hundred thousand.
+constexpr int64_t WORTH_WAKING = 300000;
+
 // One weight of each of a block's outputs. bfloat16 ones lie in pairs, so that a word holds a weight of output i in its
 // lower half and one of output LANES + i in its upper half.
 static inline void load_weights(const uint16_t* at, Floats& low, Floats& high) {
@@ -110,6 +113,7 @@ static void linear(const float* inputs, int64_t rows, int64_t width, const Weigh
     const int64_t blocks = (output_width + BLOCK - 1) / BLOCK;
     // As equal as possible: twelve rows and then one would read the weights as often as seven and then six.
     const int64_t parts = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    if (parts * width * output_width < WORTH_WAKING) threads = 1;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t first = block * BLOCK;

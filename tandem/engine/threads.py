@@ -7,8 +7,8 @@ import os
 _SPIN_VARIABLE = "GOMP_SPINCOUNT"
 _SPINS = 1000
 """Turns that an idle OpenMP thread waits awake: microseconds. By default it is about a millisecond, on cores that
-another service needs. Measured with two threads on two busy cores, a product of 5 rows with 2816 x 1024 weights takes 0.55 ms
-at the median with this and 12 ms with the default; on idle cores the default saves some 20 microseconds a product."""
+another service needs. Measured with two threads on two busy cores, a product of 5 rows with 2816 x 1024 weights takes
+0.55 ms at the median with this and 12 ms with the default; on idle cores the default saves some 20 us each time."""
 
 
 def wait_asleep() -> None:

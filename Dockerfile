@@ -42,13 +42,13 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     && python -m pip --python /opt/tandem/bin/python install -c constraints.txt -r requirements.txt
 
 
-# torch alone first: gigabytes that change seldom. The package index has the build for CUDA, PyTorch's own the one
-# for CPUs, which is a tenth of it.
+# torch alone first: gigabytes that change seldom. The default package index has the build for CUDA, which computes on a
+# CPU as well; PyTorch's own index has one for CPUs alone, a tenth of the size.
 FROM build AS torch-cpu
-ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+ARG TORCH_CPU_INDEX=
 RUN --mount=type=cache,target=/root/.cache/pip \
-    python -m pip --python /opt/tandem/bin/python install --no-deps --index-url "$TORCH_CPU_INDEX" \
-    -c constraints.txt torch
+    python -m pip --python /opt/tandem/bin/python install -c constraints.txt \
+    ${TORCH_CPU_INDEX:+--no-deps --index-url "$TORCH_CPU_INDEX"} torch
 
 FROM build AS torch-cuda
 RUN --mount=type=cache,target=/root/.cache/pip \

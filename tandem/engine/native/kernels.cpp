@@ -51,8 +51,8 @@ static inline Floats filled(float value) { return value - Floats{}; }
 
 // ---------------------------------------------------------------------------------------------------- linear layers
 
-// Weights that are worth a second thread: waking one takes as long as reading some hundred thousand.
-constexpr int64_t WORTH_WAKING = 300000;
+// Products that are worth a second thread: waking one that sleeps takes as long as some hundred thousand of them.
+constexpr int64_t WORTH_WAKING = 1000000;
 
 // One weight of each of a block's outputs. bfloat16 ones lie in pairs, so that a word holds a weight of output i in its
 // lower half and one of output LANES + i in its upper half.
@@ -312,6 +312,13 @@ static void attend(const Attention& a, int64_t head, int64_t token, const int64_
     }
 }
 
+// Of all queries with the keys and values that they may see.
+static int64_t products(const Attention& a, const int64_t* segments, int64_t count) {
+    int64_t pairs = 0;
+    for (int64_t i = 0; i < count; i++) pairs += segments[3 * i + 2] * (segments[3 * i + 1] + segments[3 * i + 2]);
+    return pairs * a.heads * (a.key_dim + a.value_dim);
+}
+
 template <typename Number>
 static void attend_all(const Attention& a) {
     const int64_t count = a.segments[0];
@@ -325,7 +332,8 @@ static void attend_all(const Attention& a) {
     }
     const int64_t* first_tokens = firsts.data();  // each thread has a `firsts` of its own
     const int64_t tasks = count * a.kv_heads;
-#pragma omp parallel for num_threads(a.threads) schedule(dynamic) if (a.threads > 1)
+    const int64_t threads = products(a, segments, count) < WORTH_WAKING ? 1 : a.threads;
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
     for (int64_t task = 0; task < tasks; task++) {
         static thread_local Scratch scratch;
         const int64_t index = task / a.kv_heads;

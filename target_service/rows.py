@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.noise import race, target_keys
+from tandem.engine.sampling import BY_TORCH, Sampler
+from tandem.noise import target_keys
 from tandem.types import (
     DenseRow,
     FloatArray,
@@ -23,7 +24,6 @@ from tandem.types import (
     Verification,
     VerifyStep,
 )
-from tandem.warping import warp
 from target_service.penalties import History, penalized
 
 _NO_SUPPORT: IntArray = np.empty(0, dtype=np.int64)
@@ -49,12 +49,15 @@ class RowRequest:
         return self.step.row_kind is RowKind.TOKEN and self.sampling.is_greedy
 
 
-def verifications(requests: Sequence[RowRequest], logits: Tensor) -> list[Verification]:
+def verifications(
+    requests: Sequence[RowRequest], logits: Tensor, sampler: Sampler = BY_TORCH
+) -> list[Verification]:
     """The rows of each request.
 
     Args:
         requests: What each sequence wants.
         logits: [rows of all requests in order, vocabulary_size], any floating type.
+        sampler: What computes and draws.
     """
     blocks = [
         block if request.history is None else penalized(block, request.history, request.sampling)
@@ -68,7 +71,9 @@ def verifications(requests: Sequence[RowRequest], logits: Tensor) -> list[Verifi
         for i, tokens in _split(greedy, requests, torch.cat([blocks[i] for i in greedy]).argmax(dim=-1)):
             rows[i] = tuple(map(TokenRow, tokens.tolist()))
     if sampled:
-        drawn = _sampled_rows([requests[i] for i in sampled], torch.cat([blocks[i] for i in sampled]))
+        drawn = _sampled_rows(
+            [requests[i] for i in sampled], torch.cat([blocks[i] for i in sampled]), sampler
+        )
         for i, row in zip(sampled, drawn, strict=True):
             rows[i] = row
     for i, request in enumerate(requests):
@@ -89,19 +94,22 @@ def _split(
     return list(zip(indices, parts, strict=True))
 
 
-def _sampled_rows(requests: Sequence[RowRequest], logits: Tensor) -> list[tuple[TargetRow, ...]]:
+def _sampled_rows(
+    requests: Sequence[RowRequest], logits: Tensor, sampler: Sampler
+) -> list[tuple[TargetRow, ...]]:
     """Rows that are drawn from the warped distribution."""
     counts = [request.step.row_count for request in requests]
-    probs = warp(logits, [request.sampling for request in requests for _ in range(request.step.row_count)])
+    sampling = [request.sampling for request in requests for _ in range(request.step.row_count)]
+    probs = sampler.warped(logits, sampling)
     supports = [support for request in requests for support in _supports(request)]
+    asked = [request.step.with_statistics for request in requests for _ in range(request.step.row_count)]
+    figures = _statistics(asked, logits, probs, supports)
     inside, outside = _inside_and_outside(probs, supports)
     keys = [
         target_keys(request.sampling.seed, request.base_length, request.step.row_count)
         for request in requests
     ]
-    drawn = race(outside, torch.from_numpy(np.concatenate(keys)).to(logits.device))
-    asked = [request.step.with_statistics for request in requests for _ in range(request.step.row_count)]
-    figures = _statistics(asked, logits, probs, supports)
+    drawn = sampler.raced(outside, torch.from_numpy(np.concatenate(keys)).to(logits.device))
     insides, ids, masses, *told = _to_host([inside, drawn, outside.sum(dim=-1), *figures])
     sizes = np.cumsum([len(support) for support in supports])[:-1]
     statistics = _read_statistics(asked, told, sizes)
@@ -135,13 +143,14 @@ def _supports(request: RowRequest) -> list[IntArray]:
 
 
 def _inside_and_outside(probs: Tensor, supports: Sequence[IntArray]) -> tuple[Tensor, Tensor]:
-    """Probabilities on the rows' supports, one row's after the other's, and the rows with the support set to zero."""
+    """Probabilities on the rows' supports, one row's after the other's, and the rows with the support set to zero, in
+    place: a copy of rows times vocabulary would cost more than drawing from it."""
     if not any(map(len, supports)):
         return probs.new_empty(0), probs
     rows, token_ids = _places(supports, probs.device)
-    outside = probs.clone()
-    outside[rows, token_ids] = 0.0
-    return probs[rows, token_ids], outside
+    inside = probs[rows, token_ids]
+    probs[rows, token_ids] = 0.0
+    return inside, probs
 
 
 def _places(supports: Sequence[IntArray], device: torch.device) -> tuple[Tensor, Tensor]:

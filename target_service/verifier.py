@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.jobs import Done, Job
 from tandem.engine.model import load_model
 from tandem.engine.recording import recorder_for
+from tandem.engine.sampling import BY_TORCH, Sampler
 from tandem.engine.sequence import Sequence as CachedSequence
 from tandem.engine.settings import EngineSettings
 from tandem.errors import InvalidRequestError
@@ -50,14 +52,18 @@ def load_verifier(settings: TargetSettings, on_step: OnStep = None) -> Verifier:
         recorded_widths=_RECORDED_WIDTHS,
     )
     recorder = recorder_for(model.device, enforce_eager=settings.enforce_eager)
-    engine = Engine(model, verify_head, limits, on_step, recorder=recorder)
+    head = partial(verify_head, sampler=Sampler(model.kernels))
+    engine = Engine(model, head, limits, on_step, recorder=recorder)
     files = tuple(path for name in TOKENIZER_FILES if (path := settings.model / name).is_file())
     return Verifier(engine, files)
 
 
-def verify_head(ready: Sequence[Job[RowRequest]], logits: Tensor) -> list[Done[Verification]]:
+def verify_head(
+    ready: Sequence[Job[RowRequest]], logits: Tensor, sampler: Sampler = BY_TORCH
+) -> list[Done[Verification]]:
     """What the target's logits mean: the rows that each job asks for."""
-    return [Done(verification) for verification in verifications([_request(job) for job in ready], logits)]
+    requests = [_request(job) for job in ready]
+    return [Done(verification) for verification in verifications(requests, logits, sampler)]
 
 
 def _request(job: Job[RowRequest]) -> RowRequest:

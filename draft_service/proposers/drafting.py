@@ -24,14 +24,17 @@ class Drafting:
     token_ids: list[int] = field(default_factory=list)
     distributions: list[DraftDistribution] = field(default_factory=list)
     token_logits: list[float] = field(default_factory=list)
+    _keys: list[int] = field(default_factory=list)
+    """Of all tokens, made when the first is drawn: for four they cost no more than for one."""
 
     @property
     def next_key(self) -> int:
         """Keys the noise of the next token: the target's own where the draft is to anticipate it."""
-        sampling, drawn = self.options.sampling, len(self.token_ids)
-        if self.options.row_kind is RowKind.TOKEN:
-            return int(target_keys(sampling.seed, self.base_length + drawn, 1)[0])
-        return int(proposal_keys(sampling.seed, self.base_length, drawn + 1)[drawn])
+        if not self._keys:
+            keys_of = target_keys if self.options.row_kind is RowKind.TOKEN else proposal_keys
+            keys = keys_of(self.options.sampling.seed, self.base_length, self.token_count)
+            self._keys.extend(keys.tolist())
+        return self._keys[len(self.token_ids)]
 
     def outcome(self) -> Outcome:
         """Draw another token, or hand the proposal over."""
@@ -41,8 +44,15 @@ class Drafting:
         return Done(Proposal(self.base_length, tuple(self.token_ids), tuple(self.distributions), logits))
 
 
-def truncated(drafting: Drafting) -> SamplingParams:
-    """The request's sampling parameters with the draft's own limit on the number of tokens."""
+def truncated(drafting: Drafting, candidate_count: int | None = None) -> SamplingParams:
+    """The request's sampling parameters with the draft's own limit on the number of tokens.
+
+    Args:
+        drafting: the proposal in the making.
+        candidate_count: to how many tokens they will be applied; a limit that leaves out none of these is not stated.
+    """
     sampling = drafting.options.sampling
     top_k = min(sampling.top_k or drafting.draft_top_k, drafting.draft_top_k)
+    if candidate_count is not None and top_k >= candidate_count:
+        top_k = 0
     return SamplingParams(sampling.temperature, top_k, sampling.top_p, sampling.min_p, sampling.seed)

@@ -20,9 +20,9 @@ from tandem.engine.jobs import Job
 from tandem.engine.model import load_model
 from tandem.engine.recording import Recorder, recorder_for
 from tandem.engine.runner import StepRunner
+from tandem.engine.sampling import BY_TORCH, Sampler
 from tandem.engine.sequence import Sequence as CachedSequence
 from tandem.engine.settings import EngineSettings
-from tandem.noise import race
 from tandem.telemetry.streams import OnStep
 from tandem.types import (
     DenseLogits,
@@ -33,7 +33,6 @@ from tandem.types import (
     RowKind,
     SparseDistribution,
 )
-from tandem.warping import warp
 
 _RECORDED_WIDTHS = (1, 2)
 """New tokens of a draft step: one, and two after all was accepted."""
@@ -65,7 +64,7 @@ def load_standalone(settings: DraftSettings, on_step: OnStep = None) -> Standalo
     recorder = recorder_for(model.device, enforce_eager=settings.enforce_eager)
     engine = Engine(
         model,
-        propose_head,
+        partial(propose_head, sampler=Sampler(model.kernels)),
         limits,
         on_step=on_step,
         recorder=recorder,
@@ -83,13 +82,15 @@ def record_proposals(
     return RecordedProposals(runner, widest, _RECORDED_COUNTS, draft_top_k, recorder)
 
 
-def propose_head(ready: Sequence[Job[Drafting]], logits: Tensor) -> list[Outcome]:
+def propose_head(
+    ready: Sequence[Job[Drafting]], logits: Tensor, sampler: Sampler = BY_TORCH
+) -> list[Outcome]:
     """What the draft's logits mean: one more token for each proposal in the making."""
     draftings = [job.payload for job in ready]
     if all(drafting.options.sampling.is_greedy for drafting in draftings):
         token_ids = logits.argmax(dim=-1).tolist()
     else:
-        token_ids = _drawn(draftings, logits)
+        token_ids = _drawn(draftings, logits, sampler)
     for i, (drafting, token_id) in enumerate(zip(draftings, token_ids, strict=True)):
         drafting.token_ids.append(token_id)
         if drafting.options.with_token_logits:
@@ -97,16 +98,17 @@ def propose_head(ready: Sequence[Job[Drafting]], logits: Tensor) -> list[Outcome
     return [drafting.outcome() for drafting in draftings]
 
 
-def _drawn(draftings: Sequence[Drafting], logits: Tensor) -> list[int]:
+def _drawn(draftings: Sequence[Drafting], logits: Tensor, sampler: Sampler) -> list[int]:
     """Draw a token for each row, and note what sparse and dense ones were drawn from."""
     token_ids = [0] * len(draftings)
     sparse = [i for i, d in enumerate(draftings) if d.options.row_kind is RowKind.SUPPORT]
     whole = [i for i, d in enumerate(draftings) if d.options.row_kind is not RowKind.SUPPORT]
     if sparse:
-        _draw_sparse([draftings[i] for i in sparse], logits[sparse], sparse, token_ids)
+        own = logits if len(sparse) == len(draftings) else logits[sparse]
+        _draw_sparse([draftings[i] for i in sparse], own, sparse, token_ids, sampler)
     if whole:
-        probs = warp(logits[whole], [draftings[i].options.sampling for i in whole])
-        drawn = race(probs, _keys([draftings[i] for i in whole], logits))
+        probs = sampler.warped(logits[whole], [draftings[i].options.sampling for i in whole])
+        drawn = sampler.raced(probs, _keys([draftings[i] for i in whole], logits))
         for i, token_id in zip(whole, drawn.tolist(), strict=True):
             token_ids[i] = token_id
             if draftings[i].options.row_kind is RowKind.DENSE:
@@ -115,7 +117,11 @@ def _drawn(draftings: Sequence[Drafting], logits: Tensor) -> list[int]:
 
 
 def _draw_sparse(
-    draftings: Sequence[Drafting], logits: Tensor, indices: Sequence[int], token_ids: list[int]
+    draftings: Sequence[Drafting],
+    logits: Tensor,
+    indices: Sequence[int],
+    token_ids: list[int],
+    sampler: Sampler,
 ) -> None:
     """Draw from the top of each distribution, which then is the whole of it.
 
@@ -123,11 +129,11 @@ def _draw_sparse(
     the highest logits are therefore warped: no sum over the vocabulary is needed.
     """
     width = min(max(drafting.draft_top_k for drafting in draftings), logits.shape[-1])
-    highest, columns = logits.topk(width, dim=-1)
-    probs = warp(highest, [truncated(drafting) for drafting in draftings])
+    highest, columns = sampler.highest(logits, width)
+    probs = sampler.warped(highest, [truncated(drafting, width) for drafting in draftings])
     # What travels is binary32, so that is what the token must be drawn from.
     probs = probs.float().double()
-    drawn = race(probs, _keys(draftings, logits), columns).tolist()
+    drawn = sampler.raced(probs, _keys(draftings, logits), columns).tolist()
     for drafting, i, row, ids, winner in zip(
         draftings, indices, probs.cpu().numpy(), columns.cpu().numpy(), drawn, strict=True
     ):

@@ -5,6 +5,7 @@
 // addresses. Vectors are the compiler's own (GCC and Clang), so that the same text serves AVX-512, AVX2 and NEON.
 // Arithmetic is in float whatever the storage; a bfloat16 is the upper half of a float, so reading one is a shift.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -341,6 +342,166 @@ static void attend_all(const Attention& a) {
     }
 }
 
+// --------------------------------------------------------------------------------------------------------- sampling
+
+constexpr int HALF = LANES / 2;
+constexpr int64_t PRODUCTS_PER_PROBABILITY = 4;  // what an exponential or a draw takes, in products of a linear layer
+
+typedef double Doubles __attribute__((vector_size(8 * HALF)));
+typedef uint64_t Longs __attribute__((vector_size(8 * HALF)));
+typedef int64_t SignedLongs __attribute__((vector_size(8 * HALF)));
+typedef int32_t SignedWords __attribute__((vector_size(4 * LANES)));
+typedef double LooseDoubles __attribute__((vector_size(8 * HALF), aligned(8), may_alias));
+typedef uint64_t LooseLongs __attribute__((vector_size(8 * HALF), aligned(8), may_alias));
+
+static inline Doubles filled(double value) { return value - Doubles{}; }
+
+// Whether a comparison holds anywhere: halves are laid on each other until one number is left.
+static inline bool any_of(SignedLongs found) {
+#if defined(__AVX512F__)
+    typedef int64_t Four __attribute__((vector_size(32)));
+    Four halves[2];
+    std::memcpy(halves, &found, sizeof found);
+    const Four either = halves[0] | halves[1];
+    return (either[0] | either[1] | either[2] | either[3]) != 0;
+#else
+    int64_t any = 0;
+    for (int lane = 0; lane < HALF; lane++) any |= found[lane];
+    return any != 0;
+#endif
+}
+
+// e to the x, for x at most 0: 2 to the whole part by its exponent, the rest by its series, which ends below the last
+// bit of a double.
+static inline Doubles exponential(Doubles x) {
+    const Doubles least = filled(-700.0);
+    const auto vanishes = x < least;
+    x = vanishes ? least : x;
+    const Doubles rounder = filled(6755399441055744.0);  // 1.5 * 2**52: what is added to it is rounded to a whole number
+    const Doubles shifted = x * 1.4426950408889634 + rounder;
+    const Doubles whole = shifted - rounder;
+    const Doubles rest = (x - whole * 0.693147180369123816490) - whole * 1.90821492927058770002e-10;
+    Doubles y = filled(1.0 / 6227020800.0);
+    for (double factorial : {479001600.0, 39916800.0, 3628800.0, 362880.0, 40320.0, 5040.0, 720.0, 120.0, 24.0, 6.0, 2.0,
+                             1.0, 1.0})
+        y = y * rest + 1.0 / factorial;
+    const Doubles power = (Doubles)((Longs)y + ((Longs)shifted << 52));
+    return vanishes ? Doubles{} : power;
+}
+
+// softmax(logits / temperature) of one row.
+template <typename Number>
+static void probabilities(const Number* logits, int64_t width, double temperature, double* probs) {
+    for (int64_t i = 0; i < width; i++) probs[i] = double(widened(logits[i])) / temperature;
+    double highest = -INFINITY;
+    Doubles most = filled(highest);
+    int64_t i = 0;
+    for (; i + HALF <= width; i += HALF) {
+        const Doubles scores = *(const LooseDoubles*)(probs + i);
+        most = scores > most ? scores : most;
+    }
+    for (int lane = 0; lane < HALF; lane++) highest = most[lane] > highest ? most[lane] : highest;
+    for (; i < width; i++) highest = probs[i] > highest ? probs[i] : highest;
+    Doubles totals = {};
+    for (i = 0; i + HALF <= width; i += HALF) {
+        const Doubles weights = exponential(*(const LooseDoubles*)(probs + i) - highest);
+        *(LooseDoubles*)(probs + i) = weights;
+        totals += weights;
+    }
+    double total = 0;
+    for (int lane = 0; lane < HALF; lane++) total += totals[lane];
+    for (; i < width; i++) {
+        probs[i] = exponential(filled(probs[i] - highest))[0];
+        total += probs[i];
+    }
+    for (i = 0; i < width; i++) probs[i] /= total;
+}
+
+// The bits of `tandem/noise.py`: SplitMix64's finaliser.
+template <typename Bits>
+static inline Bits mixed(Bits bits) {
+    bits ^= bits >> 30;
+    bits *= 0xBF58476D1CE4E5B9u;
+    bits ^= bits >> 27;
+    bits *= 0x94D049BB133111EBu;
+    return bits ^ (bits >> 31);
+}
+
+// Which column wins: the highest prob / -log(u), u being the uniform that the key gives to the column's id. As -log(u) is
+// never less than 1 - u, a column whose prob / (1 - u) is not above the best so far needs no logarithm.
+static int64_t raced(const double* probs, int64_t width, uint64_t key, const int64_t* ids) {
+    constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u;
+    constexpr double UNIT = 1.0 / 9007199254740992.0;  // 2**-53
+    constexpr double SLACK = 1.0 + 1e-9;
+    double best = 0.0;
+    int64_t winner = 0;
+    const auto try_one = [&](int64_t column, uint64_t odd) {
+        const double value = probs[column] / -std::log(double(odd) * UNIT);
+        if (value > best) best = value, winner = column;
+    };
+    const auto odd_bits = [&](auto id) { return (mixed(key + (id + 1) * GOLDEN) >> 11) | 1; };
+    Longs in_order;
+    for (int lane = 0; lane < HALF; lane++) in_order[lane] = lane;
+    int64_t i = 0;
+    for (; i + HALF <= width; i += HALF, in_order += HALF) {
+        const Longs odd = odd_bits(ids ? *(const LooseLongs*)(ids + i) : in_order);
+        // Of odd multiples of 2**-53 as of these: their signed conversion is exact, and the one that processors have.
+        const Doubles missing = 1.0 - __builtin_convertvector((SignedLongs)odd, Doubles) * UNIT;
+        const SignedLongs may_win = *(const LooseDoubles*)(probs + i) * SLACK > best * missing;
+        if (any_of(may_win))
+            for (int lane = 0; lane < HALF; lane++)
+                if (may_win[lane]) try_one(i + lane, odd[lane]);
+    }
+    for (; i < width; i++) try_one(i, odd_bits(uint64_t(ids ? ids[i] : i)));
+    return winner;
+}
+
+struct Ranked {
+    float value;
+    int64_t id;
+};
+
+// The `count` highest numbers of a row and where they are, highest first; of equal ones those that come first.
+template <typename Number>
+static void highest(const Number* values, int64_t width, int64_t count, float* found, int64_t* ids) {
+    static thread_local std::vector<Ranked> buffer;
+    std::vector<Ranked>& kept = buffer;  // looked up once
+    const auto before = [](const Ranked& a, const Ranked& b) {
+        return a.value > b.value || (a.value == b.value && a.id < b.id);
+    };
+    const auto number = [&](int64_t i) {
+        const float value = widened(values[i]);
+        return value == value ? value : -INFINITY;
+    };
+    kept.clear();
+    for (int64_t i = 0; i < count; i++) kept.push_back({number(i), i});
+    const size_t most = 2 * count;
+    float least = std::min_element(kept.begin(), kept.end(), [](auto& a, auto& b) { return a.value < b.value; })->value;
+    const auto keep = [&](int64_t i) {
+        if (!(number(i) > least)) return;
+        kept.push_back({number(i), i});
+        if (kept.size() < most) return;
+        std::nth_element(kept.begin(), kept.begin() + (count - 1), kept.end(), before);
+        kept.resize(count);
+        least = kept[count - 1].value;
+    };
+    int64_t i = count;
+    for (; i + LANES <= width; i += LANES) {
+        const SignedWords above = widened_lanes(values + i) > least;
+        if (any_of((SignedLongs)above))
+            for (int lane = 0; lane < LANES; lane++)
+                if (above[lane]) keep(i + lane);
+    }
+    for (; i < width; i++) keep(i);
+    std::nth_element(kept.begin(), kept.begin() + (count - 1), kept.end(), before);
+    std::sort(kept.begin(), kept.begin() + count, before);
+    for (int64_t j = 0; j < count; j++) found[j] = kept[j].value, ids[j] = kept[j].id;
+}
+
+static int64_t sampling_threads(int64_t rows, int64_t width, int64_t threads) {
+    return rows * width * PRODUCTS_PER_PROBABILITY < WORTH_WAKING ? 1 : threads;
+}
+
 // --------------------------------------------------------------------------------------------- what Python calls
 
 extern "C" {
@@ -369,5 +530,40 @@ void tandem_attend(const Attention* attention) {
         attend_all<uint16_t>(*attention);
     else
         attend_all<float>(*attention);
+}
+
+// probs[rows, width] = softmax(logits[rows, width] / temperatures[rows]).
+void tandem_probabilities(const void* logits, int64_t kind, int64_t rows, int64_t width, const double* temperatures,
+                          double* probs, int64_t threads) {
+    threads = sampling_threads(rows, width, threads);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        if (kind == BFLOAT16)
+            probabilities((const uint16_t*)logits + row * width, width, temperatures[row], probs + row * width);
+        else
+            probabilities((const float*)logits + row * width, width, temperatures[row], probs + row * width);
+    }
+}
+
+// The winning column of each row; `ids` says which tokens the columns are, [rows, width], or none for all in order.
+void tandem_race(const double* probs, int64_t rows, int64_t width, const int64_t* keys, const int64_t* ids,
+                 int64_t* winners, int64_t threads) {
+    threads = sampling_threads(rows, width, threads);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t row = 0; row < rows; row++)
+        winners[row] = raced(probs + row * width, width, uint64_t(keys[row]), ids ? ids + row * width : nullptr);
+}
+
+// The highest numbers of each row and their columns, [rows, count].
+void tandem_highest(const void* values, int64_t kind, int64_t rows, int64_t width, int64_t count, float* found,
+                    int64_t* columns, int64_t threads) {
+    threads = sampling_threads(rows, width, threads);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        if (kind == BFLOAT16)
+            highest((const uint16_t*)values + row * width, width, count, found + row * count, columns + row * count);
+        else
+            highest((const float*)values + row * width, width, count, found + row * count, columns + row * count);
+    }
 }
 }

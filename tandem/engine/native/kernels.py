@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -64,6 +65,24 @@ class Kernels:
         self._linear.argtypes = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER, _POINTER, _POINTER,
                                  _INTEGER, _INTEGER)  # fmt: skip
         self._linear.restype = None
+        self._probabilities = loaded.tandem_probabilities
+        self._probabilities.argtypes = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER)
+        self._probabilities.restype = None
+        self._race = loaded.tandem_race
+        self._race.argtypes = (_POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER, _INTEGER)
+        self._race.restype = None
+        self._highest = loaded.tandem_highest
+        self._highest.argtypes = (
+            _POINTER,
+            _INTEGER,
+            _INTEGER,
+            _INTEGER,
+            _INTEGER,
+            _POINTER,
+            _POINTER,
+            _INTEGER,
+        )
+        self._highest.restype = None
         self._attend = loaded.tandem_attend
         self._attend.argtypes = (ctypes.POINTER(AttentionCall),)
         self._attend.restype = None
@@ -109,3 +128,62 @@ class Kernels:
     def attend_call(self, call: AttentionCall) -> Callable[[], None]:
         """The same as a call without arguments."""
         return partial(self._attend, ctypes.byref(call))
+
+    def probabilities(self, logits: Tensor, temperatures: SequenceOf[float]) -> Tensor:
+        """Softmax of logits over temperatures.
+
+        Args:
+            logits: [R, V], float32 or bfloat16; each row has a finite entry.
+            temperatures: one for each row, above 0.
+
+        Returns:
+            float64 [R, V]. An entry may differ from torch's in its last places.
+        """
+        logits = logits.contiguous()
+        rows, width = logits.shape
+        probs = torch.empty(rows, width, dtype=torch.float64)
+        divisors = (ctypes.c_double * rows)(*temperatures)
+        self._probabilities(
+            logits.data_ptr(), _KINDS[logits.dtype], rows, width, divisors, probs.data_ptr(), torch.get_num_threads()
+        )  # fmt: skip
+        return probs
+
+    def race(self, probs: Tensor, keys: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """What `tandem.noise.race` draws.
+
+        Args:
+            probs: float64 [R, V].
+            keys: int64 [R].
+            token_ids: int64 [R, V]; None for all ids in order.
+
+        Returns:
+            int64 [R]; 0 for a row of zeros.
+        """
+        probs, keys = probs.contiguous(), keys.contiguous()
+        token_ids = None if token_ids is None else token_ids.contiguous()
+        winners = torch.empty(probs.shape[0], dtype=torch.int64)
+        self._race(
+            probs.data_ptr(), probs.shape[0], probs.shape[1], keys.data_ptr(),
+            None if token_ids is None else token_ids.data_ptr(), winners.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return winners
+
+    def highest(self, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The highest numbers of each row, highest first; of equal ones those of the lowest columns.
+
+        Args:
+            values: [R, V], float32 or bfloat16.
+            count: how many, 1 to V.
+
+        Returns:
+            The numbers, float32 [R, count], and their columns, int64 [R, count].
+        """
+        values = values.contiguous()
+        rows, width = values.shape
+        found = torch.empty(rows, count, dtype=torch.float32)
+        columns = torch.empty(rows, count, dtype=torch.int64)
+        self._highest(
+            values.data_ptr(), _KINDS[values.dtype], rows, width, count, found.data_ptr(), columns.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return found, columns

@@ -15,6 +15,9 @@ from tandem.engine.native.kernels import Kernels
 from tandem.engine.native.linear import packed
 from tandem.engine.segment import Segment
 from tandem.engine.sequence import Sequence
+from tandem.noise import race
+from tandem.types import SamplingParams
+from tandem.warping import warp
 
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Greatest difference, relative to the greatest number."""
@@ -27,6 +30,8 @@ _LENGTHS = ((0, 3), (17, 1), (40, 5))
 _EXTENT_TOKENS = 64
 _VARIANTS = ((None, None), (7, None), (None, 5.0))
 """Windows and soft caps."""
+_TEMPERATURES = (0.4, 1.0, 1.7)
+_VOCABULARY, _HIGHEST = 301, 20
 
 
 def mismatch(kernels: Kernels) -> str:
@@ -42,6 +47,8 @@ def mismatch(kernels: Kernels) -> str:
             for window, softcap in _VARIANTS:
                 if not _attention_agrees(kernels, dtype, window, softcap, generator):
                     return f"attention, {dtype}, window {window}, soft cap {softcap}"
+            if not _sampling_agrees(kernels, dtype, generator):
+                return f"sampling, {dtype}"
     return ""
 
 
@@ -83,6 +90,21 @@ def _attention_agrees(
             return False
         first = part.stop
     return True
+
+
+def _sampling_agrees(kernels: Kernels, dtype: torch.dtype, generator: torch.Generator) -> bool:
+    logits = (4.0 * torch.randn(len(_TEMPERATURES), _VOCABULARY, generator=generator)).to(dtype)
+    sampling = [SamplingParams(temperature) for temperature in _TEMPERATURES]
+    probs = warp(logits, sampling)
+    keys = torch.randint(1 << 62, (len(sampling),), generator=generator)
+    values, columns = kernels.highest(logits, _HIGHEST)
+    return (
+        torch.allclose(kernels.probabilities(logits, _TEMPERATURES), probs, rtol=1e-12, atol=0.0)
+        and torch.equal(kernels.race(probs, keys), race(probs, keys))
+        and torch.equal(kernels.race(probs[:, columns[0]], keys, columns), race(probs[:, columns[0]], keys, columns))
+        and torch.equal(values, logits.float().topk(_HIGHEST).values)
+        and torch.equal(values, logits.float().gather(1, columns))
+    )  # fmt: skip
 
 
 def _segment(index: int, computed: int, count: int) -> Segment:

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #if defined(__AVX512F__)
@@ -181,23 +182,78 @@ static inline void score_rows(const float* queries, int64_t dim, const float* bl
     for (int row = 0; row < ROWS; row++) *(LooseFloats*)(scores + row * pitch) = sums[row];
 }
 
+// LANES rows of LANES words each, turned: word i of row j becomes word j of row i. Each stage swaps blocks twice as large.
+static inline void turned(Words (&rows)[LANES]) {
+#pragma GCC unroll 4
+    for (int size = 1; size < LANES; size *= 2) {
+        Words low, high;
+        for (int lane = 0; lane < LANES; lane++) {
+            const bool is_upper = lane & size;
+            low[lane] = is_upper ? LANES + lane - size : lane;
+            high[lane] = is_upper ? LANES + lane : lane + size;
+        }
+#pragma GCC unroll 16
+        for (int row = 0; row < LANES; row++) {
+            if (row & size) continue;
+            const Words first = rows[row], second = rows[row + size];
+            rows[row] = __builtin_shuffle(first, second, low);
+            rows[row + size] = __builtin_shuffle(first, second, high);
+        }
+    }
+}
+
+// LANES keys, a dimension after the other: block[d * LANES + j] is dimension d of key j. Keys past `count` are zero.
+static inline void turn_keys(const float* keys, int64_t count, int64_t dim, float* block) {
+    int64_t d = 0;
+    for (; d + LANES <= dim; d += LANES) {
+        Words rows[LANES] = {};
+        for (int64_t j = 0; j < count; j++) rows[j] = *(const LooseWords*)(keys + j * dim + d);
+        turned(rows);
+        std::memcpy(block + d * LANES, rows, sizeof rows);
+    }
+    for (; d < dim; d++)
+        for (int64_t j = 0; j < LANES; j++) block[d * LANES + j] = j < count ? keys[j * dim + d] : 0.0f;
+}
+
+// Two dimensions of bfloat16 are a word, and travel together.
+static inline void turn_keys(const uint16_t* keys, int64_t count, int64_t dim, float* block) {
+    int64_t d = 0;
+    for (; d + 2 * LANES <= dim; d += 2 * LANES) {
+        Words rows[LANES] = {};
+        for (int64_t j = 0; j < count; j++) rows[j] = *(const LooseWords*)(keys + j * dim + d);
+        turned(rows);
+        for (int i = 0; i < LANES; i++) {
+            *(LooseWords*)(block + (d + 2 * i) * LANES) = rows[i] << 16;
+            *(LooseWords*)(block + (d + 2 * i + 1) * LANES) = rows[i] & 0xffff0000u;
+        }
+    }
+    for (; d < dim; d++)
+        for (int64_t j = 0; j < LANES; j++) block[d * LANES + j] = j < count ? widened(keys[j * dim + d]) : 0.0f;
+}
+
+// Calls with a number that the compiler knows: 8, 5, 2 or 1, the most that are left. Eight sums of their own keep a
+// processor busy that takes four cycles for each; 5 are a proposal of four and its next token.
+template <typename Step>
+static inline int64_t at_once(int64_t left, Step step) {
+    if (left >= 8) return step(std::integral_constant<int, 8>()), 8;
+    if (left >= 5) return step(std::integral_constant<int, 5>()), 5;
+    if (left >= 2) return step(std::integral_constant<int, 2>()), 2;
+    return step(std::integral_constant<int, 1>()), 1;
+}
+
 template <typename Number>
 static void score(const Attention& a, const Number* keys, int64_t length, int64_t rows, int64_t pitch, Scratch& s) {
     for (int64_t first = 0; first < length; first += LANES) {
         const int64_t count = length - first < LANES ? length - first : LANES;
         float* block = s.block.data();
-        if (count < LANES) std::memset(block, 0, a.key_dim * LANES * sizeof(float));
-        for (int64_t j = 0; j < count; j++) {
-            const Number* key = keys + (first + j) * a.key_dim;
-            for (int64_t d = 0; d < a.key_dim; d++) block[d * LANES + j] = widened(key[d]);
-        }
+        turn_keys(keys + first * a.key_dim, count, a.key_dim, block);
         int64_t row = 0;
         const float* queries = s.queries.data();
         float* scores = s.scores.data() + first;
-        for (; row + 4 <= rows; row += 4)
-            score_rows<4>(queries + row * a.key_dim, a.key_dim, block, scores + row * pitch, pitch);
-        for (; row < rows; row++)
-            score_rows<1>(queries + row * a.key_dim, a.key_dim, block, scores + row * pitch, pitch);
+        while (row < rows)
+            row += at_once(rows - row, [&](auto count) {
+                score_rows<count()>(queries + row * a.key_dim, a.key_dim, block, scores + row * pitch, pitch);
+            });
     }
 }
 
@@ -297,20 +353,16 @@ static void attend(const Attention& a, int64_t head, int64_t token, const int64_
         softmax(a, s.scores.data() + row * pitch, first, last, pitch, sink);
     }
     const Number* values = (const Number*)a.values + first_key * a.value_dim;
-    Number* outputs[4];
-    for (int64_t row = 0; row < rows;) {
-        const int64_t taken = rows - row >= 4 ? 4 : 1;
-        for (int64_t i = 0; i < taken; i++) {
-            const int64_t own_head = head * repeats + (row + i) / count, own_token = token + (row + i) % count;
-            outputs[i] = (Number*)a.output + (own_token * a.heads + own_head) * a.value_dim;
-        }
-        const float* weights = s.scores.data() + row * pitch;
-        if (taken == 4)
-            mix_rows<4>(weights, pitch, values, length, a.value_dim, outputs);
-        else
-            mix_rows<1>(weights, pitch, values, length, a.value_dim, outputs);
-        row += taken;
-    }
+    Number* outputs[8];
+    int64_t row = 0;
+    while (row < rows)
+        row += at_once(rows - row, [&](auto taken) {
+            for (int64_t i = 0; i < taken(); i++) {
+                const int64_t own_head = head * repeats + (row + i) / count, own_token = token + (row + i) % count;
+                outputs[i] = (Number*)a.output + (own_token * a.heads + own_head) * a.value_dim;
+            }
+            mix_rows<taken()>(s.scores.data() + row * pitch, pitch, values, length, a.value_dim, outputs);
+        });
 }
 
 // Of all queries with the keys and values that they may see.

@@ -48,6 +48,15 @@ static inline uint16_t narrowed(float value) {
 static inline void put(float value, float* at) { *at = value; }
 static inline void put(float value, uint16_t* at) { *at = narrowed(value); }
 
+static inline void put_lanes(Floats values, float* at) { *(LooseFloats*)at = values; }
+
+static inline void put_lanes(Floats values, uint16_t* at) {
+    typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+    const Words words = (Words)values;
+    const Words rounded = (words + 0x7fff + ((words >> 16) & 1)) >> 16;
+    *(Halves*)at = __builtin_convertvector(values == values ? rounded : rounded * 0 + 0x7fc0, Halves);
+}
+
 // A difference and no sum: -0.0 + 0.0 is not -0.0, so a sum would have to be computed.
 static inline Floats filled(float value) { return value - Floats{}; }
 
@@ -90,6 +99,14 @@ static void linear_block(const float* inputs, int64_t width, const Weight* weigh
                          int64_t output_width, int64_t valid) {
     Floats sums[ROWS][2] = {};
     multiply_rows<ROWS>(inputs, width, weights, sums);
+    if (valid == BLOCK) {
+        for (int half = 0; half < 2; half++) {
+            const Floats shift = bias ? *(const LooseFloats*)(bias + half * LANES) : Floats{};
+            for (int row = 0; row < ROWS; row++)
+                put_lanes(bias ? sums[row][half] + shift : sums[row][half], outputs + row * output_width + half * LANES);
+        }
+        return;
+    }
     for (int row = 0; row < ROWS; row++) {
         float values[BLOCK];
         std::memcpy(values, sums[row], sizeof values);
@@ -133,8 +150,10 @@ static const float* as_floats(const void* values, Kind kind, int64_t count) {
     if (kind == FLOAT32) return (const float*)values;
     static thread_local std::vector<float> buffer;
     if (int64_t(buffer.size()) < count) buffer.resize(count);
-    for (int64_t i = 0; i < count; i++) buffer[i] = widened(((const uint16_t*)values)[i]);
-    return buffer.data();
+    const uint16_t* narrow = (const uint16_t*)values;
+    float* wide = buffer.data();
+    for (int64_t i = 0; i < count; i++) wide[i] = widened(narrow[i]);
+    return wide;
 }
 
 // -------------------------------------------------------------------------------------------------------- attention
@@ -277,13 +296,17 @@ static inline Floats exponential(Floats x) {
 
 // The scores from `first` up to `last` become weights that sum to one; all others become zero.
 static void softmax(const Attention& a, float* scores, int64_t first, int64_t last, int64_t length, const float* sink) {
-    float highest = sink ? *sink : -INFINITY;
-    for (int64_t j = first; j < last; j++) {
-        if (a.softcap > 0) scores[j] = std::tanh(scores[j] / a.softcap) * a.softcap;
-        highest = scores[j] > highest ? scores[j] : highest;
-    }
+    if (a.softcap > 0)
+        for (int64_t j = first; j < last; j++) scores[j] = std::tanh(scores[j] / a.softcap) * a.softcap;
     for (int64_t j = 0; j < first; j++) scores[j] = -INFINITY;
     for (int64_t j = last; j < length; j++) scores[j] = -INFINITY;
+    Floats most = filled(sink ? *sink : -INFINITY);
+    for (int64_t j = 0; j < length; j += LANES) {
+        Floats x = *(const LooseFloats*)(scores + j);
+        most = x > most ? x : most;
+    }
+    float highest = most[0];
+    for (int i = 1; i < LANES; i++) highest = most[i] > highest ? most[i] : highest;
     Floats totals = {};
     for (int64_t j = 0; j < length; j += LANES) {  // the row is padded to whole vectors
         Floats x = *(const LooseFloats*)(scores + j) - highest;
@@ -315,8 +338,7 @@ static inline void mix_rows(const float* weights, int64_t pitch, const Number* v
             Floats value = widened_lanes(values + j * dim + d);
             for (int row = 0; row < ROWS; row++) sums[row] += filled(weights[row * pitch + j]) * value;
         }
-        for (int row = 0; row < ROWS; row++)
-            for (int i = 0; i < LANES; i++) put(sums[row][i], outputs[row] + d + i);
+        for (int row = 0; row < ROWS; row++) put_lanes(sums[row], outputs[row] + d);
     }
     for (; d < dim; d++)
         for (int row = 0; row < ROWS; row++) {
@@ -508,46 +530,55 @@ static int64_t raced(const double* probs, int64_t width, uint64_t key, const int
     return winner;
 }
 
-struct Ranked {
+// A number and its column in one word that sorts as they do: the higher number first, of equal ones the lower column.
+static inline uint64_t ranked(float value, int64_t column) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    bits = bits & 0x80000000u ? bits : ~bits & 0x7fffffffu;  // ascending words for descending numbers
+    return uint64_t(bits) << 32 | uint64_t(column);
+}
+
+static inline float number_of(uint64_t rank) {
+    uint32_t bits = uint32_t(rank >> 32);
+    bits = bits & 0x80000000u ? bits : ~bits & 0x7fffffffu;
     float value;
-    int64_t id;
-};
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
 
 // The `count` highest numbers of a row and where they are, highest first; of equal ones those that come first.
 template <typename Number>
-static void highest(const Number* values, int64_t width, int64_t count, float* found, int64_t* ids) {
-    static thread_local std::vector<Ranked> buffer;
-    std::vector<Ranked>& kept = buffer;  // looked up once
-    const auto before = [](const Ranked& a, const Ranked& b) {
-        return a.value > b.value || (a.value == b.value && a.id < b.id);
-    };
+static void highest(const Number* values, int64_t width, int64_t count, float* found, int64_t* columns) {
+    static thread_local std::vector<uint64_t> buffer;
+    const int64_t most = 2 * count;
+    buffer.resize(most);
+    uint64_t* kept = buffer.data();
     const auto number = [&](int64_t i) {
         const float value = widened(values[i]);
-        return value == value ? value : -INFINITY;
+        return value == value ? value + 0.0f : -INFINITY;  // -0.0 equals 0.0
     };
-    kept.clear();
-    for (int64_t i = 0; i < count; i++) kept.push_back({number(i), i});
-    const size_t most = 2 * count;
-    float least = std::min_element(kept.begin(), kept.end(), [](auto& a, auto& b) { return a.value < b.value; })->value;
+    for (int64_t i = 0; i < count; i++) kept[i] = ranked(number(i), i);
+    float least = number_of(*std::max_element(kept, kept + count));
+    int64_t end = count;
     const auto keep = [&](int64_t i) {
-        if (!(number(i) > least)) return;
-        kept.push_back({number(i), i});
-        if (kept.size() < most) return;
-        std::nth_element(kept.begin(), kept.begin() + (count - 1), kept.end(), before);
-        kept.resize(count);
-        least = kept[count - 1].value;
+        const float value = number(i);
+        if (!(value > least)) return;
+        kept[end++] = ranked(value, i);
+        if (end < most) return;
+        std::nth_element(kept, kept + (count - 1), kept + end);
+        end = count;
+        least = number_of(kept[count - 1]);
     };
     int64_t i = count;
     for (; i + LANES <= width; i += LANES) {
         const SignedWords above = widened_lanes(values + i) > least;
         if (any_of((SignedLongs)above))
-            for (int lane = 0; lane < LANES; lane++)
-                if (above[lane]) keep(i + lane);
+            for (int lane = 0; lane < LANES; lane++) keep(i + lane);
     }
     for (; i < width; i++) keep(i);
-    std::nth_element(kept.begin(), kept.begin() + (count - 1), kept.end(), before);
-    std::sort(kept.begin(), kept.begin() + count, before);
-    for (int64_t j = 0; j < count; j++) found[j] = kept[j].value, ids[j] = kept[j].id;
+    std::nth_element(kept, kept + (count - 1), kept + end);
+    std::sort(kept, kept + count);
+    for (int64_t j = 0; j < count; j++) found[j] = number_of(kept[j]), columns[j] = int64_t(uint32_t(kept[j]));
 }
 
 static int64_t sampling_threads(int64_t rows, int64_t width, int64_t threads) {

@@ -27,6 +27,16 @@ from tandem.errors import InvalidRequestError, ServiceUnavailableError, TandemEr
 
 logger = logging.getLogger(__name__)
 
+_PATIENCE = 0.3
+"""Share of a step's time for which the next one waits for the sequences that the step has answered.
+
+They are back within a round trip, and a step without them costs nearly as much as one with them. Without any patience
+whoever is back first goes alone, the others follow together, and from then on each token pays for two steps.
+docs/engine.md has what was measured.
+"""
+_MOST_STEPS_WITHOUT_WAITING = 63
+"""When waiting was in vain it is left out for one step, then three, then seven, up to so many."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
@@ -87,6 +97,12 @@ class Worker(Generic[PayloadT, ResultT]):
         self._running: dict[Sequence, Job[PayloadT]] = {}
         self._settled: list[tuple[Job[PayloadT], object]] = []
         self._prefixes = PrefixIndex()
+        self._missing: set[Sequence] = set()
+        """Whom the last step has answered and who are not back yet. Guarded by the condition."""
+        self._wait_until = 0.0
+        self._awaits_missing = False
+        self._steps_without_waiting = 0
+        self._steps_until_waiting = 0
 
     @property
     def is_stopping(self) -> bool:
@@ -118,12 +134,18 @@ class Worker(Generic[PayloadT, ResultT]):
             if self._is_stopping:
                 raise ServiceUnavailableError("The engine is not running.")
             self._submitted.append(job)
-            self._wakeup.notify()
+            self._came_back(job.sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Hands in a sequence that is not needed any more, `is_released` set."""
         with self._wakeup:
             self._released.append(sequence)
+            self._came_back(sequence)
+
+    def _came_back(self, sequence: Sequence) -> None:
+        """Wakes the thread, with the condition held; not for each of many that it waits for."""
+        self._missing.discard(sequence)
+        if not (self._awaits_missing and self._missing):
             self._wakeup.notify()
 
     # ---- on the thread
@@ -133,7 +155,9 @@ class Worker(Generic[PayloadT, ResultT]):
         try:
             with torch.inference_mode():
                 while self._take_work():
+                    started = time.perf_counter()
                     self._step()
+                    self._expect_back(started)
                     self._deliver()
         except Exception:
             # A mistake of ours; nothing may hang because of it.
@@ -152,6 +176,7 @@ class Worker(Generic[PayloadT, ResultT]):
             with self._wakeup:
                 while not (self._has_work or self._submitted or self._released or self._is_stopping):
                     self._wakeup.wait()
+                self._await_answered()
                 self._queued.extend(self._submitted)
                 self._submitted.clear()
                 released = list(self._released)
@@ -164,6 +189,20 @@ class Worker(Generic[PayloadT, ResultT]):
             self._deliver()
             if self._running:
                 return True
+
+    def _await_answered(self) -> None:
+        """With the condition held and work at hand: give those whom the last step has answered a moment to return."""
+        if self._steps_until_waiting > 0 or self._running:
+            self._steps_until_waiting = max(0, self._steps_until_waiting - 1)
+        elif self._missing:
+            self._awaits_missing = True
+            while self._missing and not self._is_stopping and time.perf_counter() < self._wait_until:
+                self._wakeup.wait(self._wait_until - time.perf_counter())
+            self._awaits_missing = False
+            steps = 2 * self._steps_without_waiting + 1 if self._missing else 0
+            self._steps_without_waiting = min(steps, _MOST_STEPS_WITHOUT_WAITING)
+            self._steps_until_waiting = self._steps_without_waiting
+        self._missing = set()
 
     @property
     def _has_work(self) -> bool:
@@ -313,6 +352,13 @@ class Worker(Generic[PayloadT, ResultT]):
         if self._settled:
             settled, self._settled = self._settled, []
             self._listener.settled(settled)
+
+    def _expect_back(self, started: float) -> None:
+        """Notes whom a step that began at `started` has answered, before they know."""
+        ended = time.perf_counter()
+        self._wait_until = ended + _PATIENCE * (ended - started)
+        with self._wakeup:
+            self._missing = {job.sequence for job, _ in self._settled if not job.sequence.is_released}
 
 
 def _step_error(error: Exception) -> TandemError:

@@ -388,3 +388,57 @@ async def test_a_sequence_of_nan_spoils_no_other(mistral: TinyModel) -> None:
         ]
         await asyncio.gather(*generations)
         assert await between == expected
+
+
+async def _one_by_one(engine: Engine[Any, Any], count: int, max_length: int = 60) -> Sequence:
+    """A sequence that was asked for one row after the other, each once the last was answered."""
+    sequence = await engine.open(max_length)
+    for length in range(1, count + 1):
+        await engine.run(Job(sequence, Delta(0, (length,) * length), 1, None))
+    return sequence
+
+
+async def test_a_step_waits_for_those_that_the_last_one_answered(
+    llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So long that nothing depends on how fast this machine is: only a return ends a wait.
+    monkeypatch.setattr("tandem.engine.worker._PATIENCE", 1e6)
+    records: list[StepRecord] = []
+    engine = Engine(llama.loaded, RowsHead(), EngineSettings(), records.append)
+    engine.start()
+
+    async def one() -> None:
+        engine.release(await _one_by_one(engine, 20))
+
+    try:
+        async with asyncio.timeout(30):
+            await asyncio.gather(*(one() for _ in range(3)))
+    finally:
+        await engine.close()
+    together = [record.sequence_count for record in records]
+    assert together[2:] == [3] * len(together[2:]), (
+        "from the first steps on, which begin with whoever is first"
+    )
+    assert len(together) <= 22
+
+
+async def test_a_step_does_not_wait_for_a_sequence_that_was_released(
+    llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.engine.worker._PATIENCE", 1e6)
+    async with running(llama.loaded, RowsHead()) as engine:
+        async with asyncio.timeout(10):
+            first, second = await _one_by_one(engine, 1), await engine.open(60)
+            waiting = asyncio.create_task(engine.run(Job(second, Delta(0, (9,) * 9), 1, None)))
+            await asyncio.sleep(0.05)
+            assert not waiting.done(), "it waits for the first"
+            engine.release(first)
+            await waiting
+
+
+async def test_a_step_waits_only_for_a_while(llama: TinyModel) -> None:
+    async with running(llama.loaded, RowsHead()) as engine:
+        async with asyncio.timeout(10):
+            _, second = await asyncio.gather(_one_by_one(engine, 3), _one_by_one(engine, 3))
+            for length in range(4, 40):  # the first, still open, has gone silent
+                await engine.run(Job(second, Delta(0, (length,) * length), 1, None))

@@ -57,9 +57,17 @@ def test_a_further_draft_is_found_and_used(cluster: Cluster) -> None:
     """`docker compose up --scale draft_service=2`."""
     coordinator, further = cluster["coordinator"].process, cluster.another("draft_service")
     further.wait_until_healthy()
-    until(lambda: f"replica ready role=draft address={further.address}:" in coordinator.stderr, 30.0)
+    until(
+        lambda: f"replica ready role=draft address={further.address}:" in coordinator.stderr,
+        60.0,
+        lambda: coordinator.stderr,
+    )
     assert further.process.stop() == 0
-    until(lambda: f"replica draining role=draft address={further.address}:" in coordinator.stderr, 30.0)
+    until(
+        lambda: f"replica draining role=draft address={further.address}:" in coordinator.stderr,
+        60.0,
+        lambda: coordinator.stderr,
+    )
 
 
 def test_every_container_stops_in_good_order(cluster: Cluster) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from tandem.errors import CapacityError, DeadlineError
@@ -18,11 +18,17 @@ _NEWEST = 0.1
 class Admission:
     """Gives each request a place to run in, first come, first served, and refuses at once when too many wait."""
 
-    def __init__(self, max_concurrent_requests: int, max_queued_requests: int) -> None:
+    def __init__(
+        self,
+        max_concurrent_requests: int,
+        max_queued_requests: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.running = 0
         """Requests that have a place."""
         self._most_running = max_concurrent_requests
         self._most_queued = max_queued_requests
+        self._clock = clock
         self._queue: deque[asyncio.Future[None]] = deque()
         self._usual_seconds = 0.0
 
@@ -43,11 +49,11 @@ class Admission:
             DeadlineError: there was no place within that time.
         """
         await self._enter(deadline_seconds)
-        began = time.monotonic()
+        began = self._clock()
         try:
             yield
         finally:
-            self._note(time.monotonic() - began)
+            self._note(self._clock() - began)
             self._leave()
 
     async def _enter(self, deadline_seconds: float | None) -> None:

@@ -9,6 +9,7 @@ import grpc.aio
 
 from draft_service.proposers import Proposer
 from draft_service.servicer import DraftServicer
+from tandem.channels import send
 from tandem.serving.calls import RunningCalls
 from tandem.serving.server import new_server
 from tandem.settings import ServerSettings
@@ -44,7 +45,8 @@ class Stream:
 
     async def propose(self, base_length: int, token_ids: Sequence[int], token_count: int) -> Proposal:
         step = ProposeStep(Delta(base_length, token_ids), token_count)
-        await self.call.write(wire.step_to_proto(step))
+        # As coordinators do: when the service has refused the opening already, reading says why.
+        await send(self.call, wire.step_to_proto(step))
         response = await self.call.read()
         assert isinstance(response, ProposeResponse)
         return wire.proposal_from_proto(response)

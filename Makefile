@@ -39,13 +39,13 @@ protos: $(INSTALLED) ## Regenerate tandem/v1 from protos/ if a proto changed
 	$(BIN)/python protos/generate.py
 
 test: setup ## Run the tests, all but the soak tests
-	$(BIN)/python -m pytest -m 'not soak' -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m 'not soak' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 soak: setup ## Run the tests that take minutes: leaks, faults and overload at full length
 	$(BIN)/python -m pytest -m soak --log-cli-level=INFO $(ARGS)
 
 test-fast: setup ## Run the tests that take seconds
-	$(BIN)/python -m pytest -m 'not soak and not slow' -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m 'not soak and not slow' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup ## Check style, types, the import rules and the protos
 	$(BIN)/ruff check .

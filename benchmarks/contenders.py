@@ -100,6 +100,9 @@ class ThroughServices:
     async def run(self, workload: Workload) -> Outcome:
         """Complete the prompts over one connection."""
         figures = SpeculationFigures()
+        # One request accepts as it does in one process, so that only the path differs. Many come as clients send them:
+        # a seed would forbid the coordinator to shorten their proposals.
+        seed, is_alone = workload.seed, len(workload.prompts) == 1
         started = time.perf_counter()
 
         async def one(index: int) -> Answer:
@@ -108,7 +111,7 @@ class ThroughServices:
                 workload.prompts[index],
                 max_tokens=workload.max_tokens,
                 temperature=workload.temperature,
-                seed=workload.seed + index,
+                seed=seed + index if is_alone else None,
                 speculation=self._speculation,
                 ignore_eos=True,
             )

@@ -25,6 +25,7 @@ from coordinator.payoff import Payoff
 from coordinator.plan import Models, Plan, make_plan
 from coordinator.replicas import Replicas
 from coordinator.requests import ActiveRequest, Requests
+from coordinator.restraint import Restraint
 from coordinator.target_client import RowChoice
 from coordinator.time_limit import within
 from tandem.channels import closing
@@ -70,6 +71,7 @@ class Completions:
         self._observer = observer
         bounds = live_config.current
         self.admission = Admission(bounds.max_concurrent_requests, bounds.max_queued_requests)
+        self._restraint = Restraint(lambda: self.admission.running)
         self.requests = Requests()
         self.figures = FiguresLog()
 
@@ -161,7 +163,7 @@ class Completions:
             with_token_logits=plan.rule.strategy.needs_token_logits,
         )
         limits = DraftLimits(plan.num_speculative_tokens, self.services.target_info.vocabulary_size)
-        payoff = Payoff(may_pause=plan.may_pause_draft)
+        payoff = Payoff(may_pause=plan.may_pause_draft, restraint=self._restraint)
         return FailoverDrafter(
             drafts, options, limits, run.active, run.observer, run.pace, payoff, run.deadline
         )

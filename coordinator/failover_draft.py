@@ -112,7 +112,7 @@ class FailoverDrafter:
     async def propose(self, completion: Completion) -> Proposal:
         """Tokens that may follow, fewer than the completion has room for; none when no draft has any in time."""
         self._settle()
-        count = min(self._limits.num_speculative_tokens, completion.room - 1)
+        count = min(self._payoff.tokens(self._limits.num_speculative_tokens), completion.room - 1)
         proposal = await self._proposed(completion, count) if count > 0 else None
         return Proposal(completion.length) if proposal is None else proposal
 
@@ -127,9 +127,6 @@ class FailoverDrafter:
         self._leave()
 
     async def _proposed(self, completion: Completion, count: int) -> Proposal | None:
-        if self._payoff.is_paused:
-            self._payoff.count_pause()
-            return None
         try:
             self._leave_for_better()
             if self._place is None:

@@ -6,6 +6,8 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from coordinator.restraint import Restraint
+
 TRIAL_ROUNDS = 24
 """Rounds with a proposal before the first verdict; acceptance in fewer says little."""
 PROBE_ROUNDS = 8
@@ -45,8 +47,17 @@ def gain(tokens_per_round: float, proposing: float, verifying: float, extending:
 class Payoff:
     """Follows a request's rounds, pauses drafting when it does not pay, and probes it again, ever more rarely."""
 
-    def __init__(self, *, may_pause: bool) -> None:
+    def __init__(self, *, may_pause: bool, restraint: Restraint | None = None) -> None:
+        """
+        Args:
+            may_pause: Whether what was measured may change in which rounds how much is proposed.
+            restraint: What all requests share, and follow as far as they may.
+        """
         self._may_pause = may_pause
+        self._restraint = restraint if may_pause else None
+        self._halvings: int | None = None
+        """Of the tokens of this round's proposal, by the restraint; None when that says nothing about it."""
+        self._wanted = 0
         self._extending: deque[float] = deque(maxlen=TRIAL_ROUNDS)
         self._next_pause_rounds = FIRST_PAUSE_ROUNDS
         self._rounds_left = 0
@@ -62,6 +73,18 @@ class Payoff:
         """For how many more rounds."""
         return self._rounds_left
 
+    def tokens(self, most: int) -> int:
+        """How many to ask the draft for in the round that begins, up to `most`; 0: the target works alone."""
+        self._halvings = None
+        if self.is_paused:
+            self.count_pause()
+            return 0
+        if self._restraint is None:
+            return most
+        self._halvings = self._restraint.halvings(most)
+        self._wanted = most >> self._halvings
+        return self._wanted
+
     def count_pause(self) -> None:
         """Another round goes by without a draft because of the pause."""
         self._rounds_left -= 1
@@ -70,6 +93,10 @@ class Payoff:
 
     def add(self, cost: RoundCost) -> bool:
         """Count a round. Whether drafting is paused from here on."""
+        went_as_wanted = cost.was_asked == (self._wanted > 0)  # and no draft was lost, or on its way
+        if self._restraint is not None and self._halvings is not None and went_as_wanted:
+            seconds = cost.proposing_seconds + cost.verifying_seconds
+            self._restraint.add(cost.accepted + 1, seconds, self._halvings)
         if not cost.was_asked:
             self._extending.append(cost.verifying_seconds)
             return False

@@ -72,7 +72,8 @@ class CoordinatorSettings(
     """How long a round waits for a proposal before the target goes on alone. By default the draft's usual time and
     four verifications more, between 0.25 and 0.8 s."""
     draft_pause: bool = True
-    """Leave the draft out of a request for a while when, by its measured cost and acceptance, it does not pay."""
+    """Leave the draft out of a request for a while when, by its measured cost and acceptance, it does not pay; shorten
+    the proposals of all where many run at once and shorter ones are measured to be faster."""
     trace_rounds: float = Field(default=0.0, ge=0, le=1)
     """Share of the traced requests that have a span for each round."""
     start_timeout_seconds: float = Field(default=120.0, gt=0)

@@ -1,0 +1,155 @@
+"""Many requests at once propose fewer tokens where that is faster, by measured numbers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from coordinator.payoff import Payoff, RoundCost
+from coordinator.restraint import (
+    LEAST_LOAD,
+    LONGEST_STAY_ROUNDS,
+    PROBE_ROUNDS,
+    SETTLING_ROUNDS,
+    TRIAL_ROUNDS,
+    Restraint,
+)
+
+K = 4
+
+Round = Callable[[int], tuple[float, float]]
+"""Tokens and seconds of a round that proposes so many."""
+
+
+def costly(proposed: int) -> tuple[float, float]:
+    """As measured on two cores with 16 requests and 200 million parameters: computing is what takes the time, and a
+    proposal is worth it for no length."""
+    return sum(0.6**i for i in range(proposed + 1)), 0.03 + 0.01 * proposed + 0.06 * (proposed + 1)
+
+
+def cheap(proposed: int) -> tuple[float, float]:
+    """Reading the weights is what takes the time."""
+    return sum(0.8**i for i in range(proposed + 1)), 0.05 + 0.005 * proposed
+
+
+def short(proposed: int) -> tuple[float, float]:
+    """The first token proposed is nearly free, the others are not."""
+    return sum(0.7**i for i in range(proposed + 1)), 0.05 + 0.01 * proposed**2
+
+
+@dataclass
+class Machine:
+    """Requests that run side by side, a round of each after the other's."""
+
+    load: int
+    cost: Round
+    lengths: list[int] = field(default_factory=list)
+    """Of the proposals, one for each round."""
+
+    def __post_init__(self) -> None:
+        self.restraint = Restraint(lambda: self.load)
+
+    def run(self, rounds: int) -> list[int]:
+        """The lengths of the proposals in so many rounds of all requests."""
+        lengths = []
+        for _ in range(rounds):
+            halvings = self.restraint.halvings(K)
+            lengths.append(K >> halvings)
+            for _ in range(self.load):
+                self.restraint.add(*self.cost(K >> halvings), halvings)
+        return lengths
+
+    def efficiency(self, lengths: list[int]) -> float:
+        """Tokens a second, by those of the best length."""
+        rounds = [self.cost(length) for length in lengths]
+        best = max(tokens / seconds for tokens, seconds in map(self.cost, (0, 1, 2, 4)))
+        return sum(tokens for tokens, _ in rounds) / sum(seconds for _, seconds in rounds) / best
+
+
+@pytest.mark.parametrize(("cost", "best"), [(costly, 0), (short, 1), (cheap, 4)])
+def test_many_keep_to_the_length_that_makes_the_most_tokens(cost: Round, best: int) -> None:
+    machine = Machine(16, cost)
+    assert machine.run(TRIAL_ROUNDS) == [K] * TRIAL_ROUNDS
+    assert machine.efficiency(machine.run(400)) > 0.9
+    lengths = machine.run(4000)
+    assert machine.efficiency(lengths) > 0.98, "the others are tried ever more rarely"
+    assert lengths.count(best) > 0.95 * len(lengths)
+
+
+@pytest.mark.parametrize(("before", "after", "best"), [(costly, cheap, 4), (cheap, costly, 0)])
+def test_what_changes_is_found_out(before: Round, after: Round, best: int) -> None:
+    machine = Machine(16, before)
+    machine.run(5000)
+    machine.cost = after
+    machine.run(2 * LONGEST_STAY_ROUNDS)
+    lengths = machine.run(LONGEST_STAY_ROUNDS)
+    assert lengths.count(best) > len(lengths) / 2
+
+
+def test_a_few_decide_for_themselves() -> None:
+    assert Machine(LEAST_LOAD - 1, costly).run(1000) == [K] * 1000
+
+
+def test_each_load_is_judged_by_itself() -> None:
+    machine = Machine(16, costly)
+    machine.run(100)
+    lengths = []
+    for machine.load in (16, 5, 20):
+        lengths.append(K >> machine.restraint.halvings(K))
+    assert lengths == [0, K, 0], "20 are as many as 16, but for a few"
+
+
+def test_rounds_that_share_steps_with_the_length_before_do_not_count() -> None:
+    machine = Machine(16, cheap)
+    machine.run(TRIAL_ROUNDS)
+    assert machine.restraint.halvings(K) == 1
+    for _ in range(16 * SETTLING_ROUNDS):
+        machine.restraint.add(1, 1e-6, 1)
+    machine.run(PROBE_ROUNDS)
+    assert machine.restraint.halvings(K) == 0, "a thousand times too fast, and not believed"
+
+
+def test_requests_of_different_lengths_halve_their_own() -> None:
+    machine = Machine(16, costly)
+    machine.run(100)
+    assert [most >> machine.restraint.halvings(most) for most in (1, 2, 3, 4)] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("may_pause", [True, False])
+def test_a_request_is_restrained_with_the_others_where_it_may(may_pause: bool) -> None:
+    machine = Machine(16, costly)
+    machine.run(100)
+    payoff = Payoff(may_pause=may_pause, restraint=machine.restraint)
+    assert payoff.tokens(K) == (0 if may_pause else K)
+    assert Payoff(may_pause=may_pause, restraint=Restraint(lambda: 1)).tokens(K) == K
+
+
+def rounds_of(restraint: Restraint, count: int, *, is_lost: bool) -> list[int]:
+    """Lengths asked for in so many rounds of `LEAST_LOAD` requests, by the path that requests take."""
+    payoffs = [Payoff(may_pause=True, restraint=restraint) for _ in range(LEAST_LOAD)]
+    lengths = []
+    for _ in range(count):
+        for payoff in payoffs:
+            lengths.append(length := payoff.tokens(K))
+            asked = length > 0 and not is_lost
+            payoff.add(
+                RoundCost(
+                    was_asked=asked,
+                    accepted=length if asked else 0,
+                    proposing_seconds=0.001 if asked else 0.0,
+                    verifying_seconds=0.01,
+                )
+            )
+    return lengths
+
+
+def test_a_round_counts_as_what_it_committed_and_took() -> None:
+    lengths = rounds_of(Restraint(lambda: LEAST_LOAD), 1000, is_lost=False)
+    assert lengths.count(K) > 0.9 * len(lengths)
+
+
+def test_rounds_whose_draft_was_lost_do_not_count() -> None:
+    lengths = rounds_of(Restraint(lambda: LEAST_LOAD), 1000, is_lost=True)
+    assert lengths == [K] * len(lengths)

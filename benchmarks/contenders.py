@@ -72,9 +72,14 @@ class Addresses:
 
 
 @asynccontextmanager
-async def services(setup: Setup) -> AsyncIterator[Addresses]:
-    """A draft service, a target service and a coordinator, each a process."""
+async def services(setup: Setup, *, prefix_caching: bool) -> AsyncIterator[Addresses]:
+    """A draft service, a target service and a coordinator, each a process.
+
+    Contenders that share a target would take over what the one before has read of the same prompts: whoever comes
+    first would read for all. So it is off except where it is what is measured.
+    """
     models = (
+        *(() if prefix_caching else ("--no-enable-prefix-caching",)),
         *("--dtype", setup.dtype, "--threads", str(setup.threads), "--device", setup.device),
         *("--max-length", str(setup.max_length), "--max-sequences", str(setup.max_sequences)),
     )

@@ -73,13 +73,13 @@ async def measure(settings: BenchSettings, progress: Progress, command: str) -> 
         logs = Path(stack.enter_context(TemporaryDirectory(prefix="tandem-bench-")))
         setup = setup_of(settings, pair, prompts, logs)
         progress("starting the services")
-        addresses = await stack.enter_async_context(services(setup))
+        addresses = await stack.enter_async_context(services(setup, prefix_caching=False))
         measured = Measured()
         contenders = await _start(settings, setup, addresses, stack, measured, progress)
         await _run_rounds(settings, prompts, contenders, measured, progress)
         phases = await _phases(settings, addresses, prompts, measured, progress)
         wire = await _wire(settings, addresses, prompts, progress)
-        prefix = await _prefix(settings, addresses, setup, prompts, progress)
+        prefix = await _prefix(settings, setup, prompts, progress)
     report = Report(
         taken_at=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         command=command,
@@ -239,7 +239,6 @@ async def _wire(
 
 async def _prefix(
     settings: BenchSettings,
-    addresses: Addresses,
     setup: Setup,
     prompts: Sequence[tuple[int, ...]],
     progress: Progress,
@@ -249,7 +248,10 @@ async def _prefix(
     progress("a prefix that was served before")
     rounds = min(settings.rounds, _MOST_PREFIX_ROUNDS)
     kind = CONTENDERS["speculative"]
-    async with kind.start(setup, addresses) as contender:
+    async with (
+        services(setup, prefix_caching=True) as addresses,
+        kind.start(setup, addresses) as contender,
+    ):
         return await prefix_gain(contender, prompts, rounds)
 
 

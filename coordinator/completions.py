@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass
@@ -71,7 +72,10 @@ class Completions:
         self._observer = observer
         bounds = live_config.current
         self.admission = Admission(bounds.max_concurrent_requests, bounds.max_queued_requests)
-        self._restraint = Restraint(lambda: self.admission.running)
+        # By rule: what a round costs depends on the rows that the rule needs.
+        self._restraints: defaultdict[str, Restraint] = defaultdict(
+            lambda: Restraint(lambda: self.admission.running)
+        )
         self.requests = Requests()
         self.figures = FiguresLog()
 
@@ -163,7 +167,7 @@ class Completions:
             with_token_logits=plan.rule.strategy.needs_token_logits,
         )
         limits = DraftLimits(plan.num_speculative_tokens, self.services.target_info.vocabulary_size)
-        payoff = Payoff(may_pause=plan.may_pause_draft, restraint=self._restraint)
+        payoff = Payoff(may_pause=plan.may_pause_draft, restraint=self._restraints[plan.rule.name])
         return FailoverDrafter(
             drafts, options, limits, run.active, run.observer, run.pace, payoff, run.deadline
         )

@@ -125,6 +125,8 @@ class ModelServerSettings(ServerSettings):
     """Most tokens that a sequence may hold, prompt and completion together. By default the model's own maximum."""
     max_sequences: int = Field(default=32, ge=1)
     """Most sequences that have a place in the KV cache at once; more of them wait."""
+    enable_prefix_caching: bool = True
+    """Whether a request takes over the keys and values of a prefix that an earlier one had. vLLM's and MAX's name."""
     enforce_eager: bool = False
     """Whether every step runs eagerly on a GPU: no CUDA graphs are captured, which spares their memory and some seconds
     at start. vLLM's name."""

@@ -157,6 +157,7 @@ def load(setup: dict[str, Any]) -> Run:
 
 def _load_pair(setup: dict[str, Any]) -> LocalPair:
     shared = {name: setup[name] for name in ("device", "dtype", "threads", "max_sequences")}
+    shared["enable_prefix_caching"] = False  # as in the services
     target, draft = (
         {**shared, "model": Path(setup[name]), "max_length": setup["max_length"]}
         for name in ("target", "draft")

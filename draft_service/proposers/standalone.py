@@ -59,6 +59,7 @@ def load_standalone(settings: DraftSettings, on_step: OnStep = None) -> Standalo
         max_length=settings.max_length,
         max_sequences=settings.max_sequences,
         device_memory_utilization=settings.device_memory_utilization,
+        prefix_reuse=settings.enable_prefix_caching,
         recorded_widths=_RECORDED_WIDTHS,
     )
     recorder = recorder_for(model.device, enforce_eager=settings.enforce_eager)

@@ -45,13 +45,13 @@ def random_draft_address(random_draft_folder: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def address(target_address: str, draft_address: str) -> Iterator[str]:
-    """A coordinator over the demo pair."""
-    with coordinator(target_address, draft_address) as process:
+    """A coordinator over the demo pair. It drafts whether or not that pays on this machine, in this moment."""
+    with coordinator(target_address, draft_address, "--no-draft-pause") as process:
         yield address_of(process)
 
 
 @pytest.fixture(scope="session")
 def random_draft_coordinator(target_address: str, random_draft_address: str) -> Iterator[str]:
-    """A coordinator over the demo target and the draft that knows nothing."""
-    with coordinator(target_address, random_draft_address) as process:
+    """A coordinator over the demo target and the draft that knows nothing, which drafts all the same."""
+    with coordinator(target_address, random_draft_address, "--no-draft-pause") as process:
         yield address_of(process)

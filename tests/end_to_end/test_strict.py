@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.types import GenerationRequest
+from tests.end_to_end.processes import address_of, coordinator
 from tests.service.clients import complete_all
 
 pytestmark = pytest.mark.slow
@@ -54,17 +55,32 @@ async def test_the_draft_and_the_length_of_its_proposals_change_nothing(
     expected = [completion.token_ids for completion in alone]
     assert not any(completion.figures.drafted for completion in alone)
     accepted = []
-    for coordinator in (address, random_draft_coordinator):
+    for through in (address, random_draft_coordinator):
         batch = [
             request
             for num_speculative_tokens in (1, 2, 4, 8)
             for request in requests(prompts, temperature, num_speculative_tokens, top_k=top_k, top_p=top_p)
         ]
-        completed = await complete_all(coordinator, batch)
+        completed = await complete_all(through, batch)
         assert [completion.token_ids for completion in completed] == expected * 4
         assert all(completion.figures.drafted for completion in completed)
         accepted.append(sum(completion.figures.accepted for completion in completed))
     assert accepted[0] > accepted[1], "the two drafts must differ for the test to say anything"
+
+
+async def test_proposals_that_become_shorter_change_nothing(
+    target_address: str, random_draft_address: str, prompts: list[str]
+) -> None:
+    """Sixteen at once with a draft that knows nothing: soon they propose less, and then nothing."""
+    with coordinator(target_address, random_draft_address) as process:
+        address = address_of(process)
+        alone = await complete_all(address, requests(prompts, 1.0, None))
+        completed = await complete_all(address, 8 * requests(prompts, 1.0, 4))
+    assert [completion.token_ids for completion in completed] == 8 * [
+        completion.token_ids for completion in alone
+    ]
+    figures = [completion.figures for completion in completed]
+    assert 0 < sum(each.drafted for each in figures) < 0.75 * 4 * sum(each.rounds for each in figures)
 
 
 async def test_other_seeds_and_temperatures_give_other_tokens(address: str, prompts: list[str]) -> None:

@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from statistics import median
 
 LEAST_LOAD = 4
 """Requests at once, below which each decides for itself."""
-TRIAL_ROUNDS = 6
-"""Rounds of each request before another length is tried."""
-PROBE_ROUNDS = 3
-"""Rounds of each request with the other length."""
+WINDOWS = 3
+"""A comparison takes turns: so often the other length, and so often the one kept. What comes and goes meanwhile, as
+prompts that are read, then slows down both."""
+WINDOW_ROUNDS = 2
+"""Rounds of each request in one turn."""
 SETTLING_ROUNDS = 1
-"""Rounds of each request that do not count after a change: they share steps with the length before."""
-FIRST_STAY_ROUNDS = 32
-LONGEST_STAY_ROUNDS = 512
-"""Rounds between two probes, once both neighbours of a length were found worse."""
+"""Rounds of each request before, which do not count: they share steps with the length before."""
+FIRST_STAY_ROUNDS = 64
+LONGEST_STAY_ROUNDS = 1024
+"""Rounds of each request between two comparisons, once both neighbours of a length were found worse."""
 LEAST_ADVANTAGE = 1.03
 """Another length must make so many times the tokens; less may be noise."""
 
@@ -61,73 +63,94 @@ class Restraint:
 
 
 class _Level:
-    """One load: climbs to the best length by its neighbours, and then probes them ever more rarely."""
+    """One load: climbs to the best length by its neighbours, and then tries them ever more rarely."""
 
     def __init__(self) -> None:
         self.halvings = 0
-        """Of the length that is tried."""
+        """Of the length that is proposed now."""
         self.most_halvings = 1
         """That leave nothing to propose."""
         self._kept = 0
-        """Of the length that is kept when the probe fails."""
-        self._kept_rate = 0.0
+        """Of the best length so far."""
         self._direction = 1
         self._failures = 0
-        """Probes in a row that were no better."""
-        self._settling_rounds, self._wanted_rounds = 0, TRIAL_ROUNDS
+        """Comparisons in a row that found nothing better."""
+        self._windows_left = 0
+        """Of the comparison; 0 between two of them."""
         self._rounds = 0
-        self._tokens = self._seconds = 0.0
+        self._wanted_rounds = SETTLING_ROUNDS
+        self._measured: dict[int, _Measured] = {}
 
     def add(self, tokens: float, seconds: float, halvings: int, load: int) -> None:
         """See `Restraint.add`."""
         if halvings != self.halvings:
             return
         self._rounds += 1
-        if self._rounds <= self._settling_rounds * load:
-            return
-        # What was long ago fades: a stay of minutes ends under other conditions than it began.
-        remains = 1.0 - 1.0 / (TRIAL_ROUNDS * load)
-        self._tokens = remains * self._tokens + tokens
-        self._seconds = remains * self._seconds + seconds
-        if self._rounds >= (self._settling_rounds + self._wanted_rounds) * load:
-            rate = self._tokens / max(self._seconds, 1e-9)
-            if self.halvings == self._kept:
-                self._kept_rate = rate
-                self._probe()
-            else:
-                self._decide(rate, load)
+        if self._windows_left and self._rounds > SETTLING_ROUNDS * load:
+            self._measured.setdefault(halvings, _Measured()).add(tokens, seconds)
+        if self._rounds >= self._wanted_rounds * load:
+            self._end_turn(load)
 
-    def _probe(self) -> None:
-        """The end of a stay: try a neighbour."""
+    def _end_turn(self, load: int) -> None:
+        if self._windows_left == 0:
+            self._compare()
+        elif self._windows_left == 1:
+            self._decide(load)
+        else:
+            self._windows_left -= 1
+            other = self._kept + self._direction
+            self._begin(other if self.halvings == self._kept else self._kept, SETTLING_ROUNDS + WINDOW_ROUNDS)
+
+    def _compare(self) -> None:
+        """The end of a stay: take turns with a neighbour."""
         if not 0 <= self._kept + self._direction <= self.most_halvings:
             self._direction = -self._direction
             self._failures += 1
-        self._begin(self._kept + self._direction, PROBE_ROUNDS)
+        self._measured.clear()
+        self._windows_left = 2 * WINDOWS
+        self._begin(self._kept + self._direction, SETTLING_ROUNDS + WINDOW_ROUNDS)
 
-    def _decide(self, rate: float, load: int) -> None:
-        """The end of a probe."""
-        advantage = rate / max(self._kept_rate, 1e-9)
+    def _decide(self, load: int) -> None:
+        """The end of a comparison."""
+        other = self._kept + self._direction
+        advantage = self._measured[other].rate / max(self._measured[self._kept].rate, 1e-9)
         if advantage > LEAST_ADVANTAGE:
             logger.info(
                 "proposals change their length",
-                extra={"requests": load, "halvings": self.halvings, "advantage": round(advantage, 2)},
+                extra={"requests": load, "halvings": other, "advantage": round(advantage, 2)},
             )
-            self._kept = self.halvings
+            self._kept = other
             self._failures = 0
         else:
             self._direction = -self._direction
             self._failures += 1
+        self._windows_left = 0
         self._begin(self._kept, self._stay_rounds)
 
     @property
     def _stay_rounds(self) -> int:
         if self._failures < 2:
-            return TRIAL_ROUNDS
+            return SETTLING_ROUNDS
         return min(FIRST_STAY_ROUNDS << min(self._failures - 2, 10), LONGEST_STAY_ROUNDS)
 
     def _begin(self, halvings: int, rounds: int) -> None:
-        self._settling_rounds = SETTLING_ROUNDS if halvings != self.halvings else 0
         self.halvings = halvings
         self._wanted_rounds = rounds
         self._rounds = 0
-        self._tokens = self._seconds = 0.0
+
+
+class _Measured:
+    """What rounds of one length committed and took."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds: list[float] = []
+
+    def add(self, tokens: float, seconds: float) -> None:
+        self._tokens += tokens
+        self._seconds.append(seconds)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second of one request. A hiccup of the machine does not move a median."""
+        return self._tokens / len(self._seconds) / max(median(self._seconds), 1e-9)

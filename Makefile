@@ -83,7 +83,7 @@ bench-results: setup ## Measure again what benchmarks/results records of `make b
 	$(BIN)/python -m benchmarks --pair demo $(call RECORDED,demo) $(ARGS)
 	$(BIN)/python -m benchmarks --pair shaped:200M:1:0.8 --batch 1 --max-tokens 32 $(call RECORDED,shaped) $(ARGS)
 	$(BIN)/python -m benchmarks --pair shaped:200M:1:0.8 --batch 1,16 --rounds 7 --contenders target-alone,speculative \
-		--no-phases --no-prefix $(call RECORDED,shaped_many)
+		--no-phases --no-prefix $(call RECORDED,shaped_many) $(ARGS)
 
 clean: ## Remove what was installed and generated
 	rm -rf $(VENV) tandem/v1 build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

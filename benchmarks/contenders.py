@@ -107,7 +107,7 @@ class ThroughServices:
         figures = SpeculationFigures()
         # One request accepts as it does in one process, so that only the path differs. Many come as clients send them:
         # a seed would forbid the coordinator to shorten their proposals.
-        seed, is_alone = workload.seed, len(workload.prompts) == 1
+        seed = workload.seed if len(workload.prompts) == 1 else None
         started = time.perf_counter()
 
         async def one(index: int) -> Answer:
@@ -116,7 +116,7 @@ class ThroughServices:
                 workload.prompts[index],
                 max_tokens=workload.max_tokens,
                 temperature=workload.temperature,
-                seed=seed + index if is_alone else None,
+                seed=seed,
                 speculation=self._speculation,
                 ignore_eos=True,
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass
@@ -72,10 +71,7 @@ class Completions:
         self._observer = observer
         bounds = live_config.current
         self.admission = Admission(bounds.max_concurrent_requests, bounds.max_queued_requests)
-        # By rule: what a round costs depends on the rows that the rule needs.
-        self._restraints: defaultdict[str, Restraint] = defaultdict(
-            lambda: Restraint(lambda: self.admission.running)
-        )
+        self._restraints: dict[tuple[str, int], Restraint] = {}
         self.requests = Requests()
         self.figures = FiguresLog()
 
@@ -167,10 +163,16 @@ class Completions:
             with_token_logits=plan.rule.strategy.needs_token_logits,
         )
         limits = DraftLimits(plan.num_speculative_tokens, self.services.target_info.vocabulary_size)
-        payoff = Payoff(may_pause=plan.may_pause_draft, restraint=self._restraints[plan.rule.name])
+        payoff = Payoff(may_pause=plan.may_pause_draft, restraint=self._restraint(plan))
         return FailoverDrafter(
             drafts, options, limits, run.active, run.observer, run.pace, payoff, run.deadline
         )
+
+    def _restraint(self, plan: Plan) -> Restraint:
+        """By rule, since what a round costs depends on the rows that the rule needs."""
+        count = plan.num_speculative_tokens
+        fresh = Restraint(count, lambda: self.admission.running)
+        return self._restraints.setdefault((plan.rule.name, count), fresh)
 
     def _verifier(self, run: _Run) -> FailoverVerifier:
         plan = run.plan

@@ -55,9 +55,8 @@ class Payoff:
         """
         self._may_pause = may_pause
         self._restraint = restraint if may_pause else None
-        self._halvings: int | None = None
-        """Of the tokens of this round's proposal, by the restraint; None when that says nothing about it."""
-        self._wanted = 0
+        self._restrained: int | None = None
+        """Tokens that the restraint allows this round; None when it was not asked."""
         self._extending: deque[float] = deque(maxlen=TRIAL_ROUNDS)
         self._next_pause_rounds = FIRST_PAUSE_ROUNDS
         self._rounds_left = 0
@@ -75,17 +74,16 @@ class Payoff:
 
     def tokens(self, most: int) -> int:
         """How many to ask the draft for in the round that begins, up to `most`; 0: the target works alone."""
-        self._halvings = None
+        self._restrained = None
         if self.is_paused:
-            self.count_pause()
+            self._count_pause()
             return 0
         if self._restraint is None:
             return most
-        self._halvings = self._restraint.halvings(most)
-        self._wanted = most >> self._halvings
-        return self._wanted
+        self._restrained = self._restraint.tokens
+        return min(most, self._restrained)
 
-    def count_pause(self) -> None:
+    def _count_pause(self) -> None:
         """Another round goes by without a draft because of the pause."""
         self._rounds_left -= 1
         if self._rounds_left == 0:
@@ -93,10 +91,7 @@ class Payoff:
 
     def add(self, cost: RoundCost) -> bool:
         """Count a round. Whether drafting is paused from here on."""
-        went_as_wanted = cost.was_asked == (self._wanted > 0)  # and no draft was lost, or on its way
-        if self._restraint is not None and self._halvings is not None and went_as_wanted:
-            seconds = cost.proposing_seconds + cost.verifying_seconds
-            self._restraint.add(cost.accepted + 1, seconds, self._halvings)
+        self._tell_restraint(cost)
         if not cost.was_asked:
             self._extending.append(cost.verifying_seconds)
             return False
@@ -110,6 +105,14 @@ class Payoff:
         self._rounds_left = self._next_pause_rounds
         self._next_pause_rounds = min(2 * self._next_pause_rounds, LONGEST_PAUSE_ROUNDS)
         return True
+
+    def _tell_restraint(self, cost: RoundCost) -> None:
+        if self._restraint is None or self._restrained is None:
+            return
+        # A round that lacked its draft says nothing of those that have one.
+        if cost.was_asked == (self._restrained > 0):
+            seconds = cost.proposing_seconds + cost.verifying_seconds
+            self._restraint.add(cost.accepted + 1, seconds, self._restrained)
 
     def _pays(self) -> bool:
         """The verdict on the rounds since the last one. A hiccup of the machine does not move a median."""

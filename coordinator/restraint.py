@@ -10,15 +10,15 @@ moment, now and then, and keep to what was better; halved often enough, the targ
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 LEAST_LOAD = 4
 """Requests at once, below which each decides for itself."""
-WINDOWS = 3
+TURNS = 3
 """A comparison takes turns: so often the other length, and so often the one kept. What comes and goes meanwhile, as
 prompts that are read, then slows down both."""
-WINDOW_ROUNDS = 2
+TURN_ROUNDS = 2
 """Rounds of each request in one turn."""
 SETTLING_ROUNDS = 1
 """Rounds of each request before, which do not count: they share steps with the length before."""
@@ -28,103 +28,116 @@ LONGEST_STAY_ROUNDS = 1024
 LEAST_ADVANTAGE = 1.03
 """Another length must make so many times the tokens; less may be noise."""
 
+_TURN_ROUNDS = SETTLING_ROUNDS + TURN_ROUNDS
+
 logger = logging.getLogger(__name__)
 
 
 class Restraint:
-    """Follows the rounds of all requests, for each load on its own: doubling it makes another."""
+    """Follows the rounds of requests that would propose as many tokens, for each load on its own: doubling it makes
+    another."""
 
-    def __init__(self, load: Callable[[], int]) -> None:
+    def __init__(self, num_speculative_tokens: int, load: Callable[[], int]) -> None:
         """
         Args:
+            num_speculative_tokens: What each would propose.
             load: How many requests run.
         """
+        # It, its half and so on, the last one 0: the target works alone.
+        self._lengths = [num_speculative_tokens >> i for i in range(num_speculative_tokens.bit_length() + 1)]
         self._load = load
         self._levels: dict[int, _Level] = {}
 
-    def halvings(self, num_speculative_tokens: int) -> int:
-        """How often a request is to halve the tokens that it would propose, at the load that there is."""
-        if self._load() < LEAST_LOAD:
-            return 0
-        level = self._level
-        level.most_halvings = num_speculative_tokens.bit_length()
-        return min(level.halvings, level.most_halvings)
+    @property
+    def tokens(self) -> int:
+        """How many tokens a proposal is to have, at the load that there is."""
+        return self._lengths[0] if self._load() < LEAST_LOAD else self._level.tokens
 
-    def add(self, tokens: float, seconds: float, halvings: int) -> None:
-        """Count a round of some request: what it committed, what it took to propose and to verify, and how it was
-        restrained."""
+    def add(self, committed: float, seconds: float, wanted: int) -> None:
+        """Count a round of some request: tokens that it committed, what it took to propose and to verify, and how many
+        tokens `tokens` had said."""
         load = self._load()
         if load >= LEAST_LOAD:
-            self._level.add(tokens, seconds, halvings, load)
+            self._level.add(committed, seconds, wanted, load)
 
     @property
     def _level(self) -> _Level:
-        return self._levels.setdefault(self._load().bit_length(), _Level())
+        return self._levels.setdefault(self._load().bit_length(), _Level(self._lengths))
 
 
 class _Level:
     """One load: climbs to the best length by its neighbours, and then tries them ever more rarely."""
 
-    def __init__(self) -> None:
-        self.halvings = 0
-        """Of the length that is proposed now."""
-        self.most_halvings = 1
-        """That leave nothing to propose."""
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._lengths = lengths
+        self._tried = 0
+        """Index of the length that is proposed now."""
         self._kept = 0
-        """Of the best length so far."""
+        """Index of the best length so far."""
         self._direction = 1
         self._failures = 0
         """Comparisons in a row that found nothing better."""
-        self._windows_left = 0
+        self._turns_left = 0
         """Of the comparison; 0 between two of them."""
         self._rounds = 0
         self._wanted_rounds = SETTLING_ROUNDS
-        self._measured: dict[int, _Measured] = {}
+        self._kept_rounds, self._other_rounds = _Measured(), _Measured()
 
-    def add(self, tokens: float, seconds: float, halvings: int, load: int) -> None:
+    @property
+    def tokens(self) -> int:
+        """See `Restraint.tokens`."""
+        return self._lengths[self._tried]
+
+    def add(self, committed: float, seconds: float, wanted: int, load: int) -> None:
         """See `Restraint.add`."""
-        if halvings != self.halvings:
+        if wanted != self.tokens:
             return
         self._rounds += 1
-        if self._windows_left and self._rounds > SETTLING_ROUNDS * load:
-            self._measured.setdefault(halvings, _Measured()).add(tokens, seconds)
+        if self._turns_left and self._rounds > SETTLING_ROUNDS * load:
+            measured = self._kept_rounds if self._tried == self._kept else self._other_rounds
+            measured.add(committed, seconds)
         if self._rounds >= self._wanted_rounds * load:
             self._end_turn(load)
 
     def _end_turn(self, load: int) -> None:
-        if self._windows_left == 0:
+        if self._turns_left == 0:
             self._compare()
-        elif self._windows_left == 1:
+        elif self._turns_left == 1:
             self._decide(load)
         else:
-            self._windows_left -= 1
-            other = self._kept + self._direction
-            self._begin(other if self.halvings == self._kept else self._kept, SETTLING_ROUNDS + WINDOW_ROUNDS)
+            self._turns_left -= 1
+            self._begin(self._other if self._tried == self._kept else self._kept, _TURN_ROUNDS)
+
+    @property
+    def _other(self) -> int:
+        """Index of the neighbour that is compared."""
+        return self._kept + self._direction
 
     def _compare(self) -> None:
         """The end of a stay: take turns with a neighbour."""
-        if not 0 <= self._kept + self._direction <= self.most_halvings:
+        if not 0 <= self._other < len(self._lengths):
             self._direction = -self._direction
             self._failures += 1
-        self._measured.clear()
-        self._windows_left = 2 * WINDOWS
-        self._begin(self._kept + self._direction, SETTLING_ROUNDS + WINDOW_ROUNDS)
+        self._kept_rounds, self._other_rounds = _Measured(), _Measured()
+        self._turns_left = 2 * TURNS
+        self._begin(self._other, _TURN_ROUNDS)
 
     def _decide(self, load: int) -> None:
         """The end of a comparison."""
-        other = self._kept + self._direction
-        advantage = self._measured[other].rate / max(self._measured[self._kept].rate, 1e-9)
+        advantage = self._other_rounds.rate / max(self._kept_rounds.rate, 1e-9)
         if advantage > LEAST_ADVANTAGE:
-            logger.info(
-                "proposals change their length",
-                extra={"requests": load, "halvings": other, "advantage": round(advantage, 2)},
-            )
-            self._kept = other
+            self._kept = self._other
             self._failures = 0
+            details = {
+                "requests": load,
+                "tokens": self._lengths[self._kept],
+                "advantage": round(advantage, 2),
+            }
+            logger.info("proposals change their length", extra=details)
         else:
             self._direction = -self._direction
             self._failures += 1
-        self._windows_left = 0
+        self._turns_left = 0
         self._begin(self._kept, self._stay_rounds)
 
     @property
@@ -133,8 +146,8 @@ class _Level:
             return SETTLING_ROUNDS
         return min(FIRST_STAY_ROUNDS << min(self._failures - 2, 10), LONGEST_STAY_ROUNDS)
 
-    def _begin(self, halvings: int, rounds: int) -> None:
-        self.halvings = halvings
+    def _begin(self, index: int, rounds: int) -> None:
+        self._tried = index
         self._wanted_rounds = rounds
         self._rounds = 0
 
@@ -146,8 +159,8 @@ class _Measured:
         self._tokens = 0.0
         self._seconds: list[float] = []
 
-    def add(self, tokens: float, seconds: float) -> None:
-        self._tokens += tokens
+    def add(self, committed: float, seconds: float) -> None:
+        self._tokens += committed
         self._seconds.append(seconds)
 
     @property

@@ -23,6 +23,7 @@ from tandem.engine.runner import StepRunner
 from tandem.engine.sampling import BY_TORCH, Sampler
 from tandem.engine.sequence import Sequence as CachedSequence
 from tandem.engine.settings import EngineSettings
+from tandem.errors import InvalidRequestError
 from tandem.telemetry.streams import OnStep
 from tandem.types import (
     DenseLogits,
@@ -206,10 +207,20 @@ class StandaloneSequence:
         """Apply the step's delta and draw the tokens that follow, each from the draft's distribution.
 
         Raises:
-            InvalidRequestError: the delta does not fit the sequence or the model.
+            InvalidRequestError: the delta does not fit the sequence or the model, or the tokens do not.
         """
+        self._check_room(step)
         drafting = Drafting(step.delta.length, step.token_count, self._options, self._draft_top_k)
         if step.token_count == 0:
             await self._engine.run(Job(self._cached, step.delta, 0, drafting))
             return Proposal(step.delta.length)
         return await self._engine.run(Job(self._cached, step.delta, 1, drafting))
+
+    def _check_room(self, step: ProposeStep) -> None:
+        # Noise is keyed for all tokens at once, so that a huge count would fill the memory before one is drawn.
+        room = self._cached.max_length - step.delta.length + 1  # the last token is not read
+        if step.token_count > max(room, 0):
+            raise InvalidRequestError(
+                f"{step.token_count} tokens were asked for after {step.delta.length}, but the sequence's limit is "
+                f"{self._cached.max_length}."
+            )

@@ -26,9 +26,6 @@ from tandem.wire.common import (
     sampling_to_proto,
 )
 
-MOST_PROPOSED_TOKENS = 65_536
-"""Of one step. Noise and room are made for as many as are asked for: two thousand million took all memory."""
-
 
 def options_to_proto(options: DraftOptions) -> draft_pb2.ProposeRequest:
     """The message that opens a sequence."""
@@ -75,12 +72,10 @@ def step_from_proto(message: draft_pb2.ProposeStep) -> ProposeStep:
     """The step of a message.
 
     Raises:
-        InvalidRequestError: a count is out of range.
+        InvalidRequestError: a count is negative.
     """
-    if not 0 <= message.token_count <= MOST_PROPOSED_TOKENS:
-        raise InvalidRequestError(
-            f"token_count is {message.token_count}; it must be in 0..{MOST_PROPOSED_TOKENS}"
-        )
+    if message.token_count < 0:
+        raise InvalidRequestError(f"token_count is {message.token_count}; it must be at least 0")
     return ProposeStep(delta_from_proto(message.delta), message.token_count)
 
 

@@ -130,7 +130,10 @@ def test_a_method_is_supported_or_refused_by_name(method: str) -> None:
 @pytest.mark.parametrize("name", RULE_NAMES)
 def test_an_acceptance_rule_goes_by_either_name(name: str) -> None:
     for spelled in (name, name.upper(), name.replace("-", "_")):
-        SpeculativeConfig.model_validate({"rejection_sample_method": spelled})
+        config = SpeculativeConfig.model_validate({"rejection_sample_method": spelled})
+        known_as = config.rejection_sampling_strategy
+        assert known_as is not None
+        assert acceptance_names.canonical_name(known_as) == acceptance_names.canonical_name(name)
 
 
 def test_names_of_acceptance_rules_are_those_of_the_rules() -> None:

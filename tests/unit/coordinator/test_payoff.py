@@ -30,7 +30,7 @@ def sit_out(payoff: Payoff) -> int:
     """How many rounds a pause lasts."""
     rounds = 0
     while payoff.is_paused:
-        payoff.count_pause()
+        assert payoff.tokens(4) == 0
         payoff.add(ALONE)
         rounds += 1
     return rounds
@@ -113,7 +113,7 @@ def test_whatever_comes_pauses_are_bounded_and_end(costs: list[RoundCost]) -> No
     for cost in costs:
         if payoff.is_paused:
             assert 0 < payoff.pause_rounds <= LONGEST_PAUSE_ROUNDS
-            payoff.count_pause()
+            assert payoff.tokens(4) == 0
             payoff.add(ALONE)
         else:
             payoff.add(cost)

@@ -12,13 +12,13 @@ from coordinator.restraint import (
     LEAST_LOAD,
     LONGEST_STAY_ROUNDS,
     SETTLING_ROUNDS,
-    WINDOW_ROUNDS,
-    WINDOWS,
+    TURN_ROUNDS,
+    TURNS,
     Restraint,
 )
 
 K = 4
-COMPARISON_ROUNDS = 2 * WINDOWS * (SETTLING_ROUNDS + WINDOW_ROUNDS)
+COMPARISON_ROUNDS = 2 * TURNS * (SETTLING_ROUNDS + TURN_ROUNDS)
 
 Round = Callable[[int], tuple[float, float]]
 """Tokens and seconds of a round that proposes so many."""
@@ -50,16 +50,15 @@ class Machine:
     """Of the proposals, one for each round."""
 
     def __post_init__(self) -> None:
-        self.restraint = Restraint(lambda: self.load)
+        self.restraint = Restraint(K, lambda: self.load)
 
     def run(self, rounds: int) -> list[int]:
         """The lengths of the proposals in so many rounds of all requests."""
         lengths = []
         for _ in range(rounds):
-            halvings = self.restraint.halvings(K)
-            lengths.append(K >> halvings)
+            lengths.append(length := self.restraint.tokens)
             for _ in range(self.load):
-                self.restraint.add(*self.cost(K >> halvings), halvings)
+                self.restraint.add(*self.cost(length), length)
         return lengths
 
     def efficiency(self, lengths: list[int]) -> float:
@@ -97,18 +96,19 @@ def test_each_load_is_judged_by_itself() -> None:
     machine.run(100)
     lengths = []
     for machine.load in (16, 5, 20):
-        lengths.append(K >> machine.restraint.halvings(K))
+        lengths.append(machine.restraint.tokens)
     assert lengths == [0, K, 0], "20 are as many as 16, but for a few"
 
 
 def test_rounds_that_share_steps_with_the_length_before_do_not_count() -> None:
     machine = Machine(16, cheap)
     machine.run(SETTLING_ROUNDS)
-    for _ in range(2 * WINDOWS):
-        halvings = machine.restraint.halvings(K)
+    for _ in range(2 * TURNS):
+        length = machine.restraint.tokens
+        committed, seconds = (0, 1.0) if length == K else (1000, 1e-6)
         for _ in range(16 * SETTLING_ROUNDS):
-            machine.restraint.add(1000, 1e-6, halvings) if halvings else machine.restraint.add(0, 1, halvings)
-        machine.run(WINDOW_ROUNDS)
+            machine.restraint.add(committed, seconds, length)
+        machine.run(TURN_ROUNDS)
     assert machine.run(10 * COMPARISON_ROUNDS).count(K) > 5 * COMPARISON_ROUNDS, "too good to be believed"
 
 
@@ -120,14 +120,20 @@ def test_what_slows_down_both_lengths_for_a_while_decides_nothing() -> None:
         machine.run(5)
         machine.cost = costly
         machine.run(25)
-    assert machine.restraint.halvings(K) == K.bit_length()
+    assert machine.restraint.tokens == 0
     assert machine.efficiency(machine.run(1000)) > 0.95
 
 
-def test_requests_of_different_lengths_halve_their_own() -> None:
-    machine = Machine(16, costly)
-    machine.run(100)
-    assert [most >> machine.restraint.halvings(most) for most in (1, 2, 3, 4)] == [0, 0, 0, 0]
+@pytest.mark.parametrize(
+    ("most", "lengths"), [(1, {1, 0}), (4, {4, 2, 1, 0}), (5, {5, 2, 1, 0}), (8, {8, 4, 2, 1, 0})]
+)
+def test_all_lengths_down_to_none_are_halves(most: int, lengths: set[int]) -> None:
+    restraint = Restraint(most, lambda: 16)
+    seen = set()
+    for _ in range(16 * 200):
+        seen.add(restraint.tokens)
+        restraint.add(*costly(restraint.tokens), restraint.tokens)
+    assert seen == lengths
 
 
 @pytest.mark.parametrize("may_pause", [True, False])
@@ -136,7 +142,7 @@ def test_a_request_is_restrained_with_the_others_where_it_may(may_pause: bool) -
     machine.run(100)
     payoff = Payoff(may_pause=may_pause, restraint=machine.restraint)
     assert payoff.tokens(K) == (0 if may_pause else K)
-    assert Payoff(may_pause=may_pause, restraint=Restraint(lambda: 1)).tokens(K) == K
+    assert Payoff(may_pause=may_pause, restraint=Restraint(K, lambda: 1)).tokens(K) == K
 
 
 def rounds_of(restraint: Restraint, count: int, *, is_lost: bool) -> list[int]:
@@ -159,10 +165,10 @@ def rounds_of(restraint: Restraint, count: int, *, is_lost: bool) -> list[int]:
 
 
 def test_a_round_counts_as_what_it_committed_and_took() -> None:
-    lengths = rounds_of(Restraint(lambda: LEAST_LOAD), 1000, is_lost=False)
+    lengths = rounds_of(Restraint(K, lambda: LEAST_LOAD), 1000, is_lost=False)
     assert lengths.count(K) > 0.9 * len(lengths)
 
 
 def test_rounds_whose_draft_was_lost_do_not_count() -> None:
-    lengths = rounds_of(Restraint(lambda: LEAST_LOAD), 1000, is_lost=True)
+    lengths = rounds_of(Restraint(K, lambda: LEAST_LOAD), 1000, is_lost=True)
     assert lengths == [K] * len(lengths)

@@ -60,6 +60,8 @@ def test_headers_that_hold_no_token(header: str) -> None:
 
 def test_the_scheme_is_spelled_any_way() -> None:
     authorize(Scope.CLIENT, f"bearer {CLIENT}", BOTH)
+    with pytest.raises(UnauthenticatedError):
+        authorize(Scope.CLIENT, "bearer another", BOTH)
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,11 @@ logger = logging.getLogger(__name__)
 
 
 class Restraint:
-    """Follows the rounds of requests that would propose as many tokens, for each load on its own: doubling it makes
-    another."""
+    """Follows the rounds of requests that would propose as many tokens, for each load on its own.
+
+    One load are 12 to 23 requests, another twice as many: what people set, as 16, lies well inside, so that the first
+    requests that end do not make another of it.
+    """
 
     def __init__(self, num_speculative_tokens: int, load: Callable[[], int]) -> None:
         """
@@ -62,17 +65,22 @@ class Restraint:
 
     @property
     def _level(self) -> _Level:
-        return self._levels.setdefault(self._load().bit_length(), _Level(self._lengths))
+        size = (self._load() * 4 // 3).bit_length()
+        if size not in self._levels:
+            nearest = min(self._levels, key=lambda other: abs(other - size), default=None)
+            first = 0 if nearest is None else self._levels[nearest].kept
+            self._levels[size] = _Level(self._lengths, first)
+        return self._levels[size]
 
 
 class _Level:
     """One load: climbs to the best length by its neighbours, and then tries them ever more rarely."""
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    def __init__(self, lengths: Sequence[int], first: int) -> None:
         self._lengths = lengths
-        self._tried = 0
+        self._tried = first
         """Index of the length that is proposed now."""
-        self._kept = 0
+        self.kept = first
         """Index of the best length so far."""
         self._direction = 1
         self._failures = 0
@@ -94,7 +102,7 @@ class _Level:
             return
         self._rounds += 1
         if self._turns_left and self._rounds > SETTLING_ROUNDS * load:
-            measured = self._kept_rounds if self._tried == self._kept else self._other_rounds
+            measured = self._kept_rounds if self._tried == self.kept else self._other_rounds
             measured.add(committed, seconds)
         if self._rounds >= self._wanted_rounds * load:
             self._end_turn(load)
@@ -106,12 +114,12 @@ class _Level:
             self._decide(load)
         else:
             self._turns_left -= 1
-            self._begin(self._other if self._tried == self._kept else self._kept, _TURN_ROUNDS)
+            self._begin(self._other if self._tried == self.kept else self.kept, _TURN_ROUNDS)
 
     @property
     def _other(self) -> int:
         """Index of the neighbour that is compared."""
-        return self._kept + self._direction
+        return self.kept + self._direction
 
     def _compare(self) -> None:
         """The end of a stay: take turns with a neighbour."""
@@ -126,11 +134,11 @@ class _Level:
         """The end of a comparison."""
         advantage = self._other_rounds.rate / max(self._kept_rounds.rate, 1e-9)
         if advantage > LEAST_ADVANTAGE:
-            self._kept = self._other
+            self.kept = self._other
             self._failures = 0
             details = {
                 "requests": load,
-                "tokens": self._lengths[self._kept],
+                "tokens": self._lengths[self.kept],
                 "advantage": round(advantage, 2),
             }
             logger.info("proposals change their length", extra=details)
@@ -138,7 +146,7 @@ class _Level:
             self._direction = -self._direction
             self._failures += 1
         self._turns_left = 0
-        self._begin(self._kept, self._stay_rounds)
+        self._begin(self.kept, self._stay_rounds)
 
     @property
     def _stay_rounds(self) -> int:

@@ -29,42 +29,55 @@ class FaultProxy:
     passed_bytes: int = 0
     """From the target to its callers, over all connections."""
     resets: int = 0
-    _silence_ends: asyncio.Event = field(default_factory=asyncio.Event)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, both ways, until either side ends it."""
-        task = asyncio.current_task()
-        assert task is not None
+    def accept(self, listener: socket.socket) -> None:
+        """Serve the connection that has come."""
+        connection, _ = listener.accept()
+        task = asyncio.create_task(self._serve(connection))
         self._tasks.add(task)
-        host, _, port = self.target.rpartition(":")
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """End all connections."""
+        await asyncio.sleep(0)  # a task that is cancelled before it begins would leave its socket open
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        """One connection, both ways, until either side ends it."""
+        reader, writer = await asyncio.open_connection(sock=connection)
         try:
+            host, _, port = self.target.rpartition(":")
             there_reader, there_writer = await asyncio.open_connection(host, int(port))
+            try:
+                await self._join(reader, writer, there_reader, there_writer)
+            finally:
+                there_writer.transport.abort()
         except OSError:
+            pass  # nobody is there
+        finally:
             writer.transport.abort()
-            self._tasks.discard(task)
-            return
+
+    async def _join(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        there_reader: asyncio.StreamReader,
+        there_writer: asyncio.StreamWriter,
+    ) -> None:
         ways = [
             asyncio.create_task(self._pass_on(reader, there_writer, None)),
             asyncio.create_task(self._pass_on(there_reader, writer, writer)),
         ]
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
-            pass  # `close` ends connections so, and asyncio's streams would complain of it
         finally:
             for way in ways:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
-            for end in (writer, there_writer):
-                end.transport.abort()
-            self._tasks.discard(task)
-
-    async def close(self) -> None:
-        """End all connections."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _pass_on(
         self,
@@ -119,13 +132,14 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 @asynccontextmanager
 async def fault_proxy(target: str) -> AsyncIterator[FaultProxy]:
     """A proxy before host:port, without a fault as yet."""
-    proxy = FaultProxy(target)
-    server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
-    port: int = server.sockets[0].getsockname()[1]
-    proxy.address = f"127.0.0.1:{port}"
-    try:
-        yield proxy
-    finally:
-        server.close()
-        await proxy.close()
-        await server.wait_closed()
+    loop = asyncio.get_running_loop()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        proxy = FaultProxy(target, address=f"127.0.0.1:{listener.getsockname()[1]}")
+        # asyncio's own servers leave a socket open that arrives while they are being closed.
+        loop.add_reader(listener, proxy.accept, listener)
+        try:
+            yield proxy
+        finally:
+            loop.remove_reader(listener)
+            await proxy.close()

@@ -7,7 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -55,52 +55,59 @@ def running(command: str) -> Iterator[None]:
 
 
 def run(command: str) -> str:
-    words = [*words_of(command), *ARGUMENTS.get(command, [])]
+    return execute(*words_of(command), *ARGUMENTS.get(command, []))
+
+
+def execute(*words: str) -> str:
     done = subprocess.run(
         words, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
     )
-    assert done.returncode == 0, f"{command}: {done.stderr}"
+    assert done.returncode == 0, f"{words}: {done.stderr}"
     return done.stdout
 
 
-@pytest.mark.slow
-def test_every_shell_command_works() -> None:
-    with ExitStack() as services:
-        for block in SHELL_BLOCKS:
-            if keeps_running(block[0]):
-                services.close()
-            for command in block:
-                if keeps_running(command):
-                    services.enter_context(running(command))
-                elif not is_run_by_ci(command):
-                    assert run(command).strip(), f"{command} printed nothing"
+def stories() -> dict[tuple[str, ...], list[str]]:
+    """The other commands by those that keep running beside them; what the README starts twice is started once."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    services: tuple[str, ...] = ()
+    for block in SHELL_BLOCKS:
+        started = tuple(command for command in block if keeps_running(command))
+        services = started or services
+        commands = found.setdefault(services, [])
+        commands += [command for command in block if command not in started and not is_run_by_ci(command)]
+    return found
+
+
+CLUSTER = (".venv/bin/tandem up",)
+OTHERS = {services: commands for services, commands in stories().items() if services != CLUSTER}
 
 
 @pytest.mark.slow
-def test_the_same_seed_gives_the_same_text_under_strict_and_without_speculation() -> None:
-    """What the README says of its last two generate commands."""
-    commands = [command for block in SHELL_BLOCKS for command in block if "--seed 7" in command]
-    strict, alone = commands[-2:]
+@pytest.mark.parametrize(
+    ("services", "commands"),
+    OTHERS.items(),
+    ids=[services[-1] if services else "alone" for services in OTHERS],
+)
+def test_every_shell_command_works(services: Sequence[str], commands: Sequence[str]) -> None:
+    with ExitStack() as running_services:
+        for command in services:
+            running_services.enter_context(running(command))
+        for command in commands:
+            assert run(command).strip(), f"{command} printed nothing"
+
+
+@pytest.mark.slow
+def test_one_cluster_answers_the_shell_and_python() -> None:
+    with running(*CLUSTER):
+        printed = {command: run(command) for command in stories()[CLUSTER]}
+        for source in PYTHON_BLOCKS:
+            printed[source] = execute(sys.executable, "-c", source)
+    assert [command for command, answer in printed.items() if not answer.strip()] == []
+    # What the README says of its last two generate commands.
+    strict, alone = [command for command in printed if "--seed 7" in command][-2:]
     assert "strict" in strict
     assert "--no-speculation" in alone
-    with running(".venv/bin/tandem up"):
-        assert run(strict) == run(alone)
-
-
-@pytest.mark.slow
-def test_the_python_examples_work() -> None:
-    with running(".venv/bin/tandem up"):
-        for source in PYTHON_BLOCKS:
-            done = subprocess.run(
-                [sys.executable, "-c", source],
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_SECONDS,
-                check=False,
-            )
-            assert done.returncode == 0, done.stderr
-            assert done.stdout.strip()
+    assert printed[strict] == printed[alone]
 
 
 def test_every_link_leads_somewhere() -> None:

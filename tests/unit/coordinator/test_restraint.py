@@ -94,10 +94,15 @@ def test_a_few_decide_for_themselves() -> None:
 def test_each_load_is_judged_by_itself() -> None:
     machine = Machine(16, costly)
     machine.run(100)
-    lengths = []
-    for machine.load in (16, 5, 20):
-        lengths.append(machine.restraint.tokens)
-    assert lengths == [0, K, 0], "20 are as many as 16, but for a few"
+    machine.load, machine.cost = 5, cheap
+    machine.run(100)
+    assert [machine.restraint.tokens for machine.load in (5, 12, 16, 23)] == [K, 0, 0, 0]
+
+
+def test_a_load_begins_with_what_the_nearest_one_found_best() -> None:
+    machine = Machine(16, costly)
+    machine.run(100)
+    assert [machine.restraint.tokens for machine.load in (8, 32, 1)] == [0, 0, K], "one decides for itself"
 
 
 def test_rounds_that_share_steps_with_the_length_before_do_not_count() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.models import random_model, save_model
-from tests.end_to_end.processes import address_of, coordinator, model_service
+from tests.end_to_end.nurslings import Nursery, nursery
+from tests.end_to_end.processes import address_of, coordinator
 from tests.paths import DEMO_DRAFT, DEMO_TARGET, HELD_OUT_PROMPTS
 
 
@@ -26,21 +27,25 @@ def random_draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def target_address() -> Iterator[str]:
-    with model_service("target_service", DEMO_TARGET) as process:
-        yield address_of(process)
+def services() -> Iterator[Nursery]:
+    """Starts the services of models in a second each."""
+    with nursery() as made:
+        yield made
 
 
 @pytest.fixture(scope="session")
-def draft_address() -> Iterator[str]:
-    with model_service("draft_service", DEMO_DRAFT) as process:
-        yield address_of(process)
+def target_address(services: Nursery) -> str:
+    return services.started("target_service", DEMO_TARGET).address
 
 
 @pytest.fixture(scope="session")
-def random_draft_address(random_draft_folder: Path) -> Iterator[str]:
-    with model_service("draft_service", random_draft_folder) as process:
-        yield address_of(process)
+def draft_address(services: Nursery) -> str:
+    return services.started("draft_service", DEMO_DRAFT).address
+
+
+@pytest.fixture(scope="session")
+def random_draft_address(services: Nursery, random_draft_folder: Path) -> str:
+    return services.started("draft_service", random_draft_folder).address
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.end_to_end.processes import START_SECONDS, is_alive, until
+from tests.end_to_end.processes import START_SECONDS, clean_environment, is_alive, until
 from tests.paths import ROOT
 
 
@@ -87,6 +87,13 @@ class Nursery:
         """One with a model, on one thread: the machine is shared."""
         return self.nursling(package, "--model", str(model), "--threads", "1", *arguments)
 
+    def started(self, package: str, model: Path, *arguments: str) -> Nursling:
+        """One with a model that is ready, and lives as long as the nursery unless it is ended."""
+        made = self.model_service(package, model, *arguments)
+        made.start()
+        made.await_ready()
+        return made
+
     def fork(self, *command: str) -> tuple[int, Path]:
         self._forks += 1
         folder = self._folder / str(self._forks)
@@ -113,6 +120,7 @@ def nursery() -> Iterator[Nursery]:
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
+            env=clean_environment(),
         )
         made = Nursery(process, Path(name))
         try:

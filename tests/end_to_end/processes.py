@@ -99,7 +99,7 @@ def running(*command: str, environment: dict[str, str] | None = None, stdin: str
                 stdout=standard_out,
                 stderr=standard_error,
                 cwd=ROOT,
-                env=_environment() | (environment or {}),
+                env=clean_environment() | (environment or {}),
                 start_new_session=True,
             )
         process = Process(popen, folder)
@@ -190,7 +190,7 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _environment() -> dict[str, str]:
+def clean_environment() -> dict[str, str]:
     """Ours, without what would change an option or a colour behind a test's back."""
     hidden = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "TERM", "COLUMNS")
     kept = {

@@ -19,7 +19,8 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from tandem.types import GenerationRequest, RowKind
 from tests.end_to_end.chi_square import critical_value, statistic, visible_distance
 from tests.end_to_end.models import blurred, load_reference, random_model, save_model
-from tests.end_to_end.processes import address_of, coordinator, model_service
+from tests.end_to_end.nurslings import Nursery
+from tests.end_to_end.processes import address_of, coordinator
 from tests.paths import DEMO_TARGET
 from tests.service.clients import complete_all
 
@@ -55,15 +56,13 @@ def small_draft() -> Any:
 
 
 @pytest.fixture(scope="module")
-def small_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def small_address(services: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A coordinator over a pair of small models. The draft's support is smaller than the target's."""
     target = save_model(small_target(), tmp_path_factory.mktemp("small-target"))
     draft = save_model(small_draft(), tmp_path_factory.mktemp("small-draft"))
-    with (
-        model_service("target_service", target) as target_process,
-        model_service("draft_service", draft, "--draft-top-k", "3") as draft_process,
-        coordinator(address_of(target_process), address_of(draft_process)) as process,
-    ):
+    target_address = services.started("target_service", target).address
+    draft_address = services.started("draft_service", draft, "--draft-top-k", "3").address
+    with coordinator(target_address, draft_address) as process:
         yield address_of(process)
 
 
@@ -141,8 +140,7 @@ async def test_the_first_tokens_are_the_targets(small_address: str, strategy: st
     assert wrong_value > critical_value(freedom), "the test must see when tokens are the draft's"
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize("strategy", ["residual", "block"])
+@pytest.mark.parametrize(("strategy", "temperature"), [("residual", 0.7), ("block", 1.0)])
 async def test_the_first_tokens_of_the_demo_target(address: str, strategy: str, temperature: float) -> None:
     """With everything that truncates a distribution, and with what a trained pair makes of it."""
     request = GenerationRequest(

@@ -15,7 +15,7 @@ import pytest
 
 from tandem.client import Client
 from tandem.types import Chunk, GenerationRequest, SpeculationFigures
-from tests.end_to_end.nurslings import Nursery, Nursling, nursery
+from tests.end_to_end.nurslings import Nursery, Nursling
 from tests.end_to_end.processes import address_of, coordinator
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 
@@ -113,12 +113,6 @@ async def begun(
     finally:
         for task in tasks:
             task.cancel()
-
-
-@pytest.fixture(scope="module")
-def services() -> Iterator[Nursery]:
-    with nursery() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -13,7 +12,7 @@ from openai import APIError, BadRequestError, NotFoundError, OpenAI
 from tokenizers import Tokenizer
 
 from tandem.sync_client import SyncClient
-from tests.end_to_end.processes import TANDEM, Process, address_of, coordinator, running, until
+from tests.end_to_end.processes import Process, address_of, coordinator, until
 from tests.paths import DEMO_TARGET
 
 pytestmark = pytest.mark.slow
@@ -172,11 +171,3 @@ def test_a_drain_lets_a_stream_end_and_refuses_new_ones(target_address: str, dra
                 client.completions.create(model="target", prompt=PROMPT)
             assert [piece.choices[0].finish_reason for piece in stream][-1] == "length"
         assert process.wait(SECONDS) == 0
-
-
-def test_up_says_where_http_is(tmp_path: Path) -> None:
-    with running(TANDEM, "up", "--port", "0", "--http-port", "0", "--threads", "1") as process:
-        url = process.line("tandem up: http on ")
-        address_of(process)
-        assert httpx2.get(f"{url}/health").json() == {"status": "ok"}
-        assert process.stop() == 0

@@ -76,14 +76,15 @@ bench: setup ## Compare ways of decoding on this machine: make bench ARGS="--pai
 	$(BIN)/python -m benchmarks $(ARGS)
 
 # Three runs of five to ten minutes on two quiet cores. Other engines: make bench-results ARGS="--vllm-python PYTHON"
-# Many requests at once find the length of their proposals in the first rounds, so there must be more of those.
+# Many requests at once find the length of their proposals in the first rounds, so there must be more of those, each
+# of 128 tokens, as `vllm bench serve` asks for by default.
 RECORDED = --json benchmarks/results/bench_$(1).json --svg benchmarks/results/bench_$(1).svg \
 	--markdown benchmarks/results/bench_$(1).md
 bench-results: setup ## Measure again what benchmarks/results records of `make bench`; wants a quiet machine
 	$(BIN)/python -m benchmarks --pair demo $(call RECORDED,demo) $(ARGS)
 	$(BIN)/python -m benchmarks --pair shaped:200M:1:0.8 --batch 1 --max-tokens 32 $(call RECORDED,shaped) $(ARGS)
-	$(BIN)/python -m benchmarks --pair shaped:200M:1:0.8 --batch 1,16 --rounds 7 --contenders target-alone,speculative \
-		--no-phases --no-prefix $(call RECORDED,shaped_many) $(ARGS)
+	$(BIN)/python -m benchmarks --pair shaped:200M:1:0.8 --batch 1,16 --rounds 7 --max-tokens 128 \
+		--contenders target-alone,speculative --no-phases --no-prefix $(call RECORDED,shaped_many) $(ARGS)
 
 clean: ## Remove what was installed and generated
 	rm -rf $(VENV) tandem/v1 build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -31,7 +31,7 @@ def cluster(
 ) -> Iterator[Cluster]:
     """What runs after `docker compose up`."""
     with Cluster(
-        services("cpu", variables={"OPTIONS_FILE": str(TEST_OPTIONS)}),
+        services("cpu", variables={"OPTIONS_FILE": str(TEST_OPTIONS), "ADMIN_TOKEN": "of-the-tests-alone"}),
         images,
         tmp_path_factory.mktemp("containers"),
     ) as running:

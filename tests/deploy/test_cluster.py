@@ -22,6 +22,16 @@ def test_every_service_becomes_healthy_and_a_prompt_is_completed(cluster: Cluste
     assert answer["speculation"]["accepted"] > 0
 
 
+def test_the_cluster_is_administered_from_within(cluster: Cluster) -> None:
+    """With the ADMIN_TOKEN that compose was given."""
+    done = cluster["coordinator"].run("tandem", "admin", "replicas", "list", "--output", "json")
+    assert done.returncode == 0, done.stderr
+    assert {replica["state"] for replica in json.loads(done.stdout)} == {"ready"}
+    refused = cluster["coordinator"].run("tandem", "admin", "status", "--token", "not-the-right-one")
+    assert refused.returncode == 5
+    assert "Traceback" not in refused.stderr
+
+
 def test_a_container_may_do_nothing_but_serve(cluster: Cluster) -> None:
     for container in cluster.values():
         status = Path(f"/proc/{container.process.pid}/status").read_text(encoding="utf-8")

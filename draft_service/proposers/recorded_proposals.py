@@ -1,4 +1,7 @@
-"""A whole proposal in one recording: K steps of the draft and the draws between them, without returning to the host."""
+"""A whole proposal in one recording: K steps of the draft and the draws between them, without returning to the host.
+
+Played beside the same steps unrecorded before it is trusted.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from tandem.engine.recording import Recorder
 from tandem.engine.runner import StepRunner
 from tandem.engine.segment import Segment
 from tandem.engine.static_step import StaticInputs, StaticStep
+from tandem.engine.trials import TOLERANCES, trial
 from tandem.noise import proposal_keys, race
 from tandem.types import Proposal, RowKind, SparseDistribution
 
@@ -50,18 +54,27 @@ class RecordedProposals:
         shapes = [(bucket, count) for bucket in buckets for count in token_counts]
         for bucket, count in sorted(shapes, reverse=True):
             try:
-                self._loops.insert(0, _Loop(runner, bucket, count, draft_top_k, recorder))
+                loop = _Loop(runner, bucket, count, draft_top_k, recorder)
+                difference = loop.difference_from_plain()
             except Exception as error:  # noqa: BLE001 - whatever cannot be recorded runs plainly
-                logger.warning(
-                    "a proposal could not be recorded; it and all smaller ones return to the host at each step",
-                    extra={"sequences": bucket.sequences, "keys": bucket.length, "reason": str(error)},
-                )
+                _give_up(bucket, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
                 break
+            if not difference <= TOLERANCES[runner.model.dtype]:
+                _give_up(bucket, f"its draws differ by {difference:.2g}")
+                break
+            self._loops.insert(0, loop)
 
     def run(self, segments: Sequence[Segment], jobs: Sequence[Job[Drafting]]) -> list[Proposal] | None:
         """See `tandem.engine.jobs.RunAhead`."""
         loop = next((loop for loop in self._loops if loop.holds(segments, jobs)), None)
         return None if loop is None else loop.run(segments, jobs)
+
+
+def _give_up(bucket: Bucket, reason: str) -> None:
+    logger.warning(
+        "a proposal could not be recorded; it and all smaller ones return to the host at each step",
+        extra={"sequences": bucket.sequences, "keys": bucket.length, "reason": reason},
+    )
 
 
 class _Loop:
@@ -74,6 +87,8 @@ class _Loop:
         recorder: Recorder,
     ) -> None:
         self._bucket = bucket
+        self._arena = runner.arena
+        self._vocabulary_size = runner.model.info.vocabulary_size
         self._token_count = token_count
         self._draft_top_k = min(draft_top_k, runner.model.info.vocabulary_size)
         self._spare = runner.arena.total_tokens
@@ -84,6 +99,37 @@ class _Loop:
         self._next = StaticStep(runner.model, runner.arena, Bucket(bucket.sequences, 1, bucket.length))
         with torch.inference_mode():
             self._play = recorder(self._work)
+
+    @torch.inference_mode()
+    def difference_from_plain(self) -> float:
+        """By what share of the highest logit or probability the draws differ from those of the same steps unrecorded,
+        as far as both drew the same tokens before; the arena must be empty."""
+        with trial(self._bucket, self._arena, self._vocabulary_size, self._token_count) as segments:
+            greedy = [0, _integer(1.0), 0, 0, *[0] * self._token_count]
+            self._inputs.fill(segments, _by_row([greedy] * self._bucket.sequences), self._spare)
+            ids, logits, _, probs = self._parts(self._play()[:, : len(segments)].clone())
+            plain_ids, plain_logits, plain_columns, plain_probs = self._parts(
+                self._work()[:, : len(segments)]
+            )
+        is_comparable = torch.ones_like(ids, dtype=torch.bool)
+        is_comparable[1:] = (ids == plain_ids)[:-1].cumprod(dim=0).bool()
+        # Of two tokens that are as probable, either may be drawn.
+        likeliest = plain_probs.amax(dim=-1)
+        likelihood = torch.where(plain_columns == ids[..., None], plain_probs, 0.0).sum(dim=-1)
+        differences = (
+            (logits - plain_logits).abs() / plain_logits.abs().max(),
+            (probs - plain_probs).abs().amax(dim=-1) / likeliest,
+            (likeliest - likelihood) / likeliest,
+        )
+        return max(float(difference[is_comparable].max()) for difference in differences)
+
+    def _parts(self, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Ids and their logits, [token_count, sequences]; columns and probabilities, [..., draft_top_k]."""
+        first_prob = 2 + self._draft_top_k
+        logits, probs = (
+            part.contiguous().view(torch.float32) for part in (drawn[..., 1], drawn[..., first_prob:])
+        )
+        return drawn[..., 0], logits, drawn[..., 2:first_prob], probs
 
     def holds(self, segments: Sequence[Segment], jobs: Sequence[Job[Drafting]]) -> bool:
         """Whether all that is asked for is a proposal that fits."""
@@ -125,10 +171,10 @@ class _Loop:
         for drafting in draftings:
             sampling = truncated(drafting)
             keys = proposal_keys(sampling.seed, drafting.base_length, self._token_count)
-            bits = map(_bits, (sampling.temperature, sampling.top_p, sampling.min_p))
+            bits = map(_integer, (sampling.temperature, sampling.top_p, sampling.min_p))
             columns.append([*bits, sampling.top_k, *keys.tolist()])
         columns += [[0] * len(columns[0])] * (self._bucket.sequences - len(columns))
-        return [number for row in zip(*columns, strict=True) for number in row]
+        return _by_row(columns)
 
     def _work(self) -> Tensor:
         """What is recorded: int32 [token_count, sequences, 2 + 2 * draft_top_k], as `_draw` makes them."""
@@ -191,7 +237,11 @@ class _Loop:
         )
 
 
-def _bits(value: float) -> int:
+def _by_row(columns: Sequence[Sequence[int]]) -> list[int]:
+    return [number for row in zip(*columns, strict=True) for number in row]
+
+
+def _integer(value: float) -> int:
     """A float64's bits as a signed integer."""
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
 

@@ -11,21 +11,14 @@ from torch import Tensor
 from tandem.engine.attention import STEP_ARGUMENT
 from tandem.engine.buckets import Bucket
 from tandem.engine.cache import KvArena
-from tandem.engine.extents import Extent, granules
 from tandem.engine.layout import Packing, StepLayout
 from tandem.engine.model import LoadedModel
 from tandem.engine.recording import Recorder
 from tandem.engine.segment import Segment
-from tandem.engine.sequence import Sequence
 from tandem.engine.static_step import StaticInputs, StaticStep
+from tandem.engine.trials import TOLERANCES, trial
 
 logger = logging.getLogger(__name__)
-
-_PAST_TOKENS = 24
-"""Keys that the comparison gives each sequence to look back on."""
-
-_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}
-"""By how much of the largest logit the two may differ: they add up in other orders."""
 
 
 class RecordedStep:
@@ -98,7 +91,7 @@ class RecordedSteps:
             except Exception as error:  # noqa: BLE001 - whatever cannot be recorded runs plainly
                 _give_up(bucket, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
                 break
-            if not difference <= _TOLERANCES[model.dtype]:
+            if not difference <= TOLERANCES[model.dtype]:
                 _give_up(bucket, f"its logits differ by {difference:.2g} of the largest")
                 break
             self._steps.insert(0, step)
@@ -122,8 +115,7 @@ def _give_up(bucket: Bucket, reason: str) -> None:
 
 def difference_from_plain(step: RecordedStep, model: LoadedModel, arena: KvArena) -> float:
     """By how much of the largest logit the recorded step differs from the plain one; the arena must be empty."""
-    segments = _trial(step.bucket, model, arena)
-    try:
+    with trial(step.bucket, arena, model.info.vocabulary_size) as segments:
         layout = StepLayout(segments, arena, model.layers, model.dtype, model.device)
         packed = torch.tensor((layout.token_ids(), layout.positions()), device=model.device)
         module = model.module
@@ -132,26 +124,3 @@ def difference_from_plain(step: RecordedStep, model: LoadedModel, arena: KvArena
         ).logits[0]
         recorded = step.run(layout.segments, range(layout.token_count))
         return float((recorded.float() - plain.float()).abs().max() / plain.float().abs().max())
-    finally:
-        arena.zero(0, max(segment.sequence.extent.end for segment in segments))
-
-
-def _trial(bucket: Bucket, model: LoadedModel, arena: KvArena) -> list[Segment]:
-    """Sequences of any tokens with any past, as many as the bucket and the arena hold."""
-    past = min(_PAST_TOKENS, bucket.length - bucket.width)
-    capacity = granules(past + bucket.width)
-    count = min(bucket.sequences, arena.total_tokens // capacity)
-    generator = torch.Generator().manual_seed(0)
-    for layer in arena.layers:
-        for storage in (layer.keys, layer.values):
-            part = storage[:, :, : count * capacity]
-            part.copy_(torch.randn(part.shape, generator=generator))
-    segments = []
-    for i in range(count):
-        sequence = Sequence(Extent(i * capacity, capacity), capacity, model.info.vocabulary_size)
-        sequence.token_ids = [
-            (7 * i + 3 * j) % model.info.vocabulary_size for j in range(past + bucket.width)
-        ]
-        sequence.advance(past)
-        segments.append(Segment(sequence, bucket.width))
-    return segments

@@ -15,6 +15,7 @@ from draft_service.proposers.suffix import suffix_proposer
 from draft_service.servicer import DraftServicer
 from draft_service.settings import DraftSettings
 from tandem.serving.loading import in_daemon_thread
+from tandem.serving.server import ENGINE_FAILED
 from tandem.telemetry.streams import OnStep, watch_for
 from tandem.v1 import draft_pb2, draft_pb2_grpc
 
@@ -34,9 +35,11 @@ class DraftService:
             ConfigurationError: an option of that method is wrong or missing.
         """
         self._watch = watch_for(settings, self.name)
-        self._load = _loader(settings, self._watch.on_step)
+        self._load = _loader(settings, self._watch.on_step, self._fail)
         self._servicer = DraftServicer(self._watch)
         self._proposer: Proposer | None = None
+        self.failure = ""
+        """Why it cannot go on."""
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicer."""
@@ -60,8 +63,14 @@ class DraftService:
             await self._proposer.close()
         await self._watch.close()
 
+    def _fail(self) -> None:
+        self.failure = ENGINE_FAILED
+        self.request_drain()
 
-def _loader(settings: DraftSettings, on_step: OnStep) -> Callable[[], Proposer]:
+
+def _loader(
+    settings: DraftSettings, on_step: OnStep, on_failure: Callable[[], None]
+) -> Callable[[], Proposer]:
     """What loads the drafting method. Options that are wrong are told before anything is loaded."""
     limits = SequenceLimits(settings.max_length, settings.max_sequences)
     match settings.method:
@@ -70,10 +79,12 @@ def _loader(settings: DraftSettings, on_step: OnStep) -> Callable[[], Proposer]:
         case "suffix":
             return partial(suffix_proposer, settings, limits)
         case _:
-            return partial(_load_standalone, settings, settings.checkpoint, on_step)
+            return partial(_load_standalone, settings, settings.checkpoint, on_step, on_failure)
 
 
-def _load_standalone(settings: DraftSettings, checkpoint: Path, on_step: OnStep) -> Proposer:
+def _load_standalone(
+    settings: DraftSettings, checkpoint: Path, on_step: OnStep, on_failure: Callable[[], None]
+) -> Proposer:
     from tandem.engine.checkpoint import open_checkpoint
     from tandem.engine.threads import wait_asleep
 
@@ -82,4 +93,4 @@ def _load_standalone(settings: DraftSettings, checkpoint: Path, on_step: OnStep)
     wait_asleep()
     from draft_service.proposers.standalone import load_standalone
 
-    return load_standalone(settings, on_step)
+    return load_standalone(settings, on_step, on_failure)

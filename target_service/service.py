@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import grpc.aio
 
 from tandem.serving.loading import in_daemon_thread
+from tandem.serving.server import ENGINE_FAILED
 from tandem.telemetry.streams import watch_for
 from tandem.v1 import target_pb2, target_pb2_grpc
 from target_service.servicer import TargetServicer
@@ -30,6 +31,8 @@ class TargetService:
         self._watch = watch_for(settings, self.name)
         self._servicer = TargetServicer(self._watch)
         self._verifier: Verifier | None = None
+        self.failure = ""
+        """Why it cannot go on."""
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicer."""
@@ -62,4 +65,8 @@ class TargetService:
         wait_asleep()
         from target_service.verifier import load_verifier
 
-        return load_verifier(self._settings, self._watch.on_step)
+        return load_verifier(self._settings, self._watch.on_step, self._fail)
+
+    def _fail(self) -> None:
+        self.failure = ENGINE_FAILED
+        self.request_drain()

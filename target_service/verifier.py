@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,9 @@ _RECORDED_WIDTHS = (1, 3, 5, 9)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
-def load_verifier(settings: TargetSettings, on_step: OnStep = None) -> Verifier:
+def load_verifier(
+    settings: TargetSettings, on_step: OnStep = None, on_failure: Callable[[], None] | None = None
+) -> Verifier:
     """Load the model that the settings name.
 
     Raises:
@@ -54,7 +56,7 @@ def load_verifier(settings: TargetSettings, on_step: OnStep = None) -> Verifier:
     )
     recorder = recorder_for(model.device, enforce_eager=settings.enforce_eager)
     head = partial(verify_head, sampler=Sampler(model.kernels))
-    engine = Engine(model, head, limits, on_step, recorder=recorder)
+    engine = Engine(model, head, limits, on_step, recorder=recorder, on_failure=on_failure)
     files = tuple(path for name in TOKENIZER_FILES if (path := settings.model / name).is_file())
     return Verifier(engine, files)
 

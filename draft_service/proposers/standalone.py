@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -42,7 +42,9 @@ _RECORDED_COUNTS = (2, 4, 8)
 """Tokens of proposals that are recorded whole: MAX's default, and what others use; shorter ones are cut from them."""
 
 
-def load_standalone(settings: DraftSettings, on_step: OnStep = None) -> StandaloneProposer:
+def load_standalone(
+    settings: DraftSettings, on_step: OnStep = None, on_failure: Callable[[], None] | None = None
+) -> StandaloneProposer:
     """Load the model that the settings name.
 
     Raises:
@@ -71,6 +73,7 @@ def load_standalone(settings: DraftSettings, on_step: OnStep = None) -> Standalo
         on_step=on_step,
         recorder=recorder,
         make_run_ahead=partial(record_proposals, settings.draft_top_k),
+        on_failure=on_failure,
     )
     return StandaloneProposer(engine, settings.draft_top_k)
 

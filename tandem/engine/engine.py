@@ -49,6 +49,7 @@ class Engine(Generic[PayloadT, ResultT]):
         *,
         recorder: Recorder | None = None,
         make_run_ahead: MakeRunAhead[PayloadT, ResultT] | None = None,
+        on_failure: Callable[[], None] | None = None,
     ) -> None:
         """Allocates the KV cache.
 
@@ -60,6 +61,7 @@ class Engine(Generic[PayloadT, ResultT]):
             recorder: records steps of the settings' widths; None runs all of them eagerly.
             make_run_ahead: makes what does several steps at once, with what records it and the buckets of its first
                 step; asked for only with a recorder.
+            on_failure: told, on the event loop, that the thread has ended by itself: nothing will run any more.
 
         Raises:
             ConfigurationError: the settings cannot be met.
@@ -79,6 +81,8 @@ class Engine(Generic[PayloadT, ResultT]):
             runner.record(buckets, recorder)
             run_ahead = None if make_run_ahead is None else make_run_ahead(runner, buckets, recorder)
         self._worker = Worker(runner, head, settings, _ToLoop(self), on_step, run_ahead)
+        self._on_failure = on_failure
+        self._is_closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
@@ -90,6 +94,7 @@ class Engine(Generic[PayloadT, ResultT]):
         """Stops after the step in progress; whoever still waits gets a ServiceUnavailableError."""
         if self._loop is None:
             return
+        self._is_closing = True
         self._worker.stop()
         self._admission.refuse_waiting()
         if not await asyncio.to_thread(self._worker.join, _CLOSE_TIMEOUT_SECONDS):
@@ -169,6 +174,12 @@ class Engine(Generic[PayloadT, ResultT]):
         if not self.is_running:
             raise ServiceUnavailableError("The engine is not running.")
 
+    def _ended(self) -> None:
+        """The thread has ended."""
+        self._admission.refuse_waiting()
+        if not self._is_closing and self._on_failure is not None:
+            self._on_failure()
+
     def _call_soon(self, function: Callable[..., None], *arguments: object) -> None:
         """Calls a function on the event loop, from the thread."""
         if self._loop is not None and not self._loop.is_closed():
@@ -195,7 +206,7 @@ class _ToLoop:
 
     def ended(self) -> None:
         """See `Listener`."""
-        self._engine._call_soon(self._engine._admission.refuse_waiting)
+        self._engine._call_soon(self._engine._ended)
 
 
 def _max_length(model: LoadedModel, settings: EngineSettings) -> int:

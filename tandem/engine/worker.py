@@ -36,6 +36,8 @@ docs/engine.md has what was measured.
 """
 _MOST_STEPS_WITHOUT_WAITING = 63
 """When waiting was in vain it is left out for one step, then three, then seven, up to so many."""
+_MOST_FAILED_STEPS = 8
+"""In a row. A device that has failed fails for ever; whoever runs the process has to start it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,7 @@ class Worker(Generic[PayloadT, ResultT]):
         self._awaits_missing = False
         self._steps_without_waiting = 0
         self._steps_until_waiting = 0
+        self._failed_steps = 0
 
     @property
     def is_stopping(self) -> bool:
@@ -265,6 +268,7 @@ class Worker(Generic[PayloadT, ResultT]):
         jobs = [self._running[segment.sequence] for segment in segments]
         try:
             if self._finish_ahead(segments, jobs, started):
+                self._failed_steps = 0
                 return
             packing = self._runner.pack(segments)
             rows, ready = self._wanted_rows(packing)
@@ -278,7 +282,11 @@ class Worker(Generic[PayloadT, ResultT]):
             # Whatever went wrong belongs to those who wait for this step; the engine goes on for the others.
             logger.exception("step failed", extra={"sequences": len(jobs)})
             self._fail_running(jobs, _step_error(error))
+            self._failed_steps += 1
+            if self._failed_steps >= _MOST_FAILED_STEPS:
+                raise
             return
+        self._failed_steps = 0
         if self._on_step is not None:
             seconds = time.perf_counter() - started
             self._on_step(StepRecord(len(jobs), packing.token_count, len(rows), model_seconds, seconds))
@@ -364,8 +372,7 @@ class Worker(Generic[PayloadT, ResultT]):
 def _step_error(error: Exception) -> TandemError:
     if isinstance(error, TandemError):
         return error
-    text = str(error).split("\n", 1)[0]
-    return TandemError(f"The model's step failed: {type(error).__name__}: {text}")
+    return TandemError("The model's step failed; the service's log says why.")
 
 
 def _released_error() -> InvalidRequestError:

@@ -17,7 +17,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from tandem.errors import ConfigurationError
+from tandem.errors import ConfigurationError, TandemError
 from tandem.serving.calls import RunningCalls
 from tandem.serving.edge import Edge
 from tandem.serving.gate import Gate
@@ -27,6 +27,9 @@ from tandem.serving.tls import server_credentials
 from tandem.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
+
+ENGINE_FAILED = "the engine has failed, which the log tells of; start the service again"
+"""A `CanFail.failure`."""
 
 # How long the last words of calls that have ended may take to be sent, and watchers of health are borne with.
 _GOODBYE_SECONDS = 0.5
@@ -85,6 +88,14 @@ class HasOtherWaysIn(Protocol):
         """
 
 
+@runtime_checkable
+class CanFail(Protocol):
+    """A service that may find out that it cannot go on. It then requests its drain."""
+
+    failure: str
+    """Why it cannot; empty while it can."""
+
+
 async def serve(settings: ServerSettings, service: Service) -> bool:
     """Serve until SIGTERM or SIGINT, then let running calls finish within the drain timeout.
 
@@ -96,6 +107,7 @@ async def serve(settings: ServerSettings, service: Service) -> bool:
 
     Raises:
         ConfigurationError: the address cannot be bound, or the service cannot start as it is set up.
+        TandemError: the service could not go on.
     """
     calls = RunningCalls()
     readiness = Readiness(service)
@@ -119,6 +131,8 @@ async def serve(settings: ServerSettings, service: Service) -> bool:
                 logger.warning("calls cut off", extra={"service": service.name, "calls": len(calls)})
                 calls.cut_off(f"the {service.name} service has drained for as long as it may, and stops")
                 await calls.end(_GOODBYE_SECONDS)
+            if isinstance(service, CanFail) and service.failure:
+                raise TandemError(service.failure)
             return was_ready
         finally:
             # Only now: a server that stops takes no connection, and could not even say that it is draining.

@@ -234,7 +234,7 @@ class _FailsOnce:
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [
-        (torch.OutOfMemoryError("no memory\nmore"), "The model's step failed: OutOfMemoryError: no memory"),
+        (torch.OutOfMemoryError("no memory at 0x7f"), "The model's step failed; the service's log says why."),
         (TandemError("A reason."), "A reason."),
     ],
 )
@@ -275,7 +275,14 @@ async def test_a_mistake_in_the_thread_hangs_nobody(llama: TinyModel) -> None:
     def broken(record: StepRecord) -> None:
         raise KeyError("a bug")
 
-    engine: Engine[Any, Any] = Engine(llama.loaded, RowsHead(), EngineSettings(), on_step=broken)
+    failures: list[str] = []
+    engine: Engine[Any, Any] = Engine(
+        llama.loaded,
+        RowsHead(),
+        EngineSettings(),
+        on_step=broken,
+        on_failure=lambda: failures.append("told"),
+    )
     engine.start()
     sequence, other = await engine.open(8), await engine.open(8)
     jobs = [rows(engine, sequence, Delta(0, _PROMPT), 1) for _ in range(2)]
@@ -285,6 +292,35 @@ async def test_a_mistake_in_the_thread_hangs_nobody(llama: TinyModel) -> None:
         await asyncio.wait_for(rows(engine, other, Delta(0, _PROMPT), 1), 5)
     assert not engine.is_running
     await engine.close()
+    assert failures == ["told"]
+
+
+async def test_an_engine_whose_steps_all_fail_gives_up(llama: TinyModel) -> None:
+    def broken(ready: SequenceOf[Job[None]], logits: Tensor) -> list[Done[str] | Continue]:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    gave_up = asyncio.Event()
+    engine: Engine[Any, Any] = Engine(llama.loaded, broken, EngineSettings(), on_failure=gave_up.set)
+    engine.start()
+    sequence = await engine.open(8)
+    for _ in range(8):
+        assert not gave_up.is_set()
+        with pytest.raises(TandemError):
+            await asyncio.wait_for(engine.run(Job(sequence, Delta(0, _PROMPT), 1, None)), 5)
+    await asyncio.wait_for(gave_up.wait(), 5)
+    assert not engine.is_running
+    await engine.close()
+
+
+async def test_an_engine_that_is_closed_has_not_failed(llama: TinyModel) -> None:
+    failures: list[str] = []
+    engine: Engine[Any, Any] = Engine(
+        llama.loaded, RowsHead(), EngineSettings(), on_failure=lambda: failures.append("told")
+    )
+    engine.start()
+    await engine.close()
+    await asyncio.sleep(0.05)
+    assert failures == []
 
 
 async def test_the_event_loop_stays_free_while_the_model_runs(llama: TinyModel) -> None:

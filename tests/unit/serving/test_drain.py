@@ -13,6 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.channels import open_channel
+from tandem.errors import TandemError
 from tandem.serving.server import serve
 from tandem.settings import ServerSettings
 from tandem.v1 import generation_pb2, generation_pb2_grpc
@@ -130,3 +131,19 @@ async def test_a_second_signal_ends_the_process_at_once(unused_port: int) -> Non
         if process.returncode is None:
             process.kill()
         await process.communicate()
+
+
+class Broken(Scripted):
+    """Finds out, once it serves, that it cannot go on."""
+
+    failure = ""
+
+    async def start(self) -> None:
+        self.failure = "the engine has failed"
+        self.request_drain()
+
+
+async def test_a_service_that_cannot_go_on_ends_with_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(TandemError, match="the engine has failed"):
+        await asyncio.wait_for(serve(ServerSettings(port=0), Broken()), QUICK_SECONDS)
+    assert "listening on" in capsys.readouterr().out

@@ -95,12 +95,18 @@ class DraftSequence:
         self._limits = limits
         self._remote = RemoteSequence()
         self._answer: asyncio.Task[Proposal] | None = None
+        self._is_open = False
         self._late_since: float | None = None
 
     @property
     def is_idle(self) -> bool:
         """Whether every step so far was answered."""
         return self._answer is None or self._answer.done()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the draft has read the sequence once. Before, it may as well wait for room."""
+        return self._is_open
 
     @property
     def is_late(self) -> bool:
@@ -162,7 +168,9 @@ class DraftSequence:
             self._late_since = self._late_since or time.monotonic()
             return None
         answer, self._answer, self._late_since = self._answer, None, None
-        return answer.result()
+        proposal = answer.result()
+        self._is_open = True
+        return proposal
 
     async def _exchange(self, *messages: draft_pb2.ProposeRequest) -> Proposal:
         with errors_of("draft service"):

@@ -14,6 +14,7 @@ from coordinator.pace import Pace
 from coordinator.payoff import Payoff, RoundCost
 from coordinator.pool import Pool
 from coordinator.pool_member import Member
+from coordinator.replica import ReplicaState
 from coordinator.requests import ActiveRequest
 from coordinator.round_account import RoundAccount
 from tandem.errors import CapacityError, ServiceUnavailableError, TandemError
@@ -28,8 +29,10 @@ _FORGIVEN_ROUNDS = 32
 _FIRST_RETRY_SECONDS = 0.1
 _LAST_RETRY_SECONDS = 5.0
 """A draft that failed a request is left alone by it for a while, longer each time."""
+_MOST_DOUBLINGS = 6
 _ABANDON_SECONDS = 1.0
-"""A draft that is late for longer is given up where there is another."""
+"""A draft that is late for longer is given up where there is another, unless it has yet to begin: then it may be full,
+or have much to read, and whoever left would lose its place among those that wait."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +64,7 @@ class _Losses:
         return self.faults >= MOST_FAULTS
 
     def add(self, member: Member[DraftClient], *, is_fault: bool) -> None:
-        wait = min(_FIRST_RETRY_SECONDS * 2**self.count, _LAST_RETRY_SECONDS)
+        wait = min(_FIRST_RETRY_SECONDS * 2 ** min(self.count, _MOST_DOUBLINGS), _LAST_RETRY_SECONDS)
         self.retry_at[member] = time.monotonic() + wait
         self.count += 1
         self.faults += is_fault
@@ -113,7 +116,11 @@ class FailoverDrafter:
         """Tokens that may follow, fewer than the completion has room for; none when no draft has any in time."""
         self._settle()
         count = min(self._payoff.tokens(self._limits.num_speculative_tokens), completion.room - 1)
-        proposal = await self._proposed(completion, count) if count > 0 else None
+        if count > 0:
+            proposal = await self._proposed(completion, count)
+        else:
+            proposal = None
+            self._leave_what_drains()
         return Proposal(completion.length) if proposal is None else proposal
 
     async def finish(self) -> None:
@@ -185,7 +192,7 @@ class FailoverDrafter:
         place = self._place
         if place is None:
             return
-        hangs = place.sequence.late_seconds > _ABANDON_SECONDS
+        hangs = place.sequence.is_open and place.sequence.late_seconds > _ABANDON_SECONDS
         if (place.member.is_ready and not hangs) or not self._pool.choose(
             {place.member, *self._losses.avoided}
         ):
@@ -193,6 +200,11 @@ class FailoverDrafter:
         if hangs:
             self._lose(ServiceUnavailableError(f"it has been late for {place.sequence.late_seconds:.1f} s"))
         else:
+            self._leave()
+
+    def _leave_what_drains(self) -> None:
+        """While nothing is proposed, a place is kept for what the draft has read; one that ends is not worth that."""
+        if self._place is not None and self._place.member.state is ReplicaState.DRAINING:
             self._leave()
 
     def _lose(self, error: TandemError) -> None:

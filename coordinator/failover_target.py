@@ -13,6 +13,7 @@ from coordinator.observer import RequestObserver
 from coordinator.pace import Pace
 from coordinator.pool import Pool
 from coordinator.pool_member import Member
+from coordinator.replica import ReplicaState
 from coordinator.requests import ActiveRequest
 from coordinator.round_account import RoundAccount
 from coordinator.target_client import RowChoice, TargetClient, TargetSequence
@@ -32,8 +33,10 @@ MOST_LOSSES = 3
 """A request that loses as many targets over one round may well be what ends them: it ends first."""
 _FULL_SECONDS = 0.25
 """How long to wait before full targets are asked again."""
-_NEXT_MOVE_SECONDS = 1.0
-"""How long a sequence stays where it is after it could not be moved."""
+_MOVE_SECONDS = 5.0
+"""How long a sequence that may stay where it is waits for the target that it moves to, which may be full."""
+_NEXT_MOVE_SECONDS = 10.0
+"""How long it stays after it could not be moved."""
 
 
 @dataclass(slots=True, eq=False)
@@ -138,7 +141,7 @@ class FailoverVerifier:
         place = self._place = self._place or self._enter(await self._member(trouble))
         is_first = place.sequence.is_new
         began = time.monotonic()
-        verification = await place.sequence.verify(completion, proposal)
+        verification = await self._verified(place, completion, proposal)
         seconds = time.monotonic() - began
         self._pace.verified(seconds, len(proposal), is_first=is_first)
         if not is_first:
@@ -149,13 +152,25 @@ class FailoverVerifier:
         self._account.begin(completion, place.member.figures, len(proposal))
         return verification
 
+    async def _verified(self, place: _Place, completion: Completion, proposal: Proposal) -> Verification:
+        if self._left is None:
+            return await place.sequence.verify(completion, proposal)
+        try:
+            async with asyncio.timeout(_MOVE_SECONDS):
+                return await place.sequence.verify(completion, proposal)
+        except TimeoutError:
+            raise ServiceUnavailableError(
+                f"target service: it did not take the sequence over within {_MOVE_SECONDS:g} s"
+            ) from None
+
     async def _member(self, trouble: _Trouble) -> Member[TargetClient]:
         """The target to go to, waiting for one for a while."""
         seconds = self._deadline.at_most(self._wait_seconds)
         member = self._pool.choose(trouble.avoided) or await self._pool.chosen(seconds, trouble.avoided)
         if member is None:
+            logger.warning("no target is ready", extra={**self._whose, "replicas": self._pool.reasons()})
             raise ServiceUnavailableError(
-                f"no target service was ready within {seconds:.3g} s; {self._delivered()}: {self._pool.reasons()}"
+                f"no target service was ready within {seconds:.3g} s; {self._delivered()}"
             )
         return member
 
@@ -168,8 +183,10 @@ class FailoverVerifier:
 
     def _leave_what_drains(self) -> None:
         """Between two rounds, move to a target that stays. The old place is kept until the new one has answered."""
-        if self._place is None or self._place.member.is_ready or time.monotonic() < self._next_move:
+        if self._place is None or time.monotonic() < self._next_move:
             return
+        if self._place.member.state is not ReplicaState.DRAINING:
+            return  # a target that is only suspected may well go on, and one that is gone breaks its streams
         member = self._pool.choose({self._place.member})
         if member is not None:
             self._left, self._place = self._place, self._enter(member)
@@ -214,7 +231,7 @@ class FailoverVerifier:
         member, reason = place.member, str(error)
         logger.warning(
             "target lost; the sequence goes on elsewhere",
-            extra={"request_id": self._options.request_id, "address": member.address, "reason": reason},
+            extra={**self._whose, "address": member.address, "reason": reason},
         )
         tokens = self._active.completion_tokens
         self._observer.event(
@@ -224,25 +241,36 @@ class FailoverVerifier:
             # Not as unavailable: clients try that again, and the next targets would follow.
             raise TandemError(
                 f"{trouble.losses} targets were lost over the same tokens of this request, so it is not tried on "
-                f"another; {self._delivered()}; the last one: {reason}"
+                f"another; {self._delivered()}"
             )
         if trouble.seconds >= self._wait_seconds:
-            raise ServiceUnavailableError(f"{reason}; {self._delivered()}")
+            raise ServiceUnavailableError(
+                f"the target service was lost, and none went on within {self._wait_seconds:.3g} s; "
+                f"{self._delivered()}"
+            )
         if isinstance(error, ServiceUnavailableError):
             member.suspect(reason)
             return
         trouble.avoided.add(member)
         if self._pool.choose(trouble.avoided) is None:
-            raise error if isinstance(error, ProtocolError) else ProtocolError(reason)
+            # Its words are for the log: they tell of our insides.
+            raise ProtocolError(
+                f"no target service could go on with the request {self._options.request_id}; {self._delivered()}"
+            ) from error
 
     def _tell_resumed(self, trouble: _Trouble) -> None:
         seconds = trouble.seconds
         address = self._active.target_address or ""
         logger.info(
             "target resumed",
-            extra={"request_id": self._options.request_id, "address": address, "seconds": round(seconds, 3)},
+            extra={**self._whose, "address": address, "seconds": round(seconds, 3)},
         )
         self._observer.event("target_resumed", {"address": address, "seconds": seconds})
+
+    @property
+    def _whose(self) -> dict[str, str]:
+        """Tells whose line it is in the log."""
+        return {"request_id": self._options.request_id}
 
     def _delivered(self) -> str:
         count = self._active.completion_tokens

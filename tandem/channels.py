@@ -131,8 +131,8 @@ def message_limit(vocabulary_size: int, row_count: int) -> int:
     return vocabulary_size * 4 * row_count + DEFAULT_MESSAGE_LIMIT_BYTES
 
 
-# How long a service may take to say goodbye before its stream is simply dropped.
-_FINISH_SECONDS = 1.0
+# How long a service may take to say goodbye before its stream is simply dropped. The end of the request waits for it.
+_FINISH_SECONDS = 0.5
 
 
 class SequenceStream(Protocol):

@@ -55,6 +55,14 @@ class HangingFrom(FakeDraft):
         return self.proposal(tokens, count)
 
 
+class Full(FakeDraft):
+    """Has no room as yet: it does not begin."""
+
+    async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
+        await asyncio.Event().wait()
+        return self.proposal(tokens, count)
+
+
 class Useless(FakeDraft):
     """Takes its time and is always wrong."""
 
@@ -105,6 +113,38 @@ async def test_a_draft_that_hangs_is_given_up_for_another(monkeypatch: pytest.Mo
         await until(lambda: not hanging.running, SECONDS)
     assert completed.token_ids == EXPECTED
     assert other.opened == 1
+
+
+async def test_a_draft_that_has_yet_to_begin_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be full: whoever goes to another that is full as well has lost its place for nothing."""
+    monkeypatch.setattr("coordinator.failover_draft._ABANDON_SECONDS", 0.1)
+    target, full, other = FakeTarget(), Full(), FakeDraft()
+    target.step_seconds = 0.02
+    async with (
+        asyncio.timeout(SECONDS),
+        fleet(target, full, other, patience_seconds=0.05) as (client, services),
+    ):
+        await services[2].say(NOT_SERVING)  # so that it begins with the other
+        await asyncio.sleep(0.3)  # that it is told
+        task = asyncio.create_task(complete(client, request()))
+        await until(lambda: full.opened == 1, SECONDS)
+        await services[2].say(SERVING)
+        completed = await task
+    assert completed.token_ids == EXPECTED
+    assert (full.opened, other.opened) == (1, 0)
+
+
+async def test_a_paused_request_leaves_a_draft_that_drains() -> None:
+    target, draft = FakeTarget(), useless()
+    target.step_seconds = 0.04
+    async with asyncio.timeout(SECONDS), fleet(target, draft) as (client, services):
+        task = asyncio.create_task(complete(client, request()))
+        # A round that has no proposal follows on the trial.
+        await until(lambda: len(draft.asked) > TRIAL_ROUNDS and target.longest > TRIAL_ROUNDS + 5, SECONDS)
+        await services[1].say(NOT_SERVING)
+        await until(lambda: not draft.running, SECONDS)
+        assert not task.done()
+        assert (await task).token_ids == EXPECTED
 
 
 @pytest.mark.parametrize("role", ["draft", "target"])

@@ -147,7 +147,7 @@ async def test_the_only_target_is_used_again_once_it_answers(
 
 
 async def test_without_any_target_the_request_ends_and_says_how_far_it_came(
-    model: LoadedModel, other_model: LoadedModel
+    model: LoadedModel, other_model: LoadedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with AsyncExitStack() as stack:
         address, server = await stack.enter_async_context(target(model, Faults()))
@@ -161,7 +161,8 @@ async def test_without_any_target_the_request_ends_and_says_how_far_it_came(
         with pytest.raises(ServiceUnavailableError, match="no target service was ready within") as raised:
             await _read(chunks, delivered)
         assert f"{len(delivered)} token" in str(raised.value)
-        assert f"{address} is down" in str(raised.value)
+        assert address not in str(raised.value), "clients are not told of our insides"
+        assert f"{address} is down" in "".join(str(vars(record).get("replicas")) for record in caplog.records)
         with pytest.raises(ServiceUnavailableError, match="0 tokens had been delivered"):
             await complete(client, REQUESTS["greedy"])
 

@@ -1,0 +1,79 @@
+"""A sequence moves to another target when its own drains, and for no lesser reason."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+
+from coordinator.failover_target import MOST_LOSSES
+from tandem.errors import TandemError
+from tandem.serving.edge import Context
+from tandem.types import GenerationRequest
+from tandem.v1 import target_pb2
+from tandem.wire import target as target_wire
+from tests.service.clients import complete, until
+from tests.service.fakes import FakeTarget
+from tests.service.served import NOT_SERVING, fleet
+
+SECONDS = 30.0
+TOKENS = 50
+EXPECTED = tuple(range(11, 11 + TOKENS))
+BREAKING = 5
+STEP_SECONDS = 0.03
+
+
+def request(first_token: int) -> GenerationRequest:
+    return GenerationRequest((first_token,), max_tokens=TOKENS, temperature=0.0)
+
+
+class Breaking(FakeTarget):
+    """Its stream breaks when a certain prompt comes."""
+
+    step_seconds = STEP_SECONDS
+
+    async def Verify(  # noqa: N802 - gRPC looks a method up by the name that it has in the proto
+        self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: Context
+    ) -> AsyncIterator[target_pb2.VerifyResponse]:
+        async def checked() -> AsyncIterator[target_pb2.VerifyRequest]:
+            async for message in request_iterator:
+                if message.HasField("step"):
+                    delta = target_wire.step_from_proto(message.step).delta
+                    if delta.base_length == 0 and delta.token_ids[0] == BREAKING:
+                        await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+                yield message
+
+        async for response in super().Verify(checked(), context):
+            yield response
+
+
+async def test_a_stream_that_breaks_moves_no_other() -> None:
+    targets = (Breaking(), Breaking())
+    async with asyncio.timeout(SECONDS), fleet(*targets) as (client, _):
+        task = asyncio.create_task(complete(client, request(10)))
+        await until(lambda: any(each.running for each in targets), SECONDS)
+        for _ in range(3):
+            with pytest.raises(TandemError, match=f"{MOST_LOSSES} targets were lost"):
+                await complete(client, request(BREAKING))
+        assert not task.done()
+        assert (await task).token_ids == EXPECTED
+    assert sum(each.opened for each in targets) == 1 + 3 * MOST_LOSSES
+
+
+async def test_a_target_that_is_full_takes_nobody_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sequence may stay where it is while that drains."""
+    monkeypatch.setattr("coordinator.failover_target._MOVE_SECONDS", 0.2)
+    targets = (Breaking(), Breaking())
+    async with asyncio.timeout(SECONDS), fleet(*targets) as (client, services):
+        task = asyncio.create_task(complete(client, request(10)))
+        await until(lambda: any(each.running for each in targets), SECONDS)
+        draining, full = sorted(services, key=lambda each: -each.fake.running)
+        assert isinstance(full.fake, FakeTarget)
+        full.fake.step_seconds = 2 * SECONDS
+        await draining.say(NOT_SERVING)
+        await until(lambda: full.fake.running == 1, SECONDS)
+        assert (await task).token_ids == EXPECTED
+        await until(lambda: not full.fake.running and not draining.fake.running, SECONDS)
+    assert (draining.fake.opened, full.fake.opened) == (1, 1)

@@ -132,6 +132,7 @@ class FailoverDrafter:
         """Drop the stream, whatever it is doing."""
         self._settle()
         self._leave()
+        self._payoff.end()
 
     async def _proposed(self, completion: Completion, count: int) -> Proposal | None:
         try:

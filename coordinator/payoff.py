@@ -61,6 +61,14 @@ class Payoff:
         self._next_pause_rounds = FIRST_PAUSE_ROUNDS
         self._rounds_left = 0
         self._begin(TRIAL_ROUNDS)
+        if self._restraint is not None:
+            self._restraint.join()
+
+    def end(self) -> None:
+        """The request has ended."""
+        if self._restraint is not None:
+            self._restraint.leave()
+            self._restraint = None
 
     @property
     def is_paused(self) -> bool:
@@ -107,12 +115,14 @@ class Payoff:
         return True
 
     def _tell_restraint(self, cost: RoundCost) -> None:
-        if self._restraint is None or self._restrained is None:
+        if self._restraint is None:
             return
+        wanted = self._restrained
         # A round that lacked its draft says nothing of those that have one.
-        if cost.was_asked == (self._restrained > 0):
-            seconds = cost.proposing_seconds + cost.verifying_seconds
-            self._restraint.add(cost.accepted + 1, seconds, self._restrained)
+        if wanted is None or cost.was_asked != (wanted > 0):
+            self._restraint.add(wanted)
+        else:
+            self._restraint.add(wanted, cost.accepted + 1, cost.proposing_seconds + cost.verifying_seconds)
 
     def _pays(self) -> bool:
         """The verdict on the rounds since the last one. A hiccup of the machine does not move a median."""

@@ -50,18 +50,33 @@ class Restraint:
         self._lengths = [num_speculative_tokens >> i for i in range(num_speculative_tokens.bit_length() + 1)]
         self._load = load
         self._levels: dict[int, _Level] = {}
+        self._followers = 0
+        self._rounds = 0
+
+    def join(self) -> None:
+        """Another request begins to follow."""
+        self._followers += 1
+
+    def leave(self) -> None:
+        """One that followed has ended."""
+        self._followers -= 1
 
     @property
     def tokens(self) -> int:
         """How many tokens a proposal is to have, at the load that there is."""
         return self._lengths[0] if self._load() < LEAST_LOAD else self._level.tokens
 
-    def add(self, committed: float, seconds: float, wanted: int) -> None:
-        """Count a round of some request: tokens that it committed, what it took to propose and to verify, and how many
-        tokens `tokens` had said."""
-        load = self._load()
-        if load >= LEAST_LOAD:
-            self._level.add(committed, seconds, wanted, load)
+    def add(self, wanted: int | None, committed: float = 0.0, seconds: float | None = None) -> None:
+        """Count a round of a request that follows.
+
+        Args:
+            wanted: What `tokens` had said; None where it was not asked.
+            committed: Tokens that the round committed.
+            seconds: What it took to propose and to verify; None where that says nothing about the length.
+        """
+        self._rounds += 1
+        if self._load() >= LEAST_LOAD:
+            self._level.add(wanted, committed, seconds, self._followers)
 
     @property
     def _level(self) -> _Level:
@@ -70,7 +85,11 @@ class Restraint:
             nearest = min(self._levels, key=lambda other: abs(other - size), default=None)
             first = 0 if nearest is None else self._levels[nearest].kept
             self._levels[size] = _Level(self._lengths, first)
-        return self._levels[size]
+        level = self._levels[size]
+        if self._rounds - level.seen_rounds > _TURN_ROUNDS * self._followers:
+            level.restart()  # what it had begun to compare was long ago
+        level.seen_rounds = self._rounds
+        return level
 
 
 class _Level:
@@ -82,6 +101,8 @@ class _Level:
         """Index of the length that is proposed now."""
         self.kept = first
         """Index of the best length so far."""
+        self.seen_rounds = 0
+        """Of all requests, when it was last the load."""
         self._direction = 1
         self._failures = 0
         """Comparisons in a row that found nothing better."""
@@ -96,22 +117,28 @@ class _Level:
         """See `Restraint.tokens`."""
         return self._lengths[self._tried]
 
-    def add(self, committed: float, seconds: float, wanted: int, load: int) -> None:
+    def restart(self) -> None:
+        """Forget the comparison in progress, if there is one."""
+        if self._turns_left:
+            self._turns_left = 0
+            self._begin(self.kept, SETTLING_ROUNDS)
+
+    def add(self, wanted: int | None, committed: float, seconds: float | None, followers: int) -> None:
         """See `Restraint.add`."""
-        if wanted != self.tokens:
+        if wanted is not None and wanted != self.tokens:
             return
         self._rounds += 1
-        if self._turns_left and self._rounds > SETTLING_ROUNDS * load:
+        if self._turns_left and seconds is not None and self._rounds > SETTLING_ROUNDS * followers:
             measured = self._kept_rounds if self._tried == self.kept else self._other_rounds
             measured.add(committed, seconds)
-        if self._rounds >= self._wanted_rounds * load:
-            self._end_turn(load)
+        if self._rounds >= self._wanted_rounds * followers:
+            self._end_turn(followers)
 
-    def _end_turn(self, load: int) -> None:
+    def _end_turn(self, followers: int) -> None:
         if self._turns_left == 0:
             self._compare()
         elif self._turns_left == 1:
-            self._decide(load)
+            self._decide(followers)
         else:
             self._turns_left -= 1
             self._begin(self._other if self._tried == self.kept else self.kept, _TURN_ROUNDS)
@@ -130,14 +157,14 @@ class _Level:
         self._turns_left = 2 * TURNS
         self._begin(self._other, _TURN_ROUNDS)
 
-    def _decide(self, load: int) -> None:
+    def _decide(self, followers: int) -> None:
         """The end of a comparison."""
         advantage = self._other_rounds.rate / max(self._kept_rounds.rate, 1e-9)
-        if advantage > LEAST_ADVANTAGE:
+        if self._kept_rounds.rate > 0.0 and advantage > LEAST_ADVANTAGE:
             self.kept = self._other
             self._failures = 0
             details = {
-                "requests": load,
+                "requests": followers,
                 "tokens": self._lengths[self.kept],
                 "advantage": round(advantage, 2),
             }
@@ -173,5 +200,8 @@ class _Measured:
 
     @property
     def rate(self) -> float:
-        """Tokens a second of one request. A hiccup of the machine does not move a median."""
+        """Tokens a second of one request; 0 where nothing was measured. A hiccup of the machine does not move a
+        median."""
+        if not self._seconds:
+            return 0.0
         return self._tokens / len(self._seconds) / max(median(self._seconds), 1e-9)

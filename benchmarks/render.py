@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 from benchmarks.bench import render
 
 if __name__ == "__main__":
-    render([Path(name) for name in sys.argv[1:]])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("reports", nargs="+", type=Path, help="reports that `tandem bench --json` wrote")
+    render(parser.parse_args().reports)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
@@ -28,6 +28,7 @@ from tandem.config.source_options import SourceOptions
 from tandem.config.speculative import SpeculativeConfig
 from tandem.serving.protection import AdminOptions, ProtectionOptions
 from tandem.settings import SERVER_RULES, ModelServerSettings, ServerSettings
+from tandem.telemetry.settings import TelemetryOptions
 from target_service.settings import TargetSettings
 
 PAGE = Path(__file__).with_name("configuration.md")
@@ -41,14 +42,18 @@ An option can be given in four places; the first that names it decides:
 
 1. the command line: `--num-speculative-tokens 4`, or several at once as `--speculative-config '{"method": "ngram"}'`;
 2. the environment: `TANDEM_NUM_SPECULATIVE_TOKENS=4` for every service, `TANDEM_COORDINATOR_...`, `TANDEM_DRAFT_...`
-   and `TANDEM_TARGET_...` for one of them, which is stronger; an empty variable counts as not set;
-3. a TOML or YAML file: `--config-file tandem.toml`, of which `--section-name` takes one section;
+   and `TANDEM_TARGET_...` for one of them, which is stronger and sets any option of it; an empty variable counts as not
+   set;
+3. for the coordinator and the draft service a TOML or YAML file: `--config-file tandem.toml`, of which
+   `--section-name` takes one section;
 4. the default.
 
 In Python: `SpeculativeConfig(speculative_method="ngram", num_speculative_tokens=4)` from `tandem.config`.
 What is no option is refused in each of these places. `tandem config show` prints every value and where it comes from;
 `tandem config check FILE` tells every rule that a file breaks, and exits 0 or 2. Services that share a file or an
-environment each take what is theirs."""
+environment each take what is theirs of the options of speculative decoding: those of the first four tables below, and
+`enforce_eager`, which is the draft and target services'. For every service there are no other variables; a file may
+hold others, which whoever reads it must have: what one service alone has goes into a section of its own."""
 
 _SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("Drafting", "For the draft service; the coordinator checks that the two agree.", DraftingOptions),
@@ -69,6 +74,7 @@ _SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("Target service", "`tandem serve target`; variables begin with `TANDEM_TARGET_`.", TargetSettings),
     ("Draft and target service", "Both have these.", ModelServerSettings),
     ("Every service", "All three have these.", ServerSettings),
+    ("Traces and metrics", "For every service; see `docs/observability.md`.", TelemetryOptions),
 )
 
 _TYPES: Mapping[object, str] = {
@@ -98,13 +104,15 @@ def _option(name: str, field: FieldInfo) -> Sequence[str]:
     found = _ORIGIN.search(text)
     origin = found[1].rstrip(".") if found else "Tandem's own"
     meaning = text[: found.start(1)].rstrip() if found else text
-    default = "" if field.default is None else f"`{spelled(field.default)}`"
+    default = "" if field.default in (None, "") else f"`{spelled(field.default)}`"
     if field.is_required():
         default = "required"
     return f"`{name}`", _type(field.annotation), default, origin, meaning
 
 
 def _type(annotation: Any) -> str:
+    if get_origin(annotation) is Annotated:
+        return _type(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
         return ", ".join(map(str, get_args(annotation)))
     if annotation in _TYPES:
@@ -118,7 +126,10 @@ def _names() -> Iterator[str]:
     yield "## Names from MAX and vLLM\n\nAccepted in place of the names above:\n\n" + _table(
         ("written", "meant"), [(f"`{alias}`", f"`{name}`") for alias, name in ALIASES.items()]
     )
-    yield "Refused by name:\n\n" + _table(("option", "why"), _refusals(REFUSED_OPTIONS))
+    yield (
+        "Refused by name; of these, draft and target service have an `enforce_eager` of their own:\n\n"
+        + _table(("option", "why"), _refusals(REFUSED_OPTIONS))
+    )
     yield "Drafting methods that are refused by name:\n\n" + _table(
         ("method", "why"), _refusals(REFUSED_METHODS)
     )

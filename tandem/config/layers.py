@@ -34,6 +34,10 @@ class Origin(StrEnum):
     DEFAULT = "default"
 
 
+_OTHERS_OPTIONS = SpeculativeConfig.model_fields.keys() | {"enforce_eager"}
+"""What a place that services share may hold for another one. vLLM has enforce_eager among the options of speculative
+decoding; here it is the services' that run a model, and refused where it is given to the coordinator itself."""
+
 # TANDEM_ sets an option of speculative decoding for every service, TANDEM_COORDINATOR_ and the like any option of one.
 # TANDEM_CLIENT_ is for who calls them.
 _SERVICE_PREFIXES = tuple(
@@ -66,7 +70,9 @@ def read_layers(
     if path := given.get("config_file"):
         section = read_section(Path(path), given.get("section_name"))
         layers.append(
-            Layer(Origin.FILE, _own(cls, spelled_one_way(section, cls.model_fields, is_shared=True)))
+            Layer(
+                Origin.FILE, _without_others(cls, spelled_one_way(section, cls.model_fields, is_shared=True))
+            )
         )
     layers.append(Layer(Origin.INFERRED, inferred(merged(layers), cls.model_fields)))
     return layers
@@ -93,10 +99,11 @@ def origins(layers: Sequence[Layer]) -> dict[str, Origin]:
     return found
 
 
-def _own(cls: type[BaseSettings], values: Mapping[str, Any]) -> dict[str, Any]:
+def _without_others(
+    cls: type[BaseSettings], values: Mapping[str, Any], others: Collection[str] = _OTHERS_OPTIONS
+) -> dict[str, Any]:
     """Without the options of speculative decoding that are another service's: all may share a file or environment."""
-    others = SpeculativeConfig.model_fields.keys() - cls.model_fields.keys()
-    return {name: value for name, value in values.items() if name not in others}
+    return {name: value for name, value in values.items() if name in cls.model_fields or name not in others}
 
 
 def _from_command_line(cls: type[BaseSettings], arguments: Sequence[str], program: str) -> dict[str, Any]:
@@ -113,7 +120,7 @@ def _from_command_line(cls: type[BaseSettings], arguments: Sequence[str], progra
         )
     except SettingsError as error:
         raise ConfigurationError(str(error).removeprefix("error parsing CLI: argument ")) from None
-    return _own(cls, spelled_one_way(source(), cls.model_fields))
+    return _without_others(cls, spelled_one_way(source(), cls.model_fields), SpeculativeConfig.model_fields)
 
 
 def _joined(arguments: Sequence[str], repeatable: Collection[str]) -> list[str]:
@@ -162,7 +169,9 @@ def _from_environment(cls: type[BaseSettings], environment: Mapping[str, str]) -
         elif variable.startswith(own_prefix) or not variable.startswith(_SERVICE_PREFIXES):
             shared[variable] = value  # no option: refused by the name it was given
     names = cls.model_fields
-    return _own(cls, spelled_one_way(shared, names, is_shared=True)) | _own(cls, spelled_one_way(own, names))
+    return _without_others(cls, spelled_one_way(shared, names, is_shared=True)) | _without_others(
+        cls, spelled_one_way(own, names), SpeculativeConfig.model_fields
+    )
 
 
 def _is_known(name: str, fields: Container[str]) -> bool:

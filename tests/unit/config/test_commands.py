@@ -52,14 +52,14 @@ def test_check_accepts_a_file_that_keeps_the_rules(tmp_path: Path) -> None:
 def test_check_tells_every_broken_rule_on_a_line_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(
-        '[coordinator]\nenforce_eager = true\nnum_speculative_tokens = 0\nrelaxed_topk = "x"\nenable_echo = true\n'
+        '[coordinator]\nmoe_backend = "triton"\nnum_speculative_tokens = 0\nrelaxed_topk = "x"\nenable_echo = true\n'
     )
     result = RUNNER.invoke(app, ["config", "check", str(path), "--section-name", "coordinator"])
     assert result.exit_code == 2
     assert result.stderr.splitlines() == [
         "error: relaxed_topk is 'x'; it must be an integer",
-        "error: enforce_eager is not available in this version: whether the draft runs captured graphs is decided by "
-        "its own service and device",
+        "error: moe_backend is not available in this version: the draft model runs through transformers, which chooses "
+        "its own kernels",
         "error: num_speculative_tokens is 0; it must be at least 1",
         "error: enable_echo is true; it must be false: the prompt is not streamed back; put it before the completion",
     ]

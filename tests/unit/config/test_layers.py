@@ -113,6 +113,27 @@ def test_services_take_what_is_theirs_of_what_they_share(file: Path, monkeypatch
     assert coordinator().draft_top_k == 9
 
 
+@pytest.mark.parametrize("place", ["variable", "json variable", "file"])
+def test_what_draft_and_target_share_is_none_of_the_coordinators(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments: list[str] = []
+    if place == "variable":
+        monkeypatch.setenv("TANDEM_ENFORCE_EAGER", "true")
+    elif place == "json variable":
+        monkeypatch.setenv("TANDEM_SPECULATIVE_CONFIG", '{"enforce_eager": true}')
+    else:
+        path = tmp_path / "c.toml"
+        path.write_text("enforce_eager = true\nnum_speculative_tokens = 3\n")
+        arguments = ["--config-file", str(path)]
+    coordinator(*arguments)
+    assert load_settings(DraftSettings, ["--model", "small", *arguments], "draft").enforce_eager
+    if place != "file":
+        assert load_settings(TargetSettings, ["--model", "big"], "target").enforce_eager
+    given = refusal(*ADDRESS, *arguments, "--speculative-config", '{"enforce_eager": true}')
+    assert given.startswith("enforce_eager is not available in this version")
+
+
 def test_where_the_draft_model_runs_may_be_said_in_maxs_words() -> None:
     settings = load_settings(DraftSettings, ["--model", "small", "--draft-devices", "gpu:1"], "draft")
     assert (settings.compute_device, settings.compute_dtype) == ("cuda:1", "bfloat16")
@@ -178,7 +199,7 @@ def test_unknown_on_the_command_line() -> None:
         ),
         ("TANDEM_COORDINATOR_XYZ", "TANDEM_COORDINATOR_XYZ is not an option"),
         (
-            "TANDEM_ENFORCE_EAGER",
+            "TANDEM_COORDINATOR_ENFORCE_EAGER",
             "enforce_eager is not available in this version: whether the draft runs captured graphs is decided by its "
             "own service and device",
         ),

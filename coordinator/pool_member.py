@@ -50,6 +50,8 @@ class Means(Generic[ClientT]):
     role: Role
     open_channel: Callable[[int], grpc.aio.Channel]
     """To the member's address, for messages of at most so many bytes."""
+    credentials_state: Callable[[], object]
+    """Differs once the files that channels are opened with were renewed."""
     message_limit: Callable[[], int]
     """Most bytes that a message of the fleet's models has, as far as they are known."""
     make_client: Callable[[grpc.aio.Channel], ClientT]
@@ -84,7 +86,8 @@ class Member(Generic[ClientT]):
         self._since = time.monotonic()
         self._suspected = asyncio.Event()
         self._channel: grpc.aio.Channel | None = None
-        self._message_limit = 0
+        self._opened_with: object = None
+        """Message limit and credentials of the channel."""
         self._client: ClientT | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -160,8 +163,8 @@ class Member(Generic[ClientT]):
             await asyncio.sleep(POLL_SECONDS)
 
     async def _until_serving(self) -> None:
-        await self._connect()
         while True:
+            await self._connect()
             try:
                 # Waiting for the connection, so that the answer comes as soon as there is one.
                 if await self._serves(_CONNECT_SECONDS, wait_for_ready=True):
@@ -263,15 +266,17 @@ class Member(Generic[ClientT]):
         return health_pb2_grpc.HealthStub(self._channel)
 
     async def _connect(self) -> None:
-        """Open a channel, or another one when the first was made before it was known how long messages get."""
+        """Open a channel; another one when the first was made before it was known how long messages get, or with
+        certificates that were renewed since."""
         limit = self._means.message_limit()
-        if self._channel is not None and limit == self._message_limit:
+        wanted = limit, self._means.credentials_state()
+        if self._channel is not None and (wanted == self._opened_with or self.open_sequences > 0):
             return
-        if self._channel is not None:
-            await self._channel.close()
-        self._message_limit = limit
-        self._channel = self._means.open_channel(limit)
+        old, self._channel = self._channel, self._means.open_channel(limit)
+        self._opened_with = wanted
         self._client = self._means.make_client(self._channel)
+        if old is not None:
+            await old.close()
 
 
 def _words(error: grpc.aio.AioRpcError | TandemError) -> str:

@@ -99,6 +99,7 @@ class Replicas:
             means = Means(
                 role=role,
                 open_channel=lambda limit: open_channel(found, limit, self._credentials_for(origin)),
+                credentials_state=self._credentials.files_state,
                 message_limit=lambda: self.fleet.message_limit_bytes,
                 make_client=make_client,
                 judge=lambda info: self.fleet.judge(role, info),

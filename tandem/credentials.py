@@ -62,6 +62,10 @@ class Credentials:
             certificate_chain=_read(self.cert_file),
         )
 
+    def files_state(self) -> tuple[object, ...]:
+        """Differs once one of the files of `channel_credentials` was renewed."""
+        return tuple(_state(path) for path in (self.ca_file, self.cert_file, self.key_file))
+
     def header(self) -> Callable[[], Metadata] | None:
         """What tells the metadata of a call; None when no token is sent.
 
@@ -101,6 +105,16 @@ def is_token(text: str) -> bool:
 
 def _bearer(token: str) -> Metadata:
     return ((AUTHORIZATION, f"Bearer {token}"),)
+
+
+def _state(path: Path | None) -> object:
+    if path is None:
+        return None
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _read(path: Path | None) -> bytes | None:

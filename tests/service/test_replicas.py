@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import grpc.aio
 import pytest
@@ -16,6 +17,7 @@ from coordinator.addresses import Resolver
 from coordinator.replica import ReplicaSnapshot, ReplicaState, Role
 from coordinator.replicas import Replicas
 from coordinator.settings import CoordinatorSettings
+from tandem.credentials import Credentials
 from tandem.errors import IncompatibleModelsError, InvalidRequestError, ServiceUnavailableError
 from tandem.v1 import target_pb2_grpc
 from tests.service.clients import until
@@ -64,6 +66,31 @@ def shot(replicas: Replicas, address: str) -> ReplicaSnapshot:
 async def becomes(replicas: Replicas, address: str, state: ReplicaState) -> ReplicaSnapshot:
     await until(lambda: shot(replicas, address).state is state, SECONDS, lambda: str(replicas.snapshots()))
     return shot(replicas, address)
+
+
+async def test_a_replica_that_comes_back_is_reached_with_renewed_certificates(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ca_file, used = tmp_path / "ca.pem", list[bytes]()
+
+    def plain(address: str, limit: int, credentials: Credentials) -> grpc.aio.Channel:
+        used.append(ca_file.read_bytes())
+        return grpc.aio.insecure_channel(address)
+
+    monkeypatch.setattr("coordinator.replicas.open_channel", plain)
+    ca_file.write_bytes(b"the first")
+    async with served(FakeTarget()) as (target,):
+        replicas = Replicas(settings(target.address), Credentials(ca_file=ca_file))
+        async with started(replicas):
+            await becomes(replicas, target.address, ReplicaState.READY)
+            assert set(used) == {b"the first"}
+            ca_file.write_bytes(b"the renewed one")
+            await target.stop()
+            await becomes(replicas, target.address, ReplicaState.DOWN)
+            await target.start()
+            await becomes(replicas, target.address, ReplicaState.READY)
+    assert used[-1] == b"the renewed one"
+    assert used.count(b"the renewed one") == 1
 
 
 async def test_a_replica_that_is_there_is_ready() -> None:

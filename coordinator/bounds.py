@@ -52,6 +52,14 @@ def check_bounds(request: GenerationRequest, bounds: RequestBounds, num_speculat
         raise InvalidRequestError("; ".join(sentences))
 
 
+def too_much_text(text: str, bounds: RequestBounds) -> Iterator[str]:
+    """Why a prompt's text is not even tokenized; nothing when it is."""
+    # Lone surrogates never come over the wire, but from Python.
+    size = len(text.encode("utf-8", "surrogatepass"))
+    if size > bounds.max_prompt_bytes:
+        yield f"the prompt has {size} bytes; it must be at most {bounds.max_prompt_bytes}"
+
+
 def _rule(
     name: str, requirement: str, most: Callable[[BoundedRequest], tuple[str, int, str, int]]
 ) -> Rule[BoundedRequest]:
@@ -65,11 +73,10 @@ def _rule(
     return Rule(name, requirement, check)
 
 
-def _prompt_bytes(subject: BoundedRequest) -> tuple[str, int, str, int]:
+def _prompt_bytes(subject: BoundedRequest) -> Iterator[str]:
     prompt = subject.request.prompt
-    # Lone surrogates never come over the wire, but from Python.
-    size = len(prompt.encode("utf-8", "surrogatepass")) if isinstance(prompt, str) else 0
-    return "the prompt has", size, " bytes", subject.bounds.max_prompt_bytes
+    if isinstance(prompt, str):
+        yield from too_much_text(prompt, subject.bounds)
 
 
 def _stop_count(subject: BoundedRequest) -> tuple[str, int, str, int]:
@@ -87,7 +94,7 @@ def _speculative_tokens(subject: BoundedRequest) -> tuple[str, int, str, int]:
 
 
 BOUND_RULES: tuple[Rule[BoundedRequest], ...] = (
-    _rule("max-prompt-bytes", "The prompt's text has at most `max_prompt_bytes`.", _prompt_bytes),
+    Rule("max-prompt-bytes", "The prompt's text has at most `max_prompt_bytes`.", _prompt_bytes),
     _rule("max-stop-strings", "There are at most `max_stop_strings`.", _stop_count),
     _rule("max-stop-length", "A stop string has at most `max_stop_length` characters.", _stop_length),
     _rule(

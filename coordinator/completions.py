@@ -11,6 +11,7 @@ from functools import partial
 from tokenizers import Tokenizer
 
 from coordinator.admission import Admission
+from coordinator.bounds import RequestBounds
 from coordinator.deadline import Deadline
 from coordinator.draft_client import DraftLimits, NoDrafter
 from coordinator.failover_draft import FailoverDrafter
@@ -84,6 +85,11 @@ class Completions:
         """What completes requests."""
         services = self.services
         return Models(services.target_info, services.draft_info, services.tokenizer)
+
+    @property
+    def bounds(self) -> RequestBounds:
+        """What a request may ask for at most, as configured by now."""
+        return self._live_config.current
 
     async def complete(
         self,

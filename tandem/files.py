@@ -20,8 +20,8 @@ _Version = tuple[tuple[int, int, int], ...]
 class Renewed(Generic[ValueT]):
     """A value made from files, and made again when one of them has changed.
 
-    A new version that cannot be read, or that makes no sense, is logged once, and the last good one stays: a renewal is
-    seldom atomic over two files.
+    A new version that is missing, cannot be read or makes no sense is logged once, and the last good one stays: a
+    renewal is seldom atomic over two files.
     """
 
     def __init__(self, paths: Sequence[Path], make: Callable[[Sequence[bytes]], ValueT]) -> None:
@@ -37,7 +37,7 @@ class Renewed(Generic[ValueT]):
         self._paths = paths
         self._make = make
         try:
-            self._version = self._look()
+            self._version: _Version | None = self._look()
             self._value = self._read()
         except OSError as error:
             raise ConfigurationError(f"{error.filename} cannot be read: {_reason(error)}") from None
@@ -46,11 +46,7 @@ class Renewed(Generic[ValueT]):
     def value(self) -> ValueT:
         """What the files say now."""
         try:
-            version = self._look()
-            if version != self._version:
-                self._version = version
-                self._value = self._read()
-                logger.info("files renewed", extra={"files": self._names})
+            self._renew()
         except OSError as error:
             logger.warning("file not readable; the last version stays",
                            extra={"files": self._names, "error": _reason(error)})  # fmt: skip
@@ -58,6 +54,19 @@ class Renewed(Generic[ValueT]):
             logger.warning("renewed file refused; the last version stays",
                            extra={"files": self._names, "error": str(error)})  # fmt: skip
         return self._value
+
+    def _renew(self) -> None:
+        try:
+            version = self._look()
+        except OSError:
+            if self._version is None:
+                return  # it was missing before, and that has been told
+            self._version = None
+            raise
+        if version != self._version:
+            self._version = version
+            self._value = self._read()
+            logger.info("files renewed", extra={"files": self._names})
 
     @property
     def _names(self) -> str:

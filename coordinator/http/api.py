@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from coordinator.bounds import RequestBounds
 from coordinator.http.answers import Answer, ChatAnswer, CompletionAnswer
 from coordinator.http.body import read_body
 from coordinator.http.chat_template import ChatTemplate
@@ -48,6 +49,10 @@ class Backend(Protocol):
     @property
     def models(self) -> Models:
         """What completes them."""
+
+    @property
+    def bounds(self) -> RequestBounds:
+        """What a request may ask for at most."""
 
     @property
     def chat_template(self) -> ChatTemplate | None:
@@ -110,7 +115,7 @@ class OpenAIApi:
     async def _complete(self, request: Request, body: Body, form: type[Answer]) -> Response:
         self._check_model(body.model)
         models = self._backend.models
-        requests = await requests_of(body, models, self._backend.chat_template)
+        requests = await requests_of(body, models, self._backend.chat_template, self._backend.bounds)
         request_id = uuid.uuid4().hex
         answer = form(
             request_id,

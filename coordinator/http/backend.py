@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from coordinator.admin import Administration
+from coordinator.bounds import RequestBounds
 from coordinator.completions import Completions
 from coordinator.http.chat_template import ChatTemplate
 from coordinator.http.status import status_object
@@ -32,6 +33,11 @@ class CoordinatorBackend:
     def models(self) -> Models:
         """What completes requests."""
         return self.completions.models
+
+    @property
+    def bounds(self) -> RequestBounds:
+        """What a request may ask for at most."""
+        return self.completions.bounds
 
     def status(self) -> dict[str, Any]:
         """What the page shows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from coordinator.bounds import RequestBounds, too_much_text
 from coordinator.http.chat_template import ChatTemplate
 from coordinator.http.rules import HTTP_RULES, Body
 from coordinator.http.schema import ChatBody, CompletionBody
@@ -15,7 +16,9 @@ from tandem.types import GenerationRequest
 _SEEDS = 1 << 64
 
 
-async def requests_of(body: Body, models: Models, template: ChatTemplate | None) -> list[GenerationRequest]:
+async def requests_of(
+    body: Body, models: Models, template: ChatTemplate | None, bounds: RequestBounds
+) -> list[GenerationRequest]:
     """A request for each completion: those of the first prompt, then those of the second.
 
     Raises:
@@ -23,7 +26,7 @@ async def requests_of(body: Body, models: Models, template: ChatTemplate | None)
     """
     sentences = broken(HTTP_RULES, body)
     try:
-        prompts = await _prompts(body, models, template)
+        prompts = await _prompts(body, models, template, bounds)
     except InvalidRequestError as error:
         raise InvalidRequestError("; ".join([*sentences, str(error)])) from None
     requests = [
@@ -32,19 +35,33 @@ async def requests_of(body: Body, models: Models, template: ChatTemplate | None)
     if sentences:
         # Whoever breaks rules of both kinds is told of all of them.
         for request, prompt in zip(requests[:1], prompts[:1], strict=True):
-            ids = await encode(models.tokenizer, prompt) if isinstance(prompt, str) else prompt
-            sentences += broken(REQUEST_RULES, TokenizedRequest(request, ids, models.target, models.draft))
+            sentences += await _broken_later(request, prompt, models, bounds)
         raise InvalidRequestError("; ".join(sentences))
     return requests
 
 
-async def _prompts(body: Body, models: Models, template: ChatTemplate | None) -> list[str | tuple[int, ...]]:
+async def _broken_later(
+    request: GenerationRequest, prompt: str | tuple[int, ...], models: Models, bounds: RequestBounds
+) -> list[str]:
+    """A sentence for each rule that a request would break once it has its place."""
+    if isinstance(prompt, str):
+        if sentences := list(too_much_text(prompt, bounds)):
+            return sentences
+        prompt = await encode(models.tokenizer, prompt)
+    return broken(REQUEST_RULES, TokenizedRequest(request, prompt, models.target, models.draft))
+
+
+async def _prompts(
+    body: Body, models: Models, template: ChatTemplate | None, bounds: RequestBounds
+) -> list[str | tuple[int, ...]]:
     if isinstance(body, CompletionBody):
         return body.prompts
-    return [await _chat_prompt(body, models, template)]
+    return [await _chat_prompt(body, models, template, bounds)]
 
 
-async def _chat_prompt(body: ChatBody, models: Models, template: ChatTemplate | None) -> tuple[int, ...]:
+async def _chat_prompt(
+    body: ChatBody, models: Models, template: ChatTemplate | None, bounds: RequestBounds
+) -> tuple[int, ...]:
     if template is None:
         raise InvalidRequestError(
             f"the model {models.target.name} has no chat template; use /v1/completions, or start the coordinator "
@@ -54,6 +71,9 @@ async def _chat_prompt(body: ChatBody, models: Models, template: ChatTemplate | 
     prompt = template.prompt(
         messages, body.chat_template_kwargs, add_generation_prompt=body.add_generation_prompt
     )
+    # The request's own check comes later and sees ids alone.
+    if sentences := list(too_much_text(prompt, bounds)):
+        raise InvalidRequestError("; ".join(sentences))
     # The template writes the special tokens itself.
     return await encode(models.tokenizer, prompt, add_special_tokens=False)
 

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tandem.errors import ConfigurationError
 
-# How long a client may take from connecting to the end of its first request's headers.
+# How long a client may take from connecting, or from the first byte after an answer, to the end of a request's headers.
 _HEADER_SECONDS = 30.0
 _KEEP_ALIVE_SECONDS = 75
 _MOST_HEADER_BYTES = 64 << 10
@@ -92,37 +92,62 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _protocol(stalled_reader_seconds: float) -> type[H11Protocol]:
+class _Bounded(H11Protocol):
     """HTTP/1.1 whose connections end when their client takes nothing, or does not get round to asking anything."""
 
-    class Bounded(H11Protocol):
-        _stalled: asyncio.TimerHandle | None = None
-        _silent: asyncio.TimerHandle | None = None
+    stalled_reader_seconds: float
+    _stalled: asyncio.TimerHandle | None = None
+    _silent: asyncio.TimerHandle | None = None
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._silent = self.loop.call_later(_HEADER_SECONDS, self._end_silence)
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._await_request()
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            for timer in (self._stalled, self._silent):
-                if timer is not None:
-                    timer.cancel()
-            super().connection_lost(exc)
+    def connection_lost(self, exc: Exception | None) -> None:
+        _cancel(self._stalled)
+        _cancel(self._silent)
+        super().connection_lost(exc)
 
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._stalled = self.loop.call_later(stalled_reader_seconds, self.transport.abort)
+    def handle_events(self) -> None:
+        """Called for what has come, and for what had come already when an answer ends."""
+        super().handle_events()
+        if self._answers:
+            _cancel(self._silent)
+            self._silent = None
+        elif self.timeout_keep_alive_task is None:
+            # What came has ended the keep-alive's timer, be it half a request or the rest of an old one's body.
+            self._await_request()
 
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            if self._stalled is not None:
-                self._stalled.cancel()
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(self.stalled_reader_seconds, self.transport.abort)
 
-        def _end_silence(self) -> None:
-            if getattr(self, "cycle", None) is None:  # its type says that there always is one
-                self.transport.close()
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        _cancel(self._stalled)
+
+    @property
+    def _answers(self) -> bool:
+        cycle = getattr(self, "cycle", None)  # its type says that there always is one
+        return cycle is not None and not cycle.response_complete
+
+    def _await_request(self) -> None:
+        if self._silent is None:
+            self._silent = self.loop.call_later(_HEADER_SECONDS, self.transport.close)
+
+
+def _protocol(seconds: float) -> type[_Bounded]:
+    """The same with its patience, as uvicorn makes a protocol without any argument of ours."""
+
+    class Bounded(_Bounded):
+        stalled_reader_seconds = seconds
 
     return Bounded
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
 
 
 def _bound(host: str, port: int) -> socket.socket:

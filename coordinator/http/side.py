@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from coordinator.http.app import App
@@ -86,7 +87,7 @@ def _renewed_context(settings: CoordinatorSettings) -> ssl.SSLContext | None:
     if cert is None or key is None:
         return None
     paths = [cert, key, *([] if client_ca is None else [client_ca])]
-    renewed = Renewed(paths, lambda _: server_context(cert, key, client_ca))
+    renewed = Renewed(paths, partial(server_context, paths))
     context = renewed.value
 
     def renew(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:

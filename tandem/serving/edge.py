@@ -161,6 +161,16 @@ def remade(handler: Handler, behaviour: Behaviour, deserializer: Any = None) -> 
     return made
 
 
+def begun_at_once(handler: Handler, behaviour: Behaviour) -> Handler:
+    """The same method with a behaviour that takes its requests as a stream, and begins before the first has come.
+
+    gRPC calls the behaviour of a method with one request once that has come, so a call that never sends it stays.
+    """
+    make: Any = MAKE_HANDLER[True, handler.response_streaming]
+    made: Handler = make(behaviour, handler.request_deserializer, handler.response_serializer)
+    return made
+
+
 class _Unreadable:
     """Stands for a request whose bytes are not its message. gRPC would answer an error of Python's, or UNKNOWN."""
 

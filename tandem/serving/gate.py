@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 from tandem.errors import ServiceUnavailableError
-from tandem.serving.edge import Context, Handler, remade
+from tandem.serving.edge import Context, Handler, begun_at_once
 
 _ALWAYS_OPEN = ("/grpc.health.v1.", "/grpc.reflection.", "/tandem.v1.AdminService/")
 
@@ -34,9 +34,9 @@ class Gate(grpc.aio.ServerInterceptor):
 
 
 def refusing(handler: Handler, error: Exception) -> Handler:
-    """The same method, raising an error."""
+    """The same method, raising an error whether or not a request comes."""
 
-    async def refuse(_request: Any, _context: Context) -> None:
+    async def refuse(_requests: Any, _context: Context) -> None:
         raise error
 
-    return remade(handler, refuse)
+    return begun_at_once(handler, refuse)

@@ -22,6 +22,7 @@ from tandem.serving.calls import RunningCalls
 from tandem.serving.edge import Edge
 from tandem.serving.gate import Gate
 from tandem.serving.guard import Guard
+from tandem.serving.open_calls import OpenCalls
 from tandem.serving.protection import token_source
 from tandem.serving.tls import server_credentials
 from tandem.settings import ServerSettings
@@ -144,7 +145,7 @@ async def serve(settings: ServerSettings, service: Service) -> bool:
 def new_server(
     settings: ServerSettings, calls: RunningCalls, *interceptors: grpc.aio.ServerInterceptor
 ) -> grpc.aio.Server:
-    """A server with all that stands before a method: the edge, the tokens, and these interceptors.
+    """A server with all that stands before a method: the edge, the tokens, the bounds, and these interceptors.
 
     Raises:
         ConfigurationError: a file of tokens cannot be read, or holds none.
@@ -152,7 +153,7 @@ def new_server(
     edge = Edge(calls, settings.stalled_reader_timeout_seconds)
     guard = Guard(token_source(settings, settings.host))
     return grpc.aio.server(
-        interceptors=[edge, guard, *interceptors],
+        interceptors=[edge, guard, OpenCalls(), *interceptors],
         options=_SERVER_OPTIONS,
         maximum_concurrent_rpcs=settings.max_concurrent_streams,
     )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
 
 import grpc
 
@@ -28,7 +32,7 @@ def server_credentials(
     """
 
     def configuration(contents: Sequence[bytes]) -> grpc.ServerCertificateConfiguration:
-        server_context(cert_file, key_file, client_ca_file)  # gRPC itself would only fail each handshake
+        server_context(paths, contents)  # gRPC itself would only fail each handshake
         cert, key, *client_ca = contents
         return grpc.ssl_server_certificate_configuration([(key, cert)], *client_ca)
 
@@ -53,26 +57,47 @@ def server_credentials(
     )
 
 
-def server_context(cert_file: Path, key_file: Path, client_ca_file: Path | None = None) -> ssl.SSLContext:
+def server_context(paths: Sequence[Path], contents: Sequence[bytes]) -> ssl.SSLContext:
     """The same for a server that speaks through Python's own TLS, as of now.
 
+    Args:
+        paths: The files of certificate and key, and that of the clients' authorities where there is one.
+        contents: What was read from them; they may have been renewed since.
+
     Raises:
-        ConfigurationError: a file cannot be read, or they make no sense together.
+        ConfigurationError: the contents make no sense together.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        # Without a password of our own making OpenSSL would ask the terminal for one.
-        context.load_cert_chain(cert_file, key_file, password=lambda: "-")
-    except (ssl.SSLError, ValueError):
-        raise ConfigurationError(
-            f"{cert_file} and {key_file} are not a certificate and its key; both must be PEM, unencrypted, "
-            "and belong together"
-        ) from None
-    if client_ca_file is not None:
+    with ExitStack() as files:
+        cert, key, *client_ca = [files.enter_context(_openable(content)) for content in contents]
         try:
-            context.load_verify_locations(client_ca_file)
+            # Without a password of our own making OpenSSL would ask the terminal for one.
+            context.load_cert_chain(cert, key, password=lambda: "-")
         except (ssl.SSLError, ValueError):
-            raise ConfigurationError(f"{client_ca_file} holds no certificate; it must be PEM") from None
-        context.verify_mode = ssl.CERT_REQUIRED
+            raise ConfigurationError(
+                f"{paths[0]} and {paths[1]} are not a certificate and its key; both must be PEM, unencrypted, "
+                "and belong together"
+            ) from None
+        for file in client_ca:
+            try:
+                context.load_verify_locations(file)
+            except (ssl.SSLError, ValueError):
+                raise ConfigurationError(f"{paths[2]} holds no certificate; it must be PEM") from None
+            context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+@contextmanager
+def _openable(content: bytes) -> Iterator[str]:
+    """A path under which OpenSSL, which takes no bytes, finds these: a file without a name, in memory if it can."""
+    with _file_without_a_name() as file:
+        file.write(content)
+        file.seek(0)  # which writes out what is buffered
+        yield f"/dev/fd/{file.fileno()}"
+
+
+def _file_without_a_name() -> IO[bytes]:
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("pem"), "w+b")
+    return TemporaryFile()

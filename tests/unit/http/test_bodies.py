@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, get_type_hints
+from typing import Any, NoReturn, cast, get_type_hints
 
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from coordinator.bounds import RequestBounds
 from coordinator.http.chat_template import ChatTemplate
 from coordinator.http.prompts import requests_of
 from coordinator.http.rules import HTTP_RULES, Body
@@ -23,6 +24,16 @@ MODELS = Models(INFO, INFO, TOKENIZER)
 TEMPLATE = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", {}, "test")
 
 
+BOUNDS = RequestBounds(max_prompt_bytes=1000)
+
+
+class Untouched:
+    """A tokenizer for texts that must not come to it."""
+
+    def encode(self, text: str, **_: object) -> NoReturn:
+        raise AssertionError(f"a text of {len(text)} characters was tokenized")
+
+
 def completion(**values: Any) -> CompletionBody:
     return CompletionBody.model_validate({"prompt": "x"} | values)
 
@@ -32,7 +43,7 @@ def chat(**values: Any) -> ChatBody:
 
 
 async def requests(body: Body) -> list[GenerationRequest]:
-    return await requests_of(body, MODELS, TEMPLATE)
+    return await requests_of(body, MODELS, TEMPLATE, BOUNDS)
 
 
 async def test_every_option_arrives() -> None:
@@ -142,6 +153,33 @@ async def test_what_cannot_work_here_is_refused(rule: str, body: Body, sentence:
     assert str(refusal.value).startswith(sentence)
 
 
+TOO_LONG = "x" * 1001
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (
+            chat(messages=[{"role": "user", "content": "é" * 500}]),
+            "the prompt has 1007 bytes; it must be at most 1000",
+        ),
+        (
+            chat(messages=[{"role": "user", "content": TOO_LONG}], n=0),
+            "n is 0; it must be at least 1; the prompt has 1008 bytes; it must be at most 1000",
+        ),
+        (
+            completion(prompt=TOO_LONG, n=0),
+            "n is 0; it must be at least 1; the prompt has 1001 bytes; it must be at most 1000",
+        ),
+    ],
+)
+async def test_a_text_beyond_its_bound_is_not_tokenized(body: Body, said: str) -> None:
+    models = Models(INFO, INFO, cast(Tokenizer, Untouched()))
+    with pytest.raises(InvalidRequestError) as refusal:
+        await requests_of(body, models, TEMPLATE, BOUNDS)
+    assert str(refusal.value) == said
+
+
 def test_every_rule_is_shown() -> None:
     assert {rule.name for rule in HTTP_RULES} == {rule for rule, _, _ in REFUSALS}
 
@@ -175,11 +213,11 @@ async def test_a_chats_special_tokens_are_written_by_its_template_alone() -> Non
         single=f"{begin} $A", special_tokens=[(begin, tokenizer.token_to_id(begin))]
     )
     template = ChatTemplate(begin + "{{ messages[0].content }}", {}, "test")
-    (request,) = await requests_of(chat(), Models(INFO, INFO, tokenizer), template)
+    (request,) = await requests_of(chat(), Models(INFO, INFO, tokenizer), template, BOUNDS)
     assert request.prompt == tuple(tokenizer.encode("hi").ids)
     assert request.prompt.count(tokenizer.token_to_id(begin)) == 1
 
 
 async def test_a_model_without_a_template_does_not_chat() -> None:
     with pytest.raises(InvalidRequestError, match=r"the model m has no chat template; use /v1/completions"):
-        await requests_of(chat(), MODELS, None)
+        await requests_of(chat(), MODELS, None, BOUNDS)

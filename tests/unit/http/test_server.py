@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.http import server as server_module
 from coordinator.http.server import HttpServer
@@ -44,7 +44,7 @@ class Endless:
 
 
 @asynccontextmanager
-async def listening(app: Endless, stalled_reader_seconds: float = 60.0) -> AsyncIterator[int]:
+async def listening(app: ASGIApp, stalled_reader_seconds: float = 60.0) -> AsyncIterator[int]:
     server = HttpServer(
         app, "127.0.0.1", 0, most_connections=8, stalled_reader_seconds=stalled_reader_seconds
     )
@@ -84,6 +84,80 @@ async def test_who_never_asks_is_not_waited_for(monkeypatch: pytest.MonkeyPatch)
     async with listening(Endless()) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET / HTTP/1.1\r\nhost:")
+        async with asyncio.timeout(SECONDS):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def brief(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers at once, whatever more of the body there may be."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes = GET) -> None:
+    writer.write(request)
+    await reader.readuntil(b"ok")
+
+
+POST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("first", "rest"),
+    [
+        pytest.param(GET, b"GET / HTTP/1.1\r\nhost:", id="half a request"),
+        pytest.param(POST, b"half", id="half a body that nobody awaits"),
+        pytest.param(POST, b"too late!", id="a whole body that nobody awaits"),
+    ],
+)
+async def test_who_asks_only_once_is_not_waited_for_again(
+    first: bytes, rest: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "_HEADER_SECONDS", 0.1)
+    async with listening(brief) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        await answered(reader, writer, first)
+        writer.write(rest)
+        async with asyncio.timeout(SECONDS):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_whose_next_headers_come_byte_by_byte_has_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_HEADER_SECONDS", 0.2)
+    async with listening(brief) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        await answered(reader, writer)
+        async with asyncio.timeout(SECONDS):
+            ended = asyncio.ensure_future(reader.read())
+            while not ended.done():
+                writer.write(b"G")
+                await asyncio.sleep(0.05)
+            with suppress(ConnectionError):  # what came too late for the server to read
+                assert await ended == b""
+        writer.close()
+
+
+async def test_an_idle_connection_has_a_time_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_HEADER_SECONDS", 0.1)
+    monkeypatch.setattr(server_module, "_KEEP_ALIVE_SECONDS", 1)
+    async with listening(brief) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(2):
+            await answered(reader, writer)
+            await asyncio.sleep(0.3)
+        async with asyncio.timeout(SECONDS):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_half_a_request_behind_a_whole_one_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_HEADER_SECONDS", 0.1)
+    monkeypatch.setattr(server_module, "_KEEP_ALIVE_SECONDS", 1)
+    async with listening(brief) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        await answered(reader, writer, GET + GET[:-4])
         async with asyncio.timeout(SECONDS):
             assert await reader.read() == b""
         writer.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,36 @@ async def test_a_renewed_certificate_is_served_without_a_restart(
             assert await said_on(connected) == ["hello"], "who is connected stays connected"
 
 
+def renew_once_half_is_read(monkeypatch: pytest.MonkeyPatch, served: Files, renewal: Files) -> None:
+    """The files are replaced when their certificate is next read, and before the key is."""
+    read_bytes = Path.read_bytes
+
+    def read(path: Path) -> bytes:
+        content = read_bytes(path)
+        if path == served.cert and renewal.cert.exists():
+            renewal.ca.replace(served.ca)
+            renewal.cert.replace(served.cert)
+            renewal.key.replace(served.key)
+        return content
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+
+
+async def test_certificate_and_key_of_two_renewals_are_never_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served, next_ = issued(tmp_path / "served"), issued(tmp_path / "next")
+    before = Credentials(ca_file=tmp_path / "before.pem", token=TOKEN)
+    (tmp_path / "before.pem").write_bytes(served.ca.read_bytes())
+    async with running(Scripted(), capsys, **tls_options(served), auth_token=TOKEN) as address:
+        served.cert.touch()
+        renew_once_half_is_read(monkeypatch, served, next_)
+        assert await said_by(address, before) == ["hello"], (
+            "the old pair holds while the new one is half read"
+        )
+        assert await said_by(address, Credentials(ca_file=served.ca, token=TOKEN)) == ["hello"]
+
+
 async def test_renewed_tokens_hold_from_the_next_call_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,3 +170,10 @@ def test_files_that_make_no_sense(files: Files, cert: str, key: str, said: str) 
     paths = {"cert": files.cert, "key": files.key, "ca": files.ca, "nowhere": files.cert.with_name("nowhere")}
     with pytest.raises(ConfigurationError, match=said):
         server_credentials(paths[cert], paths[key])
+
+
+def test_a_system_without_files_in_memory(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    server_credentials(files.cert, files.key, files.ca)
+    with pytest.raises(ConfigurationError, match="holds no certificate"):
+        server_credentials(files.cert, files.key, files.key)

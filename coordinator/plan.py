@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from tokenizers import Tokenizer
 
 from coordinator.acceptance import requested_options
-from coordinator.bounds import check_bounds
 from coordinator.completion import Completion, Limits
 from coordinator.observer import EventValue
 from coordinator.rejection.errors import RowError, RuleError
@@ -119,12 +118,11 @@ class Plan:
 async def make_plan(
     request: GenerationRequest, request_id: str, settings: CoordinatorSettings, models: Models
 ) -> Plan:
-    """Check a request, and decide how it is completed.
+    """Check a request, which keeps its bounds, and decide how it is completed.
 
     Raises:
         InvalidRequestError: with a sentence for each rule that it breaks.
     """
-    check_bounds(request, settings, settings.num_speculative_tokens)
     if not settings.speculation:
         request = replace(request, speculation=False)
     prompt = request.prompt

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator.acceptance import configured_options
+from coordinator.bounds import too_long
 from coordinator.rejection.errors import RuleError
 from coordinator.rejection.options import RejectionOptions
 from coordinator.rejection.resolution import (
@@ -246,9 +247,7 @@ def _prompt_not_empty(subject: TokenizedRequest) -> Iterator[str]:
 
 
 def _prompt_fits(subject: TokenizedRequest) -> Iterator[str]:
-    length, limit = len(subject.prompt), subject.target.max_length
-    if length >= limit:
-        yield f"the prompt has {length} tokens; it must have at most {limit - 1}, one less than max_length ({limit})"
+    return too_long(len(subject.prompt), subject.target.max_length)
 
 
 def _known_ids(subject: TokenizedRequest) -> Iterator[str]:

@@ -128,11 +128,11 @@ async def make_plan(
     prompt = request.prompt
     if isinstance(prompt, str):
         prompt = await encode(models.tokenizer, prompt)
-    check_request(TokenizedRequest(request, prompt, models.target, models.draft))
+    options = requested_options(settings, request)
+    check_request(TokenizedRequest(request, prompt, models.target, models.draft, options))
     if request.logprobs is not None:
         request = replace(request, row_kind=RowKind.DENSE)
     sampling = _sampling(request)
-    options = requested_options(settings, request)
     speculates = request.speculation and models.draft is not None
     rule = _rule(options, sampling, request)
     return Plan(

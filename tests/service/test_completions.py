@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import pytest
 from tokenizers import Tokenizer
@@ -209,6 +210,19 @@ async def test_each_piece_says_how_much_was_proposed_for_it() -> None:
     async with cluster(FakeTarget(), FakeDraft()) as client:
         chunks = [chunk async for chunk in client.generate(request())]
     assert [chunk.proposed for chunk in chunks] == [0, 4, 4]
+
+
+async def test_a_draft_without_a_model_has_no_logits_to_compare() -> None:
+    """Seen by what it says of itself: the coordinator is not told how its draft drafts."""
+    draft = FakeDraft()
+    draft.model_info = replace(draft.model_info, architecture="ngram", vocabulary_size=0, max_length=0)
+    wrong = replace(request(temperature=1.0), rejection_sampling_strategy="logit-comparison")
+    async with cluster(target := FakeTarget(), draft) as client:
+        with pytest.raises(InvalidRequestError, match="the draft service drafts by ngram"):
+            await complete(client, wrong)
+        assert target.opened == 0
+        alone = await complete(client, replace(wrong, speculation=False))
+    assert alone.token_ids == tuple(range(11, 22))
 
 
 async def test_log_probabilities_need_dense_rows() -> None:

@@ -53,6 +53,11 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
         "num_speculative_tokens is 0; it must be at least 1",
     ),
     (
+        "most-configured-tokens",
+        {"num_speculative_tokens": 129},
+        "num_speculative_tokens is 129; it must be at most 128: an answer with a row for each must fit into a message",
+    ),
+    (
         "rejection-sampling-strategy",
         {"rejection_sampling_strategy": "hope"},
         f"rejection_sampling_strategy is 'hope'; it must be one of {STRATEGIES}",

@@ -1,4 +1,4 @@
-"""What a request may ask for at most. Checked before anything is computed for it, tokenizing included."""
+"""What a request may ask for at most. Checked before it waits for a place, so that nothing too large waits for one."""
 
 from __future__ import annotations
 
@@ -39,15 +39,19 @@ class BoundedRequest:
     bounds: RequestBounds
     num_speculative_tokens: int
     """What the coordinator is set to."""
+    max_length: int
+    """The target's."""
 
 
-def check_bounds(request: GenerationRequest, bounds: RequestBounds, num_speculative_tokens: int) -> None:
+def check_bounds(
+    request: GenerationRequest, bounds: RequestBounds, num_speculative_tokens: int, max_length: int
+) -> None:
     """Refuse a request that asks for too much.
 
     Raises:
         InvalidRequestError: with a sentence for each bound that it goes beyond.
     """
-    subject = BoundedRequest(request, bounds, num_speculative_tokens)
+    subject = BoundedRequest(request, bounds, num_speculative_tokens, max_length)
     if sentences := broken(BOUND_RULES, subject):
         raise InvalidRequestError("; ".join(sentences))
 
@@ -58,6 +62,15 @@ def too_much_text(text: str, bounds: RequestBounds) -> Iterator[str]:
     size = len(text.encode("utf-8", "surrogatepass"))
     if size > bounds.max_prompt_bytes:
         yield f"the prompt has {size} bytes; it must be at most {bounds.max_prompt_bytes}"
+
+
+def too_long(token_count: int, max_length: int) -> Iterator[str]:
+    """Why a prompt of so many tokens cannot be completed; nothing when it can."""
+    if token_count >= max_length:
+        yield (
+            f"the prompt has {token_count} tokens; it must have at most {max_length - 1}, one less than max_length "
+            f"({max_length})"
+        )
 
 
 def _rule(
@@ -79,6 +92,13 @@ def _prompt_bytes(subject: BoundedRequest) -> Iterator[str]:
         yield from too_much_text(prompt, subject.bounds)
 
 
+def _prompt_tokens(subject: BoundedRequest) -> Iterator[str]:
+    """Token ids take some 36 bytes each while they wait; how many a text has is known once it has its place."""
+    prompt = subject.request.prompt
+    if not isinstance(prompt, str):
+        yield from too_long(len(prompt), subject.max_length)
+
+
 def _stop_count(subject: BoundedRequest) -> tuple[str, int, str, int]:
     return "the number of stop strings is", len(subject.request.stop), "", subject.bounds.max_stop_strings
 
@@ -95,6 +115,7 @@ def _speculative_tokens(subject: BoundedRequest) -> tuple[str, int, str, int]:
 
 BOUND_RULES: tuple[Rule[BoundedRequest], ...] = (
     Rule("max-prompt-bytes", "The prompt's text has at most `max_prompt_bytes`.", _prompt_bytes),
+    Rule("max-prompt-tokens", "A prompt of token ids is shorter than `max_length`.", _prompt_tokens),
     _rule("max-stop-strings", "There are at most `max_stop_strings`.", _stop_count),
     _rule("max-stop-length", "A stop string has at most `max_stop_length` characters.", _stop_length),
     _rule(

@@ -11,7 +11,7 @@ from functools import partial
 from tokenizers import Tokenizer
 
 from coordinator.admission import Admission
-from coordinator.bounds import RequestBounds
+from coordinator.bounds import RequestBounds, check_bounds
 from coordinator.deadline import Deadline
 from coordinator.draft_client import DraftLimits, NoDrafter
 from coordinator.failover_draft import FailoverDrafter
@@ -126,12 +126,18 @@ class Completions:
         deadline: Deadline,
     ) -> AsyncGenerator[Chunk]:
         """The same once it has a place among those that run."""
+        # What waits is held: hundreds of requests of any size would take all memory.
+        self._check_bounds(request)
         async with self.admission.place(deadline.remaining_seconds):
             observer.admitted()
             plan = await self._plan(request, request_id)
             async with aclosing(self._run(plan, observer, deadline)) as chunks:
                 async for chunk in chunks:
                     yield chunk
+
+    def _check_bounds(self, request: GenerationRequest) -> None:
+        settings, target = self._live_config.current, self.services.target_info
+        check_bounds(request, settings, settings.num_speculative_tokens, target.max_length)
 
     async def _run(self, plan: Plan, observer: RequestObserver, deadline: Deadline) -> AsyncGenerator[Chunk]:
         """The rounds of a request, between the opening of its streams and their end."""

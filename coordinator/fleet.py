@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from coordinator.bounds import MOST_SPECULATIVE_TOKENS
 from coordinator.replica import Role
 from coordinator.rules import Deployment, check_models
 from tandem.channels import DEFAULT_MESSAGE_LIMIT_BYTES, message_limit
 from tandem.config import SpeculativeConfig
+from tandem.config.acceptance import MOST_CONFIGURED_TOKENS
 from tandem.errors import IncompatibleModelsError
 from tandem.types import ModelInfo
 
-# Most rows that one answer may hold, for the limit on a message's size.
-_MOST_ROWS = 33
+MOST_ROWS = max(MOST_SPECULATIVE_TOKENS, MOST_CONFIGURED_TOKENS) + 1
+"""Most rows that one answer may hold, for the limit on a message's size: one for each token of a proposal, however long
+configuration and requests may ask for it, and one after it."""
 
 # A replica of another release may serve the same model.
 _MAY_DIFFER = frozenset({"service_version"})
@@ -37,7 +40,7 @@ class Fleet:
         """Most bytes that a service's message may have."""
         if self.target is None:
             return DEFAULT_MESSAGE_LIMIT_BYTES
-        return message_limit(self.target.vocabulary_size, _MOST_ROWS)
+        return message_limit(self.target.vocabulary_size, MOST_ROWS)
 
     def judge(self, role: Role, info: ModelInfo) -> str:
         """Why a replica with this model cannot join; empty when it can. The first of its role sets the measure."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from tokenizers import Tokenizer
 
 from coordinator.acceptance import requested_options
-from coordinator.bounds import check_bounds
 from coordinator.completion import Completion, Limits
 from coordinator.observer import EventValue
 from coordinator.rejection.errors import RowError, RuleError
@@ -119,22 +118,21 @@ class Plan:
 async def make_plan(
     request: GenerationRequest, request_id: str, settings: CoordinatorSettings, models: Models
 ) -> Plan:
-    """Check a request, and decide how it is completed.
+    """Check a request, which keeps its bounds, and decide how it is completed.
 
     Raises:
         InvalidRequestError: with a sentence for each rule that it breaks.
     """
-    check_bounds(request, settings, settings.num_speculative_tokens)
     if not settings.speculation:
         request = replace(request, speculation=False)
     prompt = request.prompt
     if isinstance(prompt, str):
         prompt = await encode(models.tokenizer, prompt)
-    check_request(TokenizedRequest(request, prompt, models.target, models.draft))
+    options = requested_options(settings, request)
+    check_request(TokenizedRequest(request, prompt, models.target, models.draft, options))
     if request.logprobs is not None:
         request = replace(request, row_kind=RowKind.DENSE)
     sampling = _sampling(request)
-    options = requested_options(settings, request)
     speculates = request.speculation and models.draft is not None
     rule = _rule(options, sampling, request)
     return Plan(

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coordinator.acceptance import configured_options
+from coordinator.bounds import too_long
 from coordinator.rejection.errors import RuleError
 from coordinator.rejection.options import RejectionOptions
 from coordinator.rejection.resolution import (
@@ -65,6 +66,8 @@ class TokenizedRequest:
     target: ModelInfo
     draft: ModelInfo | None = None
     """None when the target works alone."""
+    options: RejectionOptions = field(default_factory=RejectionOptions)
+    """What the acceptance rule is told: the configuration, and the request's own wishes."""
 
     @property
     def speculates_with_model(self) -> bool:
@@ -246,9 +249,7 @@ def _prompt_not_empty(subject: TokenizedRequest) -> Iterator[str]:
 
 
 def _prompt_fits(subject: TokenizedRequest) -> Iterator[str]:
-    length, limit = len(subject.prompt), subject.target.max_length
-    if length >= limit:
-        yield f"the prompt has {length} tokens; it must have at most {limit - 1}, one less than max_length ({limit})"
+    return too_long(len(subject.prompt), subject.target.max_length)
 
 
 def _known_ids(subject: TokenizedRequest) -> Iterator[str]:
@@ -291,6 +292,24 @@ def _penalties_without_draft_model(subject: TokenizedRequest) -> Iterator[str]:
                 f"{name} is {spelled(value)}; with a separate draft model it must be {off:g}: use a draft service "
                 "with speculative_method ngram or suffix, or turn speculation off for this request"
             )
+
+
+def _logits_of_draft(subject: TokenizedRequest) -> Iterator[str]:
+    """By what the draft says of itself: `speculative_method`, which another rule reads, may be left out."""
+    draft = subject.draft
+    if draft is None or draft.has_model or not subject.request.speculation:
+        return
+    if subject.request.temperature == 0.0:
+        return  # greedy, whatever is named
+    try:
+        strategy = named_strategy(subject.options)
+    except RuleError:
+        return  # told when the rule is looked for
+    if strategy.needs_token_logits:
+        yield (
+            f"the rule is {strategy.name} and the draft service drafts by {draft.architecture}, which has no logits; "
+            "name another rejection_sampling_strategy, or turn speculation off for this request"
+        )
 
 
 def _request(subject: TokenizedRequest) -> GenerationRequest:
@@ -350,5 +369,11 @@ REQUEST_RULES: tuple[Rule[TokenizedRequest], ...] = (
         "Penalties are off with a separate draft model; they work with ngram, suffix and without speculation.",
         _penalties_without_draft_model,
         tuple(PENALTIES),
+    ),
+    Rule(
+        "logits-of-draft-model",
+        "The rule logit-comparison goes with a draft service that has a model, and with any at `temperature` 0.",
+        _logits_of_draft,
+        (_STRATEGY,),
     ),
 )

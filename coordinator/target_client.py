@@ -11,6 +11,7 @@ import grpc.aio
 from coordinator.completion import Completion
 from coordinator.observer import NO_OBSERVER, StreamObserver
 from coordinator.remote_sequence import RemoteSequence
+from coordinator.row_checks import check_rows
 from tandem.channels import errors_of, finish_stream, receive, send
 from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
 from tandem.traffic import counted
@@ -19,9 +20,7 @@ from tandem.types import (
     ModelInfo,
     Proposal,
     RowKind,
-    SupportRow,
     TargetOptions,
-    TokenRow,
     Verification,
     VerifyStep,
 )
@@ -81,7 +80,7 @@ class RowChoice:
     supports: Callable[[Proposal], tuple[IntArray, ...]]
     """The support of each row, for support rows."""
     vocabulary_size: int
-    """The target's; the ids that it says must be below it."""
+    """The target's; the ids that it says must be below it, and dense rows as wide."""
     with_statistics: bool = False
 
 
@@ -148,19 +147,5 @@ class TargetSequence:
                 f"target service: it answered for {response.base_length} tokens; it was asked for {base_length}"
             )
         verification = wire.verification_from_proto(response, step)
-        _check_ids(verification, self._rows.vocabulary_size)
+        check_rows(verification, self._rows.vocabulary_size, with_statistics=step.with_statistics)
         return verification
-
-
-def _check_ids(verification: Verification, vocabulary_size: int) -> None:
-    for row in verification.rows:
-        # Dense rows name no ids, and -1 stands for no token outside the support.
-        token_id, least = -1, -1
-        if isinstance(row, TokenRow):
-            token_id, least = row.token_id, 0
-        elif isinstance(row, SupportRow):
-            token_id = row.outside_token_id
-        if not least <= token_id < vocabulary_size:
-            raise ProtocolError(
-                f"target service: it said token id {token_id}; ids must be in 0..{vocabulary_size - 1}"
-            )

@@ -12,6 +12,10 @@ from tandem.acceptance_names import NAMES, SPELLINGS, canonical_name
 from tandem.config.options import Options
 from tandem.config.rule import Rule, at_least, within
 
+MOST_CONFIGURED_TOKENS = 128
+"""Most tokens of a proposal that the configuration may ask for. The limit on the size of services' messages has room
+for that many rows, and is the same while the option is changed live."""
+
 
 class AcceptanceOptions(Options):
     """How proposed tokens are accepted.
@@ -95,6 +99,14 @@ class AcceptanceOptions(Options):
         )
 
 
+def _most_tokens(options: AcceptanceOptions) -> Iterator[str]:
+    if options.num_speculative_tokens > MOST_CONFIGURED_TOKENS:
+        yield (
+            f"num_speculative_tokens is {options.num_speculative_tokens}; it must be at most {MOST_CONFIGURED_TOKENS}: "
+            "an answer with a row for each must fit into a message"
+        )
+
+
 def _known_rule(options: AcceptanceOptions) -> Iterator[str]:
     name = options.rejection_sampling_strategy
     if name is not None and canonical_name(name) not in NAMES:
@@ -103,6 +115,13 @@ def _known_rule(options: AcceptanceOptions) -> Iterator[str]:
 
 ACCEPTANCE_RULES: tuple[Rule[AcceptanceOptions], ...] = (
     at_least("num_speculative_tokens", 1),
+    Rule(
+        "most-configured-tokens",
+        f"`num_speculative_tokens` is at most {MOST_CONFIGURED_TOKENS}: an answer with a row for each must fit into a "
+        "message.",
+        _most_tokens,
+        ("num_speculative_tokens",),
+    ),
     Rule(
         "rejection-sampling-strategy",
         f"`rejection_sampling_strategy` is one of {', '.join(SPELLINGS)}.",

@@ -17,7 +17,7 @@ from tandem.types import (
     Verification,
     VerifyStep,
 )
-from tandem.v1 import target_pb2
+from tandem.v1 import target_pb2, types_pb2
 from tandem.wire.common import (
     delta_from_proto,
     delta_to_proto,
@@ -143,11 +143,18 @@ def _rows_from_proto(message: target_pb2.VerifyResponse, step: VerifyStep) -> tu
             rows = message.support_rows.rows
             return tuple(map(_support_row_from_proto, rows, supports))
         case "dense_rows", RowKind.DENSE:
-            return tuple(DenseRow(logits) for logits in logits_from_tensor(message.dense_rows, "dense_rows"))
+            return _dense_rows_from_proto(message.dense_rows)
         case None, _:
             return ()
         case kind, asked:
             raise ProtocolError(f"{kind} came where {asked.value} rows were asked for")
+
+
+def _dense_rows_from_proto(tensor: types_pb2.Tensor) -> tuple[DenseRow, ...]:
+    shape = tuple(tensor.shape)
+    if len(shape) != 2 or min(shape) < 0:
+        raise ProtocolError(f"dense_rows has the shape {shape}; it must be rows times vocabulary")
+    return tuple(DenseRow(logits) for logits in logits_from_tensor(tensor, "dense_rows"))
 
 
 def _support_row_to_proto(row: SupportRow) -> target_pb2.SupportRow:

@@ -26,9 +26,11 @@ from tandem.settings import ServerSettings
 from tandem.types import (
     Delta,
     DenseRow,
+    IntArray,
     ModelInfo,
     Proposal,
     RowKind,
+    RowStatistics,
     SparseDistribution,
     SupportRow,
     TargetRow,
@@ -64,6 +66,18 @@ def sure_row(token_id: int) -> DenseRow:
     logits = np.full(VOCABULARY_SIZE, -1000.0, np.float32)
     logits[token_id], logits[(token_id + 1) % VOCABULARY_SIZE] = 0.0, -900.0
     return DenseRow(logits)
+
+
+def sure_statistics(support: IntArray, token_id: int) -> RowStatistics:
+    """What such a row tells of itself."""
+    is_other = support != token_id
+    return RowStatistics(
+        entropy=0.0,
+        max_prob=1.0,
+        argmax_token_id=token_id,
+        ranks=is_other.astype(np.int64),
+        logits=np.where(is_other, -1000.0, 0.0).astype(np.float32),
+    )
 
 
 class Fake:
@@ -135,6 +149,7 @@ class FakeTarget(Fake, target_pb2_grpc.TargetServiceServicer):
                     (support == token_id).astype(float),
                     outside_mass=float(token_id not in support),
                     outside_token_id=-1 if token_id in support else token_id,
+                    statistics=sure_statistics(support, token_id) if step.with_statistics else None,
                 )
                 for token_id, support in zip(said, supports, strict=True)
             )

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
 import pytest
 from tokenizers import Tokenizer
 
 from coordinator.figures import describe
+from coordinator.settings import CoordinatorSettings
+from tandem.client import Client
 from tandem.errors import InvalidRequestError
 from tandem.types import FinishReason, GenerationRequest, PositionFigures, RowKind
+from tandem.v1 import target_pb2_grpc
 from tests.paths import DEMO_TARGET
-from tests.service.clients import complete
+from tests.service.clients import complete, until
 from tests.service.fakes import (
     MAX_LENGTH,
     VOCABULARY_SIZE,
     FakeDraft,
     FakeTarget,
     cluster,
+    coordinator,
     counting,
     scripted,
+    serving,
 )
 
 TOKENIZER = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
@@ -203,6 +212,19 @@ async def test_each_piece_says_how_much_was_proposed_for_it() -> None:
     assert [chunk.proposed for chunk in chunks] == [0, 4, 4]
 
 
+async def test_a_draft_without_a_model_has_no_logits_to_compare() -> None:
+    """Seen by what it says of itself: the coordinator is not told how its draft drafts."""
+    draft = FakeDraft()
+    draft.model_info = replace(draft.model_info, architecture="ngram", vocabulary_size=0, max_length=0)
+    wrong = replace(request(temperature=1.0), rejection_sampling_strategy="logit-comparison")
+    async with cluster(target := FakeTarget(), draft) as client:
+        with pytest.raises(InvalidRequestError, match="the draft service drafts by ngram"):
+            await complete(client, wrong)
+        assert target.opened == 0
+        alone = await complete(client, replace(wrong, speculation=False))
+    assert alone.token_ids == tuple(range(11, 22))
+
+
 async def test_log_probabilities_need_dense_rows() -> None:
     wrong = GenerationRequest((10,), row_kind=RowKind.TOKEN, temperature=0.0, logprobs=21)
     async with cluster(FakeTarget(), FakeDraft()) as client:
@@ -210,3 +232,35 @@ async def test_log_probabilities_need_dense_rows() -> None:
             InvalidRequestError, match=r"logprobs is 21.*row_kind is token and logprobs are asked"
         ):
             await complete(client, wrong)
+
+
+@pytest.mark.parametrize(
+    ("too_large", "sentence"),
+    [
+        (request(tuple(range(MAX_LENGTH))), f"the prompt has {MAX_LENGTH} tokens"),
+        (request("é" * 30), "the prompt has 60 bytes"),
+        (request(stop=("a",) * 17), "the number of stop strings is 17"),
+    ],
+    ids=["token ids", "text", "stop strings"],
+)
+async def test_what_is_too_large_is_refused_and_not_held_while_it_waits(
+    too_large: GenerationRequest, sentence: str
+) -> None:
+    target = FakeTarget()
+    target.step_seconds = 0.1
+    async with AsyncExitStack() as stack:
+        target_address, _ = await stack.enter_async_context(
+            serving(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(target, server))
+        )
+        settings = CoordinatorSettings(
+            target_address=target_address, max_concurrent_requests=1, max_prompt_bytes=50
+        )
+        address, service = await stack.enter_async_context(coordinator(settings))
+        client = await stack.enter_async_context(Client(address))
+        running = asyncio.create_task(complete(client, request(max_tokens=50)))
+        await until(lambda: target.running == 1, 20.0)
+        with pytest.raises(InvalidRequestError, match=sentence):
+            await complete(client, too_large)
+        assert not running.done(), "it took its place before the other one was asked for"
+        assert service.completions.admission.queued == 0
+        running.cancel()

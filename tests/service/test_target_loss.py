@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
+import numpy as np
 import pytest
 
 from coordinator.failover_target import MOST_LOSSES
@@ -17,10 +19,10 @@ from coordinator.settings import CoordinatorSettings
 from tandem.client import Client
 from tandem.engine.model import LoadedModel
 from tandem.errors import CapacityError, InvalidRequestError, ProtocolError, ServiceUnavailableError
-from tandem.types import Chunk, GenerationRequest
+from tandem.types import Chunk, GenerationRequest, RowKind
 from tandem.v1 import target_pb2
 from tests.service.clients import Completed, complete, until
-from tests.service.engines import Faults, draft, target, tiny_model
+from tests.service.engines import Fault, Faults, draft, target, tiny_model
 from tests.service.fakes import coordinating, coordinator
 
 PATIENCE_SECONDS = 30.0
@@ -134,6 +136,74 @@ async def test_the_text_is_what_it_would_have_been(
         assert completed.text == undisturbed[rule].text
         assert completed.drafted == undisturbed[rule].drafted
         assert completed.figures == undisturbed[rule].figures
+
+
+def set_argmax(response: target_pb2.VerifyResponse) -> None:
+    for row in response.support_rows.rows:
+        row.statistics.argmax_token_id = 1_000_000
+
+
+def drop_statistics(response: target_pb2.VerifyResponse) -> None:
+    for row in response.support_rows.rows:
+        row.ClearField("statistics")
+
+
+def set_probabilities(response: target_pb2.VerifyResponse) -> None:
+    for row in response.support_rows.rows:
+        row.outside_mass = math.nan
+        row.probabilities = np.full(len(row.probabilities) // 4, np.nan, dtype="<f4").tobytes()
+
+
+def widen(response: target_pb2.VerifyResponse) -> None:
+    """Twice the vocabulary, the most probable token beyond the end of the real one."""
+    tensor = response.dense_rows
+    rows, width = tensor.shape
+    wide = np.zeros((rows, 2 * width), dtype="<f4")
+    wide[:, -1] = 100.0
+    tensor.shape[1], tensor.data = 2 * width, wide.tobytes()
+
+
+def set_logits(response: target_pb2.VerifyResponse) -> None:
+    response.dense_rows.data = np.full(len(response.dense_rows.data) // 4, np.nan, dtype="<f4").tobytes()
+
+
+def flatten(response: target_pb2.VerifyResponse) -> None:
+    """One number, which is as many as no dimensions need."""
+    response.dense_rows.ClearField("shape")
+    response.dense_rows.data = bytes(4)
+
+
+SUPPORT_ROWS = replace(REQUESTS["greedy"], row_kind=RowKind.SUPPORT)
+TYPICAL = replace(REQUESTS["residual"], rejection_sampling_strategy="typical-acceptance")
+DENSE_GREEDY, DENSE_SAMPLED = (replace(REQUESTS[name], logprobs=2) for name in ("greedy", "residual"))
+
+NONSENSE: dict[str, tuple[GenerationRequest, Fault]] = {
+    "an unknown token is the most probable": (SUPPORT_ROWS, set_argmax),
+    "no statistics": (TYPICAL, drop_statistics),
+    "probabilities are no numbers": (REQUESTS["residual"], set_probabilities),
+    "greedy rows of another vocabulary": (DENSE_GREEDY, widen),
+    "sampled rows of another vocabulary": (DENSE_SAMPLED, widen),
+    "greedy logits are no numbers": (DENSE_GREEDY, set_logits),
+    "sampled logits are no numbers": (DENSE_SAMPLED, set_logits),
+    "a number in place of rows": (DENSE_GREEDY, flatten),
+}
+
+
+@pytest.mark.parametrize("kind", NONSENSE)
+async def test_rows_that_no_model_has_cost_the_replica_and_not_the_request(
+    kind: str, model: LoadedModel, other_model: LoadedModel
+) -> None:
+    request, fault = NONSENSE[kind]
+    async with asyncio.timeout(BOUND_SECONDS), cluster(model, other_model, Faults(), Faults()) as two:
+        undisturbed = await complete(two.client, request)
+        for each in two.faults:
+            each.steps, each.opened = 0, 0
+        # The first answer in which each of them has more than the bonus row to tell.
+        two.faults[0].garbled[2] = two.faults[1].garbled[2] = fault
+        completed = await complete(two.client, request)
+        assert two.opened == 3, "one stream to begin with, and one for each loss"
+    assert completed.token_ids == undisturbed.token_ids
+    assert completed.drafted == undisturbed.drafted
 
 
 async def test_the_only_target_is_used_again_once_it_answers(

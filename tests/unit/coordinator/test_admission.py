@@ -134,6 +134,10 @@ async def test_no_place_is_lost_whoever_goes_when(seed: int) -> None:
         ),
         (GenerationRequest("a", stop=("abcde",)), "a stop string has 5 characters; it must be at most 4"),
         (
+            GenerationRequest((1,) * 8),
+            "the prompt has 8 tokens; it must have at most 7, one less than max_length (8)",
+        ),
+        (
             GenerationRequest("a", num_speculative_tokens=33),
             "num_speculative_tokens is 33; it must be at most 32",
         ),
@@ -142,14 +146,14 @@ async def test_no_place_is_lost_whoever_goes_when(seed: int) -> None:
 def test_a_request_that_asks_for_too_much(request_: GenerationRequest, said: str) -> None:
     bounds = RequestBounds(max_prompt_bytes=20, max_stop_strings=2, max_stop_length=4)
     with pytest.raises(InvalidRequestError) as refusal:
-        check_bounds(request_, bounds, 2)
+        check_bounds(request_, bounds, 2, 8)
     assert str(refusal.value) == said
 
 
 def test_a_request_that_asks_for_the_most() -> None:
     bounds = RequestBounds(max_prompt_bytes=20, max_stop_strings=2, max_stop_length=4)
-    check_bounds(GenerationRequest("a" * 20, stop=("abcd", "é"), num_speculative_tokens=32), bounds, 2)
-    check_bounds(GenerationRequest("a", num_speculative_tokens=40), bounds, 40)
+    check_bounds(GenerationRequest("a" * 20, stop=("abcd", "é"), num_speculative_tokens=32), bounds, 2, 8)
+    check_bounds(GenerationRequest((1,) * 7, num_speculative_tokens=40), bounds, 40, 8)
 
 
 def chunk(count: int) -> Chunk:

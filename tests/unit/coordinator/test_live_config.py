@@ -101,6 +101,7 @@ def test_what_came_as_json_does_not_come_back() -> None:
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
+        ({"num_speculative_tokens": "129"}, "num_speculative_tokens is 129; it must be at most 128"),
         ({"num_speculative_tokens": "0"}, "num_speculative_tokens is 0; it must be at least 1"),
         ({"num_speculative_tokens": "x"}, "num_speculative_tokens is 'x'; it must be an integer"),
         ({"speculation": "perhaps"}, "speculation is 'perhaps'; it must be true or false"),

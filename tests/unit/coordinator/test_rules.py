@@ -9,6 +9,7 @@ import grpc
 import pytest
 from pydantic import ValidationError
 
+from coordinator.rejection.options import RejectionOptions
 from coordinator.rules import (
     MODEL_RULES,
     REQUEST_RULES,
@@ -50,6 +51,11 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
         "num-speculative-tokens",
         {"num_speculative_tokens": 0},
         "num_speculative_tokens is 0; it must be at least 1",
+    ),
+    (
+        "most-configured-tokens",
+        {"num_speculative_tokens": 129},
+        "num_speculative_tokens is 129; it must be at most 128: an answer with a row for each must fit into a message",
     ),
     (
         "rejection-sampling-strategy",
@@ -289,9 +295,13 @@ def test_models_that_go_together(draft: ModelInfo | None) -> None:
 
 
 def request(
-    prompt: tuple[int, ...] = (1, 2), draft: ModelInfo | None = DRAFT, **fields: Any
+    prompt: tuple[int, ...] = (1, 2),
+    draft: ModelInfo | None = DRAFT,
+    rule: str | None = None,
+    **fields: Any,
 ) -> TokenizedRequest:
-    return TokenizedRequest(GenerationRequest(prompt, **fields), prompt, TARGET, draft)
+    options = RejectionOptions(rejection_sampling_strategy=rule)
+    return TokenizedRequest(GenerationRequest(prompt, **fields), prompt, TARGET, draft, options)
 
 
 WITH_DRAFT_MODEL = (
@@ -355,6 +365,12 @@ REQUESTS: list[tuple[str, TokenizedRequest, str]] = [
         f"frequency_penalty is 0.5; with a separate draft model it must be 0: {WITH_DRAFT_MODEL}; "
         f"presence_penalty is -1.0; with a separate draft model it must be 0: {WITH_DRAFT_MODEL}",
     ),
+    (
+        "logits-of-draft-model",
+        request(draft=NGRAM, rule="logit-comparison"),
+        "the rule is logit-comparison and the draft service drafts by ngram, which has no logits; name another "
+        "rejection_sampling_strategy, or turn speculation off for this request",
+    ),
 ]
 
 
@@ -380,6 +396,20 @@ def test_every_rule_of_a_request_is_in_the_table() -> None:
     ],
 )
 def test_penalties_work_without_a_draft_model(subject: TokenizedRequest) -> None:
+    check_request(subject)
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        request(draft=NGRAM, rule="residual"),
+        request(draft=NGRAM, rule="logit-comparison", temperature=0.0),
+        request(draft=NGRAM, rule="logit-comparison", speculation=False),
+        request(draft=None, rule="logit-comparison"),
+        request(rule="logit-comparison"),
+    ],
+)
+def test_logits_are_missed_only_where_they_are_compared(subject: TokenizedRequest) -> None:
     check_request(subject)
 
 

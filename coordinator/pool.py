@@ -11,6 +11,7 @@ from typing import Generic
 from coordinator.addresses import Address, Resolver, joined
 from coordinator.pool_member import ClientT, Member
 from coordinator.replica import ReplicaSnapshot, ReplicaState, Role
+from tandem.errors import InvalidRequestError
 from tandem.types import SpeculationFigures
 
 logger = logging.getLogger(__name__)
@@ -37,12 +38,16 @@ class Pool(Generic[ClientT]):
         self._resolve_interval_seconds = resolve_interval_seconds
         self._members: dict[str, Member[ClientT]] = {}
         self._unresolved: dict[Address, str] = {}
+        self._drained: dict[str, str] = {}
+        """Why operators drained an address: it holds while nobody resumes it, also where its name misses it."""
+        self._missed: set[str] = set()
+        """Members whose name did not stand for them at the last look."""
         self._changed = asyncio.Event()
         self._refreshing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Find the replicas, and begin to follow them. Nothing is waited for but the first answers about names."""
-        await self._refresh()
+        await self.look()
         if any(address.is_name for address in self.addresses):
             self._refreshing = asyncio.create_task(self._keep_refreshing())
 
@@ -61,6 +66,37 @@ class Pool(Generic[ClientT]):
     def member(self, address: str) -> Member[ClientT] | None:
         """The replica with that address, as snapshots spell it."""
         return self._members.get(address)
+
+    def drain(self, address: str, reason: str) -> None:
+        """Send nothing new to the replica with that address, nor to one that has it later, until it is resumed.
+
+        Raises:
+            InvalidRequestError: there is no such replica.
+        """
+        self._known(address).drain(reason)
+        self._drained[address] = reason
+
+    def resume(self, address: str) -> None:
+        """Send new sequences to it again, once its name stands for it.
+
+        Raises:
+            InvalidRequestError: there is no such replica.
+        """
+        member = self._known(address)
+        self._drained.pop(address, None)
+        if address in self._missed:
+            member.drain(_GONE)
+        else:
+            member.resume()
+
+    def _known(self, address: str) -> Member[ClientT]:
+        member = self.member(address)
+        if member is None:
+            known = ", ".join(self._members) or "none"
+            raise InvalidRequestError(
+                f"there is no {self.role.value} replica {address!r}; there are: {known}"
+            )
+        return member
 
     def snapshots(self) -> list[ReplicaSnapshot]:
         """Every replica, and every name that stands for none."""
@@ -97,9 +133,9 @@ class Pool(Generic[ClientT]):
     async def _keep_refreshing(self) -> None:
         while True:
             await asyncio.sleep(self._resolve_interval_seconds)
-            await self._refresh()
+            await self.look()
 
-    async def _refresh(self) -> None:
+    async def look(self) -> None:
         """Ask what each name stands for; begin with what is new, and let go of what is gone and has ended its work."""
         wanted: dict[str, Address] = {}
         for address in self.addresses:
@@ -125,9 +161,12 @@ class Pool(Generic[ClientT]):
         return [joined(host, address.port) for host in hosts]
 
     def _keep(self, found: str, address: Address) -> None:
+        self._missed.discard(found)
         member = self._members.get(found)
         if member is None:
             member = self._members[found] = self._make_member(found, address, self._tell_change)
+            if found in self._drained:
+                member.drain(self._drained[found])
             member.start()
         elif member.drained_because == _GONE:
             member.resume()
@@ -135,10 +174,13 @@ class Pool(Generic[ClientT]):
     async def _leave(self, gone: str) -> None:
         """Nothing new at once; let go of it at the next look, when the name may be back as well."""
         member = self._members[gone]
-        if not member.drained_because:
-            member.drain(_GONE)
+        if gone not in self._missed:
+            self._missed.add(gone)
+            if not member.drained_because:
+                member.drain(_GONE)
         elif member.open_sequences == 0:
             del self._members[gone]
+            self._missed.discard(gone)
             await member.close()
             logger.info("replica let go of", extra={"role": self.role.value, "address": gone})
 

@@ -20,7 +20,7 @@ from coordinator.settings import CoordinatorSettings
 from coordinator.target_client import TargetClient
 from tandem.channels import open_channel
 from tandem.credentials import PLAIN, Credentials
-from tandem.errors import IncompatibleModelsError, InvalidRequestError, ServiceUnavailableError
+from tandem.errors import IncompatibleModelsError, ServiceUnavailableError
 
 _BY_OPERATOR = "an operator drained it"
 
@@ -74,7 +74,7 @@ class Replicas:
         Raises:
             InvalidRequestError: there is no such replica.
         """
-        self._member(role, address).drain(_BY_OPERATOR)
+        self._of(role).drain(address, _BY_OPERATOR)
 
     def resume(self, role: Role, address: str) -> None:
         """Send new sequences to a replica again.
@@ -82,15 +82,10 @@ class Replicas:
         Raises:
             InvalidRequestError: there is no such replica.
         """
-        self._member(role, address).resume()
+        self._of(role).resume(address)
 
-    def _member(self, role: Role, address: str) -> Member[TargetClient] | Member[DraftClient]:
-        pool = self.targets if role is Role.TARGET else self.drafts
-        member = pool.member(address)
-        if member is None:
-            known = ", ".join(known.address for known in pool.members) or "none"
-            raise InvalidRequestError(f"there is no {role.value} replica {address!r}; there are: {known}")
-        return member
+    def _of(self, role: Role) -> Pool[TargetClient] | Pool[DraftClient]:
+        return self.targets if role is Role.TARGET else self.drafts
 
     def _pool(
         self, role: Role, addresses: str, make_client: Callable[[grpc.aio.Channel], ClientT]

@@ -298,3 +298,57 @@ async def test_a_name_stands_for_all_of_its_addresses() -> None:
             )
         with suppress(asyncio.CancelledError):
             await second_server.stop(None)
+
+
+@asynccontextmanager
+async def named(target: Served) -> AsyncIterator[tuple[Replicas, list[str]]]:
+    """Replicas that know the target by a name, looked up when the test does, and the hosts that it stands for."""
+    hosts = ["127.0.0.1"]
+    given = settings(f"targets:{target.port}", resolve_seconds=3600.0)
+    async with started(Replicas(given, resolver=names({"targets": hosts}))) as replicas:
+        yield replicas, hosts
+
+
+async def test_an_operators_drain_outlives_a_name_that_misses_the_address() -> None:
+    async with served(FakeTarget()) as (target,), named(target) as (replicas, hosts):
+
+        async def go_and_come_back() -> None:
+            hosts.clear()
+            await replicas.targets.look()
+            await replicas.targets.look()
+            assert replicas.targets.member(target.address) is None
+            hosts.append("127.0.0.1")
+            await replicas.targets.look()
+            member = replicas.targets.member(target.address)
+            assert member is not None
+            await until(lambda: member.model is not None, SECONDS)
+
+        replicas.drain(Role.TARGET, target.address)
+        reason = shot(replicas, target.address).reason
+        await go_and_come_back()
+        assert (await becomes(replicas, target.address, ReplicaState.DRAINING)).reason == reason
+        assert replicas.targets.choose() is None
+        replicas.resume(Role.TARGET, target.address)
+        await go_and_come_back()
+        await becomes(replicas, target.address, ReplicaState.READY)
+
+
+async def test_one_that_its_name_misses_once_is_kept_whoever_drained_it() -> None:
+    async with served(FakeTarget()) as (target,), named(target) as (replicas, hosts):
+        member = replicas.targets.member(target.address)
+        assert member is not None
+        replicas.drain(Role.TARGET, target.address)
+        for _ in range(2):
+            hosts.clear()
+            await replicas.targets.look()
+            assert replicas.targets.member(target.address) is member
+            replicas.resume(Role.TARGET, target.address)
+            assert "no longer stands for" in shot(replicas, target.address).reason
+            hosts.append("127.0.0.1")
+            await replicas.targets.look()
+            assert replicas.targets.member(target.address) is member
+            assert member.is_ready
+        hosts.clear()
+        await replicas.targets.look()
+        await replicas.targets.look()
+        assert replicas.targets.member(target.address) is None

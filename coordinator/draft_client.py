@@ -136,6 +136,8 @@ class DraftSequence:
             proposal = await self._answered(until)
             if proposal is not None:
                 check_proposal(proposal, completion.length, count, self._limits.vocabulary_size)
+                if self._options.with_token_logits and proposal.token_ids and proposal.token_logits is None:
+                    raise ProtocolError("draft service: it told no logits of its tokens; they were asked for")
         except TandemError as error:
             self._watch.ended(error)
             raise

@@ -190,3 +190,15 @@ async def test_a_lost_draft_stream_is_let_go_of() -> None:
         await complete(client, GenerationRequest((10,), max_tokens=5, temperature=0.0))
         await until(lambda: not draft.running, TEST_SECONDS)
     assert draft.opened == 1
+
+
+async def test_a_draft_that_tells_no_logits_is_not_asked_where_they_are_compared() -> None:
+    request = GenerationRequest(
+        (10,), max_tokens=30, temperature=1.0, seed=1, rejection_sampling_strategy="logit-comparison"
+    )
+    draft = FakeDraft()
+    async with asyncio.timeout(TEST_SECONDS), cluster(FakeTarget(), draft, PATIENCE_SECONDS) as client:
+        completed = await complete(client, request)
+    assert completed.token_ids == tuple(range(11, 41))
+    assert completed.figures.accepted == 0
+    assert draft.asked

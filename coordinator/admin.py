@@ -141,9 +141,10 @@ class Administration:
             InvalidRequestError: several do.
         """
         request = self._completions.requests.find(request_id)
+        report = _report(request)  # before it lets go of its draft and its target
         request.abort(reason)
         logger.info("request aborted", extra={"request_id": request.request_id, "reason": reason, "by": by})
-        return _report(request)
+        return report
 
     def stats(self) -> Stats:
         """What was done since the start."""

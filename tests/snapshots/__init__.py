@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from difflib import unified_diff
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -16,6 +17,6 @@ def assert_matches(name: str, text: str) -> None:
         path.write_text(text, encoding="utf-8")
         return
     assert path.is_file(), f"{name} is not there; UPDATE_SNAPSHOTS=1 writes it"
-    assert text == path.read_text(encoding="utf-8"), (
-        f"{name} is another; if that is meant, UPDATE_SNAPSHOTS=1 writes it"
-    )
+    kept = path.read_text(encoding="utf-8")
+    difference = "\n".join(unified_diff(kept.splitlines(), text.splitlines(), "kept", "now", lineterm=""))
+    assert text == kept, f"{name} is another; if that is meant, UPDATE_SNAPSHOTS=1 writes it\n{difference}"

@@ -100,8 +100,9 @@ async def test_a_drain_is_bounded(target_address: str, draft_address: str) -> No
         assert "Traceback" not in front.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("package", ["target_service", "draft_service"])
+@pytest.mark.parametrize(
+    ("package", "number"), [("target_service", signal.SIGTERM), ("draft_service", signal.SIGINT)]
+)
 def test_a_signal_while_the_model_is_loading(package: str, number: signal.Signals) -> None:
     with model_service(package, DEMO_TARGET) as process:
         process.line("listening on ")
@@ -161,7 +162,7 @@ def test_ctrl_c_ends_a_cluster() -> None:
         assert process.stderr == ""
 
 
-@pytest.mark.parametrize("package", ["draft_service", "coordinator"])
+@pytest.mark.parametrize("package", ["draft_service", pytest.param("coordinator", marks=pytest.mark.soak)])
 def test_a_child_that_dies_ends_the_cluster(package: str) -> None:
     with cluster() as process:
         process.line("tandem up: ready on ")

@@ -135,9 +135,13 @@ class DraftSequence:
             self._ask(completion, count)
             proposal = await self._answered(until)
             if proposal is not None:
-                check_proposal(proposal, completion.length, count, self._limits.vocabulary_size)
-                if self._options.with_token_logits and proposal.token_ids and proposal.token_logits is None:
-                    raise ProtocolError("draft service: it told no logits of its tokens; they were asked for")
+                check_proposal(
+                    proposal,
+                    completion.length,
+                    count,
+                    self._limits.vocabulary_size,
+                    with_token_logits=self._options.with_token_logits,
+                )
         except TandemError as error:
             self._watch.ended(error)
             raise
@@ -188,12 +192,14 @@ def _forget(answer: asyncio.Task[Proposal]) -> None:
         answer.exception()
 
 
-def check_proposal(proposal: Proposal, base_length: int, most: int, vocabulary_size: int) -> None:
+def check_proposal(
+    proposal: Proposal, base_length: int, most: int, vocabulary_size: int, *, with_token_logits: bool
+) -> None:
     """Refuse a proposal that the target could not verify, or no rule could decide on.
 
     Raises:
-        ProtocolError: it extends another sequence, is too long, holds ids that are none, or tells distributions that
-            its tokens cannot have been drawn from.
+        ProtocolError: it extends another sequence, is too long, holds ids that are none, lacks the logits that were
+            asked for, or tells distributions that its tokens cannot have been drawn from.
     """
     if proposal.base_length != base_length:
         raise ProtocolError(
@@ -208,6 +214,8 @@ def check_proposal(proposal: Proposal, base_length: int, most: int, vocabulary_s
         raise ProtocolError(
             f"draft service: it proposed token id {unknown}; ids must be in 0..{vocabulary_size - 1}"
         )
+    if with_token_logits and proposal.token_ids and proposal.token_logits is None:
+        raise ProtocolError("draft service: it told no logits of its tokens; they were asked for")
     for token_id, distribution in zip(proposal.token_ids, proposal.distributions, strict=False):
         _check_distribution(token_id, distribution, vocabulary_size)
 

@@ -116,11 +116,10 @@ class FailoverDrafter:
         """Tokens that may follow, fewer than the completion has room for; none when no draft has any in time."""
         self._settle()
         count = min(self._payoff.tokens(self._limits.num_speculative_tokens), completion.room - 1)
-        if count > 0:
-            proposal = await self._proposed(completion, count)
-        else:
-            proposal = None
+        if count <= 0:
             self._leave_what_drains()
+            return Proposal(completion.length)
+        proposal = await self._proposed(completion, count)
         return Proposal(completion.length) if proposal is None else proposal
 
     async def finish(self) -> None:

@@ -64,7 +64,7 @@ class Restraint:
     @property
     def tokens(self) -> int:
         """How many tokens a proposal is to have, at the load that there is."""
-        return self._lengths[0] if self._load() < LEAST_LOAD else self._level.tokens
+        return self._lengths[0] if self._load() < LEAST_LOAD else self._level_now().tokens
 
     def add(self, wanted: int | None, committed: float = 0.0, seconds: float | None = None) -> None:
         """Count a round of a request that follows.
@@ -76,10 +76,10 @@ class Restraint:
         """
         self._rounds += 1
         if self._load() >= LEAST_LOAD:
-            self._level.add(wanted, committed, seconds, self._followers)
+            self._level_now().add(wanted, committed, seconds, self._followers)
 
-    @property
-    def _level(self) -> _Level:
+    def _level_now(self) -> _Level:
+        """That of the load that there is, made or begun anew where that is due."""
         size = (self._load() * 4 // 3).bit_length()
         if size not in self._levels:
             nearest = min(self._levels, key=lambda other: abs(other - size), default=None)

@@ -12,7 +12,7 @@ from coordinator.payoff import TRIAL_ROUNDS
 from tandem.serving.edge import Context
 from tandem.types import GenerationRequest
 from tandem.v1 import draft_pb2
-from tests.service.clients import complete, until
+from tests.service.clients import Completed, complete, until
 from tests.service.fakes import FakeDraft, FakeTarget
 from tests.service.served import NOT_SERVING, SERVING, fleet
 
@@ -96,41 +96,36 @@ async def test_a_draft_that_returns_is_used_again() -> None:
     assert completed.figures.accepted == completed.figures.drafted > 0
 
 
-async def test_a_draft_that_hangs_is_given_up_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.failover_draft._ABANDON_SECONDS", 0.1)
-    target, hanging, other = FakeTarget(), HangingFrom(), FakeDraft()
+async def completed_on(first: FakeDraft, other: FakeDraft) -> Completed:
+    """A completion that begins on the first draft, with another ready as soon as it has."""
+    target = FakeTarget()
     target.step_seconds = 0.02
     async with (
         asyncio.timeout(SECONDS),
-        fleet(target, hanging, other, patience_seconds=0.05) as (client, services),
+        fleet(target, first, other, patience_seconds=0.05) as (client, services),
     ):
-        await services[2].say(NOT_SERVING)  # so that it begins with the other
-        await asyncio.sleep(0.3)  # that it is told
+        await services[2].say(NOT_SERVING)
+        await asyncio.sleep(0.3)  # that the coordinator is told
         task = asyncio.create_task(complete(client, request()))
-        await until(lambda: hanging.opened == 1, SECONDS)
+        await until(lambda: first.opened == 1, SECONDS)
         await services[2].say(SERVING)
         completed = await task
-        await until(lambda: not hanging.running, SECONDS)
-    assert completed.token_ids == EXPECTED
+        await until(lambda: not first.running, SECONDS)
+    return completed
+
+
+async def test_a_draft_that_hangs_is_given_up_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.failover_draft._ABANDON_SECONDS", 0.1)
+    hanging, other = HangingFrom(), FakeDraft()
+    assert (await completed_on(hanging, other)).token_ids == EXPECTED
     assert other.opened == 1
 
 
 async def test_a_draft_that_has_yet_to_begin_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be full: whoever goes to another that is full as well has lost its place for nothing."""
     monkeypatch.setattr("coordinator.failover_draft._ABANDON_SECONDS", 0.1)
-    target, full, other = FakeTarget(), Full(), FakeDraft()
-    target.step_seconds = 0.02
-    async with (
-        asyncio.timeout(SECONDS),
-        fleet(target, full, other, patience_seconds=0.05) as (client, services),
-    ):
-        await services[2].say(NOT_SERVING)  # so that it begins with the other
-        await asyncio.sleep(0.3)  # that it is told
-        task = asyncio.create_task(complete(client, request()))
-        await until(lambda: full.opened == 1, SECONDS)
-        await services[2].say(SERVING)
-        completed = await task
-    assert completed.token_ids == EXPECTED
+    full, other = Full(), FakeDraft()
+    assert (await completed_on(full, other)).token_ids == EXPECTED
     assert (full.opened, other.opened) == (1, 0)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 
@@ -48,8 +48,6 @@ class Machine:
     cost: Round
     strangers: int = 0
     """Requests that run beside them and follow nothing."""
-    lengths: list[int] = field(default_factory=list)
-    """Of the proposals, one for each round."""
 
     def __post_init__(self) -> None:
         self.restraint = Restraint(K, lambda: self.load + self.strangers)

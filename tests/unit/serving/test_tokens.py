@@ -141,7 +141,7 @@ def test_a_server_that_others_reach_is_protected(
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
 def test_this_machine_needs_no_protection(host: str) -> None:
-    ServerSettings(host=host)
+    assert ServerSettings(host=host).host == host
 
 
 @pytest.mark.parametrize(

@@ -100,16 +100,24 @@ async def test_a_reset_at_any_byte(model: LoadedModel, draft_model: LoadedModel,
         for _ in range(runs):
             proxy.reset_after_bytes = chance.randrange(1, max(2, usual_bytes))
             before = proxy.resets
-            try:
-                text = (await complete(cluster.client, STRICT)).text
-            except ServiceUnavailableError:
-                assert hop == "client", "only the client's own connection may be seen to break"
-            else:
-                assert text == expected.text
+            # Of two at once, each target has one: a single one goes to the faster, which may be the other every time.
+            texts = await asyncio.gather(
+                *(text_of(cluster.client, STRICT) for _ in range(1 + (hop == "target")))
+            )
+            # Only the client's own connection may be seen to break.
+            assert set(texts) <= ({expected.text, None} if hop == "client" else {expected.text})
             seen += proxy.resets - before
             proxy.reset_after_bytes = None
     assert seen > 0, "it hit a connection that was in use"
     logger.info("%s: %d runs, %d resets while one ran", hop, runs, seen)
+
+
+async def text_of(client: Client, request: GenerationRequest) -> str | None:
+    """What it says; None when its connection breaks."""
+    try:
+        return (await complete(client, request)).text
+    except ServiceUnavailableError:
+        return None
 
 
 NOTICED = {"client": "", "draft": "draft late", "target": "target lost"}

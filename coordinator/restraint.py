@@ -3,7 +3,8 @@
 Where reading the weights takes the time, the tokens of a proposal are verified almost for nothing; where many sequences
 share a step, computing takes it, and every rejected token costs. One request cannot find out, for what it measures
 with fewer is a step in which the others verify as many as before. So all of them halve or double their proposals for a
-moment, now and then, and keep to what was better; halved often enough, the target works alone. vLLM's
+moment, now and then, and keep to what was better; halved often enough, the target works alone. Few begin with what they
+asked for. Many begin with the target alone, which is never worse, and draft once that was found to be faster. vLLM's
 `disable_by_batch_size` drew one such line by hand.
 """
 
@@ -15,6 +16,8 @@ from statistics import median
 
 LEAST_LOAD = 4
 """Requests at once, below which each decides for itself."""
+MANY = 12
+"""Requests at once, from which on the target works alone until drafting was found to be faster."""
 TURNS = 3
 """A comparison takes turns: so often the other length, and so often the one kept. What comes and goes meanwhile, as
 prompts that are read, then slows down both."""
@@ -25,8 +28,9 @@ SETTLING_ROUNDS = 1
 FIRST_STAY_ROUNDS = 64
 LONGEST_STAY_ROUNDS = 1024
 """Rounds of each request between two comparisons, once both neighbours of a length were found worse."""
-LEAST_ADVANTAGE = 1.03
-"""Another length must make so many times the tokens; less may be noise."""
+LEAST_ADVANTAGE = 1.05
+"""A longer proposal must make so many times the tokens: less may be noise, and of two that are as fast, the shorter one
+leaves more of the draft to others."""
 
 _TURN_ROUNDS = SETTLING_ROUNDS + TURN_ROUNDS
 
@@ -80,16 +84,28 @@ class Restraint:
 
     def _level_now(self) -> _Level:
         """That of the load that there is, made or begun anew where that is due."""
-        size = (self._load() * 4 // 3).bit_length()
+        size = _size(self._load())
         if size not in self._levels:
-            nearest = min(self._levels, key=lambda other: abs(other - size), default=None)
-            first = 0 if nearest is None else self._levels[nearest].kept
-            self._levels[size] = _Level(self._lengths, first)
+            self._levels[size] = _Level(self._lengths, self._first(size))
         level = self._levels[size]
         if self._rounds - level.seen_rounds > _TURN_ROUNDS * self._followers:
             level.restart()  # what it had begun to compare was long ago
         level.seen_rounds = self._rounds
         return level
+
+    def _first(self, size: int) -> int:
+        """Index of the length that a new load begins with: that of the nearest one, few by few and many by many."""
+        are_many = size >= _size(MANY)
+        alike = [other for other in self._levels if (other >= _size(MANY)) == are_many]
+        nearest = min(alike, key=lambda other: abs(other - size), default=None)
+        if nearest is not None:
+            return self._levels[nearest].kept
+        return len(self._lengths) - 1 if are_many else 0
+
+
+def _size(load: int) -> int:
+    """What loads of one level have in common: 4 to 5, 6 to 11, 12 to 23, ..."""
+    return (load * 4 // 3).bit_length()
 
 
 class _Level:
@@ -103,7 +119,7 @@ class _Level:
         """Index of the best length so far."""
         self.seen_rounds = 0
         """Of all requests, when it was last the load."""
-        self._direction = 1
+        self._direction = 1 if first < len(lengths) - 1 else -1
         self._failures = 0
         """Comparisons in a row that found nothing better."""
         self._turns_left = 0
@@ -160,7 +176,8 @@ class _Level:
     def _decide(self, followers: int) -> None:
         """The end of a comparison."""
         advantage = self._other_rounds.rate / max(self._kept_rounds.rate, 1e-9)
-        if self._kept_rounds.rate > 0.0 and advantage > LEAST_ADVANTAGE:
+        needed = 1.0 if self._other > self.kept else LEAST_ADVANTAGE
+        if self._kept_rounds.rate > 0.0 and advantage > needed:
             self.kept = self._other
             self._failures = 0
             details = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
@@ -11,6 +12,7 @@ from coordinator.payoff import Payoff, RoundCost
 from coordinator.restraint import (
     LEAST_LOAD,
     LONGEST_STAY_ROUNDS,
+    MANY,
     SETTLING_ROUNDS,
     TURN_ROUNDS,
     TURNS,
@@ -105,19 +107,41 @@ def test_each_load_is_judged_by_itself() -> None:
     assert [machine.restraint.tokens for machine.load in (5, 12, 16, 23)] == [K, 0, 0, 0]
 
 
-def test_a_load_begins_with_what_the_nearest_one_found_best() -> None:
-    machine = Machine(16, costly)
+def test_few_begin_as_asked_and_many_with_the_target_alone() -> None:
+    loads = (LEAST_LOAD, MANY - 1, MANY, 100)
+    assert [Restraint(K, partial(int, load)).tokens for load in loads] == [K, K, 0, 0]
+
+
+@pytest.mark.parametrize(("load", "others"), [(8, (4, 5)), (16, (32, 100))])
+@pytest.mark.parametrize(("cost", "best"), [(costly, 0), (cheap, K)])
+def test_a_load_begins_with_what_the_nearest_one_found_best(
+    load: int, others: tuple[int, ...], cost: Round, best: int
+) -> None:
+    """Few by few and many by many: what pays for five says little of fifty."""
+    machine = Machine(load, cost)
     machine.run(100)
-    assert [machine.restraint.tokens for machine.load in (8, 32, 1)] == [0, 0, K], "one decides for itself"
+    assert {machine.restraint.tokens for machine.load in others} == {best}
+    machine.load = 16 if load == 8 else 8
+    assert machine.restraint.tokens == (0 if load == 8 else K)
+
+
+@pytest.mark.parametrize("load", [8, 16])
+def test_of_two_that_are_as_fast_the_shorter_one_is_kept(load: int) -> None:
+    def even(proposed: int) -> tuple[float, float]:
+        return 1.0 + proposed, 0.05 * (1.0 + proposed) * (1.0 + 1e-6 * proposed)
+
+    machine = Machine(load, even)
+    machine.run(100)
+    assert machine.restraint.tokens == 0
 
 
 def test_rounds_that_share_steps_with_the_length_before_do_not_count() -> None:
-    machine = Machine(16, cheap)
+    machine = Machine(8, cheap)
     machine.run(SETTLING_ROUNDS)
     for _ in range(2 * TURNS):
         length = machine.restraint.tokens
         committed, seconds = (0, 1.0) if length == K else (1000, 1e-6)
-        for _ in range(16 * SETTLING_ROUNDS):
+        for _ in range(8 * SETTLING_ROUNDS):
             machine.restraint.add(length, committed, seconds)
         machine.run(TURN_ROUNDS)
     assert machine.run(10 * COMPARISON_ROUNDS).count(K) > 5 * COMPARISON_ROUNDS, "too good to be believed"
@@ -139,7 +163,7 @@ def test_what_slows_down_both_lengths_for_a_while_decides_nothing() -> None:
     ("most", "lengths"), [(1, {1, 0}), (4, {4, 2, 1, 0}), (5, {5, 2, 1, 0}), (8, {8, 4, 2, 1, 0})]
 )
 def test_all_lengths_down_to_none_are_halves(most: int, lengths: set[int]) -> None:
-    restraint = Restraint(most, lambda: 16)
+    restraint = Restraint(most, lambda: LEAST_LOAD)
     restraint.join()
     seen = set()
     for _ in range(200):
@@ -167,13 +191,13 @@ def test_rounds_that_measure_nothing_hold_nothing_up() -> None:
 
 
 def test_a_comparison_that_another_load_interrupted_begins_anew() -> None:
-    machine = Machine(16, cheap)
+    machine = Machine(16, costly)
     machine.run(SETTLING_ROUNDS + 1)
-    assert machine.restraint.tokens == K // 2, "it is being compared"
+    assert machine.restraint.tokens == 1, "it is being compared"
     machine.load = 64
     machine.run(10)
     machine.load = 16
-    assert machine.restraint.tokens == K
+    assert machine.restraint.tokens == 0
 
 
 def test_a_request_that_has_ended_follows_no_more() -> None:

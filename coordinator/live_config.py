@@ -118,7 +118,7 @@ def _problems(names: Iterable[str]) -> Iterable[str]:
                 f"What can be changed: {', '.join(LIVE_OPTIONS)}"
             )
         else:
-            yield unknown_option(name, LIVE_OPTIONS)
+            yield unknown_option(name, {option: option for option in LIVE_OPTIONS})
 
 
 def _value(text: str) -> str | None:

@@ -143,9 +143,10 @@ def _joined(arguments: Sequence[str], repeatable: Collection[str]) -> list[str]:
 def _refuse_unknown(arguments: Sequence[str], known: Collection[str]) -> None:
     """All unknown options at once, and why: argparse would name them without a reason."""
     given = [word.partition("=")[0] for word in arguments if word.startswith("--") and word != "--"]
-    options = {f"--{name}" for name in (*known, "help")}
+    options = {name.replace("-", "_"): f"--{name}" for name in (*known, "help")}
+    spelled = options.values()
     unknown = [
-        word for word in given if word not in options and word.replace("--no-", "--", 1) not in options
+        word for word in given if word not in spelled and word.replace("--no-", "--", 1) not in spelled
     ]
     if unknown:
         raise ConfigurationError("; ".join(unknown_option(word, options) for word in unknown))

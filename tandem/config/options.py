@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, TypeVar, get_args
@@ -138,7 +138,7 @@ def _describe(cls: type[Options], detail: ErrorDetails) -> str | None:
     if kind == SENTENCE:
         return detail["msg"]
     if kind == "extra_forbidden":
-        return unknown_option(name, _spelled_like(name, cls.model_fields), detail["input"])
+        return _unknown_option(cls, name, detail["input"])
     if kind in _WORDS:
         return f"{name} is {_shown(cls, name, detail['input'])}; it must be {_WORDS[kind]}"
     if kind == "literal_error":
@@ -152,24 +152,35 @@ def _shown(cls: type[Options], name: str, value: object) -> str:
     return f"no text but a {type(value).__name__}" if is_secret else repr(value)
 
 
-def unknown_option(given: str, known: Iterable[str], value: object = None) -> str:
+def unknown_option(
+    given: str, known: Mapping[str, str], value: object = None, own_prefix: str = ENVIRONMENT_PREFIX
+) -> str:
     """The sentence for an option that is not one, by the name it was given: `name`, `--name` or `TANDEM_NAME`.
 
     Args:
         given: As the user spelled it.
-        known: The options there are, in the same spelling, to find the one that was meant.
+        known: The options there are, by name, each as it is spelled in that place, to find the one that was meant.
         value: What it was set to, where that is known.
+        own_prefix: What the environment variables of the service begin with.
     """
-    name = given.removeprefix("--").replace("-", "_").removeprefix(ENVIRONMENT_PREFIX).lower()
+    name = given.removeprefix("--").removeprefix(own_prefix).removeprefix(ENVIRONMENT_PREFIX)
+    name = name.replace("-", "_").lower()
     if reason := REFUSED_OPTIONS.get(name):
         return f"{given} is not available in this version: {reason}"
     if isinstance(value, dict):
         return f"{given} is not an option; if it is a section of the file, name it with section_name"
-    similar = get_close_matches(given, known, n=1, cutoff=0.8)
-    return f"{given} is not an option" + (f"; did you mean {similar[0]}?" if similar else "")
+    similar = get_close_matches(name, known, n=1, cutoff=0.8)
+    return f"{given} is not an option" + (f"; did you mean {known[similar[0]]}?" if similar else "")
 
 
-def _spelled_like(given: str, fields: Iterable[str]) -> list[str]:
-    if given.startswith(ENVIRONMENT_PREFIX):
-        return [ENVIRONMENT_PREFIX + name.upper() for name in fields]
-    return list(fields)
+def _unknown_option(cls: type[Options], given: str, value: object) -> str:
+    """The same of a class's options. In the environment those that are not shared belong to one service."""
+    own_prefix = str(cls.model_config.get("env_prefix", ""))
+    shared = {name for base in _plain_bases(cls) for name in base.model_fields}
+    in_environment = {
+        name: (ENVIRONMENT_PREFIX if name in shared else own_prefix) + name.upper()
+        for name in cls.model_fields
+    }
+    is_variable = given.startswith(ENVIRONMENT_PREFIX)
+    known = in_environment if is_variable else {name: name for name in cls.model_fields}
+    return unknown_option(given, known, value, own_prefix)

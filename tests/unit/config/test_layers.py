@@ -198,6 +198,11 @@ def test_unknown_on_the_command_line() -> None:
             "TANDEM_NUM_SPECULATVE_TOKENS is not an option; did you mean TANDEM_NUM_SPECULATIVE_TOKENS?",
         ),
         ("TANDEM_COORDINATOR_XYZ", "TANDEM_COORDINATOR_XYZ is not an option"),
+        ("TANDEM_LOG_LEVEL", "TANDEM_LOG_LEVEL is not an option; did you mean TANDEM_COORDINATOR_LOG_LEVEL?"),
+        (
+            "TANDEM_COORDINATOR_LOG_LEVL",
+            "TANDEM_COORDINATOR_LOG_LEVL is not an option; did you mean TANDEM_COORDINATOR_LOG_LEVEL?",
+        ),
         (
             "TANDEM_COORDINATOR_ENFORCE_EAGER",
             "enforce_eager is not available in this version: whether the draft runs captured graphs is decided by its "

@@ -1,1 +1,5 @@
 """The draft service: proposes tokens that a target model is likely to say next."""
+
+from tandem.serving.polling import wait_in_one_thread
+
+wait_in_one_thread()  # here, where nothing has imported gRPC yet

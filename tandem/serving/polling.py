@@ -1,0 +1,17 @@
+"""Which thread waits for sockets, which must be said before gRPC is imported; this module does not import it."""
+
+from __future__ import annotations
+
+import os
+
+_VARIABLE = "GRPC_EXPERIMENTS"
+_NO_EVENT_ENGINE = "-event_engine_client,-event_engine_listener"
+"""gRPC's own names. With its event engine, threads of that wait for sockets and hand what came to the thread in which
+`grpc.aio` waits for it: one more thread is woken for each message, at either end. Without, that thread waits for the
+sockets itself. docs/benchmarks.md has what was measured."""
+
+
+def wait_in_one_thread() -> None:
+    """Makes gRPC of this process and its children wait for sockets where results are waited for, unless the environment
+    says which experiments of gRPC are on."""
+    os.environ.setdefault(_VARIABLE, _NO_EVENT_ENGINE)

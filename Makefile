@@ -27,8 +27,9 @@ $(BIN)/python:
 		{ echo "error: $(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
+# Modules are compiled when they are imported: most of what is installed never is, and pip would take a minute for all.
 $(INSTALLED): pyproject.toml constraints.txt hatch_build.py | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[engine,dev]'
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[engine,dev]'
 	@touch $@
 
 # A changed proto needs no reinstall: the editable package sees the new modules at once.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from coordinator.completion import Completion
 from coordinator.generate import AcceptanceRule, Drafter, Verifier
 from coordinator.observer import EventValue, NoObserver
-from tandem.types import Acceptance, GenerationRequest, Proposal, Verification
+from tandem.types import Acceptance, Proposal, Verification
 
 
 class Stopwatch:
@@ -78,7 +78,7 @@ class PhaseObserver(NoObserver):
     def __init__(self) -> None:
         self.stopwatch = Stopwatch()
 
-    def begin(self, request_id: str, request: GenerationRequest, traceparent: str = "") -> PhaseObserver:
+    def begin(self, request_id: str, traceparent: str = "") -> PhaseObserver:
         """Itself: requests share the stopwatch."""
         return self
 

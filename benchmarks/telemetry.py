@@ -140,7 +140,7 @@ async def round_costs() -> dict[str, float]:
         requests.serve("model", NUM_SPECULATIVE_TOKENS)
 
         def begin(requests: ObservedRequests = requests) -> RequestObserver:
-            return requests.begin("id", GenerationRequest((1,)))
+            return requests.begin("id")
 
         costs[name] = min([await _rounds_seconds(begin) for _ in range(5)]) - plain
     return costs

@@ -37,6 +37,18 @@ class Admission:
         """Requests that wait for a place."""
         return len(self._queue)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether whoever comes now is refused."""
+        return not self._has_room and self.queued >= self._most_queued
+
+    def refusal(self) -> CapacityError:
+        """What is told to those who are refused, and when to try again."""
+        return CapacityError(
+            f"{self.running} requests run and {self.queued} wait, which is the most; try again later",
+            self._retry_seconds,
+        )
+
     @asynccontextmanager
     async def place(self, deadline_seconds: float | None) -> AsyncIterator[None]:
         """A place, for as long as the block lasts.
@@ -57,14 +69,11 @@ class Admission:
             self._leave()
 
     async def _enter(self, deadline_seconds: float | None) -> None:
-        if self.running < self._most_running and not self._queue:
+        if self.is_full:
+            raise self.refusal()
+        if self._has_room:
             self.running += 1
             return
-        if self.queued >= self._most_queued:
-            raise CapacityError(
-                f"{self.running} requests run and {self.queued} wait, which is the most; try again later",
-                self._retry_seconds,
-            )
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append(turn)
         try:
@@ -77,6 +86,10 @@ class Admission:
                     f"the request waited {deadline_seconds:g} s for a place, which is all it was given"
                 ) from None
             raise
+
+    @property
+    def _has_room(self) -> bool:
+        return self.running < self._most_running and not self._queue
 
     def _give_up(self, turn: asyncio.Future[None]) -> None:
         if turn in self._queue:

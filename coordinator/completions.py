@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import NoReturn
 
 from tokenizers import Tokenizer
 
@@ -111,12 +112,24 @@ class Completions:
             TandemError: the target failed.
         """
         request_id = request_id or uuid.uuid4().hex
-        observer = self._observer.begin(request_id, request, traceparent)
+        observer = self._observer.begin(request_id, traceparent)
         with _told(observer):
             admitted = self._admitted(request, request_id, observer, Deadline(deadline_seconds))
             async with aclosing(within(admitted, deadline_seconds)) as chunks:
                 async for chunk in chunks:
                     yield chunk
+
+    def refuse(self, traceparent: str) -> NoReturn:
+        """Refuse a request that nobody has read, since no more may wait.
+
+        Args:
+            traceparent: The client's W3C trace context; empty when it sent none.
+
+        Raises:
+            CapacityError: always.
+        """
+        with _told(self._observer.begin(uuid.uuid4().hex, traceparent)):
+            raise self.admission.refusal()
 
     async def _admitted(
         self,

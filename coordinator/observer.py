@@ -8,7 +8,6 @@ from typing import Protocol
 from coordinator.completion import Completion
 from coordinator.generate import AcceptanceRule, Drafter, Verifier
 from tandem.traffic import Traffic
-from tandem.types import GenerationRequest
 
 EventValue = str | int | float | bool
 
@@ -55,7 +54,7 @@ class RequestObserver(Protocol):
 class Observer(Protocol):
     """Watches all requests."""
 
-    def begin(self, request_id: str, request: GenerationRequest, traceparent: str = "") -> RequestObserver:
+    def begin(self, request_id: str, traceparent: str = "") -> RequestObserver:
         """A request arrived, in the client's trace context if it sent one."""
 
 
@@ -65,7 +64,7 @@ class NoObserver:
     traceparent = ""
     traffic = None
 
-    def begin(self, request_id: str, request: GenerationRequest, traceparent: str = "") -> NoObserver:
+    def begin(self, request_id: str, traceparent: str = "") -> NoObserver:
         """Itself."""
         return self
 

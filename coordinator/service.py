@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import grpc.aio
@@ -11,6 +11,7 @@ import grpc.aio
 from coordinator.admin import Administration
 from coordinator.admin_servicer import AdminServicer
 from coordinator.completions import Completions, Services
+from coordinator.door import Door
 from coordinator.live_config import LiveConfig
 from coordinator.replica import ReplicaState, Role
 from coordinator.replicas import Replicas
@@ -72,6 +73,11 @@ class CoordinatorService:
     def http_url(self) -> str | None:
         """Where HTTP is answered; None where it is not."""
         return None if self._http is None else self._http.url
+
+    @property
+    def interceptors(self) -> Sequence[grpc.aio.ServerInterceptor]:
+        """What decides before a request is read."""
+        return (Door(self.completions),)
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicers."""

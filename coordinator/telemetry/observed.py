@@ -27,7 +27,7 @@ from tandem.errors import (
 from tandem.telemetry import attributes as names
 from tandem.telemetry.spans import traceparent_of
 from tandem.traffic import Traffic
-from tandem.types import GenerationRequest, NextToken, SpeculationFigures
+from tandem.types import NextToken, SpeculationFigures
 
 COUNTING_INTERVAL_SECONDS = 1.0
 """How often a request that runs is added to the counters."""
@@ -59,25 +59,18 @@ class ObservedRequests:
         self._model = self._metrics.of(model_name)
         self._model.prepare(num_speculative_tokens)
 
-    def begin(self, request_id: str, request: GenerationRequest, traceparent: str = "") -> ObservedRequest:
+    def begin(self, request_id: str, traceparent: str = "") -> ObservedRequest:
         """Watch a request."""
         spans = None
         if self._tracer is not None:
             spans = RequestSpans(self._tracer, request_id, traceparent, self._trace_rounds)
-        return ObservedRequest(request, self._model or self._metrics.of(""), spans, self.recent)
+        return ObservedRequest(self._model or self._metrics.of(""), spans, self.recent)
 
 
 class ObservedRequest:
     """Watches one request."""
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        metrics: ModelMetrics,
-        spans: RequestSpans | None,
-        recent: RecentFigures,
-    ) -> None:
-        self._request = request
+    def __init__(self, metrics: ModelMetrics, spans: RequestSpans | None, recent: RecentFigures) -> None:
         self._metrics = metrics
         self._spans = spans
         self._recent = recent
@@ -114,7 +107,7 @@ class ObservedRequest:
         self._metrics.prompt_tokens.inc(self._prompt_length)
         self._metrics.request_prompt.observe(self._prompt_length)
         if self._spans is not None:
-            self._spans.planned(self._request, details)
+            self._spans.planned(details)
 
     def stream(self, role: str, address: str) -> ObservedStream:
         """Watch a stream."""

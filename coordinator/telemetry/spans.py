@@ -23,11 +23,12 @@ from coordinator.telemetry.rounds import Round
 from tandem.telemetry import attributes as names
 from tandem.telemetry.spans import context_of, mark_error, traceparent_of, under
 from tandem.traffic import Traffic
-from tandem.types import GenerationRequest, SpeculationFigures
+from tandem.types import SpeculationFigures
 
 _MOST_EVENTS = 64
 _MOST_ROUNDS = 1_000
 """Of one request that have a span, so that no request fills the exporter's queue for good."""
+_WHERE_ASKED_FOR = {"top_p": names.GEN_AI_REQUEST_TOP_P, "top_k": names.GEN_AI_REQUEST_TOP_K}
 _METHODS = {"draft": ("tandem.v1.DraftService", "Propose"), "target": ("tandem.v1.TargetService", "Verify")}
 
 
@@ -59,7 +60,7 @@ class RequestSpans:
         # Rounds are timed by the performance counter, spans in time since 1970.
         self._offset_seconds = time.time() - time.perf_counter()
 
-    def planned(self, request: GenerationRequest, details: Mapping[str, EventValue]) -> None:
+    def planned(self, details: Mapping[str, EventValue]) -> None:
         """The request was checked; its prefill begins."""
         if not self.is_recorded:
             return
@@ -77,10 +78,9 @@ class RequestSpans:
                 names.NUM_SPECULATIVE_TOKENS: details["num_speculative_tokens"],
             }
         )
-        if request.top_p is not None:
-            self._span.set_attribute(names.GEN_AI_REQUEST_TOP_P, request.top_p)
-        if request.top_k is not None:
-            self._span.set_attribute(names.GEN_AI_REQUEST_TOP_K, request.top_k)
+        for name, attribute in _WHERE_ASKED_FOR.items():
+            if name in details:
+                self._span.set_attribute(attribute, details[name])
         self._prefill = self._tracer.start_span("prefill", under(self._span))
 
     def stream(self, role: str, address: str) -> Span:

@@ -90,6 +90,15 @@ class HasOtherWaysIn(Protocol):
 
 
 @runtime_checkable
+class HasInterceptors(Protocol):
+    """A service that decides about calls before they are read."""
+
+    @property
+    def interceptors(self) -> Sequence[grpc.aio.ServerInterceptor]:
+        """Stand behind all others, the one that asks for a token included."""
+
+
+@runtime_checkable
 class CanFail(Protocol):
     """A service that may find out that it cannot go on. It then requests its drain."""
 
@@ -112,7 +121,8 @@ async def serve(settings: ServerSettings, service: Service) -> bool:
     """
     calls = RunningCalls()
     readiness = Readiness(service)
-    server = new_server(settings, calls, readiness.gate)
+    own = service.interceptors if isinstance(service, HasInterceptors) else ()
+    server = new_server(settings, calls, readiness.gate, *own)
     await _register(server, service, readiness)
     if isinstance(service, HasOtherWaysIn):
         service.open_other_ways(readiness.gate, calls)

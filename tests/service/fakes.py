@@ -15,6 +15,7 @@ from itertools import chain
 import grpc.aio
 import numpy as np
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from pydantic import SecretStr
 
 from coordinator.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
@@ -220,9 +221,14 @@ class FakeDraft(Fake, draft_pb2_grpc.DraftServiceServicer):
 
 
 @asynccontextmanager
-async def serving(register: Callable[[grpc.aio.Server], None]) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
+async def serving(
+    register: Callable[[grpc.aio.Server], None],
+    *interceptors: grpc.aio.ServerInterceptor,
+    auth_token: str | None = None,
+) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
     """A server with these servicers that is ready: its address, and itself."""
-    server = new_server(ServerSettings(), RunningCalls())
+    token = None if auth_token is None else SecretStr(auth_token)
+    server = new_server(ServerSettings(auth_token=token), RunningCalls(), *interceptors)
     register(server)
     ready = health.aio.HealthServicer()
     await ready.set("", health_pb2.HealthCheckResponse.SERVING)
@@ -241,7 +247,7 @@ async def coordinator(settings: CoordinatorSettings) -> AsyncIterator[tuple[str,
     service = CoordinatorService(settings)
     await service.start()
     try:
-        async with serving(service.register) as (address, _):
+        async with serving(service.register, *service.interceptors) as (address, _):
             yield address, service
     finally:
         await service.close()

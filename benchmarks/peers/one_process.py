@@ -31,6 +31,7 @@ from coordinator.settings import CoordinatorSettings
 from draft_service.proposers import DraftedSequence
 from draft_service.proposers.standalone import StandaloneProposer, load_standalone
 from draft_service.settings import DraftSettings
+from tandem.serving.heap import set_start_aside
 from tandem.types import (
     DraftOptions,
     GenerationRequest,
@@ -152,6 +153,7 @@ def load(setup: dict[str, Any]) -> Run:
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     pair = _load_pair(setup)
     runner.run(_start(pair))
+    set_start_aside()  # as the services do
     return lambda workload: runner.run(_run(pair, workload))
 
 

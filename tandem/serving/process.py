@@ -11,6 +11,7 @@ import uvloop
 
 from tandem.errors import ConfigurationError, TandemError
 from tandem.logs import configure
+from tandem.serving.heap import set_start_aside
 from tandem.serving.server import Service, serve
 from tandem.settings import ServerSettings, exit_with, load_settings
 
@@ -30,7 +31,7 @@ def main(
     try:
         settings = load_settings(settings_class, arguments, program)
         configure(settings.log_level, settings.log_format)
-        was_ready = uvloop.run(serve(settings, make_service(settings)))
+        was_ready = uvloop.run(serve(settings, make_service(settings), before_ready=set_start_aside))
     except ConfigurationError as error:
         exit_with(error, 2)
     except TandemError as error:

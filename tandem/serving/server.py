@@ -106,11 +106,18 @@ class CanFail(Protocol):
     """Why it cannot; empty while it can."""
 
 
-async def serve(settings: ServerSettings, service: Service) -> bool:
+async def serve(
+    settings: ServerSettings, service: Service, before_ready: Callable[[], None] = lambda: None
+) -> bool:
     """Serve until SIGTERM or SIGINT, then let running calls finish within the drain timeout.
 
     Writes two lines to stdout: where it listens, as soon as it does, and that it is ready. A second signal ends the
     process at once.
+
+    Args:
+        settings: Where and how to serve.
+        service: What to serve.
+        before_ready: Called once the service has started, before calls are let through.
 
     Returns:
         Whether it ever was ready.
@@ -134,6 +141,7 @@ async def serve(settings: ServerSettings, service: Service) -> bool:
         try:
             was_ready = await _unless(stopping, service.start())
             if was_ready:
+                before_ready()
                 await readiness.open()
                 tell(f"tandem {service.name}: ready on {address}")
                 await stopping.wait()

@@ -9,6 +9,7 @@ with the process's id on stdout. The end of stdin is the end of the nursery and 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -25,6 +26,8 @@ from tests.end_to_end.processes import descendants
 def main() -> None:
     """Serve the lines of stdin."""
     starts = _starts()
+    # Each child collects its garbage before it is ready; what all share is nobody's.
+    gc.freeze()
     # A child that has ended is not waited for by anyone.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -19,10 +19,12 @@ from tandem.errors import CapacityError, DeadlineError
 from tandem.retries import Retries
 from tandem.types import GenerationRequest
 from tandem.v1 import draft_pb2_grpc, generation_pb2, target_pb2_grpc
-from tandem.wire.generation import request_to_proto
+from tandem.wire.generation import chunk_from_proto, request_to_proto
+from tandem.wire.status import retry_after_seconds
 from tests.end_to_end.processes import Process, address_of, coordinator
 from tests.service.clients import complete, until
 from tests.service.fakes import Fake, FakeDraft, FakeTarget, cluster, serving
+from tests.service.rush import Answer, rush
 
 logger = logging.getLogger(__name__)
 """Figures for docs/reliability.md: `make soak` shows them."""
@@ -31,6 +33,7 @@ pytestmark = pytest.mark.slow
 
 REQUEST = GenerationRequest((10,), max_tokens=40, temperature=0.0, num_speculative_tokens=4)
 EXPECTED = tuple(range(11, 51))
+METHOD = "/tandem.v1.GenerationService/Generate"
 TEST_SECONDS = 300.0
 """Bound on a hang."""
 MOST_MIB = 300
@@ -132,8 +135,51 @@ async def attempt(client: Client) -> Attempt:
     return Attempt(completed.token_ids, time.perf_counter() - began)
 
 
+Send = Callable[[int], Awaitable[list[Attempt]]]
+"""Sends so many requests at once."""
+
+
+@asynccontextmanager
+async def clients(address: str) -> AsyncIterator[Send]:
+    """Clients, all in this process, which are a good part of what they measure."""
+    async with Client(address, retries=Retries(attempts=1)) as client:
+
+        async def send(count: int) -> list[Attempt]:
+            return await asyncio.gather(*(attempt(client) for _ in range(count)))
+
+        yield send
+
+
+@asynccontextmanager
+async def wire(address: str) -> AsyncIterator[Send]:
+    """What the same is without what the clients take."""
+    message: generation_pb2.GenerateRequest = request_to_proto(REQUEST)
+    async with rush(address) as connection:
+
+        async def send(count: int) -> list[Attempt]:
+            return [
+                as_attempt(one) for one in await connection.ask(METHOD, message.SerializeToString(), count)
+            ]
+
+        yield send
+
+
+def as_attempt(answer: Answer) -> Attempt:
+    assert answer.seconds is not None
+    if answer.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]:
+        return Attempt(None, answer.seconds, retry_after_seconds(answer.trailing_metadata))
+    assert answer.code == grpc.StatusCode.OK.value[0]
+    chunks = [
+        chunk_from_proto(generation_pb2.GenerateResponse.FromString(message)) for message in answer.messages
+    ]
+    return Attempt(tuple(token for chunk in chunks for token in chunk.token_ids), answer.seconds)
+
+
+@pytest.mark.parametrize("sender", [clients, wire])
 @pytest.mark.parametrize("waves", [1, pytest.param(20, marks=pytest.mark.soak)])
-async def test_ten_times_as_many_as_may_run(waves: int) -> None:
+async def test_ten_times_as_many_as_may_run(
+    waves: int, sender: Callable[[str], AbstractAsyncContextManager[Send]]
+) -> None:
     at_once = 8
     target, draft = FakeTarget(), FakeDraft()
     target.step_seconds = 0.05
@@ -142,17 +188,22 @@ async def test_ten_times_as_many_as_may_run(waves: int) -> None:
     async with (
         asyncio.timeout(TEST_SECONDS),
         front(target, draft, *options) as coordinator_,
-        Client(coordinator_.address, retries=Retries(attempts=1)) as client,
+        sender(coordinator_.address) as send,
     ):
-        await complete(client, REQUEST)
+        await send(1)
         for _ in range(waves):
-            attempts = await asyncio.gather(*(attempt(client) for _ in range(10 * at_once)))
+            attempts = await send(10 * at_once)
             admitted = [one for one in attempts if one.token_ids is not None]
             refused += [one for one in attempts if one.token_ids is None]
             assert at_once <= len(admitted) < 10 * at_once  # a rush on a busy machine is no single moment
             assert {one.token_ids for one in admitted} == {EXPECTED}
     assert all(one.retry_after_seconds is not None and one.retry_after_seconds > 0 for one in refused)
-    logger.info("80 at once: %d refusals, p99 %.3f s", len(refused), p99([one.seconds for one in refused]))
+    logger.info(
+        "80 at once, %s: %d refusals, p99 %.3f s",
+        sender.__name__,
+        len(refused),
+        p99([one.seconds for one in refused]),
+    )
 
 
 @pytest.mark.parametrize("seconds", [2.0, pytest.param(60.0, marks=pytest.mark.soak)])
@@ -225,9 +276,7 @@ async def stall(channel: grpc.aio.Channel) -> grpc.aio.UnaryStreamCall[bytes, by
         # Long proposals make large pieces, which fill the window soon.
         replace(REQUEST, max_tokens=LONG - 10, num_speculative_tokens=32)
     )
-    call: grpc.aio.UnaryStreamCall[bytes, bytes] = channel.unary_stream(
-        "/tandem.v1.GenerationService/Generate"
-    )(message.SerializeToString())  # type: ignore[arg-type]
+    call: grpc.aio.UnaryStreamCall[bytes, bytes] = channel.unary_stream(METHOD)(message.SerializeToString())  # type: ignore[arg-type]
     await call.read()
     return call
 

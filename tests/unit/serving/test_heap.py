@@ -1,0 +1,53 @@
+"""A process that serves leaves what its start has made to itself: no collection walks through it again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SECONDS = 60
+
+SERVICE = """
+import asyncio, gc, weakref
+from tandem.serving.process import main
+from tandem.settings import ServerSettings
+
+class Node:
+    pass
+
+class Service:
+    name, full_names = "fake", ()
+
+    def __init__(self, settings):
+        self.kept = [Node() for _ in range(1000)]
+
+    def register(self, server):
+        pass
+
+    async def start(self):
+        cycle = Node()
+        cycle.itself = cycle
+        self.garbage = weakref.ref(cycle)
+        self.after = asyncio.create_task(self.tell())
+
+    async def tell(self):
+        while not gc.get_freeze_count():
+            await asyncio.sleep(0.01)
+        looked_at = [each for each in gc.get_objects() if isinstance(each, Node)]
+        print("looked at", len(looked_at), "garbage", self.garbage())
+        self.request_drain()
+
+    async def close(self):
+        pass
+
+gc.disable()
+main(ServerSettings, Service, ["--port", "0"], "fake")
+"""
+
+
+def test_what_a_start_has_made_is_not_walked_through_again() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", SERVICE], capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "looked at 0 garbage None" in ended.stdout

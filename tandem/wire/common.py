@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from tandem.errors import InvalidRequestError, ProtocolError
@@ -181,9 +183,9 @@ def floats_from_bytes(data: bytes, count: int, what: str) -> Float32Array:
     return np.frombuffer(data, dtype="<f4")
 
 
-def ids_to_array(token_ids: object) -> IntArray:
+def ids_to_array(token_ids: Iterable[int]) -> IntArray:
     """Repeated int32 as an int64 array, shape [count]."""
-    return np.array(token_ids, dtype=np.int64)
+    return np.array(list(token_ids), dtype=np.int64)  # numpy would ask the message for each id by itself
 
 
 def logits_to_tensor(logits: Float32Array) -> types_pb2.Tensor:

@@ -128,16 +128,16 @@ def _distribution_to_proto(distribution: DraftDistribution) -> draft_pb2.DraftDi
 def _distribution_from_proto(message: draft_pb2.DraftDistribution) -> DraftDistribution:
     if message.WhichOneof("distribution") == "dense_logits":
         return DenseLogits(logits_from_tensor(message.dense_logits, "dense_logits"))
-    token_ids = ids_to_array(message.sparse.token_ids)
+    token_ids = list(message.sparse.token_ids)
     probs = floats_from_bytes(message.sparse.probabilities, len(token_ids), "a sparse distribution").astype(
         float
     )
-    total = probs.sum()
+    total = float(probs.sum())
     if not 0.999 < total < 1.001 or probs.min() < 0.0:
         raise ProtocolError(
             f"a sparse distribution sums to {total:g}; it must sum to 1, with nothing below 0"
         )
-    if len(set(message.sparse.token_ids)) != len(token_ids):
+    if len(set(token_ids)) != len(token_ids):
         raise ProtocolError("a sparse distribution names a token twice")
     # binary32 rounded each probability; what the draft drew from is their ratio.
-    return SparseDistribution(token_ids, probs / total)
+    return SparseDistribution(ids_to_array(token_ids), probs / total)

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.report import Report
 from tests.end_to_end.processes import TANDEM, running
 
-BENCH_SECONDS = 240.0
+BENCH_SECONDS = 540.0
 PAIR = "shaped:1M:1:0.7"
 
 

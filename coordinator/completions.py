@@ -12,6 +12,7 @@ from typing import NoReturn
 from tokenizers import Tokenizer
 
 from coordinator.admission import Admission
+from coordinator.ahead import one_ahead
 from coordinator.bounds import RequestBounds, check_bounds
 from coordinator.deadline import Deadline
 from coordinator.draft_client import DraftLimits, NoDrafter
@@ -115,7 +116,7 @@ class Completions:
         observer = self._observer.begin(request_id, traceparent)
         with _told(observer):
             admitted = self._admitted(request, request_id, observer, Deadline(deadline_seconds))
-            async with aclosing(within(admitted, deadline_seconds)) as chunks:
+            async with aclosing(one_ahead(within(admitted, deadline_seconds))) as chunks:
                 async for chunk in chunks:
                     yield chunk
 

@@ -22,6 +22,10 @@ from tandem.engine.native.trace import ATTEND, LINEAR
 
 Call = Callable[[], object]
 
+_ONE_THREADS_NUMBERS = 32_768
+"""Results up to which torch itself computes most operations in one thread. Some it does not: for the cosines of 160
+numbers it wakes a second one, which takes 105 us where they take 3. docs/engine.md has more."""
+
 _COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default}
 
 
@@ -43,9 +47,21 @@ class Tape:
         self._calls = builder.calls
         self._kept = builder.kept
         """The kernels know memory by address only."""
+        self._needs_threads = builder.most_numbers > _ONE_THREADS_NUMBERS
 
     def play(self) -> None:
         """Computes the logits, and stores keys and values."""
+        if self._needs_threads:
+            self._play()
+            return
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # our kernels keep to the number that they were bound with
+        try:
+            self._play()
+        finally:
+            torch.set_num_threads(threads)
+
+    def _play(self) -> None:
         for call in self._calls:
             call()
 
@@ -63,6 +79,8 @@ class _Builder:
         """What must live as long as the calls."""
         self._storages: dict[Node, torch.UntypedStorage] = {}
         self._pool: dict[int, list[torch.UntypedStorage]] = defaultdict(list)
+        self.most_numbers = 0
+        """In the largest result that one of torch's own operations writes."""
         self.output: Tensor
         with torch.no_grad():
             self._survey()
@@ -164,6 +182,7 @@ class _Builder:
             return self._linear(output, *arguments)
         if node.target is ATTEND:
             return self._attend(output, *arguments)
+        self.most_numbers = max(self.most_numbers, output.numel())
         expected = self._operation(node)(*arguments, **named)
         for call in _candidates(node.target, arguments, named, output):
             output.zero_()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -119,6 +119,53 @@ def test_many_tokens_of_which_few_rows_are_wanted_run_plainly(
         llama_runner.run(llama_runner.pack(_segments([(0, 30)])), [29])
         packing = llama_runner.pack(_segments([(0, 30)] * 5))
     assert not isinstance(packing, TapePacking)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def _watched(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> list[int]:
+    """How many threads torch had at each playing of a tape."""
+    seen: list[int] = []
+    right = Tape._play
+
+    def watched(self: Tape) -> None:
+        seen.append(torch.get_num_threads())
+        right(self)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(Tape, "_play", watched)
+    return seen
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(("most_numbers", "threads"), [(32_768, 1), (100, 2)])
+def test_a_small_tape_wakes_no_second_thread(
+    llama_runner: StepRunner, monkeypatch: pytest.MonkeyPatch, most_numbers: int, threads: int
+) -> None:
+    monkeypatch.setattr("tandem.engine.native.tape._ONE_THREADS_NUMBERS", most_numbers)
+    seen = _watched(monkeypatch)
+    expected, played = _both_ways(llama_runner, _segments([(9, 5)]), list(range(5)))
+    assert torch.equal(played, expected)
+    assert set(seen) == {threads}
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_tape_that_fails_leaves_the_threads_as_they_were(
+    llama_runner: StepRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = _watched(monkeypatch, RuntimeError("no such kernel"))
+    with torch.inference_mode():
+        llama_runner.run(llama_runner.pack(_segments([(9, 5)])), [4])
+    assert seen == [1]
+    assert torch.get_num_threads() == 2
 
 
 @pytest.mark.parametrize("fault", ["numbers", "error"])

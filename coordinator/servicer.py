@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 from coordinator.completions import Completions
-from tandem.serving.edge import Context, traceparent_of
+from tandem.serving.handlers import Context, traceparent_of
 from tandem.v1 import generation_pb2
 from tandem.v1.generation_pb2_grpc import GenerationServiceServicer
 from tandem.wire.generation import chunk_to_proto, request_from_proto

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-from tandem.serving.edge import Context
+from tandem.serving.handlers import Context
 from tandem.serving.stream import opening, steps
 from tandem.telemetry.streams import NO_WATCH, ServiceWatch
 from tandem.v1 import target_pb2

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext, suppress
 from typing import Any, TypeAlias
 
@@ -16,25 +16,15 @@ from google.protobuf.message import DecodeError
 
 from tandem.errors import CapacityError, DeadlineError, InvalidRequestError, TandemError, status_code
 from tandem.serving.calls import RunningCalls
+from tandem.serving.handlers import Behaviour, Context, Handler, Interceptor, behaviour_of, remade
 from tandem.wire.status import retry_metadata
 
 logger = logging.getLogger(__name__)
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Behaviour: TypeAlias = Callable[[Any, Context], Any]
 Counted: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
 
 # Watchers of health and statistics stay for as long as the server does; a drain does not wait for them.
 _NOT_COUNTED = ("/grpc.health.v1.", "/tandem.v1.AdminService/")
-
-MAKE_HANDLER = {
-    (False, False): grpc.unary_unary_rpc_method_handler,
-    (False, True): grpc.unary_stream_rpc_method_handler,
-    (True, False): grpc.stream_unary_rpc_method_handler,
-    (True, True): grpc.stream_stream_rpc_method_handler,
-}
-"""What makes a handler, by whether requests and responses are streams."""
 
 
 @asynccontextmanager
@@ -70,15 +60,7 @@ async def _end(
         await context.abort(code, details, metadata)
 
 
-def traceparent_of(context: Context) -> str:
-    """The W3C trace context that the client sent with the call; empty when it sent none."""
-    for key, value in context.invocation_metadata() or ():
-        if key == "traceparent":
-            return str(value)
-    return ""
-
-
-class Edge(grpc.aio.ServerInterceptor):
+class Edge(Interceptor):
     """Stands before every method of a server: its errors, its unreadable requests, and readers that take nothing."""
 
     def __init__(self, calls: RunningCalls, stalled_reader_timeout_seconds: float | None = None) -> None:
@@ -91,17 +73,10 @@ class Edge(grpc.aio.ServerInterceptor):
         self._calls = calls
         self._patience = stalled_reader_timeout_seconds
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
-        """The call's own handler behind the edge; None for a method that does not exist."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
+    def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """The call's own handler behind the edge."""
         inner = behaviour_of(handler)
-        counted = nullcontext if handler_call_details.method.startswith(_NOT_COUNTED) else self._calls.running
+        counted = nullcontext if details.method.startswith(_NOT_COUNTED) else self._calls.running
         behaviour = (self._streaming if handler.response_streaming else self._single)(inner, counted)
         return remade(handler, behaviour, _lenient(handler.request_deserializer))
 
@@ -140,35 +115,6 @@ class Edge(grpc.aio.ServerInterceptor):
             raise DeadlineError(
                 f"the stream was not read for {self._patience:g} s; it was ended, read faster or ask for less"
             ) from None
-
-
-def behaviour_of(handler: Handler) -> Behaviour:
-    """The function that a handler calls."""
-    kinds: tuple[Any, ...] = (
-        handler.unary_unary,
-        handler.unary_stream,
-        handler.stream_unary,
-        handler.stream_stream,
-    )
-    behaviour: Behaviour = next(filter(None, kinds))
-    return behaviour
-
-
-def remade(handler: Handler, behaviour: Behaviour, deserializer: Any = None) -> Handler:
-    """The same method with another behaviour."""
-    make: Any = MAKE_HANDLER[handler.request_streaming, handler.response_streaming]
-    made: Handler = make(behaviour, deserializer or handler.request_deserializer, handler.response_serializer)
-    return made
-
-
-def begun_at_once(handler: Handler, behaviour: Behaviour) -> Handler:
-    """The same method with a behaviour that takes its requests as a stream, and begins before the first has come.
-
-    gRPC calls the behaviour of a method with one request once that has come, so a call that never sends it stays.
-    """
-    make: Any = MAKE_HANDLER[True, handler.response_streaming]
-    made: Handler = make(behaviour, handler.request_deserializer, handler.response_serializer)
-    return made
 
 
 class _Unreadable:

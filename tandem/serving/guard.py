@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import grpc
-import grpc.aio
 
 from tandem.credentials import AUTHORIZATION
 from tandem.errors import PermissionDeniedError, UnauthenticatedError
-from tandem.serving.edge import Handler
-from tandem.serving.gate import refusing
+from tandem.serving.handlers import Handler, Interceptor, refusing
 from tandem.serving.tokens import Tokens, authorize, scope_of
 
 
-class Guard(grpc.aio.ServerInterceptor):
+class Guard(Interceptor):
     """Holds each call to the tokens that the server knows."""
 
     def __init__(self, tokens: Callable[[], Tokens]) -> None:
@@ -25,22 +23,15 @@ class Guard(grpc.aio.ServerInterceptor):
         """
         self._tokens = tokens
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
-        """The call's own handler, or one that refuses it; None for a method that does not exist."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
+    def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """The call's own handler, or one that refuses it."""
         header = next(
-            (value for key, value in handler_call_details.invocation_metadata or () if key == AUTHORIZATION),
+            (value for key, value in details.invocation_metadata or () if key == AUTHORIZATION),
             None,
         )
         try:
             authorize(
-                scope_of(handler_call_details.method),
+                scope_of(details.method),
                 header if isinstance(header, str) else None,
                 self._tokens(),
             )

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import grpc
-import grpc.aio
 
 from tandem.errors import CapacityError, DeadlineError, InvalidRequestError
-from tandem.serving.edge import Context, Handler, begun_at_once, behaviour_of
+from tandem.serving.handlers import Context, Handler, Interceptor, begun_at_once, behaviour_of
 from tandem.serving.tokens import Scope, scope_of
 
 MOST_WATCHERS = 128
@@ -21,20 +20,15 @@ MOST_WATCHERS = 128
 _MESSAGE_SECONDS = 10.0
 
 
-class OpenCalls(grpc.aio.ServerInterceptor):
+class OpenCalls(Interceptor):
     """Lets few calls stay that anybody may make, and none that keeps its message back."""
 
     def __init__(self) -> None:
         self._watchers = 0
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
-        """The call's own handler, bounded when anybody may call it; None for a method that does not exist."""
-        handler = await continuation(handler_call_details)
-        if handler is None or scope_of(handler_call_details.method) is not Scope.OPEN:
+    def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """The call's own handler, bounded when anybody may call it."""
+        if scope_of(details.method) is not Scope.OPEN:
             return handler
         inner = behaviour_of(handler)
         place = self._place if handler.response_streaming else nullcontext

@@ -20,7 +20,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.jobs import Head
 from tandem.engine.model import LoadedModel, load_model
 from tandem.engine.settings import EngineSettings
-from tandem.serving.edge import Context
+from tandem.serving.handlers import Context
 from tandem.v1 import draft_pb2_grpc, target_pb2, target_pb2_grpc
 from target_service.servicer import TargetServicer
 from target_service.verifier import Verifier, verify_head

@@ -21,7 +21,7 @@ from coordinator.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
 from tandem.client import Client
 from tandem.serving.calls import RunningCalls
-from tandem.serving.edge import Context
+from tandem.serving.handlers import Context
 from tandem.serving.server import new_server
 from tandem.settings import ServerSettings
 from tandem.types import (

@@ -12,7 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from coordinator.replica import ReplicaState
 from coordinator.settings import CoordinatorSettings
 from tandem.client import Client
-from tandem.serving.edge import Context
+from tandem.serving.handlers import Context
 from tandem.v1 import draft_pb2_grpc, target_pb2_grpc
 from tests.service.clients import until
 from tests.service.fakes import Fake, FakeDraft, FakeTarget, coordinator

@@ -31,7 +31,7 @@ from tandem.errors import (
 )
 from tandem.retries import NO_RETRIES, Retries
 from tandem.serving.calls import RunningCalls
-from tandem.serving.edge import Context
+from tandem.serving.handlers import Context
 from tandem.serving.server import new_server
 from tandem.settings import ServerSettings
 from tandem.sync_client import SyncClient

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc.aio
 
+from coordinator.door import GENERATE
 from coordinator.observer import NoObserver
 from coordinator.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
@@ -89,7 +90,7 @@ async def unsent(
 ) -> AsyncIterator[grpc.aio.StreamStreamCall[Any, Any]]:
     """A request whose message never comes."""
     async with grpc.aio.insecure_channel(address) as channel:
-        method: Any = channel.stream_stream("/tandem.v1.GenerationService/Generate")
+        method: Any = channel.stream_stream(GENERATE)
         yield method(metadata=metadata, timeout=SECONDS)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import grpc
 import pytest
 
-from tandem.serving.edge import Context
+from tandem.serving.handlers import Context
 from tandem.types import FinishReason, GenerationRequest
 from tandem.v1 import draft_pb2, types_pb2
 from tests.service.clients import complete, until

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from coordinator.payoff import TRIAL_ROUNDS
-from tandem.serving.edge import Context
+from tandem.serving.handlers import Context
 from tandem.types import GenerationRequest
 from tandem.v1 import draft_pb2
 from tests.service.clients import Completed, complete, until

@@ -16,6 +16,7 @@ from statistics import median
 import grpc.aio
 import pytest
 
+from coordinator.door import GENERATE
 from tandem.client import Client
 from tandem.errors import CapacityError, DeadlineError
 from tandem.retries import Retries
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.slow
 
 REQUEST = GenerationRequest((10,), max_tokens=40, temperature=0.0, num_speculative_tokens=4)
 EXPECTED = tuple(range(11, 51))
-METHOD = "/tandem.v1.GenerationService/Generate"
+
 TEST_SECONDS = 300.0
 """Bound on a hang."""
 MOST_MIB = 300
@@ -169,7 +170,7 @@ async def wire(address: str) -> AsyncIterator[Send]:
 
         async def send(count: int) -> list[Attempt]:
             return [
-                as_attempt(one) for one in await connection.ask(METHOD, message.SerializeToString(), count)
+                as_attempt(one) for one in await connection.ask(GENERATE, message.SerializeToString(), count)
             ]
 
         yield send
@@ -301,7 +302,7 @@ async def stall(channel: grpc.aio.Channel) -> grpc.aio.UnaryStreamCall[bytes, by
         # Long proposals make large pieces, which fill the window soon.
         replace(REQUEST, max_tokens=LONG - 10, num_speculative_tokens=32)
     )
-    call: grpc.aio.UnaryStreamCall[bytes, bytes] = channel.unary_stream(METHOD)(message.SerializeToString())  # type: ignore[arg-type]
+    call: grpc.aio.UnaryStreamCall[bytes, bytes] = channel.unary_stream(GENERATE)(message.SerializeToString())  # type: ignore[arg-type]
     await call.read()
     return call
 

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tandem.errors import CapacityError, ConfigurationError, InvalidRequestError, TandemError
-from tandem.serving.edge import Context
+from tandem.serving.handlers import Context
 from tandem.serving.server import serve
 from tandem.settings import ServerSettings
 from tandem.v1 import generation_pb2, generation_pb2_grpc

@@ -1,0 +1,85 @@
+"""What gRPC calls for a method, and how interceptors put their own before it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Behaviour: TypeAlias = Callable[[Any, Context], Any]
+
+MAKE_HANDLER = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+"""What makes a handler, by whether requests and responses are streams."""
+
+
+class Interceptor(grpc.aio.ServerInterceptor, ABC):
+    """Stands before the methods of a server."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """What gRPC asks for each call; None for a method that does not exist."""
+        handler = await continuation(handler_call_details)
+        return None if handler is None else self.before(handler, handler_call_details)
+
+    @abstractmethod
+    def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """What answers the call: its own handler, or another."""
+
+
+def behaviour_of(handler: Handler) -> Behaviour:
+    """The function that a handler calls."""
+    kinds: tuple[Any, ...] = (
+        handler.unary_unary,
+        handler.unary_stream,
+        handler.stream_unary,
+        handler.stream_stream,
+    )
+    behaviour: Behaviour = next(filter(None, kinds))
+    return behaviour
+
+
+def remade(handler: Handler, behaviour: Behaviour, deserializer: Any = None) -> Handler:
+    """The same method with another behaviour."""
+    make: Any = MAKE_HANDLER[handler.request_streaming, handler.response_streaming]
+    made: Handler = make(behaviour, deserializer or handler.request_deserializer, handler.response_serializer)
+    return made
+
+
+def begun_at_once(handler: Handler, behaviour: Behaviour) -> Handler:
+    """The same method with a behaviour that takes its requests as a stream, and begins before the first has come.
+
+    gRPC calls the behaviour of a method with one request once that has come, so a call that never sends it stays.
+    """
+    make: Any = MAKE_HANDLER[True, handler.response_streaming]
+    made: Handler = make(behaviour, handler.request_deserializer, handler.response_serializer)
+    return made
+
+
+def refusing(handler: Handler, error: Exception) -> Handler:
+    """The same method, raising an error whether or not a request comes."""
+
+    async def refuse(_requests: Any, _context: Context) -> None:
+        raise error
+
+    return begun_at_once(handler, refuse)
+
+
+def traceparent_of(context: Context) -> str:
+    """The W3C trace context that the client sent with the call; empty when it sent none."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "traceparent":
+            return str(value)
+    return ""

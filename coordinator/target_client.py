@@ -83,6 +83,11 @@ class RowChoice:
     """The target's; the ids that it says must be below it, and dense rows as wide."""
     with_statistics: bool = False
 
+    def kind_for(self, proposal: Proposal) -> RowKind:
+        """With nothing proposed, all that a support row is asked for is a sample of the target, as a token row is."""
+        needs_sample_only = not proposal.token_ids and not self.with_statistics
+        return RowKind.TOKEN if self.kind is RowKind.SUPPORT and needs_sample_only else self.kind
+
 
 class TargetSequence:
     """Asks a target service for rows over one stream, which lives as long as the sequence stays there."""
@@ -110,11 +115,12 @@ class TargetSequence:
         Raises:
             TandemError: the service failed, refused, or answered nonsense. The stream is of no use any more.
         """
+        kind = self._rows.kind_for(proposal)
         step = VerifyStep(
             delta=self._remote.delta_to(completion.token_ids, proposal.token_ids),
-            row_kind=self._rows.kind,
+            row_kind=kind,
             row_count=len(proposal) + 1,
-            supports=self._rows.supports(proposal) if self._rows.kind is RowKind.SUPPORT else (),
+            supports=self._rows.supports(proposal) if kind is RowKind.SUPPORT else (),
             with_statistics=self._rows.with_statistics,
         )
         try:

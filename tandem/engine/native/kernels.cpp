@@ -11,6 +11,9 @@
 #include <cstring>
 #include <type_traits>
 #include <vector>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
@@ -65,37 +68,83 @@ static inline Floats filled(float value) { return value - Floats{}; }
 // Products that are worth a second thread: waking one that sleeps takes as long as some hundred thousand of them.
 constexpr int64_t WORTH_WAKING = 1000000;
 
-// One weight of each of a block's outputs. bfloat16 ones lie in pairs, so that a word holds a weight of output i in its
-// lower half and one of output LANES + i in its upper half.
-static inline void load_weights(const uint16_t* at, Floats& low, Floats& high) {
-    Words words = *(const LooseWords*)at;
-    low = (Floats)(words << 16);
-    high = (Floats)(words & 0xffff0000u);
+// The weights of a block's outputs for two inputs that follow each other. bfloat16 ones lie in pairs: a word holds both of
+// an output. float ones lie one input after the other.
+static inline void load_weights(const uint16_t* at, Floats (&first)[2], Floats (&second)[2]) {
+    for (int half = 0; half < 2; half++) {
+        const Words words = *(const LooseWords*)(at + 2 * half * LANES);
+        first[half] = (Floats)(words << 16);
+        second[half] = (Floats)(words & 0xffff0000u);
+    }
 }
 
-static inline void load_weights(const float* at, Floats& low, Floats& high) {
-    low = *(const LooseFloats*)at;
-    high = *(const LooseFloats*)(at + LANES);
+static inline void load_weights(const float* at, Floats (&first)[2], Floats (&second)[2]) {
+    for (int half = 0; half < 2; half++) {
+        first[half] = *(const LooseFloats*)(at + half * LANES);
+        second[half] = *(const LooseFloats*)(at + BLOCK + half * LANES);
+    }
+}
+
+// Those for the last of an odd number of inputs; a pair of bfloat16 is filled up with a zero.
+static inline void load_last(const uint16_t* at, Floats (&first)[2]) {
+    Floats nothing[2];
+    load_weights(at, first, nothing);
+}
+
+static inline void load_last(const float* at, Floats (&first)[2]) {
+    for (int half = 0; half < 2; half++) first[half] = *(const LooseFloats*)(at + half * LANES);
 }
 
 // ROWS inputs times one block of outputs. Each sum is added up in the same order whatever ROWS is, so that a sequence's
 // numbers do not depend on who shares its step.
 template <int ROWS, typename Weight>
 static inline void multiply_rows(const float* inputs, int64_t width, const Weight* weights, Floats (&sums)[ROWS][2]) {
-    for (int64_t k = 0; k < width; k++) {
-        Floats low, high;
-        load_weights(weights + k * BLOCK, low, high);
-        __builtin_prefetch(weights + (k + 32) * BLOCK);
+    Floats first[2], second[2];
+    int64_t k = 0;
+    for (; k + 2 <= width; k += 2) {
+        load_weights(weights + k * BLOCK, first, second);
+        for (int line = 0; line < 2; line++) __builtin_prefetch(weights + (k + 32 + line) * BLOCK);
         for (int row = 0; row < ROWS; row++) {
-            Floats input = filled(inputs[row * width + k]);
-            sums[row][0] += input * low;
-            sums[row][1] += input * high;
+            const Floats input = filled(inputs[row * width + k]), next = filled(inputs[row * width + k + 1]);
+            for (int half = 0; half < 2; half++) sums[row][half] += input * first[half];
+            for (int half = 0; half < 2; half++) sums[row][half] += next * second[half];
         }
     }
+    if (k == width) return;
+    load_last(weights + k * BLOCK, first);
+    for (int row = 0; row < ROWS; row++)
+        for (int half = 0; half < 2; half++) sums[row][half] += filled(inputs[row * width + k]) * first[half];
 }
 
-template <int ROWS, typename Weight, typename Output>
-static void linear_block(const float* inputs, int64_t width, const Weight* weights, const float* bias, Output* outputs,
+#if defined(__AVX512BF16__)
+// The same by the processor's own products of pairs of bfloat16, which are summed in float as well.
+template <int ROWS>
+static inline void multiply_rows(const uint16_t* inputs, int64_t width, const uint16_t* weights,
+                                 Floats (&sums)[ROWS][2]) {
+    const auto add = [&](int64_t k, auto pair_of) {
+        const Words low = *(const LooseWords*)(weights + k * BLOCK);
+        const Words high = *(const LooseWords*)(weights + k * BLOCK + 2 * LANES);
+        for (int row = 0; row < ROWS; row++) {
+            const Words pair = pair_of(inputs + row * width + k) + Words{};
+            sums[row][0] = (Floats)_mm512_dpbf16_ps((__m512)sums[row][0], (__m512bh)pair, (__m512bh)low);
+            sums[row][1] = (Floats)_mm512_dpbf16_ps((__m512)sums[row][1], (__m512bh)pair, (__m512bh)high);
+        }
+    };
+    int64_t k = 0;
+    for (; k + 2 <= width; k += 2) {
+        for (int line = 0; line < 2; line++) __builtin_prefetch(weights + (k + 32 + line) * BLOCK);
+        add(k, [](const uint16_t* at) {
+            uint32_t pair;
+            std::memcpy(&pair, at, 4);
+            return pair;
+        });
+    }
+    if (k < width) add(k, [](const uint16_t* at) { return uint32_t(*at); });
+}
+#endif
+
+template <int ROWS, typename Input, typename Weight, typename Output>
+static void linear_block(const Input* inputs, int64_t width, const Weight* weights, const float* bias, Output* outputs,
                          int64_t output_width, int64_t valid) {
     Floats sums[ROWS][2] = {};
     multiply_rows<ROWS>(inputs, width, weights, sums);
@@ -116,8 +165,8 @@ static void linear_block(const float* inputs, int64_t width, const Weight* weigh
     }
 }
 
-template <int ROWS, typename Weight, typename Output>
-static void linear_rows(int64_t rows, const float* inputs, int64_t width, const Weight* weights, const float* bias,
+template <int ROWS, typename Input, typename Weight, typename Output>
+static void linear_rows(int64_t rows, const Input* inputs, int64_t width, const Weight* weights, const float* bias,
                         Output* outputs, int64_t output_width, int64_t valid) {
     if constexpr (ROWS > 0) {
         if (rows != ROWS)
@@ -126,12 +175,13 @@ static void linear_rows(int64_t rows, const float* inputs, int64_t width, const 
     }
 }
 
-template <typename Weight, typename Output>
-static void linear(const float* inputs, int64_t rows, int64_t width, const Weight* weights, const float* bias,
+template <typename Input, typename Weight, typename Output>
+static void linear(const Input* inputs, int64_t rows, int64_t width, const Weight* weights, const float* bias,
                    Output* outputs, int64_t output_width, int64_t threads) {
     const int64_t blocks = (output_width + BLOCK - 1) / BLOCK;
     // As equal as possible: twelve rows and then one would read the weights as often as seven and then six.
     const int64_t parts = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    const int64_t stride = (std::is_same_v<Weight, float> ? width : (width + 1) / 2 * 2) * BLOCK;
     if (parts * width * output_width < WORTH_WAKING) threads = 1;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int64_t block = 0; block < blocks; block++) {
@@ -139,7 +189,7 @@ static void linear(const float* inputs, int64_t rows, int64_t width, const Weigh
         const int64_t valid = output_width - first < BLOCK ? output_width - first : BLOCK;
         for (int64_t part = 0; part < parts; part++) {
             const int64_t start = rows * part / parts, end = rows * (part + 1) / parts;
-            linear_rows<MAX_ROWS>(end - start, inputs + start * width, width, weights + block * width * BLOCK,
+            linear_rows<MAX_ROWS>(end - start, inputs + start * width, width, weights + block * stride,
                                   bias ? bias + first : nullptr, outputs + start * output_width + first, output_width,
                                   valid);
         }
@@ -595,6 +645,11 @@ int64_t tandem_block() { return BLOCK; }
 // outputs[rows, output_width] = inputs[rows, width] times the packed weights, plus bias.
 void tandem_linear(const void* inputs, int64_t kind, int64_t rows, int64_t width, const void* weights,
                    int64_t weight_kind, const float* bias, void* outputs, int64_t output_width, int64_t threads) {
+#if defined(__AVX512BF16__)
+    if (weight_kind == BFLOAT16 && kind == BFLOAT16)
+        return linear((const uint16_t*)inputs, rows, width, (const uint16_t*)weights, bias, (uint16_t*)outputs,
+                      output_width, threads);
+#endif
     const float* floats = as_floats(inputs, Kind(kind), rows * width);
     auto run = [&](auto* packed, auto* results) {
         linear(floats, rows, width, packed, bias, results, output_width, threads);

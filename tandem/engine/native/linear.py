@@ -32,7 +32,7 @@ class PackedLinear(nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # a parameter in torch's class
         """The matrix, made anew; for whoever looks at it, not for computing."""
-        return unpacked(self._packed, self.out_features).to(self._dtype)
+        return unpacked(self._packed, self.out_features, self.in_features).to(self._dtype)
 
 
 def pack_linears(module: nn.Module, kernels: Kernels) -> int:
@@ -72,8 +72,8 @@ def packed(weight: Tensor, block: int) -> Tensor:
         block: how many outputs lie side by side; `Kernels.block`.
 
     Returns:
-        [blocks, inputs, block], float32: outputs in order; or bfloat16: output i beside output block / 2 + i. Missing
-        outputs of the last block are zero.
+        float32 [blocks, inputs, block]; or bfloat16 [blocks, pairs of inputs, block, 2]. Missing outputs of the last
+        block are zero, and so is the missing input of the last pair.
     """
     narrow = weight.bfloat16()
     is_narrow = weight.dtype == torch.bfloat16 or torch.equal(narrow.to(weight.dtype), weight)
@@ -81,15 +81,14 @@ def packed(weight: Tensor, block: int) -> Tensor:
     inputs = source.shape[1]
     source = nn.functional.pad(source, (0, 0, 0, -source.shape[0] % block))
     if is_narrow:
-        halves = source.view(-1, 2, block // 2, inputs).permute(0, 3, 2, 1)
-        return halves.reshape(-1, inputs, block).contiguous()
+        even = nn.functional.pad(source, (0, inputs % 2))
+        return even.view(-1, block, (inputs + 1) // 2, 2).transpose(1, 2).contiguous()
     return source.view(-1, block, inputs).transpose(1, 2).contiguous()
 
 
-def unpacked(weights: Tensor, outputs: int) -> Tensor:
+def unpacked(weights: Tensor, outputs: int, inputs: int) -> Tensor:
     """The matrix that was packed, [outputs, inputs]."""
-    blocks, inputs, block = weights.shape
+    in_order = weights.transpose(1, 2)
     if weights.dtype == torch.bfloat16:
-        halves = weights.view(blocks, inputs, block // 2, 2).permute(0, 3, 2, 1)
-        return halves.reshape(-1, inputs)[:outputs]
-    return weights.transpose(1, 2).reshape(-1, inputs)[:outputs]
+        return in_order.reshape(-1, 2 * weights.shape[1])[:outputs, :inputs]
+    return in_order.reshape(-1, inputs)[:outputs]

@@ -12,7 +12,7 @@ from tandem.engine.layout import Packing
 from tandem.engine.native.kernels import AttentionCall, Kernels, kind_of
 from tandem.engine.segment import Segment
 
-WIDEST_SEGMENT = 32
+WIDEST_SEGMENT = 128
 """Longer parts of a prompt are left to torch, whose kernels are made for many queries."""
 
 

@@ -47,7 +47,7 @@ class ActiveRequest:
 
     @contextmanager
     def delivering(self) -> Iterator[None]:
-        """The block hands a piece to the client, for as long as the client likes.
+        """The block hands a piece over, and lasts until the next round begins, in another task.
 
         Raises:
             AbortedError: the request was ended meanwhile.
@@ -73,7 +73,7 @@ class ActiveRequest:
         if not self._is_delivering and self._task is not None:
             self._task.cancel()
             return
-        # A cancellation would strike the one who writes to the client, who could not tell it from the client's own.
+        # Between two rounds there is no task to cancel, and a client may put the next one off for long.
         for stream in self.streams:
             stream.cancel()
 

@@ -13,7 +13,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Behaviour: TypeAlias = Callable[[Any, Context], Any]
 
-MAKE_HANDLER = {
+_MAKE_HANDLER = {
     (False, False): grpc.unary_unary_rpc_method_handler,
     (False, True): grpc.unary_stream_rpc_method_handler,
     (True, False): grpc.stream_unary_rpc_method_handler,
@@ -53,7 +53,7 @@ def behaviour_of(handler: Handler) -> Behaviour:
 
 def remade(handler: Handler, behaviour: Behaviour, deserializer: Any = None) -> Handler:
     """The same method with another behaviour."""
-    make: Any = MAKE_HANDLER[handler.request_streaming, handler.response_streaming]
+    make: Any = _MAKE_HANDLER[handler.request_streaming, handler.response_streaming]
     made: Handler = make(behaviour, deserializer or handler.request_deserializer, handler.response_serializer)
     return made
 
@@ -63,7 +63,7 @@ def begun_at_once(handler: Handler, behaviour: Behaviour) -> Handler:
 
     gRPC calls the behaviour of a method with one request once that has come, so a call that never sends it stays.
     """
-    make: Any = MAKE_HANDLER[True, handler.response_streaming]
+    make: Any = _MAKE_HANDLER[True, handler.response_streaming]
     made: Handler = make(behaviour, handler.request_deserializer, handler.response_serializer)
     return made
 

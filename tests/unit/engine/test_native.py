@@ -7,6 +7,7 @@ import random
 import shutil
 import stat
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from tandem.engine.cache import KvArena, LayerGeometry
 from tandem.engine.extents import Extent
 from tandem.engine.layout import StepLayout
 from tandem.engine.model import load_model
-from tandem.engine.native.attention import NativeAttention, NativeLayout
+from tandem.engine.native.attention import WIDEST_SEGMENT, NativeAttention, NativeLayout
 from tandem.engine.native.build import BuildError, built_kernels
 from tandem.engine.native.check import mismatch
 from tandem.engine.native.kernels import AttentionCall, Kernels
@@ -125,7 +126,7 @@ def test_attention_is_that_of_the_packed_step(
     generator = random.Random(3)
     extent_tokens, heads, kv_heads, key_dim, value_dim = 128, 6, 2, 24, 20
     geometry = (LayerGeometry(kv_heads, key_dim, value_dim, window),)
-    lengths = [(0, 1), (0, 6), (1, 1), (15, 5), (16, 1), (100, 5), (70, 32)]
+    lengths = [(0, 1), (0, 6), (1, 1), (15, 5), (16, 1), (100, 5), (70, 32), (27, 101), (0, WIDEST_SEGMENT)]
     lengths += [(generator.randrange(90), generator.randrange(1, 9)) for _ in range(9)]
     arenas = [KvArena(geometry, extent_tokens * len(lengths), dtype, _CPU) for _ in range(2)]
     for arena in arenas:
@@ -168,6 +169,28 @@ def test_models_are_loaded_with_packed_layers(llama: TinyModel) -> None:
     layers = [layer for layer in llama.loaded.module.modules() if isinstance(layer, nn.Linear)]
     assert len(layers) == 2 * 7 + 1
     assert all(isinstance(layer, PackedLinear) for layer in layers)
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("prompt_tokens", [WIDEST_SEGMENT, WIDEST_SEGMENT + 1])
+async def test_a_prompt_is_read_alike_by_the_kernel_and_by_torch(
+    family: str, prompt_tokens: int, tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(family)
+    widths: list[int] = []
+    right = NativeLayout.__init__
+
+    def noted(self: NativeLayout, segments: SequenceOf[Segment], attention: NativeAttention) -> None:
+        widths.append(max(segment.token_count for segment in segments))
+        right(self, segments, attention)
+
+    monkeypatch.setattr(NativeLayout, "__init__", noted)
+    prompt = [3 + 7 * step % 90 for step in range(prompt_tokens)]
+    async with running(model.loaded, GreedyHead()) as engine:
+        assert await greedy(engine, prompt, 8) == plain_greedy(model.reference, prompt, 8)
+    assert (prompt_tokens in widths) is (prompt_tokens <= WIDEST_SEGMENT)
+    assert 1 in widths
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])

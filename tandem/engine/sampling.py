@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tandem.engine.native.kernels import DTYPES, Kernels
+from tandem.engine.native.calls import DTYPES
+from tandem.engine.native.kernels import Kernels
 from tandem.noise import race
 from tandem.types import SamplingParams
 from tandem.warping import warp

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from tandem.engine.cache import KvArena, LayerCache, LayerGeometry
 from tandem.engine.layout import Packing
-from tandem.engine.native.kernels import AttentionCall, Kernels, kind_of
+from tandem.engine.native.calls import AttentionCall, kind_of
+from tandem.engine.native.kernels import Kernels, attention_call
 from tandem.engine.segment import Segment
 
 WIDEST_SEGMENT = 128
@@ -116,5 +117,5 @@ class NativeLayout(Packing):
         floats = None if sinks is None else sinks.float()
         point(call, query, key, value, output, sinks=floats, scale=scale, softcap=softcap)
         call.segments = self._places.data_ptr()
-        self._attention.kernels.attend(call)
+        self._attention.kernels.play(attention_call(call))
         return output

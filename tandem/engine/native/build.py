@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
+_HEADERS = tuple(sorted(SOURCE.parent.glob("*.h")))
 
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
@@ -73,7 +74,9 @@ def _make_private(folder: Path) -> None:
 
 def _fingerprint(compiler: str) -> str:
     """Differs whenever the compiled code might: a home folder may be shared by different machines."""
-    known = hashlib.sha256(SOURCE.read_bytes())
+    known = hashlib.sha256()
+    for source in (SOURCE, *_HEADERS):
+        known.update(source.read_bytes())
     for part in (*_FLAGS, compiler, _run([compiler, "--version"]), platform.machine(), _processor()):
         known.update(part.encode() + b"\0")
     return known.hexdigest()[:16]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +14,14 @@ from tandem.engine.extents import Extent
 from tandem.engine.native.attention import NativeAttention, NativeLayout
 from tandem.engine.native.kernels import Kernels
 from tandem.engine.native.linear import packed
+from tandem.engine.native.pointwise import kernel_calls
 from tandem.engine.segment import Segment
 from tandem.engine.sequence import Sequence
 from tandem.noise import race
 from tandem.types import SamplingParams
 from tandem.warping import warp
+
+_aten: Any = torch.ops.aten
 
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Greatest difference, relative to the greatest number."""
@@ -49,6 +53,9 @@ def mismatch(kernels: Kernels) -> str:
                     return f"attention, {dtype}, window {window}, soft cap {softcap}"
             if not _sampling_agrees(kernels, dtype, generator):
                 return f"sampling, {dtype}"
+            for target, *arguments in _small_operations(dtype, generator):
+                if not _operation_agrees(kernels, target, arguments, dtype):
+                    return f"{target}, {dtype}"
     return ""
 
 
@@ -105,6 +112,26 @@ def _sampling_agrees(kernels: Kernels, dtype: torch.dtype, generator: torch.Gene
         and torch.equal(values, logits.float().topk(_HIGHEST).values)
         and torch.equal(values, logits.float().gather(1, columns))
     )  # fmt: skip
+
+
+def _small_operations(dtype: torch.dtype, generator: torch.Generator) -> list[tuple[Any, ...]]:
+    values = torch.randn(1, 5, 70, generator=generator).to(dtype)
+    other = torch.randn(70, generator=generator).to(dtype)
+    turned = values.view(1, 5, 7, 10).transpose(1, 2)
+    return [
+        (_aten.add.Tensor, values, other), (_aten.add.Tensor, values, 0.375), (_aten.mul.Tensor, turned, other[:10]),
+        (_aten.neg.default, turned), (_aten.silu.default, values), (_aten.pow.Tensor_Scalar, values, 2),
+        (_aten.rsqrt.default, values.abs() + 0.1), (_aten.mean.dim, values.float(), [-1], True),
+        (_aten._to_copy.default, values), (_aten.cat.default, [turned, turned[..., :3]], -1),
+        (_aten.embedding.default, values[0], torch.tensor([[4, 0, 2]])),
+    ]  # fmt: skip
+
+
+def _operation_agrees(kernels: Kernels, target: Any, arguments: list[Any], dtype: torch.dtype) -> bool:
+    expected = target(*arguments)
+    output = torch.full_like(expected, float("nan"))
+    kernels.play(*kernel_calls(target, tuple(arguments), {}, output))
+    return _close(output, expected.float(), dtype)
 
 
 def _segment(index: int, computed: int, count: int) -> Segment:

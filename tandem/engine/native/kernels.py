@@ -13,36 +13,10 @@ import torch
 from torch import Tensor
 
 from tandem.engine.native.build import BuildError
+from tandem.engine.native.calls import AttentionCall, KernelCall, LinearCall, Routine, RoutineCall, kind_of
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _POINTER: Final = ctypes.c_void_p
 _INTEGER: Final = ctypes.c_int64
-
-DTYPES = frozenset(_KINDS)
-"""What the kernels compute in."""
-
-
-class AttentionCall(ctypes.Structure):
-    """`struct Attention` of kernels.cpp, field by field."""
-
-    _fields_ = (
-        ("query", _POINTER), ("key", _POINTER), ("value", _POINTER),
-        ("query_head", _INTEGER), ("query_token", _INTEGER),
-        ("key_head", _INTEGER), ("key_token", _INTEGER),
-        ("value_head", _INTEGER), ("value_token", _INTEGER),
-        ("keys", _POINTER), ("values", _POINTER),
-        ("total_tokens", _INTEGER), ("kv_heads", _INTEGER), ("heads", _INTEGER),
-        ("key_dim", _INTEGER), ("value_dim", _INTEGER),
-        ("segments", _POINTER),
-        ("window", _INTEGER), ("sinks", _POINTER),
-        ("scale", ctypes.c_float), ("softcap", ctypes.c_float),
-        ("output", _POINTER), ("kind", _INTEGER), ("threads", _INTEGER),
-    )  # fmt: skip
-
-
-def kind_of(dtype: torch.dtype) -> int:
-    """The kernels' word for one of `DTYPES`."""
-    return _KINDS[dtype]
 
 
 class Kernels:
@@ -61,10 +35,9 @@ class Kernels:
         loaded.tandem_block.restype = _INTEGER
         self.block: int = loaded.tandem_block()
         """Outputs of a linear layer that are packed side by side."""
-        self._linear = loaded.tandem_linear
-        self._linear.argtypes = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER, _POINTER, _POINTER,
-                                 _INTEGER, _INTEGER)  # fmt: skip
-        self._linear.restype = None
+        self._play = loaded.tandem_play
+        self._play.argtypes = (_POINTER, _INTEGER)
+        self._play.restype = _INTEGER
         self._probabilities = loaded.tandem_probabilities
         self._probabilities.argtypes = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER)
         self._probabilities.restype = None
@@ -83,9 +56,6 @@ class Kernels:
             _INTEGER,
         )
         self._highest.restype = None
-        self._attend = loaded.tandem_attend
-        self._attend.argtypes = (ctypes.POINTER(AttentionCall),)
-        self._attend.restype = None
 
     def linear(self, inputs: Tensor, weights: Tensor, bias: Tensor | None, output_width: int) -> Tensor:
         """Inputs times packed weights.
@@ -100,34 +70,29 @@ class Kernels:
             [..., output_width] in the dtype of the inputs; sums are kept in float32.
         """
         outputs = inputs.new_empty((*inputs.shape[:-1], output_width))
-        self.linear_call(inputs.contiguous(), weights, bias, outputs)()
+        self.play(linear_call(inputs.contiguous(), weights, bias, outputs))
         return outputs
 
-    def linear_call(
-        self, inputs: Tensor, weights: Tensor, bias: Tensor | None, outputs: Tensor
-    ) -> Callable[[], None]:
-        """The same as a call without arguments, to be made as often as wanted while the tensors live.
+    def play(self, *calls: KernelCall) -> None:
+        """Runs calls one after the other; the memory that they name is of live tensors.
 
-        Args:
-            inputs: as of `linear`, contiguous.
-            weights: as of `linear`.
-            bias: as of `linear`.
-            outputs: where the results go, contiguous.
+        Raises:
+            IndexError: a look-up of what is not in its table.
         """
-        width = outputs.shape[-1]
-        return partial(
-            self._linear, inputs.data_ptr(), _KINDS[inputs.dtype], outputs.numel() // width, inputs.shape[-1],
-            weights.data_ptr(), _KINDS[weights.dtype], None if bias is None else bias.data_ptr(), outputs.data_ptr(),
-            width, torch.get_num_threads(),
-        )  # fmt: skip
+        self.player(calls)()
 
-    def attend(self, call: AttentionCall) -> None:
-        """Runs a call whose addresses are all of live tensors."""
-        self._attend(call)
+    def player(self, calls: SequenceOf[KernelCall]) -> Callable[[], None]:
+        """The same as a call without arguments, to be made as often as wanted while the memory lives."""
+        steps = (RoutineCall * len(calls))(
+            *(RoutineCall(call.routine, ctypes.addressof(call.arguments)) for call in calls)
+        )
+        run = partial(self._play, ctypes.addressof(steps), len(calls))
 
-    def attend_call(self, call: AttentionCall) -> Callable[[], None]:
-        """The same as a call without arguments."""
-        return partial(self._attend, ctypes.byref(call))
+        def play(held: object = (steps, tuple(calls)), count: int = len(calls)) -> None:
+            if run() != count:
+                raise IndexError("an id is not in the table that is looked up")
+
+        return play
 
     def probabilities(self, logits: Tensor, temperatures: SequenceOf[float]) -> Tensor:
         """Softmax of logits over temperatures.
@@ -144,7 +109,7 @@ class Kernels:
         probs = torch.empty(rows, width, dtype=torch.float64)
         divisors = (ctypes.c_double * rows)(*temperatures)
         self._probabilities(
-            logits.data_ptr(), _KINDS[logits.dtype], rows, width, divisors, probs.data_ptr(), torch.get_num_threads()
+            logits.data_ptr(), kind_of(logits.dtype), rows, width, divisors, probs.data_ptr(), torch.get_num_threads()
         )  # fmt: skip
         return probs
 
@@ -183,7 +148,30 @@ class Kernels:
         found = torch.empty(rows, count, dtype=torch.float32)
         columns = torch.empty(rows, count, dtype=torch.int64)
         self._highest(
-            values.data_ptr(), _KINDS[values.dtype], rows, width, count, found.data_ptr(), columns.data_ptr(),
+            values.data_ptr(), kind_of(values.dtype), rows, width, count, found.data_ptr(), columns.data_ptr(),
             torch.get_num_threads(),
         )  # fmt: skip
         return found, columns
+
+
+def linear_call(inputs: Tensor, weights: Tensor, bias: Tensor | None, outputs: Tensor) -> KernelCall:
+    """A linear layer.
+
+    Args:
+        inputs: as of `Kernels.linear`, contiguous.
+        weights: as of `Kernels.linear`.
+        bias: as of `Kernels.linear`.
+        outputs: where the results go, contiguous.
+    """
+    width = outputs.shape[-1]
+    call = LinearCall(
+        inputs.data_ptr(), kind_of(inputs.dtype), outputs.numel() // width, inputs.shape[-1],
+        weights.data_ptr(), kind_of(weights.dtype), None if bias is None else bias.data_ptr(), outputs.data_ptr(),
+        width, torch.get_num_threads(),
+    )  # fmt: skip
+    return KernelCall(Routine.LINEAR, call)
+
+
+def attention_call(call: AttentionCall) -> KernelCall:
+    """Attention; the addresses are filled in by `tandem.engine.native.attention.point`."""
+    return KernelCall(Routine.ATTEND, call)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tandem.engine.native.kernels import DTYPES, Kernels
+from tandem.engine.native.calls import DTYPES
+from tandem.engine.native.kernels import Kernels
 
 
 class PackedLinear(nn.Linear):

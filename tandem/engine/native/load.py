@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from tandem.engine.native.build import BuildError, built_kernels
+from tandem.engine.native.calls import DTYPES
 from tandem.engine.native.check import mismatch
-from tandem.engine.native.kernels import DTYPES, Kernels
+from tandem.engine.native.kernels import Kernels
 from tandem.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)

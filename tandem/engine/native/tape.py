@@ -10,21 +10,29 @@ from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from functools import partial
+from itertools import groupby
 from operator import getitem
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from tandem.engine.native.attention import NativeAttention, point
+from tandem.engine.native.calls import KernelCall
+from tandem.engine.native.kernels import Kernels, attention_call, linear_call
+from tandem.engine.native.pointwise import UnknownOperationError, kernel_calls
 from tandem.engine.native.trace import ATTEND, LINEAR
 
-Call = Callable[[], object]
+TorchCall = Callable[[], object]
+Call = KernelCall | TorchCall
 
 _ONE_THREADS_NUMBERS = 32_768
 """Results up to which torch itself computes most operations in one thread. Some it does not: for the cosines of 160
 numbers it wakes a second one, which takes 105 us where they take 3. docs/engine.md has more."""
+
+_PROBED = 8
+"""Ids and positions that results are compared for: no model has fewer."""
 
 _COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default}
 
@@ -44,7 +52,7 @@ class Tape:
         builder = _Builder(graph, attention, self)
         self.logits: Tensor = builder.output[0]
         """[token_count, vocabulary_size], overwritten by the next `play`."""
-        self._calls = builder.calls
+        self._calls = _joined(builder.calls, attention.kernels)
         self._kept = builder.kept
         """The kernels know memory by address only."""
         self._needs_threads = builder.most_numbers > _ONE_THREADS_NUMBERS
@@ -72,6 +80,7 @@ class _Builder:
     def __init__(self, graph: GraphModule, attention: NativeAttention, tape: Tape) -> None:
         self._graph = graph
         self._attention = attention
+        self._kernels = attention.kernels
         self._tape = tape
         self._nodes = list(graph.graph.nodes)
         self.calls: list[Call] = []
@@ -83,8 +92,10 @@ class _Builder:
         """In the largest result that one of torch's own operations writes."""
         self.output: Tensor
         with torch.no_grad():
+            tape.inputs[:] = torch.arange(tape.inputs.shape[1]) % _PROBED  # all zeros would hide a mistake
             self._survey()
             self._bind()
+            tape.inputs.zero_()
 
     # ---- first pass
 
@@ -116,11 +127,7 @@ class _Builder:
             case "output":
                 return None
         arguments, named = self._arguments(node)
-        return self._operation(node)(*arguments, **named)
-
-    @staticmethod
-    def _operation(node: Node) -> Any:
-        return node.target
+        return _operation(node)(*arguments, **named)
 
     def _arguments(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def value(part: Node) -> Any:
@@ -150,15 +157,15 @@ class _Builder:
         if isinstance(like, Tensor) and self._root[node] is node:
             self._storages[node] = _storage_like(like, self._pool)
             self._values[node] = _on(self._storages[node], like)
-            self.calls.append(self._call(node, self._values[node]))
+            self.calls += self._writing(node, self._values[node])
             return
         self._values[node] = self._evaluate(node)
         arguments, named = self._arguments(node)
         if isinstance(like, tuple | list):
             if not all(_memory(part) in self._known for part in self._values[node]):
                 self.calls.append(_copied(node.target, arguments, named, self._values[node]))
-        elif isinstance(like, Tensor) and self._operation(node) is not getitem and _is_mutable(node.target):
-            self.calls.append(partial(self._operation(node), *arguments, **named))
+        elif isinstance(like, Tensor) and _operation(node) is not getitem and _is_mutable(node.target):
+            self.calls.append(partial(_operation(node), *arguments, **named))
 
     @property
     def _known(self) -> set[int]:
@@ -175,15 +182,29 @@ class _Builder:
                 released[index].append(root)
         return released
 
-    def _call(self, node: Node, output: Tensor) -> Call:
+    def _writing(self, node: Node, output: Tensor) -> SequenceOf[Call]:
         """What writes the node's value to `output`; it was made once, so that the next node finds its inputs."""
         arguments, named = self._arguments(node)
         if node.target is LINEAR:
             return self._linear(output, *arguments)
         if node.target is ATTEND:
             return self._attend(output, *arguments)
+        expected = _operation(node)(*arguments, **named)
+        try:
+            calls = kernel_calls(node.target, arguments, named, output)
+        except UnknownOperationError:
+            pass
+        else:
+            output.zero_()
+            self._kernels.play(*calls)
+            if _same(output, expected):
+                self.kept.append(arguments)
+                return calls
         self.most_numbers = max(self.most_numbers, output.numel())
-        expected = self._operation(node)(*arguments, **named)
+        return [self._torch_call(node, output, expected)]
+
+    def _torch_call(self, node: Node, output: Tensor, expected: Tensor) -> TorchCall:
+        arguments, named = self._arguments(node)
         for call in _candidates(node.target, arguments, named, output):
             output.zero_()
             try:
@@ -196,13 +217,12 @@ class _Builder:
         copy()
         return copy
 
-    def _linear(self, output: Tensor, inputs: Tensor, weights: Tensor, bias: Tensor | None, _: int) -> Call:
+    def _linear(
+        self, output: Tensor, inputs: Tensor, weights: Tensor, bias: Tensor | None, _: int
+    ) -> SequenceOf[Call]:
         output.zero_()
-        call = self._attention.kernels.linear_call(
-            self._laid(inputs, inputs.is_contiguous()), weights, bias, output
-        )
         self.kept += (weights, bias)
-        return call
+        return [linear_call(self._laid(inputs, inputs.is_contiguous()), weights, bias, output)]
 
     def _attend(
         self,
@@ -214,15 +234,15 @@ class _Builder:
         layer: int,
         scale: float | None,
         softcap: float | None,
-    ) -> Call:
+    ) -> SequenceOf[Call]:
         output.zero_()
         query, key, value = (self._laid(states, states.stride(3) == 1) for states in (query, key, value))
         floats = None if sinks is None else sinks.float()
         call = self._attention.new_call(layer)
         point(call, query, key, value, output, sinks=floats, scale=scale, softcap=softcap)
         call.segments = self._tape.places.data_ptr()
-        self.kept += (call, floats)
-        return self._attention.kernels.attend_call(call)
+        self.kept.append(floats)
+        return [attention_call(call)]
 
     def _laid(self, states: Tensor, is_laid: bool) -> Tensor:
         """The numbers in the order that a kernel reads, by a copy at each playing where they are not."""
@@ -232,6 +252,21 @@ class _Builder:
         self.kept.append(copy)
         self.calls.append(partial(copy.copy_, states))
         return copy
+
+
+def _joined(calls: SequenceOf[Call], kernels: Kernels) -> list[TorchCall]:
+    """The calls, those of kernels that follow on each other as one."""
+    joined: list[TorchCall] = []
+    for is_kernel, group in groupby(calls, lambda call: isinstance(call, KernelCall)):
+        if is_kernel:
+            joined.append(kernels.player(cast("list[KernelCall]", list(group))))
+        else:
+            joined += cast("list[TorchCall]", group)
+    return joined
+
+
+def _operation(node: Node) -> Any:
+    return node.target
 
 
 def _memory(value: Tensor) -> int:
@@ -250,12 +285,14 @@ def _on(storage: torch.UntypedStorage, value: Tensor) -> Tensor:
     )
 
 
-def _candidates(target: Any, arguments: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> list[Call]:
+def _candidates(
+    target: Any, arguments: tuple[Any, ...], named: dict[str, Any], output: Tensor
+) -> list[TorchCall]:
     """Ways to have the operation write to `output`, the cheapest to call first."""
     if target in _COPIES:
         return [partial(output.copy_, arguments[0])]
     name = target._schema.name.partition("::")[2]
-    found: list[Call] = [
+    found: list[TorchCall] = [
         partial(function, *arguments, **named, out=output)
         for function in (getattr(place, name, None) for place in (torch, torch._C._nn))
         if function is not None
@@ -268,7 +305,7 @@ def _candidates(target: Any, arguments: tuple[Any, ...], named: dict[str, Any], 
 
 def _copied(
     target: Any, arguments: tuple[Any, ...], named: dict[str, Any], outputs: SequenceOf[Tensor]
-) -> Call:
+) -> TorchCall:
     """Of any operation: compute elsewhere, and copy."""
 
     def call() -> None:

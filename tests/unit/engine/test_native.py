@@ -22,8 +22,9 @@ from tandem.engine.layout import StepLayout
 from tandem.engine.model import load_model
 from tandem.engine.native.attention import WIDEST_SEGMENT, NativeAttention, NativeLayout
 from tandem.engine.native.build import BuildError, built_kernels
+from tandem.engine.native.calls import KernelCall, Operation, Routine
 from tandem.engine.native.check import mismatch
-from tandem.engine.native.kernels import AttentionCall, Kernels
+from tandem.engine.native.kernels import Kernels
 from tandem.engine.native.linear import PackedLinear, pack_linears, packed, unpacked
 from tandem.engine.native.load import load_kernels
 from tandem.engine.segment import Segment
@@ -260,23 +261,54 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(tmp_path: Path) -> Non
         built_kernels(tmp_path)
 
 
-@pytest.mark.parametrize("wrong", ["linear", "attend"])
+def _with_another_bias(call: Any) -> None:
+    call.bias = None
+
+
+def _with_another_scale(call: Any) -> None:
+    call.scale *= 1.1
+
+
+def _with_another_operation(call: Any) -> None:
+    call.operation = Operation.COPY
+
+
+def _with_another_width(call: Any) -> None:
+    call.width -= 1
+
+
+def _with_another_row(call: Any) -> None:
+    call.count -= 1
+
+
+@pytest.mark.parametrize(
+    ("routine", "distort", "what"),
+    [
+        (Routine.LINEAR, _with_another_bias, "linear layer"),
+        (Routine.ATTEND, _with_another_scale, "attention"),
+        (Routine.POINTWISE, _with_another_operation, "aten.add.Tensor"),
+        (Routine.MEAN, _with_another_width, "aten.mean.dim"),
+        (Routine.GATHER, _with_another_row, "aten.embedding.default"),
+    ],
+)
 def test_kernels_that_compute_something_else_are_not_used(
-    kernels: Kernels, wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kernels: Kernels,
+    routine: Routine,
+    distort: Callable[[Any], None],
+    what: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert mismatch(kernels) == ""
-    right = getattr(Kernels, wrong)
+    right = Kernels.play
 
-    def linear(self: Kernels, *arguments: Any) -> torch.Tensor:
-        results: torch.Tensor = right(self, *arguments)
-        results[-1, -1] += 0.1 * results.abs().max()
-        return results
+    def play(self: Kernels, *calls: KernelCall) -> None:
+        for call in calls:
+            if call.routine is routine:
+                distort(call.arguments)
+        right(self, *calls)
 
-    def attend(self: Kernels, call: AttentionCall) -> None:
-        call.scale *= 1.1
-        right(self, call)
-
-    monkeypatch.setattr(Kernels, wrong, linear if wrong == "linear" else attend)
+    monkeypatch.setattr(Kernels, "play", play)
     with caplog.at_level(logging.WARNING):
         assert load_kernels(_CPU, torch.float32) is None
-    assert "their results are not torch's" in caplog.records[-1].__dict__["reason"]
+    assert f"their results are not torch's: {what}" in caplog.records[-1].__dict__["reason"]

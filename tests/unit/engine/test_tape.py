@@ -145,7 +145,7 @@ def _watched(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) ->
 
 
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize(("most_numbers", "threads"), [(32_768, 1), (100, 2)])
+@pytest.mark.parametrize(("most_numbers", "threads"), [(32_768, 1), (10, 2)])
 def test_a_small_tape_wakes_no_second_thread(
     llama_runner: StepRunner, monkeypatch: pytest.MonkeyPatch, most_numbers: int, threads: int
 ) -> None:

@@ -21,11 +21,12 @@ logger = logging.getLogger(__name__)
 Plain = Callable[[Packing, list[int]], Tensor]
 """Runs a step by the model's own modules: the wanted rows of the logits."""
 
-TOKEN_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128)
+TOKEN_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128)
 """Sizes of tapes. Fewer tokens are padded, which costs little where reading the weights is what takes the time."""
 
 _MANY_TOKENS = 8
-"""A tape computes the logits of all its tokens; beyond so many, the plain step is better where few are wanted."""
+"""Where a tape computes the logits of all its tokens, the plain step is better for more than so many of which few are
+wanted."""
 
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 6e-2}
 """By how much of the largest logit the two may differ. The operations are the same, but padding may change in which
@@ -61,21 +62,16 @@ class TapeSteps:
     def run(self, packing: Packing, rows: list[int]) -> Tensor:
         """The step; see `StepRunner.run`."""
         count = packing.token_count
-        if count > _MANY_TOKENS and 2 * len(rows) < count:
+        if count > _MANY_TOKENS and 2 * len(rows) < count and not self._computes_wanted_rows_only:
             return self._run_plainly(packing, rows)
         size = next(size for size in TOKEN_COUNTS if size >= count)
         if size in self._tapes:
-            return self._play(self._tapes[size], packing, rows)
+            return _play(self._tapes[size], packing, rows)
         return self._try_out(size, packing, rows)
 
-    def _play(self, tape: Tape, packing: Packing, rows: list[int]) -> Tensor:
-        count = packing.token_count
-        where = places(packing.segments)
-        tape.inputs[:, :count] = torch.tensor((packing.token_ids(), packing.positions()))
-        tape.places[: len(where)] = torch.tensor(where)
-        tape.play()
-        # A copy in any case: the next step writes to the same place.
-        return tape.logits[:count].clone() if len(rows) == count else tape.logits[rows]
+    @property
+    def _computes_wanted_rows_only(self) -> bool:
+        return any(tape.computes_wanted_rows_only for tape in self._tapes.values())
 
     def _run_plainly(self, packing: Packing, rows: list[int]) -> Tensor:
         return self._plain(NativeLayout(packing.segments, self._attention), rows)
@@ -86,7 +82,7 @@ class TapeSteps:
         expected = self._run_plainly(packing, everything)
         try:
             tape = Tape(self._graph, self._attention, size)
-            results = self._play(tape, packing, everything)
+            results = _play(tape, packing, everything)
         except Exception as error:  # noqa: BLE001 - whatever cannot be played is run
             return self._give_up(f"{type(error).__name__}: {error}".partition("\n")[0], packing, rows)
         difference = float((results.float() - expected.float()).abs().max() / expected.float().abs().max())
@@ -100,6 +96,14 @@ class TapeSteps:
         self._is_trusted = False
         self._tapes.clear()
         return self._run_plainly(packing, rows)  # once more: the keys and values must be the modules' own
+
+
+def _play(tape: Tape, packing: Packing, rows: list[int]) -> Tensor:
+    count = packing.token_count
+    where = places(packing.segments)
+    tape.inputs[:, :count] = torch.tensor((packing.token_ids(), packing.positions()))
+    tape.places[: len(where)] = torch.tensor(where)
+    return tape.play(rows)
 
 
 class TapePacking(Packing):

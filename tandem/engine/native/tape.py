@@ -1,43 +1,19 @@
-"""A forward pass of a fixed number of tokens as a list of calls without arguments.
-
-Where the numbers lie is decided once, so that playing the list makes no tensor, no view and no decision: what is left
-is the arithmetic. The calls are the same operations that the model's own modules make, so the numbers are the same.
-"""
+"""A forward pass of a fixed number of tokens, played from a list of calls without arguments."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from functools import partial
-from itertools import groupby
-from operator import getitem
-from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from tandem.engine.native.attention import NativeAttention, point
-from tandem.engine.native.calls import KernelCall
-from tandem.engine.native.kernels import Kernels, attention_call, linear_call
-from tandem.engine.native.pointwise import UnknownOperationError, kernel_calls
-from tandem.engine.native.trace import ATTEND, LINEAR
-
-TorchCall = Callable[[], object]
-Call = KernelCall | TorchCall
+from tandem.engine.native.attention import NativeAttention
+from tandem.engine.native.binding import Binding
 
 _ONE_THREADS_NUMBERS = 32_768
 """Results up to which torch itself computes most operations in one thread. Some it does not: for the cosines of 160
 numbers it wakes a second one, which takes 105 us where they take 3. docs/engine.md has more."""
-
-_PROBED = 8
-"""Ids and positions that results are compared for: no model has fewer."""
-
-_COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default}
-
-
-_new_storage: Callable[[int], torch.UntypedStorage] = torch.UntypedStorage  # untyped in torch
 
 
 class Tape:
@@ -49,19 +25,34 @@ class Tape:
         """Ids and positions, to be set before `play`."""
         self.places = torch.zeros(1 + 3 * token_count, dtype=torch.long)
         """What `tandem.engine.native.attention.places` says, to be set before `play`."""
-        builder = _Builder(graph, attention, self)
-        self.logits: Tensor = builder.output[0]
-        """[token_count, vocabulary_size], overwritten by the next `play`."""
-        self._calls = _joined(builder.calls, attention.kernels)
-        self._kept = builder.kept
+        binding = Binding(graph, attention, self.inputs, self.places)
+        self._head = binding.head
+        self._logits = binding.output[0]
+        self._calls = binding.joined_calls()
+        self._kept = binding.kept
         """The kernels know memory by address only."""
-        self._needs_threads = builder.most_numbers > _ONE_THREADS_NUMBERS
+        self._needs_threads = binding.most_numbers > _ONE_THREADS_NUMBERS
 
-    def play(self) -> None:
-        """Computes the logits, and stores keys and values."""
+    @property
+    def computes_wanted_rows_only(self) -> bool:
+        """Whether the logits of other tokens cost nothing."""
+        return self._head is not None
+
+    def play(self, rows: SequenceOf[int]) -> Tensor:
+        """Stores keys and values.
+
+        Returns:
+            The logits of the tokens that `rows` names, [len(rows), vocabulary_size]; no later playing changes them.
+        """
+        if self._head is not None:
+            self._head.choose(rows)
         if self._needs_threads:
             self._play()
-            return
+        else:
+            self._play_in_one_thread()
+        return self._logits[: len(rows)].clone() if self._head is not None else self._logits[rows]
+
+    def _play_in_one_thread(self) -> None:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # our kernels keep to the number that they were bound with
         try:
@@ -72,255 +63,3 @@ class Tape:
     def _play(self) -> None:
         for call in self._calls:
             call()
-
-
-class _Builder:
-    """Goes through the graph twice: to see who uses which memory until when, and to give it out."""
-
-    def __init__(self, graph: GraphModule, attention: NativeAttention, tape: Tape) -> None:
-        self._graph = graph
-        self._attention = attention
-        self._kernels = attention.kernels
-        self._tape = tape
-        self._nodes = list(graph.graph.nodes)
-        self.calls: list[Call] = []
-        self.kept: list[object] = []
-        """What must live as long as the calls."""
-        self._storages: dict[Node, torch.UntypedStorage] = {}
-        self._pool: dict[int, list[torch.UntypedStorage]] = defaultdict(list)
-        self.most_numbers = 0
-        """In the largest result that one of torch's own operations writes."""
-        self.output: Tensor
-        with torch.no_grad():
-            tape.inputs[:] = torch.arange(tape.inputs.shape[1]) % _PROBED  # all zeros would hide a mistake
-            self._survey()
-            self._bind()
-            tape.inputs.zero_()
-
-    # ---- first pass
-
-    def _survey(self) -> None:
-        """Runs all nodes on memory of their own."""
-        self._values: dict[Node, Any] = {}
-        self._root: dict[Node, Node] = {}
-        self._last_use: dict[Node, int] = {}
-        owner: dict[int, Node] = {}
-        for index, node in enumerate(self._nodes):
-            value = self._evaluate(node)
-            self._values[node] = value
-            for part in value if isinstance(value, tuple | list) else ():
-                owner.setdefault(_memory(part), node)
-            if isinstance(value, Tensor):
-                self._root[node] = owner.setdefault(_memory(value), node)
-                for user in (node, *node.all_input_nodes):
-                    if user in self._root:
-                        self._last_use[self._root[user]] = index
-
-    def _evaluate(self, node: Node) -> Any:
-        """The value of a node, its inputs being known."""
-        match node.op:
-            case "placeholder":
-                index = [other for other in self._nodes if other.op == "placeholder"].index(node)
-                return self._tape.inputs[index : index + 1]
-            case "get_attr":
-                return getattr(self._graph, str(node.target))
-            case "output":
-                return None
-        arguments, named = self._arguments(node)
-        return _operation(node)(*arguments, **named)
-
-    def _arguments(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        def value(part: Node) -> Any:
-            return self._values[part]
-
-        return torch.fx.map_arg((node.args, node.kwargs), value)
-
-    # ---- second pass
-
-    def _bind(self) -> None:
-        """Runs all nodes again on memory that is used over and over, and notes the call that each one is."""
-        shapes = dict(self._values)
-        released = self._released()
-        for index, node in enumerate(self._nodes):
-            if node.op == "output":
-                self.output = self._values[node.args[0]]
-            elif node.op == "call_function":
-                self._bind_node(node, shapes[node])
-            self.kept.append(self._values.get(node))
-            for root in released[index]:
-                if root in self._storages:
-                    storage = self._storages[root]
-                    self._pool[storage.nbytes()].append(storage)
-
-    def _bind_node(self, node: Node, like: Any) -> None:
-        """Gives the node's value a place, and notes what computes it."""
-        if isinstance(like, Tensor) and self._root[node] is node:
-            self._storages[node] = _storage_like(like, self._pool)
-            self._values[node] = _on(self._storages[node], like)
-            self.calls += self._writing(node, self._values[node])
-            return
-        self._values[node] = self._evaluate(node)
-        arguments, named = self._arguments(node)
-        if isinstance(like, tuple | list):
-            if not all(_memory(part) in self._known for part in self._values[node]):
-                self.calls.append(_copied(node.target, arguments, named, self._values[node]))
-        elif isinstance(like, Tensor) and _operation(node) is not getitem and _is_mutable(node.target):
-            self.calls.append(partial(_operation(node), *arguments, **named))
-
-    @property
-    def _known(self) -> set[int]:
-        """Memory that has its place already."""
-        values = (value for value in self.kept if isinstance(value, Tensor))
-        return {_memory(value) for value in values}
-
-    def _released(self) -> dict[int, list[Node]]:
-        """Whose memory is free once a node has run. What the logits lie in never is."""
-        last = self._nodes[-1].args[0]
-        released = defaultdict(list)
-        for root, index in self._last_use.items():
-            if root is not self._root[last]:
-                released[index].append(root)
-        return released
-
-    def _writing(self, node: Node, output: Tensor) -> SequenceOf[Call]:
-        """What writes the node's value to `output`; it was made once, so that the next node finds its inputs."""
-        arguments, named = self._arguments(node)
-        if node.target is LINEAR:
-            return self._linear(output, *arguments)
-        if node.target is ATTEND:
-            return self._attend(output, *arguments)
-        expected = _operation(node)(*arguments, **named)
-        try:
-            calls = kernel_calls(node.target, arguments, named, output)
-        except UnknownOperationError:
-            pass
-        else:
-            output.zero_()
-            self._kernels.play(*calls)
-            if _same(output, expected):
-                self.kept.append(arguments)
-                return calls
-        self.most_numbers = max(self.most_numbers, output.numel())
-        return [self._torch_call(node, output, expected)]
-
-    def _torch_call(self, node: Node, output: Tensor, expected: Tensor) -> TorchCall:
-        arguments, named = self._arguments(node)
-        for call in _candidates(node.target, arguments, named, output):
-            output.zero_()
-            try:
-                call()
-            except (TypeError, RuntimeError):
-                continue
-            if _same(output, expected):
-                return call
-        copy = _copied(node.target, arguments, named, (output,))
-        copy()
-        return copy
-
-    def _linear(
-        self, output: Tensor, inputs: Tensor, weights: Tensor, bias: Tensor | None, _: int
-    ) -> SequenceOf[Call]:
-        output.zero_()
-        self.kept += (weights, bias)
-        return [linear_call(self._laid(inputs, inputs.is_contiguous()), weights, bias, output)]
-
-    def _attend(
-        self,
-        output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        layer: int,
-        scale: float | None,
-        softcap: float | None,
-    ) -> SequenceOf[Call]:
-        output.zero_()
-        query, key, value = (self._laid(states, states.stride(3) == 1) for states in (query, key, value))
-        floats = None if sinks is None else sinks.float()
-        call = self._attention.new_call(layer)
-        point(call, query, key, value, output, sinks=floats, scale=scale, softcap=softcap)
-        call.segments = self._tape.places.data_ptr()
-        self.kept.append(floats)
-        return [attention_call(call)]
-
-    def _laid(self, states: Tensor, is_laid: bool) -> Tensor:
-        """The numbers in the order that a kernel reads, by a copy at each playing where they are not."""
-        if is_laid:
-            return states
-        copy = torch.empty_like(states, memory_format=torch.contiguous_format)
-        self.kept.append(copy)
-        self.calls.append(partial(copy.copy_, states))
-        return copy
-
-
-def _joined(calls: SequenceOf[Call], kernels: Kernels) -> list[TorchCall]:
-    """The calls, those of kernels that follow on each other as one."""
-    joined: list[TorchCall] = []
-    for is_kernel, group in groupby(calls, lambda call: isinstance(call, KernelCall)):
-        if is_kernel:
-            joined.append(kernels.player(cast("list[KernelCall]", list(group))))
-        else:
-            joined += cast("list[TorchCall]", group)
-    return joined
-
-
-def _operation(node: Node) -> Any:
-    return node.target
-
-
-def _memory(value: Tensor) -> int:
-    return value.untyped_storage().data_ptr()
-
-
-def _storage_like(value: Tensor, pool: dict[int, list[torch.UntypedStorage]]) -> torch.UntypedStorage:
-    size = value.untyped_storage().nbytes()
-    return pool[size].pop() if pool[size] else _new_storage(size)
-
-
-def _on(storage: torch.UntypedStorage, value: Tensor) -> Tensor:
-    """A tensor like `value` on other memory."""
-    return torch.empty(0, dtype=value.dtype).set_(
-        storage, value.storage_offset(), value.shape, value.stride()
-    )
-
-
-def _candidates(
-    target: Any, arguments: tuple[Any, ...], named: dict[str, Any], output: Tensor
-) -> list[TorchCall]:
-    """Ways to have the operation write to `output`, the cheapest to call first."""
-    if target in _COPIES:
-        return [partial(output.copy_, arguments[0])]
-    name = target._schema.name.partition("::")[2]
-    found: list[TorchCall] = [
-        partial(function, *arguments, **named, out=output)
-        for function in (getattr(place, name, None) for place in (torch, torch._C._nn))
-        if function is not None
-    ]
-    packet = getattr(torch.ops.aten, name)
-    found += [partial(getattr(packet, overload), *arguments, **named, out=output)
-              for overload in packet.overloads() if "out" in overload]  # fmt: skip
-    return found
-
-
-def _copied(
-    target: Any, arguments: tuple[Any, ...], named: dict[str, Any], outputs: SequenceOf[Tensor]
-) -> TorchCall:
-    """Of any operation: compute elsewhere, and copy."""
-
-    def call() -> None:
-        results = target(*arguments, **named)
-        for output, result in zip(
-            outputs, (results,) if isinstance(results, Tensor) else results, strict=True
-        ):
-            output.copy_(result)
-
-    return call
-
-
-def _is_mutable(target: Any) -> bool:
-    return bool(target._schema.is_mutable)
-
-
-def _same(results: Tensor, expected: Tensor) -> bool:
-    return results.shape == expected.shape and torch.equal(results.nan_to_num(), expected.nan_to_num())

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tandem.engine.native.binding import Binding
 from tandem.engine.native.build import BuildError, built_kernels
 from tandem.engine.native.kernels import Kernels
 from tandem.engine.native.pointwise import UnknownOperationError, kernel_calls
-from tandem.engine.native.tape import Tape, _Builder
+from tandem.engine.native.tape import Tape
 from tandem.engine.runner import StepRunner
 from tests.unit.engine.conftest import TinyModel
 
@@ -195,12 +196,12 @@ def test_of_a_usual_models_tape_only_angles_are_left_to_torch(
     assert runner._native is not None
     assert runner._tapes is not None
     called: set[str] = set()
-    right = _Builder._torch_call
+    right = Binding._torch_call
 
-    def noted(self: _Builder, node: Any, *arguments: Any) -> Any:
+    def noted(self: Binding, node: Any, *arguments: Any) -> Any:
         called.add(node.target._schema.name.partition("::")[2])
         return right(self, node, *arguments)
 
-    monkeypatch.setattr(_Builder, "_torch_call", noted)
+    monkeypatch.setattr(Binding, "_torch_call", noted)
     Tape(runner._tapes._graph, runner._native, 5)
     assert called == {"cos", "sin"}

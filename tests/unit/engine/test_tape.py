@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import pytest
@@ -111,14 +112,34 @@ def test_padding_leaves_no_trace(llama_runner: StepRunner) -> None:
                for layer, before in zip(llama_runner.arena.layers, spared, strict=True))  # fmt: skip
 
 
-def test_many_tokens_of_which_few_rows_are_wanted_run_plainly(
-    llama_runner: StepRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Tape, "play", lambda _: pytest.fail("a prompt's tokens were played"))
+def test_of_a_prompt_the_wanted_rows_alone_are_computed(llama_runner: StepRunner) -> None:
+    _both_ways(llama_runner, _segments([(9, 5)]), [4])  # from here on it is known that these tapes can
+    segments = _segments([(0, 30), (4, 1)])
+    expected, played = _both_ways(llama_runner, segments, [29, 30])
+    assert torch.allclose(played, expected, atol=1e-4)
+    assert llama_runner._tapes is not None
+    tape = llama_runner._tapes._tapes[32]
+    assert tape.computes_wanted_rows_only
     with torch.inference_mode():
-        llama_runner.run(llama_runner.pack(_segments([(0, 30)])), [29])
-        packing = llama_runner.pack(_segments([(0, 30)] * 5))
-    assert not isinstance(packing, TapePacking)
+        tape._logits.fill_(7.0)
+    _both_ways(llama_runner, segments, [29, 30])
+    assert bool((tape._logits[2:] == 7.0).all())
+    with torch.inference_mode():
+        assert llama_runner.run(llama_runner.pack(segments), []).shape == (0, VOCABULARY_SIZE)
+        assert not isinstance(llama_runner.pack(_segments([(0, 30)] * 5)), TapePacking), (
+            "more than a tape holds"
+        )
+
+
+def test_where_logits_are_bounded_a_prompt_is_run_plainly(
+    tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes after the last layer would be computed for all its tokens."""
+    runner = _runner(tiny_model("gemma2"))
+    _both_ways(runner, _segments([(9, 5)]), list(range(5)))
+    monkeypatch.setattr(Tape, "play", lambda *_: pytest.fail("a prompt's tokens were played"))
+    with torch.inference_mode():
+        runner.run(runner.pack(_segments([(0, 30)])), [29])
 
 
 @pytest.fixture
@@ -174,11 +195,12 @@ async def test_a_tape_that_is_wrong_is_never_used(
 ) -> None:
     right = Tape.play
 
-    def wrong(self: Tape) -> None:
+    def wrong(self: Tape, rows: SequenceOf[int]) -> Tensor:
         if fault == "error":
             raise RuntimeError("no such kernel")
-        right(self)
-        self.logits[-1, 7] += 5.0
+        logits = right(self, rows)
+        logits[-1, 7] += 5.0
+        return logits
 
     monkeypatch.setattr(Tape, "play", wrong)
     with caplog.at_level(logging.WARNING):
@@ -198,10 +220,10 @@ async def test_texts_are_the_same_with_tapes_and_without(
     played = 0
     right = Tape.play
 
-    def counted(self: Tape) -> None:
+    def counted(self: Tape, rows: SequenceOf[int]) -> Tensor:
         nonlocal played
         played += 1
-        right(self)
+        return right(self, rows)
 
     monkeypatch.setattr(Tape, "play", counted)
     async with running(model.with_tapes, GreedyHead()) as engine:

@@ -61,12 +61,15 @@ class Payoff:
         self._next_pause_rounds = FIRST_PAUSE_ROUNDS
         self._rounds_left = 0
         self._begin(TRIAL_ROUNDS)
+        self._rounds_asked_for = 0
         if self._restraint is not None:
             self._restraint.join()
 
     def end(self) -> None:
         """The request has ended."""
         if self._restraint is not None:
+            if self._rounds_asked_for <= 1:
+                self._restraint.begun()
             self._restraint.leave()
             self._restraint = None
 
@@ -83,11 +86,16 @@ class Payoff:
     def tokens(self, most: int) -> int:
         """How many to ask the draft for in the round that begins, up to `most`; 0: the target works alone."""
         self._restrained = None
+        self._rounds_asked_for += 1
         if self.is_paused:
             self._count_pause()
             return 0
         if self._restraint is None:
             return most
+        if self._rounds_asked_for == 1 and self._restraint.is_burst:
+            return 0
+        if self._rounds_asked_for == 2:
+            self._restraint.begun()
         self._restrained = self._restraint.tokens
         return min(most, self._restrained)
 

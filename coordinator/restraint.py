@@ -18,6 +18,9 @@ LEAST_LOAD = 4
 """Requests at once, below which each decides for itself."""
 MANY = 12
 """Requests at once, from which on the target works alone until drafting was found to be faster."""
+BURST = 4
+"""Requests in their first round at once, beyond which one more does without a draft in that round: how many there will
+be is not known yet, and a draft that is not asked in the end has read the prompt in vain."""
 TURNS = 3
 """A comparison takes turns: so often the other length, and so often the one kept. What comes and goes meanwhile, as
 prompts that are read, then slows down both."""
@@ -31,6 +34,8 @@ LONGEST_STAY_ROUNDS = 1024
 LEAST_ADVANTAGE = 1.05
 """A longer proposal must make so many times the tokens: less may be noise, and of two that are as fast, the shorter one
 leaves more of the draft to others."""
+CLEAR = 1.25
+"""Times the tokens, either way, after which a comparison takes no more turns: what is so much slower costs too."""
 
 _TURN_ROUNDS = SETTLING_ROUNDS + TURN_ROUNDS
 
@@ -55,14 +60,25 @@ class Restraint:
         self._load = load
         self._levels: dict[int, _Level] = {}
         self._followers = 0
+        self._beginning = 0
         self._rounds = 0
 
     def join(self) -> None:
-        """Another request begins to follow."""
+        """Another request begins to follow, and its first round."""
         self._followers += 1
+        self._beginning += 1
+
+    def begun(self) -> None:
+        """The first round of one that follows has ended."""
+        self._beginning -= 1
+
+    @property
+    def is_burst(self) -> bool:
+        """Whether so many begin that it is too early to say how long proposals may be."""
+        return self._beginning > BURST
 
     def leave(self) -> None:
-        """One that followed has ended."""
+        """One that followed has ended; its first round had before."""
         self._followers -= 1
 
     @property
@@ -153,7 +169,7 @@ class _Level:
     def _end_turn(self, followers: int) -> None:
         if self._turns_left == 0:
             self._compare()
-        elif self._turns_left == 1:
+        elif self._turns_left == 1 or (self._turns_left % 2 and self._is_clear):
             self._decide(followers)
         else:
             self._turns_left -= 1
@@ -164,18 +180,26 @@ class _Level:
         """Index of the neighbour that is compared."""
         return self.kept + self._direction
 
+    @property
+    def _advantage(self) -> float:
+        """Of the neighbour, over the length kept."""
+        return self._other_rounds.rate / max(self._kept_rounds.rate, 1e-9)
+
+    @property
+    def _is_clear(self) -> bool:
+        """Whether as many turns of either length leave no doubt."""
+        were_measured = self._kept_rounds.rate > 0.0 and self._other_rounds.rate > 0.0
+        return were_measured and not 1.0 / CLEAR < self._advantage < CLEAR
+
     def _compare(self) -> None:
         """The end of a stay: take turns with a neighbour."""
-        if not 0 <= self._other < len(self._lengths):
-            self._direction = -self._direction
-            self._failures += 1
         self._kept_rounds, self._other_rounds = _Measured(), _Measured()
         self._turns_left = 2 * TURNS
         self._begin(self._other, _TURN_ROUNDS)
 
     def _decide(self, followers: int) -> None:
         """The end of a comparison."""
-        advantage = self._other_rounds.rate / max(self._kept_rounds.rate, 1e-9)
+        advantage = self._advantage
         needed = 1.0 if self._other > self.kept else LEAST_ADVANTAGE
         if self._kept_rounds.rate > 0.0 and advantage > needed:
             self.kept = self._other
@@ -187,10 +211,16 @@ class _Level:
             }
             logger.info("proposals change their length", extra=details)
         else:
-            self._direction = -self._direction
-            self._failures += 1
+            self._turn_round()
+        if not 0 <= self._other < len(self._lengths):
+            self._turn_round()
         self._turns_left = 0
         self._begin(self.kept, self._stay_rounds)
+
+    def _turn_round(self) -> None:
+        """This way there is nothing better."""
+        self._direction = -self._direction
+        self._failures += 1
 
     @property
     def _stay_rounds(self) -> int:

@@ -23,14 +23,13 @@ because the target's draw at a position is looked at only when it becomes the to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, TypeAlias
 
 import numpy as np
 from array_api_compat import array_namespace, device
 
-from tandem.types import FloatArray, IntArray
+from tandem.types import IntArray
 
 Array: TypeAlias = Any
 """A numpy array or a torch tensor: only what the array API standard gives both is used of it."""
@@ -44,6 +43,8 @@ def _signed(bits: int) -> int:
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _FIRST_MULTIPLIER = _signed(0xBF58476D1CE4E5B9)
 _SECOND_MULTIPLIER = _signed(0x94D049BB133111EB)
+
+_ALL_BITS = (1 << 64) - 1
 
 _LENGTH_BITS = 30
 """Positions and base lengths are below 2**30, so that both and the purpose share one word."""
@@ -82,6 +83,22 @@ def _mix(values: Array) -> Array:
     return mixed
 
 
+def _mixed_bits(bits: int) -> int:
+    """`_mix` of one word in Python's own integers, which are unsigned here. Arrays of numpy take ten times as long for
+    the few numbers of a round."""
+    bits ^= bits >> 30
+    bits = bits * _FIRST_MULTIPLIER & _ALL_BITS
+    bits ^= bits >> 27
+    bits = bits * _SECOND_MULTIPLIER & _ALL_BITS
+    return bits ^ bits >> 31
+
+
+def _key_bits(seed: int, position: int, purpose: Purpose, round_base: int) -> int:
+    """A key of `stream_keys` as 64 bits without a sign."""
+    word = position + (purpose << 2 * _LENGTH_BITS) + (round_base << _LENGTH_BITS)
+    return _mixed_bits(_mixed_bits(seed & _ALL_BITS) + word * _GOLDEN & _ALL_BITS)
+
+
 def _unit_interval(bits: Array) -> Array:
     """Odd multiples of 2**-53: exact in float64, symmetric about one half, never 0 or 1."""
     xp = array_namespace(bits)
@@ -110,7 +127,7 @@ def stream_keys(
 
 def stream_key(seed: int, position: int, purpose: Purpose, round_base: int = 0) -> int:
     """Key of one stream; a signed 64-bit integer."""
-    return int(stream_keys(np.array([seed]), np.array([position]), purpose, round_base)[0])
+    return _signed(_key_bits(seed, position, purpose, round_base))
 
 
 def target_keys(seed: int, base_length: int, count: int) -> IntArray:
@@ -118,16 +135,15 @@ def target_keys(seed: int, base_length: int, count: int) -> IntArray:
 
     A draft that anticipates the target (`strict`) draws with the same.
     """
-    positions = np.arange(base_length, base_length + count)
-    keys: IntArray = stream_keys(np.array([seed]), positions, Purpose.TARGET)
-    return keys
+    positions = range(base_length, base_length + count)
+    return np.array([stream_key(seed, position, Purpose.TARGET) for position in positions], dtype=np.int64)
 
 
 def proposal_keys(seed: int, base_length: int, count: int) -> IntArray:
     """Keys of the draft's own draws in the round that extends `base_length` tokens, int64 [count]."""
-    positions = np.arange(base_length, base_length + count)
-    keys: IntArray = stream_keys(np.array([seed]), positions, Purpose.PROPOSAL, base_length)
-    return keys
+    positions = range(base_length, base_length + count)
+    keys = [stream_key(seed, position, Purpose.PROPOSAL, base_length) for position in positions]
+    return np.array(keys, dtype=np.int64)
 
 
 def token_uniforms(keys: Array, token_ids: Array | int) -> Array:
@@ -147,18 +163,10 @@ def token_uniforms(keys: Array, token_ids: Array | int) -> Array:
     return _unit_interval(_mix(keys[:, None] + (token_ids + 1) * _GOLDEN))
 
 
-def uniforms(
-    seed: int, positions: Sequence[int] | IntArray, purposes: Purpose | IntArray, round_base: int = 0
-) -> FloatArray:
-    """One uniform for each position, float64 of the shape of `positions`, strictly between 0 and 1."""
-    keys = stream_keys(np.array([seed]), np.asarray(positions), purposes, round_base)
-    drawn: FloatArray = _unit_interval(_mix(keys + _GOLDEN))
-    return drawn
-
-
 def uniform(seed: int, position: int, purpose: Purpose, round_base: int = 0) -> float:
-    """One uniform, strictly between 0 and 1."""
-    return float(uniforms(seed, [position], purpose, round_base)[0])
+    """The first uniform of a stream, strictly between 0 and 1."""
+    bits = _mixed_bits(_key_bits(seed, position, purpose, round_base) + _GOLDEN & _ALL_BITS)
+    return (bits >> 11 | 1) * 2.0**-53
 
 
 def gumbel(keys: Array, token_ids: Array | int) -> Array:

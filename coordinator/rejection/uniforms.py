@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tandem.noise import Purpose, uniforms
+from tandem.noise import Purpose, uniform
 from tandem.types import FloatArray
 
 
@@ -34,8 +34,8 @@ def draw_uniforms(seed: int, base_length: int, token_count: int) -> Uniforms:
     They are keyed by the base length besides the position, which makes them good for every rule (see
     `tandem.noise`), and they are the same whenever and wherever the round is repeated.
     """
-    offsets = np.concatenate([np.arange(token_count), np.arange(token_count + 1)])
-    purposes = np.full(2 * token_count + 1, int(Purpose.RECOVERY))
-    purposes[:token_count] = Purpose.ACCEPTANCE
-    drawn = uniforms(seed, base_length + offsets, purposes, base_length)
-    return Uniforms(drawn[:token_count], drawn[token_count:])
+    accept, recover = (
+        [uniform(seed, base_length + i, purpose, base_length) for i in range(count)]
+        for purpose, count in ((Purpose.ACCEPTANCE, token_count), (Purpose.RECOVERY, token_count + 1))
+    )
+    return Uniforms(np.array(accept, dtype=np.float64), np.array(recover))

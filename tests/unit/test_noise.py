@@ -24,7 +24,6 @@ from tandem.noise import (
     target_keys,
     token_uniforms,
     uniform,
-    uniforms,
 )
 from tandem.types import FloatArray, IntArray
 
@@ -61,6 +60,8 @@ def test_bits_are_those_of_the_definition(seed: int, purpose: Purpose) -> None:
     expected = ((bits >> 11) | 1) / 2**53
     key = stream_key(seed, position, purpose, round_base)
     assert token_uniforms(np.array([key]), token_id + 1)[0, token_id] == expected
+    first = ((_reference_bits(seed, position, purpose, round_base, 0) >> 11) | 1) / 2**53
+    assert uniform(seed, position, purpose, round_base) == first
 
 
 def test_numpy_and_torch_have_the_same_bits() -> None:
@@ -87,17 +88,15 @@ def test_ids_have_the_same_noise_alone_as_among_all() -> None:
     np.testing.assert_array_equal(token_uniforms(keys, own), np.take_along_axis(everything, own, axis=1))
 
 
-def test_arrays_and_scalars_agree() -> None:
-    positions = np.arange(40, 44)
-    np.testing.assert_array_equal(
-        target_keys(11, 40, 4), [stream_key(11, int(position), Purpose.TARGET) for position in positions]
-    )
-    np.testing.assert_array_equal(
-        proposal_keys(11, 40, 4),
-        [stream_key(11, int(position), Purpose.PROPOSAL, 40) for position in positions],
-    )
-    drawn = uniforms(11, positions, Purpose.RECOVERY, 40)
-    assert list(drawn) == [uniform(11, int(position), Purpose.RECOVERY, 40) for position in positions]
+@pytest.mark.parametrize("seed", EXTREME)
+def test_arrays_and_scalars_agree(seed: int) -> None:
+    seeds, positions = np.array([seed]), np.arange(40, 44)
+    np.testing.assert_array_equal(target_keys(seed, 40, 4), stream_keys(seeds, positions, Purpose.TARGET))
+    keys = stream_keys(seeds, positions, Purpose.PROPOSAL, 40)
+    np.testing.assert_array_equal(proposal_keys(seed, 40, 4), keys)
+    drawn = [uniform(seed, int(position), Purpose.PROPOSAL, 40) for position in positions]
+    assert drawn == token_uniforms(keys, 1)[:, 0].tolist()
+    assert target_keys(seed, 40, 0).dtype == proposal_keys(seed, 40, 0).dtype == np.int64
 
 
 def test_arguments_are_not_changed() -> None:
@@ -198,7 +197,7 @@ def test_streams_are_independent(one: str, other: str) -> None:
 @pytest.mark.parametrize("purpose", Purpose)
 def test_first_values_are_uniform_and_independent_along_positions(purpose: Purpose) -> None:
     """The uniforms of the coordinator are the first of their streams, one stream for each position."""
-    drawn = uniforms(42, np.arange(VALUES), purpose, 1000)
+    drawn = np.array([uniform(42, position, purpose, 1000) for position in range(VALUES)])
     _assert_uniform(drawn)
     _assert_independent(drawn[:-1], drawn[1:])
 

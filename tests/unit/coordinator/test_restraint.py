@@ -10,6 +10,8 @@ import pytest
 
 from coordinator.payoff import Payoff, RoundCost
 from coordinator.restraint import (
+    BURST,
+    CLEAR,
     LEAST_LOAD,
     LONGEST_STAY_ROUNDS,
     MANY,
@@ -248,3 +250,52 @@ def test_a_round_counts_as_what_it_committed_and_took() -> None:
 def test_rounds_whose_draft_was_lost_decide_nothing() -> None:
     lengths = rounds_of(Restraint(K, lambda: LEAST_LOAD), 1000, is_lost=True)
     assert lengths.count(K) > 0.9 * len(lengths)
+
+
+def _trial(machine: Machine) -> int:
+    """Rounds with a proposal in the first comparison of a load that begins with the target alone."""
+    return machine.run(SETTLING_ROUNDS + COMPARISON_ROUNDS)[: COMPARISON_ROUNDS + 1].count(1)
+
+
+@pytest.mark.parametrize(("slowdown", "turns"), [(CLEAR + 0.3, 1), (CLEAR - 0.2, TURNS)])
+def test_what_is_clearly_slower_is_not_tried_for_long(slowdown: float, turns: int) -> None:
+    machine = Machine(16, lambda proposed: (1.0, slowdown if proposed else 1.0))
+    assert _trial(machine) == turns * (SETTLING_ROUNDS + TURN_ROUNDS)
+    assert machine.restraint.tokens == 0
+
+
+def test_what_is_clearly_faster_is_taken_up_at_once() -> None:
+    machine = Machine(16, lambda proposed: (1.0, 1.0 if proposed else CLEAR + 0.3))
+    machine.run(SETTLING_ROUNDS + 2 * (SETTLING_ROUNDS + TURN_ROUNDS))
+    assert machine.restraint.tokens == 1
+
+
+def _beginning(restraint: Restraint, count: int) -> list[Payoff]:
+    return [Payoff(may_pause=True, restraint=restraint) for _ in range(count)]
+
+
+def test_of_a_burst_those_that_come_last_do_without_a_draft_in_their_first_round() -> None:
+    """By then it is known how many they are."""
+    restraint = Restraint(K, lambda: MANY - 1)
+    requests: list[Payoff] = []
+    first = []
+    for _ in range(BURST + 3):
+        requests += _beginning(restraint, 1)
+        first.append(requests[-1].tokens(K))
+    assert first == [K] * BURST + [0] * 3
+    assert [request.tokens(K) for request in requests] == [K] * (BURST + 3)
+    (late,) = _beginning(restraint, 1)
+    assert late.tokens(K) == K, "the burst is over"
+
+
+def test_requests_that_end_in_their_first_round_are_no_burst_any_more() -> None:
+    restraint = Restraint(K, lambda: LEAST_LOAD)
+    for rounds in (0, 1, 2):
+        for request in _beginning(restraint, BURST + 1):
+            for _ in range(rounds):
+                request.tokens(K)
+            request.end()
+            request.end()
+    assert not restraint.is_burst
+    (only,) = _beginning(restraint, 1)
+    assert only.tokens(K) == K

@@ -58,6 +58,11 @@ class Completion:
         return min(self._limits.max_length - self.length, self._limits.max_tokens - generated)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether anything was committed."""
+        return len(self.token_ids) > self._prompt_length
+
+    @property
     def can_extend(self) -> bool:
         """Whether another token may follow."""
         return self.finish_reason is None

@@ -137,7 +137,8 @@ class FailoverDrafter:
         try:
             self._leave_for_better()
             if self._place is None:
-                self._enter(completion)
+                if not self._is_near_the_end(completion):
+                    self._enter(completion)
                 return None
             return await self._asked(self._place, completion, count)
         except TandemError as error:
@@ -166,6 +167,10 @@ class FailoverDrafter:
         self._losses.add_round()
         self._account.begin(completion, place.member.figures, len(proposal))
         return proposal
+
+    def _is_near_the_end(self, completion: Completion) -> bool:
+        """Whether too little is left for a draft to read all that there is: the round in which it reads, and another."""
+        return completion.has_begun and completion.room <= 2 * (self._limits.num_speculative_tokens + 1)
 
     def _enter(self, completion: Completion) -> None:
         """Begin on the draft with the least to do, if there is one. It reads the sequence while the target works."""

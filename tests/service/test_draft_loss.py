@@ -85,7 +85,7 @@ async def test_another_draft_takes_over(code: grpc.StatusCode) -> None:
     assert completed.figures.accepted == completed.figures.drafted > TOKENS / 2
 
 
-@pytest.mark.parametrize(("step", "opened"), [(10, 1), (15, 0)])
+@pytest.mark.parametrize(("step", "opened"), [(10, 1), (16, 0)])
 async def test_for_the_last_few_tokens_no_other_draft_reads_the_sequence(step: int, opened: int) -> None:
     failing, other = Failing(*range(step, 99)), FakeDraft()
     async with asyncio.timeout(SECONDS), fleet(FakeTarget(), failing, other) as (client, _):

@@ -169,7 +169,7 @@ class FailoverDrafter:
         return proposal
 
     def _is_near_the_end(self, completion: Completion) -> bool:
-        """Whether too little is left for a draft to read all that there is: the round in which it reads, and another."""
+        """Whether too little is left for a draft to read all there is: the round in which it reads, and another."""
         return completion.has_begun and completion.room <= 2 * (self._limits.num_speculative_tokens + 1)
 
     def _enter(self, completion: Completion) -> None:

@@ -42,6 +42,11 @@ class StepRunner:
         if self.model.is_packed:
             self._recorded = RecordedSteps(self.model, self.arena, buckets, recorder)
 
+    def prompt_tokens(self, most: int) -> int:
+        """How many tokens of long prompts a step should take, up to `most`. What a tape holds comes faster in parts
+        than the same in one step by the model's modules."""
+        return most if self._tapes is None else self._tapes.prompt_tokens(most)
+
     def pack(self, segments: list[Segment]) -> Packing:
         """Decides the order in which the segments' tokens are packed."""
         if self._serial is not None:

@@ -264,7 +264,7 @@ class Worker(Generic[PayloadT, ResultT]):
     def _step(self) -> None:
         """Schedule, run, hand out."""
         started = time.perf_counter()
-        segments = next_segments(self._running.values(), self._chunk_tokens)
+        segments = next_segments(self._running.values(), self._runner.prompt_tokens(self._chunk_tokens))
         jobs = [self._running[segment.sequence] for segment in segments]
         try:
             if self._finish_ahead(segments, jobs, started):

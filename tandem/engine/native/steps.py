@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from tandem.engine.layout import Packing
-from tandem.engine.native.attention import NativeAttention, NativeLayout, places
+from tandem.engine.native.attention import WIDEST_SEGMENT, NativeAttention, NativeLayout, places
 from tandem.engine.native.tape import Tape
 from tandem.engine.native.trace import Trace, TraceError
 from tandem.engine.segment import Segment
@@ -21,7 +21,35 @@ logger = logging.getLogger(__name__)
 Plain = Callable[[Packing, list[int]], Tensor]
 """Runs a step by the model's own modules: the wanted rows of the logits."""
 
-TOKEN_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128)
+TOKEN_COUNTS = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+    8,
+    10,
+    12,
+    16,
+    20,
+    24,
+    32,
+    40,
+    48,
+    56,
+    64,
+    72,
+    80,
+    96,
+    112,
+    128,
+    160,
+    192,
+    224,
+    256,
+)
 """Sizes of tapes. Fewer tokens are padded, which costs little where reading the weights is what takes the time."""
 
 _MANY_TOKENS = 8
@@ -51,6 +79,10 @@ class TapeSteps:
         self._plain = plain
         self._tapes: dict[int, Tape] = {}
         self._is_trusted = True
+
+    def prompt_tokens(self, most: int) -> int:
+        """See `StepRunner.prompt_tokens`."""
+        return min(most, WIDEST_SEGMENT) if self._is_trusted and self._computes_wanted_rows_only else most
 
     def pack(self, segments: SequenceOf[Segment]) -> Packing | None:
         """The segments as a tape runs them; None when there is none for them."""

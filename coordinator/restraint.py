@@ -137,7 +137,8 @@ class _Level:
         """Of all requests, when it was last the load."""
         self._direction = 1 if first < len(lengths) - 1 else -1
         self._failures = 0
-        """Comparisons in a row that found nothing better."""
+        """Comparisons in a row that found nothing better. One that left no doubt counts for two, since a comparison costs
+        what the worse length costs; so does one after which there is no length left on the other side."""
         self._turns_left = 0
         """Of the comparison; 0 between two of them."""
         self._rounds = 0
@@ -211,6 +212,8 @@ class _Level:
             }
             logger.info("proposals change their length", extra=details)
         else:
+            if self._is_clear:
+                self._failures += 1
             self._turn_round()
         if not 0 <= self._other < len(self._lengths):
             self._turn_round()

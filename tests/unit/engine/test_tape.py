@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.engine.extents import Extent
 from tandem.engine.layout import Packing
-from tandem.engine.native.attention import NativeLayout
+from tandem.engine.native.attention import WIDEST_SEGMENT, NativeLayout
 from tandem.engine.native.steps import TOKEN_COUNTS, TapePacking
 from tandem.engine.native.tape import Tape
 from tandem.engine.native.trace import TraceError, traced
@@ -126,9 +126,24 @@ def test_of_a_prompt_the_wanted_rows_alone_are_computed(llama_runner: StepRunner
     assert bool((tape._logits[2:] == 7.0).all())
     with torch.inference_mode():
         assert llama_runner.run(llama_runner.pack(segments), []).shape == (0, VOCABULARY_SIZE)
-        assert not isinstance(llama_runner.pack(_segments([(0, 30)] * 5)), TapePacking), (
+        assert not isinstance(llama_runner.pack(_segments([(0, 60)] * 5)), TapePacking), (
             "more than a tape holds"
         )
+
+
+def test_long_prompts_go_in_parts_that_a_tape_holds(
+    llama: TinyModel, tiny_model: Callable[[str], TinyModel]
+) -> None:
+    runner = _runner(llama)
+    assert runner.prompt_tokens(512) == 512, "it is not known yet that a tape computes the wanted rows only"
+    _both_ways(runner, _segments([(9, 5)]), [4])
+    assert [runner.prompt_tokens(most) for most in (7, 512)] == [7, WIDEST_SEGMENT]
+    assert runner._tapes is not None
+    runner._tapes._is_trusted = False
+    assert runner.prompt_tokens(512) == 512
+    bounded = _runner(tiny_model("gemma2"))
+    _both_ways(bounded, _segments([(9, 5)]), [4])
+    assert bounded.prompt_tokens(512) == 512, "its modules compute the wanted rows only"
 
 
 def test_where_logits_are_bounded_a_prompt_is_run_plainly(

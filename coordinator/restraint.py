@@ -31,11 +31,12 @@ SETTLING_ROUNDS = 1
 FIRST_STAY_ROUNDS = 64
 LONGEST_STAY_ROUNDS = 1024
 """Rounds of each request between two comparisons, once both neighbours of a length were found worse."""
-LEAST_ADVANTAGE = 1.05
+LEAST_ADVANTAGE = 1.1
 """A longer proposal must make so many times the tokens: less may be noise, and of two that are as fast, the shorter one
 leaves more of the draft to others."""
 CLEAR = 1.25
-"""Times the tokens, either way, after which a comparison takes no more turns: what is so much slower costs too."""
+"""Times the tokens by which the shorter of two lengths must be the better one for a comparison to take no more turns:
+what is so much slower costs too. That the longer one is better is never decided in a hurry."""
 
 _TURN_ROUNDS = SETTLING_ROUNDS + TURN_ROUNDS
 
@@ -137,8 +138,8 @@ class _Level:
         """Of all requests, when it was last the load."""
         self._direction = 1 if first < len(lengths) - 1 else -1
         self._failures = 0
-        """Comparisons in a row that found nothing better. One that left no doubt counts for two, since a comparison costs
-        what the worse length costs; so does one after which there is no length left on the other side."""
+        """Comparisons in a row that found nothing better. One that left no doubt counts for two, since a comparison
+        costs what the worse length costs; so does one after which there is no length left on the other side."""
         self._turns_left = 0
         """Of the comparison; 0 between two of them."""
         self._rounds = 0
@@ -188,9 +189,10 @@ class _Level:
 
     @property
     def _is_clear(self) -> bool:
-        """Whether as many turns of either length leave no doubt."""
-        were_measured = self._kept_rounds.rate > 0.0 and self._other_rounds.rate > 0.0
-        return were_measured and not 1.0 / CLEAR < self._advantage < CLEAR
+        """Whether the shorter length is so much better that as many turns of either leave no doubt."""
+        if self._kept_rounds.rate <= 0.0 or self._other_rounds.rate <= 0.0:
+            return False
+        return (self._advantage if self._other > self.kept else 1.0 / self._advantage) > CLEAR
 
     def _compare(self) -> None:
         """The end of a stay: take turns with a neighbour."""

@@ -264,10 +264,23 @@ def test_what_is_clearly_slower_is_not_tried_for_long(slowdown: float, turns: in
     assert machine.restraint.tokens == 0
 
 
-def test_what_is_clearly_faster_is_taken_up_at_once() -> None:
+@pytest.mark.parametrize(("slowdown", "rounds"), [(CLEAR + 0.3, 2), (CLEAR - 0.2, 2 * TURNS)])
+def test_the_shorter_length_is_taken_up_at_once_where_it_is_clearly_faster(
+    slowdown: float, rounds: int
+) -> None:
+    machine = Machine(8, lambda proposed: (1.0, slowdown if proposed == K else 1.0))
+    lengths = machine.run(SETTLING_ROUNDS + rounds * (SETTLING_ROUNDS + TURN_ROUNDS))
+    assert lengths.count(K // 2) == rounds // 2 * (SETTLING_ROUNDS + TURN_ROUNDS)
+    assert machine.restraint.tokens == K // 2
+
+
+def test_the_longer_one_never_is() -> None:
     machine = Machine(16, lambda proposed: (1.0, 1.0 if proposed else CLEAR + 0.3))
-    machine.run(SETTLING_ROUNDS + 2 * (SETTLING_ROUNDS + TURN_ROUNDS))
-    assert machine.restraint.tokens == 1
+    machine.run(SETTLING_ROUNDS + COMPARISON_ROUNDS - 1)
+    (level,) = machine.restraint._levels.values()
+    assert machine.restraint._lengths[level.kept] == 0
+    machine.run(1)
+    assert machine.restraint._lengths[level.kept] == 1
 
 
 def _beginning(restraint: Restraint, count: int) -> list[Payoff]:

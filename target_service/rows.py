@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -59,69 +61,115 @@ def verifications(
         logits: [rows of all requests in order, vocabulary_size], any floating type.
         sampler: What computes and draws.
     """
-    blocks = [
-        block if request.history is None else penalized(block, request.history, request.sampling)
-        for block, request in zip(
-            torch.split(logits, [request.step.row_count for request in requests]), requests, strict=True
-        )
-    ]
-    sampled = [i for i, request in enumerate(requests) if _samples(request)]
+    blocks = _Blocks(requests, logits)
     rows: list[tuple[TargetRow, ...]] = [()] * len(requests)
-    if greedy := [i for i, request in enumerate(requests) if request.needs_only_argmax]:
-        for i, tokens in _split(greedy, requests, torch.cat([blocks[i] for i in greedy]).argmax(dim=-1)):
-            rows[i] = tuple(map(TokenRow, tokens.tolist()))
-    if sampled:
-        drawn = _sampled_rows(
-            [requests[i] for i in sampled], torch.cat([blocks[i] for i in sampled]), sampler
-        )
-        for i, row in zip(sampled, drawn, strict=True):
+    for choose, indices in _by_way(requests).items():
+        chosen = choose([requests[i] for i in indices], blocks.of(indices), sampler)
+        for i, row in zip(indices, chosen, strict=True):
             rows[i] = row
-    for i, request in enumerate(requests):
-        if request.step.row_kind is RowKind.DENSE:
-            rows[i] = tuple(DenseRow(row) for row in blocks[i].float().cpu().numpy())
     return [Verification(request.base_length, row) for request, row in zip(requests, rows, strict=True)]
 
 
-def _samples(request: RowRequest) -> bool:
-    return request.step.row_kind is not RowKind.DENSE and not request.needs_only_argmax
+class _Blocks:
+    """The logits of each request's rows, penalized where the request asks for it."""
+
+    def __init__(self, requests: Sequence[RowRequest], logits: Tensor) -> None:
+        self._logits = logits
+        self._counts = [request.step.row_count for request in requests]
+        self._are_changed = any(request.history is not None for request in requests)
+        self._requests = requests
+
+    def of(self, indices: Sequence[int]) -> Tensor:
+        """Those of some requests, one after the other; no copy of what is all there is."""
+        if len(indices) == len(self._requests) and not self._are_changed:
+            return self._logits
+        blocks = torch.split(self._logits, self._counts)
+        return torch.cat([self._penalized(self._requests[i], blocks[i]) for i in indices])
+
+    @staticmethod
+    def _penalized(request: RowRequest, block: Tensor) -> Tensor:
+        return block if request.history is None else penalized(block, request.history, request.sampling)
 
 
-def _split(
-    indices: Sequence[int], requests: Sequence[RowRequest], values: Tensor
-) -> list[tuple[int, Tensor]]:
-    """The values of each request's rows."""
-    parts = torch.split(values.cpu(), [requests[i].step.row_count for i in indices])
-    return list(zip(indices, parts, strict=True))
+_Choose: TypeAlias = Callable[[Sequence[RowRequest], Tensor, Sampler], list[tuple[TargetRow, ...]]]
 
 
-def _sampled_rows(
+def _by_way(requests: Sequence[RowRequest]) -> dict[_Choose, list[int]]:
+    """Which requests' rows come about in the same way."""
+    found: dict[_Choose, list[int]] = {}
+    for i, request in enumerate(requests):
+        found.setdefault(_way(request), []).append(i)
+    return found
+
+
+def _way(request: RowRequest) -> _Choose:
+    if request.step.row_kind is RowKind.DENSE:
+        return _dense_rows
+    if request.needs_only_argmax:
+        return _best_tokens
+    return _drawn_tokens if request.step.row_kind is RowKind.TOKEN else _support_rows
+
+
+def _dense_rows(requests: Sequence[RowRequest], logits: Tensor, _: Sampler) -> list[tuple[TargetRow, ...]]:
+    return _parts(requests, [DenseRow(row) for row in logits.float().cpu().numpy()])
+
+
+def _best_tokens(
     requests: Sequence[RowRequest], logits: Tensor, sampler: Sampler
 ) -> list[tuple[TargetRow, ...]]:
-    """Rows that are drawn from the warped distribution."""
-    counts = [request.step.row_count for request in requests]
-    sampling = [request.sampling for request in requests for _ in range(request.step.row_count)]
-    probs = sampler.warped(logits, sampling)
-    supports = [support for request in requests for support in _supports(request)]
-    asked = [request.step.with_statistics for request in requests for _ in range(request.step.row_count)]
-    figures = _statistics(asked, logits, probs, supports)
-    inside, outside = _inside_and_outside(probs, supports)
+    return _parts(requests, [TokenRow(token_id) for token_id in sampler.best(logits).tolist()])
+
+
+def _drawn_tokens(
+    requests: Sequence[RowRequest], logits: Tensor, sampler: Sampler
+) -> list[tuple[TargetRow, ...]]:
+    probs = sampler.warped(logits, _sampling(requests))
+    drawn = sampler.raced(probs, _keys(requests, logits))
+    # Of logits that are no numbers nothing can be drawn, and the coordinator is told so.
+    drawn = torch.where(probs.sum(dim=-1) > 0.0, drawn, -1)
+    return _parts(requests, [TokenRow(token_id) for token_id in drawn.tolist()])
+
+
+def _parts(requests: Sequence[RowRequest], rows: Sequence[TargetRow]) -> list[tuple[TargetRow, ...]]:
+    """Each request's own rows."""
+    ends = accumulate(request.step.row_count for request in requests)
+    return [
+        tuple(rows[end - request.step.row_count : end]) for request, end in zip(requests, ends, strict=True)
+    ]
+
+
+def _sampling(requests: Sequence[RowRequest]) -> list[SamplingParams]:
+    """Of each row."""
+    return [request.sampling for request in requests for _ in range(request.step.row_count)]
+
+
+def _keys(requests: Sequence[RowRequest], logits: Tensor) -> Tensor:
+    """Of each row, int64 [R] on the device of the logits."""
     keys = [
         target_keys(request.sampling.seed, request.base_length, request.step.row_count)
         for request in requests
     ]
-    drawn = sampler.raced(outside, torch.from_numpy(np.concatenate(keys)).to(logits.device))
+    return torch.from_numpy(np.concatenate(keys)).to(logits.device)
+
+
+def _support_rows(
+    requests: Sequence[RowRequest], logits: Tensor, sampler: Sampler
+) -> list[tuple[TargetRow, ...]]:
+    """Probabilities on the supports, and a token of all outside them."""
+    probs = sampler.warped(logits, _sampling(requests))
+    supports = [support for request in requests for support in _supports(request)]
+    asked = [request.step.with_statistics for request in requests for _ in range(request.step.row_count)]
+    figures = _statistics(asked, logits, probs, supports)
+    inside, outside = _inside_and_outside(probs, supports)
+    drawn = sampler.raced(outside, _keys(requests, logits))
     insides, ids, masses, *told = _to_host([inside, drawn, outside.sum(dim=-1), *figures])
     sizes = np.cumsum([len(support) for support in supports])[:-1]
     statistics = _read_statistics(asked, told, sizes)
-    rows: list[TargetRow] = [
+    rows = [
         SupportRow(support, chances, masses[i], int(ids[i]) if masses[i] > 0.0 else -1, statistics[i])
         for i, (support, chances) in enumerate(zip(supports, np.split(insides, sizes), strict=True))
     ]
-    parts = [rows[sum(counts[:i]) : sum(counts[: i + 1])] for i in range(len(counts))]
-    return [
-        tuple(part) if request.step.row_kind is RowKind.SUPPORT else tuple(_token_row(row) for row in part)
-        for request, part in zip(requests, parts, strict=True)
-    ]
+    return _parts(requests, rows)
 
 
 def _to_host(tensors: Sequence[Tensor]) -> list[FloatArray]:
@@ -130,15 +178,9 @@ def _to_host(tensors: Sequence[Tensor]) -> list[FloatArray]:
     return np.split(flat, np.cumsum([tensor.numel() for tensor in tensors])[:-1])
 
 
-def _token_row(row: TargetRow) -> TokenRow:
-    """A sample of the whole distribution: with an empty support everything is outside it."""
-    assert isinstance(row, SupportRow)
-    return TokenRow(row.outside_token_id)
-
-
 def _supports(request: RowRequest) -> list[IntArray]:
-    """The support of each row; none for rows past the proposal, and none at all for token rows."""
-    supports = request.step.supports if request.step.row_kind is RowKind.SUPPORT else ()
+    """The support of each row; none for rows past the proposal."""
+    supports = request.step.supports
     return [*supports, *[_NO_SUPPORT] * (request.step.row_count - len(supports))]
 
 

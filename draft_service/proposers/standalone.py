@@ -93,7 +93,7 @@ def propose_head(
     """What the draft's logits mean: one more token for each proposal in the making."""
     draftings = [job.payload for job in ready]
     if all(drafting.options.sampling.is_greedy for drafting in draftings):
-        token_ids = logits.argmax(dim=-1).tolist()
+        token_ids = sampler.best(logits).tolist()
     else:
         token_ids = _drawn(draftings, logits, sampler)
     for i, (drafting, token_id) in enumerate(zip(draftings, token_ids, strict=True)):

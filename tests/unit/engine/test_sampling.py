@@ -47,6 +47,16 @@ def test_probabilities_are_those_of_torch_but_for_the_last_places(
         assert not probs[:, 2].any(), "what is impossible stays impossible"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_best_is_the_first_of_the_highest(sampler: Sampler, width: int, dtype: torch.dtype) -> None:
+    logits = logits_of(20, width, dtype)
+    logits[10:] = logits[10:].round()  # many are equal
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    assert sampler.best(logits).tolist() == BY_TORCH.best(logits).tolist() == expected
+    assert sampler.best(torch.full((2, width), -torch.inf, dtype=dtype)).tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_same_columns_win(sampler: Sampler, width: int) -> None:
     rows = 40

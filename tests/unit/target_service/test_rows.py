@@ -158,3 +158,13 @@ def _plain(row: object) -> object:
     if isinstance(row, SupportRow):
         return (row.token_ids.tolist(), row.probs.tolist(), row.outside_mass, row.outside_token_id)
     return row.logits.tolist() if isinstance(row, DenseRow) else row
+
+
+def test_of_logits_that_are_no_numbers_no_token_is_drawn() -> None:
+    logits = logits_of(2)
+    logits[1] = torch.nan
+    (verification,) = verifications([request(RowKind.TOKEN, 2, WARPED)], logits)
+    (other,) = verifications([request(RowKind.TOKEN, 2, SamplingParams(seed=3))], logits)
+    for rows in (verification.rows, other.rows):
+        assert all(isinstance(row, TokenRow) for row in rows)
+        assert [row.token_id >= 0 for row in rows if isinstance(row, TokenRow)] == [True, False]

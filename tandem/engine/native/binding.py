@@ -42,15 +42,16 @@ class Head:
     def __init__(self, inputs: Tensor, weights: Tensor, bias: Tensor | None, output: Tensor) -> None:
         chosen = torch.empty_like(inputs)
         table = inputs.view(-1, inputs.shape[-1])
-        self._rows = torch.arange(table.shape[0])
-        gather = kernel_calls(torch.ops.aten.embedding.default, (table, self._rows), {}, chosen)
+        rows = torch.arange(table.shape[0])
+        self._rows = rows.numpy()
+        gather = kernel_calls(torch.ops.aten.embedding.default, (table, rows), {}, chosen)
         self.calls = [*gather, linear_call(chosen, weights, bias, output)]
         self._gather, self._linear = (call.arguments for call in self.calls)
-        self._kept = (chosen, inputs)
+        self._kept = (chosen, inputs, rows)
 
     def choose(self, rows: SequenceOf[int]) -> None:
         """From now on the first rows of the output are those of these tokens."""
-        self._rows[: len(rows)] = torch.tensor(rows)
+        self._rows[: len(rows)] = rows
         self._gather.count = self._linear.rows = len(rows)
 
 

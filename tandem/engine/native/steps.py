@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from tandem.engine.layout import Packing
-from tandem.engine.native.attention import WIDEST_SEGMENT, NativeAttention, NativeLayout, places
+from tandem.engine.native.attention import WIDEST_SEGMENT, NativeAttention, NativeLayout
 from tandem.engine.native.tape import Tape
 from tandem.engine.native.trace import Trace, TraceError
 from tandem.engine.segment import Segment
@@ -98,7 +98,7 @@ class TapeSteps:
             return self._run_plainly(packing, rows)
         size = next(size for size in TOKEN_COUNTS if size >= count)
         if size in self._tapes:
-            return _play(self._tapes[size], packing, rows)
+            return self._tapes[size].play(packing, rows)
         return self._try_out(size, packing, rows)
 
     @property
@@ -114,7 +114,7 @@ class TapeSteps:
         expected = self._run_plainly(packing, everything)
         try:
             tape = Tape(self._graph, self._attention, size)
-            results = _play(tape, packing, everything)
+            results = tape.play(packing, everything)
         except Exception as error:  # noqa: BLE001 - whatever cannot be played is run
             return self._give_up(f"{type(error).__name__}: {error}".partition("\n")[0], packing, rows)
         difference = float((results.float() - expected.float()).abs().max() / expected.float().abs().max())
@@ -128,14 +128,6 @@ class TapeSteps:
         self._is_trusted = False
         self._tapes.clear()
         return self._run_plainly(packing, rows)  # once more: the keys and values must be the modules' own
-
-
-def _play(tape: Tape, packing: Packing, rows: list[int]) -> Tensor:
-    count = packing.token_count
-    where = places(packing.segments)
-    tape.inputs[:, :count] = torch.tensor((packing.token_ids(), packing.positions()))
-    tape.places[: len(where)] = torch.tensor(where)
-    return tape.play(rows)
 
 
 class TapePacking(Packing):

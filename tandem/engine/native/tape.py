@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tandem.engine.native.attention import NativeAttention
+from tandem.engine.layout import Packing
+from tandem.engine.native.attention import NativeAttention, places
 from tandem.engine.native.binding import Binding
 
 _ONE_THREADS_NUMBERS = 32_768
@@ -21,11 +22,12 @@ class Tape:
 
     def __init__(self, graph: GraphModule, attention: NativeAttention, token_count: int) -> None:
         """Lays out memory and binds the calls. The arena is not touched."""
-        self.inputs = torch.zeros(2, token_count, dtype=torch.long)
-        """Ids and positions, to be set before `play`."""
-        self.places = torch.zeros(1 + 3 * token_count, dtype=torch.long)
-        """What `tandem.engine.native.attention.places` says, to be set before `play`."""
-        binding = Binding(graph, attention, self.inputs, self.places)
+        inputs = torch.zeros(2, token_count, dtype=torch.long)
+        where = torch.zeros(1 + 3 * token_count, dtype=torch.long)
+        binding = Binding(graph, attention, inputs, where)
+        # As numpy's, which take a few numbers in a third of the time that torch takes.
+        self._token_ids, self._positions = inputs.numpy()
+        self._places = where.numpy()
         self._head = binding.head
         self._logits = binding.output[0]
         self._calls = binding.joined_calls()
@@ -38,12 +40,17 @@ class Tape:
         """Whether the logits of other tokens cost nothing."""
         return self._head is not None
 
-    def play(self, rows: SequenceOf[int]) -> Tensor:
-        """Stores keys and values.
+    def play(self, packing: Packing, rows: SequenceOf[int]) -> Tensor:
+        """Runs a step of no more tokens than the tape's, and stores keys and values.
 
         Returns:
             The logits of the tokens that `rows` names, [len(rows), vocabulary_size]; no later playing changes them.
         """
+        count = packing.token_count
+        self._token_ids[:count] = packing.token_ids()
+        self._positions[:count] = packing.positions()
+        where = places(packing.segments)
+        self._places[: len(where)] = where
         if self._head is not None:
             self._head.choose(rows)
         if self._needs_threads:

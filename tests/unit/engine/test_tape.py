@@ -210,10 +210,10 @@ async def test_a_tape_that_is_wrong_is_never_used(
 ) -> None:
     right = Tape.play
 
-    def wrong(self: Tape, rows: SequenceOf[int]) -> Tensor:
+    def wrong(self: Tape, packing: Packing, rows: SequenceOf[int]) -> Tensor:
         if fault == "error":
             raise RuntimeError("no such kernel")
-        logits = right(self, rows)
+        logits = right(self, packing, rows)
         logits[-1, 7] += 5.0
         return logits
 
@@ -235,10 +235,10 @@ async def test_texts_are_the_same_with_tapes_and_without(
     played = 0
     right = Tape.play
 
-    def counted(self: Tape, rows: SequenceOf[int]) -> Tensor:
+    def counted(self: Tape, packing: Packing, rows: SequenceOf[int]) -> Tensor:
         nonlocal played
         played += 1
-        return right(self, rows)
+        return right(self, packing, rows)
 
     monkeypatch.setattr(Tape, "play", counted)
     async with running(model.with_tapes, GreedyHead()) as engine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Generic, cast
@@ -27,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_SECONDS = 30.0
 _WARM_UP_TOKENS = 8
-"""Fewer than are worth keeping as a prefix. Steps of up to so many tokens are what a sequence alone asks for."""
+"""Steps of up to so many tokens are what a sequence alone asks for: they are run whatever the time."""
+_WARM_UP_SECONDS = 2.0
 
 
 MakeRunAhead = Callable[[StepRunner, SequenceOf[Bucket], Recorder], RunAhead[PayloadT, ResultT]]
@@ -74,7 +76,7 @@ class Engine(Generic[PayloadT, ResultT]):
         self._admission = Admission(
             total_tokens, settings.max_sequences, settings.max_waiting, model.info.vocabulary_size
         )
-        runner = StepRunner(model, total_tokens)
+        runner = self._runner = StepRunner(model, total_tokens)
         run_ahead = None
         if recorder is not None and model.is_packed:
             buckets = make_buckets(settings.max_sequences, self.max_length, settings.recorded_widths)
@@ -101,14 +103,23 @@ class Engine(Generic[PayloadT, ResultT]):
             logger.error("engine thread did not stop", extra={"timeout_seconds": _CLOSE_TIMEOUT_SECONDS})
 
     async def warm_up(self) -> None:
-        """Runs a few steps, so that the first request does not pay for what torch sets up on first use."""
-        sequence = await self.open(min(_WARM_UP_TOKENS, self.max_length))
+        """Runs steps of several sizes, so that the first requests do not pay for what is set up when a size is first
+        wanted; of a large model only the small ones, which are all that the time allows for."""
+        ends = time.perf_counter() + _WARM_UP_SECONDS
+        sizes = self._runner.warm_up_sizes
+        sequence = await self.open(min(sizes[-1], self.max_length))
         try:
-            for length in range(1, sequence.max_length + 1):
-                token_id = (
-                    length % self.model.info.vocabulary_size
-                )  # another one, or it would be known already
-                await self._submit(Job(sequence, Delta(0, (token_id,) * length), 0, None))
+            for size in sizes:
+                began = time.perf_counter()
+                if size > sequence.max_length:
+                    break
+                # Another token each time, or it would be known already.
+                token_ids = (size % self.model.info.vocabulary_size,) * size
+                await self._submit(Job(sequence, Delta(0, token_ids), 0, None))
+                ended = time.perf_counter()
+                if size >= _WARM_UP_TOKENS and ended + 2 * (ended - began) > ends:
+                    break
+            await self._submit(Job(sequence, Delta(0, (0,)), 0, None))  # of more a prefix would be kept
         finally:
             self.release(sequence)
 

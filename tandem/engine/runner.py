@@ -20,6 +20,8 @@ from tandem.engine.recording import Recorder
 from tandem.engine.segment import Segment
 from tandem.engine.serial import SerialForward
 
+_SMALL_STEPS = range(1, 9)
+
 
 class StepRunner:
     """Owns the arena and calls the model, or plays what was recorded of it."""
@@ -41,6 +43,11 @@ class StepRunner:
         """Records the step for these shapes; called before the first step. Other shapes run eagerly."""
         if self.model.is_packed:
             self._recorded = RecordedSteps(self.model, self.arena, buckets, recorder)
+
+    @property
+    def warm_up_sizes(self) -> SequenceOf[int]:
+        """Tokens of steps for which something is set up when they are first run, fewest first."""
+        return _SMALL_STEPS if self._tapes is None else self._tapes.warm_up_sizes
 
     def prompt_tokens(self, most: int) -> int:
         """How many tokens of long prompts a step should take, up to `most`. What a tape holds comes faster in parts

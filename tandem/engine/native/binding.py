@@ -1,7 +1,8 @@
 """Makes the list of calls that a forward pass of a fixed number of tokens is.
 
 Where the numbers lie is decided once, so that playing the list makes no tensor, no view and no decision: what is left
-is the arithmetic. The calls are the same operations that the model's own modules make, so the numbers are the same.
+is the arithmetic. Each operation is one of the kernels' where that was just seen to give torch's own bits, and torch's
+otherwise, so the numbers are those of the model's own modules.
 """
 
 from __future__ import annotations

@@ -80,6 +80,11 @@ class TapeSteps:
         self._tapes: dict[int, Tape] = {}
         self._is_trusted = True
 
+    @property
+    def warm_up_sizes(self) -> SequenceOf[int]:
+        """See `StepRunner.warm_up_sizes`; those of one sequence."""
+        return [size for size in TOKEN_COUNTS if size <= WIDEST_SEGMENT]
+
     def prompt_tokens(self, most: int) -> int:
         """See `StepRunner.prompt_tokens`."""
         return min(most, WIDEST_SEGMENT) if self._is_trusted and self._computes_wanted_rows_only else most

@@ -21,7 +21,7 @@ from tandem.engine.runner import StepRunner
 from tandem.engine.segment import Segment
 from tandem.engine.sequence import Sequence
 from tests.unit.engine.conftest import TinyModel
-from tests.unit.engine.greedy import GreedyHead, greedy, greedy_together, plain_greedy, running
+from tests.unit.engine.greedy import GreedyHead, greedy, greedy_together, plain_greedy, running, settle
 from tests.unit.engine.tiny_models import CONFIGS, VOCABULARY_SIZE
 
 _SERIAL = {"falcon", "falcon_alibi", "gptj", "bloom"}
@@ -202,6 +202,20 @@ def test_a_tape_that_fails_leaves_the_threads_as_they_were(
         llama_runner.run(llama_runner.pack(_segments([(9, 5)])), [4])
     assert seen == [1]
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(("seconds", "largest"), [(1e6, WIDEST_SEGMENT), (0.0, 8)])
+async def test_tapes_are_made_before_they_are_wanted_as_time_allows(
+    llama: TinyModel, monkeypatch: pytest.MonkeyPatch, seconds: float, largest: int
+) -> None:
+    monkeypatch.setattr("tandem.engine.engine._WARM_UP_SECONDS", seconds)
+    async with running(llama.with_tapes, GreedyHead()) as engine:
+        await engine.warm_up()
+        assert engine._runner._tapes is not None
+        assert list(engine._runner._tapes._tapes) == [size for size in TOKEN_COUNTS if size <= largest]
+        await settle(engine)
+        assert engine.usage.retained_tokens == engine.usage.reserved_tokens == 0
+        assert await greedy(engine, _PROMPTS[2], 12) == plain_greedy(llama.reference, _PROMPTS[2], 12)
 
 
 @pytest.mark.parametrize("fault", ["numbers", "error"])

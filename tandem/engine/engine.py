@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_SECONDS = 30.0
 _WARM_UP_TOKENS = 8
 """Steps of up to so many tokens are what a sequence alone asks for: they are run whatever the time."""
-_WARM_UP_SECONDS = 2.0
+_WARM_UP_SECONDS = 5.0
 
 
 MakeRunAhead = Callable[[StepRunner, SequenceOf[Bucket], Recorder], RunAhead[PayloadT, ResultT]]

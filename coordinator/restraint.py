@@ -171,7 +171,7 @@ class _Level:
     def _end_turn(self, followers: int) -> None:
         if self._turns_left == 0:
             self._compare()
-        elif self._turns_left == 1 or (self._turns_left % 2 and self._is_clear):
+        elif self._turns_left == 1 or (self._is_fair and self._is_clear):
             self._decide(followers)
         else:
             self._turns_left -= 1
@@ -188,8 +188,13 @@ class _Level:
         return self._other_rounds.rate / max(self._kept_rounds.rate, 1e-9)
 
     @property
+    def _is_fair(self) -> bool:
+        """Whether, with the turn that ends, either length has had as many."""
+        return self._turns_left % 2 == 1
+
+    @property
     def _is_clear(self) -> bool:
-        """Whether the shorter length is so much better that as many turns of either leave no doubt."""
+        """Whether the shorter length is so much better that more turns would be a waste."""
         if self._kept_rounds.rate <= 0.0 or self._other_rounds.rate <= 0.0:
             return False
         return (self._advantage if self._other > self.kept else 1.0 / self._advantage) > CLEAR

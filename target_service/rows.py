@@ -61,34 +61,24 @@ def verifications(
         logits: [rows of all requests in order, vocabulary_size], any floating type.
         sampler: What computes and draws.
     """
-    blocks = _Blocks(requests, logits)
     rows: list[tuple[TargetRow, ...]] = [()] * len(requests)
     for choose, indices in _by_way(requests).items():
-        chosen = choose([requests[i] for i in indices], blocks.of(indices), sampler)
+        chosen = choose([requests[i] for i in indices], _logits_of(indices, requests, logits), sampler)
         for i, row in zip(indices, chosen, strict=True):
             rows[i] = row
     return [Verification(request.base_length, row) for request, row in zip(requests, rows, strict=True)]
 
 
-class _Blocks:
-    """The logits of each request's rows, penalized where the request asks for it."""
+def _logits_of(indices: Sequence[int], requests: Sequence[RowRequest], logits: Tensor) -> Tensor:
+    """Those of some of the requests, penalized where a request asks for it; no copy of what is all there is."""
+    if len(indices) == len(requests) and all(request.history is None for request in requests):
+        return logits
+    blocks = torch.split(logits, [request.step.row_count for request in requests])
+    return torch.cat([_penalized(requests[i], blocks[i]) for i in indices])
 
-    def __init__(self, requests: Sequence[RowRequest], logits: Tensor) -> None:
-        self._logits = logits
-        self._counts = [request.step.row_count for request in requests]
-        self._are_changed = any(request.history is not None for request in requests)
-        self._requests = requests
 
-    def of(self, indices: Sequence[int]) -> Tensor:
-        """Those of some requests, one after the other; no copy of what is all there is."""
-        if len(indices) == len(self._requests) and not self._are_changed:
-            return self._logits
-        blocks = torch.split(self._logits, self._counts)
-        return torch.cat([self._penalized(self._requests[i], blocks[i]) for i in indices])
-
-    @staticmethod
-    def _penalized(request: RowRequest, block: Tensor) -> Tensor:
-        return block if request.history is None else penalized(block, request.history, request.sampling)
+def _penalized(request: RowRequest, block: Tensor) -> Tensor:
+    return block if request.history is None else penalized(block, request.history, request.sampling)
 
 
 _Choose: TypeAlias = Callable[[Sequence[RowRequest], Tensor, Sampler], list[tuple[TargetRow, ...]]]

@@ -17,7 +17,7 @@ from tandem.engine.jobs import Head, Job, PayloadT, ResultT, RunAhead
 from tandem.engine.model import LoadedModel
 from tandem.engine.recording import Recorder
 from tandem.engine.rope import fix_rotary_frequencies
-from tandem.engine.runner import StepRunner
+from tandem.engine.runner import SMALL_STEP_TOKENS, StepRunner
 from tandem.engine.sequence import Sequence
 from tandem.engine.settings import EngineSettings
 from tandem.engine.worker import StepRecord, Worker
@@ -27,9 +27,8 @@ from tandem.types import Delta
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_SECONDS = 30.0
-_WARM_UP_TOKENS = 8
-"""Steps of up to so many tokens are what a sequence alone asks for: they are run whatever the time."""
 _WARM_UP_SECONDS = 5.0
+"""All sizes of a model of 200 million parameters on two cores; a larger one gets its small steps, whatever the time."""
 
 
 MakeRunAhead = Callable[[StepRunner, SequenceOf[Bucket], Recorder], RunAhead[PayloadT, ResultT]]
@@ -117,7 +116,7 @@ class Engine(Generic[PayloadT, ResultT]):
                 token_ids = (size % self.model.info.vocabulary_size,) * size
                 await self._submit(Job(sequence, Delta(0, token_ids), 0, None))
                 ended = time.perf_counter()
-                if size >= _WARM_UP_TOKENS and ended + 2 * (ended - began) > ends:
+                if size >= SMALL_STEP_TOKENS and ended + 2 * (ended - began) > ends:
                     break
             await self._submit(Job(sequence, Delta(0, (0,)), 0, None))  # of more a prefix would be kept
         finally:

@@ -20,7 +20,8 @@ from tandem.engine.recording import Recorder
 from tandem.engine.segment import Segment
 from tandem.engine.serial import SerialForward
 
-_SMALL_STEPS = range(1, 9)
+SMALL_STEP_TOKENS = 8
+"""Steps of up to so many tokens are what a sequence alone asks for."""
 
 
 class StepRunner:
@@ -47,7 +48,7 @@ class StepRunner:
     @property
     def warm_up_sizes(self) -> SequenceOf[int]:
         """Tokens of steps for which something is set up when they are first run, fewest first."""
-        return _SMALL_STEPS if self._tapes is None else self._tapes.warm_up_sizes
+        return range(1, SMALL_STEP_TOKENS + 1) if self._tapes is None else self._tapes.warm_up_sizes
 
     def prompt_tokens(self, most: int) -> int:
         """How many tokens of long prompts a step should take, up to `most`. What a tape holds comes faster in parts

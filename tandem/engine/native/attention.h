@@ -126,24 +126,6 @@ static void score(const Attention& a, const Number* keys, int64_t length, int64_
     }
 }
 
-// e to the x, for x at most 0, to the last bits of a float: 2 to the whole part by its exponent, the rest by a
-// polynomial (Cephes' expf).
-static inline Floats exponential(Floats x) {
-    x = x > -87.0f ? x : filled(-87.0f);
-    Floats rounder = filled(12582912.0f);  // 1.5 * 2**23: what is added to it is rounded to a whole number
-    Floats shifted = x * 1.44269504088896341f + rounder;
-    Floats whole = shifted - rounder;
-    Floats rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-    Floats y = filled(1.9875691500e-4f);
-    y = y * rest + 1.3981999507e-3f;
-    y = y * rest + 8.3334519073e-3f;
-    y = y * rest + 4.1665795894e-2f;
-    y = y * rest + 1.6666665459e-1f;
-    y = y * rest + 5.0000001201e-1f;
-    y = y * rest * rest + rest + 1.0f;
-    return (Floats)((Words)y + ((Words)shifted << 23));
-}
-
 // The scores from `first` up to `last` become weights that sum to one; all others become zero.
 static void softmax(const Attention& a, float* scores, int64_t first, int64_t last, int64_t length, const float* sink) {
     if (a.softcap > 0)
@@ -160,7 +142,7 @@ static void softmax(const Attention& a, float* scores, int64_t first, int64_t la
     Floats totals = {};
     for (int64_t j = 0; j < length; j += LANES) {  // the row is padded to whole vectors
         Floats x = *(const LooseFloats*)(scores + j) - highest;
-        Floats weights = x > -87.0f ? exponential(x) : Floats{};
+        Floats weights = exponential(x);
         *(LooseFloats*)(scores + j) = weights;
         totals += weights;
     }

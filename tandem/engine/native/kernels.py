@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -81,18 +80,9 @@ class Kernels:
         """
         self.player(calls)()
 
-    def player(self, calls: SequenceOf[KernelCall]) -> Callable[[], None]:
+    def player(self, calls: SequenceOf[KernelCall]) -> Player:
         """The same as a call without arguments, to be made as often as wanted while the memory lives."""
-        steps = (RoutineCall * len(calls))(
-            *(RoutineCall(call.routine, ctypes.addressof(call.arguments)) for call in calls)
-        )
-        run = partial(self._play, ctypes.addressof(steps), len(calls))
-
-        def play(held: object = (steps, tuple(calls)), count: int = len(calls)) -> None:
-            if run() != count:
-                raise IndexError("an id is not in the table that is looked up")
-
-        return play
+        return Player(self._play, calls)
 
     def probabilities(self, logits: Tensor, temperatures: SequenceOf[float]) -> Tensor:
         """Softmax of logits over temperatures.
@@ -152,6 +142,28 @@ class Kernels:
             torch.get_num_threads(),
         )  # fmt: skip
         return found, columns
+
+
+class Player:
+    """Kernels that run one after the other, as one call without arguments."""
+
+    def __init__(self, play: Callable[[int, int], int], calls: SequenceOf[KernelCall]) -> None:
+        self._play = play
+        self._calls = calls  # they are known by address only
+        self._steps = (RoutineCall * len(calls))(
+            *(RoutineCall(call.routine, ctypes.addressof(call.arguments)) for call in calls)
+        )
+        self._address = ctypes.addressof(self._steps)
+
+    def __call__(self) -> None:
+        """Runs them.
+
+        Raises:
+            IndexError: a look-up of what is not in its table.
+        """
+        count = len(self._calls)
+        if self._play(self._address, count) != count:
+            raise IndexError("an id is not in the table that is looked up")
 
 
 def linear_call(inputs: Tensor, weights: Tensor, bias: Tensor | None, outputs: Tensor) -> KernelCall:

@@ -25,29 +25,6 @@ struct Pointwise {
     float number;                   // what a second that is no tensor points to
 };
 
-// e to the x as Sleef computes it for torch (expf, within one unit of the last place).
-static inline Floats exponential_of_any(Floats x) {
-    const Floats rounder = filled(12582912.0f);  // 1.5 * 2**23: what is added to it is rounded to a whole number
-    const Floats bounded = x < -104.0f ? filled(-104.0f) : x > 100.0f ? filled(100.0f) : x;
-    const Floats scaled = bounded * 1.442695040888963407f;
-    const Floats whole = (scaled + rounder) - rounder;
-    Floats rest = bounded - whole * 0.693145751953125f;
-    rest = rest - whole * 1.428606765330187045e-06f;
-    Floats y = filled(0.000198527617612853646278381f);
-    y = y * rest + 0.00139304355252534151077271f;
-    y = y * rest + 0.00833336077630519866943359f;
-    y = y * rest + 0.0416664853692054748535156f;
-    y = y * rest + 0.166666671633720397949219f;
-    y = y * rest + 0.5f;
-    y = 1.0f + (rest * rest * y + rest);
-    // Two halves of the power, since the whole may be more than an exponent holds.
-    const SignedWords power = __builtin_convertvector(whole, SignedWords), half = power >> 1;
-    y = y * (Floats)((half + 127) << 23) * (Floats)((power - half + 127) << 23);
-    y = x < -104.0f ? Floats{} : y;
-    y = x > 100.0f ? filled(INFINITY) : y;
-    return x == x ? y : x;
-}
-
 static inline Floats reciprocal_roots(Floats x) {
     Floats roots;
     for (int lane = 0; lane < LANES; lane++) roots[lane] = 1.0f / std::sqrt(x[lane]);
@@ -98,6 +75,16 @@ static void run_rows(const Pointwise& p, const Operand& second, Function functio
     });
 }
 
+// Calls with a number of the output's type and one of the first operand's.
+template <typename Run>
+static void with_types(const Pointwise& p, Run run) {
+    const bool is_narrow = p.first.kind == BFLOAT16;
+    if (p.output.kind == BFLOAT16)
+        is_narrow ? run(uint16_t(), uint16_t()) : run(uint16_t(), float());
+    else
+        is_narrow ? run(float(), uint16_t()) : run(float(), float());
+}
+
 template <typename Output, typename First, typename Function>
 static void run_unary(const Pointwise& p, Function function) {
     run_rows<Output, First, First>(p, p.first, [=](Floats first, Floats) { return function(first); });
@@ -105,28 +92,17 @@ static void run_unary(const Pointwise& p, Function function) {
 
 template <typename Function>
 static void unary(const Pointwise& p, Function function) {
-    const bool is_output_narrow = p.output.kind == BFLOAT16, is_narrow = p.first.kind == BFLOAT16;
-    if (is_output_narrow)
-        is_narrow ? run_unary<uint16_t, uint16_t>(p, function) : run_unary<uint16_t, float>(p, function);
-    else
-        is_narrow ? run_unary<float, uint16_t>(p, function) : run_unary<float, float>(p, function);
-}
-
-template <typename Output, typename First, typename Function>
-static void binary_with(const Pointwise& p, Function function) {
-    if (p.second.kind == BFLOAT16)
-        run_rows<Output, First, uint16_t>(p, p.second, function);
-    else
-        run_rows<Output, First, float>(p, p.second, function);
+    with_types(p, [&](auto output, auto first) { run_unary<decltype(output), decltype(first)>(p, function); });
 }
 
 template <typename Function>
 static void binary(const Pointwise& p, Function function) {
-    const bool is_output_narrow = p.output.kind == BFLOAT16, is_narrow = p.first.kind == BFLOAT16;
-    if (is_output_narrow)
-        is_narrow ? binary_with<uint16_t, uint16_t>(p, function) : binary_with<uint16_t, float>(p, function);
-    else
-        is_narrow ? binary_with<float, uint16_t>(p, function) : binary_with<float, float>(p, function);
+    with_types(p, [&](auto output, auto first) {
+        if (p.second.kind == BFLOAT16)
+            run_rows<decltype(output), decltype(first), uint16_t>(p, p.second, function);
+        else
+            run_rows<decltype(output), decltype(first), float>(p, p.second, function);
+    });
 }
 
 // torch takes what fills no two of its vectors one by one, by the exponential of the C library.
@@ -136,7 +112,7 @@ static void silu_row(Number* outputs, const Number* values, int64_t count) {
     const int64_t whole = count / TOGETHER * TOGETHER;
     for (int64_t i = 0; i < whole; i += LANES) {
         const Floats x = widened_lanes(values + i);
-        put_lanes(x / (1.0f + exponential_of_any(-x)), outputs + i);
+        put_lanes(x / (1.0f + exponential(-x)), outputs + i);
     }
     for (int64_t i = whole; i < count; i++) {
         const float x = widened(values[i]);

@@ -44,7 +44,7 @@ def kernel_calls(
     Args:
         target: the operation, one of torch's overloads.
         arguments: what it is called with; the tensors must outlive the calls.
-        named: the same, by name.
+        named: the same, by name. Those of a copy say what `output` is already.
         output: where the result goes.
 
     Returns:
@@ -54,12 +54,9 @@ def kernel_calls(
         UnknownOperationError: torch has to compute it.
     """
     maker = _MAKERS.get(target)
-    if maker is None:
-        raise UnknownOperationError(str(target))
-    try:
-        return maker(output, *arguments, **named)
-    except TypeError as error:  # a named argument of which the maker knows nothing
-        raise UnknownOperationError(f"{target}: {error}") from None
+    if maker is None or (named and maker is not _copy):
+        raise UnknownOperationError(f"{target} with {', '.join(named) or 'any arguments'}")
+    return maker(output, *arguments)
 
 
 def _unary(operation: Operation) -> _Maker:
@@ -78,7 +75,7 @@ def _binary(operation: Operation) -> _Maker:
     return made
 
 
-def _copy(output: Tensor, value: Tensor, **_: object) -> list[KernelCall]:
+def _copy(output: Tensor, value: Tensor) -> list[KernelCall]:
     return [_pointwise(Operation.COPY, output, value)]
 
 

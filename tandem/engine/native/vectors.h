@@ -68,5 +68,29 @@ static inline Floats widened_lanes(const int64_t* at) {
 // A difference and no sum: -0.0 + 0.0 is not -0.0, so a sum would have to be computed.
 static inline Floats filled(float value) { return value - Floats{}; }
 
+// e to the x as Sleef computes it for torch (expf, within one unit of the last place): 2 to the whole part by its
+// exponent, the rest by a polynomial.
+static inline Floats exponential(Floats x) {
+    const Floats rounder = filled(12582912.0f);  // 1.5 * 2**23: what is added to it is rounded to a whole number
+    const Floats bounded = x < -104.0f ? filled(-104.0f) : x > 100.0f ? filled(100.0f) : x;
+    const Floats scaled = bounded * 1.442695040888963407f;
+    const Floats whole = (scaled + rounder) - rounder;
+    Floats rest = bounded - whole * 0.693145751953125f;
+    rest = rest - whole * 1.428606765330187045e-06f;
+    Floats y = filled(0.000198527617612853646278381f);
+    y = y * rest + 0.00139304355252534151077271f;
+    y = y * rest + 0.00833336077630519866943359f;
+    y = y * rest + 0.0416664853692054748535156f;
+    y = y * rest + 0.166666671633720397949219f;
+    y = y * rest + 0.5f;
+    y = 1.0f + (rest * rest * y + rest);
+    // Two halves of the power, since the whole may be more than an exponent holds.
+    const SignedWords power = __builtin_convertvector(whole, SignedWords), half = power >> 1;
+    y = y * (Floats)((half + 127) << 23) * (Floats)((power - half + 127) << 23);
+    y = x < -104.0f ? Floats{} : y;
+    y = x > 100.0f ? filled(__builtin_inff()) : y;
+    return x == x ? y : x;
+}
+
 // Products that are worth a second thread: waking one that sleeps takes as long as some hundred thousand of them.
 constexpr int64_t WORTH_WAKING = 1000000;

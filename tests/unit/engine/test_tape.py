@@ -152,9 +152,19 @@ def test_where_logits_are_bounded_a_prompt_is_run_plainly(
     """What comes after the last layer would be computed for all its tokens."""
     runner = _runner(tiny_model("gemma2"))
     _both_ways(runner, _segments([(9, 5)]), list(range(5)))
-    monkeypatch.setattr(Tape, "play", lambda *_: pytest.fail("a prompt's tokens were played"))
+    played: list[int] = []
+    right = Tape.play
+
+    def noted(self: Tape, packing: Packing, rows: SequenceOf[int]) -> Tensor:
+        played.append(packing.token_count)
+        return right(self, packing, rows)
+
+    monkeypatch.setattr(Tape, "play", noted)
     with torch.inference_mode():
-        runner.run(runner.pack(_segments([(0, 30)])), [29])
+        for count, rows in [(30, [29]), (30, list(range(30))), (5, [4])]:
+            logits = runner.run(runner.pack(_segments([(0, count)])), rows)
+            assert logits.shape == (len(rows), VOCABULARY_SIZE)
+    assert played == [30, 5], "all rows of a prompt, or few tokens, are another matter"
 
 
 @pytest.fixture

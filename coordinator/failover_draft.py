@@ -111,10 +111,11 @@ class FailoverDrafter:
         self._losses = _Losses()
         self._account = RoundAccount()
         self._asked_seconds: float | None = None
+        self._round_began = time.monotonic()
 
     async def propose(self, completion: Completion) -> Proposal:
         """Tokens that may follow, fewer than the completion has room for; none when no draft has any in time."""
-        self._settle()
+        self._weigh(self._account.settle() or 0)
         count = min(self._payoff.tokens(self._limits.num_speculative_tokens), completion.room - 1)
         if count <= 0:
             self._leave_what_drains()
@@ -129,7 +130,7 @@ class FailoverDrafter:
 
     def cancel(self) -> None:
         """Drop the stream, whatever it is doing."""
-        self._settle()
+        self._account.settle()
         self._leave()
         self._payoff.end()
 
@@ -221,18 +222,17 @@ class FailoverDrafter:
         self._tell("draft_lost", place, {"reason": str(error)})
         self._leave()
 
-    def _settle(self) -> None:
-        """Count the round that has ended."""
-        accepted = self._account.settle()
+    def _weigh(self, accepted: int) -> None:
+        """Whether the round that has ended was worth its draft."""
+        began, self._round_began = self._round_began, time.monotonic()
         asked_seconds, self._asked_seconds = self._asked_seconds, None
-        verified = self._pace.take_last()
-        if verified is None or verified.is_first:
+        if not self._pace.take_step():
             return
         cost = RoundCost(
             was_asked=asked_seconds is not None,
-            accepted=accepted or 0,
+            accepted=accepted,
             proposing_seconds=asked_seconds or 0.0,
-            verifying_seconds=verified.seconds,
+            seconds=self._round_began - began,
         )
         if self._payoff.add(cost) and self._place is not None:
             self._tell("draft_paused", self._place, {"rounds": self._payoff.pause_rounds})

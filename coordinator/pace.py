@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from coordinator.averages import MovingAverage
 
 _VERIFICATIONS = 4.0
@@ -14,22 +12,13 @@ _MOST_SECONDS = 0.8
 """A draft that hangs stops a stream once, for less than a second."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """A verification that took its time."""
-
-    seconds: float
-    is_first: bool
-    """Of its stream: the target had to read all tokens."""
-
-
 class Pace:
     """Times of one request's rounds."""
 
     def __init__(self, patience_seconds: float | None) -> None:
         self._patience_seconds = patience_seconds
         self._reading: float | None = None
-        self._last: Verified | None = None
+        self._has_stepped = False
         self.proposing = MovingAverage()
         self.verifying = MovingAverage()
         """Of proposals that are not empty."""
@@ -37,8 +26,8 @@ class Pace:
         """Of empty proposals: the target alone."""
 
     def verified(self, seconds: float, proposed: int, *, is_first: bool) -> None:
-        """The target took so long over a proposal of so many tokens."""
-        self._last = Verified(seconds, is_first)
+        """The target took so long over a proposal of so many tokens; for the first of its stream it read all tokens."""
+        self._has_stepped = not is_first
         if is_first:
             self._reading = seconds
         elif proposed:
@@ -46,10 +35,10 @@ class Pace:
         else:
             self.extending.add(seconds)
 
-    def take_last(self) -> Verified | None:
-        """The last verification; None when it was taken already."""
-        last, self._last = self._last, None
-        return last
+    def take_step(self) -> bool:
+        """Whether the target took a step since this was last asked, and not one to read all tokens."""
+        has_stepped, self._has_stepped = self._has_stepped, False
+        return has_stepped
 
     @property
     def patience_seconds(self) -> float:

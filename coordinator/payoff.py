@@ -27,21 +27,23 @@ class RoundCost:
     accepted: int
     """Tokens; 0 as well when the draft was late."""
     proposing_seconds: float
-    verifying_seconds: float
+    seconds: float
+    """All of it, until the next one began: a message also takes the time of whoever reads and writes it."""
 
 
-def gain(tokens_per_round: float, proposing: float, verifying: float, extending: float | None) -> float:
+def gain(tokens_per_round: float, proposing: float, whole: float, extending: float | None) -> float:
     """Tokens in a time with drafting, over those without.
 
     Args:
         tokens_per_round: Accepted tokens of a round and the target's own.
-        proposing: Seconds to propose.
-        verifying: Seconds to verify a proposal.
-        extending: Seconds in which the target alone extends a sequence by one token; None when it was not measured,
-            which is taken to be as long as a verification: in favour of drafting.
+        proposing: Seconds of a round in which it waits for the proposal.
+        whole: Seconds of all of the round.
+        extending: Seconds of a round in which the target alone extends a sequence by one token; None when there was
+            none, which is taken to be what a round takes beside the proposal: in favour of drafting.
     """
-    alone = verifying if extending is None else min(extending, verifying)
-    return tokens_per_round * alone / max(proposing + verifying, 1e-9)
+    without = whole - proposing
+    alone = without if extending is None else min(extending, without)
+    return tokens_per_round * alone / max(whole, 1e-9)
 
 
 class Payoff:
@@ -109,7 +111,7 @@ class Payoff:
         """Count a round. Whether drafting is paused from here on."""
         self._tell_restraint(cost)
         if not cost.was_asked:
-            self._extending.append(cost.verifying_seconds)
+            self._extending.append(cost.seconds)
             return False
         self._rounds.append(cost)
         if not self._may_pause or len(self._rounds) < self._wanted_rounds:
@@ -130,15 +132,15 @@ class Payoff:
         if wanted is None or cost.was_asked != (wanted > 0):
             self._restraint.add(wanted)
         else:
-            self._restraint.add(wanted, cost.accepted + 1, cost.proposing_seconds + cost.verifying_seconds)
+            self._restraint.add(wanted, cost.accepted, cost.seconds)
 
     def _pays(self) -> bool:
         """The verdict on the rounds since the last one. A hiccup of the machine does not move a median."""
         tokens_per_round = 1.0 + fmean(cost.accepted for cost in self._rounds)
         proposing = median(cost.proposing_seconds for cost in self._rounds)
-        verifying = median(cost.verifying_seconds for cost in self._rounds)
+        whole = median(cost.seconds for cost in self._rounds)
         extending = median(self._extending) if self._extending else None
-        return gain(tokens_per_round, proposing, verifying, extending) >= LEAST_GAIN
+        return gain(tokens_per_round, proposing, whole, extending) >= LEAST_GAIN
 
     def _begin(self, wanted_rounds: int) -> None:
         self._wanted_rounds = wanted_rounds

@@ -44,10 +44,10 @@ def test_a_draft_that_hangs_costs_less_than_a_second(times: list[tuple[float, in
     assert 0.25 <= pace.patience_seconds < 1.0
 
 
-def test_a_verification_is_taken_once() -> None:
+def test_a_step_is_taken_once_and_reading_all_tokens_is_none() -> None:
     pace = Pace(None)
+    assert not pace.take_step()
     pace.verified(0.1, 4, is_first=False)
-    taken = pace.take_last()
-    assert taken is not None
-    assert (taken.seconds, taken.is_first) == (0.1, False)
-    assert pace.take_last() is None
+    assert [pace.take_step(), pace.take_step()] == [True, False]
+    pace.verified(0.1, 0, is_first=True)
+    assert not pace.take_step()

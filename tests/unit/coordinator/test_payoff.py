@@ -16,9 +16,9 @@ from coordinator.payoff import (
     gain,
 )
 
-USELESS = RoundCost(was_asked=True, accepted=0, proposing_seconds=0.03, verifying_seconds=0.04)
-USEFUL = RoundCost(was_asked=True, accepted=4, proposing_seconds=0.03, verifying_seconds=0.04)
-ALONE = RoundCost(was_asked=False, accepted=0, proposing_seconds=0.0, verifying_seconds=0.03)
+USELESS = RoundCost(was_asked=True, accepted=0, proposing_seconds=0.03, seconds=0.07)
+USEFUL = RoundCost(was_asked=True, accepted=4, proposing_seconds=0.03, seconds=0.07)
+ALONE = RoundCost(was_asked=False, accepted=0, proposing_seconds=0.0, seconds=0.03)
 
 
 def feed(payoff: Payoff, cost: RoundCost, most: int) -> int:
@@ -49,7 +49,7 @@ def sit_out(payoff: Payoff) -> int:
 def test_the_gain_is_tokens_in_a_time_over_tokens_in_it_without_a_draft(
     tokens_per_round: float, extending: float | None, expected: float
 ) -> None:
-    assert gain(tokens_per_round, 0.03, 0.04, extending) == pytest.approx(expected)
+    assert gain(tokens_per_round, 0.03, 0.07, extending) == pytest.approx(expected)
 
 
 def test_a_useful_draft_is_never_paused() -> None:
@@ -64,7 +64,7 @@ def test_a_useless_draft_is_paused_after_a_trial() -> None:
 
 
 def test_one_that_is_late_is_paused_like_one_that_is_wrong() -> None:
-    late = RoundCost(was_asked=True, accepted=0, proposing_seconds=0.25, verifying_seconds=0.03)
+    late = RoundCost(was_asked=True, accepted=0, proposing_seconds=0.25, seconds=0.28)
     assert feed(Payoff(may_pause=True), late, 1000) == TRIAL_ROUNDS
 
 
@@ -93,16 +93,16 @@ def test_a_probe_that_pays_ends_the_pauses() -> None:
 
 def test_what_the_target_needs_alone_is_counted_once_it_was_measured() -> None:
     """With one token in two accepted this draft pays against a slow target, and not against a fast one."""
-    half = RoundCost(was_asked=True, accepted=1, proposing_seconds=0.02, verifying_seconds=0.04)
+    half = RoundCost(was_asked=True, accepted=1, proposing_seconds=0.02, seconds=0.06)
     assert feed(Payoff(may_pause=True), half, 1000) == 1000
     payoff = Payoff(may_pause=True)
-    payoff.add(RoundCost(was_asked=False, accepted=0, proposing_seconds=0.0, verifying_seconds=0.02))
+    payoff.add(RoundCost(was_asked=False, accepted=0, proposing_seconds=0.0, seconds=0.02))
     assert feed(payoff, half, 1000) == TRIAL_ROUNDS
 
 
 def test_a_hiccup_pauses_nothing() -> None:
     payoff = Payoff(may_pause=True)
-    hiccup = RoundCost(was_asked=True, accepted=4, proposing_seconds=60.0, verifying_seconds=0.04)
+    hiccup = RoundCost(was_asked=True, accepted=4, proposing_seconds=60.0, seconds=60.04)
     for round_number in range(10 * TRIAL_ROUNDS):
         assert not payoff.add(hiccup if round_number % 5 == 0 else USEFUL)
 

@@ -17,13 +17,12 @@ TURN_ROUNDS = 2
 LEAST_TURN_ROUNDS = 12
 """Rounds of all requests together in one turn, at least."""
 FEW = 4
-"""Fewer requests stay with a length for as many rounds as so many would: their turns are longer."""
+"""Fewer requests stay with a length for as many times more rounds, since their turns take more."""
 SETTLING_ROUNDS = 1
 """Rounds of each request before, which do not count: they share steps with the length before."""
 FIRST_STAY_ROUNDS = 64
 LONGEST_STAY_ROUNDS = 1024
-"""Rounds of each request between two comparisons: four times as many after each time that all others were found to be
-no better."""
+"""Rounds of each request between two comparisons: twice as many after each that found nothing better."""
 LEAST_ADVANTAGE = 1.05
 """Another length must make so many times the tokens: less may be noise."""
 READING = 1.05
@@ -54,9 +53,7 @@ class Lengths:
         """
         self.kept = first
         """Tokens of the best length so far."""
-        lengths = (0, *(most >> i for i in range(most.bit_length())))
-        self._others = len(lengths) - 1
-        self._candidates = cycle(lengths)
+        self._candidates = cycle((0, *(most >> i for i in range(most.bit_length()))))
         self._other = self._next_other()
         self._comparison: Comparison | None = None
         self._failures: int | None = None
@@ -85,8 +82,9 @@ class Lengths:
             if self._comparison.is_over:
                 self._decide(self._comparison, followers)
             return
-        # A share of all requests, since how many they are changes meanwhile.
-        self._stayed += 1 if self._failures is None else 1 / max(followers, FEW)
+        # Shares of all requests, since how many they are changes meanwhile.
+        is_beginning = self._failures is None
+        self._stayed += min(1.0, followers / FEW) if is_beginning else 1.0 / max(followers, FEW)
         if self._stayed >= self._stay_rounds - _ROUNDING:
             self._comparison = Comparison(self.kept, self._other)
 
@@ -121,8 +119,7 @@ class Lengths:
             return BEGINNING_ROUNDS
         if self._failures == 0:
             return 0
-        times = (self._failures - 1) // self._others
-        return min(FIRST_STAY_ROUNDS << min(2 * times, 10), LONGEST_STAY_ROUNDS)
+        return min(FIRST_STAY_ROUNDS << min(self._failures - 1, 10), LONGEST_STAY_ROUNDS)
 
 
 class Comparison:

@@ -9,6 +9,7 @@ import pytest
 from coordinator.lengths import (
     BEGINNING_ROUNDS,
     CLEAR,
+    FEW,
     FIRST_STAY_ROUNDS,
     LEAST_ADVANTAGE,
     LEAST_TURN_ROUNDS,
@@ -49,7 +50,7 @@ class Trial:
 
     def begin(self) -> None:
         """Up to the first comparison."""
-        self.run(BEGINNING_ROUNDS // self.requests)
+        self.run(BEGINNING_ROUNDS // self.requests * max(1, FEW // self.requests))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ class Trial:
 def test_all_lengths_down_to_none_are_halves(most: int, lengths: set[int]) -> None:
     tried = Lengths(most, most)
     seen = set()
-    for _ in range(2000):
+    for _ in range(5000):
         seen.add(tried.tokens)
         tried.add(tried.tokens, 0, 0.1 if tried.tokens == most else 1.0, 1)
     assert seen == lengths
@@ -132,9 +133,8 @@ def test_comparisons_that_find_nothing_become_ever_rarer() -> None:
     seen = trial.run(12 * LONGEST_STAY_ROUNDS)
     begins = [i for i in range(1, len(seen)) if seen[i] and not seen[i - 1]]
     stays = [later - earlier - 2 * ROUNDS for earlier, later in zip([0, *begins], begins, strict=False)]
-    first, second = [FIRST_STAY_ROUNDS] * 3, [FIRST_STAY_ROUNDS << 2] * 3
-    assert stays[:6] == first + second
-    assert set(stays[6:]) == {LONGEST_STAY_ROUNDS}
+    assert stays[:5] == [FIRST_STAY_ROUNDS << i for i in range(5)]
+    assert set(stays[4:]) == {LONGEST_STAY_ROUNDS}
 
 
 def test_rounds_that_share_steps_with_the_length_before_do_not_count() -> None:

@@ -21,8 +21,8 @@ BURST = 4
 """Requests in their first round at once, beyond which one more does without a draft in that round: how many there will
 be is not known yet, and a draft that is not asked in the end has read the prompt in vain."""
 REMEMBERED_ROUNDS = 4
-"""The load is the highest of the last so many rounds: where many have just ended, as many may begin. A lone request after
-them does as they did for as long."""
+"""The load is the highest of the last so many rounds: where many have just ended, as many may begin. A lone request
+after them does as they did for as long."""
 
 
 class Restraint:

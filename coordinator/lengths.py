@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import cycle
 from statistics import fmean
 
-BEGINNING_ROUNDS = 64
-"""Rounds of all requests together before the first comparison."""
+BEGINNING_ROUNDS = 32
+"""Rounds of each request before the first comparison."""
 TURNS = 2
 """A comparison takes turns: so often the other length, and so often the one kept. What comes and goes meanwhile, as
 prompts that are read, then slows down both."""
@@ -33,9 +33,6 @@ CLEAR = 1.25
 """Times the tokens by which one length must be the better one for a comparison to take no more turns: what is so much
 slower costs too. That a longer one is better than the one kept is never decided in a hurry."""
 
-_ROUNDING = 1e-6
-"""More than what sums of shares are off."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -57,10 +54,10 @@ class Lengths:
         self._candidates = cycle((0, *(most >> i for i in range(most.bit_length()))))
         self._other = self._next_other()
         self._comparison: Comparison | None = None
-        self._failures: int | None = None
-        """Comparisons in a row that found nothing better; None before the first."""
+        self._stay_rounds = BEGINNING_ROUNDS
+        """Of each request, until the next comparison."""
         self._stayed = 0.0
-        """Rounds since the last comparison: of each request, before the first of all together."""
+        """How many of them have gone by."""
 
     @property
     def tokens(self) -> int:
@@ -83,10 +80,8 @@ class Lengths:
             if self._comparison.is_over:
                 self._decide(self._comparison, followers)
             return
-        # Shares of all requests, since how many they are changes meanwhile.
-        is_beginning = self._failures is None
-        self._stayed += min(1.0, followers / FEW) if is_beginning else 1.0 / max(followers, FEW)
-        if self._stayed >= self._stay_rounds - _ROUNDING:
+        self._stayed += 1.0 / max(followers, FEW)  # how many they are changes meanwhile
+        if self._stayed >= self._stay_rounds:
             self._comparison = Comparison(self.kept, self._other)
 
     def interrupt(self) -> None:
@@ -94,10 +89,9 @@ class Lengths:
         self._comparison = None
 
     def _decide(self, comparison: Comparison, followers: int) -> None:
-        self._failures = self._failures or 0
         if comparison.advantage > LEAST_ADVANTAGE:
             left, self.kept = self.kept, self._other
-            self._failures = 0
+            self._stay_rounds = 0
             self._other = self._next_other()
             if self._other == left:  # that comparison was just made
                 self._other = self._next_other()
@@ -105,22 +99,13 @@ class Lengths:
             details = {"requests": followers, "tokens": self.kept, "advantage": advantage}
             logger.info("proposals change their length", extra=details)
         else:
-            self._failures += 1
+            self._stay_rounds = min(max(2 * self._stay_rounds, FIRST_STAY_ROUNDS), LONGEST_STAY_ROUNDS)
             self._other = self._next_other()
         self._comparison = None
         self._stayed = 0.0
 
     def _next_other(self) -> int:
         return next(length for length in self._candidates if length != self.kept)
-
-    @property
-    def _stay_rounds(self) -> int:
-        """Rounds until the next comparison, counted as `_stayed` is."""
-        if self._failures is None:
-            return BEGINNING_ROUNDS
-        if self._failures == 0:
-            return 0
-        return min(FIRST_STAY_ROUNDS << min(self._failures - 1, 10), LONGEST_STAY_ROUNDS)
 
 
 class Comparison:
@@ -163,7 +148,7 @@ class Comparison:
     @property
     def is_over(self) -> bool:
         """Whether all turns were taken, or as many of either that leave no doubt."""
-        is_fair = self._turns_left % 2 == 0 and self._turns_left < 2 * TURNS and self._rounds == 0
+        is_fair = self._turns_left % 2 == 0 and self._rounds == 0
         return self._turns_left == 0 or (is_fair and self.is_clear)
 
     @property

@@ -50,7 +50,7 @@ class Trial:
 
     def begin(self) -> None:
         """Up to the first comparison."""
-        self.run(BEGINNING_ROUNDS // self.requests * max(1, FEW // self.requests))
+        self.run(BEGINNING_ROUNDS * max(1, FEW // self.requests))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ FEW = 4
 @pytest.mark.parametrize(("cost", "best"), [(COSTLY, 0), (SHORT, 1), (CHEAP, 4), (WHOLE, 4)])
 def test_all_keep_to_the_length_that_makes_the_most_tokens(load: int, cost: Cost, best: int) -> None:
     machine = Machine(load, cost)
-    assert machine.efficiency(machine.run(max(800, 6400 // load))) > 0.85
+    assert machine.efficiency(machine.run(max(1600, 6400 // load))) > 0.85
     machine.run(4000)
     lengths = machine.run(4000)
     assert machine.efficiency(lengths) > 0.97, "the others are tried ever more rarely"
@@ -45,6 +45,17 @@ def test_what_changes_is_found_out(before: Cost, after: Cost, best: int) -> None
     machine.run(3 * LONGEST_STAY_ROUNDS)
     lengths = machine.run(LONGEST_STAY_ROUNDS)
     assert lengths.count(best) > len(lengths) / 2
+
+
+def test_what_slows_down_both_lengths_for_a_while_decides_nothing() -> None:
+    """Prompts are read in the first rounds of many."""
+    machine = Machine(16, COSTLY)
+    for _ in range(60):
+        machine.cost = Cost(COSTLY.acceptance, lambda proposed: 5 * COSTLY.seconds(proposed))
+        machine.run(5)
+        machine.cost = COSTLY
+        machine.run(25)
+    assert machine.efficiency(machine.run(1000)) > 0.95
 
 
 def test_each_load_is_judged_by_itself() -> None:

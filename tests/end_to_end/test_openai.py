@@ -162,7 +162,7 @@ def test_a_drain_lets_a_stream_end_and_refuses_new_ones(target_address: str, dra
         url = process.line("http on ")
         with OpenAI(base_url=f"{url}/v1", api_key="none", timeout=SECONDS, max_retries=0) as client:
             stream = client.completions.create(
-                model="target", prompt=PROMPT, max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+                model="target", prompt=PROMPT, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
             )
             next(stream)
             process.signal(signal.SIGTERM)

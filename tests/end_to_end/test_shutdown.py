@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,22 +35,21 @@ from tests.service import clients
 
 pytestmark = pytest.mark.slow
 
-TOKENS = 150
+TOKENS = 900
 """Takes about a second, so that it still runs when the signal comes and is done before the drain ends."""
 REQUEST = GenerationRequest("def f(", max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
-LONG_REQUEST = replace(REQUEST, max_tokens=250)
 END_SECONDS = 45.0
 """Bound on an end after a drain: the drain timeout, 30 s unless set, and a noisy machine's time to exit."""
 QUICK_SECONDS = 15.0
 """Bound on an end with nothing to wait for."""
 
 
-async def generation(client: Client, request: GenerationRequest = REQUEST) -> asyncio.Task[clients.Completed]:
+async def generation(client: Client) -> asyncio.Task[clients.Completed]:
     """A completion that has begun."""
     begun = asyncio.Event()
 
     async def complete() -> clients.Completed:
-        return await clients.complete(client, request, begun)
+        return await clients.complete(client, REQUEST, begun)
 
     task = asyncio.create_task(complete())
     await asyncio.wait_for(begun.wait(), START_SECONDS)
@@ -190,10 +188,10 @@ async def test_a_draft_process_that_is_killed_costs_only_its_speed_up(target_add
         coordinator(target_address, address_of(draft)) as front,
     ):
         async with Client(address_of(front)) as client:
-            expected = await clients.complete(client, LONG_REQUEST)
-            task = await generation(client, LONG_REQUEST)
+            expected = await clients.complete(client, REQUEST)
+            task = await generation(client)
             draft.signal(signal.SIGKILL)
             completed = await task
-            again = await clients.complete(client, LONG_REQUEST)
+            again = await clients.complete(client, REQUEST)
     assert completed.token_ids == again.token_ids == expected.token_ids
     assert expected.figures.drafted > completed.figures.drafted > again.figures.drafted == 0

@@ -7,8 +7,9 @@ from collections.abc import AsyncGenerator
 
 from tandem.types import Chunk
 
-_TURNS = 2
-"""Of the event loop: in the first the round begins, in the second a task of its own puts its question to the draft."""
+_TURNS = 3
+"""Of the event loop: in the first the round begins, in the second a task of its own puts its question to the draft, and
+in the third that is written, with those of others."""
 
 
 async def one_ahead(chunks: AsyncGenerator[Chunk]) -> AsyncGenerator[Chunk]:

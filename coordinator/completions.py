@@ -190,9 +190,7 @@ class Completions:
         )
         limits = DraftLimits(plan.num_speculative_tokens, self.services.target_info.vocabulary_size)
         payoff = Payoff(may_pause=plan.may_pause_draft, restraint=self._restraint(plan))
-        return FailoverDrafter(
-            drafts, options, limits, run.active, run.observer, run.pace, payoff, run.deadline
-        )
+        return FailoverDrafter(drafts, options, limits, run.active, run.observer, run.pace, payoff)
 
     def _restraint(self, plan: Plan) -> Restraint:
         """By rule, since what a round costs depends on the rows that the rule needs."""

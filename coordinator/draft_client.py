@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 import grpc.aio
 
 from coordinator.completion import Completion
+from coordinator.lane import Lane
 from coordinator.observer import NO_OBSERVER, StreamObserver
 from coordinator.remote_sequence import RemoteSequence
-from tandem.channels import errors_of, finish_stream, receive, send
-from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
-from tandem.traffic import counted
+from coordinator.streams import Methods, Streams
+from tandem.channels import errors_of
+from tandem.errors import ProtocolError, TandemError
 from tandem.types import DenseLogits, DraftDistribution, DraftOptions, ModelInfo, Proposal, ProposeStep
 from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2_grpc import DraftServiceStub
@@ -25,8 +26,16 @@ class DraftClient:
     """Calls one draft service."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._channel = channel
         self._stub = DraftServiceStub(channel)
+        self._streams = Streams(
+            Methods(
+                service="draft service",
+                open_one=channel.stream_stream("/tandem.v1.DraftService/Propose"),
+                open_many=self._stub.ProposeMany,
+                message=lambda parts: draft_pb2.ProposeManyRequest(parts=parts),
+                read=draft_pb2.ProposeResponse.FromString,
+            )
+        )
 
     async def model_info(self) -> ModelInfo:
         """What it drafts with.
@@ -42,13 +51,11 @@ class DraftClient:
         self,
         options: DraftOptions,
         limits: DraftLimits,
-        deadline_seconds: float | None = None,
         watch: StreamObserver = NO_OBSERVER,
     ) -> DraftSequence:
-        """Begin a sequence on it. The stream must be cancelled in the end, whatever happens."""
-        stub = DraftServiceStub(counted(self._channel, watch.traffic))
-        options = replace(options, traceparent=watch.traceparent)
-        return DraftSequence(stub.Propose(timeout=deadline_seconds), options, limits, watch)
+        """Begin a sequence on it. It must be cancelled in the end, whatever happens."""
+        lane = self._streams.lane(watch.traffic)
+        return DraftSequence(lane, replace(options, traceparent=watch.traceparent), limits, watch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +83,7 @@ class NoDrafter:
 
 
 class DraftSequence:
-    """Asks a draft service for proposals over one stream, which lives as long as the sequence stays there.
+    """Asks a draft service for proposals, for as long as the sequence stays there.
 
     It begins by letting the draft read the sequence while the target does, without waiting for it. One step at a time
     is under way; while its answer is late, no other is asked for.
@@ -84,12 +91,12 @@ class DraftSequence:
 
     def __init__(
         self,
-        call: grpc.aio.StreamStreamCall[draft_pb2.ProposeRequest, draft_pb2.ProposeResponse],
+        lane: Lane[draft_pb2.ProposeResponse],
         options: DraftOptions,
         limits: DraftLimits,
         watch: StreamObserver = NO_OBSERVER,
     ) -> None:
-        self._call = call
+        self._lane = lane
         self._watch = watch
         self._options = options
         self._limits = limits
@@ -126,7 +133,7 @@ class DraftSequence:
         """Up to `count` tokens that may follow; None while the draft is late.
 
         Raises:
-            TandemError: the draft failed, or proposed what cannot be verified. The stream is of no use any more.
+            TandemError: the draft failed, or proposed what cannot be verified. It is of no use any more.
         """
         until = time.monotonic() + patience_seconds
         try:
@@ -150,11 +157,11 @@ class DraftSequence:
     async def finish(self) -> None:
         """End the sequence; the service lets go of it at once."""
         if self._answer is None:
-            await finish_stream(self._call, wire.finish_to_proto())
+            await self._lane.finish(wire.finish_to_proto())
 
     def cancel(self) -> None:
-        """Drop the stream, whatever it is doing. A call that is dropped without this is never collected."""
-        self._call.cancel()
+        """Drop it, whatever is being done for it."""
+        self._lane.cancel()
         self._watch.ended()
         if self._answer is not None:
             # It may fail all the same, when the end of the call comes first; nobody else will ask for it.
@@ -179,12 +186,7 @@ class DraftSequence:
         return proposal
 
     async def _exchange(self, *messages: draft_pb2.ProposeRequest) -> Proposal:
-        with errors_of("draft service"):
-            await send(self._call, *messages)
-            response = await receive(self._call)
-        if response is None:
-            raise ServiceUnavailableError("draft service: it ended the stream")
-        return wire.proposal_from_proto(response)
+        return wire.proposal_from_proto(await self._lane.ask(*messages))
 
 
 def _forget(answer: asyncio.Task[Proposal]) -> None:

@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass, field
 
 from coordinator.completion import Completion
-from coordinator.deadline import Deadline
 from coordinator.draft_client import DraftClient, DraftLimits, DraftSequence
 from coordinator.observer import EventValue, RequestObserver
 from coordinator.pace import Pace
@@ -97,7 +96,6 @@ class FailoverDrafter:
         observer: RequestObserver,
         pace: Pace,
         payoff: Payoff,
-        deadline: Deadline,
     ) -> None:
         self._pool = pool
         self._options = options
@@ -106,7 +104,6 @@ class FailoverDrafter:
         self._observer = observer
         self._pace = pace
         self._payoff = payoff
-        self._deadline = deadline
         self._place: _Place | None = None
         self._losses = _Losses()
         self._account = RoundAccount()
@@ -179,9 +176,7 @@ class FailoverDrafter:
         if member is None:
             return
         watch = self._observer.stream("draft", member.address)
-        sequence = member.client.sequence(
-            self._options, self._limits, self._deadline.remaining_seconds, watch
-        )
+        sequence = member.client.sequence(self._options, self._limits, watch)
         member.open_sequences += 1
         self._active.draft_address = member.address
         self._place = _Place(member, sequence, is_resumption=bool(self._losses.retry_at))

@@ -176,7 +176,7 @@ class FailoverVerifier:
 
     def _enter(self, member: Member[TargetClient]) -> _Place:
         watch = self._observer.stream("target", member.address)
-        sequence = member.client.sequence(self._options, self._rows, self._deadline.remaining_seconds, watch)
+        sequence = member.client.sequence(self._options, self._rows, watch)
         member.open_sequences += 1
         self._active.target_address = member.address
         return _Place(member, sequence)

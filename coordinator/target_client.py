@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 import grpc.aio
 
 from coordinator.completion import Completion
+from coordinator.lane import Lane
 from coordinator.observer import NO_OBSERVER, StreamObserver
 from coordinator.remote_sequence import RemoteSequence
 from coordinator.row_checks import check_rows
-from tandem.channels import errors_of, finish_stream, receive, send
-from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
-from tandem.traffic import counted
+from coordinator.streams import Methods, Streams
+from tandem.channels import errors_of
+from tandem.errors import ProtocolError, TandemError
 from tandem.types import (
     IntArray,
     ModelInfo,
@@ -34,8 +35,16 @@ class TargetClient:
     """Calls one target service."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._channel = channel
         self._stub = TargetServiceStub(channel)
+        self._streams = Streams(
+            Methods(
+                service="target service",
+                open_one=channel.stream_stream("/tandem.v1.TargetService/Verify"),
+                open_many=self._stub.VerifyMany,
+                message=lambda parts: target_pb2.VerifyManyRequest(parts=parts),
+                read=target_pb2.VerifyResponse.FromString,
+            )
+        )
 
     async def model_info(self) -> ModelInfo:
         """What its model is.
@@ -63,13 +72,11 @@ class TargetClient:
         self,
         options: TargetOptions,
         rows: RowChoice,
-        deadline_seconds: float | None = None,
         watch: StreamObserver = NO_OBSERVER,
     ) -> TargetSequence:
-        """Begin a sequence on it. The stream must be cancelled in the end, whatever happens."""
-        stub = TargetServiceStub(counted(self._channel, watch.traffic))
-        options = replace(options, traceparent=watch.traceparent)
-        return TargetSequence(stub.Verify(timeout=deadline_seconds), options, rows, watch)
+        """Begin a sequence on it. It must be cancelled in the end, whatever happens."""
+        lane = self._streams.lane(watch.traffic)
+        return TargetSequence(lane, replace(options, traceparent=watch.traceparent), rows, watch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,30 +97,33 @@ class RowChoice:
 
 
 class TargetSequence:
-    """Asks a target service for rows over one stream, which lives as long as the sequence stays there."""
+    """Asks a target service for rows, for as long as the sequence stays there."""
 
     def __init__(
         self,
-        call: grpc.aio.StreamStreamCall[target_pb2.VerifyRequest, target_pb2.VerifyResponse],
+        lane: Lane[target_pb2.VerifyResponse],
         options: TargetOptions,
         rows: RowChoice,
         watch: StreamObserver = NO_OBSERVER,
     ) -> None:
-        self._call = call
+        self._lane = lane
         self._watch = watch
         self._options = options
         self._rows = rows
         self._remote = RemoteSequence()
         self.is_new = True
         """Whether it has yet to answer for the first time."""
-        self.was_asked = False
-        """Whether the service may have seen a step: then what ended the stream may be the step's fault."""
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether the service may have seen a step: then what ended the sequence may be the step's fault."""
+        return self._lane.was_sent
 
     async def verify(self, completion: Completion, proposal: Proposal) -> Verification:
         """The target's row at each position of the proposal, and at the one after it.
 
         Raises:
-            TandemError: the service failed, refused, or answered nonsense. The stream is of no use any more.
+            TandemError: the service failed, refused, or answered nonsense. It is of no use any more.
         """
         kind = self._rows.kind_for(proposal)
         step = VerifyStep(
@@ -134,20 +144,16 @@ class TargetSequence:
     async def finish(self) -> None:
         """End the sequence; the service lets go of it at once."""
         if not self.is_new:
-            await finish_stream(self._call, wire.finish_to_proto())
+            await self._lane.finish(wire.finish_to_proto())
 
     def cancel(self) -> None:
-        """Drop the stream, whatever it is doing. A call that is dropped without this is never collected."""
-        self._call.cancel()
+        """Drop it, whatever is being done for it."""
+        self._lane.cancel()
         self._watch.ended()
 
     async def _exchange(self, step: VerifyStep, base_length: int) -> Verification:
         opening = (wire.options_to_proto(self._options),) if self.is_new else ()
-        with errors_of("target service"):
-            self.was_asked |= await send(self._call, *opening, wire.step_to_proto(step))
-            response = await receive(self._call)
-        if response is None:
-            raise ServiceUnavailableError("target service: it ended the stream")
+        response = await self._lane.ask(*opening, wire.step_to_proto(step))
         if response.base_length != base_length:
             raise ProtocolError(
                 f"target service: it answered for {response.base_length} tokens; it was asked for {base_length}"

@@ -14,6 +14,8 @@ from draft_service.proposers.ngram import ngram_proposer
 from draft_service.proposers.suffix import suffix_proposer
 from draft_service.servicer import DraftServicer
 from draft_service.settings import DraftSettings
+from tandem.serving.calls import RunningCalls
+from tandem.serving.gate import Gate
 from tandem.serving.loading import in_daemon_thread
 from tandem.serving.server import ENGINE_FAILED
 from tandem.telemetry.streams import OnStep, watch_for
@@ -34,6 +36,7 @@ class DraftService:
         Raises:
             ConfigurationError: an option of that method is wrong or missing.
         """
+        self._settings = settings
         self._watch = watch_for(settings, self.name)
         self._load = _loader(settings, self._watch.on_step, self._fail)
         self._servicer = DraftServicer(self._watch)
@@ -44,6 +47,10 @@ class DraftService:
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicer."""
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self._servicer, server)
+
+    def open_other_ways(self, gate: Gate, calls: RunningCalls) -> None:
+        """Sequences also come on streams that they share."""
+        self._servicer.shared.stand_behind(gate, calls, self._settings.max_concurrent_streams)
 
     async def start(self) -> None:
         """Load what the drafting method needs.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 
 from draft_service.proposers import Proposer
 from tandem.serving.handlers import Context
+from tandem.serving.shared_stream import SharedStreams
 from tandem.serving.stream import opening, steps
 from tandem.telemetry.streams import NO_WATCH, ServiceWatch
 from tandem.v1 import draft_pb2
@@ -22,6 +24,8 @@ class DraftServicer(DraftServiceServicer):
 
     def __init__(self, watch: ServiceWatch = NO_WATCH) -> None:
         self._watch = watch
+        self.shared = SharedStreams()
+        """Where sequences come that share a stream."""
 
     async def Propose(
         self, request_iterator: AsyncIterator[draft_pb2.ProposeRequest], context: Context
@@ -36,6 +40,19 @@ class DraftServicer(DraftServiceServicer):
                     proposal = await sequence.propose(wire.step_from_proto(request.step))
                     watch.answered(len(proposal))
                     yield wire.proposal_to_proto(proposal)
+
+    async def ProposeMany(
+        self, request_iterator: AsyncIterator[draft_pb2.ProposeManyRequest], context: Context
+    ) -> AsyncIterator[draft_pb2.ProposeManyResponse]:
+        """Many sequences, each as on a stream of its own."""
+        many = self.shared.serve(
+            request_iterator,
+            lambda requests: self.Propose(requests, context),
+            draft_pb2.ProposeRequest.FromString,
+        )
+        async with aclosing(many) as answers:
+            async for parts in answers:
+                yield draft_pb2.ProposeManyResponse(parts=parts)
 
     async def GetModelInfo(
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context

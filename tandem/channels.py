@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, NoReturn, Protocol, TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -23,7 +22,7 @@ from tandem.errors import (
     TandemError,
     UnauthenticatedError,
 )
-from tandem.wire.status import retry_after_seconds
+from tandem.wire.status import Ending, retry_after_seconds
 
 DEFAULT_MESSAGE_LIMIT_BYTES = 4 << 20
 """gRPC's own limit."""
@@ -108,31 +107,36 @@ def errors_of(service: str) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        # Awaited or not: what a call raises tells how it ended.
-        _reraise(service, cast("grpc.Call", error), error)
+        raise failure(service, ending_of(error)) from error
 
 
 # What grpc.aio makes of a write that meets the end of its stream; the status that the service ended it with is lost.
 _BROKEN_WRITE = "Internal error from Core"
 
 
-def _reraise(service: str, call: grpc.Call, error: grpc.RpcError) -> NoReturn:
-    meaning = _MEANINGS.get(call.code(), ProtocolError)
-    sentence = f"{service}: {call.details() or call.code().name.lower()}"
-    if call.details() == _BROKEN_WRITE:
-        raise ServiceUnavailableError(f"{service}: it ended the stream while it was written to") from error
+def ending_of(error: grpc.RpcError) -> Ending:
+    """How the call ended that raised this, awaited or not."""
+    call = cast("grpc.Call", error)
+    code, details = call.code(), call.details() or ""
+    if details == _BROKEN_WRITE:
+        return Ending(grpc.StatusCode.UNAVAILABLE, "it ended the stream while it was written to")
+    return Ending(code, details, retry_after_seconds(call.trailing_metadata() or ()))
+
+
+def failure(service: str, ending: Ending) -> TandemError:
+    """What to raise where a call, or a sequence on a shared stream, ended like this; it names the service."""
+    if ending.code is grpc.StatusCode.OK:
+        return ServiceUnavailableError(f"{service}: it ended the stream")
+    meaning = _MEANINGS.get(ending.code, ProtocolError)
+    sentence = f"{service}: {ending.sentence or ending.code.name.lower()}"
     if meaning is CapacityError:
-        raise CapacityError(sentence, retry_after_seconds(call.trailing_metadata() or ())) from error
-    raise meaning(sentence) from error
+        return CapacityError(sentence, ending.retry_after_seconds)
+    return meaning(sentence)
 
 
 def message_limit(vocabulary_size: int, row_count: int) -> int:
     """Most bytes a message may have: room for that many dense rows, and gRPC's own default beside them."""
     return vocabulary_size * 4 * row_count + DEFAULT_MESSAGE_LIMIT_BYTES
-
-
-# How long a service may take to say goodbye before its stream is simply dropped. The end of the request waits for it.
-_FINISH_SECONDS = 0.5
 
 
 class SequenceStream(Protocol):
@@ -157,38 +161,3 @@ async def closing(stream: StreamT) -> AsyncIterator[StreamT]:
         await stream.finish()
     finally:
         stream.cancel()
-
-
-async def send(call: grpc.aio.StreamStreamCall[Any, Any], *messages: Any) -> bool:
-    """Send messages. False when the service has ended the stream already; reading tells how.
-
-    Raises:
-        AioRpcError: the stream has ended while it was written to.
-    """
-    try:
-        for message in messages:
-            await call.write(message)
-    except asyncio.InvalidStateError:
-        return False
-    return True
-
-
-async def receive(call: grpc.aio.StreamStreamCall[Any, AnswerT]) -> AnswerT | None:
-    """The next message; None when the service has ended the stream without an error.
-
-    Raises:
-        AioRpcError: it has ended with one.
-    """
-    answer: Any = await call.read()
-    return None if answer is grpc.aio.EOF else cast(AnswerT, answer)
-
-
-async def finish_stream(call: grpc.aio.StreamStreamCall[Any, Any], finish: Any) -> None:
-    """Send the message that ends a sequence, and wait for the service to have let go of it."""
-    try:
-        async with asyncio.timeout(_FINISH_SECONDS):
-            await call.write(finish)
-            await call.done_writing()
-            await call.code()
-    except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
-        pass  # the stream is gone already, which ends the sequence too

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import grpc.aio
 
+from tandem.serving.calls import RunningCalls
+from tandem.serving.gate import Gate
 from tandem.serving.loading import in_daemon_thread
 from tandem.serving.server import ENGINE_FAILED
 from tandem.telemetry.streams import watch_for
@@ -37,6 +39,10 @@ class TargetService:
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicer."""
         target_pb2_grpc.add_TargetServiceServicer_to_server(self._servicer, server)
+
+    def open_other_ways(self, gate: Gate, calls: RunningCalls) -> None:
+        """Sequences also come on streams that they share."""
+        self._servicer.shared.stand_behind(gate, calls, self._settings.max_concurrent_streams)
 
     async def start(self) -> None:
         """Load the model.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from tandem.serving.handlers import Context
+from tandem.serving.shared_stream import SharedStreams
 from tandem.serving.stream import opening, steps
 from tandem.telemetry.streams import NO_WATCH, ServiceWatch
 from tandem.v1 import target_pb2
@@ -27,6 +29,8 @@ class TargetServicer(TargetServiceServicer):
 
     def __init__(self, watch: ServiceWatch = NO_WATCH) -> None:
         self._watch = watch
+        self.shared = SharedStreams()
+        """Where sequences come that share a stream."""
 
     async def Verify(
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: Context
@@ -41,6 +45,19 @@ class TargetServicer(TargetServiceServicer):
                     verification = await sequence.verify(wire.step_from_proto(request.step))
                     watch.answered(len(verification.rows))
                     yield wire.verification_to_proto(verification)
+
+    async def VerifyMany(
+        self, request_iterator: AsyncIterator[target_pb2.VerifyManyRequest], context: Context
+    ) -> AsyncIterator[target_pb2.VerifyManyResponse]:
+        """Many sequences, each as on a stream of its own."""
+        many = self.shared.serve(
+            request_iterator,
+            lambda requests: self.Verify(requests, context),
+            target_pb2.VerifyRequest.FromString,
+        )
+        async with aclosing(many) as answers:
+            async for parts in answers:
+                yield target_pb2.VerifyManyResponse(parts=parts)
 
     async def GetModelInfo(
         self, request: target_pb2.TargetServiceGetModelInfoRequest, context: Context

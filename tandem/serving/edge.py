@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
 import uuid
@@ -14,50 +13,59 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from tandem.errors import CapacityError, DeadlineError, InvalidRequestError, TandemError, status_code
+from tandem.errors import CapacityError, InvalidRequestError, TandemError, status_code
 from tandem.serving.calls import RunningCalls
 from tandem.serving.handlers import Behaviour, Context, Handler, Interceptor, behaviour_of, remade
-from tandem.wire.status import retry_metadata
+from tandem.serving.readers import Readers
+from tandem.wire.status import Ending
 
 logger = logging.getLogger(__name__)
 
 Counted: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
 
-# Watchers of health and statistics stay for as long as the server does; a drain does not wait for them.
-_NOT_COUNTED = ("/grpc.health.v1.", "/tandem.v1.AdminService/")
+# Watchers of health and statistics stay for as long as the server does; a drain does not wait for them. Of a stream
+# that sequences share, each sequence is counted.
+_NOT_COUNTED = (
+    "/grpc.health.v1.",
+    "/tandem.v1.AdminService/",
+    "/tandem.v1.DraftService/ProposeMany",
+    "/tandem.v1.TargetService/VerifyMany",
+)
+
+
+def ended_by(error: Exception) -> Ending:
+    """How a stream ends that raised this, or a sequence on a stream that it shares.
+
+    gRPC would send the text of any exception to the client, so one that is not ours is logged under an id, and the
+    client is told the id.
+    """
+    if isinstance(error, TandemError):
+        retry_seconds = error.retry_after_seconds if isinstance(error, CapacityError) else None
+        return Ending(status_code(error), str(error), retry_seconds)
+    error_id = uuid.uuid4().hex[:12]
+    logger.error("unexpected error", exc_info=error, extra={"error_id": error_id})
+    return Ending(grpc.StatusCode.INTERNAL, f"internal error {error_id}; the server's log tells more")
+
+
+def unreadable() -> InvalidRequestError:
+    """What to say of bytes that are no message."""
+    return InvalidRequestError(
+        "a message cannot be read; its bytes must be the protobuf that the method takes"
+    )
 
 
 @asynccontextmanager
 async def errors_to_status(context: Context) -> AsyncIterator[None]:
-    """End the call with the status code that the error in the block stands for.
-
-    gRPC would send the text of any other exception to the client, so such a one is logged under an id, and the client
-    is told the id.
-    """
+    """End the call with the status code that the error in the block stands for."""
     try:
         yield
-    except TandemError as error:
-        code, details = status_code(error), str(error)
-        retry_seconds = error.retry_after_seconds if isinstance(error, CapacityError) else None
-        metadata = () if retry_seconds is None else retry_metadata(code.value[0], details, retry_seconds)
-        await _end(context, code, details, metadata)
-    except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError, grpc.aio.InternalError):
-        # The last is gRPC's own word for a client that has gone away.
-        raise
-    except Exception:
-        error_id = uuid.uuid4().hex[:12]
-        logger.exception("unexpected error", extra={"error_id": error_id})
-        await _end(
-            context, grpc.StatusCode.INTERNAL, f"internal error {error_id}; the server's log tells more"
-        )
-
-
-async def _end(
-    context: Context, code: grpc.StatusCode, details: str, metadata: tuple[tuple[str, bytes], ...] = ()
-) -> None:
-    # A client that goes away in this moment is no error of anybody's.
-    with suppress(grpc.aio.InternalError):
-        await context.abort(code, details, metadata)
+    except (grpc.aio.AbortError, grpc.aio.InternalError):
+        raise  # the last is gRPC's own word for a client that has gone away
+    except Exception as error:  # noqa: BLE001 - whatever it is, its text must not cross the network
+        ending = ended_by(error)
+        # A client that goes away in this moment is no error of anybody's.
+        with suppress(grpc.aio.InternalError):
+            await context.abort(ending.code, ending.sentence, ending.metadata)
 
 
 class Edge(Interceptor):
@@ -71,7 +79,7 @@ class Edge(Interceptor):
             stalled_reader_timeout_seconds: How long one message of a stream may wait for its reader. None: without end.
         """
         self._calls = calls
-        self._patience = stalled_reader_timeout_seconds
+        self._readers = Readers(stalled_reader_timeout_seconds)
 
     def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
         """The call's own handler behind the edge."""
@@ -97,24 +105,13 @@ class Edge(Interceptor):
                     await inner(_readable(request), context)
                     return
                 async with aclosing(inner(_readable(request), context)) as responses:
-                    async for response in responses:
-                        await self._write(context, response)
+                    with self._readers.reading() as reader:
+                        async for response in responses:
+                            # Returns once the flow control of HTTP/2 has let the message go, so a stream never queues
+                            # more than one.
+                            await reader.take(context.write(response))
 
         return answer
-
-    async def _write(self, context: Context, response: Any) -> None:
-        """Returns once the flow control of HTTP/2 has let the message go, so a stream never queues more than one.
-
-        Raises:
-            DeadlineError: the reader took nothing for too long.
-        """
-        try:
-            async with asyncio.timeout(self._patience):
-                await context.write(response)
-        except TimeoutError:
-            raise DeadlineError(
-                f"the stream was not read for {self._patience:g} s; it was ended, read faster or ask for less"
-            ) from None
 
 
 class _Unreadable:
@@ -141,9 +138,7 @@ def _readable(request: Any) -> Any:
 
 def _checked(request: Any) -> Any:
     if isinstance(request, _Unreadable):
-        raise InvalidRequestError(
-            "a message cannot be read; its bytes must be the protobuf that the method takes"
-        )
+        raise unreadable()
     return request
 
 

@@ -1,24 +1,64 @@
-"""What a status says beyond its code and sentence: google.rpc.Status in a trailing header, as all of gRPC reads it."""
+"""How a stream ended, or a sequence on a stream that it shares.
+
+What a status says beyond its code and sentence goes as google.rpc.Status in a trailing header, as all of gRPC reads it.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
+import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
+
+from tandem.v1.types_pb2 import SequenceEnd
 
 # gRPC's own name for the header (googleapis, google/rpc/status.proto).
 _DETAILS = "grpc-status-details-bin"
 
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
-def retry_metadata(code: int, message: str, retry_after_seconds: float) -> tuple[tuple[str, bytes], ...]:
-    """The trailing metadata of a refusal that says when it is worth another try."""
-    retry = error_details_pb2.RetryInfo()
-    retry.retry_delay.FromMilliseconds(math.ceil(retry_after_seconds * 1000))
-    status = status_pb2.Status(code=code, message=message)
-    status.details.add().Pack(retry)
-    return ((_DETAILS, status.SerializeToString()),)
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a stream or a sequence ended."""
+
+    code: grpc.StatusCode = grpc.StatusCode.OK
+    sentence: str = ""
+    """What went wrong."""
+    retry_after_seconds: float | None = None
+    """When it is worth another try; None where that is not known."""
+
+    @property
+    def metadata(self) -> tuple[tuple[str, bytes], ...]:
+        """The trailing metadata of a stream that ends like this."""
+        if self.retry_after_seconds is None:
+            return ()
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(math.ceil(self.retry_after_seconds * 1000))
+        status = status_pb2.Status(code=self.code.value[0], message=self.sentence)
+        status.details.add().Pack(retry)
+        return ((_DETAILS, status.SerializeToString()),)
+
+
+def ending_to_proto(ending: Ending) -> SequenceEnd:
+    """The same, for a sequence on a stream that goes on."""
+    return SequenceEnd(
+        code=ending.code.value[0],
+        message=ending.sentence,
+        retry_after_seconds=ending.retry_after_seconds,
+    )
+
+
+def ending_from_proto(message: SequenceEnd) -> Ending:
+    """How a sequence ended, as the other side tells it; a code that gRPC does not have is UNKNOWN."""
+    return Ending(
+        _CODES.get(message.code, grpc.StatusCode.UNKNOWN),
+        message.message,
+        message.retry_after_seconds if message.HasField("retry_after_seconds") else None,
+    )
 
 
 def retry_after_seconds(metadata: Iterable[tuple[str, str | bytes]]) -> float | None:

@@ -26,7 +26,7 @@ from target_service.servicer import TargetServicer
 from target_service.verifier import Verifier, verify_head
 from tests.end_to_end.models import random_model, save_model
 from tests.paths import DEMO_TARGET
-from tests.service.fakes import serving
+from tests.service.fakes import refusal, serving
 
 Fault = Callable[[target_pb2.VerifyResponse], None]
 """Changes an answer for the worse."""
@@ -94,7 +94,7 @@ class FaultyTarget(TargetServicer):
     ) -> AsyncIterator[target_pb2.VerifyResponse]:
         faults = self.faults
         if faults.full:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+            raise refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
         faults.opened += 1
         faults.running += 1
 
@@ -103,7 +103,7 @@ class FaultyTarget(TargetServicer):
                 if request.HasField("step"):
                     faults.steps += 1
                     if faults.steps in faults.before:
-                        await context.abort(faults.code, "gone")
+                        raise refusal(faults.code, "gone")
                 yield request
 
         try:
@@ -111,7 +111,7 @@ class FaultyTarget(TargetServicer):
                 if faults.steps in faults.leaving:
                     return
                 if faults.steps in faults.after:
-                    await context.abort(faults.code, "gone")
+                    raise refusal(faults.code, "gone")
                 if garble := faults.garbled.get(faults.steps):
                     garble(response)
                 yield response

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from itertools import chain
 
+import grpc
 import grpc.aio
 import numpy as np
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -20,9 +21,17 @@ from pydantic import SecretStr
 from coordinator.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
 from tandem.client import Client
+from tandem.errors import (
+    CapacityError,
+    InvalidRequestError,
+    ServiceUnavailableError,
+    TandemError,
+    status_code,
+)
 from tandem.serving.calls import RunningCalls
 from tandem.serving.handlers import Context
 from tandem.serving.server import new_server
+from tandem.serving.shared_stream import SharedStreams
 from tandem.settings import ServerSettings
 from tandem.types import (
     Delta,
@@ -81,6 +90,13 @@ def sure_statistics(support: IntArray, token_id: int) -> RowStatistics:
     )
 
 
+def refusal(code: grpc.StatusCode, sentence: str) -> TandemError:
+    """What a service raises to end a sequence with this status, on a stream of its own or on one that it shares."""
+    meanings = (CapacityError, InvalidRequestError, ServiceUnavailableError)
+    errors = (meaning(sentence) for meaning in meanings)
+    return next(error for error in errors if status_code(error) is code)
+
+
 class Fake:
     """What both services share: a model's description, and an account of their streams."""
 
@@ -89,6 +105,7 @@ class Fake:
         self.model_info = ModelInfo(
             "fake", "Fake", VOCABULARY_SIZE, "hash", MAX_LENGTH, "none", eos_token_ids
         )
+        self.shared = SharedStreams()
         self.opened = 0
         self.finished = 0
         self.running = 0
@@ -132,6 +149,18 @@ class FakeTarget(Fake, target_pb2_grpc.TargetServiceServicer):
                     yield target_wire.verification_to_proto(self.verification(tokens, step))
         finally:
             self.running -= 1
+
+    async def VerifyMany(
+        self, request_iterator: AsyncIterator[target_pb2.VerifyManyRequest], context: Context
+    ) -> AsyncIterator[target_pb2.VerifyManyResponse]:
+        many = self.shared.serve(
+            request_iterator,
+            lambda requests: self.Verify(requests, context),
+            target_pb2.VerifyRequest.FromString,
+        )
+        async with aclosing(many) as answers:
+            async for parts in answers:
+                yield target_pb2.VerifyManyResponse(parts=parts)
 
     def verification(self, tokens: Sequence[int], step: VerifyStep) -> Verification:
         """A row for each of the last positions."""
@@ -213,6 +242,18 @@ class FakeDraft(Fake, draft_pb2_grpc.DraftServiceServicer):
                     yield response
         finally:
             self.running -= 1
+
+    async def ProposeMany(
+        self, request_iterator: AsyncIterator[draft_pb2.ProposeManyRequest], context: Context
+    ) -> AsyncIterator[draft_pb2.ProposeManyResponse]:
+        many = self.shared.serve(
+            request_iterator,
+            lambda requests: self.Propose(requests, context),
+            draft_pb2.ProposeRequest.FromString,
+        )
+        async with aclosing(many) as answers:
+            async for parts in answers:
+                yield draft_pb2.ProposeManyResponse(parts=parts)
 
     async def GetModelInfo(
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context

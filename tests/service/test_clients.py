@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, get_type_hints
 
@@ -38,7 +38,7 @@ from tandem.sync_client import SyncClient
 from tandem.types import Chunk, FinishReason, GenerationRequest, SpeculationFigures, Summary
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 from tandem.wire.generation import chunk_to_proto
-from tandem.wire.status import retry_metadata
+from tandem.wire.status import Ending
 from tests.paths import ROOT
 from tests.service.clients import until
 from tests.service.fakes import FakeDraft, FakeTarget, cluster, serving
@@ -145,10 +145,7 @@ class Moody(generation_pb2_grpc.GenerationServiceServicer):
             code = self.codes.pop(0)
             for _ in range(self._after):
                 yield chunk_to_proto(Chunk("a", (1,), (False,), (1,)))
-            metadata: Sequence[Any] = ()
-            if self._hint is not None:
-                metadata = retry_metadata(code.value[0], "later", self._hint)
-            await context.abort(code, "later", tuple(metadata))
+            await context.abort(code, "later", Ending(code, "later", self._hint).metadata)
         summary = Summary(FinishReason.LENGTH, 1, 1, SpeculationFigures(), "r", 1)
         yield chunk_to_proto(Chunk("a", (1,), (False,), (1,), summary))
 

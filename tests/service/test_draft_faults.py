@@ -12,7 +12,7 @@ from tandem.serving.handlers import Context
 from tandem.types import FinishReason, GenerationRequest
 from tandem.v1 import draft_pb2, types_pb2
 from tests.service.clients import complete, until
-from tests.service.fakes import VOCABULARY_SIZE, FakeDraft, FakeTarget, cluster
+from tests.service.fakes import VOCABULARY_SIZE, FakeDraft, FakeTarget, cluster, refusal
 
 PATIENCE_SECONDS = 0.05
 TEST_SECONDS = 30.0
@@ -48,7 +48,7 @@ class Refusing(FakeDraft):
     """Has no room."""
 
     async def respond(self, tokens: Sequence[int], count: int, context: Context) -> None:
-        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+        raise refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
 
 
 class Dying(FakeDraft):
@@ -56,7 +56,7 @@ class Dying(FakeDraft):
 
     async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
         if len(self.asked) > 2:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+            raise refusal(grpc.StatusCode.UNAVAILABLE, "gone")
         return self.proposal(tokens, count)
 
 

@@ -13,7 +13,7 @@ from tandem.serving.handlers import Context
 from tandem.types import GenerationRequest
 from tandem.v1 import draft_pb2
 from tests.service.clients import Completed, complete, until
-from tests.service.fakes import FakeDraft, FakeTarget
+from tests.service.fakes import FakeDraft, FakeTarget, refusal
 from tests.service.served import NOT_SERVING, SERVING, fleet
 
 SECONDS = 30.0
@@ -42,7 +42,7 @@ class Failing(FakeDraft):
 
     async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
         if len(self.asked) in self._steps:
-            await context.abort(self._code, "failed")
+            raise refusal(self._code, "failed")
         return self.proposal(tokens, count)
 
 

@@ -15,7 +15,7 @@ from tandem.types import GenerationRequest
 from tandem.v1 import target_pb2
 from tandem.wire import target as target_wire
 from tests.service.clients import complete, until
-from tests.service.fakes import FakeTarget
+from tests.service.fakes import FakeTarget, refusal
 from tests.service.served import NOT_SERVING, fleet
 
 SECONDS = 30.0
@@ -42,7 +42,7 @@ class Breaking(FakeTarget):
                 if message.HasField("step"):
                     delta = target_wire.step_from_proto(message.step).delta
                     if delta.base_length == 0 and delta.token_ids[0] == BREAKING:
-                        await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+                        raise refusal(grpc.StatusCode.UNAVAILABLE, "gone")
                 yield message
 
         async for response in super().Verify(checked(), context):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import grpc.aio
 
 from draft_service.proposers import Proposer
 from draft_service.servicer import DraftServicer
-from tandem.channels import send
 from tandem.serving.calls import RunningCalls
 from tandem.serving.server import new_server
 from tandem.settings import ServerSettings
@@ -46,7 +46,8 @@ class Stream:
     async def propose(self, base_length: int, token_ids: Sequence[int], token_count: int) -> Proposal:
         step = ProposeStep(Delta(base_length, token_ids), token_count)
         # As coordinators do: when the service has refused the opening already, reading says why.
-        await send(self.call, wire.step_to_proto(step))
+        with suppress(asyncio.InvalidStateError):
+            await self.call.write(wire.step_to_proto(step))
         response = await self.call.read()
         assert isinstance(response, ProposeResponse)
         return wire.proposal_from_proto(response)

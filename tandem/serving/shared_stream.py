@@ -14,13 +14,19 @@ from typing import Generic, Protocol, TypeVar, cast
 
 from google.protobuf.message import DecodeError
 
-from tandem.errors import CapacityError, ServiceUnavailableError
+from tandem.errors import CapacityError, InvalidRequestError, ServiceUnavailableError
 from tandem.serving.calls import RunningCalls
 from tandem.serving.edge import ended_by, unreadable
 from tandem.serving.gate import Gate
 from tandem.v1.types_pb2 import SequencePart
 from tandem.wire.parts import take_message
 from tandem.wire.status import Ending, ending_to_proto
+
+_MOST_AHEAD = 8
+"""Messages of one sequence that may wait for it. A coordinator has one under way, and its Finish; who sends more is not
+read meanwhile."""
+_MOST_WAITING_BYTES = 1 << 22
+"""Sequences wait with what they do next while so much waits for the stream's reader."""
 
 
 class Answer(Protocol):
@@ -109,7 +115,7 @@ class _Sequence(Generic[RequestT]):
 
     read: Callable[[bytes], RequestT]
     task: asyncio.Task[None] | None = None
-    arrived: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
+    arrived: asyncio.Queue[bytes | None] = field(default_factory=lambda: asyncio.Queue(_MOST_AHEAD))
     """None: nothing more comes."""
 
     async def requests(self) -> AsyncIterator[RequestT]:
@@ -136,45 +142,61 @@ class _SharedStream(Generic[RequestT]):
         self._latest = 0
         """The highest number that a sequence ever had."""
         self._outbox: list[SequencePart] = []
+        self._waiting_bytes = 0
+        """In the outbox, and in the message that is being written."""
         self._more = asyncio.Event()
+        self._less = asyncio.Event()
         self._is_read = False
 
     async def read(self, requests: AsyncIterator[PartsT]) -> None:
-        """Hand out what comes, until nothing more does."""
+        """Hand out what comes, until nothing more does.
+
+        Raises:
+            InvalidRequestError: a message cannot be read; its sequences end with it.
+        """
         try:
             async for request in requests:
                 for part in request.parts:
-                    self._take(part)
+                    await self._take(part)
+            for sequence in list(self._sequences.values()):
+                await sequence.arrived.put(None)
+        except InvalidRequestError:
+            self._cancel()
+            raise
         finally:
             self._is_read = True
             self._more.set()
-            for sequence in self._sequences.values():
-                sequence.arrived.put_nowait(None)
 
     async def answers(self) -> AsyncIterator[list[SequencePart]]:
         """What there is to say, message by message, until all has been said."""
         while self._outbox or self._sequences or not self._is_read:
             if self._outbox:
-                yield take_message(self._outbox)
+                taken = take_message(self._outbox)
+                yield taken
+                self._waiting_bytes -= sum(len(part.message) for part in taken)
+                self._less.set()
             else:
                 self._more.clear()
                 await self._more.wait()
 
     async def close(self) -> None:
         """End what still runs."""
+        await asyncio.gather(*self._cancel(), return_exceptions=True)
+
+    def _cancel(self) -> list[asyncio.Task[None]]:
         tasks = [each.task for each in self._sequences.values() if each.task is not None]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        return tasks
 
-    def _take(self, part: SequencePart) -> None:
+    async def _take(self, part: SequencePart) -> None:
         sequence = self._sequences.get(part.sequence)
         match part.WhichOneof("part"):
             case "message":
                 if sequence is None and part.sequence > self._latest:
                     sequence = self._begin(part.sequence)
                 if sequence is not None:  # one that has ended may be asked once more before that is known
-                    sequence.arrived.put_nowait(part.message)
+                    await sequence.arrived.put(part.message)
             case "end":
                 if sequence is not None and sequence.task is not None:
                     sequence.task.cancel()
@@ -194,15 +216,21 @@ class _SharedStream(Generic[RequestT]):
             ):
                 async for answer in answers:
                     self._say(SequencePart(sequence=number, message=answer.SerializeToString()))
+                    while self._waiting_bytes >= _MOST_WAITING_BYTES:
+                        self._less.clear()
+                        await self._less.wait()
             ending = Ending()
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends one sequence
             ending = ended_by(error)
         self._say(SequencePart(sequence=number, end=ending_to_proto(ending)))
 
     def _is_over(self, number: int) -> None:
-        del self._sequences[number]
+        arrived = self._sequences.pop(number).arrived
+        if arrived.full():
+            arrived.get_nowait()  # nobody else will, and whoever reads the stream may be waiting for it
         self._more.set()
 
     def _say(self, part: SequencePart) -> None:
         self._outbox.append(part)
+        self._waiting_bytes += len(part.message)
         self._more.set()

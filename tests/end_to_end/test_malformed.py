@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,21 @@ VERIFY = (
         )
     ),
     target_pb2.VerifyRequest(finish=target_pb2.VerifyFinish()),
+)
+
+
+def many(messages: Sequence[Message]) -> list[types_pb2.SequencePart]:
+    """The same, said of a sequence that shares its stream."""
+    return [types_pb2.SequencePart(sequence=1, message=each.SerializeToString()) for each in messages]
+
+
+PROPOSE_MANY = (
+    *(draft_pb2.ProposeManyRequest(parts=[part]) for part in many(PROPOSE)),
+    draft_pb2.ProposeManyRequest(parts=[types_pb2.SequencePart(sequence=1, end=types_pb2.SequenceEnd())]),
+)
+VERIFY_MANY = (
+    *(target_pb2.VerifyManyRequest(parts=[part]) for part in many(VERIFY)),
+    target_pb2.VerifyManyRequest(parts=[types_pb2.SequencePart(sequence=1, end=types_pb2.SequenceEnd())]),
 )
 
 
@@ -142,6 +157,16 @@ def verifying(target: Process) -> Iterator[Served]:
     yield from served(target, "/tandem.v1.TargetService/Verify", VERIFY)
 
 
+@pytest.fixture(scope="module")
+def proposing_many(draft: Process) -> Iterator[Served]:
+    yield from served(draft, "/tandem.v1.DraftService/ProposeMany", PROPOSE_MANY)
+
+
+@pytest.fixture(scope="module")
+def verifying_many(target: Process) -> Iterator[Served]:
+    yield from served(target, "/tandem.v1.TargetService/VerifyMany", VERIFY_MANY)
+
+
 def check(service: Served, sent: st.SearchStrategy[list[bytes]], examples: int) -> None:
     """Send so many malformed streams, and then a good one."""
     health = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -181,7 +206,19 @@ def test_at_the_target_service(verifying: Served, examples: int) -> None:
     check(verifying, streams(VERIFY), examples)
 
 
-def test_messages_that_are_too_large(generation: Served, proposing: Served, verifying: Served) -> None:
-    for service in (generation, proposing, verifying):
+@COUNTS
+def test_at_the_draft_service_on_a_shared_stream(proposing_many: Served, examples: int) -> None:
+    check(proposing_many, streams(PROPOSE_MANY), examples)
+
+
+@COUNTS
+def test_at_the_target_service_on_a_shared_stream(verifying_many: Served, examples: int) -> None:
+    check(verifying_many, streams(VERIFY_MANY), examples)
+
+
+def test_messages_that_are_too_large(
+    generation: Served, proposing: Served, verifying: Served, verifying_many: Served
+) -> None:
+    for service in (generation, proposing, verifying, verifying_many):
         assert service.answers([b"\0" * (5 << 20)]) == 0
         assert service.answers(service.good) > 0

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -30,6 +30,7 @@ from tandem.errors import (
 from tandem.serving.calls import RunningCalls
 from tandem.serving.gate import Gate
 from tandem.serving.handlers import Context
+from tandem.serving.shared_stream import SharedStreams
 from tandem.traffic import Traffic
 from tandem.v1 import target_pb2, target_pb2_grpc
 from tandem.v1.types_pb2 import SequenceEnd, SequencePart
@@ -326,13 +327,77 @@ async def test_a_stream_that_is_left_open_at_its_end_ends_its_sequences() -> Non
         assert both.service.running == 0
 
 
-async def test_a_stream_that_cannot_be_read_says_so() -> None:
+async def test_a_stream_that_cannot_be_read_says_so_and_ends_its_sequences() -> None:
     async with ends() as both, open_channel(both.address) as channel:
         call: Any = channel.stream_stream("/tandem.v1.TargetService/VerifyMany")()
+        held = SequencePart(sequence=1, message=step(HOLD).SerializeToString())
+        await call.write(target_pb2.VerifyManyRequest(parts=[held]).SerializeToString())
+        await until(lambda: both.service.running == 1, SECONDS)
         await call.write(b"\xff")
         with suppress(grpc.aio.AioRpcError):
             await call.read()
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert both.service.running == 0
+
+
+async def test_whoever_asks_without_waiting_is_not_read_meanwhile() -> None:
+    taken = 0
+
+    async def flood() -> AsyncIterator[target_pb2.VerifyManyRequest]:
+        nonlocal taken
+        for _ in range(1000):
+            taken += 1
+            yield target_pb2.VerifyManyRequest(
+                parts=[SequencePart(sequence=1, message=step(HOLD).SerializeToString())]
+            )
+
+    service = Echo()
+    answers = service.VerifyMany(flood(), cast("Context", None))
+    waiting = asyncio.ensure_future(anext(answers))
+    await until(lambda: service.running == 1, SECONDS)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert taken < 20
+    service.released.set()  # now it is read to its end: the sequence's words, and that it ended
+    count = len((await waiting).parts) + sum([len(response.parts) async for response in answers])
+    assert (taken, count) == (1000, 1001)
+
+
+async def test_what_a_sequence_leaves_unread_keeps_nobody_waiting() -> None:
+    async def flood() -> AsyncIterator[target_pb2.VerifyManyRequest]:
+        for length in [LEAVE, *[HOLD] * 1000]:
+            yield target_pb2.VerifyManyRequest(
+                parts=[SequencePart(sequence=1, message=step(length).SerializeToString())]
+            )
+
+    async with asyncio.timeout(SECONDS):
+        answers = Echo().VerifyMany(flood(), cast("Context", None))
+        (part,) = [part async for response in answers for part in response.parts]
+    assert part.HasField("end")
+
+
+async def test_whoever_does_not_read_is_not_answered_without_end() -> None:
+    answered = 0
+
+    async def behaviour(requests: AsyncIterator[bytes]) -> AsyncIterator[target_pb2.VerifyResponse]:
+        nonlocal answered
+        async for _ in requests:
+            answered += 1
+            response = target_pb2.VerifyResponse()
+            response.dense_rows.data = bytes(1 << 20)
+            yield response
+
+    async def flood() -> AsyncIterator[target_pb2.VerifyManyRequest]:
+        for _ in range(100):
+            yield target_pb2.VerifyManyRequest(parts=[SequencePart(sequence=1, message=b"step")])
+
+    answers = SharedStreams().serve(flood(), behaviour, bytes)
+    assert len(await anext(answers)) == 1
+    for _ in range(200):
+        await asyncio.sleep(0)
+    assert answered < 8
+    assert sum([len(parts) async for parts in answers]) == 100
+    assert answered == 100
 
 
 async def test_an_answer_that_cannot_be_read_is_the_services_fault() -> None:

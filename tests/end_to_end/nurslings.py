@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -15,6 +16,9 @@ from tempfile import TemporaryDirectory
 
 from tests.end_to_end.processes import START_SECONDS, clean_environment, is_alive, until
 from tests.paths import ROOT
+
+_FIRST_PORT = 20_000
+"""Well above what is known by a number."""
 
 
 class Nursling:
@@ -130,7 +134,18 @@ def nursery() -> Iterator[Nursery]:
 
 
 def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+    """A port that nothing listens on, and that no connection is given: the service that has it may come back to it.
+
+    Of the ports that the system hands out, one may have become some connection's meanwhile: even that of whoever tries
+    to reach the service that is gone.
+    """
+    chance = random.SystemRandom()
+    for _ in range(100):
+        port = chance.randrange(_FIRST_PORT, _first_handed_out())
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")
+
+
+def _first_handed_out() -> int:
+    return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])

@@ -72,13 +72,15 @@ def many(messages: Sequence[Message]) -> list[types_pb2.SequencePart]:
     return [types_pb2.SequencePart(sequence=1, message=each.SerializeToString()) for each in messages]
 
 
+DROP = types_pb2.SequencePart(sequence=2, end=types_pb2.SequenceEnd())
+"""Of a sequence that is not there; once it was changed, perhaps of one that is."""
 PROPOSE_MANY = (
     *(draft_pb2.ProposeManyRequest(parts=[part]) for part in many(PROPOSE)),
-    draft_pb2.ProposeManyRequest(parts=[types_pb2.SequencePart(sequence=1, end=types_pb2.SequenceEnd())]),
+    draft_pb2.ProposeManyRequest(parts=[DROP]),
 )
 VERIFY_MANY = (
     *(target_pb2.VerifyManyRequest(parts=[part]) for part in many(VERIFY)),
-    target_pb2.VerifyManyRequest(parts=[types_pb2.SequencePart(sequence=1, end=types_pb2.SequenceEnd())]),
+    target_pb2.VerifyManyRequest(parts=[DROP]),
 )
 
 

@@ -31,9 +31,10 @@ class DraftClient:
             Methods(
                 service="draft service",
                 open_one=channel.stream_stream("/tandem.v1.DraftService/Propose"),
-                open_many=self._stub.ProposeMany,
-                message=lambda parts: draft_pb2.ProposeManyRequest(parts=parts),
                 read=draft_pb2.ProposeResponse.FromString,
+                open_many=channel.stream_stream("/tandem.v1.DraftService/ProposeMany"),
+                message=lambda parts: draft_pb2.ProposeManyRequest(parts=parts),
+                read_many=draft_pb2.ProposeManyResponse.FromString,
             )
         )
 

@@ -19,6 +19,9 @@ from tandem.wire.status import Ending
 _FINISH_SECONDS = 0.5
 """How long a service may take to let go of a sequence before it is dropped. The end of a request waits for it."""
 
+UNREADABLE = "its answer cannot be read; it must be the protobuf of the method"
+"""What to say of bytes that are no message."""
+
 Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
 
@@ -62,9 +65,7 @@ class Lane(ABC, Generic[AnswerT]):
         try:
             return self._read(content)
         except DecodeError:
-            raise ProtocolError(
-                f"{self._service}: its answer cannot be read; it must be the protobuf of the method"
-            ) from None
+            raise ProtocolError(f"{self._service}: {UNREADABLE}") from None
 
     async def finish(self, message: Message) -> None:
         """Send the message that ends the sequence, and wait for the service to have let go of it."""

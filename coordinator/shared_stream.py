@@ -12,12 +12,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias
 
 import grpc
-import grpc.aio
+from google.protobuf.message import DecodeError
 
-from coordinator.lane import AnswerT, Lane
+from coordinator.lane import UNREADABLE, AnswerT, Call, Lane, Message
 from tandem.channels import ending_of
 from tandem.traffic import Traffic
 from tandem.v1.types_pb2 import SequenceEnd, SequencePart
@@ -36,8 +36,8 @@ class PartsMessage(Protocol):
         """What it says of its sequences, in order."""
 
 
-MakeMessage: TypeAlias = Callable[[Sequence[SequencePart]], PartsMessage]
-SharedCall: TypeAlias = "grpc.aio.StreamStreamCall[Any, Any]"
+MakeMessage: TypeAlias = Callable[[Sequence[SequencePart]], Message]
+ReadMessage: TypeAlias = Callable[[bytes], PartsMessage]
 
 
 class SharedLane(Lane[AnswerT]):
@@ -83,15 +83,17 @@ class SharedLane(Lane[AnswerT]):
 class SharedStream:
     """A stream and its lanes. It ends with the last of them."""
 
-    def __init__(self, call: SharedCall, message: MakeMessage) -> None:
+    def __init__(self, call: Call, message: MakeMessage, read: ReadMessage) -> None:
         """Begin to read and to write.
 
         Args:
             call: Of a method that takes many sequences.
             message: Makes its message of parts.
+            read: Reads what it answers.
         """
         self._call = call
         self._message = message
+        self._read_message = read
         self._lanes: dict[SharedLane[Any], int] = {}
         """With their numbers; 0: nothing was said of it yet."""
         self._numbered: dict[int, SharedLane[Any]] = {}
@@ -144,18 +146,20 @@ class SharedStream:
                 self._more.clear()
                 while self._outbox:
                     taken = take_message(self._outbox)
-                    await self._call.write(self._message(taken))
+                    await self._call.write(self._message(taken).SerializeToString())
                     for part in taken:
                         if (lane := self._numbered.get(part.sequence)) is not None:
                             lane.was_sent = True
 
     async def _read(self) -> None:
         try:
-            while (answer := await self._call.read()) is not grpc.aio.EOF:
-                self._hand_out(cast("PartsMessage", answer).parts)
+            while isinstance(answer := await self._call.read(), bytes):
+                self._hand_out(self._read_message(answer).parts)
             ending = Ending()
         except grpc.RpcError as error:
             ending = ending_of(error)
+        except DecodeError:
+            ending = Ending(grpc.StatusCode.INTERNAL, UNREADABLE)
         except asyncio.CancelledError:
             ending = Ending(grpc.StatusCode.UNAVAILABLE, "the connection was closed")
         self._end(ending)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from coordinator.lane import AnswerT, Call, Lane, OwnStream
-from coordinator.shared_stream import MakeMessage, SharedCall, SharedLane, SharedStream
+from coordinator.shared_stream import MakeMessage, ReadMessage, SharedLane, SharedStream
 from tandem.traffic import Traffic
 
 
@@ -19,12 +19,14 @@ class Methods(Generic[AnswerT]):
     """What the service is called in errors."""
     open_one: Callable[[], Call]
     """Opens a stream for one sequence."""
-    open_many: Callable[[], SharedCall]
+    read: Callable[[bytes], AnswerT]
+    """Reads an answer to one."""
+    open_many: Callable[[], Call]
     """Opens a stream for many."""
     message: MakeMessage
     """Makes a message for many of parts."""
-    read: Callable[[bytes], AnswerT]
-    """Reads an answer to one."""
+    read_many: ReadMessage
+    """Reads an answer to many."""
 
 
 class Streams(Generic[AnswerT]):
@@ -50,5 +52,5 @@ class Streams(Generic[AnswerT]):
             self._own = OwnStream(methods.service, methods.open_one(), methods.read, traffic)
             return self._own
         if shared is None or not shared.takes_more:
-            shared = self._shared = SharedStream(methods.open_many(), methods.message)
+            shared = self._shared = SharedStream(methods.open_many(), methods.message, methods.read_many)
         return SharedLane(methods.service, shared, methods.read, traffic)

@@ -40,9 +40,10 @@ class TargetClient:
             Methods(
                 service="target service",
                 open_one=channel.stream_stream("/tandem.v1.TargetService/Verify"),
-                open_many=self._stub.VerifyMany,
-                message=lambda parts: target_pb2.VerifyManyRequest(parts=parts),
                 read=target_pb2.VerifyResponse.FromString,
+                open_many=channel.stream_stream("/tandem.v1.TargetService/VerifyMany"),
+                message=lambda parts: target_pb2.VerifyManyRequest(parts=parts),
+                read_many=target_pb2.VerifyManyResponse.FromString,
             )
         )
 

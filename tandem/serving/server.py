@@ -79,10 +79,10 @@ class Service(Protocol):
 
 @runtime_checkable
 class HasOtherWaysIn(Protocol):
-    """A service that answers by other ways than gRPC too."""
+    """A service to which requests come by other ways than a gRPC call for each: HTTP, or streams that they share."""
 
     def open_other_ways(self, gate: Gate, calls: RunningCalls) -> None:
-        """Take their addresses. What comes in by them passes the gate, and counts as a call. Called before all else.
+        """Open them. What comes in by them passes the gate, and counts as a call. Called before all else.
 
         Raises:
             ConfigurationError: an address cannot be bound.

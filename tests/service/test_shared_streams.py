@@ -126,9 +126,10 @@ async def ends() -> AsyncIterator[Ends]:
         methods = Methods(
             service="target service",
             open_one=channel.stream_stream("/tandem.v1.TargetService/Verify"),
-            open_many=stub.VerifyMany,
-            message=lambda parts: target_pb2.VerifyManyRequest(parts=parts),
             read=target_pb2.VerifyResponse.FromString,
+            open_many=channel.stream_stream("/tandem.v1.TargetService/VerifyMany"),
+            message=lambda parts: target_pb2.VerifyManyRequest(parts=parts),
+            read_many=target_pb2.VerifyManyResponse.FromString,
         )
         yield Ends(service, methods, Streams(methods), stub, server, address)
 
@@ -411,11 +412,12 @@ async def test_an_answer_that_cannot_be_read_is_the_services_fault() -> None:
         serving(lambda server: server.add_generic_rpc_handlers((handler,))) as (address, _),
         open_channel(address) as channel,
     ):
-        methods = replace(both.methods, open_one=channel.stream_stream("/garbling/garble"))
-        lane = Streams(methods).lane()
-        with pytest.raises(ProtocolError, match="target service: its answer cannot be read"):
-            await asked(lane, 1)
-        lane.cancel()
+        garbling: Any = channel.stream_stream("/garbling/garble")
+        streams = Streams(replace(both.methods, open_one=garbling, open_many=garbling))
+        for lane in (streams.lane(), streams.lane()):
+            with pytest.raises(ProtocolError, match="target service: its answer cannot be read"):
+                await asked(lane, 1)
+            lane.cancel()
 
 
 async def read(

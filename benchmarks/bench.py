@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -30,8 +29,6 @@ _WIDTH = 132
 
 def run(arguments: Sequence[str], program: str = "tandem bench") -> None:
     """Measure, print the tables, write the files. Ends the process with one sentence when it cannot."""
-    # gRPC would remark on each process that is started while it runs.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     try:
         settings = parse(arguments, program)
         configure("warning", "text")

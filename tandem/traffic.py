@@ -1,4 +1,4 @@
-"""How many bytes a stream carried."""
+"""How many bytes were exchanged for a sequence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Traffic:
-    """What went over one stream, counted in serialized messages without gRPC's framing."""
+    """What went to and fro for one sequence, counted in serialized messages without any framing."""
 
     sent_bytes: int = 0
     received_bytes: int = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import chain
 
 import grpc
@@ -20,6 +20,7 @@ from pydantic import SecretStr
 
 from coordinator.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
+from draft_service.servicer import DraftServicer
 from tandem.client import Client
 from tandem.errors import (
     CapacityError,
@@ -52,6 +53,7 @@ from tandem.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from tandem.wire import draft as draft_wire
 from tandem.wire import target as target_wire
 from tandem.wire.common import model_info_to_proto
+from target_service.servicer import TargetServicer
 from tests.paths import DEMO_TARGET
 
 NextToken = Callable[[Sequence[int]], int]
@@ -124,7 +126,7 @@ class Fake:
         self.longest = max(self.longest, len(tokens))
 
 
-class FakeTarget(Fake, target_pb2_grpc.TargetServiceServicer):
+class FakeTarget(Fake, TargetServicer):
     """A target whose distributions are one-hot, at any temperature."""
 
     step_seconds = 0.0
@@ -149,18 +151,6 @@ class FakeTarget(Fake, target_pb2_grpc.TargetServiceServicer):
                     yield target_wire.verification_to_proto(self.verification(tokens, step))
         finally:
             self.running -= 1
-
-    async def VerifyMany(
-        self, request_iterator: AsyncIterator[target_pb2.VerifyManyRequest], context: Context
-    ) -> AsyncIterator[target_pb2.VerifyManyResponse]:
-        many = self.shared.serve(
-            request_iterator,
-            lambda requests: self.Verify(requests, context),
-            target_pb2.VerifyRequest.FromString,
-        )
-        async with aclosing(many) as answers:
-            async for parts in answers:
-                yield target_pb2.VerifyManyResponse(parts=parts)
 
     def verification(self, tokens: Sequence[int], step: VerifyStep) -> Verification:
         """A row for each of the last positions."""
@@ -198,7 +188,7 @@ class FakeTarget(Fake, target_pb2_grpc.TargetServiceServicer):
         yield target_pb2.GetTokenizerResponse(file_name=path.name, content=path.read_bytes())
 
 
-class FakeDraft(Fake, draft_pb2_grpc.DraftServiceServicer):
+class FakeDraft(Fake, DraftServicer):
     """A draft that is sure of what it says. Tests override `respond` to make it misbehave."""
 
     def __init__(self, next_token: NextToken = counting) -> None:
@@ -242,18 +232,6 @@ class FakeDraft(Fake, draft_pb2_grpc.DraftServiceServicer):
                     yield response
         finally:
             self.running -= 1
-
-    async def ProposeMany(
-        self, request_iterator: AsyncIterator[draft_pb2.ProposeManyRequest], context: Context
-    ) -> AsyncIterator[draft_pb2.ProposeManyResponse]:
-        many = self.shared.serve(
-            request_iterator,
-            lambda requests: self.Propose(requests, context),
-            draft_pb2.ProposeRequest.FromString,
-        )
-        async with aclosing(many) as answers:
-            async for parts in answers:
-                yield draft_pb2.ProposeManyResponse(parts=parts)
 
     async def GetModelInfo(
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context

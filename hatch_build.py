@@ -1,26 +1,86 @@
-"""Build hook: generates the protobuf modules, so that `pip install` alone gives a package that imports."""
+"""Build hook: what a wheel holds beside the packages of the source tree."""
 
 from __future__ import annotations
 
+import os
+import platform
 import runpy
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
+DEMO_PACKAGE = "tandem_demo"
+"""The name of the demo pair's folder in a wheel: beside `tandem`, where `tandem.model_sources.demo` looks for it."""
 
-class ProtoBuildHook(BuildHookInterface[Any]):
-    """Runs the generator before a wheel is packed or an editable install is made."""
+KERNEL_LIBRARY = Path("tandem", "engine", "backends", "cpu_native", "library")
+
+KERNELS_VARIABLE = "TANDEM_WHEEL_KERNELS"
+"""Names, with commas between them, of the processors whose kernels a wheel is to hold (`TARGETS` of the kernels'
+build.py); empty for none. By default all of them on Linux and x86-64, and the build goes on without those that cannot
+be compiled."""
+
+
+class BuildHook(BuildHookInterface[Any]):
+    """Runs before a wheel is packed or an editable install is made."""
 
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Generate `tandem/v1` and have it packed although git ignores it."""
-        # Run by path: while a wheel is built, the source tree is not on the import path.
-        generator = runpy.run_path(str(Path(self.root, "protos", "generate.py")))
+        """Add the generated modules, and to a wheel that will be installed the demo pair and compiled kernels."""
+        root = Path(self.root)
+        build_data["artifacts"].extend(_protobuf_modules(root))
+        if version != "editable":
+            build_data["force_include"].update(_demo_pair(root))
+            build_data["force_include"].update(_compiled_kernels(root, self.app.display_warning))
+
+
+def _protobuf_modules(root: Path) -> list[str]:
+    """Generate `tandem/v1`, and return its files as artifacts: they are packed although git ignores them."""
+    # Run by path: while a wheel is built, the source tree is not on the import path.
+    generator = runpy.run_path(str(root / "protos" / "generate.py"))
+    try:
+        outputs = generator["generate"](root)
+    except generator["ProtoError"] as error:
+        sys.exit(f"error: {error}")
+    return [f"/{output.relative_to(root).as_posix()}" for output in outputs]
+
+
+def _demo_pair(root: Path) -> dict[str, str]:
+    """The model folders, each with its place in the wheel; none in an image's build, which has no `models/`."""
+    folders = (root / "models" / "demo" / name for name in ("target", "draft"))
+    return {str(folder): f"{DEMO_PACKAGE}/{folder.name}" for folder in folders if folder.is_dir()}
+
+
+def _compiled_kernels(root: Path, warn: Callable[[str], None]) -> dict[str, str]:
+    """The kernels for each processor, with their places in the wheel. They are optional: an installation without them
+    compiles its own where it has a compiler. The wheel therefore stays one for every platform."""
+    # Run by path, as the protobuf generator is.
+    builder = runpy.run_path(str(root / KERNEL_LIBRARY / "build.py"))
+    targets = list(builder["TARGETS"])
+    named = os.environ.get(KERNELS_VARIABLE)
+    if named is None:
+        wanted = targets if (sys.platform, platform.machine()) == ("linux", "x86_64") else []
+    else:
+        wanted = [name for name in named.split(",") if name]
+    if unknown := [name for name in wanted if name not in targets]:
+        sys.exit(f"error: {KERNELS_VARIABLE} names {', '.join(unknown)}; it may name {', '.join(targets)}")
+
+    def compiled(target: str) -> Path | None:
         try:
-            outputs = generator["generate"](Path(self.root))
-        except generator["ProtoError"] as error:
-            sys.exit(f"error: {error}")
-        build_data["artifacts"].extend(f"/{output.relative_to(self.root).as_posix()}" for output in outputs)
+            library: Path = builder["built_kernels"](target=target)
+        except builder["BuildError"] as error:
+            if named is not None:
+                sys.exit(f"error: no kernels for {target}: {error}")
+            warn(f"the wheel holds no kernels for {target}: {error}")
+            return None
+        return library
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        libraries = dict(zip(wanted, pool.map(compiled, wanted), strict=True))
+    return {
+        str(path): str(KERNEL_LIBRARY / "objects" / f"{name}.so") for name, path in libraries.items() if path
+    }

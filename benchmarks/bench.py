@@ -10,10 +10,10 @@ from pathlib import Path
 import uvloop
 from rich.console import Console
 
-from benchmarks.chart import svg
-from benchmarks.report import Report
+from benchmarks.reports.chart import svg
+from benchmarks.reports.report import Report
+from benchmarks.reports.tables import markdown, show
 from benchmarks.settings import BenchSettings, parse
-from benchmarks.tables import markdown, show
 from benchmarks.targets import targets_of
 from coordinator.cli.exit_codes import exit_code
 from tandem.errors import TandemError
@@ -21,10 +21,10 @@ from tandem.logs import configure
 from tandem.settings import exit_with
 
 _MACHINES_OWN = ("--vllm-python", "--max-python", "--cache-folder")
-"""Options whose values mean nothing elsewhere."""
+"""Options whose values mean nothing on other machines."""
 
 _WIDTH = 132
-"""Of the tables in a pipe or a file."""
+"""Width of tables in a pipe or a file, in characters."""
 
 
 def run(arguments: Sequence[str], program: str = "tandem bench") -> None:
@@ -32,7 +32,7 @@ def run(arguments: Sequence[str], program: str = "tandem bench") -> None:
     try:
         settings = parse(arguments, program)
         configure("warning", "text")
-        report = uvloop.run(_measure(settings, told(program, arguments)))
+        report = uvloop.run(_measure(settings, recorded_command(program, arguments)))
     except TandemError as error:
         exit_with(error, exit_code(error))
         return
@@ -43,8 +43,8 @@ def run(arguments: Sequence[str], program: str = "tandem bench") -> None:
     write(report, settings)
 
 
-def told(program: str, arguments: Sequence[str]) -> str:
-    """The command as a report tells it: without where this machine keeps other engines' Pythons."""
+def recorded_command(program: str, arguments: Sequence[str]) -> str:
+    """The command for the report, without this machine's paths to other engines' Pythons."""
     words = list(arguments)
     for index, word in enumerate(words):
         option, has_value, _ = word.partition("=")
@@ -65,7 +65,7 @@ async def _measure(settings: BenchSettings, command: str) -> Report:
 
 
 def _say(_: str) -> None:
-    """Progress is for people who watch."""
+    """Print progress on a terminal."""
 
 
 def write(report: Report, settings: BenchSettings) -> None:

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 from benchmarks.peers.process import PeerError, peer
 from benchmarks.services import service
 from benchmarks.workload import Answer, Outcome, Workload
-from coordinator.figures import add
-from tandem.client import Client
-from tandem.types import GenerationRequest, SpeculationFigures
+from coordinator.stats.speculation import add
+from tandem.clients.aio import Client
+from tandem.types import GenerationRequest, SpeculationStats
 
 
 class Contender(Protocol):
-    """A way of decoding that is ready to run."""
+    """A started way of decoding."""
 
     async def run(self, workload: Workload) -> Outcome:
         """Complete the workload's prompts, all at once.
@@ -32,7 +32,7 @@ class Contender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all contenders have in common."""
+    """Base class of contenders."""
 
     target: Path
     draft: Path
@@ -47,6 +47,12 @@ class Setup:
     """Folder for what contenders write to stderr."""
     vllm_python: Path | None = None
     max_python: Path | None = None
+    pace: str = ""
+    """Minimum duration of steps; empty: none."""
+    rule: str = ""
+    """rejection_sampling_strategy of Tandem's contenders; empty: the default."""
+    delay_ms: float = 0.0
+    """Delay between the coordinator and each service, one way."""
 
     def as_dict(self) -> dict[str, Any]:
         """For a peer."""
@@ -59,24 +65,28 @@ class Setup:
             "max_length": self.max_length,
             "max_sequences": self.max_sequences,
             "num_speculative_tokens": self.num_speculative_tokens,
+            "pace": self.pace,
+            "rule": self.rule,
         }
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where the three services listen."""
+    """Addresses of the three services."""
 
     target: str
     draft: str
     coordinator: str
+    ahead: str
+    """Of a second coordinator of the same services, whose draft works ahead."""
 
 
 @asynccontextmanager
 async def services(setup: Setup, *, prefix_caching: bool) -> AsyncIterator[Addresses]:
     """A draft service, a target service and a coordinator, each a process.
 
-    Contenders that share a target would take over what the one before has read of the same prompts: whoever comes
-    first would read for all. So it is off except where it is what is measured.
+    Contenders that share a target would reuse each other's prefixes of the same prompts. So prefix caching is off,
+    except where it is measured.
     """
     models = (
         *(() if prefix_caching else ("--no-enable-prefix-caching",)),
@@ -86,13 +96,32 @@ async def services(setup: Setup, *, prefix_caching: bool) -> AsyncIterator[Addre
     async with AsyncExitStack() as stack:
         # One after the other: two that load at once slow each other more than they gain.
         target, draft = [
-            await stack.enter_async_context(service(package, "--model", str(folder), *models))
-            for package, folder in (("target_service", setup.target), ("draft_service", setup.draft))
+            await stack.enter_async_context(_model_service(setup, role, "--model", str(folder), *models))
+            for role, folder in (("target", setup.target), ("draft", setup.draft))
         ]
+        if setup.delay_ms:
+            target, draft = [
+                await stack.enter_async_context(
+                    service("benchmarks.timing.delay", "--to", address, "--ms", str(setup.delay_ms))
+                )
+                for address in (target, draft)
+            ]
         joined = ("--target-address", target, "--draft-address", draft)
         count = ("--num-speculative-tokens", str(setup.num_speculative_tokens))
-        coordinator = await stack.enter_async_context(service("coordinator", *joined, *count))
-        yield Addresses(target, draft, coordinator)
+        rule = ("--rejection-sampling-strategy", setup.rule) if setup.rule else ()
+        coordinator, ahead = [
+            await stack.enter_async_context(
+                service("coordinator", *joined, *count, *rule, "--draft-ahead", option)
+            )
+            for option in ("off", "auto")
+        ]
+        yield Addresses(target, draft, coordinator, ahead)
+
+
+def _model_service(setup: Setup, role: str, *options: str) -> AbstractAsyncContextManager[str]:
+    if setup.pace:
+        return service("benchmarks.models.paced_services", "--role", role, "--pace", setup.pace, *options)
+    return service(f"{role}_service", *options)
 
 
 class ThroughServices:
@@ -104,7 +133,7 @@ class ThroughServices:
 
     async def run(self, workload: Workload) -> Outcome:
         """Complete the prompts over one connection."""
-        figures = SpeculationFigures()
+        figures = SpeculationStats()
         # One request accepts as it does in one process, so that only the path differs. Many come as clients send them:
         # a seed would forbid the coordinator to shorten their proposals.
         seed = workload.seed if len(workload.prompts) == 1 else None
@@ -140,19 +169,19 @@ class Kind:
     """A contender that can be asked for."""
 
     title: str
-    """What a reader calls it."""
+    """Display name."""
     start: Start
     is_ours: bool = False
     largest_batch: int | None = None
-    """Most requests at once; None for any number."""
+    """Maximum requests at once; None for any number."""
     absent: Callable[[Setup], str] = lambda _: ""
-    """Why it cannot run with a setup; empty when it can."""
+    """Reason why it cannot run with a setup; empty when it can."""
 
 
-def _through_services(*, speculation: bool) -> Start:
+def _through_services(*, speculation: bool, ahead: bool = False) -> Start:
     @asynccontextmanager
     async def start(_: Setup, addresses: Addresses) -> AsyncIterator[Contender]:
-        async with Client(addresses.coordinator) as client:
+        async with Client(addresses.ahead if ahead else addresses.coordinator) as client:
             yield ThroughServices(client, speculation=speculation)
 
     return start
@@ -199,6 +228,9 @@ def _this_python(_: Setup) -> str:
 CONTENDERS: dict[str, Kind] = {
     "target-alone": Kind("Tandem, target alone", _through_services(speculation=False), is_ours=True),
     "speculative": Kind("Tandem, speculative", _through_services(speculation=True), is_ours=True),
+    "speculative-ahead": Kind(
+        "Tandem, drafting ahead", _through_services(speculation=True, ahead=True), is_ours=True
+    ),
     "one-process": Kind("the same loop in one process", _peer("one_process", _this_python), is_ours=True),
     "transformers": Kind(
         "transformers generate", _peer("transformers_generate", _this_python, assistance="")

@@ -1,12 +1,12 @@
-"""What an engine's steps cost on this CPU, beside the least that they could.
+"""Measures an engine's steps on this CPU beside their lower bound.
 
     python -m benchmarks.engine_steps                     the demo pair and a model of 25 million parameters
     python -m benchmarks.engine_steps --models all        and a pair of random weights, 200 and 20 million
 
 Each step is timed three ways in turn, so that a machine that slows down slows all of them: by torch alone
-(`--compile off`), by the model's modules with our kernels, and as it is served. Beside them is what the linear layers
-take by themselves, and what reading their weights once takes at the bandwidth measured here. With one thread, times are
-processor time of that thread, which a busy machine spoils least; with more, wall time.
+(`--compile off`), by the model's modules with our kernels, and as a service runs it. Beside them stand the time of the
+linear layers alone, and the time to read their weights once at the measured bandwidth. With one thread, times are
+processor time of that thread, which a busy machine affects least; with more, wall time.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from tandem.engine.engine import Engine
-from tandem.engine.extents import Extent, granules
-from tandem.engine.jobs import Done, Job
-from tandem.engine.model import LoadedModel, load_model
-from tandem.engine.native.linear import PackedLinear
-from tandem.engine.runner import StepRunner
-from tandem.engine.segment import Segment
-from tandem.engine.sequence import Sequence as CachedSequence
+from tandem.engine.backends.cpu_native.linear import PackedLinear
+from tandem.engine.backends.selection import Backends, choose_backends
+from tandem.engine.core.engine import Engine
+from tandem.engine.core.jobs import Done, Job
+from tandem.engine.core.runner import StepRunner
+from tandem.engine.kv_cache.arena import KvArena
+from tandem.engine.kv_cache.extents import Extent, granules
+from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
+from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.settings import EngineSettings
 from tandem.types import Delta
 
@@ -61,7 +63,7 @@ STEPS = {
 """Sequences, and tokens of each."""
 
 PAST_TOKENS = 200
-"""That each sequence of a short step looks back on."""
+"""Number of earlier tokens that each sequence of a short step attends to."""
 PREFIX_TOKENS = 512
 ROOM = 768
 BANDWIDTH_BYTES = 256 << 20
@@ -133,8 +135,10 @@ def _save_random(shape: dict[str, int], folder: Path) -> None:
 class Steps:
     """An engine's step, run by hand."""
 
-    def __init__(self, model: LoadedModel) -> None:
-        self._runner = StepRunner(model, 16 * ROOM)
+    def __init__(self, backends: Backends) -> None:
+        model = backends.model
+        arena = KvArena(model.layers, 16 * ROOM, model.dtype, model.device)
+        self._runner = StepRunner(backends.steps(arena))
         self._vocabulary_size = model.info.vocabulary_size
 
     def work(self, sequences: int, width: int) -> Work:
@@ -144,7 +148,7 @@ class Steps:
         rows = list(range(sequences * width)) if past else [width - 1]
 
         def run() -> object:
-            return self._runner.run(self._runner.pack(segments), rows)
+            return self._runner.run(segments, rows)
 
         return run
 
@@ -154,7 +158,7 @@ class Steps:
             (7 * step + index) % (self._vocabulary_size - 3) + 3 for step in range(past + width)
         ]
         if past:
-            self._runner.run(self._runner.pack([Segment(sequence, past)]), [past - 1])
+            self._runner.run([Segment(sequence, past)], [past - 1])
             sequence.advance(past)
         return sequence
 
@@ -167,18 +171,21 @@ def linears(model: LoadedModel, rows: int) -> Work:
 
 
 def weight_bytes(model: LoadedModel) -> int:
-    """What the linear layers read."""
+    """Bytes that the linear layers read."""
     return sum(layer._packed.nbytes for layer in model.module.modules() if isinstance(layer, PackedLinear))
 
 
 def step_table(name: str, folder: Path, arguments: argparse.Namespace, clock: Clock) -> Table:
-    """What the steps of one model cost."""
+    """Cost of one model's steps."""
     options: dict[str, Any] = {"dtype": arguments.dtype, "threads": arguments.threads}
-    served = load_model(folder, **options, compile_mode="on")
+    backends = choose_backends(load_model(folder, **options), compile_mode="on")
+    served, native = backends.model, backends.native
+    if native is None:
+        raise RuntimeError("these kernels were demanded")
     ways = {
-        "torch": Steps(load_model(folder, **options, compile_mode="off")),
-        "kernels": Steps(replace(served, trace=None)),
-        "served": Steps(served),
+        "torch": Steps(Backends(load_model(folder, **options))),
+        "kernels": Steps(replace(backends, native=replace(native, trace=None))),
+        "served": Steps(backends),
     }
     floor_ms = 1e3 * weight_bytes(served) / bandwidth(clock)
     table = Table(f"{name}, {served.info.parameter_count / 1e6:.0f} M, {arguments.dtype}")
@@ -201,7 +208,10 @@ async def prefix_seconds(folder: Path, arguments: argparse.Namespace, rounds: in
     """Milliseconds to the first row of a prompt whose prefix is new, and of one whose prefix was served before."""
     model = load_model(folder, dtype=arguments.dtype, threads=arguments.threads)
     engine = Engine(
-        model, lambda ready, logits: [Done(int(logits[0].argmax())) for _ in ready], EngineSettings()
+        model,
+        lambda ready, logits: [Done(int(logits[0].argmax())) for _ in ready],
+        EngineSettings(),
+        backends=choose_backends(model),
     )
     engine.start()
     await engine.warm_up()

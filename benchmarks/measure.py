@@ -15,13 +15,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.contenders import CONTENDERS, Addresses, Contender, Setup, services
+from benchmarks.models.pairs import Pair, open_pair
 from benchmarks.order import chosen, rotated
-from benchmarks.pairs import Pair, open_pair
-from benchmarks.prefix import PREFIX_TOKENS, prefix_gain
-from benchmarks.report import Cell, Machine, PhaseRow, PrefixGain, Report, WireBytes, cell_of
+from benchmarks.reports.report import Cell, Machine, PhaseRow, PrefixGain, Report, WireBytes, cell_of
 from benchmarks.settings import BenchSettings
 from benchmarks.targets import targets_of
-from benchmarks.timed import phase_row, timed_coordinator, wire_bytes
+from benchmarks.timing.prefix import PREFIX_TOKENS, prefix_gain
+from benchmarks.timing.timed import phase_row, timed_coordinator, wire_bytes
 from benchmarks.workload import Outcome, Workload
 from tandem.errors import TandemError
 
@@ -33,7 +33,7 @@ REFERENCE = "target-alone"
 _PAUSE_SECONDS = 0.2
 """Between two contenders: the threads of one may spin for a moment after their last step."""
 _WARM_UP_TOKENS = 8
-_MOST_PREFIX_ROUNDS = 3
+_MAX_PREFIX_ROUNDS = 3
 _ENDING_TOKENS = 32
 
 CellKey = tuple[str, int, float]
@@ -41,7 +41,7 @@ CellKey = tuple[str, int, float]
 
 @dataclass(slots=True)
 class Measured:
-    """What came of the rounds so far."""
+    """Statistics of the rounds so far."""
 
     outcomes: dict[CellKey, list[Outcome]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
@@ -102,7 +102,7 @@ async def measure(settings: BenchSettings, progress: Progress, command: str) -> 
 
 
 def setup_of(settings: BenchSettings, pair: Pair, prompts: Sequence[Sequence[int]], logs: Path) -> Setup:
-    """What all contenders are started with."""
+    """Setup that all contenders share."""
     longest = max(max(map(len, prompts)) + settings.max_tokens, PREFIX_TOKENS + _ENDING_TOKENS)
     return Setup(
         target=pair.target,
@@ -116,6 +116,8 @@ def setup_of(settings: BenchSettings, pair: Pair, prompts: Sequence[Sequence[int
         logs=logs,
         vllm_python=settings.vllm_python,
         max_python=settings.max_python,
+        pace=settings.pace,
+        delay_ms=settings.delay,
     )
 
 
@@ -151,7 +153,7 @@ async def _run_rounds(
     measured: Measured,
     progress: Progress,
 ) -> None:
-    """A round that does not count, then those that do."""
+    """A warm-up round, then the rounds that count."""
     cells = [(batch, temperature) for batch in settings.batch for temperature in settings.temperature]
     for number in range(-1, settings.rounds):
         for batch, temperature in cells:
@@ -246,7 +248,7 @@ async def _prefix(
     if not settings.prefix:
         return None
     progress("a prefix that was served before")
-    rounds = min(settings.rounds, _MOST_PREFIX_ROUNDS)
+    rounds = min(settings.rounds, _MAX_PREFIX_ROUNDS)
     kind = CONTENDERS["speculative"]
     async with (
         services(setup, prefix_caching=True) as addresses,

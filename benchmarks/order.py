@@ -1,4 +1,4 @@
-"""Who runs when: in turn within a round, and nobody always first."""
+"""The order of contenders: in turn within a round, with another one first in each round."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ItemT = TypeVar("ItemT")
 
 
 def rotated(items: Sequence[ItemT], round_index: int) -> list[ItemT]:
-    """The items, begun with another one each round, so that what a run leaves behind falls on all alike."""
+    """The items, beginning with another one each round, so that after-effects of a run affect all of them."""
     if not items:
         return []
     start = round_index % len(items)

@@ -20,7 +20,7 @@ async def service(package: str, *options: str) -> AsyncIterator[str]:
     Raises:
         ServiceUnavailableError: it ended before it was ready.
     """
-    command = ["-m", package, "--port", "0", "--log-level", "warning", *options]
+    command = ["-P", "-m", package, "--port", "0", "--log-level", "warning", *options]
     async with _running(package, command) as address:
         yield address
 
@@ -32,7 +32,7 @@ async def cluster(*options: str) -> AsyncIterator[str]:
     Raises:
         ServiceUnavailableError: it ended before it was ready.
     """
-    command = ["-m", "coordinator.cli", "up", "--port", "0", *options]
+    command = ["-P", "-m", "coordinator.cli", "up", "--port", "0", *options]
     async with _running("the cluster", command) as address:
         yield address
 

@@ -1,4 +1,4 @@
-"""What `tandem bench` can be told."""
+"""Options of `tandem bench`."""
 
 from __future__ import annotations
 
@@ -29,6 +29,15 @@ def _known(name: str) -> str:
     return name
 
 
+def _paced(text: str) -> str:
+    # Not before a pace is asked for: it needs torch, which takes seconds to import.
+    if text:
+        from benchmarks.models.pace import Pace
+
+        Pace.from_text(text)
+    return text
+
+
 Positive = Annotated[int, Field(ge=1)]
 Temperature = Annotated[float, Field(ge=0)]
 ContenderName = Annotated[str, BeforeValidator(_known)]
@@ -36,7 +45,7 @@ NonEmpty = Field(min_length=1)
 
 
 class BenchSettings(BaseModel):
-    """What to measure."""
+    """Measurements."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -44,13 +53,13 @@ class BenchSettings(BaseModel):
     """demo, TARGET:DRAFT (two folders), or shaped:TARGET_PARAMETERS:DRAFT_LAYERS:AGREEMENT, for instance
     shaped:200M:1:0.8: random weights with the shape of Llama 3.1, whose draft agrees that often."""
     contenders: Annotated[tuple[ContenderName, ...], BeforeValidator(_listed), NonEmpty] = tuple(CONTENDERS)
-    """Which ways of decoding to compare; those of an engine whose Python is not named are left out."""
+    """Ways of decoding to compare, without those of an engine whose Python is not given."""
     batch: Annotated[tuple[Positive, ...], BeforeValidator(_listed), NonEmpty] = (1, 4, 16)
     """Requests at once."""
     temperature: Annotated[tuple[Temperature, ...], BeforeValidator(_listed), NonEmpty] = (0.0, 1.0)
     """0 is greedy."""
     rounds: int = Field(default=5, ge=1)
-    """How often each contender completes each batch, in turn with the others."""
+    """Number of times that each contender completes each batch, in turn with the others."""
     max_tokens: int = Field(default=64, ge=2)
     """Tokens of each completion."""
     num_speculative_tokens: int = Field(default=4, ge=1)
@@ -60,17 +69,22 @@ class BenchSettings(BaseModel):
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of each model. By default one for each core."""
     device: str = "cpu"
-    """Where the models run: cpu, cuda or cuda:N."""
+    """Device of the models: cpu, cuda or cuda:N."""
+    pace: Annotated[str, BeforeValidator(_paced)] = ""
+    """VERIFY_MS,DRAFT_STEP_MS[,PER_8_ROWS]: minimum duration of the steps of Tandem's contenders (they sleep), and a
+    share more for each 8 tokens; for instance 6.5,1.2,0.1."""
+    delay: float = Field(default=0.0, ge=0)
+    """Milliseconds of delay between the coordinator and a service, one way."""
     prefix: bool = True
-    """Whether to measure what a prompt gains whose first 512 tokens were served before."""
+    """Measure the gain for a prompt whose first 512 tokens were served before."""
     phases: bool = True
-    """Whether to measure where a round's time goes, and bytes on the wire."""
+    """Measure the phases of a round, and bytes on the wire."""
     vllm_python: Path | None = None
     """A Python that has vLLM."""
     max_python: Path | None = None
     """A Python that has MAX; on a CPU it computes in float32 only."""
     cache_folder: Path = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tandem" / "bench"
-    """Where shaped pairs are kept."""
+    """Folder of shaped pairs."""
     json_file: Path | None = None
     """Write everything that was measured to this file."""
     svg_file: Path | None = None
@@ -92,10 +106,10 @@ class BenchSettings(BaseModel):
 
 
 def parse(arguments: Sequence[str], program: str = "tandem bench") -> BenchSettings:
-    """The settings that a command line asks for.
+    """The settings of a command line.
 
     Raises:
-        ConfigurationError: naming every option that is wrong, its value and what it should be.
+        ConfigurationError: with every wrong option, its value and what it must be.
         SystemExit: --help was asked for, or there is no such option.
     """
     parser = argparse.ArgumentParser(

@@ -1,11 +1,11 @@
-"""What is to be reached on a CPU, held against what a run found."""
+"""Compares a run with the figures to be reached on a CPU."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 
-from benchmarks.report import Report, Target
+from benchmarks.reports.report import Report, Target
 
 _VLLM = ("vllm", "vllm-ngram", "vllm-draft")
 _ASSISTED = ("assisted", "assisted-defaults")
@@ -65,7 +65,7 @@ def _judged(name: str, needed: str, reached: float | None, is_enough: Callable[[
 
 
 def _ratio(report: Report, one: tuple[str, int], other: tuple[str, int], temperature: float) -> float | None:
-    """Median over the rounds of the ratio within a round, which a machine that slows down spoils least."""
+    """Median over rounds of the ratio within a round, which a machine that slows down affects least."""
     cells = [report.cell(name, batch, temperature) for name, batch in (one, other)]
     if cells[0] is None or cells[1] is None:
         return None

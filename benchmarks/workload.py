@@ -1,4 +1,4 @@
-"""What every contender is asked, and what it answers. Standard library only: other engines' Pythons read it too."""
+"""Requests to contenders and their answers. Standard library only: other engines' Pythons read it too."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Workload:
 
 @dataclass(slots=True)
 class Answer:
-    """One completion and when its pieces came."""
+    """One completion and the times of its chunks."""
 
     token_ids: list[int] = field(default_factory=list)
     arrivals: list[tuple[float, int]] = field(default_factory=list)
-    """Seconds since the batch began, and how many tokens came then."""
+    """Seconds since the batch began, and the number of tokens that arrived then."""
 
     def add(self, seconds: float, token_ids: list[int]) -> None:
         """Note a piece."""
@@ -45,7 +45,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a workload."""
+    """Result of a workload."""
 
     answers: list[Answer]
     seconds: float

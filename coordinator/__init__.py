@@ -2,4 +2,4 @@
 
 from tandem.serving.polling import wait_in_one_thread
 
-wait_in_one_thread()  # here, where nothing has imported gRPC yet
+wait_in_one_thread()  # here, before anything imports gRPC

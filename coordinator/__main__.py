@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from coordinator.service import CoordinatorService
-from coordinator.settings import CoordinatorSettings
+from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.serving.process import main
 
 

@@ -1,4 +1,4 @@
-"""What the coordinator's process serves: it meets its services, and answers clients."""
+"""The coordinator's process: connects to its services and answers clients."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from typing import TYPE_CHECKING
 
 import grpc.aio
 
-from coordinator.admin import Administration
-from coordinator.admin_servicer import AdminServicer
-from coordinator.completions import Completions, Services
-from coordinator.door import Door
-from coordinator.live_config import LiveConfig
-from coordinator.replica import ReplicaState, Role
-from coordinator.replicas import Replicas
+from coordinator.admin.administration import Administration
+from coordinator.admin.servicer import AdminServicer
+from coordinator.decoding.tokenization import PromptEncoder, read_tokenizer
+from coordinator.http.chat.chats import Chats
+from coordinator.replicas.registry import ReplicaRegistry
+from coordinator.requests.admission_interceptor import AdmissionInterceptor
+from coordinator.requests.large_requests import LargeRequests
+from coordinator.requests.replica_streams import Services
+from coordinator.requests.runner import RequestRunner
 from coordinator.servicer import GenerationServicer
-from coordinator.settings import CoordinatorSettings
+from coordinator.settings.coordinator import CoordinatorSettings
+from coordinator.settings.live import LiveConfig
 from coordinator.telemetry.setup import CoordinatorTelemetry
-from coordinator.tokenizer import read_tokenizer
 from tandem.errors import ServiceUnavailableError
+from tandem.replica import ReplicaState, Role
 from tandem.serving.calls import RunningCalls
-from tandem.serving.gate import Gate
-from tandem.serving.server import tell
+from tandem.serving.interceptors.readiness import ReadinessInterceptor
+from tandem.serving.server import announce
 from tandem.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
@@ -48,41 +51,42 @@ class CoordinatorService:
         self.telemetry = telemetry or CoordinatorTelemetry.of(
             settings, is_read=settings.http_port is not None
         )
-        self.completions = Completions(self.live_config, self.telemetry.observer)
-        self.replicas = Replicas(settings, settings.service_credentials)
+        self.completions = RequestRunner(self.live_config, self.telemetry.observer)
+        self.replicas = ReplicaRegistry(settings, settings.service_credentials)
         self.administration = Administration(self.completions, self.live_config, self.replicas)
+        self.chats = Chats(settings.chat_template)
         self._http: HttpSide | None = None
 
-    def open_other_ways(self, gate: Gate, calls: RunningCalls) -> None:
+    def open_other_ways(self, gate: ReadinessInterceptor, calls: RunningCalls) -> None:
         """Take the address for HTTP, when there is one.
 
         Raises:
             ConfigurationError: it cannot be bound.
         """
         if self._settings.http_port is not None:
-            # Here, not above: without HTTP nothing of it is loaded.
+            # Imported here, so that HTTP is loaded only where it is on.
             from coordinator.http.backend import CoordinatorBackend
             from coordinator.http.side import HttpSide
 
             backend = CoordinatorBackend(
-                self.completions, self.administration, self.telemetry.prometheus_text
+                self.completions, self.administration, self.chats, self.telemetry.prometheus_text
             )
             self._http = HttpSide(self._settings, backend, gate, calls)
 
     @property
     def http_url(self) -> str | None:
-        """Where HTTP is answered; None where it is not."""
+        """URL of the HTTP server; None without one."""
         return None if self._http is None else self._http.url
 
     @property
     def interceptors(self) -> Sequence[grpc.aio.ServerInterceptor]:
-        """What decides before a request is read."""
-        return (Door(self.completions),)
+        """Interceptors that decide before a request is read."""
+        return (AdmissionInterceptor(self.completions), LargeRequests())
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicers."""
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(
-            GenerationServicer(self.completions), server
+            GenerationServicer(self.completions, self.chats), server
         )
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.administration), server)
 
@@ -92,21 +96,23 @@ class CoordinatorService:
         Raises:
             ServiceUnavailableError: a service is not ready in time.
             IncompatibleModelsError: draft and target break a rule.
-            ConfigurationError: the Prometheus port cannot be bound.
+            ConfigurationError: the Prometheus port cannot be bound, or the chat template is none.
         """
         self.telemetry.start()
         if self._http is not None:
             self._http.start()
-            tell(f"tandem coordinator: http on {self._http.url}")
+            announce(f"tandem coordinator: http on {self._http.url}")
         await self.replicas.start()
         target_info = self.replicas.fleet.target
         assert target_info is not None
         files = await self._tokenizer_files()
-        services = Services(self.replicas, target_info, self.replicas.fleet.draft, read_tokenizer(files))
+        encoder = PromptEncoder(read_tokenizer(files))
+        services = Services(self.replicas, target_info, self.replicas.fleet.draft, encoder)
         self.completions.connect(services)
-        self.telemetry.ready(target_info.name, self.completions.admission, self.replicas)
-        if self._http is not None:
-            self._http.meet(files)
+        completions = self.completions
+        self.telemetry.ready(target_info.name, completions.admission, self.replicas, completions.speculation)
+        # Without HTTP the process of the template starts with the first chat.
+        await self.chats.meet(files, is_checked=self._http is not None)
         ready = [shot for shot in self.replicas.snapshots() if shot.state is ReplicaState.READY]
         logger.info(
             "services joined",
@@ -118,10 +124,11 @@ class CoordinatorService:
         )
 
     async def close(self) -> None:
-        """Let go of the services, and log what is left to tell."""
+        """Close the connections to the services, and log the last statistics."""
+        self.chats.close()
         if self._http is not None:
             await self._http.close()
-        self.completions.figures.close()
+        self.completions.stats.close()
         await self.telemetry.close()
         await self.replicas.close()
 

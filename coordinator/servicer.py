@@ -4,28 +4,56 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import asdict
 
-from coordinator.completions import Completions
-from tandem.serving.handlers import Context, traceparent_of
+from coordinator.http.chat.chats import Chats, check_message_count, ids_of_chat, text_of_chat
+from coordinator.requests.large_requests import UnparsedRequest, parsed
+from coordinator.requests.peers import peer_of_grpc
+from coordinator.requests.runner import RequestRunner
+from tandem.serving.interceptors.handlers import Context, traceparent_of
 from tandem.v1 import generation_pb2
 from tandem.v1.generation_pb2_grpc import GenerationServiceServicer
-from tandem.wire.generation import chunk_to_proto, request_from_proto
+from tandem.wire.generation import (
+    chat_from_proto,
+    chat_prompt_to_proto,
+    chunk_to_proto,
+    request_from_proto,
+)
 
 
 class GenerationServicer(GenerationServiceServicer):
     """Streams completions to clients."""
 
-    def __init__(self, completions: Completions) -> None:
+    def __init__(self, completions: RequestRunner, chats: Chats) -> None:
         self._completions = completions
+        self._chats = chats
 
     async def Generate(
-        self, request: generation_pb2.GenerateRequest, context: Context
+        self, request: generation_pb2.GenerateRequest | UnparsedRequest, context: Context
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         """One completion, piece by piece."""
+        message = (
+            await parsed(request, self._completions) if isinstance(request, UnparsedRequest) else request
+        )
         chunks = self._completions.complete(
-            request_from_proto(request), context.time_remaining(), traceparent=traceparent_of(context)
+            request_from_proto(message),
+            context.time_remaining(),
+            traceparent=traceparent_of(context),
+            peer=peer_of_grpc(context.peer()),
         )
         # A call that is cancelled between two chunks must not leave its streams to the garbage collector.
         async with aclosing(chunks):
             async for chunk in chunks:
                 yield chunk_to_proto(chunk)
+
+    async def RenderChat(
+        self, request: generation_pb2.RenderChatRequest | UnparsedRequest, context: Context
+    ) -> generation_pb2.RenderChatResponse:
+        """The prompt that a chat makes."""
+        completions = self._completions
+        message = await parsed(request, completions) if isinstance(request, UnparsedRequest) else request
+        check_message_count(len(message.messages))
+        messages = [asdict(each) for each in chat_from_proto(message)]
+        models, bounds = completions.models, completions.bounds
+        text = await text_of_chat(self._chats.template, messages, models, bounds)
+        return chat_prompt_to_proto(await ids_of_chat(text, models, bounds))

@@ -1,8 +1,8 @@
-"""Print what pip is to install for the project and some of its extras, one requirement a line.
+"""Print pip's requirements for the project and some of its extras, one per line.
 
     python requirements.py pyproject.toml engine > requirements.txt
 
-An image installs these before the project itself, so that a change of our code leaves the large layers as they are.
+An image installs these before the project itself, so that a change of the code keeps the large layers.
 """
 
 from __future__ import annotations

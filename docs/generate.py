@@ -12,16 +12,19 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from coordinator.bounds import BOUND_RULES, RequestBounds
-from coordinator.http.rules import HTTP_RULES
-from coordinator.http.settings import HTTP_OPTION_RULES, HttpOptions
-from coordinator.rules import MODEL_RULES, REQUEST_RULES
-from coordinator.service_access import ServiceAccessOptions
-from coordinator.settings import COORDINATOR_RULES, CoordinatorSettings, GuardedConfig
+from coordinator.http.openai import fields
+from coordinator.http.openai.rules import HTTP_RULES
+from coordinator.replicas.compatibility import MODEL_RULES
+from coordinator.requests.bounds import BOUND_RULES
+from coordinator.requests.validation import REQUEST_RULES
+from coordinator.settings.coordinator import COORDINATOR_RULES, CoordinatorSettings, GuardedConfig
+from coordinator.settings.http import HTTP_OPTION_RULES, HttpOptions
+from coordinator.settings.request_bounds import RequestBounds
+from coordinator.settings.service_access import ServiceAccessOptions
 from draft_service.settings import DraftSettings
 from tandem.config.acceptance import AcceptanceOptions
 from tandem.config.drafting import DraftingOptions
-from tandem.config.normal import ALIASES
+from tandem.config.normalization import ALIASES
 from tandem.config.refusals import REFUSED_METHODS, REFUSED_OPTIONS
 from tandem.config.rule import Rule, spelled
 from tandem.config.source_options import SourceOptions
@@ -32,6 +35,8 @@ from tandem.telemetry.settings import TelemetryOptions
 from target_service.settings import TargetSettings
 
 PAGE = Path(__file__).with_name("configuration.md")
+HTTP_PAGE = Path(__file__).with_name("http.md")
+FIELDS_BEGIN, FIELDS_END = "<!-- fields: written by docs/generate.py -->\n", "<!-- end of fields -->\n"
 
 _INTRODUCTION = """\
 # Configuration
@@ -169,16 +174,26 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
+def http_page() -> str:
+    """docs/http.md with the table of fields as it is by now."""
+    before, _, rest = HTTP_PAGE.read_text(encoding="utf-8").partition(FIELDS_BEGIN)
+    after = rest.partition(FIELDS_END)[2]
+    return f"{before}{FIELDS_BEGIN}{fields.markdown()}{FIELDS_END}{after}"
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Write the page, or check it."""
-    text = page()
+    """Write the pages, or check them."""
+    pages = {PAGE: page(), HTTP_PAGE: http_page()}
+    stale = [
+        path for path, text in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != text
+    ]
     if "--check" not in arguments:
-        PAGE.write_text(text, encoding="utf-8")
+        for path in stale:
+            path.write_text(pages[path], encoding="utf-8")
         return 0
-    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:
-        return 0
-    sys.stderr.write("error: docs/configuration.md is stale; run make docs\n")
-    return 1
+    for path in stale:
+        sys.stderr.write(f"error: docs/{path.name} is stale; run make docs\n")
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":

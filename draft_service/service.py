@@ -1,4 +1,4 @@
-"""What the draft's process serves."""
+"""The draft's process."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from draft_service.proposers.suffix import suffix_proposer
 from draft_service.servicer import DraftServicer
 from draft_service.settings import DraftSettings
 from tandem.serving.calls import RunningCalls
-from tandem.serving.gate import Gate
+from tandem.serving.interceptors.readiness import ReadinessInterceptor
 from tandem.serving.loading import in_daemon_thread
 from tandem.serving.server import ENGINE_FAILED
-from tandem.telemetry.streams import OnStep, watch_for
+from tandem.telemetry.streams import OnStep, observer_for
 from tandem.v1 import draft_pb2, draft_pb2_grpc
 
 
@@ -37,19 +37,19 @@ class DraftService:
             ConfigurationError: an option of that method is wrong or missing.
         """
         self._settings = settings
-        self._watch = watch_for(settings, self.name)
-        self._load = _loader(settings, self._watch.on_step, self._fail)
-        self._servicer = DraftServicer(self._watch)
+        self._observer = observer_for(settings, self.name)
+        self._load = _loader(settings, self._observer.on_step, self._fail)
+        self._servicer = DraftServicer(self._observer)
         self._proposer: Proposer | None = None
         self.failure = ""
-        """Why it cannot go on."""
+        """Reason why the service cannot go on; empty while it can."""
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicer."""
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self._servicer, server)
 
-    def open_other_ways(self, gate: Gate, calls: RunningCalls) -> None:
-        """Sequences also come on streams that they share."""
+    def open_other_ways(self, gate: ReadinessInterceptor, calls: RunningCalls) -> None:
+        """Accept shared streams as well."""
         self._servicer.shared.stand_behind(gate, calls, self._settings.max_concurrent_streams)
 
     async def start(self) -> None:
@@ -58,17 +58,22 @@ class DraftService:
         Raises:
             ConfigurationError: the method cannot run as the settings ask.
         """
-        self._watch.start()
+        self._observer.start()
         self._proposer = await in_daemon_thread(self._load)
         await self._proposer.start()
-        self._watch.ready(self._proposer.model_info.name, self._proposer.kv_usage)
+        self._observer.ready(self._proposer.model_info.name, self._proposer.kv_usage)
         self._servicer.proposer = self._proposer
+
+    @property
+    def overdue_seconds(self) -> float:
+        """How long the drafting method has been stuck in a step; 0 while all is well."""
+        return 0.0 if self._proposer is None else self._proposer.overdue_seconds
 
     async def close(self) -> None:
         """Let go of it."""
         if self._proposer is not None:
             await self._proposer.close()
-        await self._watch.close()
+        await self._observer.close()
 
     def _fail(self) -> None:
         self.failure = ENGINE_FAILED
@@ -78,7 +83,7 @@ class DraftService:
 def _loader(
     settings: DraftSettings, on_step: OnStep, on_failure: Callable[[], None]
 ) -> Callable[[], Proposer]:
-    """What loads the drafting method. Options that are wrong are told before anything is loaded."""
+    """Return the loader of the drafting method. Bad options are refused before anything is loaded."""
     limits = SequenceLimits(settings.max_length, settings.max_sequences)
     match settings.method:
         case "ngram":
@@ -92,12 +97,16 @@ def _loader(
 def _load_standalone(
     settings: DraftSettings, checkpoint: Path, on_step: OnStep, on_failure: Callable[[], None]
 ) -> Proposer:
-    from tandem.engine.checkpoint import open_checkpoint
+    from tandem.engine.models.checkpoint import open_checkpoint
     from tandem.engine.threads import wait_asleep
+    from tandem.model_sources.extras import require_engine
+    from tandem.model_sources.find import find_model
 
-    # Before torch is imported, which takes seconds: a wrong folder is told at once.
-    open_checkpoint(checkpoint)
+    # Torch takes seconds to import: refuse a wrong folder before.
+    require_engine()
+    folder = find_model(checkpoint, settings.revision)
+    open_checkpoint(folder)
     wait_asleep()
     from draft_service.proposers.standalone import load_standalone
 
-    return load_standalone(settings, on_step, on_failure)
+    return load_standalone(settings.model_copy(update={"model": folder}), on_step, on_failure)

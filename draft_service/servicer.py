@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 from draft_service.proposers import Proposer
-from tandem.serving.handlers import Context
-from tandem.serving.shared_stream import SharedStreams
-from tandem.serving.stream import opening, steps
-from tandem.telemetry.streams import NO_WATCH, ServiceWatch
+from tandem.serving.interceptors.handlers import Context
+from tandem.serving.streams.multiplexed_stream import MultiplexedStreams
+from tandem.serving.streams.pushes import answered
+from tandem.serving.streams.sequence_stream import opening, steps
+from tandem.telemetry.streams import NO_SERVICE_OBSERVER, ServiceObserver
 from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2_grpc import DraftServiceServicer
 from tandem.wire import draft as wire
@@ -22,24 +23,30 @@ class DraftServicer(DraftServiceServicer):
     proposer: Proposer
     """Set before the server lets calls through."""
 
-    def __init__(self, watch: ServiceWatch = NO_WATCH) -> None:
-        self._watch = watch
-        self.shared = SharedStreams()
-        """Where sequences come that share a stream."""
+    def __init__(self, observer: ServiceObserver = NO_SERVICE_OBSERVER) -> None:
+        self._observer = observer
+        self.shared = MultiplexedStreams()
+        """Entry of sequences that share a stream."""
 
     async def Propose(
         self, request_iterator: AsyncIterator[draft_pb2.ProposeRequest], context: Context
     ) -> AsyncIterator[draft_pb2.ProposeResponse]:
         """One sequence, for as long as the stream lives."""
         options = wire.options_from_proto((await opening(request_iterator)).open)
-        with self._watch.stream(options.request_id, options.traceparent) as watch:
+        with self._observer.stream(options.request_id, options.traceparent) as stream:
             async with self.proposer.sequence(options) as sequence:
-                watch.opened()
-                async for request in steps(request_iterator):
-                    watch.asked()
+                stream.opened()
+
+                async def answer(request: draft_pb2.ProposeRequest) -> draft_pb2.ProposeResponse | None:
+                    stream.asked()
                     proposal = await sequence.propose(wire.step_from_proto(request.step))
-                    watch.answered(len(proposal))
-                    yield wire.proposal_to_proto(proposal)
+                    stream.answered(0 if proposal is None else len(proposal))
+                    return None if proposal is None else wire.proposal_to_proto(proposal)
+
+                answers = answered(steps(request_iterator), answer, sequence.pushed, wire.outcomes_to_proto)
+                async with aclosing(answers):
+                    async for response in answers:
+                        yield response
 
     async def ProposeMany(
         self, request_iterator: AsyncIterator[draft_pb2.ProposeManyRequest], context: Context
@@ -57,7 +64,7 @@ class DraftServicer(DraftServiceServicer):
     async def GetModelInfo(
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context
     ) -> draft_pb2.DraftServiceGetModelInfoResponse:
-        """What the model is."""
+        """Information about the model."""
         return draft_pb2.DraftServiceGetModelInfoResponse(
             model_info=model_info_to_proto(self.proposer.model_info)
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from tandem.config.devices import as_torch
 from tandem.config.drafting import DraftingOptions
 from tandem.config.methods import STANDALONE
 from tandem.config.source_options import SourceOptions
@@ -24,9 +25,12 @@ class DraftSettings(DraftingOptions, SourceOptions, ModelServerSettings):
     port: int = Field(default=DEFAULT_PORT, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""
     model: Path | None = None  # type: ignore[assignment]
-    """Folder of the draft model's checkpoint, for standalone: config.json, safetensors and tokenizer.json."""
-    draft_top_k: int = Field(default=64, ge=1)
-    """How many of its most probable tokens the draft chooses among when its distribution travels with them."""
+    """Folder of the draft model's checkpoint, for standalone: config.json, safetensors and tokenizer.json; or a Hugging
+    Face id."""
+    draft_top_k: int = Field(default=512, ge=1)
+    """How many of its most probable tokens the draft chooses among at most when its distribution travels with them."""
+    draft_support_mass: float = Field(default=0.97, gt=0.0, le=1.0)
+    """Share of these tokens' probability that is enough: the draft chooses among the fewest of them that hold it."""
 
     @property
     def method(self) -> str:
@@ -35,8 +39,8 @@ class DraftSettings(DraftingOptions, SourceOptions, ModelServerSettings):
 
     @property
     def compute_device(self) -> str:
-        """Where the draft model runs, as torch names it. `draft_devices` is MAX's way to say it, and may be shared."""
-        return self.device if self.draft_devices is None else self.draft_devices.replace("gpu", "cuda")
+        """Device of the draft model, as torch names it. `draft_devices` is MAX's name for it, and may be shared."""
+        return self.device if self.draft_devices is None else as_torch(self.draft_devices)
 
     @property
     def checkpoint(self) -> Path:
@@ -49,4 +53,7 @@ class DraftSettings(DraftingOptions, SourceOptions, ModelServerSettings):
             return self.model
         if self.draft_model_path is not None:
             return Path(self.draft_model_path)
-        raise ConfigurationError("--model is missing; give it, or set TANDEM_DRAFT_MODEL")
+        raise ConfigurationError(
+            "--model is missing; give it, or set TANDEM_DRAFT_MODEL; "
+            "--method ngram and --method suffix need none"
+        )

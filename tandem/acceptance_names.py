@@ -1,4 +1,4 @@
-"""What the acceptance rules are called, by MAX and by vLLM. `coordinator.rejection` holds the rules themselves."""
+"""Names of the acceptance rules in MAX and vLLM. `coordinator.rejection` holds the rules themselves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ NAMES = ("greedy", "residual", "block", "strict", "typical-acceptance", "logit-c
 ALIASES = {"probabilistic": "residual", "standard": "residual", "typical": "typical-acceptance"}
 """Other words for some of them; the first two are vLLM's."""
 
-SPELLINGS = (*NAMES, *ALIASES)
+AUTO = "auto"
+"""Picks the rule of `AUTO_NAMES` with the most tokens per second. Tandem's own."""
+
+AUTO_NAMES = ("block", "strict", "residual")
+"""All of them lossless; the first are tried first."""
+
+SPELLINGS = (*NAMES, *ALIASES, AUTO)
 """All that can be written."""
 
 

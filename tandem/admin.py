@@ -1,4 +1,4 @@
-"""The nouns of administration: what a coordinator tells of itself, and what it can be told.
+"""The nouns of administration: a coordinator's status, statistics, options and findings.
 
 Nothing here knows of gRPC: `tandem.wire.admin` is where these types meet protobuf.
 """
@@ -12,35 +12,36 @@ from enum import Enum, IntEnum
 
 from tandem.config.layers import Origin
 from tandem.replica import ReplicaSnapshot
-from tandem.types import SpeculationFigures
+from tandem.speculation_state import SpeculationDecision, SpeculationState
+from tandem.types import SpeculationStats
 
 
 class CoordinatorState(Enum):
-    """Whether a coordinator can complete requests."""
+    """Health of a coordinator."""
 
     STARTING = "starting"
-    """Not yet: it has not met its services."""
+    """It has not reached its services yet."""
     READY = "ready"
-    """With all that it was set up with."""
+    """It works, with all of its replicas."""
     DEGRADED = "degraded"
-    """It can, but slower than it should: no draft takes new sequences, or a replica is lost."""
+    """It works, but slower than it should: no draft takes new sequences, or a replica is lost."""
     UNAVAILABLE = "unavailable"
     """No target takes new sequences."""
 
     @property
     def completes(self) -> bool:
-        """Whether requests are completed."""
+        """True if requests are completed."""
         return self in (CoordinatorState.READY, CoordinatorState.DEGRADED)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How much is being done."""
+    """Running and waiting requests."""
 
     running: int
     """Requests that run."""
     queued: int
-    """Requests that wait for their turn."""
+    """Requests that wait for a place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +54,10 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationSettings:
-    """What a new request gets that says nothing else."""
+    """Defaults for new requests."""
 
     is_on: bool
-    """Whether a draft proposes at all."""
+    """True if a draft proposes at all."""
     num_speculative_tokens: int
     rule: str
     """Acceptance rule for a temperature above 0."""
@@ -75,10 +76,14 @@ class Status:
     """Name of the target's; empty until one was reached."""
     load: Load
     throughput: Throughput
-    speculation: SpeculationFigures
+    speculation: SpeculationStats
     """Since the start."""
     settings: SpeculationSettings
     replicas: tuple[ReplicaSnapshot, ...]
+    speculation_state: SpeculationState
+    """State of speculation now."""
+    decisions: tuple[SpeculationDecision, ...] = ()
+    """The proposal length at each load so far, and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,21 +94,22 @@ class RequestReport:
     age_seconds: float
     prompt_tokens: int
     completion_tokens: int
-    """So far."""
+    """Tokens so far."""
     rule: str
     num_speculative_tokens: int
     """0: the target alone."""
     draft_address: str | None
     target_address: str | None
-    speculation: SpeculationFigures
+    speculation: SpeculationStats
+    speculation_state: SpeculationState
 
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """How requests ended. Those that were refused before they began are not among them."""
+    """How requests ended, without those that were refused before they began."""
 
     completed: int = 0
-    """Their client has all of it."""
+    """Their clients received everything."""
     failed: int = 0
     """A service failed, or the deadline passed."""
     cancelled: int = 0
@@ -114,7 +120,7 @@ class Outcomes:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What a coordinator did since its start, the requests that run included."""
+    """A coordinator's statistics since its start, running requests included."""
 
     time: datetime
     """The coordinator's clock."""
@@ -123,22 +129,26 @@ class Stats:
     throughput: Throughput
     outcomes: Outcomes
     completion_tokens: int
-    speculation: SpeculationFigures
-    by_rule: Mapping[str, SpeculationFigures]
+    speculation: SpeculationStats
+    by_rule: Mapping[str, SpeculationStats]
+    speculation_state: SpeculationState
+    """State of speculation now."""
+    decisions: tuple[SpeculationDecision, ...] = ()
+    """The proposal length at each load so far, and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigOption:
-    """An option of the coordinator, and where its value comes from."""
+    """An option of the coordinator with its value and its origin."""
 
     name: str
     value: object
-    """Of a type that JSON has."""
+    """The value, in a type that JSON has."""
     origin: Origin
     is_live: bool
-    """Whether it can be changed while the coordinator runs."""
+    """True if it can be changed while the coordinator runs."""
     changed_by: str = ""
-    """Who changed it last; empty unless the origin is LIVE."""
+    """The caller who changed it last; empty unless the origin is LIVE."""
     changed_at: datetime | None = None
 
 
@@ -154,22 +164,22 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that was looked at."""
+    """The result of one check."""
 
     check: str
-    """What was looked for, in a word or two."""
+    """Name of the check, in a word or two."""
     subject: str
-    """What was looked at: an address, an option; empty for the coordinator itself."""
+    """Subject of the finding: an address or an option; empty for the coordinator itself."""
     severity: Severity
     detail: str
-    """What was found, in a sentence."""
+    """The finding, in a sentence."""
     advice: str = ""
-    """What to do about it."""
+    """Advice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What a coordinator finds when it looks at itself and its services."""
+    """A coordinator's diagnosis of itself and its services."""
 
     version: str
     time: datetime

@@ -1,18 +1,19 @@
 """One exception tree; each branch maps to one gRPC status code.
 
     TandemError                  INTERNAL
-    ├── InvalidRequestError      INVALID_ARGUMENT      the request can never succeed as it is
-    │   └── NotFoundError        NOT_FOUND             what it names is not there
-    ├── UnauthenticatedError     UNAUTHENTICATED       the caller does not say, or wrongly, who it is
-    ├── PermissionDeniedError    PERMISSION_DENIED     the caller may not do that
+    ├── InvalidRequestError      INVALID_ARGUMENT      the request can never succeed
+    │   └── NotFoundError        NOT_FOUND             a named object does not exist
+    ├── UnauthenticatedError     UNAUTHENTICATED       the caller's token is missing or wrong
+    ├── PermissionDeniedError    PERMISSION_DENIED     the caller lacks the permission
     ├── CapacityError            RESOURCE_EXHAUSTED    it may succeed later
     ├── ServiceUnavailableError  UNAVAILABLE           a service is gone, draining or not ready
-    ├── DeadlineError            DEADLINE_EXCEEDED     it took longer than was allowed
+    ├── DeadlineError            DEADLINE_EXCEEDED     the deadline has passed
     ├── AbortedError             ABORTED               an administrator ended the request
-    ├── ProtocolError            INTERNAL              a peer answered what the protocol does not allow
-    └── ConfigurationError       FAILED_PRECONDITION   the service cannot run as it is set up; exit code 2
-        ├── ModelFolderError                           a checkpoint cannot be served
-        └── IncompatibleModelsError                    draft and target do not go together
+    ├── ProtocolError            INTERNAL              a peer broke the protocol
+    ├── NonFiniteLogitsError     INTERNAL              logits are not finite; exit code 1 at the start
+    └── ConfigurationError       FAILED_PRECONDITION   the configuration is invalid; exit code 2
+        ├── ModelFolderError                           a checkpoint cannot be served; exit code 1
+        └── IncompatibleModelsError                    draft and target do not match
 
 Messages are one sentence for a user: what was wrong, what it was and what it should be. They may cross the network.
 """
@@ -39,7 +40,7 @@ class UnauthenticatedError(TandemError):
 
 
 class PermissionDeniedError(TandemError):
-    """The caller is known, and may not do what it asks."""
+    """The caller is known, but lacks the permission."""
 
 
 class CapacityError(TandemError):
@@ -48,7 +49,7 @@ class CapacityError(TandemError):
     def __init__(self, message: str, retry_after_seconds: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
-        """When it is worth another try; None when that is not known."""
+        """Seconds after which a retry is worthwhile; None when unknown."""
 
 
 class ServiceUnavailableError(TandemError):
@@ -64,7 +65,11 @@ class AbortedError(TandemError):
 
 
 class ProtocolError(TandemError):
-    """A peer sent what the protocol does not allow; one of the two has a defect or another version."""
+    """A peer broke the protocol: it has a defect or another version."""
+
+
+class NonFiniteLogitsError(TandemError):
+    """A model's logits are NaN or infinite: there is no distribution to choose a token from."""
 
 
 class ConfigurationError(TandemError):

@@ -15,7 +15,7 @@ from typing import Literal
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-# What a record has without any `extra`; the rest are the event's own fields.
+# Attributes of every record; the rest are the event's own fields.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 

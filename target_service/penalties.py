@@ -1,9 +1,9 @@
 """Penalties on tokens that occurred before, position by position.
 
-Each row sees all tokens before its own position, a proposal's tokens included: it is what the target would say if it
-had written them itself. Repetition is that of transformers' `RepetitionPenaltyLogitsProcessor` (Keskar et al. 2019,
-arXiv 1909.05858, section 4.1), over prompt and completion. Frequency and presence are those of OpenAI's API and of
-vLLM, over the completion alone. In this order, as in vLLM, and before temperature and truncation.
+Each row sees all tokens before its own position, including a proposal's tokens, as if the target had written them.
+Repetition is that of transformers' `RepetitionPenaltyLogitsProcessor` (Keskar et al. 2019, arXiv 1909.05858, section
+4.1), over prompt and completion. Frequency and presence are those of OpenAI's API and of vLLM, over the completion
+alone. In this order, as in vLLM, and before temperature and truncation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class History:
     prompt_length: int
     """How many of the first tokens are the prompt."""
     token_ids: Sequence[int] = ()
-    """All tokens, the proposal's at the end. The last row tells the token after them."""
+    """All tokens, the proposal's at the end. The last row is for the token after them."""
 
 
 def penalized(logits: Tensor, history: History, sampling: SamplingParams) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the target's process serves."""
+"""The target's process."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import grpc.aio
 
 from tandem.serving.calls import RunningCalls
-from tandem.serving.gate import Gate
+from tandem.serving.interceptors.readiness import ReadinessInterceptor
 from tandem.serving.loading import in_daemon_thread
 from tandem.serving.server import ENGINE_FAILED
-from tandem.telemetry.streams import watch_for
+from tandem.telemetry.streams import observer_for
 from tandem.v1 import target_pb2, target_pb2_grpc
 from target_service.servicer import TargetServicer
 from target_service.settings import TargetSettings
@@ -30,18 +30,18 @@ class TargetService:
 
     def __init__(self, settings: TargetSettings) -> None:
         self._settings = settings
-        self._watch = watch_for(settings, self.name)
-        self._servicer = TargetServicer(self._watch)
+        self._observer = observer_for(settings, self.name)
+        self._servicer = TargetServicer(self._observer)
         self._verifier: Verifier | None = None
         self.failure = ""
-        """Why it cannot go on."""
+        """Reason why the service cannot go on; empty while it can."""
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicer."""
         target_pb2_grpc.add_TargetServiceServicer_to_server(self._servicer, server)
 
-    def open_other_ways(self, gate: Gate, calls: RunningCalls) -> None:
-        """Sequences also come on streams that they share."""
+    def open_other_ways(self, gate: ReadinessInterceptor, calls: RunningCalls) -> None:
+        """Accept shared streams as well."""
         self._servicer.shared.stand_behind(gate, calls, self._settings.max_concurrent_streams)
 
     async def start(self) -> None:
@@ -50,28 +50,38 @@ class TargetService:
         Raises:
             ConfigurationError: the model cannot be served as the settings ask.
         """
-        self._watch.start()
+        self._observer.start()
         self._verifier = await in_daemon_thread(self._load)
         await self._verifier.start()
-        self._watch.ready(self._verifier.model_info.name, self._verifier.kv_usage)
+        self._observer.ready(self._verifier.model_info.name, self._verifier.kv_usage)
         self._servicer.verifier = self._verifier
+
+    @property
+    def overdue_seconds(self) -> float:
+        """How long the engine has been stuck in a step; 0 while all is well."""
+        return 0.0 if self._verifier is None else self._verifier.overdue_seconds
 
     async def close(self) -> None:
         """Stop the engine."""
         if self._verifier is not None:
             await self._verifier.close()
-        await self._watch.close()
+        await self._observer.close()
 
     def _load(self) -> Verifier:
-        from tandem.engine.checkpoint import open_checkpoint
+        from tandem.engine.models.checkpoint import open_checkpoint
         from tandem.engine.threads import wait_asleep
+        from tandem.model_sources.extras import require_engine
+        from tandem.model_sources.find import find_model
 
-        # Before torch is imported, which takes seconds: a wrong folder is told at once.
-        open_checkpoint(self._settings.model)
+        # Torch takes seconds to import: refuse a wrong folder before.
+        require_engine()
+        folder = find_model(self._settings.model, self._settings.revision)
+        open_checkpoint(folder)
         wait_asleep()
         from target_service.verifier import load_verifier
 
-        return load_verifier(self._settings, self._watch.on_step, self._fail)
+        settings = self._settings.model_copy(update={"model": folder})
+        return load_verifier(settings, self._observer.on_step, self._fail)
 
     def _fail(self) -> None:
         self.failure = ENGINE_FAILED

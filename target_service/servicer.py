@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from tandem.serving.handlers import Context
-from tandem.serving.shared_stream import SharedStreams
-from tandem.serving.stream import opening, steps
-from tandem.telemetry.streams import NO_WATCH, ServiceWatch
+from tandem.serving.interceptors.handlers import Context
+from tandem.serving.streams.multiplexed_stream import MultiplexedStreams
+from tandem.serving.streams.sequence_stream import opening, steps
+from tandem.telemetry.streams import NO_SERVICE_OBSERVER, ServiceObserver
 from tandem.v1 import target_pb2
 from tandem.v1.target_pb2_grpc import TargetServiceServicer
 from tandem.wire import target as wire
@@ -27,23 +27,23 @@ class TargetServicer(TargetServiceServicer):
     verifier: Verifier
     """Set before the server lets calls through."""
 
-    def __init__(self, watch: ServiceWatch = NO_WATCH) -> None:
-        self._watch = watch
-        self.shared = SharedStreams()
-        """Where sequences come that share a stream."""
+    def __init__(self, observer: ServiceObserver = NO_SERVICE_OBSERVER) -> None:
+        self._observer = observer
+        self.shared = MultiplexedStreams()
+        """Entry of sequences that share a stream."""
 
     async def Verify(
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: Context
     ) -> AsyncIterator[target_pb2.VerifyResponse]:
         """One sequence, for as long as the stream lives."""
         options = wire.options_from_proto((await opening(request_iterator)).open)
-        with self._watch.stream(options.request_id, options.traceparent) as watch:
+        with self._observer.stream(options.request_id, options.traceparent) as stream:
             async with self.verifier.sequence(options) as sequence:
-                watch.opened()
+                stream.opened()
                 async for request in steps(request_iterator):
-                    watch.asked()
+                    stream.asked()
                     verification = await sequence.verify(wire.step_from_proto(request.step))
-                    watch.answered(len(verification.rows))
+                    stream.answered(len(verification.rows))
                     yield wire.verification_to_proto(verification)
 
     async def VerifyMany(
@@ -62,7 +62,7 @@ class TargetServicer(TargetServiceServicer):
     async def GetModelInfo(
         self, request: target_pb2.TargetServiceGetModelInfoRequest, context: Context
     ) -> target_pb2.TargetServiceGetModelInfoResponse:
-        """What the model is."""
+        """Information about the model."""
         return target_pb2.TargetServiceGetModelInfoResponse(
             model_info=model_info_to_proto(self.verifier.model_info)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import trustme
@@ -17,11 +18,11 @@ class Files:
     key: Path
 
 
-def issued(folder: Path, authority: trustme.CA | None = None) -> Files:
+def issued(folder: Path, authority: trustme.CA | None = None, not_after: datetime | None = None) -> Files:
     """A certificate for localhost and 127.0.0.1, of a new authority unless one is given."""
     authority = authority or trustme.CA()
     folder.mkdir(parents=True, exist_ok=True)
-    certificate = authority.issue_cert("localhost", "127.0.0.1")
+    certificate = authority.issue_cert("localhost", "127.0.0.1", not_after=not_after)
     files = Files(folder / "ca.pem", folder / "cert.pem", folder / "key.pem")
     authority.cert_pem.write_to_path(files.ca)
     certificate.private_key_pem.write_to_path(files.key)

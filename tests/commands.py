@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import os
+import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 
 from coordinator.cli.main import main
+from tests.end_to_end.processes import clean_environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +23,27 @@ class Ran:
     code: int
     out: str
     err: str
+
+
+def run_here(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """What `tandem` with these arguments does, in an environment that sets none of its options."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with (
+        redirect_stdout(out),
+        redirect_stderr(err),
+        mock.patch.object(sys, "stdin", io.StringIO(stdin)),
+        mock.patch.object(sys, "argv", ["tandem", *arguments]),
+        mock.patch.dict(os.environ, clean_environment(), clear=True),
+    ):
+        try:
+            main()
+        except SystemExit as end:
+            code = _code(end)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
+def _code(end: SystemExit) -> int:
+    return end.code if isinstance(end.code, int) else int(end.code is not None)
 
 
 class Commands:
@@ -34,7 +61,7 @@ class Commands:
         try:
             main()
         except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            code = _code(end)
         captured = self._capsys.readouterr()
         return Ran(code, captured.out, captured.err)
 

@@ -26,7 +26,7 @@ _SCALARS: dict[int, st.SearchStrategy[Any]] = {
     FieldDescriptor.TYPE_BYTES: st.binary(max_size=12),
     FieldDescriptor.TYPE_ENUM: st.sampled_from([0, 1, 2, 3, 77, -1]),
 }
-_MOST_REPEATED = 6
+_MAX_REPEATED = 6
 
 
 @st.composite
@@ -50,9 +50,12 @@ def _set(draw: st.DrawFn, message: Any, field: Any) -> None:
     if field.is_repeated:
         message.ClearField(field.name)
         values = getattr(message, field.name)
-        for _ in range(draw(st.integers(0, _MOST_REPEATED))):
+        for _ in range(draw(st.integers(0, _MAX_REPEATED))):
             if field.message_type is None:
                 values.append(draw(_SCALARS[field.type]))
+            elif field.message_type.GetOptions().map_entry:
+                entry = _arbitrary(draw, field.message_type)
+                values[entry.key] = entry.value
             else:
                 values.add().CopyFrom(_arbitrary(draw, field.message_type))
     elif field.message_type is None:

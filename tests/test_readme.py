@@ -1,4 +1,4 @@
-"""Every command of the README is run: here, or by CI itself."""
+"""Every command of the README is run: here, by tests/test_first_hour.py, or by CI itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from tests.paths import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHELL_BLOCKS = [block.splitlines() for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)]
-PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 TIMEOUT_SECONDS = 240
 
 # A smaller run of the same command.
@@ -94,20 +93,6 @@ def test_every_shell_command_works(services: Sequence[str], commands: Sequence[s
             running_services.enter_context(running(command))
         for command in commands:
             assert run(command).strip(), f"{command} printed nothing"
-
-
-@pytest.mark.slow
-def test_one_cluster_answers_the_shell_and_python() -> None:
-    with running(*CLUSTER):
-        printed = {command: run(command) for command in stories()[CLUSTER]}
-        for source in PYTHON_BLOCKS:
-            printed[source] = execute(sys.executable, "-c", source)
-    assert [command for command, answer in printed.items() if not answer.strip()] == []
-    # What the README says of its last two generate commands.
-    strict, alone = [command for command in printed if "--seed 7" in command][-2:]
-    assert "strict" in strict
-    assert "--no-speculation" in alone
-    assert printed[strict] == printed[alone]
 
 
 def test_every_link_leads_somewhere() -> None:

@@ -55,7 +55,7 @@ def _wait(process: subprocess.Popen[bytes], port: int) -> None:
             if connection.getresponse().status == http.client.OK:
                 return
         except OSError:
-            pass  # not there yet
+            pass  # not reachable yet
         time.sleep(_POLL_SECONDS)
     raise RuntimeError(f"max serve was not ready within {_START_SECONDS:g} s")
 
@@ -72,7 +72,7 @@ def _run(model: str, port: int, workload: Workload) -> Outcome:
 
 
 def _complete(model: str, port: int, workload: Workload, index: int, elapsed: Callable[[], float]) -> Answer:
-    """One completion. The server tells texts, not ids, so each piece counts as one token of unknown id."""
+    """One completion. The server sends texts, not ids, so each chunk counts as one token of unknown id."""
     body = {
         "model": model,
         "prompt": list(workload.prompts[index]),

@@ -1,6 +1,6 @@
 """Tandem's own loop with both models in one process and no gRPC: the floor for what the split costs.
 
-`coordinator.generate.generate` and the services' own proposer and verifier, called instead of asked over a stream.
+`coordinator.decoding.loop.generate` with the services' own proposer and verifier, called directly instead of over gRPC.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from typing import Any
 import uvloop
 from tokenizers import Tokenizer
 
+from benchmarks.models.pace import Pace
 from benchmarks.peers.pipe import Run, serve
-from benchmarks.phases import Stopwatch
+from benchmarks.timing.phases import Stopwatch
 from benchmarks.workload import Answer, Outcome, Workload
-from coordinator.completion import Completion
-from coordinator.draft_client import NoDrafter
-from coordinator.figures import add
-from coordinator.generate import generate
-from coordinator.plan import Models, Plan, make_plan
-from coordinator.remote_sequence import RemoteSequence
-from coordinator.settings import CoordinatorSettings
+from coordinator.decoding.completion import Completion
+from coordinator.decoding.loop import generate
+from coordinator.decoding.tokenization import PromptEncoder
+from coordinator.requests.plan import Models, Plan, make_plan
+from coordinator.settings.coordinator import CoordinatorSettings
+from coordinator.stats.speculation import add
+from coordinator.transport.draft_client import NoDrafter
+from coordinator.transport.remote_sequence import RemoteSequence
 from draft_service.proposers import DraftedSequence
 from draft_service.proposers.standalone import StandaloneProposer, load_standalone
 from draft_service.settings import DraftSettings
@@ -38,7 +40,7 @@ from tandem.types import (
     Proposal,
     ProposeStep,
     RowKind,
-    SpeculationFigures,
+    SpeculationStats,
     TargetOptions,
     Verification,
     VerifyStep,
@@ -73,7 +75,8 @@ class LocalDrafter:
             await self._reading
 
     async def _step(self, completion: Completion, count: int) -> Proposal:
-        return await self._sequence.propose(ProposeStep(self._known.delta_to(completion.token_ids), count))
+        step = ProposeStep(self._known.delta_to(completion.token_ids), count)
+        return await self._sequence.propose(step) or Proposal(completion.length)
 
 
 class LocalVerifier:
@@ -93,6 +96,7 @@ class LocalVerifier:
             row_count=len(proposal) + 1,
             supports=self._rule.supports(proposal) if self._row_kind is RowKind.SUPPORT else (),
             with_statistics=self._rule.needs_statistics,
+            raced_recovery=self._rule.strategy.races_recovery and len(proposal) > 0,
         )
         return await self._sequence.verify(step)
 
@@ -108,7 +112,7 @@ class LocalPair:
 
     async def complete(self, request: GenerationRequest, stopwatch: Stopwatch) -> AsyncIterator[Completion]:
         """Run a request; the same completion after each of its rounds."""
-        models = Models(self.target.model_info, self.draft.model_info, self.tokenizer)
+        models = Models(self.target.model_info, self.draft.model_info, PromptEncoder(self.tokenizer))
         plan = await make_plan(request, uuid.uuid4().hex, self.settings, models)
         completion = plan.begin(self.tokenizer)
         async with AsyncExitStack() as stack:
@@ -164,12 +168,15 @@ def _load_pair(setup: dict[str, Any]) -> LocalPair:
         {**shared, "model": Path(setup[name]), "max_length": setup["max_length"]}
         for name in ("target", "draft")
     )
+    pace = Pace.from_text(setup["pace"]) if setup.get("pace") else None
     return LocalPair(
-        load_verifier(TargetSettings(**target)),
-        load_standalone(DraftSettings(**draft)),
+        load_verifier(TargetSettings(**target), None if pace is None else pace.paced("target")),
+        load_standalone(DraftSettings(**draft), None if pace is None else pace.paced("draft")),
         Tokenizer.from_file(str(Path(setup["target"]) / "tokenizer.json")),
         CoordinatorSettings(
-            target_address="127.0.0.1:1", num_speculative_tokens=setup["num_speculative_tokens"]
+            target_address="127.0.0.1:1",
+            num_speculative_tokens=setup["num_speculative_tokens"],
+            rejection_sampling_strategy=setup.get("rule") or None,
         ),
     )
 
@@ -181,7 +188,7 @@ async def _start(pair: LocalPair) -> None:
 
 async def _run(pair: LocalPair, workload: Workload) -> Outcome:
     stopwatch = Stopwatch()
-    figures = SpeculationFigures()
+    figures = SpeculationStats()
     started = time.perf_counter()
 
     async def one(index: int) -> Answer:
@@ -199,7 +206,7 @@ async def _run(pair: LocalPair, workload: Workload) -> Outcome:
             known = prompt_length + len(answer.token_ids)
             answer.add(time.perf_counter() - started, completion.token_ids[known:])
         if completion is not None:
-            add(figures, completion.figures)
+            add(figures, completion.stats)
         return answer
 
     answers = await asyncio.gather(*map(one, range(len(workload.prompts))))

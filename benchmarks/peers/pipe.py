@@ -26,7 +26,7 @@ def serve(load: Callable[[dict[str, Any]], Run]) -> None:
     for line in sys.stdin:
         try:
             _tell(answers, run(Workload.from_json(json.loads(line))).to_json())
-        except Exception as error:  # noqa: BLE001 - whatever the engine raises, the yardstick reports it and goes on
+        except Exception as error:  # noqa: BLE001 - the benchmark reports any error of an engine and continues
             traceback.print_exc()
             _tell(answers, {"error": _sentence(error)})
 

@@ -77,7 +77,7 @@ async def peer(name: str, python: str, module: str, setup: dict[str, Any], log: 
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"},
             limit=_LINE_LIMIT_BYTES,
         )
         try:

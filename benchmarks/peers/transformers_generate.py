@@ -33,7 +33,7 @@ class _Arrivals(BaseStreamer):
             answer.add(seconds, row)
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Release everything."""
 
 
 def load(setup: dict[str, Any]) -> Run:

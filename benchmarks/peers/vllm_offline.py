@@ -30,7 +30,7 @@ def load(setup: dict[str, Any]) -> Run:
         max_model_len=setup["max_length"],
         max_num_seqs=setup["max_sequences"],
         disable_log_stats=False,
-        # Nobody here takes over what was read for temperature 0 when the same prompts come again at 1.
+        # No contender may reuse the prefixes of temperature 0 for the same prompts at temperature 1.
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
         **_speculation(setup),

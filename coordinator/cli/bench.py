@@ -1,4 +1,4 @@
-"""`tandem bench`: the yardstick, where it is at hand."""
+"""`tandem bench`: the benchmarks of a checkout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands of `tandem` share: groups of options, examples in the help, and errors in one sentence."""
+"""Base of the `tandem` commands: groups of options, examples in the help, and errors in one sentence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ from tandem.settings import exit_with
 def new_app(help_text: str) -> typer.Typer:
     """A group of commands. Help without boxes: it has room for the whole name of an option."""
     return typer.Typer(
-        help=help_text, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+        help=help_text,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
 
 
@@ -29,11 +33,11 @@ def command(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add a function to an app as a command.
 
-    A parameter whose type is a dataclass stands for all of its fields, each an option of its own; that of a
-    `typer.Context` is handed on. What the function raises of ours ends the process with a sentence and its exit code.
+    A parameter whose type is a dataclass stands for all of its fields, each a separate option; a `typer.Context` is
+    passed on. A `TandemError` ends the process with a sentence and its exit code.
 
     Args:
-        app: What to add it to.
+        app: The app.
         examples: Command lines for the help.
         name: The command's; by default the function's.
     """
@@ -63,7 +67,7 @@ def _help(function: Callable[..., Any], examples: Sequence[str]) -> str:
 
 
 def _with_groups(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with the fields of its dataclasses as parameters, run to its end, its errors told."""
+    """The function with the fields of its dataclasses as parameters, run to its end, with errors printed."""
     given = inspect.signature(function, eval_str=True).parameters
     groups: dict[str, Any] = {
         name: parameter.annotation for name, parameter in given.items() if is_dataclass(parameter.annotation)

@@ -1,21 +1,21 @@
-"""`tandem config`: what the coordinator would run with, where each value comes from, and whether it may."""
+"""`tandem config`: shows and checks the configuration with which the coordinator would start."""
 
 from __future__ import annotations
 
-import json
+import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from pydantic import ValidationError
-from rich.console import Console
 from rich.table import Table
 
-from coordinator.cli.command import new_app
-from coordinator.settings import ConfigSettings
+from coordinator.cli.command import errors_to_exit, new_app
+from coordinator.cli.output import OutputForm, OutputOptions, plain_table
+from coordinator.settings.coordinator import ConfigSettings
 from tandem.config.layers import Origin, merged, origins, read_layers
 from tandem.config.rule import spelled
 from tandem.errors import ConfigurationError
@@ -25,25 +25,74 @@ config = new_app("Show or check the configuration.")
 
 _PROGRAM = "tandem config show"
 _BROKEN = 2
-"""Exit code: as for every command that is not given what it needs."""
+"""Exit code for a command without its required arguments."""
 
 
 @config.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 )
 def show(context: typer.Context) -> None:
-    """Print every option of the coordinator, its value and where that comes from; --json for one JSON object.
+    """Print the coordinator's options, their values and where the values come from.
 
-    Takes the options of `tandem serve coordinator`, and reads the same environment and config file.
+    Usage: tandem config show [NAME]... [-o table|json|yaml] [OPTIONS]
+
+    Without a NAME, prints all options. Accepts the options of `tandem serve coordinator`, and reads the same
+    environment and config file.
     """
-    arguments = [word for word in context.args if word != "--json"]
+    if {"-h", "--help"} & {*context.args}:
+        sys.stdout.write(f"{inspect.getdoc(show)}\n\n{_OPTIONS_ARE}")
+        return
+    with errors_to_exit():
+        form, words = _output(context.args)
+        names, arguments = _names(words)
     settings, found = _read(arguments, os.environ)
-    _write(settings, found, as_json=len(arguments) < len(context.args))
+    with errors_to_exit():
+        values = _values(settings, found, names)
+    form.show(
+        {name: {"value": value, "from": str(origin)} for name, (value, origin) in values.items()},
+        lambda: _table(values),
+    )
+
+
+_OPTIONS_ARE = "OPTIONS are those of `tandem serve coordinator --help`.\n"
+
+
+def _output(words: Sequence[str]) -> tuple[OutputOptions, list[str]]:
+    """How to print, and the other words.
+
+    Raises:
+        ConfigurationError: there is no such form.
+    """
+    form, others = OutputForm.TABLE, []
+    rest = iter(words)
+    for word in rest:
+        option, equals, value = word.partition("=")
+        if word == "--json":
+            form = OutputForm.JSON
+        elif option in ("-o", "--output"):
+            form = _form(value if equals else next(rest, ""))
+        else:
+            others.append(word)
+    return OutputOptions(form), others
+
+
+def _form(name: str) -> OutputForm:
+    try:
+        return OutputForm(name)
+    except ValueError:
+        known = ", ".join(form.value for form in OutputForm)
+        raise ConfigurationError(f"--output is {name!r}; it must be one of {known}") from None
+
+
+def _names(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The option names at the beginning, and the arguments from the first option on."""
+    count = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
+    return [word.replace("-", "_") for word in words[:count]], [*words[count:]]
 
 
 @config.command()
 def check(
-    file: Annotated[Path, typer.Argument(help="TOML or YAML file.")],
+    file: Annotated[Path, typer.Argument(help="TOML, YAML or JSON file.")],
     section_name: Annotated[str | None, typer.Option(help="Section that holds the options.")] = None,
 ) -> None:
     """Check a config file alone, without a service. Exits 0, or 2 with one line for each broken rule."""
@@ -69,14 +118,23 @@ def _refuse(broken: list[str]) -> NoReturn:
     raise typer.Exit(_BROKEN)
 
 
-def _write(settings: ConfigSettings, found: dict[str, Origin], *, as_json: bool) -> None:
+def _values(
+    settings: ConfigSettings, found: Mapping[str, Origin], names: Sequence[str]
+) -> dict[str, tuple[Any, Origin]]:
+    """Value and origin of each option that was named, or of all.
+
+    Raises:
+        ConfigurationError: there is no option of that name.
+    """
     values = settings.model_dump(mode="json")
-    told = {name: (value, found.get(name, Origin.DEFAULT)) for name, value in values.items()}
-    if as_json:
-        entries = {name: {"value": value, "from": origin} for name, (value, origin) in told.items()}
-        sys.stdout.write(json.dumps(entries, indent=2) + "\n")
-        return
-    table = Table("option", "value", "from", box=None, pad_edge=False, header_style="bold")
-    for name, (value, origin) in told.items():
+    unknown = [name for name in names if name not in values]
+    if unknown:
+        raise ConfigurationError(f"there is no option {', '.join(unknown)}")
+    return {name: (values[name], found.get(name, Origin.DEFAULT)) for name in names or values}
+
+
+def _table(values: Mapping[str, tuple[Any, Origin]]) -> Table:
+    table = plain_table("OPTION", "VALUE", "FROM")
+    for name, (value, origin) in values.items():
         table.add_row(name, "" if value is None else spelled(value), origin)
-    Console(highlight=False, soft_wrap=True).print(table)
+    return table

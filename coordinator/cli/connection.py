@@ -1,7 +1,7 @@
-"""How a command reaches its coordinator: the options for it, and where their values come from otherwise.
+"""How a command reaches its coordinator: the options, and the sources of their values.
 
-The strongest first: the command line; the context that --context names; the environment; the current context; the
-default.
+Sources, the strongest first: the command line, the context that --context names, the environment, the current context,
+the default.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
-from coordinator.cli.contexts import Contexts, read_contexts
-from tandem.client import DEFAULT_ADDRESS
-from tandem.credentials import Credentials
+from coordinator.cli.contexts.file import Contexts, read_contexts
+from tandem.clients.aio import DEFAULT_ADDRESS
 from tandem.errors import ConfigurationError
+from tandem.rpc.credentials import Credentials
 
 ENVIRONMENT_PREFIX = "TANDEM_CLIENT_"
 
@@ -29,7 +29,7 @@ def _option(name: str, help_text: str) -> Any:
 
 @dataclass(frozen=True)
 class ConnectionSettings:
-    """What a context holds. None: not said."""
+    """Fields of a context; None where unset."""
 
     address: Annotated[str | None, _option("address", "host:port of the coordinator.")] = None
     tls: Annotated[
@@ -53,7 +53,7 @@ class ConnectionSettings:
 
 @dataclass(frozen=True)
 class ConnectionOptions(ConnectionSettings):
-    """The same, and the name of a context that says what they leave open."""
+    """Connection options, and the name of a context for those that are not set."""
 
     context: Annotated[
         str | None, _option("context", "Context to take these from; see tandem context --help.")
@@ -65,7 +65,7 @@ class ConnectionOptions(ConnectionSettings):
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """Where the coordinator is, and how to connect to it."""
+    """Address of the coordinator, and how to connect to it."""
 
     address: str
     credentials: Credentials
@@ -77,7 +77,7 @@ SETTING_NAMES = tuple(field.name for field in fields(ConnectionSettings))
 
 
 def connect(options: ConnectionOptions, click: typer.Context) -> Connection:
-    """What the options, the environment and the contexts say together.
+    """Merge the options, the environment and the contexts.
 
     Raises:
         ConfigurationError: there is no such context, or an option has a value that it cannot have.
@@ -123,7 +123,7 @@ def merged(given: Mapping[str, Any], by_hand: set[str], contexts: Contexts) -> d
 
 
 def is_by_hand(click: typer.Context, name: str) -> bool:
-    """Whether the command line has the option, rather than the environment."""
+    """True if the command line has the option, rather than the environment."""
     source = click.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
@@ -135,6 +135,12 @@ def _path(value: str | Path | None) -> Path | None:
 def _address(value: str) -> str:
     if value.startswith("unix:"):
         return value
+    scheme, is_url, rest = value.partition("://")
+    if is_url:
+        raise ConfigurationError(
+            f"address is {value!r}; it must be host:port without {scheme}://, for instance {rest.rstrip('/')!r}"
+            + (", and --tls where the coordinator has a certificate" if scheme == "https" else "")
+        )
     host, colon, port = value.rpartition(":")
     if not colon or not host or not port.isdigit() or int(port) > 65535:
         raise ConfigurationError(

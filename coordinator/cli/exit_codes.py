@@ -9,6 +9,7 @@ from tandem.errors import (
     CapacityError,
     ConfigurationError,
     InvalidRequestError,
+    ModelFolderError,
     PermissionDeniedError,
     ServiceUnavailableError,
     TandemError,
@@ -23,6 +24,7 @@ UNREACHABLE = 4
 REFUSED = 5
 
 _EXIT_CODES: tuple[tuple[type[TandemError], int], ...] = (
+    (ModelFolderError, FAILED),
     (ConfigurationError, USAGE),
     (ServiceUnavailableError, UNREACHABLE),
     (InvalidRequestError, REFUSED),
@@ -34,5 +36,5 @@ _EXIT_CODES: tuple[tuple[type[TandemError], int], ...] = (
 
 
 def exit_code(error: TandemError) -> int:
-    """The exit code that tells a script what kind of failure this was."""
+    """The exit code for a kind of failure."""
     return next(code for kind, code in _EXIT_CODES if isinstance(error, kind))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,19 +12,27 @@ import typer
 
 from coordinator.cli.command import command
 from coordinator.cli.connection import ConnectionOptions, connect
-from coordinator.cli.received import Record, show
-from tandem.client import Client
-from tandem.errors import InvalidRequestError
-from tandem.types import GenerationRequest, RowKind
+from coordinator.cli.output import print_parts
+from coordinator.cli.received import Record, closing_line, received, show
+from tandem.clients.aio import Client
+from tandem.clients.options import as_message
+from tandem.errors import ConfigurationError, InvalidRequestError
+from tandem.types import ChatMessage, GenerationRequest, RowKind
 
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """Where the prompt is."""
+    """Source of the prompt."""
 
     prompt: Annotated[str | None, typer.Argument(help="The prompt.")] = None
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file; - is stdin.")] = None
     prompt_token_ids: Annotated[str | None, typer.Option(help="The prompt as token ids: 1,2,3.")] = None
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is what a user says in a chat; the model answers.")
+    ] = False
+    system: Annotated[
+        str | None, typer.Option(help="What the chat's system message says; goes with --chat.")
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -63,16 +71,59 @@ class RequestOptions:
         False
     )
 
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            help="Tell each token's log probability, and so many of the most probable ones, 0 to 20."
+        ),
+    ] = None
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ID:BIAS", help="Add to the target's logit of a token id; may be repeated."),
+    ] = None
+    min_tokens: Annotated[int, typer.Option(help="No end before so many tokens.")] = 0
+    stop_token_ids: Annotated[
+        list[int] | None, typer.Option("--stop-token-id", help="End at this token id; may be repeated.")
+    ] = None
+    include_stop_str_in_output: Annotated[
+        bool, typer.Option("--include-stop", help="Let the text end with what ended it.")
+    ] = False
+
     def request(self, prompt: str | tuple[int, ...]) -> GenerationRequest:
-        """The request for a prompt."""
-        return GenerationRequest(prompt, **asdict(self) | {"stop": tuple(self.stop or ())})
+        """The request for a prompt.
+
+        Raises:
+            ConfigurationError: a value cannot be read, or is out of range.
+        """
+        lists = {
+            "stop": tuple(self.stop or ()),
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "logit_bias": dict(map(_bias, self.logit_bias or ())),
+        }
+        request = GenerationRequest(prompt, **asdict(self) | lists)
+        try:
+            as_message(request)
+        except InvalidRequestError as error:
+            raise ConfigurationError(str(error)) from None
+        return request
 
 
 @dataclass(frozen=True)
 class ResultOptions:
-    """What is printed."""
+    """The printed result."""
 
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when done.")] = False
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object for each completion when it is done.")
+    ] = False
+    count: Annotated[
+        int,
+        typer.Option(
+            "-n", min=1, help="Completions, one after the other; with --seed, seeds that follow it."
+        ),
+    ] = 1
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Leave out the closing line on stderr.")] = (
+        False
+    )
 
 
 def add_to(app: typer.Typer) -> None:
@@ -81,6 +132,7 @@ def add_to(app: typer.Typer) -> None:
         app,
         "tandem generate 'def main():' --max-tokens 64",
         "tandem generate 'def main():' --temperature 0 --json",
+        "tandem generate --chat 'Name three colours.'",
         "tandem generate --prompt-file prompt.txt --address 10.0.0.5:50051 --token-file token",
     )(generate)
 
@@ -92,18 +144,44 @@ async def generate(
     connection: ConnectionOptions,
     click: typer.Context,
 ) -> None:
-    """Complete a prompt. On a terminal, accepted draft tokens are green; what the target supplied is not."""
-    request = options.request(_prompt(prompt))
+    """Complete a prompt. On a terminal, accepted draft tokens are green, and bold where they were drafted ahead.
+
+    The completion goes to stdout. Without --json or --quiet, a closing line on stderr has the speed and the gain of
+    drafting, or the reason why the draft did not work.
+    """
+    given = _prompt(prompt)
+    requests = [
+        replace(options, seed=_following(options.seed, i)).request(given) for i in range(result.count)
+    ]
+    chat = _chat(prompt, given)
     where = connect(connection, click)
+    records: list[Record] = []
     async with Client(where.address, where.credentials) as client:
-        chunks = client.generate(request, timeout_seconds=where.timeout_seconds)
-        if result.as_json:
-            record = Record()
-            async for chunk in chunks:
-                record.add(chunk)
-            sys.stdout.write(json.dumps(record.as_dict(), ensure_ascii=False) + "\n")
-        else:
-            await show(chunks)
+        if chat:
+            ids = await client.chat_prompt(chat, timeout_seconds=where.timeout_seconds)
+            requests = [replace(request, prompt=ids) for request in requests]
+        for request in requests:
+            chunks = client.generate(request, timeout_seconds=where.timeout_seconds)
+            if not result.as_json and result.count > 1:
+                sys.stdout.write(f"--- {len(records) + 1} of {result.count}\n")
+            record = await (received(chunks) if result.as_json else show(chunks))
+            records.append(record)
+            _tell(record, result)
+    if not result.as_json and not result.quiet:
+        sys.stderr.write(closing_line(records) + "\n")
+
+
+def _tell(record: Record, result: ResultOptions) -> None:
+    """Prints a completion's closing lines."""
+    if result.as_json:
+        sys.stdout.write(json.dumps(record.as_dict(), ensure_ascii=False) + "\n")
+        sys.stdout.flush()
+    elif record.logprobs:
+        print_parts("", record.logprob_table())
+
+
+def _following(seed: int | None, index: int) -> int | None:
+    return None if seed is None else seed + index
 
 
 def _prompt(options: PromptOptions) -> str | tuple[int, ...]:
@@ -113,7 +191,7 @@ def _prompt(options: PromptOptions) -> str | tuple[int, ...]:
         if value is not None
     ]
     if len(given) != 1:
-        raise InvalidRequestError(
+        raise ConfigurationError(
             f"{len(given)} prompts were given; give exactly one of PROMPT, --prompt-file and --prompt-token-ids"
         )
     if options.prompt is not None:
@@ -124,15 +202,37 @@ def _prompt(options: PromptOptions) -> str | tuple[int, ...]:
     return _content(options.prompt_file)
 
 
+def _chat(options: PromptOptions, prompt: str | tuple[int, ...]) -> list[ChatMessage]:
+    """The messages of a chat; none for a plain prompt."""
+    if not options.chat:
+        if options.system is not None:
+            raise ConfigurationError("--system is given and --chat is not; a system message goes with --chat")
+        return []
+    if not isinstance(prompt, str):
+        raise ConfigurationError(
+            "--prompt-token-ids and --chat are both given; the prompt of a chat is a text"
+        )
+    system = [] if options.system is None else [ChatMessage("system", options.system)]
+    return [*system, ChatMessage("user", prompt)]
+
+
 def _content(file: Path) -> str:
     try:
         return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"--prompt-file {file} cannot be read as UTF-8 text: {error}") from None
+        raise ConfigurationError(f"--prompt-file {file} cannot be read as UTF-8 text: {error}") from None
+
+
+def _bias(words: str) -> tuple[int, float]:
+    token_id, _, bias = words.partition(":")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise ConfigurationError(f"--logit-bias is {words!r}; it must be ID:BIAS, such as 5:-1.5") from None
 
 
 def _ids(words: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in words.split(",") if word.strip())
     except ValueError:
-        raise InvalidRequestError(f"--prompt-token-ids is {words!r}; it must be integers: 1,2,3") from None
+        raise ConfigurationError(f"--prompt-token-ids is {words!r}; it must be integers: 1,2,3") from None

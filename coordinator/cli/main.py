@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -13,36 +14,69 @@ from coordinator.cli.admin import admin
 from coordinator.cli.bench import bench
 from coordinator.cli.command import new_app
 from coordinator.cli.config import config
-from coordinator.cli.context import context
+from coordinator.cli.contexts.command import context
 from coordinator.cli.exit_codes import FAILED, OK
+from coordinator.cli.plan import command as plan
 from coordinator.cli.serve import serve
 from coordinator.cli.up import up
+from tandem import __version__
+from tandem.settings import exit_with
+from tandem.standard_streams import OutputError, fill_closed, unwritable
 
 app = new_app("Speculative decoding with the draft model and the target model as separate services.")
-# These hand their arguments on as they are: each service's options are listed once, in its own settings.
+# These pass their arguments on unchanged: each service's settings list its options once.
 _HANDED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 app.command(context_settings=_HANDED_ON)(serve)
 app.command()(up)
 app.add_typer(config, name="config")
 generate.add_to(app)
+plan.add_to(app)
 app.command(context_settings=_HANDED_ON)(bench)
 app.add_typer(admin, name="admin")
 app.add_typer(context, name="context")
 
 
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        sys.stdout.write(f"tandem {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Speculative decoding with the draft model and the target model as separate services."""
+
+
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""Errors of a write to stdout: its device is full, over a quota or gone. No path belongs to them."""
+
+
 def main() -> None:
     """Entry point of the console script."""
     try:
+        fill_closed()
         code = app(standalone_mode=False)
+        sys.stdout.flush()
     except typer.TyperException as error:
         _refuse(error)
     except typer.Abort:
         sys.exit(FAILED)
     except BrokenPipeError:
-        # Whoever read the output has had enough; what is still buffered for it must not be tried again at exit.
+        # The reader has closed the pipe; buffered output must not be written again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILED)
-    sys.exit(code if isinstance(code, int) else OK)
+    except OutputError as error:
+        exit_with(error, FAILED)
+    except OSError as error:
+        if error.filename is not None or error.errno not in _UNWRITABLE:
+            raise
+        exit_with(unwritable(error), FAILED)
+    else:
+        sys.exit(code if isinstance(code, int) else OK)
 
 
 def _refuse(error: typer.TyperException) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What a command prints: its result and nothing else, as a table for people or as JSON or YAML for programs."""
+"""Output of a command: its result and nothing else, as a table for people or as JSON or YAML for programs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ import yaml
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from coordinator.figures import describe
-from tandem.types import SpeculationFigures
+from coordinator.stats.speculation import describe
+from tandem.speculation_state import SpeculationDecision, SpeculationState
+from tandem.types import SpeculationStats
 
-# What is piped somewhere is not shortened to the width of a terminal that is not there.
+# Piped output is not cut to the width of a terminal.
 _ENDLESS = 1000
 
 
@@ -47,7 +48,7 @@ class OutputOptions:
         elif self.output is OutputForm.YAML:
             sys.stdout.write(as_yaml(result))
         else:
-            _print(table())
+            print_parts(table())
 
     def show_next(self, result: object, table: Callable[[], RenderableType]) -> None:
         """Print one of many results: a line of JSON, a document of YAML, or a table and an empty line."""
@@ -56,11 +57,11 @@ class OutputOptions:
         elif self.output is OutputForm.YAML:
             sys.stdout.write("---\n" + as_yaml(result))
         else:
-            _print(table(), "")
+            print_parts(table(), "")
         sys.stdout.flush()
 
 
-def _print(*parts: RenderableType) -> None:
+def print_parts(*parts: RenderableType) -> None:
     """Write to a terminal in colour and in its width, elsewhere as it is and without spaces at the ends of lines."""
     console = Console(highlight=False)
     if console.is_terminal:
@@ -70,7 +71,7 @@ def _print(*parts: RenderableType) -> None:
 
 
 def as_text(*parts: RenderableType, width: int) -> str:
-    """What would be printed where there are no colours."""
+    """The output without colours."""
     console = Console(highlight=False, width=width, file=io.StringIO(), color_system=None)
     with console.capture() as captured:
         console.print(*parts, sep="\n")
@@ -84,15 +85,18 @@ def as_yaml(result: object) -> str:
 
 
 def plain(value: object) -> Any:
-    """A value in the types that JSON has. Counts of speculation become its figures, by name."""
-    if isinstance(value, SpeculationFigures):
+    """A value in the types that JSON has. Speculation statistics become an object with their names."""
+    if isinstance(value, SpeculationStats):
         return describe(value)
+    if isinstance(value, SpeculationState | SpeculationDecision):
+        return plain(value.as_dict())
     if is_dataclass(value):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(entry) for entry in value]
+    if isinstance(value, list | tuple | set | frozenset):
+        entries = [plain(entry) for entry in value]
+        return entries if isinstance(value, list | tuple) else sorted(entries)
     return _leaf(value)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -13,138 +12,189 @@ from typing import Annotated
 
 import typer
 
+from coordinator.cli.command import errors_to_exit
 from coordinator.cli.serve import SERVICES
-from coordinator.settings import DEFAULT_PORT
-from tandem.errors import ConfigurationError, ServiceUnavailableError, TandemError
+from coordinator.cli.up_arguments import (
+    DTYPES,
+    HTTP_PORT,
+    ServiceArguments,
+    UpOptions,
+    next_command,
+    service_arguments,
+)
+from coordinator.settings.coordinator import DEFAULT_PORT
+from tandem.config.devices import DEVICES
+from tandem.errors import ServiceUnavailableError, TandemError
+from tandem.serving.server import announce
+from tandem.serving.signals import stop_signals
 from tandem.settings import exit_with
 
-DEMO_MODELS = Path(__file__).resolve().parents[2] / "models" / "demo"
-
-_LOOPBACK = ("--host", "127.0.0.1")
-_HTTP_LOOPBACK = ("--http-host", "127.0.0.1")
-
-# A child is asked to stop, and given its drain timeout (30 s unless set) and this much more before it is killed.
+# Seconds for a child to stop before it is killed. Its drain takes up to 30 s of them by default.
 _STOP_SECONDS = 40.0
 
 
 def up(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="demo|smollm2|DIR|ID",
+            help="Model to serve: the bundled pair, SmolLM2-135M-Instruct, a folder or a Hugging Face id. "
+            "[default: demo]",
+        ),
+    ] = None,
     target: Annotated[
-        Path | None, typer.Option(help="Folder of the target model. [default: the demo pair's]")
+        str | None, typer.Option(metavar="smollm2|DIR|ID", help="Another name for --model.")
     ] = None,
     draft: Annotated[
-        Path | None, typer.Option(help="Folder of the draft model. [default: the demo pair's]")
+        str | None,
+        typer.Option(
+            metavar="ngram|suffix|none|DIR|ID",
+            help="Draft: ngram or suffix need no model, none leaves the target alone, a folder or id is a model with "
+            "the target's tokenizer. [default: the demo pair's; for another model, suffix]",
+        ),
     ] = None,
-    device: Annotated[str, typer.Option(help="Where both models run: cpu, cuda or cuda:N.")] = "cpu",
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16. [default: each service's]")
+    num_speculative_tokens: Annotated[
+        int | None,
+        typer.Option(help="Maximum tokens proposed per verification. [default: the coordinator's]"),
     ] = None,
+    draft_ahead: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|off|NUMBER",
+            help="Outcomes of each verification to draft ahead for. [default: the coordinator's, auto]",
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help=f"Where both models run: {DEVICES}.")] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}. [default: each service's]")] = None,
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads of each model. [default: each service's]")
+        int | None, typer.Option(help="CPU threads of each model. [default: half of the cores]")
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option(help="Most tokens of a sequence. [default: the models']")
+        int | None, typer.Option(help="Maximum tokens of a sequence. [default: the models']")
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="Jinja file for chats. [default: the model's own]")
+    ] = None,
+    config_file: Annotated[
+        Path | None, typer.Option(help="TOML, YAML or JSON file for coordinator and draft.")
     ] = None,
     port: Annotated[int, typer.Option(help="Port of the coordinator; 0 takes any free one.")] = DEFAULT_PORT,
     http_port: Annotated[
-        int | None, typer.Option(help="Port for HTTP as well: OpenAI's API and a page; 0 takes any free one.")
+        int | None,
+        typer.Option(
+            help=f"Port for HTTP: OpenAI's API and a page; 0 takes any free one. "
+            f"[default: {HTTP_PORT}, or a free one where it is taken]"
+        ),
     ] = None,
+    http: Annotated[bool, typer.Option(help="Serve HTTP.")] = True,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
 ) -> None:
     """Start a draft service, a target service and a coordinator here; stop them all with Ctrl-C.
 
     A service's other options are read from its environment: TANDEM_TARGET_..., TANDEM_DRAFT_..., TANDEM_COORDINATOR_...
     """
-    if (target is None) != (draft is None):
-        exit_with(
-            ConfigurationError("--target and --draft go together: give both, or neither for the demo pair"), 2
-        )
-    # Draft and target take turns, but the waiting threads of one would still spin on the other's cores.
-    threads = threads or max(1, len(os.sched_getaffinity(0)) // 2)
-    shared = _options(device=device, dtype=dtype, threads=threads, max_length=max_length, log_level=log_level)
-    cluster = _Cluster(
-        # Whatever the environment says: this command serves this machine alone.
-        target=[*_LOOPBACK, "--model", str(target or DEMO_MODELS / "target"), "--port", "0", *shared],
-        draft=[*_LOOPBACK, "--model", str(draft or DEMO_MODELS / "draft"), "--port", "0", *shared],
-        coordinator=[
-            *_LOOPBACK,
-            *_HTTP_LOOPBACK,
-            *_options(port=port, http_port=http_port, log_level=log_level),
-        ],
+    options = UpOptions(
+        target=target,
+        model=model,
+        draft=draft,
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        max_length=max_length,
+        num_speculative_tokens=num_speculative_tokens,
+        draft_ahead=draft_ahead,
+        chat_template=chat_template,
+        config_file=config_file,
+        port=port,
+        http_port=http_port,
+        http=http,
+        log_level=log_level,
     )
+    with errors_to_exit():
+        arguments = service_arguments(options)
     try:
-        asyncio.run(cluster.run())
+        asyncio.run(_Cluster(arguments).run())
     except TandemError as error:
         exit_with(error, 1)
 
 
-def _options(**values: object) -> list[str]:
-    """Command-line options for those that are set."""
-    return [
-        word
-        for name, value in values.items()
-        if value is not None
-        for word in ("--" + name.replace("_", "-"), str(value))
-    ]
-
-
 class _Cluster:
-    def __init__(self, target: Sequence[str], draft: Sequence[str], coordinator: Sequence[str]) -> None:
-        self._target = target
-        self._draft = draft
-        self._coordinator = coordinator
+    def __init__(self, arguments: ServiceArguments) -> None:
+        self._arguments = arguments
+        self._children: list[_Child] = []
 
     async def run(self) -> None:
-        """Run until a signal, or until a child ends by itself.
+        """Run until a signal, or until a child ends.
 
         Raises:
-            ServiceUnavailableError: a child ended by itself.
+            ServiceUnavailableError: a child ended.
         """
-        stopping = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stopping.set)
-        work = asyncio.create_task(self._serve())
-        stop = asyncio.create_task(stopping.wait())
-        await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
-        if work.done():
-            work.result()
-        work.cancel()
-        await asyncio.gather(work, return_exceptions=True)
+        with stop_signals(before_end=self._kill) as stopping:
+            work = asyncio.create_task(self._serve())
+            stop = asyncio.create_task(stopping.wait())
+            await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+            stop.cancel()
+            if work.done():
+                work.result()
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+
+    def _kill(self) -> None:
+        """End the children at once."""
+        for child in self._children:
+            child.kill()
 
     async def _ready(self, coordinator: _Child) -> list[str]:
-        """Where it answers, once it does: over HTTP where it does, and by gRPC."""
-        marks = ["http on "] if "--http-port" in self._coordinator else []
-        # In the order in which it says so.
-        return [mark + await coordinator.line(mark) for mark in (*marks, "ready on ")]
+        """The lines to end the start with, once the coordinator answers: its address, the page, the next command."""
+        # In the order of its output.
+        url = await coordinator.line("http on ") if self._arguments.has_http else None
+        address = await coordinator.line("ready on ")
+        page = [] if url is None else [f"page on {url}/ (OpenAI's API under {url}/v1)"]
+        return [f"ready on {address}", *page, f"next, in another terminal: {next_command(address)}"]
 
     async def _serve(self) -> None:
         # The stack ends the coordinator first: it drains while the models still answer it.
         async with AsyncExitStack() as stack:
-            target = await stack.enter_async_context(_child("target", self._target))
-            draft = await stack.enter_async_context(_child("draft", self._draft))
+            models = {"target": self._arguments.target, "draft": self._arguments.draft}
+            started = {
+                name: await stack.enter_async_context(self._child(name, arguments))
+                for name, arguments in models.items()
+                if arguments is not None
+            }
             addresses = [
-                *("--target-address", await target.line("listening on ")),
-                *("--draft-address", await draft.line("listening on ")),
+                word
+                for name, child in started.items()
+                for word in (f"--{name}-address", await child.line("listening on "))
             ]
             coordinator = await stack.enter_async_context(
-                _child("coordinator", [*self._coordinator, *addresses])
+                self._child("coordinator", [*self._arguments.coordinator, *addresses])
             )
-            children = (target, draft, coordinator)
-            ends = [asyncio.create_task(child.end()) for child in children]
+            ends = [asyncio.create_task(child.end()) for child in self._children]
             ready = asyncio.create_task(self._ready(coordinator))
+            stack.callback(ready.cancel)  # first, or it would see the coordinator's end
             await asyncio.wait({*ends, ready}, return_when=asyncio.FIRST_COMPLETED)
             if ready.done() and ready.exception() is None:
                 for line in ready.result():
-                    _tell(f"tandem up: {line}")
+                    announce(f"tandem up: {line}")
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             ready.cancel()
             ended = next(
-                child for child, end in zip(children, ends, strict=True) if end.done() or child is coordinator
+                child
+                for child, end in zip(self._children, ends, strict=True)
+                if end.done() or child is coordinator
             )
             for end in ends:
                 end.cancel()
             raise ServiceUnavailableError(f"{await ended.obituary()}; the other services were stopped")
+
+    @asynccontextmanager
+    async def _child(self, name: str, arguments: Sequence[str]) -> AsyncIterator[_Child]:
+        child = await _started(name, arguments)
+        self._children.append(child)
+        try:
+            yield child
+        finally:
+            await asyncio.shield(child.stop())
 
 
 class _Child:
@@ -153,7 +203,7 @@ class _Child:
         self.process = process
 
     async def line(self, mark: str) -> str:
-        """What follows the mark in the first line of its stdout that has it.
+        """Text after the mark in the first line of stdout that has it.
 
         Raises:
             ServiceUnavailableError: it ended without such a line.
@@ -172,8 +222,14 @@ class _Child:
     async def obituary(self) -> str:
         """How it ended, in words."""
         code = await self.process.wait()
-        how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return f"the {self.name} service {how}"
+        if code < 0:
+            return f"the {self.name} service was ended by signal {-code}"
+        return f"the {self.name} service ended with exit code {code}"
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self.process.returncode is None:
+            self.process.kill()
 
     async def stop(self) -> None:
         """Ask it to stop, and kill it when it does not."""
@@ -188,25 +244,16 @@ class _Child:
             await self.process.wait()
 
 
-@asynccontextmanager
-async def _child(name: str, arguments: Sequence[str]) -> AsyncIterator[_Child]:
+async def _started(name: str, arguments: Sequence[str]) -> _Child:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        "-m",
-        SERVICES[name],
+        "-P",  # otherwise Python would import files from the working directory
+        *("-m", "tandem.serving.supervised", str(os.getpid()), SERVICES[name]),
         *arguments,
-        stdin=asyncio.subprocess.DEVNULL,
+        # Never written to: when this process ends, the pipe closes, which the child notices.
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        # Its own session: Ctrl-C reaches this process alone, which then stops the children in order.
+        # A session of its own: Ctrl-C reaches only this process, which then stops the children in order.
         start_new_session=True,
     )
-    child = _Child(name, process)
-    try:
-        yield child
-    finally:
-        await asyncio.shield(child.stop())
-
-
-def _tell(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    return _Child(name, process)

@@ -1,10 +1,10 @@
-"""What is answered at which path, and what every request passes first."""
+"""Routes, and the middleware that every request passes first."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -12,29 +12,36 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from coordinator.http.api import Backend, OpenAIApi
+from coordinator.http import openapi
 from coordinator.http.errors import HttpError, error_response
+from coordinator.http.openai.api import Backend, OpenAIApi
+from coordinator.http.openai.responses import Responses
 from coordinator.http.pages import PATHS, Pages
+from coordinator.http.tokenization import Tokenization
+from coordinator.http.unknown_fields import UnknownFields
 from tandem import __version__
 from tandem.errors import ServiceUnavailableError
 from tandem.serving import tokens
 from tandem.serving.calls import RunningCalls
-from tandem.serving.gate import Gate
+from tandem.serving.interceptors.readiness import ReadinessInterceptor
 from tandem.serving.protection import is_loopback
 
 # A load balancer has no token, and the page asks for one.
-_OPEN_PATHS = frozenset({"/health", *PATHS})
+_OPEN_PATHS = frozenset({"/health", "/ping", "/openapi.json", "/docs", *PATHS})
+
+# RFC 9110 7.2: a name or an address, and perhaps a port. A URL's parser would also take user@name and name#fragment.
+_HOST = re.compile(r"(?:(?P<name>[A-Za-z0-9.-]+)|\[(?P<ipv6>[0-9A-Fa-f:.]+)\])(?::[0-9]*)?")
 
 
 class Shown(Backend, Protocol):
-    """What is shown beside completions."""
+    """Routes beside those for completions."""
 
     def status(self) -> dict[str, Any]:
-        """What the page shows."""
+        """The page's data."""
 
     @property
     def metrics(self) -> Callable[[], tuple[bytes, str] | None]:
-        """Tells the metrics in Prometheus's text form, and its content type; None when none are collected."""
+        """Returns the metrics in Prometheus's text form and its content type; None when none are collected."""
 
 
 class App:
@@ -43,37 +50,47 @@ class App:
     def __init__(
         self,
         shown: Shown,
-        gate: Gate,
+        gate: ReadinessInterceptor,
         calls: RunningCalls,
         known_tokens: Callable[[], tokens.Tokens],
         model_name: str | None,
-        most_body_bytes: int,
+        max_body_bytes: int,
         *,
+        unknown_fields: UnknownFields,
         local_only: bool,
     ) -> None:
-        """Answer what `shown` can.
+        """Set up the endpoints.
 
         Args:
-            shown: What the endpoints stand on.
-            gate: Says why nothing is let through at the moment.
-            calls: Counts the completions that run, for a drain.
-            known_tokens: Tells the tokens that are known by now.
+            shown: The parts of the coordinator that the endpoints use.
+            gate: Says why no request is admitted at the moment.
+            calls: Counts the running completions, for a drain.
+            known_tokens: Returns the currently valid tokens.
             model_name: Name of the model; None for its own.
-            most_body_bytes: Most bytes of a request's body.
-            local_only: Whether only this machine is to reach it, and nobody has to show a token.
+            max_body_bytes: Maximum bytes of a request's body.
+            unknown_fields: Reads bodies.
+            local_only: Whether the server is for this machine alone, without a token.
         """
         self._gate = gate
         self._local_only = local_only
         self._shown = shown
         self._known_tokens = known_tokens
-        api, pages = OpenAIApi(shown, calls, model_name, most_body_bytes), Pages()
+        api = OpenAIApi(shown, calls, model_name, max_body_bytes, unknown_fields)
+        pages, tokenization = Pages(), Tokenization(api)
         self._router = Router(
             [
                 Route("/v1/completions", api.completions, methods=["POST"]),
                 Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
+                Route("/v1/responses", Responses(api).create, methods=["POST"]),
                 Route("/v1/models", api.models),
                 Route("/v1/models/{name:path}", api.model),
+                Route("/tokenize", tokenization.tokenize, methods=["POST"]),
+                Route("/detokenize", tokenization.detokenize, methods=["POST"]),
                 Route("/health", self._health),
+                Route("/ping", self._health, methods=["GET", "POST"]),
+                Route("/load", self._load),
+                Route("/openapi.json", openapi.document),
+                Route("/docs", openapi.page),
                 Route("/version", self._version),
                 Route("/metrics", self._metrics),
                 Route("/tandem/status", self._status),
@@ -83,21 +100,29 @@ class App:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; whatever is raised is answered in OpenAI's form."""
+        """Answer one request. Any error is answered in OpenAI's form."""
         if scope["type"] != "http":
             return
         try:
             self._admit(scope)
-            # With an app in its scope the router raises what it would else answer as plain text.
+            # With an app in its scope the router raises errors that it would otherwise answer as plain text.
             await self._router({**scope, "app": self}, receive, send)
         except HTTPException as error:
             await error_response(_of_router(error, scope))(scope, receive, send)
-        except Exception as error:  # noqa: BLE001 - what nobody foresaw is logged, and answered with an id
+        except Exception as error:  # noqa: BLE001 - an unexpected error is logged, and answered with an id
             await error_response(error)(scope, receive, send)
 
     def _admit(self, scope: Scope) -> None:
         """Let the request through, or raise why not."""
         headers = dict(scope["headers"])
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            # RFC 9112 6.1: a proxy may have seen another end of such a request, and the rest of the
+            # connection may be part of it.
+            raise HttpError(
+                400,
+                "content-length and transfer-encoding are both set; a request must have one of them",
+                headers={"Connection": "close"},
+            )
         if self._local_only:
             _check_host(headers.get(b"host", b"").decode("latin-1"))
         if scope["path"] in _OPEN_PATHS:
@@ -115,6 +140,11 @@ class App:
     async def _version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
 
+    async def _load(self, request: Request) -> Response:
+        """`GET /load`, as in vLLM: how many requests the server has."""
+        load = self._shown.status()["load"]
+        return JSONResponse({"server_load": load["running"] + load["queued"]})
+
     async def _metrics(self, request: Request) -> Response:
         metrics = self._shown.metrics()
         if metrics is None:
@@ -127,12 +157,9 @@ class App:
 
 
 def _check_host(host: str) -> None:
-    """Refuse a page of the web that has its own name point to this machine, to read what it may not (DNS rebinding)."""
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        name = ""
-    if not is_loopback(name):
+    """Refuse web pages whose own name points to this machine (DNS rebinding)."""
+    spelled = _HOST.fullmatch(host)
+    if spelled is None or not is_loopback(spelled["name"] or spelled["ipv6"]):
         raise HttpError(
             403,
             f"host is {host or 'not set'}; it must be this machine, which alone is served: localhost or 127.0.0.1",

@@ -1,16 +1,18 @@
-"""What the HTTP side stands on: the coordinator's own parts."""
+"""Parts of the coordinator that the HTTP side uses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from coordinator.admin import Administration
-from coordinator.bounds import RequestBounds
-from coordinator.completions import Completions
-from coordinator.http.chat_template import ChatTemplate
+from coordinator.admin.administration import Administration
+from coordinator.http.chat.chats import Chats
+from coordinator.http.chat.template import ChatTemplate
 from coordinator.http.status import status_object
-from coordinator.plan import Models
+from coordinator.requests.plan import Models
+from coordinator.requests.runner import RequestRunner
+from coordinator.requests.turns import Turns
+from coordinator.settings.request_bounds import RequestBounds
 
 
 class CoordinatorBackend:
@@ -18,27 +20,37 @@ class CoordinatorBackend:
 
     def __init__(
         self,
-        completions: Completions,
+        completions: RequestRunner,
         administration: Administration,
+        chats: Chats,
         metrics: Callable[[], tuple[bytes, str] | None],
     ) -> None:
         self.completions = completions
-        self.chat_template: ChatTemplate | None = None
-        """Makes a prompt of a chat; read when the services are met, None when the model has none."""
+        self._chats = chats
         self.metrics = metrics
-        """Tells the metrics in Prometheus's text form, and its content type; None when none are collected."""
+        """Returns the metrics in Prometheus's text form and its content type; None when none are collected."""
         self._administration = administration
 
     @property
     def models(self) -> Models:
-        """What completes requests."""
+        """The models that complete requests."""
         return self.completions.models
 
     @property
+    def chat_template(self) -> ChatTemplate | None:
+        """Makes a prompt of a chat; None when the model has no template."""
+        return self._chats.template
+
+    @property
+    def turns(self) -> Turns:
+        """Large bodies take turns to be parsed."""
+        return self.completions.turns
+
+    @property
     def bounds(self) -> RequestBounds:
-        """What a request may ask for at most."""
+        """Bounds of a request."""
         return self.completions.bounds
 
     def status(self) -> dict[str, Any]:
-        """What the page shows."""
+        """The page's data."""
         return status_object(self._administration.status(), chat=self.chat_template is not None)

@@ -67,7 +67,7 @@ def error_response(error: Exception) -> JSONResponse:
     status, kind, _ = _form(error)
     headers = dict(error.headers) if isinstance(error, HttpError) else {}
     if isinstance(error, CapacityError) and (seconds := error.retry_after_seconds) is not None:
-        # The second one is what OpenAI's clients look at first: Retry-After has whole seconds only.
+        # OpenAI's clients read the second header first: Retry-After has whole seconds only.
         headers |= {"Retry-After": f"{math.ceil(seconds)}", "Retry-After-Ms": f"{math.ceil(seconds * 1000)}"}
     if kind == "authentication_error":
         headers["WWW-Authenticate"] = "Bearer"
@@ -85,10 +85,10 @@ def error_object(error: TandemError) -> dict[str, Any]:
 
 
 def unexpected(error: Exception) -> TandemError:
-    """What a client is told of an error that nobody foresaw: an id, under which the log tells the rest."""
+    """Sentence for an unexpected error: an id under which the log has the details."""
     error_id = uuid.uuid4().hex[:12]
     logger.error("unexpected error", extra={"error_id": error_id}, exc_info=error)
-    return TandemError(f"internal error {error_id}; the server's log tells more")
+    return TandemError(f"internal error {error_id}; the server's log has the details")
 
 
 def _form(error: TandemError) -> tuple[int, str, str | None]:

@@ -1,4 +1,4 @@
-"""The page at `/`: three files, sent as they are."""
+"""The page at `/`: its files, sent as they are."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ _FOLDER = Path(__file__).with_name("page")
 _FILES = {
     "": ("index.html", "text/html; charset=utf-8"),
     "page.css": ("page.css", "text/css; charset=utf-8"),
+    "code.js": ("code.js", "text/javascript; charset=utf-8"),
     "page.js": ("page.js", "text/javascript; charset=utf-8"),
     "icon.svg": ("icon.svg", "image/svg+xml"),
 }
@@ -19,7 +20,7 @@ _FILES = {
 PATHS = tuple(f"/{name}" for name in _FILES)
 
 _HEADERS = {
-    # Nothing of the page comes from elsewhere, and nothing that it shows can become a script.
+    # The page loads nothing from elsewhere, and nothing that it shows can run as a script.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

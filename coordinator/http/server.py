@@ -18,13 +18,17 @@ from tandem.errors import ConfigurationError
 # How long a client may take from connecting, or from the first byte after an answer, to the end of a request's headers.
 _HEADER_SECONDS = 30.0
 _KEEP_ALIVE_SECONDS = 75
-_MOST_HEADER_BYTES = 64 << 10
+_MAX_HEADER_BYTES = 64 << 10
+# Bounds on the bytes of an answer that a client does not read, in the kernel and here. The kernel doubles its number.
+# By default it buffers megabytes, so that a completion would run to its end without a reader.
+_SEND_BUFFER_BYTES = 32 << 10
+_WRITE_BUFFER_BYTES = 16 << 10
 # How long connections may take to close once nothing runs on them.
 _GOODBYE_SECONDS = 0.5
 
 
 class HttpServer:
-    """Listens from the start, and answers whatever the application does."""
+    """Listens from the start; the application answers every request."""
 
     def __init__(
         self,
@@ -57,7 +61,7 @@ class HttpServer:
             server_header=False,
             limit_concurrency=most_connections,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
+            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         )
         config.load()
         config.ssl = tls
@@ -69,7 +73,7 @@ class HttpServer:
         self._serving = asyncio.create_task(self._server.serve([self._socket]))
 
     async def close(self) -> None:
-        """Answer no more. Called once no request runs; what is left is cut off."""
+        """Stop answering, and close all connections. Called once no request runs."""
         if self._serving is None:
             self._socket.close()
             return
@@ -93,7 +97,7 @@ class _Server(uvicorn.Server):
 
 
 class _Bounded(H11Protocol):
-    """HTTP/1.1 whose connections end when their client takes nothing, or does not get round to asking anything."""
+    """HTTP/1.1 whose connections end when their client does not read, or sends no request."""
 
     stalled_reader_seconds: float
     _stalled: asyncio.TimerHandle | None = None
@@ -101,6 +105,7 @@ class _Bounded(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
         self._await_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -109,13 +114,13 @@ class _Bounded(H11Protocol):
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
-        """Called for what has come, and for what had come already when an answer ends."""
+        """Called for received data, and for data that was waiting when an answer ends."""
         super().handle_events()
         if self._answers:
             _cancel(self._silent)
             self._silent = None
         elif self.timeout_keep_alive_task is None:
-            # What came has ended the keep-alive's timer, be it half a request or the rest of an old one's body.
+            # Any data ends the keep-alive's timer, even half a request or the rest of an earlier body.
             self._await_request()
 
     def pause_writing(self) -> None:
@@ -137,7 +142,7 @@ class _Bounded(H11Protocol):
 
 
 def _protocol(seconds: float) -> type[_Bounded]:
-    """The same with its patience, as uvicorn makes a protocol without any argument of ours."""
+    """A protocol class with the timeout bound in, since uvicorn passes no arguments."""
 
     class Bounded(_Bounded):
         stalled_reader_seconds = seconds
@@ -156,6 +161,8 @@ def _bound(host: str, port: int) -> socket.socket:
         bound = socket.socket(family, kind, protocol)
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Connections have it from here.
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
             bound.bind(address)
             bound.listen(socket.SOMAXCONN)
         except OSError:

@@ -1,10 +1,10 @@
-"""What the page shows of the coordinator: its models, its replicas, its load, and what speculation did so far."""
+"""The coordinator's status for the page: models, replicas, load, and speculation statistics."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from coordinator.figures import describe
+from coordinator.stats.speculation import describe
 from tandem.admin import Status
 from tandem.replica import ReplicaSnapshot, Role
 
@@ -13,7 +13,7 @@ def status_object(status: Status, *, chat: bool) -> dict[str, Any]:
     """The coordinator's status as an object for JSON.
 
     Args:
-        status: What the coordinator tells of itself.
+        status: The coordinator's status.
         chat: Whether the model has a chat template.
     """
     settings = status.settings
@@ -29,6 +29,7 @@ def status_object(status: Status, *, chat: bool) -> dict[str, Any]:
             "is_on": settings.is_on,
             "num_speculative_tokens": settings.num_speculative_tokens,
             **describe(status.speculation),
+            "state": status.speculation_state.as_dict(),
         },
         "replicas": [
             _replica(replica)

@@ -1,4 +1,4 @@
-"""What a request takes on: completions beside each other, for as long as its client is there."""
+"""Concurrent completions of one HTTP request, cancelled when its client leaves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WAITING = 1
 
 
 class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client no longer waits for the answer."""
 
 
 async def while_connected(receive: Receive, work: Coroutine[None, None, ResultT]) -> ResultT:
@@ -47,9 +47,9 @@ async def _disconnect(receive: Receive) -> None:
 
 
 async def merged(streams: Sequence[AsyncGenerator[Chunk]]) -> AsyncGenerator[tuple[int, Chunk]]:
-    """The pieces of several completions as they come, each with the number of its completion.
+    """The chunks of several completions as they arrive, each with the number of its completion.
 
-    One that fails ends the others. They advance no faster than they are read.
+    A completion that fails ends the others. They advance only as fast as they are read.
     """
     if len(streams) == 1:
         async with aclosing(streams[0]) as stream:
@@ -82,5 +82,5 @@ async def _feed(
             async for chunk in stream:
                 await queue.put((index, chunk))
         await queue.put(None)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the one who reads gets it
+    except Exception as error:  # noqa: BLE001 - the reader gets any error
         await queue.put(error)

@@ -5,7 +5,7 @@ Sun et al., "Block Verification Accelerates Speculative Decoding" (ICLR 2025, ar
 
 from __future__ import annotations
 
-from coordinator.rejection.rows import JointRow, check_rows, joint_row, sample_target
+from coordinator.rejection.rows import JointRow, check_rows, joint_row, sample_bonus
 from coordinator.rejection.uniforms import Uniforms
 from tandem.types import Acceptance, NextToken, Proposal, SamplingParams, Verification
 
@@ -20,7 +20,7 @@ def accept(
     token-by-token rejection throws away. The token after the kept prefix is drawn in proportion to
     max(weight * target - draft, 0).
 
-    The noise of the round must be fresh (`tandem.noise` says why); `draw_uniforms` sees to it.
+    The noise of the round must be fresh (`tandem.sampling.noise` says why); `draw_uniforms` sees to it.
 
     Raises:
         RowError: The rows do not cover what the draft could have proposed, or do not fit the proposal.
@@ -31,10 +31,10 @@ def accept(
     weights = _prefix_weights(proposal, rows)
     kept = _longest_kept(weights, rows, uniforms.accept.tolist())
     if kept == count:
-        bonus = sample_target(verification, count, sampling, float(uniforms.recover[count]))
+        bonus = sample_bonus(verification, sampling, uniforms, count)
         return Acceptance(count, bonus, NextToken.BONUS)
     row = rows[kept]
-    recovered = row.target.sample_residual(row.draft_probs, float(uniforms.recover[kept]), weights[kept])
+    recovered = row.target.sample_residual(row.draft_probs, uniforms, kept, weights[kept])
     return Acceptance(kept, recovered, NextToken.RECOVERED)
 
 

@@ -1,4 +1,4 @@
-"""What can go wrong before a rule decides anything. Pure functions raise these; the callers know the gRPC code."""
+"""Errors that precede an acceptance decision. Pure functions raise them; callers map them to gRPC codes."""
 
 from __future__ import annotations
 

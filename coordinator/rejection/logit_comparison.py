@@ -10,7 +10,7 @@ from coordinator.rejection.uniforms import Uniforms
 from tandem.types import Acceptance, NextToken, Proposal, SamplingParams, Verification
 
 TOLERANCE = 1e-5
-"""By how much the draft's logit may exceed the target's."""
+"""Largest excess of the draft's logit over the target's."""
 
 
 def accept(

@@ -1,4 +1,4 @@
-"""What the acceptance rules can be told."""
+"""Options of the acceptance rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from coordinator.rejection import relaxed, typical
 
 @dataclass(frozen=True, slots=True)
 class RejectionOptions:
-    """What the acceptance rules can be told. The names are those of MAX and vLLM."""
+    """Options of the acceptance rules, named as in MAX and vLLM."""
 
     rejection_sampling_strategy: str | None = None
     """Name or alias of a rule; None chooses by `speculative_method` (see `resolve`)."""

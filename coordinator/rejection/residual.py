@@ -7,7 +7,7 @@ Algorithm 2.
 
 from __future__ import annotations
 
-from coordinator.rejection.rows import check_rows, joint_row, sample_target
+from coordinator.rejection.rows import check_rows, joint_row, sample_bonus
 from coordinator.rejection.uniforms import Uniforms
 from tandem.types import Acceptance, NextToken, Proposal, SamplingParams, Verification
 
@@ -30,8 +30,8 @@ def accept(
         row = joint_row(proposal, verification, index, sampling)
         # Strictly below: a token of probability zero must not pass when both sides are 0.
         if not uniform < row.ratio(token_id):
-            recovered = row.target.sample_residual(row.draft_probs, float(uniforms.recover[index]))
+            recovered = row.target.sample_residual(row.draft_probs, uniforms, index)
             return Acceptance(index, recovered, NextToken.RECOVERED)
     count = len(proposal)
-    bonus = sample_target(verification, count, sampling, float(uniforms.recover[count]))
+    bonus = sample_bonus(verification, sampling, uniforms, count)
     return Acceptance(count, bonus, NextToken.BONUS)

@@ -34,15 +34,15 @@ class AcceptanceRule:
 
     strategy: Strategy
     lossless: bool
-    """Whether the output is distributed as the target's own."""
+    """True if the output is distributed as the target's own."""
     row_kinds: tuple[RowKind, ...]
     """Rows of the target that it works with, the cheapest first."""
     needs_statistics: bool
-    """Whether support rows have to come with statistics."""
+    """True if support rows must come with statistics."""
     decide: Accept
     """The rule's function."""
     decide_thinking: Callable[..., Acceptance] | None = None
-    """The same with relaxed acceptance around it, when that is on."""
+    """The decision, with relaxed acceptance around it where that is on."""
 
     @property
     def name(self) -> str:
@@ -81,7 +81,7 @@ class AcceptanceRule:
         uniforms: Uniforms,
         thinking: Sequence[bool] = (),
     ) -> Acceptance:
-        """What is kept of a proposal.
+        """The part of a proposal that is kept.
 
         Args:
             proposal: K tokens and what the draft told of them.
@@ -159,7 +159,7 @@ def _relax(decide: Accept, options: RejectionOptions) -> Callable[..., Acceptanc
 
 
 def problems(options: RejectionOptions) -> list[str]:
-    """Why the options do not go together: one sentence each, naming the option, its value and what it needs."""
+    """Conflicts between the options: one sentence each, naming the option, its value and what it needs."""
     try:
         strategy = named_strategy(options)
     except RuleError as error:
@@ -185,7 +185,7 @@ def _range_problems(options: RejectionOptions) -> Iterator[str]:
 
 
 def relaxed_problems(options: RejectionOptions, strategy: Strategy) -> Iterator[str]:
-    """Why relaxed acceptance does not go with the rule."""
+    """Conflicts between relaxed acceptance and the rule."""
     if options.use_relaxed_acceptance_for_thinking and not strategy.can_be_relaxed:
         partners = ", ".join(other.name for other in STRATEGIES if other.can_be_relaxed)
         yield (
@@ -195,7 +195,7 @@ def relaxed_problems(options: RejectionOptions, strategy: Strategy) -> Iterator[
 
 
 def synthetic_problems(options: RejectionOptions, strategy: Strategy) -> Iterator[str]:
-    """Why the synthetic rates do not go with the rule or with each other."""
+    """Conflicts of the synthetic rates with the rule or with each other."""
     names = ("synthetic_acceptance_rate", "synthetic_acceptance_rates", "synthetic_acceptance_length")
     given = [name for name in names if getattr(options, name) is not None]
     if strategy is not SYNTHETIC:
@@ -222,7 +222,7 @@ def _schedule_problems(options: RejectionOptions) -> Iterator[str]:
 
 
 def logit_problems(options: RejectionOptions, strategy: Strategy) -> Iterator[str]:
-    """Why the drafting method cannot tell what logit comparison needs."""
+    """Reasons why the drafting method cannot serve logit comparison."""
     if strategy is LOGIT_COMPARISON and options.speculative_method in ("ngram", "suffix"):
         yield (
             f"the rule is logit-comparison and speculative_method is {options.speculative_method}; "

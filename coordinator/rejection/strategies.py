@@ -39,26 +39,28 @@ class Strategy:
     name: str
     description: str
     lossless: bool
-    """Whether the output is distributed as the target's own; `greedy`: at temperature 0."""
+    """True if the output is distributed as the target's own; `greedy`: at temperature 0."""
     row_kinds: tuple[RowKind, ...]
     """Rows of the target that it works with, the cheapest first."""
     draft_row_kind: RowKind
-    """What the draft has to tell of each proposed token."""
+    """Kind of row that the draft sends for each proposed token."""
     build: Callable[[RejectionOptions], Accept]
     """Makes the rule from its options."""
     aliases: tuple[str, ...] = ()
     support: Support = Support.TOKEN
     """For support rows."""
     needs_statistics: bool = False
-    """Whether support rows have to come with statistics."""
+    """True if support rows must come with statistics."""
     needs_token_logits: bool = False
-    """Whether the draft has to tell the proposed tokens' logits."""
+    """True if the draft must send the proposed tokens' logits."""
     draws: bool = True
-    """Whether it needs random numbers of the coordinator's."""
+    """True if it needs random numbers from the coordinator."""
+    races_recovery: bool = False
+    """True if the token after the accepted run wins a race whose noise target and coordinator share."""
     reads_argmax: bool = False
-    """Whether it asks for the most probable token only, which a token row is at temperature 0 alone."""
+    """True if it asks for the most probable token only, which a token row is at temperature 0 alone."""
     can_be_relaxed: bool = False
-    """Whether relaxed acceptance for thinking can be put around it."""
+    """True if relaxed acceptance for thinking can be put around it."""
 
 
 _TOKEN, _SUPPORT, _DENSE = RowKind.TOKEN, RowKind.SUPPORT, RowKind.DENSE
@@ -97,6 +99,7 @@ RESIDUAL = Strategy(
     draft_row_kind=_SUPPORT,
     build=lambda options: residual.accept,
     support=Support.DRAFT,
+    races_recovery=True,
     can_be_relaxed=True,
 )
 BLOCK = Strategy(
@@ -107,6 +110,7 @@ BLOCK = Strategy(
     draft_row_kind=_SUPPORT,
     build=lambda options: block.accept,
     support=Support.DRAFT,
+    races_recovery=True,
 )
 STRICT = Strategy(
     name="strict",

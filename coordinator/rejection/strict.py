@@ -1,6 +1,6 @@
 """`strict` (vLLM's `rejection_sample_method`): keep what the target sampled itself. Lossless.
 
-Draft and target sample with the same noise (`tandem.noise`), which is what makes them agree. The output is a
+Draft and target sample with the same noise (`tandem.sampling.noise`), which is what makes them agree. The output is a
 function of the seed and the target alone: neither the draft nor the number of proposed tokens changes it.
 """
 

@@ -29,7 +29,7 @@ def accept(
     """Accepts while the target's probability exceeds min(epsilon, delta * exp(-entropy)).
 
     A sample of the target follows the accepted run. The draft's distribution is never looked at, which is why
-    the output is not distributed as the target's: likely tokens come more often than they should.
+    the output is not distributed as the target's: tokens that pass come as often as the draft proposes them.
 
     Raises:
         RowError: The rows tell nothing of a proposed token, lack statistics, or do not fit the proposal.

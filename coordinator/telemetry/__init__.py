@@ -1,1 +1,1 @@
-"""What the coordinator tells of its requests, in traces and metrics. Importing this costs nothing."""
+"""Traces and metrics of the coordinator's requests. Importing this package costs nothing."""

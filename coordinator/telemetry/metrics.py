@@ -8,10 +8,11 @@ from functools import cache
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from coordinator.rejection.strategies import STRATEGIES
-from coordinator.telemetry.rounds import Round
+from coordinator.stats.ahead import MAX_RANKS
+from coordinator.stats.rounds import RoundTimes
 from tandem.telemetry import buckets
 from tandem.telemetry.histogram import LightHistogram
-from tandem.types import SpeculationFigures
+from tandem.types import AheadStats, SpeculationStats
 
 OUTCOMES = (
     "stop",
@@ -26,13 +27,14 @@ OUTCOMES = (
 )
 """How a request ends."""
 FALLBACKS = ("draft_lost", "draft_late", "draft_paused")
-"""Events after which the target goes on alone."""
+"""Events after which the target continues alone."""
 FAILOVERS = ("target_lost", "target_resumed", "draft_resumed")
 """Events of sequences that change their replica."""
 PEERS = ("draft", "target")
 _PHASES = ("draft", "verify", "sampling", "wait")
-_MOST_POSITIONS = 32
-_MOST_RULES = 16
+_MAX_POSITIONS = 32
+_BEYOND_RANKS = f"{MAX_RANKS + 1}+"
+_MAX_RULES = 16
 
 
 class CoordinatorMetrics:
@@ -58,6 +60,15 @@ class CoordinatorMetrics:
             name: self._counter(f"spec_decode_num_{name}_per_pos", text, "position")
             for name, text in positions.items()
         }
+        self.ahead_awaited = self._counter(
+            "draft_ahead_awaited_rounds", "Rounds whose proposal was to be drafted ahead."
+        )
+        self.ahead_hits = self._counter(
+            "draft_ahead_hits", "Of these, those that found it, by place of the outcome from 1 on.", "rank"
+        )
+        self.ahead_saved = self._counter(
+            "draft_ahead_saved_seconds", "Usual time to wait for a proposal, added up over the hits."
+        )
         self.requests = self._counter("requests", "Requests that ended, by outcome.", "outcome")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that began.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
@@ -110,6 +121,12 @@ class ModelMetrics:
         self._model_name = model_name
         self._rules: dict[str, list[Counter]] = {}
         self._positions: list[tuple[Counter, Counter, Counter]] = []
+        self.ahead_awaited = metrics.ahead_awaited.labels(model_name)
+        self.ahead_hits = {
+            rank: metrics.ahead_hits.labels(model_name, rank)
+            for rank in (*map(str, range(1, MAX_RANKS + 1)), _BEYOND_RANKS)
+        }
+        self.ahead_saved = metrics.ahead_saved.labels(model_name)
         self.requests = {name: metrics.requests.labels(model_name, name) for name in OUTCOMES}
         self.prompt_tokens = metrics.prompt_tokens.labels(model_name)
         self.generation_tokens = metrics.generation_tokens.labels(model_name)
@@ -138,7 +155,7 @@ class ModelMetrics:
             self._of_rule(strategy.name)
         self._at_positions(position_count)
 
-    def round(self, timed: Round) -> None:
+    def round(self, timed: RoundTimes) -> None:
         """Time a round that is not a request's first."""
         self._draft.observe(timed.draft)
         self._verify.observe(timed.verify)
@@ -146,29 +163,39 @@ class ModelMetrics:
         self._wait.observe(timed.wait)
         self._inter_token.observe(timed.seconds)
 
-    def speculated(self, rule: str, figures: SpeculationFigures) -> None:
+    def speculated(self, rule: str, stats: SpeculationStats) -> None:
         """Count what speculation did under a rule."""
-        proposals = figures.positions[0].drafted if figures.positions else 0
-        counts = (figures.rounds, proposals, figures.drafted, figures.accepted)
+        proposals = stats.positions[0].drafted if stats.positions else 0
+        counts = (stats.rounds, proposals, stats.drafted, stats.accepted)
         for counter, count in zip(self._of_rule(rule), counts, strict=True):
             counter.inc(count)
         for (drafted, accepted, reached), position in zip(
-            self._at_positions(len(figures.positions)), figures.positions, strict=False
+            self._at_positions(len(stats.positions)), stats.positions, strict=False
         ):
             drafted.inc(position.drafted)
             accepted.inc(position.accepted)
             reached.inc(position.reached)
+        if stats.ahead.awaited:
+            self._drafted_ahead(stats.ahead)
+
+    def _drafted_ahead(self, ahead: AheadStats) -> None:
+        self.ahead_awaited.inc(ahead.awaited)
+        self.ahead_saved.inc(ahead.saved_seconds)
+        for rank, hits in enumerate(ahead.hits_by_rank, start=1):
+            self.ahead_hits[str(rank)].inc(hits)
+        self.ahead_hits[_BEYOND_RANKS].inc(ahead.hits - sum(ahead.hits_by_rank))
 
     def _of_rule(self, rule: str) -> list[Counter]:
         if rule not in self._rules:
-            name = rule if len(self._rules) < _MOST_RULES else "other"
+            name = rule if len(self._rules) < _MAX_RULES else "other"
             self._rules[rule] = [c.labels(self._model_name, name) for c in self._metrics.speculation.values()]
         return self._rules[rule]
 
     def _at_positions(self, count: int) -> Iterator[tuple[Counter, Counter, Counter]]:
         while len(self._positions) < count:
             index = len(self._positions)
-            name = str(index) if index < _MOST_POSITIONS else f"{_MOST_POSITIONS}+"
+            # From 1, as everything else here counts positions; vLLM's metric of that name counts from 0.
+            name = str(index + 1) if index < _MAX_POSITIONS else f"{_MAX_POSITIONS + 1}+"
             drafted, accepted, reached = (
                 counter.labels(self._model_name, name) for counter in self._metrics.positions.values()
             )

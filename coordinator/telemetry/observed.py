@@ -1,4 +1,4 @@
-"""The observer that makes traces and metrics of what the request path tells."""
+"""The observer that turns events of the request path into traces and metrics."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from functools import partial
 
 from opentelemetry.trace import Tracer
 
-from coordinator.completion import Completion
-from coordinator.figures import add, since
-from coordinator.generate import AcceptanceRule, Drafter, Verifier
-from coordinator.observer import EventValue
+from coordinator.decoding.completion import Completion
+from coordinator.stats.rounds import RoundResult
+from coordinator.stats.speculation import add, since
 from coordinator.telemetry.metrics import PEERS, CoordinatorMetrics, ModelMetrics
-from coordinator.telemetry.rounds import Round, TimedRounds
+from coordinator.telemetry.observer import EventValue
 from coordinator.telemetry.spans import RequestSpans
-from coordinator.telemetry.state import RecentFigures
+from coordinator.telemetry.state import RecentStats
 from tandem.errors import (
     AbortedError,
     CapacityError,
@@ -24,13 +23,13 @@ from tandem.errors import (
     InvalidRequestError,
     ServiceUnavailableError,
 )
+from tandem.rpc.traffic import Traffic
 from tandem.telemetry import attributes as names
 from tandem.telemetry.spans import traceparent_of
-from tandem.traffic import Traffic
-from tandem.types import NextToken, SpeculationFigures
+from tandem.types import SpeculationStats
 
 COUNTING_INTERVAL_SECONDS = 1.0
-"""How often a request that runs is added to the counters."""
+"""Interval at which a running request is added to the counters."""
 
 _OUTCOMES: tuple[tuple[type[BaseException], str], ...] = (
     (InvalidRequestError, "invalid"),
@@ -44,23 +43,23 @@ _OUTCOMES: tuple[tuple[type[BaseException], str], ...] = (
 
 
 class ObservedRequests:
-    """Watches all requests."""
+    """Observes all requests."""
 
     def __init__(self, metrics: CoordinatorMetrics, tracer: Tracer | None, trace_rounds: float) -> None:
         self._metrics = metrics
         self._tracer = tracer
         self._trace_rounds = trace_rounds
-        self.recent = RecentFigures()
-        """What speculation did in the last minute."""
+        self.recent = RecentStats()
+        """Speculation statistics of the last minute."""
         self._model: ModelMetrics | None = None
 
     def serve(self, model_name: str, num_speculative_tokens: int) -> None:
-        """Requests are for this model from now on, usually with proposals of so many tokens."""
+        """Count requests for this model from now on, whose proposals usually have so many tokens."""
         self._model = self._metrics.of(model_name)
         self._model.prepare(num_speculative_tokens)
 
     def begin(self, request_id: str, traceparent: str = "") -> ObservedRequest:
-        """Watch a request."""
+        """Observe a request."""
         spans = None
         if self._tracer is not None:
             spans = RequestSpans(self._tracer, request_id, traceparent, self._trace_rounds)
@@ -68,9 +67,9 @@ class ObservedRequests:
 
 
 class ObservedRequest:
-    """Watches one request."""
+    """Observes one request."""
 
-    def __init__(self, metrics: ModelMetrics, spans: RequestSpans | None, recent: RecentFigures) -> None:
+    def __init__(self, metrics: ModelMetrics, spans: RequestSpans | None, recent: RecentStats) -> None:
         self._metrics = metrics
         self._spans = spans
         self._recent = recent
@@ -88,9 +87,10 @@ class ObservedRequest:
             "wait": 0.0,
         }
         self._rounds = 0
+        self._decision: Callable[[], Mapping[str, EventValue]] = dict
         self._first_token: float | None = None
         self._counted_at = self._began
-        self._counted = SpeculationFigures()
+        self._counted = SpeculationStats()
         self._counted_tokens = 0
         self._counted_bytes = dict.fromkeys(metrics.wire, 0)
 
@@ -110,7 +110,7 @@ class ObservedRequest:
             self._spans.planned(details)
 
     def stream(self, role: str, address: str) -> ObservedStream:
-        """Watch a stream."""
+        """Observe a stream."""
         if self._spans is None:
             stream = ObservedStream(role, "", lambda _traffic, _error: None)
         else:
@@ -119,12 +119,9 @@ class ObservedRequest:
         self._streams.append(stream)
         return stream
 
-    def observing(
-        self, drafter: Drafter, verifier: Verifier, accept: AcceptanceRule
-    ) -> tuple[Drafter, Verifier, AcceptanceRule]:
-        """The same three, timed."""
-        timed = TimedRounds(drafter, verifier, accept, self._round)
-        return timed, timed, timed.accept
+    def deciding(self, decision: Callable[[], Mapping[str, EventValue]]) -> None:
+        """Its proposals begin."""
+        self._decision = decision
 
     def event(self, name: str, attributes: Mapping[str, EventValue]) -> None:
         """Something happened."""
@@ -147,12 +144,14 @@ class ObservedRequest:
         if self._spans is not None and self._spans.is_recorded:
             if error is None:
                 self._spans.finish_reason(outcome)
-            figures = None if self._completion is None else self._completion.figures
-            self._spans.finished(figures, self._attributes(), error)
+            stats = None if self._completion is None else self._completion.stats
+            self._spans.finished(stats, self._attributes(), error)
 
-    def _round(self, timed: Round) -> None:
+    def round_ended(self, result: RoundResult) -> None:
+        """A round ended."""
+        timed = result.times
         self._rounds += 1
-        if self._first_token is None and _has_tokens(timed):
+        if self._first_token is None and result.committed:
             self._first_token = timed.decided
             self._metrics.first_token.observe(timed.decided - self._began)
         if self._rounds == 1:
@@ -166,12 +165,12 @@ class ObservedRequest:
             seconds["wait"] += timed.wait
             self._metrics.round(timed)
         if self._spans is not None:
-            self._spans.round(timed)
+            self._spans.round(result, self._decision)
         if timed.decided - self._counted_at >= COUNTING_INTERVAL_SECONDS:
             self._count(timed.decided)
 
     def _count(self, now: float) -> None:
-        """Add to the counters what came since the last time."""
+        """Add everything since the last call to the counters."""
         self._counted_at = now
         for (peer, direction), total in self._bytes().items():
             self._metrics.wire[peer, direction].inc(total - self._counted_bytes[peer, direction])
@@ -181,7 +180,7 @@ class ObservedRequest:
         tokens = self._completion.length - self._prompt_length
         self._metrics.generation_tokens.inc(tokens - self._counted_tokens)
         self._counted_tokens = tokens
-        fresh = since(self._completion.figures, self._counted)
+        fresh = since(self._completion.stats, self._counted)
         if fresh.rounds:
             add(self._counted, fresh)
             self._metrics.speculated(self._rule, fresh)
@@ -201,37 +200,33 @@ class ObservedRequest:
         return next((name for kind, name in _OUTCOMES if isinstance(error, kind)), "error")
 
     def _attributes(self) -> dict[str, EventValue]:
-        told: dict[str, EventValue] = {
+        attributes: dict[str, EventValue] = {
             names.SECONDS + phase: round(seconds, 6) for phase, seconds in self._seconds.items()
         }
-        told |= {
+        attributes |= {
             f"{names.BYTES}{peer}.{direction}": total for (peer, direction), total in self._bytes().items()
         }
-        told[names.GEN_AI_USAGE_OUTPUT_TOKENS] = self._counted_tokens
+        attributes |= self._decision()
+        attributes[names.GEN_AI_USAGE_OUTPUT_TOKENS] = self._counted_tokens
         if self._first_token is not None:
-            told[names.TIME_TO_FIRST_TOKEN] = round(self._first_token - self._began, 6)
-        return told
+            attributes[names.TIME_TO_FIRST_TOKEN] = round(self._first_token - self._began, 6)
+        return attributes
 
 
 class ObservedStream:
-    """Watches one stream to a service."""
+    """Observes one stream to a service."""
 
     def __init__(
-        self, role: str, traceparent: str, tell: Callable[[Traffic, Exception | None], None]
+        self, role: str, traceparent: str, report: Callable[[Traffic, Exception | None], None]
     ) -> None:
         assert role in PEERS
         self.role = role
         self.traceparent = traceparent
         self.traffic = Traffic()
-        self._tell: Callable[[Traffic, Exception | None], None] | None = tell
+        self._report: Callable[[Traffic, Exception | None], None] | None = report
 
     def ended(self, error: Exception | None = None) -> None:
         """The stream ended. Only the first call counts."""
-        if self._tell is not None:
-            tell, self._tell = self._tell, None
-            tell(self.traffic, error)
-
-
-def _has_tokens(timed: Round) -> bool:
-    acceptance = timed.acceptance
-    return acceptance.accepted_count > 0 or acceptance.next_token is not NextToken.NONE
+        if self._report is not None:
+            report, self._report = self._report, None
+            report(self.traffic, error)

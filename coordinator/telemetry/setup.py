@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
-from coordinator.admission import Admission
-from coordinator.observer import NO_OBSERVER, Observer
-from coordinator.replicas import Replicas
-from coordinator.settings import CoordinatorSettings
+from coordinator.settings.coordinator import CoordinatorSettings
+from coordinator.telemetry.observer import NO_OBSERVER, Observer
+from tandem.replica import ReplicaSnapshot
+from tandem.speculation_state import SpeculationDecision
 from tandem.telemetry.choice import telemetry_for
 
 if TYPE_CHECKING:
@@ -15,14 +16,40 @@ if TYPE_CHECKING:
     from tandem.telemetry.process import Telemetry
 
 
+class HasLoad(Protocol):
+    """Counts requests."""
+
+    @property
+    def running(self) -> int:
+        """Number of requests that run now."""
+
+    @property
+    def queued(self) -> int:
+        """Number of requests that wait for a place now."""
+
+
+class HasReplicas(Protocol):
+    """Knows the replicas."""
+
+    def snapshots(self) -> Sequence[ReplicaSnapshot]:
+        """Every replica at this moment."""
+
+
+class HasDecisions(Protocol):
+    """Decides how much to propose."""
+
+    def decisions(self) -> Iterable[SpeculationDecision]:
+        """Decisions for each load so far."""
+
+
 class CoordinatorTelemetry:
     """The observer of the requests, and the metrics of the process."""
 
     def __init__(self, settings: CoordinatorSettings, process: Telemetry | None) -> None:
-        """Nothing is collected without a `process`."""
+        """Telemetry of the process; nothing is collected without it."""
         self._settings = settings
         self.observer: Observer = NO_OBSERVER
-        """What the request path tells."""
+        """The observer of the request path."""
         self.process = process
         self._observed: ObservedRequests | None = None
         if self.process is not None:
@@ -30,11 +57,11 @@ class CoordinatorTelemetry:
 
     @classmethod
     def of(cls, settings: CoordinatorSettings, is_read: bool = False) -> CoordinatorTelemetry:
-        """What the settings ask for.
+        """Build the telemetry that the settings ask for.
 
         Args:
             settings: Where telemetry goes.
-            is_read: Whether something besides the Prometheus port reads `prometheus_text`.
+            is_read: Whether anything besides the Prometheus port reads `prometheus_text`.
         """
         return cls(settings, telemetry_for(settings, "coordinator", is_read))
 
@@ -47,8 +74,10 @@ class CoordinatorTelemetry:
         if self.process is not None:
             self.process.start()
 
-    def ready(self, model_name: str, admission: Admission, replicas: Replicas) -> None:
-        """The services were joined: name the target model from now on, and tell of load and replicas."""
+    def ready(
+        self, model_name: str, admission: HasLoad, replicas: HasReplicas, speculation: HasDecisions
+    ) -> None:
+        """The services are connected: name the target model from now on, and report load, replicas and decisions."""
         if self.process is None or self._observed is None:
             return
         from coordinator.telemetry.state import State, StateCollector
@@ -61,14 +90,15 @@ class CoordinatorTelemetry:
                 model_name,
                 admission.running,
                 admission.queued,
-                replicas.snapshots(),
+                list(replicas.snapshots()),
                 observed.recent.total(),
+                list(speculation.decisions()),
             )
 
         self.process.registry.register(StateCollector(read))
 
     async def close(self) -> None:
-        """Send what is left, as far as that is quick."""
+        """Send the rest, as far as that is quick."""
         if self.process is not None:
             await self.process.close()
 

@@ -1,32 +1,32 @@
 """The span tree of a request: itself, its prefill, a stream each to draft and target, and its rounds when sampled.
 
-A span costs some twenty microseconds, an event four, and a span keeps 128 events; so what happens in every round is
-told as sums on the request's own span.
+A span costs some twenty microseconds, an event four, and a span keeps 128 events. So values of every round are added up
+on the request's own span.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Tracer
 
-from coordinator.figures import (
+from coordinator.stats.rounds import RoundResult, RoundTimes
+from coordinator.stats.speculation import (
+    acceptance_length,
     acceptance_rate,
-    accepted_per_verification,
     conditional_rates,
     cumulative_rates,
-    mean_acceptance_length,
+    tokens_per_pass,
 )
-from coordinator.observer import EventValue
-from coordinator.telemetry.rounds import Round
+from coordinator.telemetry.observer import EventValue
+from tandem.rpc.traffic import Traffic
 from tandem.telemetry import attributes as names
 from tandem.telemetry.spans import context_of, mark_error, traceparent_of, under
-from tandem.traffic import Traffic
-from tandem.types import SpeculationFigures
+from tandem.types import SpeculationStats
 
-_MOST_EVENTS = 64
-_MOST_ROUNDS = 1_000
+_MAX_EVENTS = 64
+_MAX_ROUNDS = 1_000
 """Of one request that have a span, so that no request fills the exporter's queue for good."""
 _WHERE_ASKED_FOR = {"top_p": names.GEN_AI_REQUEST_TOP_P, "top_k": names.GEN_AI_REQUEST_TOP_K}
 _METHODS = {"draft": ("tandem.v1.DraftService", "Propose"), "target": ("tandem.v1.TargetService", "Verify")}
@@ -49,11 +49,11 @@ class RequestSpans:
             },
         )
         self.is_recorded = self._span.is_recording()
-        """Whether the request was sampled."""
+        """True if the request was sampled."""
         self.traceparent = traceparent_of(self._span)
-        # The half of the id that the sampler does not look at: the two ratios are independent.
+        # The sampler uses the other half of the id, so the two ratios are independent.
         is_chosen = (self._span.get_span_context().trace_id >> 64) / 2**64 < trace_rounds
-        self._rounds_left = _MOST_ROUNDS if self.is_recorded and is_chosen else 0
+        self._rounds_left = _MAX_ROUNDS if self.is_recorded and is_chosen else 0
         self._rounds = 0
         self._events = 0
         self._prefill: Span = INVALID_SPAN
@@ -114,19 +114,22 @@ class RequestSpans:
             mark_error(span, error)
         span.end()
 
-    def round(self, timed: Round) -> None:
-        """A round was decided. The first is the prefill."""
+    def round(self, result: RoundResult, decision: Callable[[], Mapping[str, EventValue]] = dict) -> None:
+        """A round ended. The first is the prefill; `decision` says why it proposed so much."""
+        timed = result.times
         self._rounds += 1
         if self._rounds == 1:
             self._end_prefill(timed)
         if not self._rounds_left:
             return
         self._rounds_left -= 1
-        attributes: dict[str, int | float] = {
+        attributes: dict[str, EventValue] = {
             names.ROUND: self._rounds,
-            names.DRAFTED_TOKENS: len(timed.proposal),
-            names.ACCEPTED_TOKENS: timed.acceptance.accepted_count,
+            names.DRAFTED_TOKENS: result.proposed,
+            names.ACCEPTED_TOKENS: result.accepted,
             **_seconds(wait=timed.wait, draft=timed.draft, verify=timed.verify, sampling=timed.sampling),
+            **_outcome(result),
+            **decision(),
         }
         span = self._tracer.start_span(
             "round", under(self._span), attributes=attributes, start_time=self._nanoseconds(timed.began)
@@ -136,12 +139,12 @@ class RequestSpans:
     def event(self, name: str, attributes: Mapping[str, EventValue]) -> None:
         """Something happened to the request."""
         self._events += 1
-        if self._events <= _MOST_EVENTS:
+        if self._events <= _MAX_EVENTS:
             self._span.add_event(name, dict(attributes))
 
     def finished(
         self,
-        figures: SpeculationFigures | None,
+        stats: SpeculationStats | None,
         attributes: Mapping[str, EventValue],
         error: BaseException | None,
     ) -> None:
@@ -149,11 +152,11 @@ class RequestSpans:
         if not self.is_recorded:
             return
         self._end_prefill(None)
-        if figures is not None:
-            self._tell_figures(figures)
+        if stats is not None:
+            self._notify_stats(stats)
         self._span.set_attributes(attributes)
-        if self._events > _MOST_EVENTS:
-            self._span.set_attribute(names.EVENTS_DROPPED, self._events - _MOST_EVENTS)
+        if self._events > _MAX_EVENTS:
+            self._span.set_attribute(names.EVENTS_DROPPED, self._events - _MAX_EVENTS)
         if isinstance(error, Exception):
             mark_error(self._span, error)
         elif error is not None:
@@ -164,21 +167,30 @@ class RequestSpans:
         """How the completion ended."""
         self._span.set_attribute(names.GEN_AI_RESPONSE_FINISH_REASONS, [reason])
 
-    def _tell_figures(self, figures: SpeculationFigures) -> None:
+    def _notify_stats(self, stats: SpeculationStats) -> None:
         self._span.set_attributes(
             {
-                names.ROUNDS: figures.rounds,
-                names.DRAFTED_TOKENS: figures.drafted,
-                names.ACCEPTED_TOKENS: figures.accepted,
-                names.ACCEPTANCE_RATE: round(acceptance_rate(figures), 6),
-                names.ACCEPTANCE_LENGTH: round(accepted_per_verification(figures), 6),
-                names.MEAN_ACCEPTANCE_LENGTH: round(mean_acceptance_length(figures), 6),
-                names.CUMULATIVE_RATES: [round(rate, 6) for rate in cumulative_rates(figures)],
-                names.CONDITIONAL_RATES: [round(rate, 6) for rate in conditional_rates(figures)],
+                names.ROUNDS: stats.rounds,
+                names.DRAFTED_TOKENS: stats.drafted,
+                names.ACCEPTED_TOKENS: stats.accepted,
+                names.ACCEPTANCE_RATE: round(acceptance_rate(stats), 6),
+                names.ACCEPTANCE_LENGTH: round(acceptance_length(stats), 6),
+                names.TOKENS_PER_PASS: round(tokens_per_pass(stats), 6),
+                names.CUMULATIVE_RATES: [round(rate, 6) for rate in cumulative_rates(stats)],
+                names.CONDITIONAL_RATES: [round(rate, 6) for rate in conditional_rates(stats)],
             }
         )
+        if (ahead := stats.ahead).awaited:
+            self._span.set_attributes(
+                {
+                    names.AHEAD_AWAITED: ahead.awaited,
+                    names.AHEAD_HITS: ahead.hits,
+                    names.AHEAD_HITS_BY_RANK: ahead.hits_by_rank,
+                    names.AHEAD_SAVED: round(ahead.saved_seconds, 6),
+                }
+            )
 
-    def _end_prefill(self, timed: Round | None) -> None:
+    def _end_prefill(self, timed: RoundTimes | None) -> None:
         if self._prefill.is_recording():
             self._prefill.end(None if timed is None else self._nanoseconds(timed.decided))
 
@@ -188,3 +200,11 @@ class RequestSpans:
 
 def _seconds(**phases: float) -> dict[str, float]:
     return {names.SECONDS + phase: round(seconds, 6) for phase, seconds in phases.items()}
+
+
+def _outcome(result: RoundResult) -> dict[str, EventValue]:
+    """Attributes for drafting ahead of a round; none where the draft was not asked to."""
+    if not result.awaited_outcome:
+        return {}
+    rank = result.outcome_rank
+    return {names.AHEAD_HIT: False} if rank is None else {names.AHEAD_HIT: True, names.AHEAD_RANK: rank + 1}

@@ -1,54 +1,57 @@
-"""What the coordinator looks like at the moment when someone asks: load, replicas, acceptance of the last minute."""
+"""The coordinator's state at scrape time: load, replicas, acceptance of the last minute."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from coordinator.figures import (
+from coordinator.stats.speculation import (
+    acceptance_length,
     acceptance_rate,
-    accepted_per_verification,
     add,
     conditional_rates,
     cumulative_rates,
 )
-from coordinator.replica import ReplicaSnapshot, ReplicaState, Role
+from tandem.replica import ReplicaSnapshot, ReplicaState, Role
+from tandem.speculation_state import SpeculationDecision
 from tandem.telemetry.on_loop import OnLoop
-from tandem.types import SpeculationFigures
+from tandem.types import SpeculationStats
 
 _WINDOW_SECONDS = 60.0
 _PART_SECONDS = 5.0
-_MOST_REPLICAS = 128
-"""Of each role that are told one by one. All are in the counts."""
+_MAX_DECISIONS = 256
+"""Maximum loads, rules and temperature ranges with metrics of their own."""
+_MAX_REPLICAS = 128
+"""Maximum replicas of each role with metrics of their own. The counts include all."""
 
 
-class RecentFigures:
-    """What speculation did in the last minute."""
+class RecentStats:
+    """Speculation statistics of the last minute."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._parts: deque[tuple[float, SpeculationFigures]] = deque()
+        self._parts: deque[tuple[float, SpeculationStats]] = deque()
 
-    def add(self, figures: SpeculationFigures) -> None:
-        """Count what was done just now."""
+    def add(self, stats: SpeculationStats) -> None:
+        """Count these rounds, which ended just now."""
         now = self._clock()
         if not self._parts or now - self._parts[-1][0] >= _PART_SECONDS:
-            self._parts.append((now, SpeculationFigures()))
+            self._parts.append((now, SpeculationStats()))
             self._forget(now)
-        add(self._parts[-1][1], figures)
+        add(self._parts[-1][1], stats)
 
-    def total(self) -> SpeculationFigures:
+    def total(self) -> SpeculationStats:
         """All of the last minute."""
         self._forget(self._clock())
-        total = SpeculationFigures()
-        for _, figures in self._parts:
-            add(total, figures)
+        total = SpeculationStats()
+        for _, stats in self._parts:
+            add(total, stats)
         return total
 
     def _forget(self, now: float) -> None:
@@ -64,7 +67,9 @@ class State:
     running: int
     queued: int
     replicas: list[ReplicaSnapshot]
-    recent: SpeculationFigures
+    recent: SpeculationStats
+    decisions: Sequence[SpeculationDecision] = ()
+    """How much is proposed at each load that there was."""
 
 
 class StateCollector(Collector):
@@ -74,7 +79,7 @@ class StateCollector(Collector):
         self._read = OnLoop(read)
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: it is registered before there is anything to read."""
+        """Describe nothing: the collector is registered before there is anything to read."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
@@ -83,6 +88,7 @@ class StateCollector(Collector):
         if state is not None:
             yield from _load(state)
             yield from _recent(state)
+            yield from _decisions(state)
             yield from _replica_states(state)
             yield from _replica_details(state)
 
@@ -102,7 +108,7 @@ def _recent(state: State) -> Iterator[Metric]:
     yield _gauge(state, "spec_decode_acceptance_rate", "Share of the proposed tokens that were accepted, last "
                  "minute.", acceptance_rate(recent))  # fmt: skip
     yield _gauge(state, "spec_decode_avg_acceptance_length", "Accepted tokens by verification, last minute (MAX).",
-                 accepted_per_verification(recent))  # fmt: skip
+                 acceptance_length(recent))  # fmt: skip
     for name, rates in (
         ("acceptance_rate_per_position", cumulative_rates(recent)),
         ("conditional_acceptance_rate_per_position", conditional_rates(recent)),
@@ -112,9 +118,42 @@ def _recent(state: State) -> Iterator[Metric]:
             "Acceptance rate at a position, last minute.",
             labels=("model_name", "position"),
         )
-        for position, rate in enumerate(rates):
+        for position, rate in enumerate(rates, start=1):
             family.add_metric((state.model_name, str(position)), rate)
         yield family
+
+
+def _decisions(state: State) -> Iterator[Metric]:
+    labels = ("model_name", "target", "rule", "temperatures", "sequences", "ahead")
+    tokens = GaugeMetricFamily(
+        "tandem_spec_decode_proposal_length", "Tokens proposed at a load (K); 0: target alone.", labels=labels
+    )
+    gain = GaugeMetricFamily(
+        "tandem_spec_decode_predicted_gain",
+        "Predicted tokens per second with the best K above 0, over those of the target alone.",
+        labels=labels,
+    )
+    predicted = CounterMetricFamily(
+        "tandem_round_predicted_seconds", "Predicted time of rounds.", labels=labels
+    )
+    measured = CounterMetricFamily(
+        "tandem_round_measured_seconds", "Measured time of the same rounds.", labels=labels
+    )
+    for decision in state.decisions[:_MAX_DECISIONS]:
+        values = (
+            state.model_name,
+            decision.target,
+            decision.rule,
+            decision.temperatures,
+            str(decision.load),
+            "off" if decision.ahead_outcomes is None else "on",
+        )
+        tokens.add_metric(values, decision.num_speculative_tokens)
+        predicted.add_metric(values, decision.predicted_seconds)
+        measured.add_metric(values, decision.measured_seconds)
+        if decision.gain:
+            gain.add_metric(values, decision.gain)
+    yield from (tokens, gain, predicted, measured)
 
 
 def _gauge(state: State, name: str, text: str, value: float) -> Metric:
@@ -147,6 +186,12 @@ def _replica_details(state: State) -> Iterator[Metric]:
     counters: tuple[tuple[str, str, Callable[[ReplicaSnapshot], float]], ...] = (
         ("draft_tokens", "Tokens proposed, on the replica.", lambda shot: shot.figures.drafted),
         ("accepted_tokens", "Of these, those that were accepted.", lambda shot: shot.figures.accepted),
+        (
+            "draft_ahead_awaited_rounds",
+            "Rounds whose proposal was to be drafted ahead, on the replica.",
+            lambda shot: shot.figures.ahead.awaited,
+        ),
+        ("draft_ahead_hits", "Of these, those that found it.", lambda shot: shot.figures.ahead.hits),
     )
     for name, text, value_of in gauges:
         gauge = GaugeMetricFamily(f"tandem_replica_{name}", text, labels=labels)
@@ -162,4 +207,4 @@ def _replica_details(state: State) -> Iterator[Metric]:
 
 
 def _first(replicas: list[ReplicaSnapshot], role: Role) -> list[ReplicaSnapshot]:
-    return [shot for shot in replicas if shot.role is role][:_MOST_REPLICAS]
+    return [shot for shot in replicas if shot.role is role][:_MAX_REPLICAS]

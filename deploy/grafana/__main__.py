@@ -1,7 +1,7 @@
 """Write deploy/grafana/dashboards/tandem.json: what Grafana shows, from the short description in panels.py.
 
-python deploy/grafana/generate.py           write it
-python deploy/grafana/generate.py --check   exit 1 when it is not what the description says
+python -m deploy.grafana           write it
+python -m deploy.grafana --check   exit 1 when the file differs from the description
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from deploy.grafana.panels import SECTIONS, Panel
+from deploy.grafana.panels import SECTIONS
+from deploy.grafana.parts import Panel
 
 DASHBOARD = Path(__file__).parent / "dashboards" / "tandem.json"
 
@@ -48,7 +49,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
         {
             "refId": chr(ord("A") + number),
             "expr": query.expression,
-            "legendFormat": query.legend or "__auto",
+            "legendFormat": query.legend,
             "instant": is_instant,
             "range": not is_instant,
             "datasource": _SOURCE,
@@ -73,7 +74,7 @@ def _scale(panel: Panel) -> dict[str, Any]:
 
 
 def _look(panel: Panel) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a kind of panel adds to the defaults of its fields, and its options."""
+    """Field defaults and options of one kind of panel."""
     last = {"reduceOptions": {"calcs": ["lastNotNull"]}}
     by_value = {"color": {"mode": "thresholds"}, "thresholds": _thresholds(panel.steps)}
     match panel.kind:

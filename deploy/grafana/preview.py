@@ -2,7 +2,7 @@
 
     python -m deploy.grafana.preview panels.json > dashboard.svg
 
-It shows what the queries tell and whether the panels read well, not how Grafana draws them.
+It shows the results of the queries and whether the panels are readable, not how Grafana draws them.
 """
 
 from __future__ import annotations
@@ -119,7 +119,9 @@ def _series(panel: dict[str, Any], lines: list[Line], box: Sequence[float]) -> I
     lines = _stacked(lines) if is_stacked else lines
     top = defaults.get("max") or max(value for _, points in lines for _, value in points) * 1.1 or 1.0
     start, end = min(line[1][0][0] for line in lines), max(line[1][-1][0] for line in lines)
-    left, right, base, roof = x + _LEFT + 12, x + width - 10, y + height - 40, y + 34
+    legend = list(_legend(names, width - _LEFT - 12))
+    rows = max((row for _, row, _ in legend), default=0)
+    left, right, base, roof = x + _LEFT + 12, x + width - 10, y + height - 40 - 14 * rows, y + 34
 
     def place(point: Point) -> str:
         across = left + (right - left) * (point[0] - start) / max(end - start, 1)
@@ -135,13 +137,20 @@ def _series(panel: dict[str, Any], lines: list[Line], box: Sequence[float]) -> I
             foot = f"{place((points[-1][0], 0))} {place((points[0][0], 0))}"
             yield f'<polygon points="{path} {foot}" fill="{colours[name]}"/>'
         yield f'<polyline points="{path}" fill="none" stroke="{colours[name]}" stroke-width="1.6"/>'
-    across = left
+    for name, row, across in legend:
+        line = y + height - 16 - 14 * (rows - row)
+        yield _rectangle(left + across, line - 6, 10, 4, colours[name])
+        yield _text(left + across + 14, line, name, 10)
+
+
+def _legend(names: Sequence[str], width: float) -> Iterator[tuple[str, int, float]]:
+    """Each name, the row of the legend that it stands in, and how far to the right."""
+    row, across = 0, 0.0
     for name in names:
         wide = 26 + 5.8 * len(name)
-        if across + wide > x + width:
-            break
-        yield _rectangle(across, y + height - 22, 10, 4, colours[name])
-        yield _text(across + 14, y + height - 16, name, 10)
+        if across and across + wide > width:
+            row, across = row + 1, 0.0
+        yield name, row, across
         across += wide
 
 

@@ -8,14 +8,19 @@ from typing import TYPE_CHECKING, Protocol
 from tandem.types import DraftOptions, ModelInfo, Proposal, ProposeStep
 
 if TYPE_CHECKING:
-    from tandem.engine.cache import KvUsage
+    from draft_service.proposers.ahead_drafter import Pushed
+    from tandem.engine.kv_cache.arena import KvUsage
 
 
 class DraftedSequence(Protocol):
     """One sequence that a method drafts for."""
 
-    async def propose(self, step: ProposeStep) -> Proposal:
-        """Apply the step's delta and guess the tokens that follow.
+    @property
+    def pushed(self) -> Pushed | None:
+        """Continuations drafted ahead of verifications; None for a method that never drafts ahead."""
+
+    async def propose(self, step: ProposeStep) -> Proposal | None:
+        """Apply the step's delta and guess the tokens that follow; None for a step without an answer of its own.
 
         Raises:
             InvalidRequestError: the delta does not fit the sequence or the model.
@@ -27,10 +32,14 @@ class Proposer(Protocol):
 
     @property
     def model_info(self) -> ModelInfo:
-        """What it drafts with."""
+        """The draft service's model, or its drafting method."""
 
     def kv_usage(self) -> KvUsage | None:
-        """What its KV cache holds; None when it has none. Called on the event loop."""
+        """Usage of its KV cache; None when it has none. Called on the event loop."""
+
+    @property
+    def overdue_seconds(self) -> float:
+        """How long it has been stuck in a step; 0 while all is well."""
 
     async def start(self) -> None:
         """Begin to work. Called before anything else."""

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tandem.engine.jobs import Continue, Done
-from tandem.noise import proposal_keys, target_keys
+from tandem.engine.core.jobs import Continue, Done, Failed
+from tandem.sampling.noise import proposal_keys, target_keys
 from tandem.types import DraftDistribution, DraftOptions, Proposal, RowKind, SamplingParams
 
-Outcome = Done[Proposal] | Continue
+Outcome = Done[Proposal] | Failed | Continue
 
 
 @dataclass(slots=True)
@@ -21,15 +21,17 @@ class Drafting:
     token_count: int
     options: DraftOptions
     draft_top_k: int
+    support_mass: float = 1.0
+    """Share of the `draft_top_k` tokens' probability that the support must hold."""
     token_ids: list[int] = field(default_factory=list)
     distributions: list[DraftDistribution] = field(default_factory=list)
     token_logits: list[float] = field(default_factory=list)
     _keys: list[int] = field(default_factory=list)
-    """Of all tokens, made when the first is drawn: for four they cost no more than for one."""
+    """Noise keys of all tokens, computed with the first: four cost no more than one."""
 
     @property
     def next_key(self) -> int:
-        """Keys the noise of the next token: the target's own where the draft is to anticipate it."""
+        """Key of the next token's noise: the target's own key where the draft should anticipate the target's sample."""
         if not self._keys:
             keys_of = target_keys if self.options.row_kind is RowKind.TOKEN else proposal_keys
             keys = keys_of(self.options.sampling.seed, self.base_length, self.token_count)
@@ -37,7 +39,7 @@ class Drafting:
         return self._keys[len(self.token_ids)]
 
     def outcome(self) -> Outcome:
-        """Draw another token, or hand the proposal over."""
+        """Continue with another token, or deliver the proposal."""
         if len(self.token_ids) < self.token_count:
             return Continue(self.token_ids[-1])
         logits = np.array(self.token_logits, dtype=np.float32) if self.options.with_token_logits else None
@@ -48,8 +50,9 @@ def truncated(drafting: Drafting, candidate_count: int | None = None) -> Samplin
     """The request's sampling parameters with the draft's own limit on the number of tokens.
 
     Args:
-        drafting: the proposal in the making.
-        candidate_count: to how many tokens they will be applied; a limit that leaves out none of these is not stated.
+        drafting: The proposal in the making.
+        candidate_count: Number of tokens to which the parameters will be applied. A top-k that keeps all of them is
+            left out.
     """
     sampling = drafting.options.sampling
     top_k = min(sampling.top_k or drafting.draft_top_k, drafting.draft_top_k)

@@ -1,7 +1,7 @@
-"""What drafting methods without a model share: sequences whose past is indexed, and deltas that change them.
+"""Base of drafting methods without a model: each sequence has an index of its tokens, which deltas change.
 
-A method supplies a `TokenIndex`, which is plain data structure: no event loop, no gRPC. Reading a prompt of 100k tokens
-takes up to a second in Python, so an index learns in small steps and the event loop turns between them.
+A method supplies a `TokenIndex`, a plain data structure without event loop or gRPC. Python takes up to a second to
+read a prompt of 100k tokens, so an index learns in small steps and the event loop runs between them.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ _STEPS_AT_A_TIME = 128
 
 
 class TokenIndex(Protocol):
-    """What a method knows of one sequence."""
+    """A drafting method's state for one sequence."""
 
     def forget(self, length: int) -> None:
-        """Unlearn whatever rests on tokens from `length` on. Called while they are still there."""
+        """Remove all that depends on tokens from `length` on. Called while these tokens are still there."""
 
     def learn(self) -> Iterator[None]:
-        """Take in the tokens that came since. Yields between small steps; if dropped there, it goes on next time."""
+        """Add the new tokens. Yields between small steps; a dropped iterator leaves the rest to the next call."""
 
     def propose(self, token_count: int) -> Sequence[int]:
         """At most `token_count` tokens that may follow."""
 
     def finish(self) -> Iterator[None]:
-        """Keep what other sequences can use of a completion that ended properly. Yields between small steps."""
+        """Keep what other sequences can use of a finished completion. Yields between small steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceLimits:
-    """What bounds the memory of a method without a model."""
+    """Memory bounds of a method without a model."""
 
     max_length: int | None = None
-    """Most tokens of a sequence. None: whatever the coordinator asks for."""
+    """Maximum tokens of a sequence. None: whatever the coordinator asks for."""
     max_sequences: int = 32
-    """Most sequences at once; more of them wait, as they do for a place in a KV cache."""
+    """Maximum sequences at once; others wait, as they do for a place in a KV cache."""
 
 
 class ModelFreeProposer:
-    """Drafts from what was said before."""
+    """Drafts from earlier text."""
 
     def __init__(
         self, method: str, new_index: Callable[[TokenState], TokenIndex], limits: SequenceLimits
@@ -57,12 +57,12 @@ class ModelFreeProposer:
         self._new_index = new_index
         self._max_length = limits.max_length or 0
         self._places = asyncio.Semaphore(limits.max_sequences)
-        # What sequences leave behind for others is taken in one sequence after the other.
+        # One sequence at a time adds what it leaves to others.
         self._finishing = asyncio.Lock()
 
     @property
     def model_info(self) -> ModelInfo:
-        """That there is no model: zeros and an empty hash where one would have to match the target's."""
+        """Model information of a service without a model: zeros and an empty hash."""
         return ModelInfo(
             name=self._method,
             architecture=self._method,
@@ -73,21 +73,26 @@ class ModelFreeProposer:
             service_version=tandem.__version__,
         )
 
+    @property
+    def overdue_seconds(self) -> float:
+        """0: it has no steps."""
+        return 0.0
+
     def kv_usage(self) -> None:
         """There is no KV cache."""
 
     async def start(self) -> None:
-        """Nothing to start."""
+        """Do nothing."""
 
     async def close(self) -> None:
-        """Nothing to stop."""
+        """Do nothing."""
 
     @asynccontextmanager
     async def sequence(self, options: DraftOptions) -> AsyncIterator[ModelFreeSequence]:
-        """Keep a sequence for as long as the context lives. Only one that ends without an error leaves anything behind.
+        """Keep a sequence for as long as the context lives. Others learn from it only if it ends without an error.
 
         Raises:
-            InvalidRequestError: it may become longer than this service was told to allow.
+            InvalidRequestError: it may become longer than this service allows.
         """
         if self._max_length and options.max_length > self._max_length:
             raise InvalidRequestError(
@@ -108,6 +113,8 @@ class ModelFreeSequence:
     def __init__(self, tokens: TokenState, index: TokenIndex) -> None:
         self._tokens = tokens
         self._index = index
+        self.pushed = None
+        """Nothing is drafted ahead: an answer takes less time than its way."""
 
     async def propose(self, step: ProposeStep) -> Proposal:
         """Apply the step's delta and look up the tokens that may follow: each distribution is one-hot.
@@ -124,7 +131,7 @@ class ModelFreeSequence:
 
 
 async def _in_pieces(steps: Iterator[None]) -> None:
-    """Work through the steps, and let the event loop turn now and then."""
+    """Run all steps, and let the event loop run every now and then."""
     for done, _ in enumerate(steps, start=1):
         if done % _STEPS_AT_A_TIME == 0:
             await asyncio.sleep(0)

@@ -1,8 +1,8 @@
-"""Prompt lookup: what followed these words before will follow them again (no model).
+"""Prompt lookup: the tokens that followed these ones before will follow them again (no model).
 
-The longest n-gram that ends the sequence and occurred earlier in it is looked up, and the tokens that followed it then
-are proposed (Saxena 2023, "Prompt Lookup Decoding"; vLLM's method `ngram` with `prompt_lookup_min` and
-`prompt_lookup_max`). It pays where a completion copies from its prompt: editing, summarising, retrieval.
+The method looks up the longest n-gram that ends the sequence and occurred in it before, and proposes the tokens that
+followed it then (Saxena 2023, "Prompt Lookup Decoding"; vLLM's method `ngram` with `prompt_lookup_min` and
+`prompt_lookup_max`). Drafting this way pays where a completion copies from its prompt: editing, summarising, retrieval.
 
 Cost: a proposal looks up one n-gram of each size, whatever the length of the sequence; a new token adds one of each
 size. Memory: about 150 bytes for each token and each size in the range, given back when the sequence ends.
@@ -30,7 +30,7 @@ def ngram_proposer(options: DraftingOptions, limits: SequenceLimits) -> ModelFre
 
 
 class NgramIndex:
-    """Where each n-gram of a sequence occurred."""
+    """Positions of each n-gram of a sequence."""
 
     def __init__(self, tokens: TokenState, options: DraftingOptions) -> None:
         self._tokens = tokens.token_ids
@@ -38,12 +38,12 @@ class NgramIndex:
         self._largest_first = [_Occurrences(size, options.prompt_lookup_match) for size in sizes]
 
     def forget(self, length: int) -> None:
-        """Unlearn n-grams that reach past `length` or that nothing follows any more."""
+        """Remove n-grams that reach past `length`, or that no token follows any more."""
         for occurrences in self._largest_first:
             occurrences.forget(self._tokens, length)
 
     def learn(self) -> Iterator[None]:
-        """Note the new n-grams; the one that ends the sequence is not noted, since nothing has followed it yet."""
+        """Add the new n-grams. The one that ends the sequence has to wait, since nothing has followed it yet."""
         for occurrences in self._largest_first:
             yield from occurrences.learn(self._tokens)
 
@@ -56,21 +56,21 @@ class NgramIndex:
         return ()
 
     def finish(self) -> Iterator[None]:
-        """Other sequences learn nothing from this one."""
+        """Do nothing: other sequences learn nothing from this one."""
         return iter(())
 
 
 class _Occurrences:
-    """Where each n-gram of one size occurred: the position after its last token.
+    """Positions of each n-gram of one size: the position after its last token.
 
-    The keys are the n-gram's bytes, so two different ones never meet, as hashes might.
+    The keys are the n-grams' bytes, which never collide as hashes might.
     """
 
     def __init__(self, size: int, match: LookupMatch) -> None:
         self._size = size
         self._keeps_earliest = match == "earliest"
         self._ends: dict[bytes, int] = {}
-        # For the n-gram that ends at size, size + 1, ...: what its entry held before, so that it can be restored.
+        # Previous entries of the n-grams that end at size, size + 1, ..., so that `forget` can restore them.
         self._replaced = array("i")
 
     def learn(self, tokens: array[int]) -> Iterator[None]:
@@ -84,7 +84,7 @@ class _Occurrences:
             yield
 
     def forget(self, tokens: array[int], length: int) -> None:
-        # An n-gram that ends at `length` exactly goes too: what followed it is gone.
+        # An n-gram that ends exactly at `length` goes too: no token follows it any more.
         while self._replaced and (end := self._size + len(self._replaced) - 1) >= length:
             key = tokens[end - self._size : end].tobytes()
             known = self._replaced.pop()

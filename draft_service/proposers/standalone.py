@@ -2,44 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+import logging
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
-import torch
-from torch import Tensor
-
-from draft_service.proposers.drafting import Drafting, Outcome, truncated
-from draft_service.proposers.recorded_proposals import RecordedProposals
+from draft_service.proposers.ahead_drafter import AheadDrafter, Pushed
+from draft_service.proposers.captured_proposals import CapturedProposals
+from draft_service.proposers.draft_head import propose_head
+from draft_service.proposers.drafting import Drafting
+from draft_service.proposers.outcome_choice import OutcomeHistory
 from draft_service.settings import DraftSettings
-from tandem.engine.buckets import Bucket
-from tandem.engine.cache import KvUsage
-from tandem.engine.engine import Engine
-from tandem.engine.jobs import Job
-from tandem.engine.model import load_model
-from tandem.engine.recording import Recorder, recorder_for
-from tandem.engine.runner import StepRunner
-from tandem.engine.sampling import BY_TORCH, Sampler
-from tandem.engine.sequence import Sequence as CachedSequence
+from tandem.engine.backends.cuda_graphs.captured_steps import GraphContext
+from tandem.engine.backends.eager.sampler import TORCH_SAMPLER
+from tandem.engine.backends.interface import Sampler
+from tandem.engine.backends.selection import choose_backends
+from tandem.engine.core.engine import Engine
+from tandem.engine.core.jobs import Job
+from tandem.engine.kv_cache.arena import KvUsage
+from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
+from tandem.engine.models.loading import load_model
 from tandem.engine.settings import EngineSettings
-from tandem.errors import InvalidRequestError
+from tandem.errors import InvalidRequestError, NonFiniteLogitsError
 from tandem.telemetry.streams import OnStep
 from tandem.types import (
-    DenseLogits,
+    Delta,
     DraftOptions,
     ModelInfo,
     Proposal,
     ProposeStep,
     RowKind,
-    SparseDistribution,
 )
 
-_RECORDED_WIDTHS = (1, 2)
-"""New tokens of a draft step: one, and two after all was accepted."""
+logger = logging.getLogger(__name__)
 
-_RECORDED_COUNTS = (2, 4, 8)
-"""Tokens of proposals that are recorded whole: MAX's default, and what others use; shorter ones are cut from them."""
+_CAPTURED_WIDTHS = (1, 2)
+"""New tokens of a draft step: one, or two after a proposal was accepted whole."""
+
+_CAPTURED_COUNTS = (2, 4, 8)
+"""Lengths of captured proposals: MAX's default and other common ones. Shorter proposals are cut from them."""
 
 
 def load_standalone(
@@ -48,124 +51,76 @@ def load_standalone(
     """Load the model that the settings name.
 
     Raises:
-        ConfigurationError: it cannot be served as they ask.
+        ConfigurationError: the model cannot be served with these settings.
     """
     model = load_model(
         settings.checkpoint,
         device=settings.compute_device,
         dtype=settings.compute_dtype,
         threads=settings.threads,
+    )
+    backends = choose_backends(
+        model,
         compile_mode=settings.compile,
         compile_cache=settings.compile_cache,
+        enforce_eager=settings.enforce_eager,
     )
     limits = EngineSettings(
         max_length=settings.max_length,
         max_sequences=settings.max_sequences,
         device_memory_utilization=settings.device_memory_utilization,
         prefix_reuse=settings.enable_prefix_caching,
-        recorded_widths=_RECORDED_WIDTHS,
+        step_timeout_seconds=settings.step_timeout_seconds,
+        captured_widths=_CAPTURED_WIDTHS,
     )
-    recorder = recorder_for(model.device, enforce_eager=settings.enforce_eager)
     engine = Engine(
         model,
-        partial(propose_head, sampler=Sampler(model.kernels)),
+        partial(propose_head, sampler=backends.sampler),
         limits,
         on_step=on_step,
-        recorder=recorder,
-        make_run_ahead=partial(record_proposals, settings.draft_top_k),
+        backends=backends,
+        make_proposer=partial(capture_proposals, settings.draft_top_k),
         on_failure=on_failure,
     )
-    return StandaloneProposer(engine, settings.draft_top_k)
+    return StandaloneProposer(engine, settings.draft_top_k, settings.draft_support_mass, backends.sampler)
 
 
-def record_proposals(
-    draft_top_k: int, runner: StepRunner, buckets: Sequence[Bucket], recorder: Recorder
-) -> RecordedProposals:
-    """What makes whole proposals of a draft's engine; see `RecordedProposals`."""
-    # After a rejection one token is new to the draft, after full acceptance two: the widest bucket does for both.
-    widest = [bucket for bucket in buckets if bucket.width == max(_RECORDED_WIDTHS)]
-    return RecordedProposals(runner, widest, _RECORDED_COUNTS, draft_top_k, recorder)
-
-
-def propose_head(
-    ready: Sequence[Job[Drafting]], logits: Tensor, sampler: Sampler = BY_TORCH
-) -> list[Outcome]:
-    """What the draft's logits mean: one more token for each proposal in the making."""
-    draftings = [job.payload for job in ready]
-    if all(drafting.options.sampling.is_greedy for drafting in draftings):
-        token_ids = sampler.best(logits).tolist()
-    else:
-        token_ids = _drawn(draftings, logits, sampler)
-    for i, (drafting, token_id) in enumerate(zip(draftings, token_ids, strict=True)):
-        drafting.token_ids.append(token_id)
-        if drafting.options.with_token_logits:
-            drafting.token_logits.append(float(logits[i, token_id]))
-    return [drafting.outcome() for drafting in draftings]
-
-
-def _drawn(draftings: Sequence[Drafting], logits: Tensor, sampler: Sampler) -> list[int]:
-    """Draw a token for each row, and note what sparse and dense ones were drawn from."""
-    token_ids = [0] * len(draftings)
-    sparse = [i for i, d in enumerate(draftings) if d.options.row_kind is RowKind.SUPPORT]
-    whole = [i for i, d in enumerate(draftings) if d.options.row_kind is not RowKind.SUPPORT]
-    if sparse:
-        own = logits if len(sparse) == len(draftings) else logits[sparse]
-        _draw_sparse([draftings[i] for i in sparse], own, sparse, token_ids, sampler)
-    if whole:
-        probs = sampler.warped(logits[whole], [draftings[i].options.sampling for i in whole])
-        drawn = sampler.raced(probs, _keys([draftings[i] for i in whole], logits))
-        for i, token_id in zip(whole, drawn.tolist(), strict=True):
-            token_ids[i] = token_id
-            if draftings[i].options.row_kind is RowKind.DENSE:
-                draftings[i].distributions.append(DenseLogits(logits[i].float().cpu().numpy()))
-    return token_ids
-
-
-def _draw_sparse(
-    draftings: Sequence[Drafting],
-    logits: Tensor,
-    indices: Sequence[int],
-    token_ids: list[int],
-    sampler: Sampler,
-) -> None:
-    """Draw from the top of each distribution, which then is the whole of it.
-
-    Any distribution is right for a draft as long as it is the one that the token was drawn from and that is told. Only
-    the highest logits are therefore warped: no sum over the vocabulary is needed.
-    """
-    width = min(max(drafting.draft_top_k for drafting in draftings), logits.shape[-1])
-    highest, columns = sampler.highest(logits, width)
-    probs = sampler.warped(highest, [truncated(drafting, width) for drafting in draftings])
-    # What travels is binary32, so that is what the token must be drawn from.
-    probs = probs.float().double()
-    drawn = sampler.raced(probs, _keys(draftings, logits), columns).tolist()
-    for drafting, i, row, ids, winner in zip(
-        draftings, indices, probs.cpu().numpy(), columns.cpu().numpy(), drawn, strict=True
-    ):
-        kept = row > 0.0
-        drafting.distributions.append(SparseDistribution(ids[kept], row[kept] / row[kept].sum()))
-        token_ids[i] = int(ids[winner])
-
-
-def _keys(draftings: Sequence[Drafting], like: Tensor) -> Tensor:
-    return torch.tensor([drafting.next_key for drafting in draftings], dtype=torch.int64, device=like.device)
+def capture_proposals(draft_top_k: int, graphs: GraphContext) -> CapturedProposals:
+    """Build the captured proposer of a draft's engine; see `CapturedProposals`."""
+    # After a rejection one token is new to the draft, after full acceptance two: the widest bucket serves both.
+    widest = [bucket for bucket in graphs.buckets if bucket.width == max(_CAPTURED_WIDTHS)]
+    return CapturedProposals(graphs, widest, _CAPTURED_COUNTS, draft_top_k)
 
 
 class StandaloneProposer:
     """Drafts with a model behind its engine."""
 
-    def __init__(self, engine: Engine[Drafting, Proposal], draft_top_k: int) -> None:
+    def __init__(
+        self,
+        engine: Engine[Drafting, Proposal],
+        draft_top_k: int,
+        support_mass: float = 1.0,
+        sampler: Sampler = TORCH_SAMPLER,
+    ) -> None:
         self._engine = engine
         self._draft_top_k = draft_top_k
+        self._support_mass = support_mass
+        self._sampler = sampler
+        self._histories: defaultdict[tuple[RowKind, bool], OutcomeHistory] = defaultdict(OutcomeHistory)
 
     @property
     def model_info(self) -> ModelInfo:
-        """What the model is."""
+        """Information about the model."""
         return replace(self._engine.model.info, max_length=self._engine.max_length)
 
     def kv_usage(self) -> KvUsage:
-        """What its KV cache holds."""
+        """Usage of its KV cache."""
         return self._engine.usage
+
+    @property
+    def overdue_seconds(self) -> float:
+        """How long the engine has been stuck in a step; 0 while all is well."""
+        return self._engine.overdue_seconds
 
     async def start(self) -> None:
         """Begin to work, and warm up."""
@@ -184,9 +139,19 @@ class StandaloneProposer:
             CapacityError: there is no room for another.
             InvalidRequestError: it may become longer than the model can read.
         """
-        cached = await self._engine.open(options.max_length or self.model_info.max_length)
+        spare = 0 if options.ahead is None else options.ahead.branch_count * options.ahead.token_count
+        cached = await self._engine.open(options.max_length or self.model_info.max_length, spare)
         try:
-            yield StandaloneSequence(self._engine, cached, options, options.draft_top_k or self._draft_top_k)
+            top_k = options.draft_top_k or self._draft_top_k
+            history = self._histories[options.row_kind, options.sampling.is_greedy]
+            ahead = (
+                None
+                if options.ahead is None
+                else AheadDrafter(
+                    self._engine, cached, options, top_k, self._support_mass, self._sampler, history
+                )
+            )
+            yield StandaloneSequence(self._engine, cached, options, top_k, self._support_mass, ahead)
         finally:
             self._engine.release(cached)
 
@@ -200,30 +165,64 @@ class StandaloneSequence:
         cached: CachedSequence,
         options: DraftOptions,
         draft_top_k: int,
+        support_mass: float,
+        ahead: AheadDrafter | None = None,
     ) -> None:
         self._engine = engine
+        self._ahead = ahead
         self._cached = cached
         self._options = options
         self._draft_top_k = draft_top_k
+        self._support_mass = support_mass
 
-    async def propose(self, step: ProposeStep) -> Proposal:
+    @property
+    def pushed(self) -> Pushed | None:
+        """Continuations drafted ahead; None where no step grants a budget."""
+        return None if self._ahead is None else self._ahead.pushed
+
+    async def propose(self, step: ProposeStep) -> Proposal | None:
         """Apply the step's delta and draw the tokens that follow, each from the draft's distribution.
+
+        With a budget, what may follow the proposal is then drafted ahead and pushed. A step that asks for nothing else
+        has no answer of its own: None.
 
         Raises:
             InvalidRequestError: the delta does not fit the sequence or the model, or the tokens do not.
+            NonFiniteLogitsError: the model computed logits that are not finite.
         """
         self._check_room(step)
-        drafting = Drafting(step.delta.length, step.token_count, self._options, self._draft_top_k)
+        if self._ahead is not None:
+            self._ahead.apply(step)
+        if not step.is_answered:
+            if self._ahead is not None:
+                self._ahead.begin(step, step.delta, step.proposed_count)
+            return None
+        proposal = await self._proposed(step)
+        if self._ahead is not None and step.ahead is not None:
+            self._ahead.begin(step, Delta(step.delta.length, proposal.token_ids), len(proposal))
+        return proposal
+
+    async def _proposed(self, step: ProposeStep) -> Proposal:
+        drafting = Drafting(
+            step.delta.length, step.token_count, self._options, self._draft_top_k, self._support_mass
+        )
         if step.token_count == 0:
             await self._engine.run(Job(self._cached, step.delta, 0, drafting))
             return Proposal(step.delta.length)
-        return await self._engine.run(Job(self._cached, step.delta, 1, drafting))
+        job = Job(self._cached, step.delta, 1, drafting)
+        try:
+            return replace(await self._engine.run(job), cost=job.cost)
+        except NonFiniteLogitsError as error:
+            logger.error(  # noqa: TRY400 - the traceback would say nothing
+                "logits are not finite", extra={"request_id": self._options.request_id, "reason": str(error)}
+            )
+            raise
 
     def _check_room(self, step: ProposeStep) -> None:
-        # Noise is keyed for all tokens at once, so that a huge count would fill the memory before one is drawn.
-        room = self._cached.max_length - step.delta.length + 1  # the last token is not read
+        # The noise keys of all tokens are made at once: a huge count would fill the memory before the first draw.
+        room = self._cached.max_length - step.delta.length + 1  # the draft does not read the last token
         if step.token_count > max(room, 0):
             raise InvalidRequestError(
                 f"{step.token_count} tokens were asked for after {step.delta.length}, but the sequence's limit is "
-                f"{self._cached.max_length}."
+                f"{self._cached.max_length}"
             )

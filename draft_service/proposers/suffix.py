@@ -1,20 +1,19 @@
-"""Suffix decoding: the most frequent continuation of what was said before, here or in earlier responses (no model).
+"""Suffix decoding: the most frequent continuation in this sequence or in earlier responses (no model).
 
 Oliaro et al. 2024, "SuffixDecoding" (arXiv 2411.04975), as vLLM's method `suffix` uses it. One suffix tree holds the
-sequence itself, a second one the last responses that finished. For every length at which the sequence's end is found in
-a tree the most probable continuation is read off, no longer than `max_spec_factor` times that length; the one with the
-highest score, the number of its tokens expected to be right, is proposed. How much is proposed thus adapts to how well
-the past predicts: nothing at all where it says nothing.
+sequence itself, a second one the last finished responses. For every length at which a tree holds the sequence's end,
+the method reads off the most probable continuation, no longer than `max_spec_factor` times that length. It proposes
+the one with the highest score: the expected number of right tokens. So it proposes more where the past predicts well,
+and nothing where the past says nothing.
 
-Why not the package that vLLM uses: arctic-inference 0.3.0 comes as source only, and to build it takes torch, cmake and
-a C++20 compiler, where a draft service without a model is to need none of them (once built by hand it runs without
-torch, five times as fast as this). Its tree cannot take back tokens, which deltas do, and learns from a response while
-it is still being written, abandoned ones too. Its probabilities count a text's end as a continuation; these are the
-paper's.
+This is not the package that vLLM uses. arctic-inference 0.3.0 comes as source only and needs torch, cmake and a C++20
+compiler to build, while a draft service without a model should need none of them (once built by hand it runs without
+torch, five times as fast as this). Its tree cannot take back tokens, as deltas do, and learns from responses while
+they are still being written, abandoned ones too. It counts a text's end as a continuation; the paper does not.
 
-What is proposed depends on what other requests were answered; the text at temperature 0 or by the rule `strict` does
-not. Yet how fast it comes tells whether something like it was said before: where one user must not learn that of
-another, keep no responses (`suffix_decoding_max_cached_requests` 0).
+Proposals depend on the responses to other requests; the text at temperature 0 or under the rule `strict` does not. Yet
+its speed reveals whether a similar text was generated before. Where one user must not learn that about another, keep no
+responses (`suffix_decoding_max_cached_requests` 0).
 
 Memory: about 300 bytes for each token of a running sequence and of each response that is kept, at most 500.
 """
@@ -48,7 +47,7 @@ def suffix_proposer(options: DraftingOptions, limits: SequenceLimits) -> ModelFr
 
 
 class ResponseCache:
-    """What the last finished responses said."""
+    """The last finished responses."""
 
     def __init__(self, max_depth: int, max_responses: int) -> None:
         self.tree = SuffixTree(max_depth)
@@ -63,7 +62,7 @@ class ResponseCache:
     def add(self, response: array[int]) -> Iterator[None]:
         """Keep a response, and forget the oldest if there are too many. Yields between small steps.
 
-        One response at a time: another's steps must not come between. Dropped half-way, half of it is kept.
+        Only one response may be added at a time. An iterator that is dropped half-way leaves half of its response.
         """
         if self._max_responses == 0 or not response:
             return
@@ -106,7 +105,7 @@ class SuffixIndex:
         self._window_count = min(first, self._window_count)
 
     def learn(self) -> Iterator[None]:
-        """Add windows up to the first that still repeats an earlier one: all later ones, being part of it, do too."""
+        """Add windows up to the first that repeats an earlier one; later windows are part of it and repeat too."""
         while self._window_count < len(self._tokens):
             if not self._tree.add(window_at(_OWN, self._window_count)):
                 return
@@ -114,7 +113,7 @@ class SuffixIndex:
             yield
 
     def propose(self, token_count: int) -> Sequence[int]:
-        """The continuation with the highest score; the sequence's own where the responses' is no better."""
+        """The continuation with the highest score; the sequence's own among equals."""
         context = self._tokens.token_ids[-self._tree.max_depth :]
         best = best_continuation(self._tree, context, token_count, self._options)
         if len(self._responses):
@@ -130,7 +129,7 @@ class SuffixIndex:
 def best_continuation(
     tree: SuffixTree, context: array[int], token_count: int, options: DraftingOptions
 ) -> Continuation:
-    """What a tree says may follow the context: over all lengths of match, the continuation with the highest score.
+    """The tree's best continuation of the context: the highest score over all match lengths.
 
     The longest match wins among equal scores.
     """
@@ -143,7 +142,7 @@ def best_continuation(
     best = Continuation()
     for length, node in reversed(list(enumerate(matches, start=1))):
         limit = min(token_count, int(length * options.suffix_decoding_max_spec_factor + _ROUNDING))
-        # No token adds more than 1 to a score, so most short matches, with many ways to go on, need no look.
+        # No token adds more than 1 to a score, so most short matches can be skipped.
         if limit <= best.score:
             continue
         found = tree.continuation(node, length, limit, options.suffix_decoding_min_token_prob)

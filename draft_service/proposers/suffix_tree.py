@@ -26,7 +26,7 @@ _POSITION_MASK = (1 << _POSITION_BITS) - 1
 
 
 def window_at(text_id: int, position: int) -> int:
-    """The window that starts at a position of a text, as one number: two million of them are not two million tuples."""
+    """The window that starts at a position of a text, as one number, which takes less memory than a tuple."""
     return text_id << _POSITION_BITS | position
 
 
@@ -36,7 +36,7 @@ class Continuation:
 
     token_ids: Sequence[int] = ()
     score: float = 0.0
-    """How many of them are expected to be right: the sum of their estimated probabilities."""
+    """Expected number of right tokens: the sum of their estimated probabilities."""
 
 
 class SuffixNode:
@@ -48,7 +48,7 @@ class SuffixNode:
         self, depth: int, count: int, latest: int, children: dict[int, SuffixNode] | None = None
     ) -> None:
         self.depth = depth
-        """Tokens from the root to here; for a leaf the tree's depth, though its text may end before."""
+        """Tokens from the root to here; for a leaf the depth of the tree, even if its text ends before."""
         self.count = count
         """Windows that pass through here."""
         self.latest = latest
@@ -59,7 +59,7 @@ class SuffixNode:
         """A leaf's windows in their order, when it has several."""
 
     def most_frequent_child(self) -> SuffixNode | None:
-        """Where most windows go on; the most recent among equals."""
+        """Continuation of most windows; the most recent among equals."""
         if self.children is None:
             return None
         going_on = [child for token_id, child in self.children.items() if token_id != END]
@@ -71,13 +71,13 @@ class SuffixNode:
         return sum(child.count for token_id, child in self.children.items() if token_id != END)
 
     def add_repeat(self, window: int) -> None:
-        """Add a window that equals those which end in this leaf already."""
+        """Add a window equal to those that end in this leaf."""
         if self.repeats is None:
             self.repeats = {self.latest: None}
         self.repeats[window] = None
 
     def drop_repeat(self, window: int) -> None:
-        """Take a window from this leaf, which others end in too."""
+        """Remove a window from this leaf, where others end too."""
         assert self.repeats is not None
         del self.repeats[window]
         self.count -= 1
@@ -87,7 +87,7 @@ class SuffixNode:
 
 
 class SuffixTree:
-    """Windows of the texts in `texts`, which the owner may append to.
+    """Windows of the texts in `texts`, to which the owner may append.
 
     Windows are added in ascending order. Cost of adding, removing or finding one: a step for each node on its path,
     of which there are at most `max_depth`.
@@ -164,7 +164,7 @@ class SuffixTree:
             node, depth = child, node.depth
 
     def node_count(self) -> int:
-        """Number of nodes, the root aside. Visits them all."""
+        """Number of nodes without the root. Visits them all."""
         pending, count = [self.root], 0
         while pending:
             children = list((pending.pop().children or {}).values())

@@ -1,4 +1,4 @@
-"""The tokens of one sequence, as the deltas that arrive leave them."""
+"""The tokens of one sequence, changed by the deltas that arrive."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TokenState:
         self.token_ids: array[int] = array("i")
         """Four bytes each, and slices compare at the speed of C. Changed in place, never replaced."""
         self.prompt_length: int | None = None
-        """Length after the first delta, in tokens; None before it. What comes later is the target's response."""
+        """Length after the first delta, in tokens; None before it. Later tokens are the response."""
         self._max_length = max_length
 
     def __len__(self) -> int:
@@ -27,10 +27,10 @@ class TokenState:
     def kept_length(self, delta: Delta) -> int:
         """How many of the present tokens a delta leaves as they are.
 
-        More than its base length where it repeats what is there: a step that is sent twice then costs nothing.
+        More than its base length where the delta repeats present tokens: a repeated step costs nothing.
 
         Raises:
-            InvalidRequestError: the delta leaves a gap, is too long, or holds what cannot be a token id.
+            InvalidRequestError: the delta leaves a gap, is too long, or holds a number that cannot be a token id.
         """
         self._check(delta)
         present = self.token_ids[delta.base_length : delta.length]

@@ -8,26 +8,27 @@ from typing import Any
 
 from pydantic import field_validator
 
-from tandem.acceptance_names import NAMES, SPELLINGS, canonical_name
+from tandem.acceptance_names import AUTO, NAMES, SPELLINGS, canonical_name
 from tandem.config.options import Options
 from tandem.config.rule import Rule, at_least, within
 
-MOST_CONFIGURED_TOKENS = 128
-"""Most tokens of a proposal that the configuration may ask for. The limit on the size of services' messages has room
-for that many rows, and is the same while the option is changed live."""
+MAX_CONFIGURED_TOKENS = 128
+"""Maximum tokens per proposal in the configuration. The limit on the size of services' messages has room for that many
+rows, so that it stays the same while the option changes live."""
 
 
 class AcceptanceOptions(Options):
     """How proposed tokens are accepted.
 
-    Ranges are checked here. What the acceptance rules need of each other's options, `coordinator.rejection` knows.
+    This class checks ranges; `coordinator.rejection` checks combinations for the acceptance rules.
     """
 
     num_speculative_tokens: int = 2
     """Tokens proposed for each verification, unless a request says otherwise. MAX's and vLLM's name, MAX's default."""
     rejection_sampling_strategy: str | None = None
     """Acceptance rule, unless a request says otherwise: greedy, residual, block, strict, typical-acceptance,
-    logit-comparison or synthetic. By default residual. MAX's name; vLLM: rejection_sample_method, with probabilistic or
+    logit-comparison or synthetic; auto picks the fastest of block, strict and residual, which are lossless, for the
+    pair, temperature and load. By default residual. MAX's name; vLLM: rejection_sample_method, with probabilistic or
     standard for residual."""
     typical_epsilon: float = 0.09
     """typical-acceptance: a token of more than this probability is always accepted. Tandem's own."""
@@ -39,20 +40,20 @@ class AcceptanceOptions(Options):
     """synthetic: for each position, the probability that its token is accepted; none is above the one before.
     vLLM's name."""
     synthetic_acceptance_length: float | None = None
-    """synthetic: tokens for each round on average, the one that the target adds included. vLLM's name."""
+    """synthetic: average tokens per round, including the target's own. vLLM's name."""
     use_relaxed_acceptance_for_thinking: bool = False
-    """Inside think spans, accept what is among the target's best tokens; not lossless. MAX's name."""
+    """Inside think spans, accept tokens among the target's most probable ones; not lossless. MAX's name."""
     relaxed_topk: int = 10
-    """Relaxed acceptance: the token is one of this many most probable. MAX's name."""
+    """Relaxed acceptance: the token is among this many most probable ones. MAX's name."""
     relaxed_delta: float = 0.6
     """Relaxed acceptance: its probability is at most this far below the highest. MAX's name."""
     draft_top_k: int = 0
-    """How many of its most probable tokens the draft chooses among when its distribution travels with them; 0 leaves
-    it to the draft service. Tandem's own."""
+    """Number of most probable tokens from which the draft samples when it sends its distribution; 0 leaves it to the
+    draft service. Tandem's own."""
 
     @classmethod
     def rules(cls) -> tuple[Rule[Any], ...]:
-        """What must hold for each of them alone."""
+        """Rules for each of them alone."""
         return (*super().rules(), *ACCEPTANCE_RULES)
 
     @field_validator("synthetic_acceptance_rates", mode="before")
@@ -67,27 +68,27 @@ class AcceptanceOptions(Options):
             return rates
 
     def uses_greedy_rejection(self) -> bool:
-        """Whether a token is accepted when it is the target's most probable one."""
+        """True if a token is accepted when it is the target's most probable one."""
         return self._names("greedy")
 
     def uses_logit_comparison(self) -> bool:
-        """Whether the draft's logit is compared with the target's."""
+        """True if the draft's logit is compared with the target's."""
         return self._names("logit-comparison")
 
     def uses_typical_acceptance(self) -> bool:
-        """Whether typical acceptance is named; it is not the default of any method of this version."""
+        """True if typical acceptance is named; it is not the default of any method of this version."""
         return self._names("typical-acceptance")
 
     def uses_residual_rejection(self) -> bool:
-        """Whether tokens go through rejection sampling, the default."""
+        """True if tokens go through rejection sampling, the default."""
         return self.rejection_sampling_strategy is None or self._names("residual")
 
     def uses_strict_rejection(self) -> bool:
-        """Whether a token is accepted when it is the one that the target sampled."""
+        """True if a token is accepted when the target sampled the same one."""
         return self._names("strict")
 
     def uses_synthetic_acceptance(self) -> bool:
-        """Whether acceptance ignores the models."""
+        """True if acceptance ignores the models."""
         return self._names("synthetic") or (
             self.rejection_sampling_strategy is None and self.synthetic_acceptance_rate is not None
         )
@@ -99,17 +100,17 @@ class AcceptanceOptions(Options):
         )
 
 
-def _most_tokens(options: AcceptanceOptions) -> Iterator[str]:
-    if options.num_speculative_tokens > MOST_CONFIGURED_TOKENS:
+def _max_tokens(options: AcceptanceOptions) -> Iterator[str]:
+    if options.num_speculative_tokens > MAX_CONFIGURED_TOKENS:
         yield (
-            f"num_speculative_tokens is {options.num_speculative_tokens}; it must be at most {MOST_CONFIGURED_TOKENS}: "
+            f"num_speculative_tokens is {options.num_speculative_tokens}; it must be at most {MAX_CONFIGURED_TOKENS}: "
             "an answer with a row for each must fit into a message"
         )
 
 
 def _known_rule(options: AcceptanceOptions) -> Iterator[str]:
     name = options.rejection_sampling_strategy
-    if name is not None and canonical_name(name) not in NAMES:
+    if name is not None and canonical_name(name) not in (*NAMES, AUTO):
         yield f"rejection_sampling_strategy is {name!r}; it must be one of {', '.join(SPELLINGS)}"
 
 
@@ -117,9 +118,9 @@ ACCEPTANCE_RULES: tuple[Rule[AcceptanceOptions], ...] = (
     at_least("num_speculative_tokens", 1),
     Rule(
         "most-configured-tokens",
-        f"`num_speculative_tokens` is at most {MOST_CONFIGURED_TOKENS}: an answer with a row for each must fit into a "
+        f"`num_speculative_tokens` is at most {MAX_CONFIGURED_TOKENS}: an answer with a row for each must fit into a "
         "message.",
-        _most_tokens,
+        _max_tokens,
         ("num_speculative_tokens",),
     ),
     Rule(
@@ -135,4 +136,4 @@ ACCEPTANCE_RULES: tuple[Rule[AcceptanceOptions], ...] = (
     within("relaxed_delta", 0.0, 1.0, "between 0 and 1"),
     at_least("draft_top_k", 0, words=" (0 leaves it to the draft service)"),
 )
-"""What must hold for each of them alone."""
+"""Rules for each of them alone."""

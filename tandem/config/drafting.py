@@ -1,4 +1,4 @@
-"""How the draft service drafts: the method, and what each of them can be told."""
+"""How the draft service drafts: the method, and the options of each method."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from typing import Any, Literal
 from pydantic import field_validator
 
 from tandem.config.methods import METHODS, MODEL_FREE_METHODS, NGRAM, SUFFIX, canonical_method
-from tandem.config.options import Options
 from tandem.config.refusals import REFUSED_METHODS
+from tandem.config.revisions import RevisionOptions
 from tandem.config.rule import Rule, at_least, within
 
 LookupMatch = Literal["latest", "earliest"]
 
 
-class DraftingOptions(Options):
+class DraftingOptions(RevisionOptions):
     """How the draft service drafts."""
 
     speculative_method: str | None = None
-    """Drafting method: standalone, ngram or suffix. By default what the draft model's name says, as in vLLM. MAX's
+    """Drafting method: standalone, ngram or suffix. By default inferred from the draft model's name, as in vLLM. MAX's
     name; vLLM: method, with draft_model for standalone."""
     draft_model_path: str | None = None
-    """Folder of the draft model; ngram or suffix in its place names the method. MAX's name; vLLM: model."""
+    """Folder or Hugging Face id of the draft model; ngram or suffix in its place names the method. MAX's name; vLLM:
+    model."""
     draft_devices: str | None = None
-    """Where the draft model runs: cpu, gpu, gpu:N or cuda:N. By default the draft service's device. MAX's name."""
+    """Device of the draft model: cpu, gpu, gpu:N or cuda:N. By default the draft service's device. MAX's name."""
     prompt_lookup_min: int = 5
     """Smallest n-gram to look up, in tokens; by default prompt_lookup_max when that is given. vLLM's name."""
     prompt_lookup_max: int = 5
@@ -36,13 +37,13 @@ class DraftingOptions(Options):
     suffix_decoding_max_cached_requests: int = 10000
     """Finished completions that the global suffix tree remembers, first in, first out; 0 keeps none. vLLM's name."""
     suffix_decoding_max_spec_factor: float = 1.0
-    """Tokens proposed for each token of the matched prefix, at most. vLLM's name."""
+    """Maximum tokens proposed for each token of the matched prefix. vLLM's name."""
     suffix_decoding_min_token_prob: float = 0.1
     """Estimated probability that a suffix tree's token needs to be proposed. vLLM's name."""
 
     @classmethod
     def rules(cls) -> tuple[Rule[Any], ...]:
-        """What must hold for the drafting method."""
+        """Rules for the drafting method."""
         return (*super().rules(), *DRAFTING_RULES)
 
     @field_validator("speculative_method", mode="after")
@@ -51,27 +52,27 @@ class DraftingOptions(Options):
         return None if method is None else canonical_method(method)
 
     def is_standalone(self) -> bool:
-        """Whether a draft model of its own drafts."""
+        """True if a draft model of its own drafts."""
         return self.speculative_method == "standalone"
 
     def is_ngram(self) -> bool:
-        """Whether prompt lookup drafts."""
+        """True if prompt lookup drafts."""
         return self.speculative_method == NGRAM
 
     def is_suffix(self) -> bool:
-        """Whether suffix trees draft."""
+        """True if suffix trees draft."""
         return self.speculative_method == SUFFIX
 
     def is_eagle(self) -> bool:
-        """Whether an EAGLE or EAGLE-3 head drafts. Not available in this version, so False."""
+        """True if an EAGLE or EAGLE-3 head drafts. Not available in this version, so False."""
         return self.speculative_method in ("eagle", "eagle3")
 
     def is_mtp(self) -> bool:
-        """Whether the target's own prediction heads draft. Not available in this version, so False."""
+        """True if the target's own prediction heads draft. Not available in this version, so False."""
         return self.speculative_method == "mtp"
 
     def is_model_free(self) -> bool:
-        """Whether the method has no model, so that penalties and any target go with it."""
+        """True if the method has no model, so that penalties and any target go with it."""
         return self.speculative_method in MODEL_FREE_METHODS
 
 
@@ -140,4 +141,4 @@ DRAFTING_RULES: tuple[Rule[DraftingOptions], ...] = (
     within("suffix_decoding_max_spec_factor", 0.0, 1e308, "a finite number of at least 0"),
     within("suffix_decoding_min_token_prob", 0.0, 1.0, "between 0 and 1"),
 )
-"""What must hold for the drafting method."""
+"""Rules for the drafting method."""

@@ -1,7 +1,8 @@
-"""Config files: TOML or YAML, the whole file or one section of it, as MAX's `config_file` and `section_name`."""
+"""Config files: TOML, YAML or JSON, the whole file or one section of it, as MAX's `config_file` and `section_name`."""
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
     ".toml": tomllib.loads,
     ".yaml": yaml.safe_load,
     ".yml": yaml.safe_load,
+    ".json": json.loads,
 }
 
 

@@ -1,10 +1,11 @@
-"""The places that options are read from, the strongest first: command line, environment, config file, defaults.
+"""Sources of options, the strongest first: command line, environment, config file, defaults.
 
-Kept apart until the end, so that it can be told where each value came from.
+They stay apart until the end, so that the origin of each value is known.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,7 +15,8 @@ from typing import Any
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from tandem.config.files import read_section
-from tandem.config.normal import ALIASES, inferred, spelled_one_way
+from tandem.config.help import help_text
+from tandem.config.normalization import ALIASES, inferred, spelled_one_way
 from tandem.config.options import ENVIRONMENT_PREFIX, unknown_option
 from tandem.config.refusals import REFUSED_OPTIONS
 from tandem.config.speculative import SpeculativeConfig
@@ -22,7 +24,7 @@ from tandem.errors import ConfigurationError
 
 
 class Origin(StrEnum):
-    """Where a value comes from, the strongest first."""
+    """Origins of a value, the strongest first."""
 
     LIVE = "live"
     """An administrator set it while the process ran."""
@@ -35,11 +37,11 @@ class Origin(StrEnum):
 
 
 _OTHERS_OPTIONS = SpeculativeConfig.model_fields.keys() | {"enforce_eager"}
-"""What a place that services share may hold for another one. vLLM has enforce_eager among the options of speculative
+"""Options that a shared source may hold for another service. vLLM has enforce_eager among the options of speculative
 decoding; here it is the services' that run a model, and refused where it is given to the coordinator itself."""
 
 # TANDEM_ sets an option of speculative decoding for every service, TANDEM_COORDINATOR_ and the like any option of one.
-# TANDEM_CLIENT_ is for who calls them.
+# TANDEM_CLIENT_ is for clients.
 _SERVICE_PREFIXES = tuple(
     f"{ENVIRONMENT_PREFIX}{service}_" for service in ("CLIENT", "COORDINATOR", "DRAFT", "TARGET")
 )
@@ -47,7 +49,7 @@ _SERVICE_PREFIXES = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What one place says."""
+    """Values from one source."""
 
     origin: Origin
     values: dict[str, Any]
@@ -56,12 +58,15 @@ class Layer:
 def read_layers(
     cls: type[BaseSettings], arguments: Sequence[str], environment: Mapping[str, str], program: str
 ) -> list[Layer]:
-    """What each place says about the options of a settings class, the strongest first.
+    """Values that each source gives for the options of a settings class, the strongest source first.
 
     Raises:
         ConfigurationError: an option of the command line is unknown, or a file or JSON text cannot be read.
         SystemExit: --help was asked for.
     """
+    if {"-h", "--help"} & {*arguments}:
+        sys.stdout.write(help_text(cls, program))
+        raise SystemExit(0)
     layers = [
         Layer(Origin.COMMAND_LINE, _from_command_line(cls, arguments, program)),
         Layer(Origin.ENVIRONMENT, _from_environment(cls, environment)),
@@ -79,9 +84,9 @@ def read_layers(
 
 
 def merged(layers: Sequence[Layer]) -> dict[str, Any]:
-    """The strongest value of each option that any place names.
+    """The strongest value of each option that any source sets.
 
-    What was inferred counts as said by the place that it was inferred from, so it overrides nothing but a name that
+    An inferred value has the origin of the value that it was inferred from. So it overrides nothing except a name that
     turned out to be a method.
     """
     values: dict[str, Any] = {}
@@ -124,7 +129,7 @@ def _from_command_line(cls: type[BaseSettings], arguments: Sequence[str], progra
 
 
 def _joined(arguments: Sequence[str], repeatable: Collection[str]) -> list[str]:
-    """The same with one option in place of several alike, its values joined by commas. Of others the last decides."""
+    """Join repeated address options with commas. Of any other repeated option the last one counts."""
     options = {f"--{name.replace('_', '-')}" for name in repeatable}
     values: dict[str, list[str]] = {}
     others: list[str] = []
@@ -153,7 +158,7 @@ def _refuse_unknown(arguments: Sequence[str], known: Collection[str]) -> None:
 
 
 def _from_environment(cls: type[BaseSettings], environment: Mapping[str, str]) -> dict[str, Any]:
-    """An empty variable counts as not set: that is what compose files make of one that nobody set."""
+    """An empty variable counts as not set, since compose files pass unset variables like this."""
     own_prefix = cls.model_config.get("env_prefix") or ENVIRONMENT_PREFIX
     shared: dict[str, Any] = {}
     own: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Drafting methods by name, and which of them a draft model's name or folder speaks of, as vLLM infers it."""
+"""Drafting methods by name, and which of them a draft model's name or folder implies, as in vLLM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tandem.config.refusals import REFUSED_METHODS
 STANDALONE, NGRAM, SUFFIX = "standalone", "ngram", "suffix"
 
 METHODS = (STANDALONE, NGRAM, SUFFIX)
-"""What this version drafts with."""
+"""Drafting methods of this version."""
 
 MODEL_FREE_METHODS = (NGRAM, SUFFIX)
 """Those of them that have no model."""
@@ -28,7 +28,7 @@ def canonical_method(name: str) -> str:
 
 
 def inferred_method(draft_model: str) -> str:
-    """The method that a draft model speaks of when none is named: by its name, then by its config.json, as in vLLM."""
+    """The method that a draft model implies, by its name or its config.json, as in vLLM."""
     if canonical_method(draft_model) in MODEL_FREE_METHODS:
         return canonical_method(draft_model)
     name = Path(draft_model).name.lower()
@@ -40,7 +40,7 @@ def inferred_method(draft_model: str) -> str:
 
 
 def _model_type(folder: Path) -> str:
-    """The `model_type` of a checkpoint; empty when there is none, which whoever loads the folder will say better."""
+    """The `model_type` of a checkpoint; empty when there is none: loading the folder reports it better."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What every class of options does: refuse what it does not know, and tell all that is wrong at once."""
+"""Base of option classes: refuses unknown options and reports all errors at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 from pydantic_settings import BaseSettings
 
-from tandem.config.normal import normalized
+from tandem.config.normalization import normalized
 from tandem.config.refusals import REFUSED_OPTIONS
 from tandem.config.rule import Rule, broken, spelled
 from tandem.errors import ConfigurationError
@@ -61,7 +61,7 @@ class Options(BaseModel):
 
     @classmethod
     def rules(cls) -> tuple[Rule[Any], ...]:
-        """What must hold for these options alone. A class adds its own to those of the classes it is made of."""
+        """Rules for these options alone. A class adds its own to those of its base classes."""
         return ()
 
     @model_validator(mode="wrap")
@@ -105,7 +105,8 @@ class Options(BaseModel):
 
 
 def _plain_bases(cls: type[Options]) -> list[type[Options]]:
-    """The classes of options that a class is made of: a class of settings may lack what it cannot do without."""
+    """The classes of options that a class inherits: unlike the class itself, they can be checked with required options
+    missing."""
     return [base for base in cls.__mro__ if issubclass(base, Options) and BaseSettings not in base.__mro__]
 
 
@@ -120,7 +121,7 @@ def _sentence(text: str, location: tuple[str | int, ...] = ()) -> InitErrorDetai
 
 
 def _described(cls: type[Options], error: ValidationError) -> list[InitErrorDetails]:
-    """The errors of pydantic in sentences, but for those that only a class of settings can put in words."""
+    """Pydantic's errors as sentences, without those that only a class of settings can phrase."""
     return [
         _sentence(text, detail["loc"]) if (text := _describe(cls, detail)) else _kept(detail)
         for detail in error.errors()
@@ -155,13 +156,13 @@ def _shown(cls: type[Options], name: str, value: object) -> str:
 def unknown_option(
     given: str, known: Mapping[str, str], value: object = None, own_prefix: str = ENVIRONMENT_PREFIX
 ) -> str:
-    """The sentence for an option that is not one, by the name it was given: `name`, `--name` or `TANDEM_NAME`.
+    """The sentence for an unknown option, as it was given: `name`, `--name` or `TANDEM_NAME`.
 
     Args:
-        given: As the user spelled it.
-        known: The options there are, by name, each as it is spelled in that place, to find the one that was meant.
-        value: What it was set to, where that is known.
-        own_prefix: What the environment variables of the service begin with.
+        given: The user's spelling.
+        known: Known options by name, with their spelling in that source, to suggest a similar one.
+        value: Its value, if known.
+        own_prefix: Prefix of the service's environment variables.
     """
     name = given.removeprefix("--").removeprefix(own_prefix).removeprefix(ENVIRONMENT_PREFIX)
     name = name.replace("-", "_").lower()
@@ -174,7 +175,7 @@ def unknown_option(
 
 
 def _unknown_option(cls: type[Options], given: str, value: object) -> str:
-    """The same of a class's options. In the environment those that are not shared belong to one service."""
+    """Read the options of a class from the environment. Options that are not shared belong to one service."""
     own_prefix = str(cls.model_config.get("env_prefix", ""))
     shared = {name for base in _plain_bases(cls) for name in base.model_fields}
     in_environment = {

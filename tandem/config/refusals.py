@@ -5,14 +5,13 @@ from __future__ import annotations
 _TARGETS = "a model's folder is served as it is; "
 
 REFUSED_OPTIONS = {
-    "tensor_parallel_size": "that is the target's; for the draft set draft_tensor_parallel_size",
+    "tensor_parallel_size": "a service runs its model on one device; start more replicas to serve "
+    "more requests, and for the draft there is draft_tensor_parallel_size",
     "enforce_eager": "whether the draft runs captured graphs is decided by its own service and device",
     "quantization": _TARGETS
     + "name one whose weights have the type you want, and set dtype on the draft service",
     "moe_backend": "the draft model runs through transformers, which chooses its own kernels",
     "draft_load_config": "weights are read from safetensors and nothing else",
-    "revision": _TARGETS + "download the revision you want and name its folder",
-    "code_revision": "no code that comes with a model is run",
     "disable_padded_drafter_batch": "batches are packed without padding, so there is none to disable",
     "use_local_argmax_reduction": "the draft's vocabulary is not split over devices, so there is nothing to reduce",
     "speculative_token_tree": "proposals are chains; set their length with num_speculative_tokens",

@@ -1,7 +1,7 @@
-"""Rules: things that must hold, each with a name, and one sentence for whoever breaks it.
+"""Rules: conditions with a name, and a sentence for each violation.
 
-Sentences name the option, the value it has and the value it needs. All rules of a table are checked, always: whoever
-breaks three is told of three.
+Sentences name the option, its value and what the value must be. All rules of a table are always checked, so that every
+violation is reported at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Rule(Generic[SubjectT]):
 
     name: str
     requirement: str
-    """What must hold, in one sentence, for the documentation."""
+    """The rule in one sentence, for the documentation."""
     broken_by: Callable[[SubjectT], Iterable[str]]
     """The sentences that say how the subject breaks the rule; none when it keeps it."""
     options: tuple[str, ...] = ()
@@ -30,9 +30,9 @@ def broken(rules: Sequence[Rule[SubjectT]], subject: SubjectT, unreadable: Colle
     """A sentence for each way in which the subject breaks a rule.
 
     Args:
-        rules: What must hold.
-        subject: What it must hold for.
-        unreadable: Options whose value could not be read; their own fault is told elsewhere.
+        rules: The rules to check.
+        subject: The object to check.
+        unreadable: Options whose value could not be read, which is reported elsewhere.
     """
     return [
         sentence
@@ -63,7 +63,7 @@ def at_least(
 def within(
     option: str, low: float, high: float, words: str, *, of: Callable[[SubjectT], object] = _itself
 ) -> Rule[SubjectT]:
-    """The rule that an option lies between two numbers, both allowed; `words` say so. None keeps it."""
+    """The rule that an option lies between two numbers, both allowed; `words` describes them. None is allowed."""
 
     def check(subject: SubjectT) -> Iterator[str]:
         value = getattr(of(subject), option)

@@ -1,4 +1,4 @@
-"""Where else a process finds options: a file, or one JSON object."""
+"""Sources of options besides the command line and the environment: a file, or one JSON object."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from tandem.config.rule import Rule
 
 
 class SourceOptions(Options):
-    """Where else options are found."""
+    """Further sources of options."""
 
     config_file: Path | None = None
-    """TOML or YAML file to read options from; what is given elsewhere is stronger. MAX's name."""
+    """TOML, YAML or JSON file with options; other sources are stronger. MAX's name."""
     section_name: str | None = None
     """Section of config_file that holds the options; by default the whole file. MAX's name."""
     speculative_config: str | None = None
-    """Options as one JSON object; an option that is given by itself beside it is stronger. vLLM's form."""
+    """Options as one JSON object; a separate option is stronger. vLLM's form."""
 
     @classmethod
     def rules(cls) -> tuple[Rule[Any], ...]:
-        """What must hold for where options are found."""
+        """Rules for the sources of options."""
         return (*super().rules(), *SOURCE_RULES)
 
 
@@ -36,4 +36,4 @@ SOURCE_RULES: tuple[Rule[SourceOptions], ...] = (
         "section-name", "`section_name` goes with `config_file`.", _section, ("section_name", "config_file")
     ),
 )
-"""What must hold for where options are found."""
+"""Rules for the sources of options."""

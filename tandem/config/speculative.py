@@ -22,23 +22,23 @@ class SpeculativeConfig(DraftingOptions, AcceptanceOptions, SourceOptions):
     """
 
     max_length: int | None = None
-    """Most tokens of a sequence, prompt and completion together; draft and target must share it. By default what the
-    models were made for. MAX's name; vLLM: max_model_len."""
+    """Maximum tokens of a sequence, prompt and completion together; the same for draft and target. By default the
+    models' own. MAX's name; vLLM: max_model_len."""
     device_memory_utilization: float | None = None
     """Share of a device's memory that a model and its KV cache may fill. By default 0.9 on a GPU and 0.3 on a CPU.
     Draft and target on one device must leave room for each other. MAX's name."""
     draft_tensor_parallel_size: int | None = None
-    """Devices that the draft model is split over: 1 or as many as the target's. By default 1. vLLM's name."""
+    """Number of devices for the draft model: 1 or the target's. By default 1. vLLM's name."""
     max_num_steps: int = 1
-    """Steps of the target between two looks at the result. MAX's name."""
+    """Steps of the target per scheduling step; it must be 1. MAX's name."""
     enable_echo: bool = False
-    """Whether the completion begins with the prompt. MAX's name."""
+    """Begin the completion with the prompt. MAX's name."""
     enable_structured_output: bool = False
-    """Whether completions can be bound to a grammar or schema. MAX's name."""
+    """Bind completions to a grammar or schema. MAX's name."""
 
     @classmethod
     def rules(cls) -> tuple[Rule[Any], ...]:
-        """What must hold for the configuration alone."""
+        """Rules for the configuration alone."""
         return (*super().rules(), *SPECULATIVE_RULES)
 
 
@@ -60,4 +60,4 @@ SPECULATIVE_RULES: tuple[Rule[SpeculativeConfig], ...] = (
         "the draft would have to keep to the same grammar; check the completion after it ends",
     ),
 )
-"""What must hold beside the drafting method and the acceptance rule."""
+"""Rules beside those of the drafting method and of the acceptance rule."""

@@ -14,21 +14,24 @@ class EngineSettings:
     max_length: int | None = None
     """Longest sequence, in tokens. None takes the model's own limit."""
     max_sequences: int = 64
-    """Sequences open at once; also the most that one forward pass batches."""
+    """Maximum sequences open at once, and in one forward pass."""
     max_waiting: int = 256
     """Requests that may wait for room before more are refused."""
     prefill_chunk_tokens: int = 512
-    """Most prompt tokens in one step, so that a long prompt delays running sequences by one chunk at most."""
+    """Maximum prompt tokens in one step, so that a long prompt delays running sequences by one chunk at most."""
     kv_cache_bytes: int | None = None
     """Size of the KV cache. None derives it from `device_memory_utilization`."""
     device_memory_utilization: float | None = None
     """Share of the device's memory that weights and KV cache may fill together. None is 0.9 on an accelerator and 0.3
-    on a CPU, whose memory is shared with everything else. Never more is taken than `max_sequences` could use."""
+    on a CPU, whose memory is shared with everything else. The cache never takes more than `max_sequences` could use."""
     prefix_reuse: bool = True
-    """Whether a new sequence takes over the KV of a prefix that another, open or lately released, has computed."""
+    """A new sequence reuses the KV of a prefix that another sequence, open or lately released, has computed."""
 
-    recorded_widths: tuple[int, ...] = ()
-    """Tokens of each sequence in the steps that are recorded, where there is a recorder."""
+    step_timeout_seconds: float | None = None
+    """How long a step may take before it counts as stuck. None learns it, see `tandem.engine.core.watchdog`."""
+
+    captured_widths: tuple[int, ...] = ()
+    """Tokens of each sequence in the steps that are captured as CUDA graphs, on devices that have them."""
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "prefill_chunk_tokens"):

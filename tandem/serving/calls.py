@@ -10,7 +10,7 @@ from tandem.errors import ServiceUnavailableError
 
 
 class RunningCalls:
-    """All calls but those for health, whose watchers stay for as long as the server does."""
+    """All calls except health checks, whose watchers stay as long as the server."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[object]] = set()
@@ -54,7 +54,7 @@ class RunningCalls:
         return True
 
     def cut_off(self, because: str) -> None:
-        """End those that still run: each answers UNAVAILABLE with the reason."""
+        """End the running calls with UNAVAILABLE and the reason."""
         self._cut_because = because
         for task in self._tasks:
             task.cancel()

@@ -1,7 +1,7 @@
-"""`python -m tandem.serving.healthcheck ADDRESS`: ask a server whether it serves, for a container's health check.
+"""`python -m tandem.serving.healthcheck ADDRESS`: a container's health check.
 
-Exits 0 when it does, 3 when it does not (yet, or any more), 4 when it cannot be reached, 2 when it is asked wrongly.
-A server with TLS is asked by way of the environment variables TANDEM_CLIENT_TLS_CA_FILE, TANDEM_CLIENT_TLS_CERT_FILE,
+Exits 0 when the server serves, 3 when it does not, 4 when it cannot be reached, 2 on wrong usage.
+For a server with TLS, set the environment variables TANDEM_CLIENT_TLS_CA_FILE, TANDEM_CLIENT_TLS_CERT_FILE,
 TANDEM_CLIENT_TLS_KEY_FILE and TANDEM_CLIENT_TLS_SERVER_NAME.
 """
 
@@ -15,8 +15,8 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tandem.credentials import PLAIN, Credentials
 from tandem.errors import ConfigurationError
+from tandem.rpc.credentials import PLAIN, Credentials
 from tandem.settings import exit_with
 
 SERVING = 0
@@ -44,7 +44,7 @@ def check(address: str, credentials: Credentials = PLAIN, timeout_seconds: float
 
 
 def credentials_of(environment: Mapping[str, str]) -> Credentials:
-    """What the environment says about TLS. An empty variable counts as not set."""
+    """TLS options from the environment. An empty variable counts as unset."""
 
     def path(name: str) -> Path | None:
         value = environment.get(_VARIABLES + name)
@@ -66,7 +66,7 @@ def _channel(address: str, credentials: Credentials) -> grpc.Channel:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Check the one address given, tell its state in a word, and exit."""
+    """Check the given address, print its state in a word, and exit."""
     if len(arguments) != 1:
         exit_with(ConfigurationError(f"{len(arguments)} addresses were given; give one, host:port"), 2)
     try:

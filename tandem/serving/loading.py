@@ -11,7 +11,7 @@ ResultT = TypeVar("ResultT")
 
 
 async def in_daemon_thread(load: Callable[[], ResultT]) -> ResultT:
-    """What `load` returns or raises.
+    """Await `load` in a daemon thread and return its result.
 
     Unlike a thread of the loop's own pool this one holds up neither the loop's end nor the process's.
     """
@@ -30,7 +30,7 @@ async def in_daemon_thread(load: Callable[[], ResultT]) -> ResultT:
         result, error = None, None
         try:
             result = load()
-        except Exception as raised:  # noqa: BLE001 - whatever it is, the one who waits gets it
+        except Exception as raised:  # noqa: BLE001 - the waiting caller gets any error
             error = raised
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)

@@ -6,9 +6,10 @@ import os
 
 _VARIABLE = "GRPC_EXPERIMENTS"
 _NO_EVENT_ENGINE = "-event_engine_client,-event_engine_listener"
-"""gRPC's own names. With its event engine, other threads wait for sockets and hand what came to the one in which
-`grpc.aio` waits for it: one more thread is woken for each message, at either end. Without, that thread waits for the
-sockets itself. docs/benchmarks.md has what was measured."""
+"""gRPC's own names. With its event engine, other threads wait for sockets and pass data to the thread in which
+`grpc.aio`
+waits: each message wakes one more thread, at each end. Without it, that thread waits for the sockets itself.
+docs/benchmarks.md has the measurements."""
 
 
 def wait_in_one_thread() -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import uvloop
 
-from tandem.errors import ConfigurationError, TandemError
+from tandem.errors import ConfigurationError, ModelFolderError, TandemError
 from tandem.logs import configure
 from tandem.serving.heap import set_start_aside
 from tandem.serving.server import Service, serve
+from tandem.serving.signals import end_now
 from tandem.settings import ServerSettings, exit_with, load_settings
+from tandem.standard_streams import fill_closed
 
 SettingsT = TypeVar("SettingsT", bound=ServerSettings)
 
@@ -26,12 +26,16 @@ def main(
 ) -> None:
     """Serve until a signal ends it.
 
-    Exits 0 after a drain, 2 when the process cannot run as it is set up, 1 on any other failure that has a name.
+    Exits 0 after a drain, 2 when the process cannot run as its options are, 1 on any other failure that has a name: a
+    model folder that cannot be served, a model that computes no numbers, an engine that failed.
     """
     try:
+        fill_closed()
         settings = load_settings(settings_class, arguments, program)
         configure(settings.log_level, settings.log_format)
         was_ready = uvloop.run(serve(settings, make_service(settings), before_ready=set_start_aside))
+    except ModelFolderError as error:
+        exit_with(error, 1)
     except ConfigurationError as error:
         exit_with(error, 2)
     except TandemError as error:
@@ -39,6 +43,4 @@ def main(
     else:
         if not was_ready:
             # A model is still being read on another thread, in code that does not survive the interpreter's end.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
+            end_now(0)

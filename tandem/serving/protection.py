@@ -1,4 +1,4 @@
-"""Who may reach a server and how: the options, and what must hold of them."""
+"""Protection of a server: its options for TLS and tokens, and their rules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import SecretStr
 
 from tandem.config.options import Options
 from tandem.config.rule import Rule
-from tandem.files import Renewed
+from tandem.rpc.reloaded_files import ReloadedFile
 from tandem.serving.tokens import Tokens, parse_tokens, token_problem
 
 
@@ -24,28 +24,34 @@ class ProtectionOptions(Options):
     tls_key_file: Path | None = None
     """PEM file of its key, unencrypted."""
     tls_client_ca_file: Path | None = None
-    """PEM file of the authorities that a caller's certificate must come from (mutual TLS). By default it needs none."""
+    """PEM file of the accepted authorities for callers' certificates (mutual TLS). By default callers need no
+    certificate."""
     auth_token: SecretStr | None = None
     """Bearer token that callers must have. Any user of the machine can read a command line: better in the environment,
     or in auth_token_file."""
     auth_token_file: Path | None = None
     """File of such tokens, one on each line, all of them good. Read again when it changes."""
     insecure: bool = False
-    """Do without TLS, or without asking who calls, beyond this machine; for a network where all are trusted."""
+    """Allow other machines without TLS, or without tokens and certificates; for a network where everyone is trusted."""
 
     @classmethod
     def rules(cls) -> tuple[Rule[Any], ...]:
-        """What must hold for these options alone."""
+        """Rules for these options alone."""
         return (*super().rules(), *PROTECTION_RULES)
 
     @property
     def uses_tls(self) -> bool:
-        """Whether connections are encrypted."""
+        """True if connections are encrypted."""
         return self.tls_cert_file is not None
 
     @property
+    def certificate_files(self) -> tuple[Path, ...]:
+        """Files of certificates that the process needs, which must not expire."""
+        return tuple(path for path in (self.tls_cert_file, self.tls_client_ca_file) if path is not None)
+
+    @property
     def knows_callers(self) -> bool:
-        """Whether callers have to show who they are."""
+        """True if callers must authenticate."""
         return (
             self.tls_client_ca_file is not None
             or self.auth_token is not None
@@ -54,25 +60,25 @@ class ProtectionOptions(Options):
 
     @property
     def client_tokens(self) -> Callable[[], tuple[str, ...]]:
-        """Tells the tokens that a client may have, as they are now.
+        """The current tokens of clients.
 
         Raises:
-            ConfigurationError: their file cannot be read, or holds none.
+            ConfigurationError: their file cannot be read, or is empty.
         """
         return tokens_of(self.auth_token, self.auth_token_file)
 
     @property
     def admin_tokens(self) -> Callable[[], tuple[str, ...]]:
-        """Tells the tokens that an admin may have, as they are now; none where nothing is administered.
+        """The current tokens of administrators; none on a server without administration.
 
         Raises:
-            ConfigurationError: their file cannot be read, or holds none.
+            ConfigurationError: their file cannot be read, or is empty.
         """
         return tokens_of(None, None)
 
 
 class AdminOptions(ProtectionOptions):
-    """The same for a server that has admin calls."""
+    """Options of a server that has admin calls."""
 
     admin_token: SecretStr | None = None
     """Bearer token for admin calls, which opens all other calls too. Better in the environment or in admin_token_file.
@@ -82,7 +88,7 @@ class AdminOptions(ProtectionOptions):
 
     @classmethod
     def rules(cls) -> tuple[Rule[Any], ...]:
-        """What must hold for these options alone."""
+        """Rules for these options alone."""
         return (*super().rules(), _token_rule("admin_token"))
 
     @property
@@ -92,10 +98,10 @@ class AdminOptions(ProtectionOptions):
 
 
 def token_source(options: ProtectionOptions, host: str) -> Callable[[], Tokens]:
-    """Tells the tokens that a server knows, as they are now.
+    """The current tokens of a server.
 
     Raises:
-        ConfigurationError: a file cannot be read, or holds none.
+        ConfigurationError: a file cannot be read, or is empty.
     """
     client, admin = options.client_tokens, options.admin_tokens
     is_shut = not is_loopback(host) or options.knows_callers
@@ -103,7 +109,7 @@ def token_source(options: ProtectionOptions, host: str) -> Callable[[], Tokens]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server that listens on that address."""
+    """True if only this machine reaches a server that listens on that address."""
     if host == "localhost":
         return True
     try:
@@ -128,14 +134,14 @@ def exposure(options: ProtectionOptions, host: str, option: str = "host") -> Ite
 
 
 def tokens_of(token: SecretStr | None, file: Path | None) -> Callable[[], tuple[str, ...]]:
-    """Tells the tokens of an option or its file, as they are now; none when neither is set.
+    """The current tokens of an option or its file; none when neither is set.
 
     Raises:
-        ConfigurationError: the file cannot be read, or holds none.
+        ConfigurationError: the file cannot be read, or is empty.
     """
     if file is not None:
-        renewed = Renewed([file], lambda contents: parse_tokens(contents[0], str(file)))
-        return lambda: renewed.value
+        reloaded = ReloadedFile([file], lambda contents: parse_tokens(contents[0], str(file)))
+        return lambda: reloaded.value
     fixed = () if token is None else (token.get_secret_value(),)
     return lambda: fixed
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 import socket
-import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Protocol, runtime_checkable
 
 import grpc
@@ -19,17 +15,21 @@ from grpc_reflection.v1alpha import reflection
 
 from tandem.errors import ConfigurationError, TandemError
 from tandem.serving.calls import RunningCalls
-from tandem.serving.edge import Edge
-from tandem.serving.gate import Gate
-from tandem.serving.guard import Guard
-from tandem.serving.open_calls import OpenCalls
+from tandem.serving.certificates import watch_expiry
+from tandem.serving.interceptors.anonymous_calls import AnonymousCallLimiter
+from tandem.serving.interceptors.auth import AuthInterceptor
+from tandem.serving.interceptors.error_boundary import ErrorBoundary
+from tandem.serving.interceptors.readiness import ReadinessInterceptor
 from tandem.serving.protection import token_source
+from tandem.serving.readiness import Readiness, serve_until
+from tandem.serving.signals import stop_signals
 from tandem.serving.tls import server_credentials
 from tandem.settings import ServerSettings
+from tandem.standard_streams import write_out
 
 logger = logging.getLogger(__name__)
 
-ENGINE_FAILED = "the engine has failed, which the log tells of; start the service again"
+ENGINE_FAILED = "the engine has failed, and the log has the reason; start the service again"
 """A `CanFail.failure`."""
 
 # How long the last words of calls that have ended may take to be sent, and watchers of health are borne with.
@@ -54,11 +54,11 @@ _SERVER_OPTIONS = (
 
 
 class Service(Protocol):
-    """What a server serves."""
+    """A service that a server runs."""
 
     @property
     def name(self) -> str:
-        """What people call it: draft, target or coordinator."""
+        """Its role: draft, target or coordinator."""
 
     @property
     def full_names(self) -> Sequence[str]:
@@ -71,18 +71,18 @@ class Service(Protocol):
         """Add its servicers."""
 
     async def start(self) -> None:
-        """Make it ready to answer: load the model, meet the other services."""
+        """Prepare to answer: load the model, or connect to other services."""
 
     async def close(self) -> None:
-        """Let go of what `start` took. Called once no call runs."""
+        """Release what `start` acquired. Called once no call runs."""
 
 
 @runtime_checkable
 class HasOtherWaysIn(Protocol):
-    """A service to which requests come by other ways than a gRPC call for each: HTTP, or streams that they share."""
+    """A service with requests other than one gRPC call each: HTTP, or shared streams."""
 
-    def open_other_ways(self, gate: Gate, calls: RunningCalls) -> None:
-        """Open them. What comes in by them passes the gate, and counts as a call. Called before all else.
+    def open_other_ways(self, gate: ReadinessInterceptor, calls: RunningCalls) -> None:
+        """Open them. Their requests pass the gate and count as calls. Called first.
 
         Raises:
             ConfigurationError: an address cannot be bound.
@@ -95,39 +95,39 @@ class HasInterceptors(Protocol):
 
     @property
     def interceptors(self) -> Sequence[grpc.aio.ServerInterceptor]:
-        """Stand behind all others, the one that asks for a token included."""
+        """Run after all other interceptors, including the one for tokens."""
 
 
 @runtime_checkable
 class CanFail(Protocol):
-    """A service that may find out that it cannot go on. It then requests its drain."""
+    """A service that may become unable to continue, and then requests its own drain."""
 
     failure: str
-    """Why it cannot; empty while it can."""
+    """Reason why it cannot; empty while it can."""
 
 
 async def serve(
     settings: ServerSettings, service: Service, before_ready: Callable[[], None] = lambda: None
 ) -> bool:
-    """Serve until SIGTERM or SIGINT, then let running calls finish within the drain timeout.
+    """Serve until SIGTERM, SIGINT or SIGHUP, then let running calls finish within the drain timeout.
 
-    Writes two lines to stdout: where it listens, as soon as it does, and that it is ready. A second signal ends the
-    process at once.
+    Writes two lines to stdout: its address as soon as it listens, and another once it is ready. A second signal ends
+    the process at once.
 
     Args:
         settings: Where and how to serve.
         service: What to serve.
-        before_ready: Called once the service has started, before calls are let through.
+        before_ready: Called once the service has started, before it accepts calls.
 
     Returns:
-        Whether it ever was ready.
+        Whether it was ever ready.
 
     Raises:
-        ConfigurationError: the address cannot be bound, or the service cannot start as it is set up.
-        TandemError: the service could not go on.
+        ConfigurationError: the address cannot be bound, or the service cannot start with its options.
+        TandemError: the service could not continue.
     """
     calls = RunningCalls()
-    readiness = Readiness(service)
+    readiness = Readiness(service.name, service.full_names)
     own = service.interceptors if isinstance(service, HasInterceptors) else ()
     server = new_server(settings, calls, readiness.gate, *own)
     await _register(server, service, readiness)
@@ -137,14 +137,15 @@ async def serve(
     with stop_signals() as stopping:
         service.request_drain = stopping.set
         await server.start()
-        tell(f"tandem {service.name}: listening on {address}")
+        expiry = asyncio.create_task(watch_expiry(settings.certificate_files))
         try:
+            announce(f"tandem {service.name}: listening on {address}")
             was_ready = await _unless(stopping, service.start())
             if was_ready:
                 before_ready()
                 await readiness.open()
-                tell(f"tandem {service.name}: ready on {address}")
-                await stopping.wait()
+                announce(f"tandem {service.name}: ready on {address}")
+                await serve_until(stopping, service, readiness)
             await readiness.close()
             if not await calls.end(settings.drain_timeout_seconds):
                 logger.warning("calls cut off", extra={"service": service.name, "calls": len(calls)})
@@ -154,6 +155,7 @@ async def serve(
                 raise TandemError(service.failure)
             return was_ready
         finally:
+            expiry.cancel()
             # Only now: a server that stops takes no connection, and could not even say that it is draining.
             await server.stop(_GOODBYE_SECONDS)
             await service.close()
@@ -168,38 +170,13 @@ def new_server(
     Raises:
         ConfigurationError: a file of tokens cannot be read, or holds none.
     """
-    edge = Edge(calls, settings.stalled_reader_timeout_seconds)
-    guard = Guard(token_source(settings, settings.host))
+    edge = ErrorBoundary(calls, settings.stalled_reader_timeout_seconds)
+    guard = AuthInterceptor(token_source(settings, settings.host))
     return grpc.aio.server(
-        interceptors=[edge, guard, OpenCalls(), *interceptors],
+        interceptors=[edge, guard, AnonymousCallLimiter(), *interceptors],
         options=_SERVER_OPTIONS,
         maximum_concurrent_rpcs=settings.max_concurrent_streams,
     )
-
-
-class Readiness:
-    """Whether calls are let through, and what health says of it."""
-
-    def __init__(self, service: Service) -> None:
-        self.gate = Gate(f"the {service.name} service is still starting")
-        self.health = health.aio.HealthServicer()
-        self._service = service
-
-    async def announce(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
-        """Let health say this of the server and of each of its services."""
-        for name in ("", *self._service.full_names):
-            await self.health.set(name, status)
-
-    async def open(self) -> None:
-        """Let calls through."""
-        self.gate.closed_because = ""
-        await self.announce(health_pb2.HealthCheckResponse.SERVING)
-
-    async def close(self) -> None:
-        """Let no more calls through; those that run go on."""
-        self.gate.closed_because = f"the {self._service.name} service is draining"
-        await self.health.enter_graceful_shutdown()
-        logger.info("draining", extra={"service": self._service.name})
 
 
 async def _register(server: grpc.aio.Server, service: Service, readiness: Readiness) -> None:
@@ -244,35 +221,6 @@ def _check_free(host: str, port: int) -> None:
         ) from error
 
 
-@contextmanager
-def stop_signals() -> Iterator[asyncio.Event]:
-    """An event that SIGTERM and SIGINT set; the second signal ends the process at once."""
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    seen: list[int] = []
-
-    def stop(number: int) -> None:
-        if seen:
-            _end_now(number)
-        seen.append(number)
-        stopping.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop, number)
-    try:
-        yield stopping
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-
-
-def _end_now(number: int) -> None:
-    logger.warning("second signal; nothing more is waited for", extra={"signal": number})
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(128 + number)  # as shells tell a death by signal
-
-
 async def _unless(stopping: asyncio.Event, work: Coroutine[None, None, None]) -> bool:
     """Do the work unless the event comes first. True when the work was done; its exception is raised."""
     task = asyncio.ensure_future(work)
@@ -289,7 +237,10 @@ async def _unless(stopping: asyncio.Event, work: Coroutine[None, None, None]) ->
         await asyncio.gather(task, stop, return_exceptions=True)
 
 
-def tell(line: str) -> None:
-    """Write a line to stdout, for whoever waits for it."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+def announce(line: str) -> None:
+    """Write a line to stdout at once.
+
+    Raises:
+        OutputError: stdout cannot be written.
+    """
+    write_out(line + "\n")

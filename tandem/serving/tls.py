@@ -14,21 +14,21 @@ from typing import IO
 import grpc
 
 from tandem.errors import ConfigurationError
-from tandem.files import Renewed
+from tandem.rpc.reloaded_files import ReloadedFile
 
 
 def server_credentials(
     cert_file: Path, key_file: Path, client_ca_file: Path | None = None
 ) -> grpc.ServerCredentials:
-    """What a gRPC server listens with. Each new connection gets the certificate that the files hold by then.
+    """Server credentials. Each new connection uses the files' current certificate.
 
     Args:
-        cert_file: PEM file of the server's certificate and what signed it.
+        cert_file: PEM file of the server's certificate and its chain.
         key_file: PEM file of its key.
-        client_ca_file: PEM file of the authorities that a client's certificate must come from; None asks for none.
+        client_ca_file: PEM file of the accepted authorities for clients' certificates; None: clients need none.
 
     Raises:
-        ConfigurationError: a file cannot be read, or they make no sense together.
+        ConfigurationError: a file cannot be read, or the files do not match.
     """
 
     def configuration(contents: Sequence[bytes]) -> grpc.ServerCertificateConfiguration:
@@ -37,17 +37,17 @@ def server_credentials(
         return grpc.ssl_server_certificate_configuration([(key, cert)], *client_ca)
 
     paths = [cert_file, key_file, *([] if client_ca_file is None else [client_ca_file])]
-    renewed = Renewed(paths, configuration)
-    first = served = renewed.value
+    reloaded = ReloadedFile(paths, configuration)
+    first = served = reloaded.value
     lock = threading.Lock()
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
         # Called by gRPC's own threads before each handshake; None keeps what there is.
         nonlocal served
         with lock:
-            if renewed.value is served:
+            if reloaded.value is served:
                 return None
-            served = renewed.value
+            served = reloaded.value
             return served
 
     return grpc.dynamic_ssl_server_credentials(
@@ -58,14 +58,14 @@ def server_credentials(
 
 
 def server_context(paths: Sequence[Path], contents: Sequence[bytes]) -> ssl.SSLContext:
-    """The same for a server that speaks through Python's own TLS, as of now.
+    """TLS context for a server with Python's own TLS, from the current files.
 
     Args:
         paths: The files of certificate and key, and that of the clients' authorities where there is one.
-        contents: What was read from them; they may have been renewed since.
+        contents: Their contents when they were read; they may have changed since.
 
     Raises:
-        ConfigurationError: the contents make no sense together.
+        ConfigurationError: the contents do not match.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -93,7 +93,7 @@ def _openable(content: bytes) -> Iterator[str]:
     """A path under which OpenSSL, which takes no bytes, finds these: a file without a name, in memory if it can."""
     with _file_without_a_name() as file:
         file.write(content)
-        file.seek(0)  # which writes out what is buffered
+        file.seek(0)  # flushes the buffer
         yield f"/dev/fd/{file.fileno()}"
 
 

@@ -1,4 +1,4 @@
-"""Who may call what: bearer tokens (RFC 6750) and what they open. Pure functions, for gRPC and HTTP alike."""
+"""Authorization: bearer tokens (RFC 6750) and the calls that they permit. Pure functions, for gRPC and HTTP alike."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from tandem.credentials import is_token
 from tandem.errors import ConfigurationError, PermissionDeniedError, UnauthenticatedError
+from tandem.rpc.credentials import is_token
 
 MIN_TOKEN_LENGTH = 16
 """Characters. Shorter ones are guessed."""
 
 
 class Scope(Enum):
-    """What a method asks of its caller."""
+    """Scope that a method requires of its caller."""
 
     OPEN = "open"
-    """Nothing: a load balancer asks for health and has no token."""
+    """No requirement: a load balancer asks for health and has no token."""
     CLIENT = "client"
     """One of the client tokens, or of the admin tokens."""
     ADMIN = "admin"
@@ -37,24 +37,24 @@ class Tokens:
     """Any of these; none: clients need no token."""
     admin: tuple[str, ...] = ()
     admin_needs_token: bool = True
-    """Whether admin calls are refused when there is no admin token."""
+    """True if admin calls are refused when there is no admin token."""
 
 
 def scope_of(method: str) -> Scope:
-    """What a gRPC method, by its path, asks of its caller."""
+    """Scope that a gRPC method, named by its path, requires of its caller."""
     return next((scope for prefix, scope in _SCOPES if method.startswith(prefix)), Scope.CLIENT)
 
 
 def authorize(scope: Scope, authorization: str | None, tokens: Tokens) -> None:
-    """Let a call through or refuse it.
+    """Permit or refuse a call.
 
     Args:
-        scope: What the call asks of its caller.
+        scope: The permission that the call needs.
         authorization: The authorization header; None when there is none.
-        tokens: The tokens that the server knows.
+        tokens: The server's tokens.
 
     Raises:
-        UnauthenticatedError: a token is needed, and there is none or one that is not known.
+        UnauthenticatedError: a token is needed, but missing or unknown.
         PermissionDeniedError: the token is a client's and the call is an admin's, or admin calls are off.
     """
     if scope is Scope.OPEN:
@@ -81,7 +81,7 @@ def parse_tokens(content: bytes, source: str) -> tuple[str, ...]:
     """The tokens of a file, one on each line.
 
     Raises:
-        ConfigurationError: there is none, or one is not fit to be one. Never says what it is.
+        ConfigurationError: the file has no token, or an invalid one. The error never contains it.
     """
     words = [line.strip() for line in content.decode("utf-8", "replace").splitlines()]
     tokens = tuple(filter(None, words))
@@ -93,7 +93,7 @@ def parse_tokens(content: bytes, source: str) -> tuple[str, ...]:
 
 
 def token_problem(token: str) -> str:
-    """What is wrong with a token, without telling it; empty when it may be used."""
+    """Reason why a token cannot be used, without quoting it; empty when it can."""
     if not is_token(token):
         return "is not one word of visible ASCII, as a header must be"
     if len(token) < MIN_TOKEN_LENGTH:
@@ -108,7 +108,7 @@ def _bearer(authorization: str | None) -> str | None:
 
 
 def _is_known(presented: str | None, known: Sequence[str]) -> bool:
-    """Whether it is one of those, in a time that tells nothing of how much of it was right or which one it was."""
+    """Compare a token with each known token in constant time, so that timing reveals neither a prefix nor a match."""
     digest = _digest(presented or "")
     matches = [hmac.compare_digest(digest, _digest(token)) for token in known]
     return presented is not None and any(matches)

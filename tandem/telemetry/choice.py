@@ -1,4 +1,4 @@
-"""Whether a process has telemetry. The libraries for it are imported only when it has."""
+"""Chooses whether a process has telemetry. Its libraries are imported only then."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _ENDPOINTS = (
 
 
 def telemetry_for(options: TelemetryOptions, service: str, is_read: bool = False) -> Telemetry | None:
-    """A process's telemetry; None when nobody would see it.
+    """A process's telemetry; None when nothing would receive it.
 
     Args:
         options: Where it goes.
         service: coordinator, draft or target.
-        is_read: Whether the metrics are read in another way than the options tell.
+        is_read: Whether anything besides the options' exporters reads the metrics.
     """
     if not (is_read or options.prometheus_port is not None or sends(options)):
         return None
@@ -33,7 +33,7 @@ def telemetry_for(options: TelemetryOptions, service: str, is_read: bool = False
 
 
 def sends(options: TelemetryOptions) -> bool:
-    """Whether traces and metrics are sent to a collector."""
+    """True if traces and metrics are sent to a collector."""
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
     return options.otlp_endpoint is not None or any(os.environ.get(name) for name in _ENDPOINTS)

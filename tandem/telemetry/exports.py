@@ -33,7 +33,7 @@ _SECONDS_BETWEEN_COMPLAINTS = 60.0
 
 
 class Exports(Protocol):
-    """What carries traces and metrics out."""
+    """Exporters of traces and metrics."""
 
     @property
     def tracer(self) -> Tracer:
@@ -43,7 +43,7 @@ class Exports(Protocol):
         """Begin to send."""
 
     def close(self, deadline: float) -> None:
-        """Send what is left until the deadline by the monotonic clock, then drop it."""
+        """Send the rest until the deadline (monotonic clock), then drop it."""
 
 
 class OtlpExports:
@@ -73,7 +73,7 @@ class OtlpExports:
         self._metrics.start()
 
     def close(self, deadline: float) -> None:
-        """Send what is left until the deadline by the monotonic clock, then drop it."""
+        """Send the rest until the deadline (monotonic clock), then drop it."""
         ending = [
             threading.Thread(target=end, daemon=True) for end in (self._spans.shutdown, self._metrics.close)
         ]
@@ -113,7 +113,7 @@ class Failures:
 
 
 class GuardedSpanExporter(SpanExporter):
-    """An exporter whose failures are counted."""
+    """An exporter that counts its failures."""
 
     def __init__(self, exporter: SpanExporter, failures: Failures) -> None:
         self._exporter = exporter

@@ -1,4 +1,4 @@
-"""A histogram that costs a third of a microsecond, for what is measured several times a round."""
+"""A histogram that costs a third of a microsecond, for several measurements per round."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Series:
 
 
 class LightHistogram(Collector):
-    """As prometheus_client's, for values that one thread observes."""
+    """A histogram like prometheus_client's, for values that one thread observes."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class LightHistogram(Collector):
         return self._series.setdefault(values, Series(self._bounds))
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """What was counted up to now."""
+        """Counts up to now."""
         family = HistogramMetricFamily(self._name, self._text, labels=self._label_names)
         names = [*(repr(float(bound)) for bound in self._bounds), "+Inf"]
         for values, series in [*self._series.items()]:

@@ -14,7 +14,7 @@ _PATIENCE_SECONDS = 2.0
 
 
 class OnLoop(Generic[ValueT]):
-    """A function that is called on the event loop, from whatever thread asks; made on the loop's own thread."""
+    """A function that runs on the event loop and may be called from any thread. Construct it on the loop's thread."""
 
     def __init__(self, function: Callable[[], ValueT]) -> None:
         self._function = function

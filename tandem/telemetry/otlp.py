@@ -1,4 +1,4 @@
-"""From a Prometheus registry to what OTLP carries, so that both ways out tell the same numbers."""
+"""From a Prometheus registry to OTLP, so that both exports have the same numbers."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def to_otlp(families: Iterable[Family], resource: Resource, started_ns: int) -> 
     """Counters become cumulative monotonic sums, histograms explicit ones, all else gauges.
 
     Args:
-        families: What a registry collected.
-        resource: Who tells.
-        started_ns: Since when the counters count, in nanoseconds since 1970.
+        families: Metrics from a registry.
+        resource: The resource that reports.
+        started_ns: Start of the counters, in nanoseconds since 1970.
     """
     now_ns = time.time_ns()
     metrics = [_metric(family, started_ns, now_ns) for family in families if family.samples]

@@ -21,7 +21,7 @@ from tandem.telemetry.settings import TelemetryOptions
 
 logger = logging.getLogger(__name__)
 
-# What the process waits for at its end, at most; a collector that is gone must not hold up a restart.
+# Maximum wait at the process's end: a collector that is gone must not delay a restart.
 _CLOSE_SECONDS = 1.0
 
 
@@ -29,12 +29,12 @@ class Telemetry:
     """Traces and metrics of one process. Made once, started once, closed once."""
 
     def __init__(self, options: TelemetryOptions, service: str, exports: Exports | None = None) -> None:
-        """What is told when, and by whom.
+        """Timing of the reports.
 
         Args:
             options: Where telemetry goes.
             service: coordinator, draft or target.
-            exports: What carries it out, in place of what the options ask for.
+            exports: Exporters in place of those of the options.
         """
         self._options = options
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -57,7 +57,7 @@ class Telemetry:
 
     @property
     def prometheus_port(self) -> int | None:
-        """Where metrics are served, once started."""
+        """Address of the metrics server, once started."""
         return None if self._server is None else self._server.server_port
 
     def start(self) -> None:
@@ -80,7 +80,7 @@ class Telemetry:
             self._exports.start()
 
     async def close(self) -> None:
-        """Send what is left, as far as that is quick, and end."""
+        """Send the rest, as far as that is quick, and end."""
         await asyncio.gather(self._end_exports(), self._end_server())
 
     async def _end_exports(self) -> None:
@@ -98,7 +98,7 @@ class Telemetry:
 
 
 def _resource(service: str) -> Resource:
-    """Who tells. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES are stronger than our names."""
+    """The telemetry resource. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override our names."""
     ours = {
         "service.name": f"tandem-{service}",
         "service.version": tandem.__version__,

@@ -1,4 +1,4 @@
-"""What a draft or target service tells of itself: its streams, its engine's steps, its KV cache."""
+"""Telemetry of a draft or target service: its streams, its engine's steps, its KV cache."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tandem.telemetry.service_metrics import EngineMetrics, KvCollector, StreamM
 from tandem.telemetry.spans import context_of, error_type, mark_error, under
 
 if TYPE_CHECKING:
-    from tandem.engine.cache import KvUsage
-    from tandem.engine.worker import StepRecord
+    from tandem.engine.core.events import StepRecord
+    from tandem.engine.kv_cache.arena import KvUsage
 
 _METHODS = {"draft": ("tandem.v1.DraftService", "Propose"), "target": ("tandem.v1.TargetService", "Verify")}
 
 
-class WatchedService:
+class ObservedService:
     """A service's traces and metrics."""
 
     def __init__(self, telemetry: Telemetry, role: str) -> None:
@@ -41,31 +41,31 @@ class WatchedService:
         self.telemetry.start()
 
     def ready(self, model_name: str, kv_usage: Callable[[], KvUsage | None]) -> None:
-        """Name the model in what is told from now on."""
+        """Name the model in metrics from now on."""
         self._streams.name(model_name)
         if kv_usage() is not None:
             self._engine.name(model_name)
             self.telemetry.registry.register(KvCollector(model_name, self._role, kv_usage))
 
     @contextmanager
-    def stream(self, request_id: str, traceparent: str) -> Iterator[WatchedStream]:
-        """A span, and a place in the counts, for as long as the block lasts."""
-        watch = WatchedStream(self._streams, self._span(request_id, traceparent), self.telemetry.tracer)
+    def stream(self, request_id: str, traceparent: str) -> Iterator[ObservedStream]:
+        """Observe a stream for as long as the block lasts."""
+        observer = ObservedStream(self._streams, self._span(request_id, traceparent), self.telemetry.tracer)
         outcome = "finished"
         try:
-            yield watch
+            yield observer
         except (asyncio.CancelledError, GeneratorExit):
             outcome = "cancelled"
             raise
         except Exception as error:
             outcome = error_type(error)
-            watch.failed(error)
+            observer.failed(error)
             raise
         finally:
-            watch.ended(outcome)
+            observer.ended(outcome)
 
     async def close(self) -> None:
-        """Send what is left."""
+        """Send the rest."""
         await self.telemetry.close()
 
     def _span(self, request_id: str, traceparent: str) -> Span:
@@ -83,7 +83,7 @@ class WatchedService:
         return tracer.start_span(f"{service}/{method}", context, SpanKind.SERVER, attributes)
 
 
-class WatchedStream:
+class ObservedStream:
     """One sequence's stream: a span with a child for its first step, which reads the prompt."""
 
     def __init__(self, metrics: StreamMetrics, span: Span, tracer: Tracer | None) -> None:

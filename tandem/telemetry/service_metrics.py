@@ -13,8 +13,8 @@ from tandem.telemetry import buckets
 from tandem.telemetry.on_loop import OnLoop
 
 if TYPE_CHECKING:
-    from tandem.engine.cache import KvUsage
-    from tandem.engine.worker import StepRecord
+    from tandem.engine.core.events import StepRecord
+    from tandem.engine.kv_cache.arena import KvUsage
 
 _LABELS = ("role", "model_name")
 
@@ -124,14 +124,14 @@ class EngineMetrics:
 
 
 class KvCollector(Collector):
-    """What the KV cache holds when someone asks."""
+    """Usage of the KV cache at scrape time."""
 
     def __init__(self, model_name: str, role: str, usage: Callable[[], KvUsage | None]) -> None:
         self._labels = (role, model_name)
         self._usage = OnLoop(usage)
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        """Nothing: asking the event loop while it registers this would be too early."""
+        """Describe nothing: at registration it is too early to ask the event loop."""
         return iter(())
 
     def collect(self) -> Iterator[GaugeMetricFamily]:

@@ -13,12 +13,12 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def context_of(traceparent: str) -> Context:
-    """The trace context that a caller sent; an empty one when it sent none, or nonsense."""
+    """The trace context that a caller sent; an empty one when it sent none or an invalid one."""
     return _PROPAGATOR.extract({"traceparent": traceparent}, context=Context())
 
 
 def traceparent_of(span: Span) -> str:
-    """What makes another process's span a child of this one."""
+    """W3C trace context that makes another process's span a child of this one."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, set_span_in_context(span, Context()))
     return carrier.get("traceparent", "")
@@ -30,11 +30,14 @@ def under(span: Span) -> Context:
 
 
 def error_type(error: BaseException) -> str:
-    """A short name of an error's kind, of which there are few: the status code that it stands for."""
+    """A short name of an error's kind: its status code."""
     return status_code(error).name.lower() if isinstance(error, TandemError) else "internal"
 
 
 def mark_error(span: Span, error: BaseException) -> None:
-    """Note on a span that it ended with an error. Only our own errors' sentences are told: they are made for users."""
+    """Mark a span as ended with an error.
+
+    Only messages of Tandem's own errors are recorded, since they are meant for users.
+    """
     span.set_attribute(names.ERROR_TYPE, error_type(error))
     span.set_status(Status(StatusCode.ERROR, str(error) if isinstance(error, TandemError) else ""))

@@ -1,4 +1,4 @@
-"""What a servicer tells of its streams. Telemetry listens here when there is any."""
+"""The observer interface of a servicer's streams. Telemetry implements it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from tandem.telemetry.choice import telemetry_for
 from tandem.telemetry.settings import TelemetryOptions
 
 if TYPE_CHECKING:
-    from tandem.engine.cache import KvUsage
-    from tandem.engine.worker import StepRecord
+    from tandem.engine.core.events import StepRecord
+    from tandem.engine.kv_cache.arena import KvUsage
 
 OnStep: TypeAlias = "Callable[[StepRecord], None] | None"
-"""Told of each of an engine's steps, on the engine's thread; None: nobody listens."""
+"""Called for each step of an engine, on the engine's thread; None: no observer."""
 
 
-class StreamWatch(Protocol):
-    """Watches one stream."""
+class StreamObserver(Protocol):
+    """Observes one stream."""
 
     def opened(self) -> None:
         """The sequence has its place."""
@@ -30,12 +30,12 @@ class StreamWatch(Protocol):
         """Its answer is ready, with so many tokens or rows."""
 
 
-class ServiceWatch(Protocol):
-    """Watches a draft or target service."""
+class ServiceObserver(Protocol):
+    """Observes a draft or target service."""
 
     @property
     def on_step(self) -> OnStep:
-        """What the engine tells of its steps."""
+        """Observer interface for the engine's steps."""
 
     def start(self) -> None:
         """The service begins to start.
@@ -45,49 +45,52 @@ class ServiceWatch(Protocol):
         """
 
     def ready(self, model_name: str, kv_usage: Callable[[], KvUsage | None]) -> None:
-        """It is ready; `kv_usage` tells what its KV cache holds, if it has one. Called on the event loop."""
+        """The service is ready.
 
-    def stream(self, request_id: str, traceparent: str) -> AbstractContextManager[StreamWatch]:
-        """Watch a stream for as long as the block lasts."""
+        `kv_usage` returns the usage of its KV cache, if it has one, and is called on the event loop.
+        """
+
+    def stream(self, request_id: str, traceparent: str) -> AbstractContextManager[StreamObserver]:
+        """Observe a stream for as long as the block lasts."""
 
     async def close(self) -> None:
         """The service ends."""
 
 
-class NoWatch:
-    """Watches nothing, at no cost."""
+class NoServiceObserver:
+    """Observes nothing, at no cost."""
 
     on_step: OnStep = None
 
     def start(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def ready(self, model_name: str, kv_usage: Callable[[], KvUsage | None]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     @contextmanager
-    def stream(self, request_id: str, traceparent: str) -> Iterator[NoWatch]:
-        """Itself."""
+    def stream(self, request_id: str, traceparent: str) -> Iterator[NoServiceObserver]:
+        """Return itself."""
         yield self
 
     def opened(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def asked(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def answered(self, token_count: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     async def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
-NO_WATCH = NoWatch()
+NO_SERVICE_OBSERVER = NoServiceObserver()
 
 
-def watch_for(options: TelemetryOptions, role: str) -> ServiceWatch:
-    """What watches a service that was set up like this; nothing when nobody would see it.
+def observer_for(options: TelemetryOptions, role: str) -> ServiceObserver:
+    """Return the observer of a service with these settings; a null observer without telemetry.
 
     Args:
         options: Where telemetry goes.
@@ -95,7 +98,7 @@ def watch_for(options: TelemetryOptions, role: str) -> ServiceWatch:
     """
     telemetry = telemetry_for(options, role)
     if telemetry is None:
-        return NO_WATCH
-    from tandem.telemetry.service import WatchedService
+        return NO_SERVICE_OBSERVER
+    from tandem.telemetry.service import ObservedService
 
-    return WatchedService(telemetry, role)
+    return ObservedService(telemetry, role)

@@ -1,31 +1,41 @@
-"""AdminService: what a coordinator tells of itself, and what it can be told."""
+"""AdminService: status, statistics, options and findings as messages."""
 
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime
-
-from google.protobuf.timestamp_pb2 import Timestamp
 
 from tandem.admin import (
     ConfigOption,
     CoordinatorState,
     Diagnosis,
     Finding,
-    Load,
     Outcomes,
     RequestReport,
     Severity,
     SpeculationSettings,
     Stats,
     Status,
-    Throughput,
 )
 from tandem.config.layers import Origin
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.v1 import admin_pb2
+from tandem.wire.admin_parts import (
+    datetime_of,
+    decision_from_proto,
+    decision_to_proto,
+    load_from_proto,
+    load_to_proto,
+    throughput_from_proto,
+    throughput_to_proto,
+    timestamp_of,
+)
 from tandem.wire.common import model_info_from_proto, model_info_to_proto
-from tandem.wire.generation import figures_from_proto, figures_to_proto
+from tandem.wire.generation import (
+    speculation_stats_from_proto,
+    speculation_stats_to_proto,
+    state_from_proto,
+    state_to_proto,
+)
 
 _STATES = {
     CoordinatorState.STARTING: admin_pb2.COORDINATOR_STATE_STARTING,
@@ -42,6 +52,7 @@ _REPLICA_STATES = {
     ReplicaState.DRAINING: admin_pb2.REPLICA_STATE_DRAINING,
     ReplicaState.INCOMPATIBLE: admin_pb2.REPLICA_STATE_INCOMPATIBLE,
     ReplicaState.DOWN: admin_pb2.REPLICA_STATE_DOWN,
+    ReplicaState.REFUSED: admin_pb2.REPLICA_STATE_REFUSED,
 }
 _REPLICA_STATES_BACK = {value: state for state, value in _REPLICA_STATES.items()}
 _ORIGINS = {
@@ -66,18 +77,20 @@ def status_to_proto(status: Status) -> admin_pb2.Status:
     return admin_pb2.Status(
         version=status.version,
         state=_STATES[status.state],
-        time=_timestamp(status.time),
+        time=timestamp_of(status.time),
         uptime_seconds=status.uptime_seconds,
         model=status.model,
-        load=_load_to_proto(status.load),
-        throughput=_throughput_to_proto(status.throughput),
-        speculation=figures_to_proto(status.speculation),
+        load=load_to_proto(status.load),
+        throughput=throughput_to_proto(status.throughput),
+        speculation=speculation_stats_to_proto(status.speculation),
         settings=admin_pb2.SpeculationSettings(
             is_on=status.settings.is_on,
             token_count=status.settings.num_speculative_tokens,
             rule=status.settings.rule,
         ),
         replicas=map(replica_to_proto, status.replicas),
+        speculation_state=state_to_proto(status.speculation_state),
+        decisions=map(decision_to_proto, status.decisions),
     )
 
 
@@ -87,14 +100,16 @@ def status_from_proto(message: admin_pb2.Status) -> Status:
     return Status(
         version=message.version,
         state=_STATES_BACK[message.state],
-        time=_time(message.time),
+        time=datetime_of(message.time),
         uptime_seconds=message.uptime_seconds,
         model=message.model,
-        load=_load_from_proto(message.load),
-        throughput=_throughput_from_proto(message.throughput),
-        speculation=figures_from_proto(message.speculation),
+        load=load_from_proto(message.load),
+        throughput=throughput_from_proto(message.throughput),
+        speculation=speculation_stats_from_proto(message.speculation),
         settings=SpeculationSettings(settings.is_on, settings.token_count, settings.rule),
         replicas=tuple(map(replica_from_proto, message.replicas)),
+        speculation_state=state_from_proto(message.speculation_state),
+        decisions=tuple(map(decision_from_proto, message.decisions)),
     )
 
 
@@ -109,7 +124,7 @@ def replica_to_proto(replica: ReplicaSnapshot) -> admin_pb2.Replica:
         open_sequence_count=replica.open_sequences,
         round_trip_seconds=replica.round_trip_seconds,
         step_seconds=replica.step_seconds,
-        speculation=figures_to_proto(replica.figures),
+        speculation=speculation_stats_to_proto(replica.figures),
         model=None if replica.model is None else model_info_to_proto(replica.model),
     )
 
@@ -125,7 +140,7 @@ def replica_from_proto(message: admin_pb2.Replica) -> ReplicaSnapshot:
         open_sequences=message.open_sequence_count,
         round_trip_seconds=message.round_trip_seconds if message.HasField("round_trip_seconds") else None,
         step_seconds=message.step_seconds if message.HasField("step_seconds") else None,
-        figures=figures_from_proto(message.speculation),
+        figures=speculation_stats_from_proto(message.speculation),
         model=model_info_from_proto(message.model) if message.HasField("model") else None,
     )
 
@@ -141,7 +156,8 @@ def request_to_proto(request: RequestReport) -> admin_pb2.ActiveRequest:
         speculative_token_count=request.num_speculative_tokens,
         draft_address=request.draft_address or "",
         target_address=request.target_address or "",
-        speculation=figures_to_proto(request.speculation),
+        speculation=speculation_stats_to_proto(request.speculation),
+        speculation_state=state_to_proto(request.speculation_state),
     )
 
 
@@ -156,7 +172,8 @@ def request_from_proto(message: admin_pb2.ActiveRequest) -> RequestReport:
         num_speculative_tokens=message.speculative_token_count,
         draft_address=message.draft_address or None,
         target_address=message.target_address or None,
-        speculation=figures_from_proto(message.speculation),
+        speculation=speculation_stats_from_proto(message.speculation),
+        speculation_state=state_from_proto(message.speculation_state),
     )
 
 
@@ -164,10 +181,10 @@ def stats_to_proto(stats: Stats) -> admin_pb2.Stats:
     """A coordinator's statistics as a message."""
     outcomes = stats.outcomes
     return admin_pb2.Stats(
-        time=_timestamp(stats.time),
+        time=timestamp_of(stats.time),
         uptime_seconds=stats.uptime_seconds,
-        load=_load_to_proto(stats.load),
-        throughput=_throughput_to_proto(stats.throughput),
+        load=load_to_proto(stats.load),
+        throughput=throughput_to_proto(stats.throughput),
         outcomes=admin_pb2.Outcomes(
             completed_count=outcomes.completed,
             failed_count=outcomes.failed,
@@ -175,11 +192,13 @@ def stats_to_proto(stats: Stats) -> admin_pb2.Stats:
             aborted_count=outcomes.aborted,
         ),
         completion_token_count=stats.completion_tokens,
-        speculation=figures_to_proto(stats.speculation),
+        speculation=speculation_stats_to_proto(stats.speculation),
         rules=[
-            admin_pb2.RuleFigures(rule=rule, speculation=figures_to_proto(figures))
-            for rule, figures in stats.by_rule.items()
+            admin_pb2.RuleFigures(rule=rule, speculation=speculation_stats_to_proto(rule_stats))
+            for rule, rule_stats in stats.by_rule.items()
         ],
+        speculation_state=state_to_proto(stats.speculation_state),
+        decisions=map(decision_to_proto, stats.decisions),
     )
 
 
@@ -187,16 +206,18 @@ def stats_from_proto(message: admin_pb2.Stats) -> Stats:
     """The statistics in a message."""
     outcomes = message.outcomes
     return Stats(
-        time=_time(message.time),
+        time=datetime_of(message.time),
         uptime_seconds=message.uptime_seconds,
-        load=_load_from_proto(message.load),
-        throughput=_throughput_from_proto(message.throughput),
+        load=load_from_proto(message.load),
+        throughput=throughput_from_proto(message.throughput),
         outcomes=Outcomes(
             outcomes.completed_count, outcomes.failed_count, outcomes.cancelled_count, outcomes.aborted_count
         ),
         completion_tokens=message.completion_token_count,
-        speculation=figures_from_proto(message.speculation),
-        by_rule={entry.rule: figures_from_proto(entry.speculation) for entry in message.rules},
+        speculation=speculation_stats_from_proto(message.speculation),
+        by_rule={entry.rule: speculation_stats_from_proto(entry.speculation) for entry in message.rules},
+        speculation_state=state_from_proto(message.speculation_state),
+        decisions=tuple(map(decision_from_proto, message.decisions)),
     )
 
 
@@ -208,7 +229,7 @@ def option_to_proto(option: ConfigOption) -> admin_pb2.ConfigOption:
         origin=_ORIGINS[option.origin],
         is_live=option.is_live,
         changed_by=option.changed_by,
-        change_time=None if option.changed_at is None else _timestamp(option.changed_at),
+        change_time=None if option.changed_at is None else timestamp_of(option.changed_at),
     )
 
 
@@ -220,7 +241,7 @@ def option_from_proto(message: admin_pb2.ConfigOption) -> ConfigOption:
         origin=_ORIGINS_BACK[message.origin],
         is_live=message.is_live,
         changed_by=message.changed_by,
-        changed_at=_time(message.change_time) if message.HasField("change_time") else None,
+        changed_at=datetime_of(message.change_time) if message.HasField("change_time") else None,
     )
 
 
@@ -228,7 +249,7 @@ def diagnosis_to_proto(diagnosis: Diagnosis) -> admin_pb2.DiagnoseResponse:
     """A diagnosis as a message."""
     return admin_pb2.DiagnoseResponse(
         version=diagnosis.version,
-        time=_timestamp(diagnosis.time),
+        time=timestamp_of(diagnosis.time),
         findings=[
             admin_pb2.Finding(
                 check=finding.check,
@@ -254,33 +275,4 @@ def diagnosis_from_proto(message: admin_pb2.DiagnoseResponse) -> Diagnosis:
         )
         for finding in message.findings
     )
-    return Diagnosis(message.version, _time(message.time), tuple(findings))
-
-
-def _load_to_proto(load: Load) -> admin_pb2.Load:
-    return admin_pb2.Load(running_count=load.running, queued_count=load.queued)
-
-
-def _load_from_proto(message: admin_pb2.Load) -> Load:
-    return Load(message.running_count, message.queued_count)
-
-
-def _throughput_to_proto(throughput: Throughput) -> admin_pb2.Throughput:
-    return admin_pb2.Throughput(
-        last_10_seconds=throughput.last_10_seconds, last_60_seconds=throughput.last_60_seconds
-    )
-
-
-def _throughput_from_proto(message: admin_pb2.Throughput) -> Throughput:
-    return Throughput(message.last_10_seconds, message.last_60_seconds)
-
-
-def _timestamp(time: datetime) -> Timestamp:
-    message = Timestamp()
-    message.FromDatetime(time)
-    return message
-
-
-def _time(message: Timestamp) -> datetime:
-    """In the time zone of whoever reads it."""
-    return message.ToDatetime(UTC).astimezone()
+    return Diagnosis(message.version, datetime_of(message.time), tuple(findings))

@@ -1,4 +1,4 @@
-"""What both internal protocols share."""
+"""Messages that both internal protocols share."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ import numpy as np
 
 from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.types import (
-    LEAST_REPETITION_PENALTY,
-    LEAST_TEMPERATURE,
-    MOST_REPETITION_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MIN_REPETITION_PENALTY,
+    MIN_TEMPERATURE,
     Delta,
     Float32Array,
     FloatArray,
     IntArray,
+    ModelFeature,
     ModelInfo,
     RowKind,
     SamplingParams,
+    StepCost,
 )
 from tandem.v1 import types_pb2
+
+MAX_STEP_SECONDS = 3600.0
+"""A step cost beyond this is a mistake of the service."""
 
 _ROW_KINDS = {
     RowKind.TOKEN: types_pb2.ROW_KIND_TOKEN,
@@ -27,6 +32,9 @@ _ROW_KINDS = {
     RowKind.DENSE: types_pb2.ROW_KIND_DENSE,
 }
 _ROW_KINDS_BACK = {value: kind for kind, value in _ROW_KINDS.items()}
+
+_FEATURES = {ModelFeature.LOGIT_ADJUSTMENTS: types_pb2.MODEL_FEATURE_LOGIT_ADJUSTMENTS}
+_FEATURES_BACK = {value: feature for feature, value in _FEATURES.items()}
 
 
 def row_kind_to_proto(kind: RowKind) -> types_pb2.RowKind.ValueType:
@@ -45,6 +53,21 @@ def row_kind_from_proto(value: types_pb2.RowKind.ValueType) -> RowKind:
     except KeyError:
         names = ", ".join(types_pb2.RowKind.Name(known) for known in _ROW_KINDS_BACK)
         raise InvalidRequestError(f"row_kind is {value}; it must be one of {names}") from None
+
+
+def cost_to_proto(cost: StepCost | None) -> types_pb2.StepCost | None:
+    """Convert a step cost to its message; None where it was not measured."""
+    if cost is None:
+        return None
+    return types_pb2.StepCost(seconds=cost.seconds, sequence_count=cost.sequences, token_count=cost.tokens)
+
+
+def cost_from_proto(message: types_pb2.StepCost) -> StepCost | None:
+    """Read a step cost; None for impossible values, which would mislead a cost model."""
+    seconds, sequences, tokens = message.seconds, message.sequence_count, message.token_count
+    if not 0.0 < seconds < MAX_STEP_SECONDS or sequences < 1 or tokens < sequences:
+        return None
+    return StepCost(seconds, sequences, tokens)
 
 
 def delta_to_proto(delta: Delta) -> types_pb2.Delta:
@@ -89,7 +112,7 @@ def sampling_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
         message.top_p,
         message.min_p,
         message.seed,
-        # A peer that does not know of it sends 0, which could mean nothing else.
+        # An older peer sends 0, which means not known.
         message.repetition_penalty or 1.0,
         message.frequency_penalty,
         message.presence_penalty,
@@ -108,8 +131,8 @@ def check_sampling(sampling: SamplingParams) -> None:
         (
             "temperature",
             sampling.temperature,
-            sampling.temperature == 0.0 or LEAST_TEMPERATURE <= sampling.temperature < float("inf"),
-            f"0 (greedy) or a finite number >= {LEAST_TEMPERATURE:g}",
+            sampling.temperature == 0.0 or MIN_TEMPERATURE <= sampling.temperature < float("inf"),
+            f"0 (greedy) or a finite number >= {MIN_TEMPERATURE:g}",
         ),
         ("top_k", sampling.top_k, sampling.top_k >= 0, "an integer >= 0 (0 keeps all tokens)"),
         ("top_p", sampling.top_p, 0.0 < sampling.top_p <= 1.0, "in (0, 1]"),
@@ -117,8 +140,8 @@ def check_sampling(sampling: SamplingParams) -> None:
         (
             "repetition_penalty",
             sampling.repetition_penalty,
-            LEAST_REPETITION_PENALTY <= sampling.repetition_penalty <= MOST_REPETITION_PENALTY,
-            f"in [{LEAST_REPETITION_PENALTY:g}, {MOST_REPETITION_PENALTY:g}] (1 is off)",
+            MIN_REPETITION_PENALTY <= sampling.repetition_penalty <= MAX_REPETITION_PENALTY,
+            f"in [{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}] (1 is off)",
         ),
         *(
             (name, value, -2.0 <= value <= 2.0, "in [-2, 2] (0 is off)")
@@ -148,6 +171,7 @@ def model_info_to_proto(info: ModelInfo) -> types_pb2.ModelInfo:
         service_version=info.service_version,
         parameter_count=info.parameter_count,
         tensor_parallel_size=info.tensor_parallel_size,
+        features=[_FEATURES[feature] for feature in sorted(info.features, key=str)],
     )
 
 
@@ -164,6 +188,8 @@ def model_info_from_proto(message: types_pb2.ModelInfo) -> ModelInfo:
         service_version=message.service_version,
         parameter_count=message.parameter_count,
         tensor_parallel_size=message.tensor_parallel_size or 1,
+        # A newer service may announce more features, which are ignored.
+        features=frozenset(_FEATURES_BACK[value] for value in message.features if value in _FEATURES_BACK),
     )
 
 
@@ -185,7 +211,7 @@ def floats_from_bytes(data: bytes, count: int, what: str) -> Float32Array:
 
 def ids_to_array(token_ids: Iterable[int]) -> IntArray:
     """Repeated int32 as an int64 array, shape [count]."""
-    return np.array(list(token_ids), dtype=np.int64)  # numpy would ask the message for each id by itself
+    return np.array(list(token_ids), dtype=np.int64)  # numpy would read each id separately
 
 
 def logits_to_tensor(logits: Float32Array) -> types_pb2.Tensor:

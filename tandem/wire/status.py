@@ -1,6 +1,6 @@
-"""How a stream ended, or a sequence on a stream that it shares.
+"""How a stream ended, or a sequence on a shared stream.
 
-What a status says beyond its code and sentence goes as google.rpc.Status in a trailing header, as all of gRPC reads it.
+Details of a status beyond its code and message travel as google.rpc.Status in a trailing header, gRPC's usual form.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Ending:
 
     code: grpc.StatusCode = grpc.StatusCode.OK
     sentence: str = ""
-    """What went wrong."""
+    """The error."""
     retry_after_seconds: float | None = None
-    """When it is worth another try; None where that is not known."""
+    """Seconds after which a retry is worthwhile; None when unknown."""
 
     @property
     def metadata(self) -> tuple[tuple[str, bytes], ...]:
@@ -44,7 +44,7 @@ class Ending:
 
 
 def ending_to_proto(ending: Ending) -> SequenceEnd:
-    """The same, for a sequence on a stream that goes on."""
+    """The end of a sequence on a stream that continues."""
     return SequenceEnd(
         code=ending.code.value[0],
         message=ending.sentence,
@@ -53,7 +53,7 @@ def ending_to_proto(ending: Ending) -> SequenceEnd:
 
 
 def ending_from_proto(message: SequenceEnd) -> Ending:
-    """How a sequence ended, as the other side tells it; a code that gRPC does not have is UNKNOWN."""
+    """How a sequence ended, from the peer's message; a code that gRPC does not have is UNKNOWN."""
     return Ending(
         _CODES.get(message.code, grpc.StatusCode.UNKNOWN),
         message.message,
@@ -62,7 +62,7 @@ def ending_from_proto(message: SequenceEnd) -> Ending:
 
 
 def retry_after_seconds(metadata: Iterable[tuple[str, str | bytes]]) -> float | None:
-    """When it is worth another try; None where the metadata does not say."""
+    """Seconds after which a retry is worthwhile; None where the metadata does not say."""
     content = next((value for key, value in metadata if key == _DETAILS), None)
     if not isinstance(content, bytes):
         return None

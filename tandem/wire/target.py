@@ -6,8 +6,10 @@ import numpy as np
 
 from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.types import (
+    MAX_LOGIT_BIAS,
     DenseRow,
     IntArray,
+    LogitAdjustments,
     RowKind,
     RowStatistics,
     SupportRow,
@@ -19,6 +21,8 @@ from tandem.types import (
 )
 from tandem.v1 import target_pb2, types_pb2
 from tandem.wire.common import (
+    cost_from_proto,
+    cost_to_proto,
     delta_from_proto,
     delta_to_proto,
     floats_from_bytes,
@@ -44,12 +48,13 @@ def options_to_proto(options: TargetOptions) -> target_pb2.VerifyRequest:
             max_length=options.max_length,
             traceparent=options.traceparent,
             prompt_token_count=options.prompt_length,
+            logit_adjustments=_adjustments_to_proto(options.adjustments),
         )
     )
 
 
 def options_from_proto(message: target_pb2.VerifyOpen) -> TargetOptions:
-    """What a sequence is opened with.
+    """Options with which a sequence is opened.
 
     Raises:
         InvalidRequestError: a field is out of range.
@@ -64,7 +69,30 @@ def options_from_proto(message: target_pb2.VerifyOpen) -> TargetOptions:
         message.max_length,
         message.traceparent,
         message.prompt_token_count,
+        _adjustments_from_proto(message.logit_adjustments),
     )
+
+
+def _adjustments_to_proto(adjustments: LogitAdjustments) -> target_pb2.LogitAdjustments | None:
+    if not adjustments:
+        return None
+    return target_pb2.LogitAdjustments(
+        biases=adjustments.biases,
+        min_tokens=adjustments.min_tokens,
+        suppressed_token_ids=adjustments.suppressed_token_ids,
+    )
+
+
+def _adjustments_from_proto(message: target_pb2.LogitAdjustments) -> LogitAdjustments:
+    if message.min_tokens < 0:
+        raise InvalidRequestError(f"min_tokens is {message.min_tokens}; it must be at least 0")
+    for token_id, bias in message.biases.items():
+        if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+            raise InvalidRequestError(
+                f"the bias of token {token_id} is {bias:g}; it must be between {-MAX_LOGIT_BIAS:g} and "
+                f"{MAX_LOGIT_BIAS:g}"
+            )
+    return LogitAdjustments(dict(message.biases), message.min_tokens, tuple(message.suppressed_token_ids))
 
 
 def step_to_proto(step: VerifyStep) -> target_pb2.VerifyRequest:
@@ -76,6 +104,7 @@ def step_to_proto(step: VerifyStep) -> target_pb2.VerifyRequest:
             row_count=step.row_count,
             supports=[target_pb2.Support(token_ids=support.tolist()) for support in step.supports],
             with_statistics=step.with_statistics,
+            raced_recovery=step.raced_recovery,
         )
     )
 
@@ -98,6 +127,7 @@ def step_from_proto(message: target_pb2.VerifyStep) -> VerifyStep:
         message.row_count,
         tuple(ids_to_array(support.token_ids) for support in message.supports),
         message.with_statistics,
+        message.raced_recovery,
     )
 
 
@@ -108,7 +138,9 @@ def finish_to_proto() -> target_pb2.VerifyRequest:
 
 def verification_to_proto(verification: Verification) -> target_pb2.VerifyResponse:
     """A verification as a message."""
-    response = target_pb2.VerifyResponse(base_length=verification.base_length)
+    response = target_pb2.VerifyResponse(
+        base_length=verification.base_length, cost=cost_to_proto(verification.cost)
+    )
     tokens = [row.token_id for row in verification.rows if isinstance(row, TokenRow)]
     supports = [_support_row_to_proto(row) for row in verification.rows if isinstance(row, SupportRow)]
     dense = [row.logits for row in verification.rows if isinstance(row, DenseRow)]
@@ -130,7 +162,8 @@ def verification_from_proto(message: target_pb2.VerifyResponse, step: VerifyStep
     rows = _rows_from_proto(message, step)
     if len(rows) != step.row_count:
         raise ProtocolError(f"{len(rows)} rows came for {step.row_count} that were asked for")
-    return Verification(message.base_length, rows)
+    cost = cost_from_proto(message.cost) if message.HasField("cost") else None
+    return Verification(message.base_length, rows, cost)
 
 
 def _rows_from_proto(message: target_pb2.VerifyResponse, step: VerifyStep) -> tuple[TargetRow, ...]:
@@ -172,6 +205,7 @@ def _support_row_to_proto(row: SupportRow) -> target_pb2.SupportRow:
             ranks=statistics.ranks.tolist(),
             logits=floats_to_bytes(statistics.logits),
         ),
+        outside_probability=row.outside_prob,
     )
 
 
@@ -184,6 +218,7 @@ def _support_row_from_proto(message: target_pb2.SupportRow, support: IntArray) -
         statistics=_statistics_from_proto(message.statistics, support)
         if message.HasField("statistics")
         else None,
+        outside_prob=message.outside_probability if message.HasField("outside_probability") else None,
     )
 
 

@@ -5,6 +5,7 @@ No engine is needed, and nothing is downloaded: the packages are those of the en
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from packaging.requirements import Requirement
 
 from deploy.requirements import requirements
+from tests import bundled_kernels
 from tests.deploy.dockerfile import Dockerfile
 from tests.paths import ROOT
 
@@ -84,12 +86,15 @@ def build_code(folder: Path) -> Path:
     build_context(context)
     source.mkdir()
     for copy in Dockerfile(ROOT / "Dockerfile").copies("code"):
+        if copy.stage is not None:  # the environment that pip installs for
+            continue
         for name in copy.sources:
             origin = context / name
             place = source / (origin.name if copy.destination in ("./", ".") else copy.destination)
             (shutil.copytree if origin.is_dir() else shutil.copyfile)(origin, place)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--wheel-dir", str(folder), "."], cwd=source, check=True)
+    environment = os.environ | bundled_kernels.ENVIRONMENT
+    subprocess.run([*command, "--wheel-dir", str(folder), "."], cwd=source, env=environment, check=True)
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         wheel.extractall(code)
     (code / "bin").mkdir()

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from tests import bundled_kernels
 from tests.deploy.containers import Cluster
 from tests.deploy.images import Image
 from tests.end_to_end.processes import until
 
+_READ = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1]).read().decode())"
 _WRITE = "import sys; open(sys.argv[1] + '/new', 'w').close()"
 
 
@@ -20,6 +24,26 @@ def test_every_service_becomes_healthy_and_a_prompt_is_completed(cluster: Cluste
     answer = json.loads(done.stdout)
     assert len(answer["token_ids"]) == 24
     assert answer["speculation"]["accepted"] > 0
+
+
+def test_the_models_compute_with_the_kernels_of_their_image(cluster: Cluster) -> None:
+    """No image has a compiler."""
+    if not bundled_kernels.CAN_COMPILE:
+        pytest.skip("there is no C++ compiler here that could build them")
+    for name in ("draft_service", "target_service"):
+        logged = cluster[name].process.stderr + cluster[name].process.stdout
+        (ready,) = (line for line in logged.splitlines() if "kernels ready" in line)
+        assert bundled_kernels.PLACES[0] in ready
+
+
+def test_http_answers_and_shows_the_page(cluster: Cluster) -> None:
+    """At 8000, which compose opens to this machine."""
+    for path, expected in (("/v1/models", '"object":"list"'), ("/", "<title>")):
+        done = cluster["draft_service"].run(
+            "python", "-c", _READ, f"http://{cluster['coordinator'].address}:8000{path}"
+        )
+        assert done.returncode == 0, done.stderr
+        assert expected in done.stdout
 
 
 def test_the_cluster_is_administered_from_within(cluster: Cluster) -> None:

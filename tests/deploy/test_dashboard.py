@@ -6,12 +6,14 @@ import json
 import re
 import shutil
 import subprocess
+from html import escape
 from pathlib import Path
 
 import pytest
 import yaml
 
 from deploy.grafana.__main__ import dashboard
+from deploy.grafana.preview import drawing
 from tests.deploy.dashboard import DASHBOARD, panels, queries
 from tests.paths import ROOT
 
@@ -47,6 +49,28 @@ def test_panels_have_words_and_do_not_overlap() -> None:
         assert not cells & taken, panel["title"]
         assert max(column for column, _ in cells) < 24, panel["title"]
         taken |= cells
+
+
+def test_every_series_has_a_name_of_its_own() -> None:
+    for panel in panels():
+        legends = [target["legendFormat"] for target in panel["targets"]]
+        assert all(legends), panel["title"]
+        assert len(set(legends)) == len(legends), panel["title"]
+
+
+def test_the_drawing_names_every_series() -> None:
+    drawn = dashboard()["panels"]
+    for panel in drawn:
+        for target in panel.get("targets", ()):
+            # One series for each query, with a name as long as those of replicas.
+            target["legendFormat"] = f"{target['legendFormat']} 10.77.0.2:50053"
+            target["answer"] = [{"metric": {}, "values": [[0, "1"], [15, "0.5"]]}]
+    picture = drawing(drawn)
+    charts = [panel for panel in drawn if panel["type"] == "timeseries"]
+    assert charts
+    for panel in charts:
+        for target in panel["targets"]:
+            assert f">{escape(target['legendFormat'])}<" in picture
 
 
 def test_no_placeholder_is_left_in_a_query() -> None:

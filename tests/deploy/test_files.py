@@ -125,6 +125,49 @@ def test_each_model_has_a_gpu_of_its_own() -> None:
     assert len(gpus) == len(set(gpus)) == 2
 
 
+def test_further_replicas_have_gpus_of_their_own(tmp_path: Path) -> None:
+    """What deploy/gpus.py prints, laid over the compose file."""
+    overlay = tmp_path / "gpus.yml"
+    command = (sys.executable, str(ROOT / "deploy" / "gpus.py"), "--targets", "2,3", "--drafts", "GPU-4")
+    overlay.write_text(
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout, encoding="utf-8"
+    )
+    chosen = services("gpu", overlays=[overlay])
+    gpus = {
+        name: service["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]
+        for name, service in chosen.items()
+        if name != "coordinator"
+    }
+    assert gpus == {
+        "target_service_gpu": ["0"],
+        "draft_service_gpu": ["1"],
+        "target_service_gpu_2": ["2"],
+        "target_service_gpu_3": ["3"],
+        "draft_service_gpu_2": ["GPU-4"],
+    }
+    first = chosen["target_service_gpu"]
+    for name in ("image", "environment", "networks", "volumes", "healthcheck", "tmpfs", "read_only"):
+        assert chosen["target_service_gpu_3"][name] == first[name]
+
+
+def test_a_gpu_that_is_named_twice_is_refused() -> None:
+    command = (sys.executable, str(ROOT / "deploy" / "gpus.py"), "--targets", "2,3", "--drafts", "3")
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert "GPU 3 is named twice" in ran.stderr
+
+
+def test_http_is_open_to_this_machine(everything: dict[str, dict[str, Any]]) -> None:
+    """With the API and the page on 8000; `HTTP_PORT` and `BIND_ADDRESS` say otherwise."""
+    coordinator = everything["coordinator"]
+    assert "127.0.0.1:8000:8000" in coordinator["ports"]
+    environment = coordinator["environment"]
+    assert environment["TANDEM_COORDINATOR_HTTP_HOST"] == "0.0.0.0"
+    assert environment["TANDEM_COORDINATOR_HTTP_PORT"] == 8000
+    variables = {"BIND_ADDRESS": "10.0.0.1", "HTTP_PORT": "8001"}
+    assert "10.0.0.1:8001:8000" in services("cpu", variables=variables)["coordinator"]["ports"]
+
+
 @pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
 def test_only_models_have_torch(accelerator: str) -> None:
     dockerfile = Dockerfile(DOCKERFILE, accelerator)

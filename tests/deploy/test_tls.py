@@ -20,8 +20,8 @@ TOKEN = "a-token-for-the-test-alone"
 ASK = """
 import asyncio, sys
 from pathlib import Path
-from tandem.client import Client
-from tandem.credentials import Credentials
+from tandem.clients.aio import Client
+from tandem.rpc.credentials import Credentials
 from tandem.types import GenerationRequest
 
 async def ask(token):
@@ -72,6 +72,6 @@ def test_a_client_needs_the_token(cluster: Cluster) -> None:
 def test_nobody_gets_in_without_tls(cluster: Cluster) -> None:
     plain = ["env", "-u", "TANDEM_CLIENT_TLS_CA_FILE", "-u", "TANDEM_CLIENT_TLS_CERT_FILE", "--"]
     for name, port in (("draft_service", 50053), ("target_service", 50052), ("coordinator", 50051)):
-        asked = ["python", "-m", "tandem.serving.healthcheck", f"127.0.0.1:{port}"]
+        asked = ["python", "-P", "-m", "tandem.serving.healthcheck", f"127.0.0.1:{port}"]
         assert cluster[name].run(*asked).returncode == 0
         assert cluster[name].run(*plain, *asked).returncode == 4

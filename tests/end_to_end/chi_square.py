@@ -9,7 +9,7 @@ from typing import TypeVar
 
 CellT = TypeVar("CellT", bound=Hashable)
 
-LEAST_EXPECTED = 10.0
+MIN_EXPECTED = 10.0
 """Cells with less than this are pooled: the statistic's distribution is known only where every cell expects some."""
 
 _Z_ONE_IN_10_000 = 3.719
@@ -19,10 +19,10 @@ _Z_99_PERCENT = 2.326
 def statistic(counts: Counter[CellT], probs: Mapping[CellT, float]) -> tuple[float, int]:
     """The statistic of the counts if the probabilities were right, and its degrees of freedom."""
     total = counts.total()
-    large = {cell: prob * total for cell, prob in probs.items() if prob * total >= LEAST_EXPECTED}
+    large = {cell: prob * total for cell, prob in probs.items() if prob * total >= MIN_EXPECTED}
     cells = [(counts[cell], expected) for cell, expected in large.items()]
     rest = total - sum(expected for _, expected in cells)
-    if rest >= LEAST_EXPECTED:
+    if rest >= MIN_EXPECTED:
         cells.append((total - sum(count for count, _ in cells), rest))
     return sum((count - expected) ** 2 / expected for count, expected in cells), len(cells) - 1
 

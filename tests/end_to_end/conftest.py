@@ -51,12 +51,19 @@ def random_draft_address(services: Nursery, random_draft_folder: Path) -> str:
 @pytest.fixture(scope="session")
 def address(target_address: str, draft_address: str) -> Iterator[str]:
     """A coordinator over the demo pair. It drafts whether or not that pays on this machine, in this moment."""
-    with coordinator(target_address, draft_address, "--no-draft-pause") as process:
+    with coordinator(target_address, draft_address) as process:
+        yield address_of(process)
+
+
+@pytest.fixture(scope="session")
+def adaptive_address(target_address: str, draft_address: str) -> Iterator[str]:
+    """A coordinator over the demo pair that proposes as much as pays, which is the default."""
+    with coordinator(target_address, draft_address, "--speculation-policy", "adaptive") as process:
         yield address_of(process)
 
 
 @pytest.fixture(scope="session")
 def random_draft_coordinator(target_address: str, random_draft_address: str) -> Iterator[str]:
     """A coordinator over the demo target and the draft that knows nothing, which drafts all the same."""
-    with coordinator(target_address, random_draft_address, "--no-draft-pause") as process:
+    with coordinator(target_address, random_draft_address) as process:
         yield address_of(process)

@@ -28,7 +28,7 @@ class Nursling:
         self.port = free_port()
         self.pid = 0
         self._nursery = nursery
-        self._package = package
+        self.package = package
         self._arguments = arguments
         self._folder = Path()
 
@@ -39,7 +39,7 @@ class Nursling:
     def start(self) -> None:
         """Start, without waiting until it is ready."""
         arguments = ("--port", str(self.port), *self._arguments)
-        self.pid, self._folder = self._nursery.fork(self._package, *arguments)
+        self.pid, self._folder = self._nursery.fork(self.package, *arguments)
 
     @property
     def is_ready(self) -> bool:
@@ -51,7 +51,7 @@ class Nursling:
 
     @property
     def story(self) -> str:
-        return f"{self._package} {self.address}\n{self._text('stdout')}\n{self._text('stderr')}"
+        return f"{self.package} {self.address}\n{self._text('stdout')}\n{self._text('stderr')}"
 
     def await_ready(self) -> None:
         until(lambda: self.is_ready or not self.is_alive, START_SECONDS, lambda: self.story)
@@ -119,7 +119,7 @@ def nursery() -> Iterator[Nursery]:
     """A nursery for as long as the block lasts."""
     with TemporaryDirectory(prefix="tandem-nursery-") as name:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.end_to_end.nursery"],
+            [sys.executable, "-P", "-m", "tests.end_to_end.nursery"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

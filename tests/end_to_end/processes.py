@@ -83,7 +83,9 @@ class Process:
 
 
 @contextmanager
-def running(*command: str, environment: dict[str, str] | None = None, stdin: str = "") -> Iterator[Process]:
+def running(
+    *command: str, environment: dict[str, str] | None = None, stdin: str = "", working_folder: Path = ROOT
+) -> Iterator[Process]:
     """Run a command for as long as the block lasts."""
     with TemporaryDirectory(prefix="tandem-process-") as name:
         folder = Path(name)
@@ -98,7 +100,7 @@ def running(*command: str, environment: dict[str, str] | None = None, stdin: str
                 stdin=standard_in,
                 stdout=standard_out,
                 stderr=standard_error,
-                cwd=ROOT,
+                cwd=working_folder,
                 env=clean_environment() | (environment or {}),
                 start_new_session=True,
             )
@@ -113,7 +115,7 @@ def running(*command: str, environment: dict[str, str] | None = None, stdin: str
 def service(package: str, *arguments: str) -> Iterator[Process]:
     """Run a service, on a free port unless told otherwise, for as long as the block lasts."""
     port = () if "--port" in arguments else ("--port", "0")
-    with running(sys.executable, "-m", package, *port, *arguments) as process:
+    with running(sys.executable, "-P", "-m", package, *port, *arguments) as process:
         yield process
 
 
@@ -131,9 +133,11 @@ def model_service(package: str, model: Path, *arguments: str) -> Iterator[Proces
 
 @contextmanager
 def coordinator(target: str, draft: str | None, *arguments: str) -> Iterator[Process]:
-    """Run a coordinator over services at these addresses."""
+    """Run a coordinator over services at these addresses, whose rounds do not depend on how busy the machine is."""
     drafts = () if draft is None else ("--draft-address", draft)
-    with service("coordinator", "--target-address", target, *drafts, *arguments) as process:
+    timeless = ("--speculation-policy", "fixed", "--draft-ahead", "off")
+    policy = () if "--speculation-policy" in arguments else timeless
+    with service("coordinator", "--target-address", target, *drafts, *policy, *arguments) as process:
         yield process
 
 
@@ -166,9 +170,10 @@ def descendants(pid: int) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs. A zombie does not."""
+    """Whether a process runs. A zombie does not, unless it has threads that still end: they hold its port."""
+    folder = Path(f"/proc/{pid}")
     try:
-        return _stat(Path(f"/proc/{pid}"))[0] != "Z"
+        return _stat(folder)[0] != "Z" or len(list((folder / "task").iterdir())) > 1
     except OSError:
         return False
 

@@ -15,7 +15,16 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from tests.end_to_end.processes import START_SECONDS, TANDEM, run, running, until
+from tests.commands import run_here
+from tests.end_to_end.processes import (
+    START_SECONDS,
+    TANDEM,
+    address_of,
+    coordinator,
+    run,
+    running,
+    until,
+)
 from tests.paths import DEMO_TARGET, ROOT
 
 pytestmark = pytest.mark.slow
@@ -23,10 +32,12 @@ pytestmark = pytest.mark.slow
 PROMPT = "def area(width, height):\n"
 OPTIONS = ("--temperature", "0", "--max-tokens", "24", "--num-speculative-tokens", "4", "--ignore-eos")
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+COLOURED = re.compile(r"\x1b\[(?:1;)?32m.*?\x1b\[0m", re.DOTALL)
+"""Green; bold where it was drafted ahead."""
 
 
 def generate(address: str, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return run(TANDEM, "generate", "--address", address, *OPTIONS, *arguments, stdin=stdin)
+    return run_here("generate", "--address", address, *OPTIONS, *arguments, stdin=stdin)
 
 
 def generated(address: str, *arguments: str, stdin: str = "") -> Any:
@@ -39,7 +50,10 @@ def generated(address: str, *arguments: str, stdin: str = "") -> Any:
 
 @pytest.fixture(scope="module")
 def expected(address: str) -> Any:
-    return generated(address, PROMPT)
+    """What the console script prints."""
+    result = run(TANDEM, "generate", "--address", address, *OPTIONS, PROMPT, "--json")
+    assert (result.returncode, result.stderr) == (0, "")
+    return json.loads(result.stdout)
 
 
 def test_json_says_everything(expected: Any) -> None:
@@ -85,17 +99,67 @@ def test_a_seed_makes_a_completion_reproducible(address: str) -> None:
 
 
 def test_what_is_not_a_terminal_gets_the_text_alone(address: str, expected: Any) -> None:
-    result = generate(address, PROMPT)
+    result = generate(address, PROMPT, "--quiet")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == expected["text"] + "\n"
+
+
+def test_the_closing_line_tells_what_the_draft_gained(address: str, expected: Any) -> None:
+    result = generate(address, PROMPT)
+    assert result.stdout == expected["text"] + "\n"
+    (line,) = result.stderr.splitlines()
+    speculation = expected["speculation"]
+    assert re.match(r"24 tokens in \d+\.\d\d s, \d+\.\d tokens/s; ", line)
+    assert (
+        f"{speculation['acceptance_rate']:.1%} of {speculation['drafted']} proposed tokens accepted" in line
+    )
+    assert f"{speculation['tokens_per_pass']:.2f} tokens per pass" in line
+    saved = 24 - speculation["rounds"]
+    assert f"{saved} {'pass' if saved == 1 else 'passes'} of the target saved" in line
+
+
+def test_the_closing_line_says_why_there_was_no_speculation(address: str) -> None:
+    line = generate(address, PROMPT, "--no-speculation").stderr
+    assert line.endswith("; speculation off: the request asked for the target alone\n")
+    assert generated(address, PROMPT, "--no-speculation")["speculation"]["state"]["is_on"] is False
+
+
+def test_several_completions_follow_one_another(address: str) -> None:
+    options = (PROMPT, "--temperature", "1", "--seed", "3", "-n", "2")
+    lines = generate(address, *options, "--json").stdout.splitlines()
+    first, second = map(json.loads, lines)
+    assert (first["seed"], second["seed"]) == (3, 4)
+    assert first["token_ids"] != second["token_ids"]
+    shown = generate(address, *options)
+    assert shown.stdout == f"--- 1 of 2\n{first['text']}\n--- 2 of 2\n{second['text']}\n"
+    assert shown.stderr.startswith("48 tokens in ")
+
+
+def test_a_chat_is_made_a_prompt_by_the_models_template(address: str, expected: Any) -> None:
+    # The demo pair's template is the message's content, so this answers what the prompt itself is answered.
+    assert generated(address, PROMPT, "--chat")["token_ids"] == expected["token_ids"]
+    assert generated(address, PROMPT, "--chat", "--system", "x = 1")["token_ids"] != expected["token_ids"]
+
+
+def test_log_probabilities_are_told_for_each_token(address: str, expected: Any) -> None:
+    told = generated(address, PROMPT, "--logprobs", "2")
+    assert told["token_ids"] == expected["token_ids"]
+    assert [entry["token_id"] for entry in told["logprobs"]] == expected["token_ids"]
+    assert "".join(entry["text"] for entry in told["logprobs"]) == expected["text"]
+    for entry in told["logprobs"]:
+        assert entry["top"][0] == {"token_id": entry["token_id"], "logprob": entry["logprob"]}, "greedy"
+        assert len(entry["top"]) == 2
+    shown = generate(address, PROMPT, "--logprobs", "2").stdout
+    assert shown.startswith(expected["text"] + "\n\nTOKEN")
+    assert len(shown.removeprefix(expected["text"]).splitlines()) == 2 + 1 + 24
 
 
 def test_a_terminal_shows_accepted_tokens_in_colour(address: str, expected: Any) -> None:
     shown = on_a_terminal(TANDEM, "generate", PROMPT, "--address", address, *OPTIONS)
     assert expected["speculation"]["accepted"] > 0, "there must be something to colour"
-    assert "\x1b[32m" in shown
+    assert COLOURED.search(shown)
     assert ESCAPE.sub("", shown).replace("\r\n", "\n").startswith(expected["text"])
-    plain = "".join(re.split(r"\x1b\[32m.*?\x1b\[0m", shown, flags=re.DOTALL))
+    plain = "".join(COLOURED.split(shown))
     assert plain.strip(), "what the target supplied is not coloured"
 
 
@@ -139,7 +203,11 @@ def assert_refused(result: subprocess.CompletedProcess[str], code: int, sentence
 
 
 def test_a_coordinator_that_is_not_there() -> None:
-    assert_refused(generate("127.0.0.1:1", PROMPT), 4, "127.0.0.1:1")
+    assert_refused(
+        generate("127.0.0.1:1", PROMPT),
+        4,
+        "coordinator 127.0.0.1:1: connection refused; is `tandem up` running there?",
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,15 +215,35 @@ def test_a_coordinator_that_is_not_there() -> None:
     [
         ((PROMPT, "--temperature", "-1"), "temperature is -1"),
         (("--prompt-token-ids", "1,5000"), "token id 5000"),
-        (("--prompt-token-ids", "1,x"), "--prompt-token-ids is '1,x'"),
-        (("--prompt-file", "no/such/file"), "--prompt-file no/such/file cannot be read"),
-        ((PROMPT, "--prompt-token-ids", "1"), "2 prompts were given"),
-        ((), "0 prompts were given"),
         (("",), "the prompt is empty"),
     ],
 )
 def test_a_request_that_is_refused(address: str, arguments: tuple[str, ...], sentence: str) -> None:
     assert_refused(generate(address, *arguments), 5, sentence)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--prompt-token-ids", "1,x"), "--prompt-token-ids is '1,x'"),
+        (("--prompt-file", "no/such/file"), "--prompt-file no/such/file cannot be read"),
+        ((PROMPT, "--prompt-token-ids", "1"), "2 prompts were given"),
+        ((), "0 prompts were given"),
+        ((PROMPT, "--system", "Be brief."), "--system is given and --chat is not"),
+        (("--prompt-token-ids", "1", "--chat"), "--prompt-token-ids and --chat are both given"),
+        ((PROMPT, "--seed", str(1 << 63)), f"seed is {1 << 63}; it must be from "),
+        ((PROMPT, "-n", "2", "--seed", str((1 << 63) - 1)), f"seed is {1 << 63}; it must be from "),
+    ],
+)
+def test_a_wrong_call_is_usage(arguments: tuple[str, ...], sentence: str) -> None:
+    assert_refused(generate("127.0.0.1:1", *arguments), 2, sentence)
+
+
+def test_the_port_of_the_page_is_not_taken_for_the_one_of_grpc(target_address: str) -> None:
+    with coordinator(target_address, None, "--http-port", "0") as process:
+        address_of(process)
+        port = process.line("http on ").rpartition(":")[2]
+        assert_refused(generate(f"127.0.0.1:{port}", PROMPT), 4, "an HTTP server answers there")
 
 
 def test_an_option_that_does_not_exist(address: str) -> None:
@@ -177,6 +265,15 @@ def test_ctrl_c_ends_without_a_traceback(address: str) -> None:
 def test_the_module_is_the_command(address: str, expected: Any) -> None:
     """For where the console script is not on the path."""
     result = run(
-        sys.executable, "-m", "coordinator.cli", "generate", "--address", address, *OPTIONS, PROMPT, "--json"
+        sys.executable,
+        "-P",
+        "-m",
+        "coordinator.cli",
+        "generate",
+        "--address",
+        address,
+        *OPTIONS,
+        PROMPT,
+        "--json",
     )
     assert json.loads(result.stdout)["token_ids"] == expected["token_ids"]

@@ -10,11 +10,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from tandem.types import GenerationRequest, RowKind
 from tests.end_to_end.chi_square import critical_value, statistic, visible_distance
@@ -68,8 +76,15 @@ def small_address(services: Nursery, tmp_path_factory: pytest.TempPathFactory) -
 
 def exact(model: Any, request: GenerationRequest) -> Distribution:
     """The distribution of the first tokens of a completion, by transformers' own definition of each parameter."""
+    ends = [*request.stop_token_ids, model.config.eos_token_id]
     warpers: Any = LogitsProcessorList(
         [
+            *([SequenceBiasLogitsProcessor(_biases(request))] if request.logit_bias else []),
+            *(
+                [MinNewTokensLengthLogitsProcessor(len(request.prompt), request.min_tokens, ends)]
+                if request.min_tokens
+                else []
+            ),
             TemperatureLogitsWarper(request.temperature or 1.0),
             TopKLogitsWarper(request.top_k or 0),
             TopPLogitsWarper(request.top_p or 1.0),
@@ -89,27 +104,26 @@ def exact(model: Any, request: GenerationRequest) -> Distribution:
     return distribution
 
 
+def _biases(request: GenerationRequest) -> list[list[Any]]:
+    return [[[token_id], bias] for token_id, bias in request.logit_bias.items()]
+
+
 async def sampled(address: str, request: GenerationRequest, seeds: int) -> Counter[tuple[int, ...]]:
     """How often each beginning came, over the seeds."""
     requests = [
-        GenerationRequest(
-            request.prompt,
+        replace(
+            request,
             max_tokens=MAX_TOKENS,
-            temperature=request.temperature,
-            top_k=request.top_k,
-            top_p=request.top_p,
             seed=seed,
             num_speculative_tokens=NUM_SPECULATIVE_TOKENS,
-            rejection_sampling_strategy=request.rejection_sampling_strategy,
-            row_kind=request.row_kind,
             ignore_eos=True,
         )
         for seed in range(seeds)
     ]
     completed = await complete_all(address, requests)
     assert len({completion.summary.seed for completion in completed}) == seeds
-    drafted = sum(completion.figures.drafted for completion in completed)
-    accepted = sum(completion.figures.accepted for completion in completed)
+    drafted = sum(completion.stats.drafted for completion in completed)
+    accepted = sum(completion.stats.accepted for completion in completed)
     rate = accepted / drafted
     assert 0.1 < rate < 0.9, "both what is accepted and what is recovered must matter"
     return Counter(completion.token_ids[:LENGTH] for completion in completed)
@@ -138,6 +152,24 @@ async def test_the_first_tokens_are_the_targets(small_address: str, strategy: st
     assert_distributed_as(counts, exact(small_target(), request))
     wrong_value, freedom = statistic(counts, exact(small_draft(), request))
     assert wrong_value > critical_value(freedom), "the test must see when tokens are the draft's"
+
+
+async def test_biased_tokens_are_those_of_the_biased_target(small_address: str) -> None:
+    """A minimum of two tokens ends inside a proposal, and the draft knows of neither."""
+    request = GenerationRequest(
+        (3, 4),
+        temperature=1.0,
+        top_k=6,
+        rejection_sampling_strategy="residual",
+        logit_bias={1: 1.5, 3: -2.0},
+        min_tokens=2,
+        stop_token_ids=(5,),
+    )
+    counts = await sampled(small_address, request, SEEDS)
+    assert_distributed_as(counts, exact(small_target(), request))
+    for wrong in (replace(request, logit_bias={}), replace(request, min_tokens=0)):
+        wrong_value, freedom = statistic(counts, exact(small_target(), wrong))
+        assert wrong_value > critical_value(freedom), "the test must see what the request changes"
 
 
 @pytest.mark.parametrize(("strategy", "temperature"), [("residual", 0.7), ("block", 1.0)])

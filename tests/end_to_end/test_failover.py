@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tandem.client import Client
-from tandem.types import Chunk, GenerationRequest, SpeculationFigures
+from tandem.clients.aio import Client
+from tandem.types import Chunk, GenerationRequest, SpeculationStats
 from tests.end_to_end.nurslings import Nursery, Nursling
 from tests.end_to_end.processes import address_of, coordinator
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
@@ -28,7 +28,7 @@ MAX_TOKENS = 400
 PASSING_TOKENS = 40
 """Of completions that come and go."""
 DRAFT_STALL_SECONDS = 1.0
-TARGET_STALL_SECONDS = 12.0
+TARGET_STALL_SECONDS = 8.0
 SHORT, LONG = 3, 100
 RUNS = pytest.mark.parametrize(
     "runs", [pytest.param(SHORT, id="short"), pytest.param(LONG, id="long", marks=pytest.mark.soak)]
@@ -53,7 +53,7 @@ class Stream:
     token_ids: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
     longest_pause_seconds: float = 0.0
-    figures: SpeculationFigures = field(default_factory=SpeculationFigures)
+    figures: SpeculationStats = field(default_factory=SpeculationStats)
 
     async def read(
         self, client: Client, wanted: GenerationRequest, begun: asyncio.Event | None = None
@@ -154,7 +154,7 @@ async def joined(targets: Sequence[Nursling], drafts: Sequence[Nursling]) -> Asy
     with ExitStack() as stack:
         # On a machine that others use, drafting may well be measured not to pay.
         process = stack.enter_context(
-            coordinator(_addresses(targets), _addresses(drafts), "--no-draft-pause")
+            coordinator(_addresses(targets), _addresses(drafts), "--speculation-policy", "fixed")
         )
         async with Client(address_of(process)) as client:
             yield client

@@ -57,7 +57,20 @@ async def test_greedy_completions_are_the_targets_own(
     ]
     completed = await complete_all(address, requests, at_once)
     assert [completion.token_ids for completion in completed] == expected
-    assert all(completion.figures.accepted for completion in completed), "every one was speculated on"
+    assert all(completion.stats.accepted for completion in completed), "every one was speculated on"
+
+
+async def test_a_length_that_follows_the_load_changes_no_completion(
+    adaptive_address: str, prompts: list[str], expected: list[tuple[int, ...]]
+) -> None:
+    """The load, and with it the proposals, change within a completion."""
+    for at_once in (3, 16):
+        requests = [
+            GenerationRequest(prompt, max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
+            for prompt in prompts[: max(at_once, 3)]
+        ]
+        completed = await complete_all(adaptive_address, requests, at_once)
+        assert [completion.token_ids for completion in completed] == expected[: len(requests)]
 
 
 @pytest.mark.parametrize("prompt_length", [1, MAX_LENGTH - 1])

@@ -48,7 +48,7 @@ async def test_greedy_completions_are_the_targets_own(model_free_address: str, p
     alone = await complete_all(model_free_address, requests(speculation=False))
     drafted = await complete_all(model_free_address, requests(speculation=True))
     assert [completion.token_ids for completion in drafted] == [completion.token_ids for completion in alone]
-    assert sum(completion.figures.accepted for completion in drafted) > 0
+    assert sum(completion.stats.accepted for completion in drafted) > 0
 
 
 async def test_sampled_completions_end_as_they_should(model_free_address: str, prompts: list[str]) -> None:

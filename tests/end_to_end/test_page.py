@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.browser import CHROMIUM, Page, chromium
-from tests.end_to_end.processes import address_of, coordinator
+from tests.end_to_end.processes import address_of, coordinator, run
 
 pytestmark = [
     pytest.mark.slow,
@@ -19,9 +21,16 @@ DASH = "\N{EN DASH}"
 TOKEN = "a-token-of-many-characters"
 
 
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+HINT = "Tick \u201cthen the target alone\u201d to measure the speed-up: the same prompt, one run each."
+
+
 @pytest.fixture(scope="module")
-def url(target_address: str, draft_address: str) -> Iterator[str]:
-    with coordinator(target_address, draft_address, "--http-port", "0") as process:
+def url(target_address: str, draft_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    template = tmp_path_factory.mktemp("chat") / "chat.jinja"
+    template.write_text(CHAT_TEMPLATE, encoding="utf-8")
+    options = ("--http-port", "0", "--chat-template", str(template))
+    with coordinator(target_address, draft_address, *options) as process:
         address_of(process)
         yield process.line("http on ")
 
@@ -65,6 +74,9 @@ def test_a_prompt_is_typed_and_tokens_appear(url: str, browser: Page, tmp_path: 
     rounds = browser.evaluate("document.querySelectorAll('.round').length")
     accepted = browser.evaluate("document.querySelectorAll('.round .yes').length")
     assert accepted == status["speculation"]["accepted"]
+    ahead = browser.evaluate("document.querySelectorAll('.round.ahead').length")
+    assert ahead == status["speculation"]["ahead"]["hits"]
+    assert shown(browser, "ahead") == (f"drafted ahead: {ahead} of {rounds}" if ahead else "drafted ahead")
     assert rounds + 48 == status["speculation"]["rounds"], "the target alone takes a round for each token"
     for scheme in ("light", "dark"):
         browser.prefer(scheme)
@@ -98,6 +110,130 @@ def test_a_refusal_is_shown_in_the_coordinators_words(url: str, browser: Page) -
     browser.until("!document.getElementById('problem').hidden")
     assert shown(browser, "problem") == "the prompt is empty; it must hold at least one token"
     settle(browser)
+
+
+def test_nothing_of_the_completion_before_is_left_when_a_request_is_refused(url: str, browser: Page) -> None:
+    browser.open(url)
+    browser.type("#max-tokens", "8")
+    browser.click("#run")
+    browser.until("document.getElementById('speedup').textContent !== '\u2013'")
+    settle(browser)
+    browser.type("#prompt", "")
+    browser.click("#run")
+    browser.until("!document.getElementById('problem').hidden")
+    settle(browser)
+    for element in ("output", "alone-output", "rounds", "rate", "alone-rate", "said"):
+        assert shown(browser, element) == "", element
+    for element in ("acceptance", "length", "first", "speedup"):
+        assert shown(browser, element) == DASH, element
+    assert shown(browser, "speedup-note") == HINT
+
+
+def test_a_slowdown_looks_different_from_a_speed_up_and_says_why(url: str, browser: Page) -> None:
+    browser.open(url)
+    show = (
+        "import('/page.js').then((page) => page.showSpeedUp(%s, {perSecond: 80, passMs: 12.5, perPass: 1}))"
+    )
+    browser.evaluate(show % "{perSecond: 160, passMs: 15, perPass: 2.4}")
+    assert (shown(browser, "speedup-name"), shown(browser, "speedup")) == (
+        "Speed-up",
+        "2.00 \N{MULTIPLICATION SIGN}",
+    )
+    colour = "getComputedStyle(document.getElementById('speedup')).color"
+    faster = browser.evaluate(colour)
+    assert browser.evaluate("document.getElementById('why').hidden")
+    browser.evaluate(show % "{perSecond: 50, passMs: 24, perPass: 1.2}")
+    assert (shown(browser, "speedup-name"), shown(browser, "speedup")) == (
+        "Slowdown",
+        "0.63 \N{MULTIPLICATION SIGN}",
+    )
+    assert browser.evaluate(colour) != faster
+    assert shown(browser, "why") == (
+        "Slower: a pass with the draft took 24.0 ms and gave 1.20 tokens, the target alone took 12.5 ms for one."
+    )
+
+
+def test_a_sample_is_tried_as_text_and_as_chat(url: str, browser: Page) -> None:
+    browser.open(url)
+    browser.until("!document.getElementById('modes').hidden")
+    browser.evaluate("document.querySelectorAll('#samples button')[1].click()")
+    assert browser.evaluate("document.getElementById('prompt').value") == "class Stack:\n"
+    browser.evaluate("document.getElementById('compare').checked = false")
+    browser.type("#max-tokens", "4")
+    browser.click("#run")
+    browser.until("document.getElementById('output').textContent.length > 14")
+    settle(browser)
+    assert shown(browser, "output").startswith("class Stack:\n")
+    browser.click("#chat")
+    assert "reverses a string" in browser.evaluate("document.getElementById('prompt').value")
+    browser.click("#run")
+    browser.until("document.getElementById('rate').textContent !== ''")
+    settle(browser)
+    assert shown(browser, "problem") == ""
+    assert "reverses a string" not in shown(browser, "output"), "a chat's answer does not repeat the question"
+
+
+@pytest.mark.parametrize("mode", ["text", "chat"])
+def test_the_code_that_is_shown_does_what_the_page_does(url: str, browser: Page, mode: str) -> None:
+    browser.open(url)
+    browser.until("!document.getElementById('modes').hidden")
+    browser.click(f"#{mode}")
+    browser.type("#prompt", "print('it\\'s')\n# $HOME \"two\"\n")
+    browser.type("#max-tokens", "8")
+    browser.type("#count", "3")
+    browser.evaluate("document.getElementById('compare').checked = false")
+    browser.click("#code summary")
+    browser.until("document.getElementById('python').textContent.includes('model=\"')")
+    curl, python = shown(browser, "curl"), shown(browser, "python")
+    browser.click("#run")
+    browser.until("document.getElementById('rate').textContent !== ''")
+    settle(browser)
+    prompt = str(browser.evaluate("document.getElementById('prompt').value"))
+    expected = shown(browser, "output").removeprefix(prompt)
+    answer = json.loads(run("bash", "-c", curl).stdout)["choices"][0]
+    assert (answer["text"] if mode == "text" else answer["message"]["content"]) == expected
+    assert run(sys.executable, "-c", python).stdout == expected + "\n"
+
+
+def test_on_a_phone_figures_stand_above_the_text_and_nothing_is_cut_off(url: str, browser: Page) -> None:
+    browser.open(url)
+    browser.until("document.getElementById('state').textContent === 'ready'")
+    top = "document.getElementById('%s').getBoundingClientRect().top"
+    try:
+        browser.resize(390, 844)
+        assert browser.evaluate(top % "acceptance") < browser.evaluate(top % "output")
+        assert browser.evaluate("document.documentElement.scrollWidth") <= 390
+    finally:
+        browser.resize(1280, 1000)
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 1280
+
+
+def test_bars_and_strip_share_their_colours_and_plain_text_is_plain(url: str, browser: Page) -> None:
+    browser.open(url)
+    browser.type("#max-tokens", "24")
+    browser.evaluate("document.getElementById('compare').checked = false")
+    browser.click("#run")
+    browser.until("document.querySelectorAll('#output .accepted').length > 0")
+    settle(browser)
+    style = "getComputedStyle(document.querySelector('%s')).%s"
+    accepted = {
+        browser.evaluate(style % (part, "backgroundColor")) for part in (".round .yes", ".cell.yes", ".bar i")
+    }
+    rejected = {
+        browser.evaluate(style % (part, "borderTopColor")) for part in (".cell:not(.yes):not(.own)", ".bar")
+    }
+    assert (len(accepted), len(rejected)) == (1, 1)
+    assert browser.evaluate(style % ("#output .supplied", "textDecorationLine")) == "none"
+
+
+def test_the_page_says_whether_speculation_works(target_address: str, url: str, browser: Page) -> None:
+    browser.open(url)
+    browser.until("document.getElementById('speculation').textContent.startsWith('Speculation is on: ')")
+    with coordinator(target_address, None, "--http-port", "0") as process:
+        address_of(process)
+        browser.open(process.line("http on "))
+        browser.until("document.getElementById('speculation').dataset.state === 'off'")
+        assert shown(browser, "speculation").startswith("Speculation is off: the coordinator has no draft")
 
 
 def test_it_asks_for_a_token_where_one_is_needed(target_address: str, browser: Page) -> None:

@@ -10,8 +10,9 @@ from transformers import AutoTokenizer
 
 from tandem.errors import InvalidRequestError
 from tandem.types import GenerationRequest
+from tests.commands import run_here
 from tests.end_to_end.models import load_reference
-from tests.end_to_end.processes import TANDEM, address_of, coordinator, run, service
+from tests.end_to_end.processes import address_of, coordinator, service
 from tests.paths import DEMO_TARGET
 from tests.service.clients import complete_all
 
@@ -70,7 +71,7 @@ async def test_greedy_with_a_repetition_penalty_is_that_of_transformers(
     ]
     completed = await complete_all(ngram_address, requests)
     assert [completion.token_ids for completion in completed] == expected
-    assert any(completion.figures.drafted for completion in completed) == speculation
+    assert any(completion.stats.drafted for completion in completed) == speculation
 
 
 async def test_penalties_of_the_completion_change_nothing_with_a_draft(
@@ -94,7 +95,7 @@ async def test_penalties_of_the_completion_change_nothing_with_a_draft(
     alone = await complete_all(ngram_address, requests(speculation=False))
     drafted = await complete_all(ngram_address, requests(speculation=True))
     assert [completion.token_ids for completion in drafted] == [completion.token_ids for completion in alone]
-    assert sum(completion.figures.accepted for completion in drafted) > 0
+    assert sum(completion.stats.accepted for completion in drafted) > 0
 
 
 async def test_a_draft_model_refuses_them(address: str, prompts: list[str]) -> None:
@@ -105,8 +106,8 @@ async def test_a_draft_model_refuses_them(address: str, prompts: list[str]) -> N
 
 
 def test_the_command_passes_them_on(address: str) -> None:
-    ended = run(TANDEM, "generate", "x", "--address", address, "--presence-penalty", "1")
+    ended = run_here("generate", "x", "--address", address, "--presence-penalty", "1")
     assert ended.returncode == 5
     assert "presence_penalty is 1.0; with a separate draft model it must be 0" in ended.stderr
     alone = ("--no-speculation", "--repetition-penalty", "1.3", "--max-tokens", "4")
-    assert run(TANDEM, "generate", "def f", "--address", address, *alone).returncode == 0
+    assert run_here("generate", "def f", "--address", address, *alone).returncode == 0

@@ -8,15 +8,17 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
-from tandem.channels import open_channel
-from tandem.client import Client
+from tandem.clients.aio import Client
 from tandem.errors import ServiceUnavailableError
+from tandem.rpc.channels import open_channel
 from tandem.types import GenerationRequest
 from tandem.v1.target_pb2 import TargetServiceGetModelInfoRequest
 from tandem.v1.target_pb2_grpc import TargetServiceStub
+from tests.end_to_end.nurslings import Nursery
 from tests.end_to_end.processes import (
     START_SECONDS,
     TANDEM,
@@ -42,6 +44,8 @@ END_SECONDS = 45.0
 """Bound on an end after a drain: the drain timeout, 30 s unless set, and a noisy machine's time to exit."""
 QUICK_SECONDS = 15.0
 """Bound on an end with nothing to wait for."""
+QUICK_DRAFT = ("--draft", "ngram")
+"""Of a cluster whose draft is only to be there: one without a model starts in a second."""
 
 
 async def generation(client: Client) -> asyncio.Task[clients.Completed]:
@@ -118,10 +122,25 @@ def test_a_signal_while_the_coordinator_waits_for_its_services() -> None:
 
 
 @contextmanager
-def cluster() -> Iterator[Process]:
-    """`tandem up` with the bundled pair."""
-    with running(TANDEM, "up", "--port", "0", "--threads", "1", "--log-level", "error") as process:
-        yield process
+def cluster(*options: str) -> Iterator[Process]:
+    """`tandem up`, by default with the bundled pair, in a folder whose Python files must never run."""
+    with TemporaryDirectory(prefix="tandem-poison-") as name:
+        folder = Path(name)
+        poison(folder)
+        command = (TANDEM, "up", "--port", "0", "--threads", "1", "--log-level", "error", *options)
+        with running(*command, working_folder=folder) as process:
+            yield process
+        assert not (folder / "ran").exists(), (folder / "ran").read_text(encoding="utf-8")
+
+
+def poison(folder: Path) -> None:
+    """Put what a service imports into a folder: modules, and packages that `python -m` would start."""
+    code = f"open({str(folder / 'ran')!r}, 'a').write(__file__)\nraise SystemExit(9)\n"
+    for package in ("target_service", "draft_service", "coordinator"):
+        (folder / package).mkdir()
+        (folder / package / "__init__.py").write_text(code, encoding="utf-8")
+    for module in ("torch", "grpc", "uvloop", "runpy"):
+        (folder / f"{module}.py").write_text(code, encoding="utf-8")
 
 
 def child(process: Process, package: str) -> int:
@@ -138,10 +157,13 @@ async def test_a_cluster_finishes_what_runs_and_leaves_no_process() -> None:
     with cluster() as process:
         address = process.line("tandem up: ready on ")
         children = descendants(process.pid)
-        assert len(children) == 3
+        # Three services, and whatever they have started for themselves.
+        assert len(children) >= 3
         async with Client(address) as client:
             task = await generation(client)
-            process.signal(signal.SIGTERM)
+            # As when a terminal closes: the system sends it, and then the shell.
+            process.signal(signal.SIGHUP)
+            process.signal(signal.SIGHUP)
             completed = await task
         assert len(completed.token_ids) == TOKENS
         assert process.wait(END_SECONDS) == 0
@@ -149,8 +171,38 @@ async def test_a_cluster_finishes_what_runs_and_leaves_no_process() -> None:
         assert process.stderr == ""
 
 
+async def test_a_second_ctrl_c_ends_a_cluster_at_once() -> None:
+    with cluster(*QUICK_DRAFT) as process:
+        address = process.line("tandem up: ready on ")
+        children = descendants(process.pid)
+        async with Client(address) as client:
+            task = await generation(client)
+
+            def impatient() -> bool:
+                """Press it again until it helps; two at once may count as one."""
+                process.signal(signal.SIGINT)
+                return process.has_ended
+
+            await clients.until(impatient, QUICK_SECONDS)
+            with pytest.raises(ServiceUnavailableError):
+                await task
+        assert process.wait(QUICK_SECONDS) == 128 + signal.SIGINT
+        until(lambda: not any(map(is_alive, children)), QUICK_SECONDS)
+        assert "Traceback" not in process.stderr
+
+
+def test_no_service_outlives_its_cluster() -> None:
+    with cluster(*QUICK_DRAFT) as process:
+        process.line("tandem up: ready on ")
+        children = descendants(process.pid)
+        # Three services, and whatever they have started for themselves.
+        assert len(children) >= 3
+        process.signal(signal.SIGKILL)
+        until(lambda: not any(map(is_alive, children)), QUICK_SECONDS)
+
+
 def test_ctrl_c_ends_a_cluster() -> None:
-    with cluster() as process:
+    with cluster(*QUICK_DRAFT) as process:
         process.line("tandem up: ready on ")
         children = descendants(process.pid)
         # A terminal sends it to the whole foreground group.
@@ -162,7 +214,7 @@ def test_ctrl_c_ends_a_cluster() -> None:
 
 @pytest.mark.parametrize("package", ["draft_service", pytest.param("coordinator", marks=pytest.mark.soak)])
 def test_a_child_that_dies_ends_the_cluster(package: str) -> None:
-    with cluster() as process:
+    with cluster(*QUICK_DRAFT) as process:
         process.line("tandem up: ready on ")
         children = descendants(process.pid)
         os.kill(child(process, f"\0{package}\0"), signal.SIGKILL)
@@ -182,16 +234,16 @@ def test_a_signal_while_a_cluster_is_starting() -> None:
         assert not any(map(is_alive, children))
 
 
-async def test_a_draft_process_that_is_killed_costs_only_its_speed_up(target_address: str) -> None:
-    with (
-        model_service("draft_service", DEMO_DRAFT) as draft,
-        coordinator(target_address, address_of(draft)) as front,
-    ):
+async def test_a_draft_process_that_is_killed_costs_only_its_speed_up(
+    services: Nursery, target_address: str
+) -> None:
+    draft = services.started("draft_service", DEMO_DRAFT)
+    with coordinator(target_address, draft.address) as front:
         async with Client(address_of(front)) as client:
             expected = await clients.complete(client, REQUEST)
             task = await generation(client)
-            draft.signal(signal.SIGKILL)
+            draft.kill()
             completed = await task
             again = await clients.complete(client, REQUEST)
     assert completed.token_ids == again.token_ids == expected.token_ids
-    assert expected.figures.drafted > completed.figures.drafted > again.figures.drafted == 0
+    assert expected.stats.drafted > completed.stats.drafted > again.stats.drafted == 0

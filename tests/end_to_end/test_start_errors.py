@@ -12,14 +12,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import run_here
 from tests.end_to_end.models import random_model, save_model
-from tests.end_to_end.processes import TANDEM, address_of, model_service, run
+from tests.end_to_end.nurslings import Nursery
+from tests.end_to_end.processes import TANDEM, run
 from tests.paths import DEMO_DRAFT
 
 pytestmark = pytest.mark.slow
 
 END_SECONDS = 40.0
 """Bound on an end, interpreter start and a noisy machine included. What has to load torch first takes longer."""
+
+LOADED_SECONDS = 120.0
 
 
 def refusal(*command: str, seconds: float = END_SECONDS) -> str:
@@ -89,6 +93,24 @@ def broken_config(folder: Path) -> Path:
     return model
 
 
+def many_layers(folder: Path) -> Path:
+    shutil.copytree(DEMO_DRAFT, folder / "model")
+    set_config(folder / "model", num_hidden_layers=10**7)
+    return folder / "model"
+
+
+def no_numbers(folder: Path) -> Path:
+    """Only computing with it tells."""
+    shutil.copytree(DEMO_DRAFT, folder / "model")
+    set_config(folder / "model", rms_norm_eps=-1e9)
+    return folder / "model"
+
+
+def set_config(model: Path, **values: object) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | values), encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -101,19 +123,32 @@ def broken_config(folder: Path) -> Path:
         (not_safetensors, "is truncated or not safetensors"),
         (no_tokenizer, "has no tokenizer.json"),
         (broken_config, "does not parse"),
+        (many_layers, "num_hidden_layers is '10000000'"),
     ],
 )
 def test_a_folder_that_holds_no_model(make: Callable[[Path], Path], said: str, tmp_path: Path) -> None:
     folder = make(tmp_path)
-    sentence = refusal(sys.executable, "-m", "target_service", "--port", "0", "--model", str(folder))
+    options = ("--port", "0", "--model", str(folder), "--log-level", "error")
+    result = run(sys.executable, "-P", "-m", "target_service", *options, seconds=END_SECONDS)
+    sentence = sentence_of(result)
+    assert result.returncode == 1
     assert said in sentence
     assert str(folder) in sentence
+
+
+@pytest.mark.parametrize("service", [pytest.param("target_service", marks=pytest.mark.soak), "draft_service"])
+def test_a_model_that_computes_no_numbers(service: str, tmp_path: Path) -> None:
+    """Both services load models by the same code."""
+    options = ("--port", "0", "--model", str(no_numbers(tmp_path)), "--log-level", "error", "--threads", "1")
+    result = run(sys.executable, "-P", "-m", service, *options, seconds=LOADED_SECONDS)
+    assert "are not finite numbers" in sentence_of(result)
+    assert result.returncode == 1
 
 
 def test_the_draft_service_checks_its_folder_too(tmp_path: Path) -> None:
     folder = pickle_only(tmp_path)
     assert "only as pickle" in refusal(
-        sys.executable, "-m", "draft_service", "--port", "0", "--model", str(folder)
+        sys.executable, "-P", "-m", "draft_service", "--port", "0", "--model", str(folder)
     )
 
 
@@ -133,7 +168,7 @@ def used_port() -> Iterator[int]:
     ids=lambda command: command[0],
 )
 def test_a_port_in_use(command: tuple[str, ...], used_port: int) -> None:
-    sentence = refusal(sys.executable, "-m", *command, "--port", str(used_port))
+    sentence = refusal(sys.executable, "-P", "-m", *command, "--port", str(used_port))
     assert f"cannot listen on 127.0.0.1:{used_port}" in sentence
 
 
@@ -148,28 +183,30 @@ def test_a_port_in_use(command: tuple[str, ...], used_port: int) -> None:
 @pytest.mark.parametrize(
     "service",
     [
-        ("target_service", "--model", str(DEMO_DRAFT)),
+        ("target", "--model", str(DEMO_DRAFT)),
         ("coordinator", "--target-address", "127.0.0.1:1"),
     ],
     ids=lambda service: service[0],
 )
 def test_an_option_that_is_wrong(service: tuple[str, ...], options: tuple[str, ...], said: str) -> None:
-    assert said in refusal(sys.executable, "-m", *service, *options)
+    result = run_here("serve", *service, *options)
+    assert result.returncode == 2
+    assert said in sentence_of(result)
 
 
 def test_a_service_that_does_not_exist() -> None:
-    sentence = sentence_of(run(TANDEM, "serve", "nothing"))
+    sentence = sentence_of(run_here("serve", "nothing"))
     assert "'nothing'" in sentence
 
 
 def test_a_target_that_does_not_answer() -> None:
     address = "127.0.0.1:1"
     options = ("--port", "0", "--target-address", address, "--start-timeout-seconds", "2")
-    sentence = refusal(sys.executable, "-m", "coordinator", *options)
+    sentence = refusal(sys.executable, "-P", "-m", "coordinator", *options)
     assert f"the target service at {address} was not ready within 2 s" in sentence
 
 
-def test_a_draft_of_another_vocabulary(target_address: str, tmp_path: Path) -> None:
+def test_a_draft_of_another_vocabulary(services: Nursery, target_address: str, tmp_path: Path) -> None:
     """Every rule that the pair breaks is told at once."""
     folder = save_model(
         random_model(1, vocab_size=2056, num_hidden_layers=1, max_position_embeddings=512), tmp_path
@@ -178,20 +215,21 @@ def test_a_draft_of_another_vocabulary(target_address: str, tmp_path: Path) -> N
     words = tokenizer["model"]["vocab"]
     words["a"], words["b"] = words["b"], words["a"]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    with model_service("draft_service", folder) as draft:
-        options = ("--port", "0", "--target-address", target_address, "--draft-address", address_of(draft))
-        sentence = refusal(sys.executable, "-m", "coordinator", *options)
+    draft = services.started("draft_service", folder)
+    options = ("--port", "0", "--target-address", target_address, "--draft-address", draft.address)
+    sentence = refusal(sys.executable, "-P", "-m", "coordinator", *options)
+    draft.kill()
     assert "a vocabulary of 2056 tokens" in sentence
     assert "another tokenizer" in sentence
     assert "max_length is 512 for the draft" in sentence
 
 
-def test_a_cluster_whose_model_is_not_there(tmp_path: Path) -> None:
+def test_a_cluster_whose_model_folder_is_empty(tmp_path: Path) -> None:
     """Each child that fails says why, and then `tandem up` what became of the rest."""
-    models = ("--target", str(tmp_path / "nowhere"), "--draft", str(DEMO_DRAFT))
+    models = ("--target", str(tmp_path), "--draft", str(DEMO_DRAFT))
     result = run(TANDEM, "up", *models, "--port", "0", "--threads", "1", "--log-level", "error")
     assert result.returncode != 0
     why, end = result.stderr.splitlines()
     assert why.startswith("error: ")
-    assert "nothing is there" in why
-    assert end.startswith("error: the target service ended with exit code 2")
+    assert "has no config.json" in why
+    assert end.startswith("error: the target service ended with exit code 1")

@@ -53,7 +53,7 @@ async def test_the_draft_and_the_length_of_its_proposals_change_nothing(
 ) -> None:
     alone = await complete_all(address, requests(prompts, temperature, None, top_k=top_k, top_p=top_p))
     expected = [completion.token_ids for completion in alone]
-    assert not any(completion.figures.drafted for completion in alone)
+    assert not any(completion.stats.drafted for completion in alone)
     accepted = []
     for through in (address, random_draft_coordinator):
         batch = [
@@ -63,8 +63,8 @@ async def test_the_draft_and_the_length_of_its_proposals_change_nothing(
         ]
         completed = await complete_all(through, batch)
         assert [completion.token_ids for completion in completed] == expected * 4
-        assert all(completion.figures.drafted for completion in completed)
-        accepted.append(sum(completion.figures.accepted for completion in completed))
+        assert all(completion.stats.drafted for completion in completed)
+        accepted.append(sum(completion.stats.accepted for completion in completed))
     assert accepted[0] > accepted[1], "the two drafts must differ for the test to say anything"
 
 
@@ -72,15 +72,27 @@ async def test_proposals_that_become_shorter_change_nothing(
     target_address: str, random_draft_address: str, prompts: list[str]
 ) -> None:
     """Sixteen at once with a draft that knows nothing: soon they propose less, and then nothing."""
-    with coordinator(target_address, random_draft_address) as process:
+    adaptive = ("--speculation-policy", "adaptive")
+    with coordinator(target_address, random_draft_address, *adaptive) as process:
         address = address_of(process)
         alone = await complete_all(address, requests(prompts, 1.0, None))
         completed = await complete_all(address, 8 * requests(prompts, 1.0, 4))
     assert [completion.token_ids for completion in completed] == 8 * [
         completion.token_ids for completion in alone
     ]
-    figures = [completion.figures for completion in completed]
+    figures = [completion.stats for completion in completed]
     assert 0 < sum(each.drafted for each in figures) < 0.75 * 4 * sum(each.rounds for each in figures)
+
+
+async def test_no_policy_changes_a_seeded_text(
+    address: str, adaptive_address: str, prompts: list[str]
+) -> None:
+    wanted = requests(prompts, 1.0, 4)
+    texts = [
+        [completion.token_ids for completion in await complete_all(through, wanted)]
+        for through in (address, adaptive_address)
+    ]
+    assert texts[0] == texts[1]
 
 
 async def test_other_seeds_and_temperatures_give_other_tokens(address: str, prompts: list[str]) -> None:

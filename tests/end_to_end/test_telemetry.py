@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tandem.client import Client
+from tandem.clients.aio import Client
 from tandem.types import GenerationRequest
 from tests.collector import Collector, ReceivedSpan, collecting
 from tests.end_to_end.processes import Process, address_of, coordinator, model_service, until
@@ -74,7 +74,7 @@ async def test_a_request_is_one_trace_across_all_services(cluster: Cluster) -> N
         lambda: {span.service for span in cluster.collector.spans} >= {f"tandem-{name}" for name in SERVICES},
         10,
     )
-    rounds = completed.figures.rounds
+    rounds = completed.stats.rounds
     until(lambda: len(cluster.collector.spans) >= rounds + 8, 10, lambda: str(len(cluster.collector.spans)))
     spans = {span.span.span_id: span for span in cluster.collector.spans}
     assert len({span.span.trace_id for span in spans.values()}) == 1
@@ -96,7 +96,7 @@ async def test_a_request_is_one_trace_across_all_services(cluster: Cluster) -> N
     )
     (told,) = (span.attributes for span in spans.values() if not span.span.parent_span_id)
     assert told["tandem.rounds"] == rounds
-    assert told["tandem.accepted_tokens"] == completed.figures.accepted
+    assert told["tandem.accepted_tokens"] == completed.stats.accepted
     assert told["gen_ai.usage.output_tokens"] == 32
 
 

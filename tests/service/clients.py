@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tandem.client import Client
-from tandem.types import FinishReason, GenerationRequest, SpeculationFigures, Summary
+from tandem.clients.aio import Client
+from tandem.types import FinishReason, GenerationRequest, SpeculationStats, Summary
 
 AT_ONCE = 16
 """How many requests run side by side where it is not the point."""
@@ -24,7 +24,7 @@ class Completed:
     summary: Summary
 
     @property
-    def figures(self) -> SpeculationFigures:
+    def stats(self) -> SpeculationStats:
         return self.summary.speculation
 
     @property

@@ -14,13 +14,14 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from draft_service.proposers.standalone import StandaloneProposer, propose_head
+from draft_service.proposers.draft_head import propose_head
+from draft_service.proposers.standalone import StandaloneProposer
 from draft_service.servicer import DraftServicer
-from tandem.engine.engine import Engine
-from tandem.engine.jobs import Head
-from tandem.engine.model import LoadedModel, load_model
+from tandem.engine.core.engine import Engine
+from tandem.engine.core.jobs import Head
+from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.settings import EngineSettings
-from tandem.serving.handlers import Context
+from tandem.serving.interceptors.handlers import Context
 from tandem.v1 import draft_pb2_grpc, target_pb2, target_pb2_grpc
 from target_service.servicer import TargetServicer
 from target_service.verifier import Verifier, verify_head
@@ -62,6 +63,10 @@ async def engine(
         await made.close()
 
 
+def _nothing(_: object) -> None:
+    pass
+
+
 @dataclass
 class Faults:
     """What goes wrong at which step, counted from 1 over all streams of a service."""
@@ -74,6 +79,8 @@ class Faults:
     """It ends as if all were well."""
     garbled: dict[int, Fault] = field(default_factory=dict)
     """The answer is nonsense."""
+    asked: Callable[[target_pb2.VerifyRequest], None] = _nothing
+    """What it does to each message before it reads it, as an older service passes over fields that it does not know."""
     full: bool = False
     """There is room for no new sequence."""
     code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
@@ -100,6 +107,7 @@ class FaultyTarget(TargetServicer):
 
         async def observed() -> AsyncIterator[target_pb2.VerifyRequest]:
             async for request in request_iterator:
+                faults.asked(request)
                 if request.HasField("step"):
                     faults.steps += 1
                     if faults.steps in faults.before:
@@ -120,10 +128,12 @@ class FaultyTarget(TargetServicer):
 
 
 @asynccontextmanager
-async def target(model: LoadedModel, faults: Faults) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
+async def target(
+    model: LoadedModel, faults: Faults, step_seconds: float = 0.0, max_sequences: int = 8
+) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
     """A target service in this process: its address, and its server."""
     servicer = FaultyTarget(faults)
-    async with engine(model, verify_head) as verifying:
+    async with engine(model, verify_head, step_seconds, max_sequences) as verifying:
         servicer.verifier = Verifier(verifying, [DEMO_TARGET / "tokenizer.json"])
         async with serving(
             lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server)
@@ -132,11 +142,16 @@ async def target(model: LoadedModel, faults: Faults) -> AsyncIterator[tuple[str,
 
 
 @asynccontextmanager
-async def draft(model: LoadedModel) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
-    """A draft service in this process: its address, and its server."""
-    servicer = DraftServicer()
-    async with engine(model, propose_head) as proposing:
-        servicer.proposer = StandaloneProposer(proposing, draft_top_k=8)
+async def draft(
+    model: LoadedModel,
+    servicer: DraftServicer | None = None,
+    draft_top_k: int = 8,
+    max_sequences: int = 8,
+) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
+    """A draft service in this process, with this servicer or a plain one: its address, and its server."""
+    servicer = servicer or DraftServicer()
+    async with engine(model, propose_head, max_sequences=max_sequences) as proposing:
+        servicer.proposer = StandaloneProposer(proposing, draft_top_k=draft_top_k)
         async with serving(
             lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server)
         ) as served:

@@ -19,9 +19,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
 from coordinator.service import CoordinatorService
-from coordinator.settings import CoordinatorSettings
+from coordinator.settings.coordinator import CoordinatorSettings
 from draft_service.servicer import DraftServicer
-from tandem.client import Client
+from tandem.clients.aio import Client
 from tandem.errors import (
     CapacityError,
     InvalidRequestError,
@@ -30,14 +30,15 @@ from tandem.errors import (
     status_code,
 )
 from tandem.serving.calls import RunningCalls
-from tandem.serving.handlers import Context
+from tandem.serving.interceptors.handlers import Context
 from tandem.serving.server import new_server
-from tandem.serving.shared_stream import SharedStreams
+from tandem.serving.streams.multiplexed_stream import MultiplexedStreams
 from tandem.settings import ServerSettings
 from tandem.types import (
     Delta,
     DenseRow,
     IntArray,
+    ModelFeature,
     ModelInfo,
     Proposal,
     RowKind,
@@ -105,9 +106,16 @@ class Fake:
     def __init__(self, next_token: NextToken = counting, eos_token_ids: tuple[int, ...] = ()) -> None:
         self.next_token = next_token
         self.model_info = ModelInfo(
-            "fake", "Fake", VOCABULARY_SIZE, "hash", MAX_LENGTH, "none", eos_token_ids
+            "fake",
+            "Fake",
+            VOCABULARY_SIZE,
+            "hash",
+            MAX_LENGTH,
+            "none",
+            eos_token_ids,
+            features=frozenset(ModelFeature),
         )
-        self.shared = SharedStreams()
+        self.shared = MultiplexedStreams()
         self.opened = 0
         self.finished = 0
         self.running = 0
@@ -170,6 +178,7 @@ class FakeTarget(Fake, TargetServicer):
                     outside_mass=float(token_id not in support),
                     outside_token_id=-1 if token_id in support else token_id,
                     statistics=sure_statistics(support, token_id) if step.with_statistics else None,
+                    outside_prob=float(token_id not in support) if step.raced_recovery else None,
                 )
                 for token_id, support in zip(said, supports, strict=True)
             )
@@ -297,6 +306,7 @@ async def cluster(
             target_address=target_address,
             draft_address=draft_address,
             draft_patience_seconds=patience_seconds,
+            speculation_policy="fixed",
         )
         address = await stack.enter_async_context(coordinating(settings))
         yield await stack.enter_async_context(Client(address))

@@ -10,9 +10,9 @@ from typing import Any
 import httpx2
 
 from coordinator.service import CoordinatorService
-from coordinator.settings import CoordinatorSettings
+from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.serving.calls import RunningCalls
-from tandem.serving.gate import Gate
+from tandem.serving.interceptors.readiness import ReadinessInterceptor
 from tandem.v1 import draft_pb2_grpc, target_pb2_grpc
 from tests.service.fakes import FakeDraft, FakeTarget, serving
 
@@ -24,7 +24,7 @@ class HttpCluster:
     url: str
     http: httpx2.AsyncClient
     service: CoordinatorService
-    gate: Gate
+    gate: ReadinessInterceptor
     calls: RunningCalls
 
 
@@ -41,10 +41,9 @@ async def http_cluster(
             options["draft_address"], _ = await stack.enter_async_context(
                 serving(lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(draft, server))
             )
-        service = CoordinatorService(
-            CoordinatorSettings(target_address=target_address, **({"http_port": 0} | options))
-        )
-        gate, calls = Gate(""), RunningCalls()
+        settings: Any = {"http_port": 0} | options
+        service = CoordinatorService(CoordinatorSettings(target_address=target_address, **settings))
+        gate, calls = ReadinessInterceptor(""), RunningCalls()
         service.open_other_ways(gate, calls)
         await service.start()
         stack.push_async_callback(service.close)

@@ -9,10 +9,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from coordinator.replica import ReplicaState
-from coordinator.settings import CoordinatorSettings
-from tandem.client import Client
-from tandem.serving.handlers import Context
+from coordinator.settings.coordinator import CoordinatorSettings
+from coordinator.speculation.ahead import DraftAhead
+from tandem.clients.aio import Client
+from tandem.replica import ReplicaState
+from tandem.serving.interceptors.handlers import Context
 from tandem.v1 import draft_pb2_grpc, target_pb2_grpc
 from tests.service.clients import until
 from tests.service.fakes import Fake, FakeDraft, FakeTarget, coordinator
@@ -88,7 +89,7 @@ def addresses(services: Sequence[Served], kind: type[Fake]) -> str:
 
 @asynccontextmanager
 async def fleet(
-    *fakes: Fake, patience_seconds: float | None = 30.0, draft_pause: bool = True
+    *fakes: Fake, patience_seconds: float | None = 30.0, is_adaptive: bool = False, ahead: DraftAhead = "auto"
 ) -> AsyncIterator[tuple[Client, list[Served]]]:
     """A client of a coordinator over these fakes, any number of either kind, and the services that they are."""
     async with AsyncExitStack() as stack:
@@ -97,7 +98,8 @@ async def fleet(
             target_address=addresses(services, FakeTarget),
             draft_address=addresses(services, FakeDraft) or None,
             draft_patience_seconds=patience_seconds,
-            draft_pause=draft_pause,
+            speculation_policy="adaptive" if is_adaptive else "fixed",
+            draft_ahead=ahead,
         )
         address, service = await stack.enter_async_context(coordinator(settings))
         await until(

@@ -15,12 +15,13 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, TraceIdRati
 from prometheus_client import CollectorRegistry
 
 from coordinator.service import CoordinatorService
-from coordinator.settings import CoordinatorSettings
+from coordinator.settings.coordinator import CoordinatorSettings
+from coordinator.speculation.ahead import DraftAhead
 from coordinator.telemetry.setup import CoordinatorTelemetry
 from draft_service.proposers import DraftedSequence
 from draft_service.servicer import DraftServicer
 from tandem.telemetry.process import Telemetry
-from tandem.telemetry.service import WatchedService
+from tandem.telemetry.service import ObservedService
 from tandem.telemetry.settings import TelemetryOptions
 from tandem.types import (
     DraftOptions,
@@ -70,6 +71,8 @@ class ScriptedProposer:
     async def close(self) -> None:
         pass
 
+    overdue_seconds = 0.0
+
     def kv_usage(self) -> None:
         pass
 
@@ -82,6 +85,7 @@ class _Drafted:
     def __init__(self, fake: FakeDraft) -> None:
         self._fake = fake
         self._tokens: list[int] = []
+        self.pushed = None
 
     async def propose(self, step: ProposeStep) -> Proposal:
         self._fake.apply(self._tokens, step.delta)
@@ -143,16 +147,17 @@ async def watched(
     sample_ratio: float = 1.0,
     trace_rounds: float = 0.0,
     num_speculative_tokens: int = 2,
+    draft_ahead: DraftAhead = "auto",
 ) -> AsyncIterator[Watched]:
     """Three servers in this process."""
     exports = MemoryExports(sample_ratio)
     options = TelemetryOptions()
     async with AsyncExitStack() as stack:
-        target_watch = WatchedService(Telemetry(options, "target", exports), "target")
+        target_watch = ObservedService(Telemetry(options, "target", exports), "target")
         verifying = TargetServicer(target_watch)
         verifying.verifier = ScriptedVerifier(target)  # type: ignore[assignment]
         target_watch.ready(target.model_info.name, lambda: None)
-        draft_watch = WatchedService(Telemetry(options, "draft", exports), "draft")
+        draft_watch = ObservedService(Telemetry(options, "draft", exports), "draft")
         drafting = DraftServicer(draft_watch)
         drafting.proposer = ScriptedProposer(draft)
         draft_watch.ready(draft.model_info.name, lambda: None)
@@ -166,8 +171,9 @@ async def watched(
             target_address=target_address,
             draft_address=draft_address,
             draft_patience_seconds=30.0,
-            draft_pause=False,
+            speculation_policy="fixed",
             num_speculative_tokens=num_speculative_tokens,
+            draft_ahead=draft_ahead,
             trace_rounds=trace_rounds,
         )
         telemetry = Telemetry(settings, "coordinator", exports)

@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 
-from coordinator.settings import CoordinatorSettings
-from draft_service.proposers.standalone import StandaloneProposer, propose_head
+from coordinator.settings.coordinator import CoordinatorSettings
+from draft_service.proposers.draft_head import propose_head
+from draft_service.proposers.standalone import StandaloneProposer
 from draft_service.servicer import DraftServicer
-from tandem.client import Client
-from tandem.engine.engine import Engine
-from tandem.engine.jobs import Head
-from tandem.engine.model import LoadedModel, load_model
+from tandem.clients.aio import Client
+from tandem.engine.core.engine import Engine
+from tandem.engine.core.jobs import Head
+from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.settings import EngineSettings
 from tandem.errors import DeadlineError, ServiceUnavailableError
 from tandem.types import GenerationRequest
@@ -46,7 +47,7 @@ WATCHES = 2
 
 CLIENT = """
 import asyncio, sys
-from tandem.client import Client
+from tandem.clients.aio import Client
 from tandem.types import GenerationRequest
 
 async def main():
@@ -231,7 +232,7 @@ async def test_a_coordinator_process_that_is_killed(cluster: Cluster) -> None:
         cluster.draft_address,
     )
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "coordinator", *arguments, stdout=asyncio.subprocess.PIPE, cwd=ROOT
+        sys.executable, "-P", "-m", "coordinator", *arguments, stdout=asyncio.subprocess.PIPE, cwd=ROOT
     )
     try:
         assert process.stdout is not None

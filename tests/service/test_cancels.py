@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 
-from coordinator.settings import CoordinatorSettings
-from draft_service.proposers.standalone import StandaloneProposer, propose_head
+from coordinator.settings.coordinator import CoordinatorSettings
+from draft_service.proposers.draft_head import propose_head
+from draft_service.proposers.standalone import StandaloneProposer
 from draft_service.servicer import DraftServicer
-from tandem.client import Client
-from tandem.engine.engine import Engine
-from tandem.engine.jobs import Head
-from tandem.engine.model import LoadedModel
+from tandem.clients.aio import Client
+from tandem.engine.core.engine import Engine
+from tandem.engine.core.jobs import Head
+from tandem.engine.models.loading import LoadedModel
 from tandem.engine.settings import EngineSettings
 from tandem.errors import TandemError
 from tandem.types import GenerationRequest
@@ -46,7 +47,7 @@ AT_ONCE = 12
 MAX_SEQUENCES = 8
 GONE_SECONDS = 10.0
 WARM_UP = 48
-MOST_GROWN_MIB = 24
+MAX_GROWN_MIB = 24
 
 
 @dataclass
@@ -109,7 +110,7 @@ async def cluster(model: LoadedModel) -> AsyncIterator[Cluster]:
             serving(lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(proposing, server))
         )
         settings = CoordinatorSettings(
-            target_address=target_address, draft_address=draft_address, draft_pause=False
+            target_address=target_address, draft_address=draft_address, speculation_policy="fixed"
         )
         made.address = await enter(coordinating(settings))
         yield made
@@ -165,7 +166,7 @@ async def test_nothing_is_left_of_requests_that_were_cancelled(cluster: Cluster,
         await at_once(count)
         await until(lambda: not tasks() - idle, GONE_SECONDS, lambda: str(tasks() - idle))
         grown = resident_mebibytes() - before
-        assert grown < MOST_GROWN_MIB
+        assert grown < MAX_GROWN_MIB
         assert (await complete(client, LONG)).token_ids == expected.token_ids
     logger.info("%d cancels, %.1f MiB more", count, grown)
 

@@ -19,9 +19,10 @@ from grpc_reflection.v1alpha import reflection
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from pydantic import SecretStr
 
-from tandem.asking import Completed, Options
-from tandem.client import Client
-from tandem.credentials import Credentials
+from tandem.clients.aio import Client
+from tandem.clients.options import Completed, Options
+from tandem.clients.retries import NO_RETRIES, Retries
+from tandem.clients.sync import SyncClient
 from tandem.errors import (
     CapacityError,
     DeadlineError,
@@ -29,16 +30,16 @@ from tandem.errors import (
     ServiceUnavailableError,
     UnauthenticatedError,
 )
-from tandem.retries import NO_RETRIES, Retries
+from tandem.rpc.credentials import Credentials
 from tandem.serving.calls import RunningCalls
-from tandem.serving.handlers import Context
+from tandem.serving.interceptors.handlers import Context
 from tandem.serving.server import new_server
 from tandem.settings import ServerSettings
-from tandem.sync_client import SyncClient
-from tandem.types import Chunk, FinishReason, GenerationRequest, SpeculationFigures, Summary
+from tandem.types import Chunk, FinishReason, GenerationRequest, SpeculationStats, Summary
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 from tandem.wire.generation import chunk_to_proto
 from tandem.wire.status import Ending
+from tests.chatless import Chatless
 from tests.paths import ROOT
 from tests.service.clients import until
 from tests.service.fakes import FakeDraft, FakeTarget, cluster, serving
@@ -72,7 +73,7 @@ def asker(kind: str, address: str, **options: Any) -> Ask:
 @asynccontextmanager
 async def address_of(target: FakeTarget, draft: FakeDraft | None = None) -> AsyncIterator[str]:
     async with cluster(target, draft) as client:
-        yield client._address
+        yield client.address
 
 
 def test_options_are_the_fields_of_a_request() -> None:
@@ -80,8 +81,8 @@ def test_options_are_the_fields_of_a_request() -> None:
     del fields["prompt"]
     options = get_type_hints(Options)
     assert set(options) == set(fields)
-    # Several stop strings may come in any sequence, and one by itself.
-    assert {name for name in options if options[name] != fields[name]} == {"stop"}
+    # Stop strings and ids may come in any sequence, and one stop string by itself.
+    assert {name for name in options if options[name] != fields[name]} == {"stop", "stop_token_ids"}
 
 
 @BOTH
@@ -110,7 +111,7 @@ async def test_refusals(kind: str) -> None:
         ask = asker(kind, address)
         with pytest.raises(InvalidRequestError, match=r"temperature is -1\.0"):
             await ask("x", temperature=-1.0)
-        with pytest.raises(InvalidRequestError, match="the request cannot be sent"):
+        with pytest.raises(InvalidRequestError, match=r"the request cannot be sent|is \d+; it must be from"):
             await ask("x", seed=2**64)
         with pytest.raises(TypeError, match="no_such_option"):
             await ask("x", no_such_option=1)
@@ -122,13 +123,13 @@ async def test_the_time_of_a_request_is_kept(kind: str) -> None:
     target.step_seconds = 0.2
     async with address_of(target) as address:
         with pytest.raises(
-            DeadlineError, match=r"took longer than the 0\.5 s it was given; \d tokens were delivered"
+            DeadlineError, match=r"took longer than the 0\.5 s it was given; \d tokens? (was|were) delivered"
         ):
             await asker(kind, address)((10,), timeout_seconds=0.5)
         await until(lambda: not target.running, SECONDS)
 
 
-class Moody(generation_pb2_grpc.GenerationServiceServicer):
+class Moody(Chatless):
     """A coordinator that fails in these ways, one after the other, before it answers."""
 
     def __init__(self, *codes: grpc.StatusCode, after: int = 0, hint: float | None = 0.05) -> None:
@@ -146,7 +147,7 @@ class Moody(generation_pb2_grpc.GenerationServiceServicer):
             for _ in range(self._after):
                 yield chunk_to_proto(Chunk("a", (1,), (False,), (1,)))
             await context.abort(code, "later", Ending(code, "later", self._hint).metadata)
-        summary = Summary(FinishReason.LENGTH, 1, 1, SpeculationFigures(), "r", 1)
+        summary = Summary(FinishReason.LENGTH, 1, 1, SpeculationStats(), "r", 1)
         yield chunk_to_proto(Chunk("a", (1,), (False,), (1,), summary))
 
 
@@ -216,7 +217,7 @@ async def test_leaving_the_loop_cancels_the_request() -> None:
 
 SCRIPT = """
 import sys
-from tandem.sync_client import SyncClient
+from tandem.clients.sync import SyncClient
 with SyncClient(sys.argv[1]) as client:
     for chunk in client.generate((10,), max_tokens=50):
         print("a piece", flush=True)

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer
 
-from coordinator.figures import describe
-from coordinator.settings import CoordinatorSettings
-from tandem.client import Client
+from coordinator.settings.coordinator import CoordinatorSettings
+from coordinator.stats.speculation import describe
+from tandem.clients.aio import Client
 from tandem.errors import InvalidRequestError
-from tandem.types import FinishReason, GenerationRequest, PositionFigures, RowKind
+from tandem.types import FinishReason, GenerationRequest, PositionStats, RowKind
 from tandem.v1 import target_pb2_grpc
 from tests.paths import DEMO_TARGET
 from tests.service.clients import complete, until
@@ -63,8 +63,8 @@ async def test_all_of_a_proposal_is_accepted(temperature: float) -> None:
     # One token from the target while the draft reads the prompt, then twice four tokens and the bonus token.
     assert completed.drafted == (False, *[True] * 4, False, *[True] * 4, False)
     assert draft.asked == [0, 4, 4]
-    assert completed.figures.rounds == 3
-    assert completed.figures.positions == [PositionFigures(2, 2, 2)] * 4
+    assert completed.stats.rounds == 3
+    assert completed.stats.positions == [PositionStats(2, 2, 2)] * 4
 
 
 @TEMPERATURES
@@ -73,8 +73,8 @@ async def test_none_of_a_proposal_is_accepted(temperature: float) -> None:
         completed = await complete(client, request(temperature=temperature))
     assert completed.token_ids == tuple(range(11, 22))
     assert not any(completed.drafted)
-    assert completed.figures.rounds == 11
-    assert completed.figures.accepted == 0 < completed.figures.drafted
+    assert completed.stats.rounds == 11
+    assert completed.stats.accepted == 0 < completed.stats.drafted
 
 
 @TEMPERATURES
@@ -91,7 +91,7 @@ async def test_without_a_draft_the_target_works_alone() -> None:
     async with cluster(FakeTarget(), None) as client:
         completed = await complete(client, request())
     assert completed.token_ids == tuple(range(11, 22))
-    assert describe(completed.figures)["drafted"] == 0
+    assert describe(completed.stats)["drafted"] == 0
 
 
 @TEMPERATURES
@@ -102,7 +102,7 @@ async def test_what_follows_an_end_of_sequence_token_is_dropped(eos: int, temper
         completed = await complete(client, request(temperature=temperature))
     assert completed.token_ids == tuple(range(11, eos + 1))
     assert completed.finish_reason is FinishReason.STOP
-    assert completed.figures.accepted == sum(completed.drafted)
+    assert completed.stats.accepted == sum(completed.drafted)
 
 
 async def test_end_of_sequence_tokens_can_be_ignored() -> None:

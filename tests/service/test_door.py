@@ -10,14 +10,14 @@ from typing import Any
 
 import grpc.aio
 
-from coordinator.door import GENERATE
-from coordinator.observer import NoObserver
+from coordinator.requests.large_requests import GENERATE
 from coordinator.service import CoordinatorService
-from coordinator.settings import CoordinatorSettings
+from coordinator.settings.coordinator import CoordinatorSettings
+from coordinator.telemetry.observer import NoObserver
 from coordinator.telemetry.setup import CoordinatorTelemetry
-from tandem.client import Client
-from tandem.credentials import Credentials
+from tandem.clients.aio import Client
 from tandem.errors import CapacityError
+from tandem.rpc.credentials import Credentials
 from tandem.types import GenerationRequest
 from tandem.v1 import target_pb2_grpc
 from tandem.wire.status import retry_after_seconds
@@ -98,7 +98,7 @@ async def test_a_request_is_refused_unread() -> None:
     bearer = ("authorization", f"Bearer {TOKEN}")
     async with full() as coordinator, unsent(coordinator.address, bearer, ("traceparent", TRACE)) as call:
         assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert await call.details() == "1 requests run and 0 wait, which is the most; try again later"
+        assert await call.details() == "1 request runs and 0 wait, which is the most; try again later"
         assert (retry_after_seconds(await call.trailing_metadata()) or 0.0) > 0.0
         assert coordinator.counter.begun == ["", TRACE]
         (error,) = coordinator.counter.outcomes

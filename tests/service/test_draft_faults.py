@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import grpc
 import pytest
 
-from tandem.serving.handlers import Context
+from tandem.serving.interceptors.handlers import Context
 from tandem.types import FinishReason, GenerationRequest
 from tandem.v1 import draft_pb2, types_pb2
 from tests.service.clients import complete, until
@@ -181,7 +181,7 @@ async def test_a_draft_that_was_late_is_asked_again_and_its_late_answer_not_used
     async with cluster(target, draft, PATIENCE_SECONDS) as client:
         completed = await complete(client, GenerationRequest((10,), max_tokens=50, temperature=0.0))
     assert len(draft.asked) > 2
-    assert completed.figures.accepted == completed.figures.drafted > 0
+    assert completed.stats.accepted == completed.stats.drafted > 0
 
 
 async def test_a_lost_draft_stream_is_let_go_of() -> None:
@@ -200,5 +200,5 @@ async def test_a_draft_that_tells_no_logits_is_not_asked_where_they_are_compared
     async with asyncio.timeout(TEST_SECONDS), cluster(FakeTarget(), draft, PATIENCE_SECONDS) as client:
         completed = await complete(client, request)
     assert completed.token_ids == tuple(range(11, 41))
-    assert completed.figures.accepted == 0
+    assert completed.stats.accepted == 0
     assert draft.asked

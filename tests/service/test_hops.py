@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from coordinator.settings import CoordinatorSettings
-from tandem.client import Client
-from tandem.engine.model import LoadedModel
+from coordinator.settings.coordinator import CoordinatorSettings
+from tandem.clients.aio import Client
+from tandem.engine.models.loading import LoadedModel
 from tandem.errors import DeadlineError, ServiceUnavailableError, TandemError
 from tandem.types import Chunk, GenerationRequest
 from tests.fault_proxy import FaultProxy, fault_proxy
@@ -64,7 +64,7 @@ async def hops(model: LoadedModel, draft_model: LoadedModel, *, targets: int) ->
         settings = CoordinatorSettings(
             target_address=",".join([to_target.address, *addresses[1:]]),
             draft_address=to_draft.address,
-            draft_pause=False,
+            speculation_policy="fixed",
         )
         to_coordinator = await enter(fault_proxy(await enter(coordinating(settings))))
         client = await enter(Client(to_coordinator.address))

@@ -8,32 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import APIError, APIStatusError, AsyncOpenAI, RateLimitError
-from tokenizers import Tokenizer
+from openai import APIError
 
-from coordinator.http import body as body_module
-from coordinator.settings import CoordinatorSettings
-from tandem.errors import ConfigurationError
 from tandem.v1 import target_pb2
-from tests.paths import DEMO_TARGET
 from tests.service.clients import until
 from tests.service.fakes import MAX_LENGTH, FakeDraft, FakeTarget
-from tests.service.http_cluster import HttpCluster, http_cluster
-
-TOKENIZER = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-SECONDS = 20.0
-TOKEN = "a-token-of-many-characters"
-
-
-def text(first: int, last: int) -> str:
-    decoded: str = TOKENIZER.decode(list(range(first, last + 1)))
-    return decoded
-
-
-def openai(cluster: HttpCluster, **changes: Any) -> AsyncOpenAI:
-    options: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": SECONDS} | changes
-    return AsyncOpenAI(base_url=f"{cluster.url}/v1", **options)
+from tests.service.http_cluster import http_cluster
+from tests.service.http_texts import SECONDS, TEMPLATE, TOKENIZER, openai, post, text
 
 
 @pytest.fixture
@@ -85,6 +66,7 @@ async def test_a_streamed_completion_by_openais_client() -> None:
     extras = [piece.choices[0].model_extra or {} for piece in told]
     assert [extra["drafted"] for extra in extras] == [[False], *[[True] * 4 + [False]] * 2]
     assert [extra["proposed"] for extra in extras] == [[0], [4], [4]]
+    assert [extra["drafted_ahead"] for extra in extras] == [[False], [False], [False]]
     assert [sum(extra["text_lengths"]) for extra in extras] == [len(piece.choices[0].text) for piece in told]
     assert last.choices == []
     assert last.usage is not None
@@ -142,7 +124,7 @@ async def test_the_chat_template_is_the_models_own() -> None:
         )
         assert (await cluster.http.get("/tandem/status")).json()["chat"]
     assert answer.json()["usage"]["prompt_tokens"] == len(TOKENIZER.encode("user: a\n").ids)
-    assert "tools is set; it must be empty" in refused.json()["error"]["message"]
+    assert "tools is set; it must be empty, or tool_choice none" in refused.json()["error"]["message"]
 
 
 async def test_several_completions_of_several_prompts() -> None:
@@ -186,146 +168,6 @@ async def test_leaving_the_loop_ends_the_targets_sequence() -> None:
         await stream.close()
         await until(lambda: not target.running, SECONDS)
     assert target.longest < 20
-
-
-async def post(
-    cluster: HttpCluster, path: str = "/v1/completions", **body: Any
-) -> tuple[int, dict[str, Any]]:
-    answer = await cluster.http.post(path, json=body)
-    return answer.status_code, answer.json()["error"]
-
-
-async def test_refusals_have_openais_form() -> None:
-    async with http_cluster(FakeTarget(), FakeDraft()) as cluster:
-        status, error = await post(cluster, prompt="x", top_p=2)
-        assert status == 400
-        assert error == {
-            "message": "top_p is 2.0; it must be more than 0 and at most 1",
-            "type": "invalid_request_error",
-            "param": "top_p",
-            "code": None,
-        }
-        for body, sentence in (
-            ({"prompt": "x", "echo": True}, "echo is true"),
-            (
-                {"prompt": "x", "presence_penalty": 0.5},
-                "presence_penalty is 0.5; with a separate draft model",
-            ),
-            ({"prompt": "x", "response_format": {"type": "json_schema"}}, "response_format is json_schema"),
-            ({"prompt": "x", "foo": 1}, "foo is not an option of this request"),
-            ({"prompt": "x", "max_tokens": "5"}, "max_tokens is '5': input should be a valid integer"),
-            ({"prompt": "x", "seed": 2**80}, f"seed is {2**80}; it must be a signed 64-bit integer"),
-            ({"prompt": "x", "stop": ["a", ""]}, "a stop string is empty"),
-            ({"prompt": 5}, "prompt is 5"),
-            ({"prompt": [5000]}, "the prompt holds token id 5000"),
-            ({"prompt": ""}, "the prompt is empty"),
-            ({"prompt": "x", "timeout_seconds": 0}, "timeout_seconds is 0"),
-            ({"prompt": "x", "rejection_sampling_strategy": "luck"}, "luck"),
-            ({}, "prompt is missing"),
-        ):
-            status, error = await post(cluster, **body)
-            assert status == 400
-            assert sentence in error["message"]
-            assert error["type"] == "invalid_request_error"
-        status, error = await post(
-            cluster, "/v1/chat/completions", messages=[{"role": "user", "content": "x"}]
-        )
-        assert (status, "has no chat template" in error["message"]) == (400, True)
-        status, error = await post(cluster, prompt="x", model="other")
-        assert (status, error["code"]) == (404, "model_not_found")
-
-
-async def test_what_http_itself_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_module, "BODY_SECONDS", 0.2)
-    async with http_cluster(FakeTarget(), http_max_body_bytes=2000) as cluster:
-        http = cluster.http
-
-        def shown(answer: Any) -> tuple[int, Any]:
-            return answer.status_code, answer.json()["error"]["message"]
-
-        assert shown(await http.get("/v2")) == (404, "there is nothing at /v2")
-        answer = await http.get("/v1/completions")
-        assert shown(answer) == (405, "method is GET; /v1/completions takes POST")
-        assert answer.headers["allow"] == "POST"
-        plain = await http.post("/v1/completions", content=b'{"prompt": "x"}')
-        assert shown(plain) == (415, "content-type is not set; it must be application/json")
-        large = await http.post("/v1/completions", json={"prompt": "x" * 3000})
-        assert shown(large) == (413, "the body is larger than 2000 bytes, which is the most")
-        broken = await http.post(
-            "/v1/completions", content=b"{", headers={"content-type": "application/json"}
-        )
-        assert shown(broken)[0] == 400
-        assert "the body cannot be read: invalid JSON" in shown(broken)[1]
-
-        async def slow() -> Any:
-            yield b"{"
-            await asyncio.sleep(1)
-            yield b"}"
-
-        late = await http.post(
-            "/v1/completions", content=slow(), headers={"content-type": "application/json"}
-        )
-        assert shown(late) == (408, "the body did not come within 0.2 s")
-
-
-async def test_too_many_requests_are_told_when_to_come_back() -> None:
-    target = FakeTarget()
-    target.step_seconds = 0.2
-    bounds: dict[str, Any] = {"max_concurrent_requests": 1, "max_queued_requests": 0}
-    async with http_cluster(target, **bounds) as cluster, openai(cluster) as client:
-        running = asyncio.create_task(client.completions.create(model="fake", prompt=[10], max_tokens=20))
-        await until(lambda: target.running == 1, SECONDS)
-        with pytest.raises(RateLimitError) as refusal:
-            await client.completions.create(model="fake", prompt=[10], stream=True)
-        running.cancel()
-        assert float(refusal.value.response.headers["retry-after"]) >= 1
-        assert float(refusal.value.response.headers["retry-after-ms"]) >= 100
-        # With its retries on, the client comes back by itself.
-        async with openai(cluster, max_retries=5) as patient:
-            answer = await patient.completions.create(model="fake", prompt=[10], max_tokens=1)
-        assert answer.choices[0].text == text(11, 11)
-
-
-async def test_a_deadline_is_kept() -> None:
-    target = FakeTarget()
-    target.step_seconds = 0.3
-    async with http_cluster(target) as cluster, openai(cluster) as client:
-        with pytest.raises(APIStatusError) as late:
-            await client.completions.create(model="fake", prompt=[10], extra_body={"timeout_seconds": 0.5})
-        assert late.value.status_code == 504
-        stream = await client.completions.create(
-            model="fake", prompt=[10], stream=True, extra_body={"timeout_seconds": 0.5}
-        )
-        with pytest.raises(
-            APIError, match=r"took longer than the 0\.5 s it was given; 1 tokens were delivered"
-        ):
-            async for _ in stream:
-                pass
-
-
-async def test_tokens() -> None:
-    async with http_cluster(FakeTarget(), auth_token=TOKEN) as cluster:
-        for path in ("/v1/models", "/metrics", "/tandem/status", "/version", "/nothing"):
-            answer = await cluster.http.get(path)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
-        for path in ("/health", "/", "/page.css", "/page.js"):
-            assert (await cluster.http.get(path)).status_code == 200
-        async with openai(cluster, api_key=TOKEN) as client:
-            assert (await client.models.list()).data[0].id == "fake"
-        async with openai(cluster, api_key="another-token-of-many") as client:
-            with pytest.raises(APIStatusError) as refusal:
-                await client.models.list()
-            assert refusal.value.status_code == 401
-
-
-async def test_a_page_that_calls_itself_this_machine_reads_nothing() -> None:
-    async with http_cluster(FakeTarget()) as cluster:
-        hosts = {"evil.example": 403, "evil.example:80": 403, "[": 403, "localhost:1": 200, "[::1]": 200}
-        for host, status in hosts.items():
-            assert (await cluster.http.get("/v1/models", headers={"host": host})).status_code == status
-    async with http_cluster(FakeTarget(), auth_token=TOKEN) as cluster:
-        headers = {"host": "tandem.example", "authorization": f"Bearer {TOKEN}"}
-        assert (await cluster.http.get("/v1/models", headers=headers)).status_code == 200
 
 
 async def test_what_is_closed_says_why_and_what_runs_goes_on() -> None:
@@ -379,23 +221,9 @@ async def test_status_and_version() -> None:
 
 
 async def test_metrics_are_those_of_the_coordinator() -> None:
-    async with http_cluster(FakeTarget(), FakeDraft()) as cluster:
+    async with http_cluster(FakeTarget(), FakeDraft(), speculation_policy="fixed") as cluster:
         await cluster.http.post("/v1/completions", json={"prompt": [10], "max_tokens": 11, "temperature": 0})
         answer = await cluster.http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=")
     samples = dict(line.rsplit(" ", 1) for line in answer.text.splitlines() if not line.startswith("#"))
     assert samples['tandem_spec_decode_num_accepted_tokens_total{model_name="fake",rule="greedy"}'] == "6.0"
-
-
-async def test_a_port_that_is_taken_is_told_at_once() -> None:
-    async with http_cluster(FakeTarget()) as cluster:
-        port = int(cluster.url.rpartition(":")[2])
-        with pytest.raises(ConfigurationError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*--http-port"):
-            async with http_cluster(FakeTarget(), http_port=port):
-                pass
-
-
-def test_other_machines_are_not_served_unprotected() -> None:
-    with pytest.raises(ValueError, match=r"http_host is 0\.0\.0\.0, which other machines reach"):
-        CoordinatorSettings(target_address="127.0.0.1:1", http_port=0, http_host="0.0.0.0")
-    CoordinatorSettings(target_address="127.0.0.1:1", http_host="0.0.0.0")

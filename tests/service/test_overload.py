@@ -16,10 +16,10 @@ from statistics import median
 import grpc.aio
 import pytest
 
-from coordinator.door import GENERATE
-from tandem.client import Client
+from coordinator.requests.large_requests import GENERATE
+from tandem.clients.aio import Client
+from tandem.clients.retries import Retries
 from tandem.errors import CapacityError, DeadlineError
-from tandem.retries import Retries
 from tandem.types import GenerationRequest
 from tandem.v1 import draft_pb2_grpc, generation_pb2, target_pb2_grpc
 from tandem.wire.generation import chunk_from_proto, request_to_proto
@@ -39,7 +39,7 @@ EXPECTED = tuple(range(11, 51))
 
 TEST_SECONDS = 300.0
 """Bound on a hang."""
-MOST_MIB = 300
+MAX_MIB = 300
 LONG = 100_000
 SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 65_536), ("grpc.http2.bdp_probe", 0))
 
@@ -94,7 +94,15 @@ async def front(target: FakeTarget, draft: FakeDraft | None, *options: str) -> A
             )
         process = stack.enter_context(
             # Many would leave the draft out.
-            coordinator(target_address, draft_address, "--no-draft-pause", "--log-level", "warning", *options)
+            coordinator(
+                target_address,
+                draft_address,
+                "--speculation-policy",
+                "fixed",
+                "--log-level",
+                "warning",
+                *options,
+            )
         )
         # The fakes answer from this loop, so nothing may wait in it.
         yield Front(process, await asyncio.to_thread(address_of, process))
@@ -115,7 +123,7 @@ async def test_many_streams_at_once(streams: int) -> None:
             )
         peak = coordinator_.mebibytes("VmHWM")
     assert {completed.token_ids for completed in gathered} == {EXPECTED}
-    assert peak <= MOST_MIB
+    assert peak <= MAX_MIB
     logger.info("%d streams, at most %d MiB", streams, peak)
 
 
@@ -274,7 +282,11 @@ def p99(values: Sequence[float]) -> float:
 @pytest.mark.parametrize("stalled_seconds", [1.0, pytest.param(60.0, marks=pytest.mark.soak)])
 async def test_a_reader_that_stalls_beside_good_ones(stalled_seconds: float) -> None:
     target = EndlessTarget()
-    options = ("--stalled-reader-timeout-seconds", str(stalled_seconds))
+    options = (
+        *("--stalled-reader-timeout-seconds", str(stalled_seconds)),
+        # Later than that: the target lets go of the sequence when the stream ends, not when it gives up its places.
+        *("--stalled-stream-seconds", str(stalled_seconds + 60.0)),
+    )
     async with (
         asyncio.timeout(TEST_SECONDS),
         front(target, EndlessDraft(), *options) as coordinator_,
@@ -315,7 +327,7 @@ async def test_the_clients_deadline_bounds_every_wait(step_seconds: float, token
     deadline = 0.3
     async with asyncio.timeout(TEST_SECONDS), cluster(target, None) as client:
         began = time.monotonic()
-        sentence = rf"longer than the 0\.3 s it was given; {tokens} tokens were delivered"
+        sentence = rf"longer than the 0\.3 s it was given; {tokens} tokens? (was|were) delivered"
         with pytest.raises(DeadlineError, match=sentence):
             async for _ in client.generate(REQUEST, timeout_seconds=deadline):
                 pass

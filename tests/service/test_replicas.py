@@ -5,67 +5,38 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import grpc.aio
 import pytest
-from grpc_health.v1 import health, health_pb2_grpc
 
-from coordinator.addresses import Resolver
-from coordinator.replica import ReplicaSnapshot, ReplicaState, Role
-from coordinator.replicas import Replicas
-from coordinator.settings import CoordinatorSettings
-from tandem.credentials import Credentials
-from tandem.errors import IncompatibleModelsError, InvalidRequestError, ServiceUnavailableError
-from tandem.v1 import target_pb2_grpc
+from coordinator.replicas.registry import ReplicaRegistry
+from tandem.errors import (
+    IncompatibleModelsError,
+    InvalidRequestError,
+    ServiceUnavailableError,
+)
+from tandem.replica import ReplicaState, Role
+from tandem.rpc.channels import SERVICE_KEEPALIVE, Keepalive
+from tandem.rpc.credentials import Credentials
+from tandem.serving.interceptors.handlers import Context
 from tests.service.clients import until
 from tests.service.fakes import Fake, FakeDraft, FakeTarget
+from tests.service.registries import SECONDS, becomes, names, settings, shot, started
 from tests.service.served import NOT_SERVING, SERVING, Served, addresses, served
 
-SECONDS = 20.0
-"""Bound on a change that is to come."""
 USED_AGAIN_SECONDS = 0.5
 
 
-def settings(
-    targets: str, drafts: str | None = None, start_seconds: float = SECONDS, resolve_seconds: float = 5.0
-) -> CoordinatorSettings:
-    return CoordinatorSettings(
-        target_address=targets,
-        draft_address=drafts,
-        start_timeout_seconds=start_seconds,
-        resolve_interval_seconds=resolve_seconds,
-        insecure=True,
-    )
-
-
 @asynccontextmanager
-async def started(replicas: Replicas) -> AsyncIterator[Replicas]:
-    try:
-        await replicas.start()
-        yield replicas
-    finally:
-        await replicas.close()
-
-
-@asynccontextmanager
-async def followed(*fakes: Fake) -> AsyncIterator[tuple[Replicas, list[Served]]]:
+async def followed(*fakes: Fake) -> AsyncIterator[tuple[ReplicaRegistry, list[Served]]]:
     """The replicas that these fakes are, once one of each role is ready."""
     async with served(*fakes) as services:
         given = settings(addresses(services, FakeTarget), addresses(services, FakeDraft) or None)
-        async with started(Replicas(given)) as replicas:
+        async with started(ReplicaRegistry(given)) as replicas:
             yield replicas, services
-
-
-def shot(replicas: Replicas, address: str) -> ReplicaSnapshot:
-    return next(each for each in replicas.snapshots() if each.address == address)
-
-
-async def becomes(replicas: Replicas, address: str, state: ReplicaState) -> ReplicaSnapshot:
-    await until(lambda: shot(replicas, address).state is state, SECONDS, lambda: str(replicas.snapshots()))
-    return shot(replicas, address)
 
 
 async def test_a_replica_that_comes_back_is_reached_with_renewed_certificates(
@@ -73,14 +44,14 @@ async def test_a_replica_that_comes_back_is_reached_with_renewed_certificates(
 ) -> None:
     ca_file, used = tmp_path / "ca.pem", list[bytes]()
 
-    def plain(address: str, limit: int, credentials: Credentials) -> grpc.aio.Channel:
+    def plain(address: str, limit: int, credentials: Credentials, _: Keepalive) -> grpc.aio.Channel:
         used.append(ca_file.read_bytes())
         return grpc.aio.insecure_channel(address)
 
-    monkeypatch.setattr("coordinator.replicas.open_channel", plain)
+    monkeypatch.setattr("coordinator.replicas.registry.open_channel", plain)
     ca_file.write_bytes(b"the first")
     async with served(FakeTarget()) as (target,):
-        replicas = Replicas(settings(target.address), Credentials(ca_file=ca_file))
+        replicas = ReplicaRegistry(settings(target.address), Credentials(ca_file=ca_file))
         async with started(replicas):
             await becomes(replicas, target.address, ReplicaState.READY)
             assert set(used) == {b"the first"}
@@ -106,7 +77,7 @@ async def test_a_replica_that_is_there_is_ready() -> None:
 async def test_one_that_loads_is_connecting_until_it_is_ready() -> None:
     async with served(FakeTarget(), FakeTarget()) as (first, second):
         await second.say(NOT_SERVING)
-        async with started(Replicas(settings(f"{first.address},{second.address}"))) as replicas:
+        async with started(ReplicaRegistry(settings(f"{first.address},{second.address}"))) as replicas:
             await until(lambda: "starting" in shot(replicas, second.address).reason, SECONDS)
             assert shot(replicas, second.address).state is ReplicaState.CONNECTING
             await second.say(SERVING)
@@ -121,6 +92,35 @@ async def test_one_that_says_it_drains_gets_nothing_new() -> None:
         member = replicas.targets.choose()
         assert member is not None
         assert member.address == second.address
+
+
+async def test_one_that_refuses_our_token_is_refused_and_used_once_it_takes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Health is open to all, so it looks as if it were there."""
+    target, other = FakeTarget(), FakeTarget()
+    is_known = False
+    tell = target.GetModelInfo
+
+    async def guarded(request: object, context: Context) -> object:
+        if not is_known:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is not known")
+        return await tell(request, context)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(target, "GetModelInfo", guarded)
+    async with (
+        served(target, other) as (first, second),
+        started(ReplicaRegistry(settings(f"{first.address},{second.address}"))) as replicas,
+    ):
+        refused = await becomes(replicas, first.address, ReplicaState.REFUSED)
+        assert refused.reason == "target service: the token is not known"
+        is_known = True
+        await becomes(replicas, first.address, ReplicaState.READY)
+
+
+def test_a_stopped_service_is_noticed_within_five_seconds() -> None:
+    assert SERVICE_KEEPALIVE.interval_seconds + SERVICE_KEEPALIVE.answer_seconds < 5.0
+    assert SERVICE_KEEPALIVE.interval_seconds > 1.0, "a server takes more frequent pings for an attack"
 
 
 async def test_one_that_is_gone_is_down_and_used_again_as_soon_as_it_is_ready() -> None:
@@ -146,7 +146,7 @@ async def test_one_that_is_gone_is_down_and_used_again_as_soon_as_it_is_ready() 
 
 
 async def test_one_that_does_not_answer_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.pool_member.UNANSWERED_SECONDS", 0.3)
+    monkeypatch.setattr("coordinator.replicas.member.UNANSWERED_SECONDS", 0.3)
     async with followed(FakeTarget()) as (replicas, (target,)):
         target.health.answers.clear()
         assert (await becomes(replicas, target.address, ReplicaState.DOWN)).reason == "it does not answer"
@@ -187,7 +187,7 @@ async def test_a_draft_that_breaks_a_rule_is_incompatible_beside_one_that_does_n
     async with served(FakeTarget(), FakeDraft(), other) as (target, first, second):
         await second.say(NOT_SERVING)
         both = f"{first.address},{second.address}"
-        async with started(Replicas(settings(target.address, both))) as replicas:
+        async with started(ReplicaRegistry(settings(target.address, both))) as replicas:
             await second.say(SERVING)
             seen = await becomes(replicas, second.address, ReplicaState.INCOMPATIBLE)
             assert "a vocabulary of 7 tokens" in seen.reason
@@ -199,7 +199,7 @@ async def test_a_draft_that_drafts_otherwise_than_the_others_is_incompatible() -
     async with served(FakeTarget(), FakeDraft(), other) as (target, first, second):
         await second.say(NOT_SERVING)
         both = f"{first.address},{second.address}"
-        async with started(Replicas(settings(target.address, both))) as replicas:
+        async with started(ReplicaRegistry(settings(target.address, both))) as replicas:
             await second.say(SERVING)
             seen = await becomes(replicas, second.address, ReplicaState.INCOMPATIBLE)
             assert "they must draft alike" in seen.reason
@@ -210,12 +210,14 @@ async def test_the_first_mismatch_ends_the_start() -> None:
     wrong.model_info = replace(wrong.model_info, vocabulary_size=7)
     async with served(FakeTarget(), wrong) as (target, draft):
         with pytest.raises(IncompatibleModelsError, match="vocabulary of 7 tokens"):
-            async with started(Replicas(settings(target.address, draft.address))):
+            async with started(ReplicaRegistry(settings(target.address, draft.address))):
                 pass
 
 
 async def test_a_start_without_a_service_says_why() -> None:
-    replicas = Replicas(settings("127.0.0.1:1,nowhere.invalid:2", start_seconds=1.0), resolver=names({}))
+    replicas = ReplicaRegistry(
+        settings("127.0.0.1:1,nowhere.invalid:2", start_seconds=1.0), resolver=names({})
+    )
     with pytest.raises(ServiceUnavailableError, match="was not ready within 1 s") as raised:
         async with started(replicas):
             pass
@@ -251,104 +253,3 @@ async def test_the_least_busy_is_chosen_and_of_equals_the_faster() -> None:
         assert replicas.targets.choose() is one
         assert replicas.targets.choose({one}) is other
         assert replicas.targets.choose({one, other}) is None
-
-
-def names(hosts: dict[str, list[str]]) -> Resolver:
-    async def resolver(host: str, port: int) -> list[str]:
-        if host not in hosts:
-            raise OSError(-2, "no such name")
-        return hosts[host]
-
-    return resolver
-
-
-async def test_a_name_stands_for_all_of_its_addresses() -> None:
-    """Loopback has many addresses, so one port on several of them is several replicas of one name."""
-    hosts = {"targets": ["127.0.0.1"]}
-    async with served(FakeTarget()) as (first,):
-        second_server = grpc.aio.server()
-        target_pb2_grpc.add_TargetServiceServicer_to_server(FakeTarget(), second_server)
-        answering = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(answering, second_server)
-        second_server.add_insecure_port(f"127.0.0.2:{first.port}")
-        await second_server.start()
-        chosen = Replicas(settings(f"targets:{first.port}", resolve_seconds=0.1), resolver=names(hosts))
-        async with started(chosen) as replicas:
-            assert [each.address for each in replicas.snapshots()] == [first.address]
-            hosts["targets"] = ["127.0.0.1", "127.0.0.2"]
-            added = f"127.0.0.2:{first.port}"
-            await until(lambda: replicas.targets.member(added) is not None, SECONDS)
-            await becomes(replicas, added, ReplicaState.READY)
-
-            member = replicas.targets.member(first.address)
-            assert member is not None
-            member.open_sequences = 1
-            hosts["targets"] = ["127.0.0.2"]
-            gone = await becomes(replicas, first.address, ReplicaState.DRAINING)
-            assert "no longer stands for" in gone.reason
-            await asyncio.sleep(0.5)
-            assert replicas.targets.member(first.address) is member, "a sequence is still open there"
-            member.open_sequences = 0
-            await until(lambda: replicas.targets.member(first.address) is None, SECONDS)
-
-            del hosts["targets"]
-            await asyncio.sleep(0.5)
-            assert shot(replicas, added).state is ReplicaState.READY, (
-                "a name server that is away ends nothing"
-            )
-        with suppress(asyncio.CancelledError):
-            await second_server.stop(None)
-
-
-@asynccontextmanager
-async def named(target: Served) -> AsyncIterator[tuple[Replicas, list[str]]]:
-    """Replicas that know the target by a name, looked up when the test does, and the hosts that it stands for."""
-    hosts = ["127.0.0.1"]
-    given = settings(f"targets:{target.port}", resolve_seconds=3600.0)
-    async with started(Replicas(given, resolver=names({"targets": hosts}))) as replicas:
-        yield replicas, hosts
-
-
-async def test_an_operators_drain_outlives_a_name_that_misses_the_address() -> None:
-    async with served(FakeTarget()) as (target,), named(target) as (replicas, hosts):
-
-        async def go_and_come_back() -> None:
-            hosts.clear()
-            await replicas.targets.look()
-            await replicas.targets.look()
-            assert replicas.targets.member(target.address) is None
-            hosts.append("127.0.0.1")
-            await replicas.targets.look()
-            member = replicas.targets.member(target.address)
-            assert member is not None
-            await until(lambda: member.model is not None, SECONDS)
-
-        replicas.drain(Role.TARGET, target.address)
-        reason = shot(replicas, target.address).reason
-        await go_and_come_back()
-        assert (await becomes(replicas, target.address, ReplicaState.DRAINING)).reason == reason
-        assert replicas.targets.choose() is None
-        replicas.resume(Role.TARGET, target.address)
-        await go_and_come_back()
-        await becomes(replicas, target.address, ReplicaState.READY)
-
-
-async def test_one_that_its_name_misses_once_is_kept_whoever_drained_it() -> None:
-    async with served(FakeTarget()) as (target,), named(target) as (replicas, hosts):
-        member = replicas.targets.member(target.address)
-        assert member is not None
-        replicas.drain(Role.TARGET, target.address)
-        for _ in range(2):
-            hosts.clear()
-            await replicas.targets.look()
-            assert replicas.targets.member(target.address) is member
-            replicas.resume(Role.TARGET, target.address)
-            assert "no longer stands for" in shot(replicas, target.address).reason
-            hosts.append("127.0.0.1")
-            await replicas.targets.look()
-            assert replicas.targets.member(target.address) is member
-            assert member.is_ready
-        hosts.clear()
-        await replicas.targets.look()
-        await replicas.targets.look()
-        assert replicas.targets.member(target.address) is None

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from coordinator.failover_target import MOST_LOSSES
+from coordinator.failover.verifier import MAX_LOSSES
 from tandem.errors import TandemError
-from tandem.serving.handlers import Context
+from tandem.serving.interceptors.handlers import Context
 from tandem.types import GenerationRequest
 from tandem.v1 import target_pb2
 from tandem.wire import target as target_wire
@@ -55,16 +55,16 @@ async def test_a_stream_that_breaks_moves_no_other() -> None:
         task = asyncio.create_task(complete(client, request(10)))
         await until(lambda: any(each.running for each in targets), SECONDS)
         for _ in range(3):
-            with pytest.raises(TandemError, match=f"{MOST_LOSSES} targets were lost"):
+            with pytest.raises(TandemError, match=f"{MAX_LOSSES} targets were lost"):
                 await complete(client, request(BREAKING))
         assert not task.done()
         assert (await task).token_ids == EXPECTED
-    assert sum(each.opened for each in targets) == 1 + 3 * MOST_LOSSES
+    assert sum(each.opened for each in targets) == 1 + 3 * MAX_LOSSES
 
 
 async def test_a_target_that_is_full_takes_nobody_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sequence may stay where it is while that drains."""
-    monkeypatch.setattr("coordinator.failover_target._MOVE_SECONDS", 0.2)
+    monkeypatch.setattr("coordinator.failover.verifier._MOVE_SECONDS", 0.2)
     targets = (Breaking(), Breaking())
     async with asyncio.timeout(SECONDS), fleet(*targets) as (client, services):
         task = asyncio.create_task(complete(client, request(10)))

@@ -90,7 +90,7 @@ async def test_one_trace_holds_the_request_its_streams_and_what_the_services_did
 
 
 async def test_the_request_s_span_tells_what_speculation_did() -> None:
-    async with watched(FakeTarget(), FakeDraft(wrong_after_twelve)) as cluster:
+    async with watched(FakeTarget(), FakeDraft(wrong_after_twelve), draft_ahead=4) as cluster:
         await cluster.complete(REQUEST, SAMPLED)
         await all_ended(cluster, 8)
         told = dict(the("text_completion fake", cluster.spans).attributes or {})
@@ -99,7 +99,10 @@ async def test_the_request_s_span_tells_what_speculation_did() -> None:
     byte_counts = {name: told.pop(name) for name in [*told] if name.startswith("tandem.bytes.")}
     identity = {told.pop("gen_ai.response.id"), told.pop("tandem.request_id")}
     assert len(identity) == 1
+    assert isinstance(told.pop("tandem.decision.predicted_gain"), float)
     assert told == {
+        "tandem.decision.load": 1,
+        "tandem.decision.tokens": 2,
         "gen_ai.operation.name": "text_completion",
         "gen_ai.provider.name": "tandem",
         "gen_ai.request.model": "fake",
@@ -117,11 +120,15 @@ async def test_the_request_s_span_tells_what_speculation_did() -> None:
         "tandem.accepted_tokens": 4,
         "tandem.acceptance_rate": 0.8,
         "tandem.acceptance_length": 1.0,
-        "tandem.mean_acceptance_length": 2.0,
+        "tandem.tokens_per_pass": 2.0,
         "tandem.acceptance_rate_per_position.cumulative": (1.0, 0.5),
         "tandem.acceptance_rate_per_position.conditional": (1.0, 0.5),
+        "tandem.ahead.awaited": 2,
+        "tandem.ahead.hits": 0,
+        "tandem.ahead.hits_by_rank": (),
     }
     assert sorted(seconds) == [
+        "tandem.ahead.saved_seconds",
         *(f"tandem.seconds.{phase}" for phase in ("draft", "prefill", "queue", "sampling", "verify", "wait")),
         "tandem.time_to_first_token_seconds",
     ]
@@ -159,14 +166,14 @@ async def test_metrics_of_a_scripted_request(
         assert value(of, "spec_decode_num_drafts_total", **rule) == 3
         assert value(of, "spec_decode_num_draft_tokens_total", **rule) == 5
         assert value(of, "spec_decode_num_accepted_tokens_total", **rule) == 4
-        for position, (drafted, reached, accepted) in enumerate([(3, 3, 3), (2, 2, 1)]):
+        for position, (drafted, reached, accepted) in enumerate([(3, 3, 3), (2, 2, 1)], start=1):
             at = {"position": str(position)}
             assert value(of, "spec_decode_num_draft_tokens_per_pos_total", **at) == drafted
             assert value(of, "spec_decode_num_reached_tokens_per_pos_total", **at) == reached
             assert value(of, "spec_decode_num_accepted_tokens_per_pos_total", **at) == accepted
         assert value(of, "spec_decode_acceptance_rate") == 0.8
         assert value(of, "spec_decode_avg_acceptance_length") == 1.0
-        assert value(of, "spec_decode_acceptance_rate_per_position", position="1") == 0.5
+        assert value(of, "spec_decode_acceptance_rate_per_position", position="2") == 0.5
         assert value(of, "requests_total", outcome="length") == 1
         assert value(of, "requests_total", outcome="stop") == 0
         assert value(of, "prompt_tokens_total") == 3
@@ -193,7 +200,7 @@ async def test_a_token_behind_a_rejected_one_was_proposed_and_never_reached() ->
         assert await cluster.complete(REQUEST) == COMPLETION
         await all_ended(cluster, 8)
         of = cluster.coordinator
-        for position, (drafted, reached, accepted) in enumerate([(3, 3, 2), (3, 2, 2)]):
+        for position, (drafted, reached, accepted) in enumerate([(3, 3, 2), (3, 2, 2)], start=1):
             at = {"position": str(position)}
             assert value(of, "spec_decode_num_draft_tokens_per_pos_total", **at) == drafted
             assert value(of, "spec_decode_num_reached_tokens_per_pos_total", **at) == reached

@@ -1,18 +1,18 @@
-"""The client that admin commands speak through."""
+"""The client of admin commands."""
 
 from __future__ import annotations
 
 import typer
 
 from coordinator.cli.connection import ConnectionOptions, connect
-from tandem.admin_client import DEFAULT_TIMEOUT_SECONDS, AdminClient
+from tandem.clients.admin import DEFAULT_TIMEOUT_SECONDS, AdminClient
 
 
 def admin_client(options: ConnectionOptions, click: typer.Context) -> AdminClient:
-    """A client for the coordinator that the options name.
+    """A client for the coordinator of these options.
 
     Raises:
-        ConfigurationError: an option cannot be what it is.
+        ConfigurationError: an option is invalid.
     """
     connection = connect(options, click)
     return AdminClient(

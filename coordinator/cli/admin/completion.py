@@ -1,4 +1,4 @@
-"""What the shell suggests where a replica or a request is to be named. A suggestion must never get in the way."""
+"""Shell completion for replicas and requests. A failing suggestion must never disturb the shell."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from dataclasses import fields
 
 import typer
 
+from coordinator.cli.admin.words import plural
 from coordinator.cli.connection import ConnectionOptions, connect
-from tandem.admin_client import AdminClient
+from tandem.clients.admin import AdminClient
 from tandem.errors import TandemError
 
 _PATIENCE_SECONDS = 1.0
 
 
 def replica_addresses(click: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Addresses of replicas, each with what it is."""
+    """Addresses of replicas, each with its role and state."""
 
     async def ask(client: AdminClient) -> list[tuple[str, str]]:
         return [(shot.address, f"{shot.role.value}, {shot.state.value}") for shot in await client.replicas()]
@@ -29,7 +30,8 @@ def request_ids(click: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 
     async def ask(client: AdminClient) -> list[tuple[str, str]]:
         return [
-            (report.request_id, f"{report.completion_tokens} tokens") for report in await client.requests()
+            (report.request_id, plural(report.completion_tokens, "token"))
+            for report in await client.requests()
         ]
 
     return _suggested(click, incomplete, ask)

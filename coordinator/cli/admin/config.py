@@ -1,4 +1,4 @@
-"""`tandem admin config`: what a running coordinator goes by, and how to change it."""
+"""`tandem admin config`: shows and changes the configuration of a running coordinator."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def show(
     keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY]...", help="Only these options.")] = None,
     live: Annotated[bool, typer.Option("--live", help="Only options that can be changed.")] = False,
 ) -> None:
-    """Show every option, its value, and where that comes from."""
+    """Show every option, its value, and where the value comes from."""
     async with admin_client(connection, click) as client:
         options = await client.config()
     names = [key.replace("-", "_") for key in keys or ()]
@@ -59,10 +59,10 @@ async def set_options(
     connection: ConnectionOptions,
     output: OutputOptions,
 ) -> None:
-    """Change options for the requests that come next; those that run keep what they began with.
+    """Change options for new requests; running requests keep theirs.
 
-    Several options change together, or not at all. null unsets an option that need not be set. The coordinator checks
-    the same rules as at its start, and logs who changed what.
+    Several options change together or not at all. null unsets an optional option. The coordinator checks the same rules
+    as at its start, and logs each change with its caller.
     """
     values = pairs(words)
     async with admin_client(connection, click) as client:
@@ -110,7 +110,7 @@ def option_table(shown: Sequence[ConfigOption]) -> Table:
 
 
 def origin(option: ConfigOption) -> str:
-    """Where its value comes from, in words."""
+    """Origin of its value, in words."""
     if option.origin is not Origin.LIVE or option.changed_at is None:
         return option.origin.value
     return f"live at {option.changed_at:%H:%M:%S} by {option.changed_by}"

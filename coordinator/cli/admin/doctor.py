@@ -1,4 +1,4 @@
-"""`tandem admin doctor`: what is wrong, and what to do about it, seen from here and from the coordinator."""
+"""`tandem admin doctor`: finds problems from here and from the coordinator, and says what to do."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from coordinator.cli.connection import Connection, ConnectionOptions, connect
 from coordinator.cli.exit_codes import UNHEALTHY, UNREACHABLE, exit_code
 from coordinator.cli.output import OutputOptions
 from tandem import __version__
-from tandem.addresses import is_local
 from tandem.admin import Diagnosis, Finding, Severity
-from tandem.admin_client import DEFAULT_TIMEOUT_SECONDS, AdminClient
+from tandem.clients.admin import DEFAULT_TIMEOUT_SECONDS, AdminClient
 from tandem.errors import PermissionDeniedError, ServiceUnavailableError, TandemError, UnauthenticatedError
+from tandem.rpc.addresses import is_local
 
 _PINGS = 5
 SKEW_SECONDS = 1.0
@@ -41,14 +41,14 @@ _MARKS = {
 
 @dataclass(slots=True)
 class Report:
-    """What was found."""
+    """The findings."""
 
     findings: list[Finding] = field(default_factory=list)
     exit_code: int = 0
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing keeps requests from being completed."""
+        """True if requests can be completed."""
         return self.exit_code == 0
 
     def add(self, finding: Finding) -> None:
@@ -64,10 +64,10 @@ def add_to(admin: typer.Typer) -> None:
 
 
 async def doctor(click: typer.Context, connection: ConnectionOptions, output: OutputOptions) -> None:
-    """Look for what is wrong, and say what to do.
+    """Find problems, and say what to do.
 
-    Looks at the address, TLS, the token, versions, clocks and round trips from here, and at replicas, models, load and
-    acceptance from the coordinator. Exits 0 when no problem was found (warnings are none), 3 when one was, 4 when the
+    Checks the address, TLS, the token, versions, clocks and round trips from here, and replicas, models, load and
+    acceptance from the coordinator. Exits 0 without a problem (warnings do not count), 3 with one, 4 when the
     coordinator cannot be reached, and 5 when it refuses the token.
     """
     where = connect(connection, click)
@@ -106,7 +106,7 @@ async def examine(where: Connection, client: AdminClient) -> Report:
 
 
 async def _reached(address: str, seconds: float) -> Finding:
-    """Whether anything listens there."""
+    """True if anything listens there."""
     if address.startswith("unix:"):
         return Finding("address", address, Severity.OK, "a socket of this machine")
     host, _, port = address.rpartition(":")
@@ -140,7 +140,7 @@ async def _round_trip(client: AdminClient) -> float:
 
 
 def transport(where: Connection) -> Finding:
-    """Whether others can listen."""
+    """True if others can listen."""
     if where.credentials.uses_tls:
         return Finding("TLS", "", Severity.OK, "the connection is encrypted")
     if is_local(where.address):
@@ -155,7 +155,7 @@ def transport(where: Connection) -> Finding:
 
 
 def refused(where: Connection, error: TandemError) -> Finding:
-    """Why the coordinator could not be asked, though it is there."""
+    """Reason why the coordinator could not be asked, though it is there."""
     advice = ""
     check = "answer"
     if isinstance(error, UnauthenticatedError | PermissionDeniedError):
@@ -178,7 +178,7 @@ def distance(seconds: float) -> Finding:
 
 
 def version(diagnosis: Diagnosis) -> Finding:
-    """Whether the two ends are of one release."""
+    """True if the two ends are of one release."""
     if diagnosis.version == __version__:
         return Finding("version", "", Severity.OK, f"{__version__} here and there")
     return Finding(
@@ -190,15 +190,15 @@ def version(diagnosis: Diagnosis) -> Finding:
     )
 
 
-def clock(before: datetime, took: float, told: datetime) -> Finding:
-    """How far the two clocks are apart: the coordinator told its own halfway through the call.
+def clock(before: datetime, took: float, coordinator_time: datetime) -> Finding:
+    """Difference of the two clocks, assuming that the coordinator read its own halfway through the call.
 
     Args:
         before: Our clock when the call began.
-        took: How long it took, seconds.
-        told: The coordinator's clock.
+        took: Duration of the call, in seconds.
+        coordinator_time: The coordinator's clock.
     """
-    apart = abs((told - before).total_seconds() - took / 2)
+    apart = abs((coordinator_time - before).total_seconds() - took / 2)
     words = f"{milliseconds(apart)} apart, give or take {milliseconds(took / 2)}"
     if apart - took / 2 <= SKEW_SECONDS:
         return Finding("clock", "", Severity.OK, words)

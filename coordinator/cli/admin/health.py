@@ -10,12 +10,13 @@ from typing import Annotated
 import typer
 
 from coordinator.cli.admin.client import admin_client
+from coordinator.cli.admin.words import plural
 from coordinator.cli.command import command
 from coordinator.cli.connection import ConnectionOptions
 from coordinator.cli.exit_codes import UNHEALTHY
 from coordinator.cli.output import OutputOptions
 from tandem.admin import Status
-from tandem.admin_client import AdminClient
+from tandem.clients.admin import AdminClient
 from tandem.errors import PermissionDeniedError, ServiceUnavailableError, UnauthenticatedError
 from tandem.replica import ReplicaState, Role
 
@@ -25,13 +26,13 @@ _WAIT_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether a coordinator takes requests and can complete them."""
+    """True if a coordinator takes requests and can complete them."""
 
     healthy: bool
     serving: bool
     """By the standard health protocol."""
     state: str
-    """Of the coordinator, in its own words; empty where the token does not allow to ask."""
+    """Findings of the coordinator itself; empty where the token does not permit asking."""
     targets_ready: int | None
     drafts_ready: int | None
 
@@ -40,9 +41,9 @@ class Health:
         if self.state and not self.serving:
             words.append("not serving")
         if self.targets_ready is not None:
-            words.append(f"{self.targets_ready} targets ready")
+            words.append(f"{plural(self.targets_ready, 'target')} ready")
         if self.drafts_ready is not None:
-            words.append(f"{self.drafts_ready} drafts ready")
+            words.append(f"{plural(self.drafts_ready, 'draft')} ready")
         return f"{'healthy' if self.healthy else 'unhealthy'}: {', '.join(words)}"
 
 
@@ -61,10 +62,10 @@ async def health(
         bool, typer.Option("--wait", help="Ask until it is healthy, for --timeout seconds. [default: 60]")
     ] = False,
 ) -> None:
-    """Tell whether requests can be completed.
+    """Check whether requests can be completed.
 
-    Exits 0 when they can, 3 when they cannot, 4 when the coordinator cannot be reached. Without an admin token where
-    one is needed, the answer is what the standard health protocol says.
+    Exits 0 when they can, 3 when they cannot, 4 when the coordinator cannot be reached. Where an admin token is needed
+    but missing, the command uses the standard health protocol.
     """
     async with admin_client(connection, click) as client:
         found = await (_waited(client, connection.timeout or _WAIT_SECONDS) if wait else ask(client))
@@ -74,7 +75,7 @@ async def health(
 
 
 async def ask(client: AdminClient) -> Health:
-    """What it says now.
+    """Its health now.
 
     Raises:
         ServiceUnavailableError: it cannot be reached.
@@ -94,7 +95,7 @@ async def ask(client: AdminClient) -> Health:
 
 
 async def _waited(client: AdminClient, seconds: float) -> Health:
-    """What it says as soon as that is good, or when the time is up."""
+    """Wait until the coordinator is healthy or the time is up; the last health."""
     deadline = time.monotonic() + seconds
     while True:
         try:

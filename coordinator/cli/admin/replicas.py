@@ -1,4 +1,4 @@
-"""`tandem admin replicas`: who drafts and who verifies."""
+"""`tandem admin replicas`: lists, shows, drains and resumes drafts and targets."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rich.text import Text
 
 from coordinator.cli.admin.client import admin_client
 from coordinator.cli.admin.completion import replica_addresses
-from coordinator.cli.admin.words import NOTHING, duration, milliseconds, percent, state
+from coordinator.cli.admin.words import NOTHING, ahead_words, duration, milliseconds, percent, plural, state
 from coordinator.cli.command import command, new_app
 from coordinator.cli.connection import ConnectionOptions
 from coordinator.cli.output import OutputOptions, plain_table
-from coordinator.figures import acceptance_rate, accepted_per_verification
+from coordinator.stats.speculation import acceptance_length, acceptance_rate
 from tandem.errors import ConfigurationError, NotFoundError, TandemError
 from tandem.replica import ReplicaSnapshot, ReplicaState, is_last_target
 
@@ -25,9 +25,7 @@ replicas = new_app("List, show, drain and resume replicas.")
 
 Address = Annotated[
     str,
-    typer.Argument(
-        metavar="ADDRESS", help="host:port, as the list tells it.", autocompletion=replica_addresses
-    ),
+    typer.Argument(metavar="ADDRESS", help="host:port, as in the list.", autocompletion=replica_addresses),
 ]
 
 
@@ -43,7 +41,7 @@ async def list_replicas(click: typer.Context, connection: ConnectionOptions, out
 async def show(
     replica: Address, click: typer.Context, connection: ConnectionOptions, output: OutputOptions
 ) -> None:
-    """Show all that is known of a replica, its model too."""
+    """Show a replica and its model."""
     async with admin_client(connection, click) as client:
         found = _named(replica, await client.replicas())
     output.show(found, lambda: replica_view(found))
@@ -59,9 +57,9 @@ async def drain(
     output: OutputOptions,
     yes: Annotated[bool, typer.Option("--yes", help="Drain the last target without a question.")] = False,
 ) -> None:
-    """Give a replica no new sequences; those that it has move to another, or finish there.
+    """Send no new sequences to a replica; its own move to another one, or finish there.
 
-    Without any other target requests wait and then fail, so draining the last one needs a yes.
+    Without any other target requests wait and then fail, so draining the last one needs confirmation.
     """
     async with admin_client(connection, click) as client:
         known = await client.replicas()
@@ -91,10 +89,10 @@ def _named(address: str, known: Sequence[ReplicaSnapshot]) -> ReplicaSnapshot:
 
 
 def _confirm(address: str) -> None:
-    """Ask on stderr: stdout is for the result.
+    """Ask for confirmation on stderr, since stdout is for the result.
 
     Raises:
-        ConfigurationError: nobody is there to answer.
+        ConfigurationError: stdin is not a terminal.
         TandemError: the answer is no.
     """
     if not sys.stdin.isatty():
@@ -127,11 +125,11 @@ def replica_table(shown: Sequence[ReplicaSnapshot]) -> Table:
 
 
 def reasons(shown: Sequence[ReplicaSnapshot]) -> Iterator[RenderableType]:
-    """Why those that are not ready are not."""
-    told = [replica for replica in shown if replica.reason]
-    if told:
+    """Reasons why the others are not ready."""
+    with_reason = [replica for replica in shown if replica.reason]
+    if with_reason:
         yield ""
-    for replica in told:
+    for replica in with_reason:
         yield Text(f"{replica.role.value} {replica.address}: {replica.reason}", style="yellow")
 
 
@@ -146,7 +144,7 @@ def replica_view(replica: ReplicaSnapshot) -> RenderableType:
 
 
 def _facts(replica: ReplicaSnapshot) -> Iterator[tuple[str, RenderableType]]:
-    figures, model = replica.figures, replica.model
+    stats, model = replica.figures, replica.model
     yield "role", replica.role.value
     yield "address", replica.address
     yield "state", state(replica.state)
@@ -156,16 +154,18 @@ def _facts(replica: ReplicaSnapshot) -> Iterator[tuple[str, RenderableType]]:
     yield "sequences", f"{replica.open_sequences:,}"
     yield "round trip", milliseconds(replica.round_trip_seconds)
     yield "step", milliseconds(replica.step_seconds)
-    yield "rounds", f"{figures.rounds:,}"
-    yield "proposed", f"{figures.drafted:,} tokens"
-    yield "accepted", f"{figures.accepted:,} tokens ({percent(acceptance_rate(figures))})"
-    yield "per round", f"{accepted_per_verification(figures):.2f} accepted"
+    yield "rounds", f"{stats.rounds:,}"
+    yield "proposed", plural(stats.drafted, "token")
+    yield "accepted", f"{plural(stats.accepted, 'token')} ({percent(acceptance_rate(stats))})"
+    yield "acceptance length", f"{acceptance_length(stats):.2f}"
+    if stats.ahead.awaited:
+        yield "drafted ahead", ahead_words(stats.ahead)
     if model is None:
         return
     yield "model", model.name or NOTHING
     yield "architecture", model.architecture
     yield "parameters", f"{model.parameter_count:,}"
-    yield "vocabulary", f"{model.vocabulary_size:,} tokens"
+    yield "vocabulary", plural(model.vocabulary_size, "token")
     yield "tokenizer", model.tokenizer_hash[:12] or NOTHING
     yield "max_length", f"{model.max_length:,}"
     yield "dtype", model.dtype

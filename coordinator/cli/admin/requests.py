@@ -11,8 +11,8 @@ from rich.table import Table
 
 from coordinator.cli.admin.client import admin_client
 from coordinator.cli.admin.completion import request_ids
-from coordinator.cli.admin.status import fact_table
-from coordinator.cli.admin.words import NOTHING, duration, percent
+from coordinator.cli.admin.status import fact_table, speculation_words
+from coordinator.cli.admin.words import NOTHING, duration, percent, plural
 from coordinator.cli.command import command, new_app
 from coordinator.cli.connection import ConnectionOptions
 from coordinator.cli.output import OutputOptions, plain_table
@@ -50,9 +50,9 @@ async def abort(
     click: typer.Context,
     connection: ConnectionOptions,
     output: OutputOptions,
-    reason: Annotated[str, typer.Option(help="What its client is told.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason for its client.")] = "",
 ) -> None:
-    """End a request that runs. Its client gets the status ABORTED and the reason; every service lets go of it."""
+    """End a running request. Its client gets the status ABORTED and the reason; every service frees it."""
     async with admin_client(connection, click) as client:
         ended = await client.abort(request_id, reason)
     output.show(ended, lambda: request_table([ended]))
@@ -84,19 +84,20 @@ def request_view(report: RequestReport) -> RenderableType:
 
 
 def _facts(report: RequestReport) -> Iterator[tuple[str, str]]:
-    figures = report.speculation
+    stats = report.speculation
     yield "id", report.request_id
     yield "age", duration(report.age_seconds)
-    yield "prompt", f"{report.prompt_tokens:,} tokens"
-    yield "completion", f"{report.completion_tokens:,} tokens, {_speed(report)} tokens/s"
+    yield "prompt", plural(report.prompt_tokens, "token")
+    yield "completion", f"{plural(report.completion_tokens, 'token')}, {_speed(report)} tokens/s"
     yield "rule", report.rule
-    yield "K", f"{report.num_speculative_tokens} tokens per round"
+    yield "K", f"{plural(report.num_speculative_tokens, 'token')} proposed per round"
     yield "target", report.target_address or NOTHING
     yield "draft", report.draft_address or NOTHING
-    yield "rounds", f"{figures.rounds:,}"
+    yield "speculation", speculation_words(report.speculation_state)
+    yield "rounds", f"{stats.rounds:,}"
     yield (
         "accepted",
-        f"{figures.accepted:,} of {figures.drafted:,} ({percent(figures.accepted, figures.drafted)})",
+        f"{stats.accepted:,} of {stats.drafted:,} ({percent(stats.accepted, stats.drafted)})",
     )
 
 

@@ -1,4 +1,4 @@
-"""`tandem admin stats`: what was done, and live what is being done."""
+"""`tandem admin stats`: statistics since the start, or live."""
 
 from __future__ import annotations
 
@@ -13,22 +13,30 @@ from rich.live import Live
 from rich.table import Table
 
 from coordinator.cli.admin.client import admin_client
-from coordinator.cli.admin.status import acceptance_words, fact_table, load_words, throughput_words
-from coordinator.cli.admin.words import bar, duration, percent
+from coordinator.cli.admin.status import (
+    acceptance_words,
+    add_ahead_row,
+    decision_lines,
+    fact_table,
+    load_words,
+    speculation_words,
+    throughput_words,
+)
+from coordinator.cli.admin.words import bar, duration, percent, plural
 from coordinator.cli.command import command
 from coordinator.cli.connection import ConnectionOptions
 from coordinator.cli.output import OutputForm, OutputOptions, plain_table
-from coordinator.figures import (
+from coordinator.stats.speculation import (
+    acceptance_length,
     acceptance_rate,
-    accepted_per_verification,
     conditional_rates,
     cumulative_rates,
-    mean_acceptance_length,
     since,
+    tokens_per_pass,
 )
 from tandem.admin import Outcomes, Stats
-from tandem.admin_client import AdminClient
-from tandem.types import SpeculationFigures
+from tandem.clients.admin import AdminClient
+from tandem.types import AheadStats, SpeculationStats
 
 _WIDEST_BAR = 22
 
@@ -53,8 +61,8 @@ async def stats(
 ) -> None:
     """Show what speculation did; --watch: live.
 
-    The figures are those since the coordinator's start. --watch goes on until Ctrl-C, and shows acceptance at each
-    position as it was between the last two looks. With it, JSON is one object a line and YAML one document a look.
+    The statistics begin with the coordinator's start. --watch updates them until Ctrl-C, and shows acceptance at each
+    position since the last update. With it, JSON is one object per line and YAML one document per update.
     """
     async with admin_client(connection, click) as client:
         if not watch:
@@ -93,18 +101,27 @@ def stats_view(stats: Stats, before: Stats | None = None) -> RenderableType:
     facts.add_row("load", load_words(stats.load))
     facts.add_row("requests", outcome_words(stats.outcomes))
     facts.add_row("throughput", throughput_words(stats.throughput))
-    facts.add_row("completed", f"{stats.completion_tokens:,} tokens in {stats.speculation.rounds:,} rounds")
+    facts.add_row(
+        "completed",
+        f"{plural(stats.completion_tokens, 'token')} in {plural(stats.speculation.rounds, 'round')}",
+    )
+    facts.add_row("speculation", speculation_words(stats.speculation_state))
     facts.add_row("acceptance", acceptance_words(stats.speculation))
+    add_ahead_row(facts, stats.speculation)
     recent = None if before is None else since(stats.speculation, before.speculation)
     if recent is not None:
         facts.add_row("last look", acceptance_words(recent) if recent.drafted else "nothing proposed since")
     parts: list[RenderableType] = [facts]
     if stats.speculation.positions:
-        # While nothing happens, what was is shown.
+        # While nothing happens, show the last activity.
         shown = recent if recent is not None and recent.drafted else stats.speculation
-        parts += ["", position_table(shown, "since the last look" if shown is recent else "since the start")]
+        when = "since the last look" if shown is recent else "since the start"
+        parts += ["", position_table(shown, when)]
+        if shown.ahead.awaited:
+            parts += ["", rank_table(shown.ahead, when)]
     if stats.by_rule:
         parts += ["", rule_table(stats.by_rule)]
+    parts += decision_lines(stats.decisions)
     return Group(*parts)
 
 
@@ -116,11 +133,11 @@ def outcome_words(outcomes: Outcomes) -> str:
     )
 
 
-def position_table(figures: SpeculationFigures, when: str) -> Table:
-    """Acceptance at each position of a proposal, both ways that it is counted."""
+def position_table(counts: SpeculationStats, when: str) -> Table:
+    """Cumulative and conditional acceptance at each position of a proposal."""
     table = plain_table("POS", ">CUMULATIVE", "", ">CONDITIONAL", "")
     table.title, table.title_justify, table.title_style = f"accepted {when}", "left", "dim"
-    pairs = zip(cumulative_rates(figures), conditional_rates(figures), strict=True)
+    pairs = zip(cumulative_rates(counts), conditional_rates(counts), strict=True)
     for number, (cumulative, conditional) in enumerate(pairs, start=1):
         table.add_row(
             str(number),
@@ -132,17 +149,33 @@ def position_table(figures: SpeculationFigures, when: str) -> Table:
     return table
 
 
-def rule_table(by_rule: Mapping[str, SpeculationFigures]) -> Table:
-    """What speculation did under each acceptance rule. The acceptance length is MAX's, the mean one vLLM's."""
-    table = plain_table("RULE", ">ROUNDS", ">PROPOSED", ">ACCEPTED", ">RATE", ">LENGTH", ">MEAN LENGTH")
-    for rule, figures in by_rule.items():
+def rank_table(ahead: AheadStats, when: str) -> Table:
+    """Rounds whose outcome was among the first 1, 2, 4, ... that the draft drafted for: what a smaller budget gives."""
+    table = plain_table("OUTCOMES", ">HITS", ">OF ROUNDS", "")
+    table.title, table.title_justify, table.title_style = f"drafted ahead {when}", "left", "dim"
+    count = 1
+    while True:
+        hits = sum(ahead.hits_by_rank[:count])
+        share = hits / ahead.awaited
+        table.add_row(
+            str(count), f"{hits:,}", percent(share), f"[green]{bar(share, _WIDEST_BAR):{_WIDEST_BAR}}[/]"
+        )
+        if count >= len(ahead.hits_by_rank):
+            return table
+        count *= 2
+
+
+def rule_table(by_rule: Mapping[str, SpeculationStats]) -> Table:
+    """Statistics by acceptance rule. The acceptance length is MAX's; tokens per pass is one more."""
+    table = plain_table("RULE", ">ROUNDS", ">PROPOSED", ">ACCEPTED", ">RATE", ">ACC. LENGTH", ">TOKENS/PASS")
+    for rule, counts in by_rule.items():
         table.add_row(
             rule,
-            f"{figures.rounds:,}",
-            f"{figures.drafted:,}",
-            f"{figures.accepted:,}",
-            percent(acceptance_rate(figures)) if figures.drafted else "-",
-            f"{accepted_per_verification(figures):.2f}",
-            f"{mean_acceptance_length(figures):.2f}",
+            f"{counts.rounds:,}",
+            f"{counts.drafted:,}",
+            f"{counts.accepted:,}",
+            percent(acceptance_rate(counts)) if counts.drafted else "-",
+            f"{acceptance_length(counts):.2f}",
+            f"{tokens_per_pass(counts):.2f}",
         )
     return table

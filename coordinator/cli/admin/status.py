@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import typer
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -9,13 +11,17 @@ from rich.text import Text
 
 from coordinator.cli.admin.client import admin_client
 from coordinator.cli.admin.replicas import reasons, replica_table
-from coordinator.cli.admin.words import duration, percent, plural
+from coordinator.cli.admin.words import ahead_words, duration, percent, plural
 from coordinator.cli.command import command
 from coordinator.cli.connection import ConnectionOptions
 from coordinator.cli.output import OutputOptions
-from coordinator.figures import acceptance_rate, accepted_per_verification
+from coordinator.stats.speculation import acceptance_length, acceptance_rate
 from tandem.admin import CoordinatorState, Load, SpeculationSettings, Status, Throughput
-from tandem.types import SpeculationFigures
+from tandem.speculation_state import SpeculationDecision, SpeculationState
+from tandem.types import SpeculationStats
+
+MAX_DECISIONS = 12
+"""Of which a screen shows the reason."""
 
 _STYLES = {
     CoordinatorState.READY: "green",
@@ -48,11 +54,13 @@ def status_view(status: Status, address: str) -> RenderableType:
     )
     facts = fact_table()
     facts.add_row("model", status.model or "not known yet")
-    facts.add_row("speculation", speculation_words(status.settings))
+    facts.add_row("speculation", speculation_words(status.speculation_state, status.settings))
     facts.add_row("load", load_words(status.load))
     facts.add_row("throughput", throughput_words(status.throughput))
     facts.add_row("acceptance", acceptance_words(status.speculation))
-    return Group(head, "", facts, "", replica_table(status.replicas), *reasons(status.replicas))
+    add_ahead_row(facts, status.speculation)
+    replicas = replica_table(status.replicas)
+    return Group(head, "", facts, "", replicas, *reasons(status.replicas), *decision_lines(status.decisions))
 
 
 def fact_table() -> Table:
@@ -63,11 +71,31 @@ def fact_table() -> Table:
     return table
 
 
-def speculation_words(settings: SpeculationSettings) -> str:
-    """What a new request gets."""
-    if not settings.is_on:
-        return "off: the target alone"
-    return f"{plural(settings.num_speculative_tokens, 'token')} per round, rule {settings.rule}"
+def speculation_words(state: SpeculationState, settings: SpeculationSettings | None = None) -> str:
+    """Describe the state of speculation and, with the settings, the rule for new requests."""
+    if not state.is_on:
+        return f"off: {state.explanation}"
+    words = f"on, {plural(state.num_speculative_tokens, 'token')} proposed per round"
+    rule = "" if settings is None else f", rule {settings.rule}"
+    return f"{words}{rule}; {state.explanation}" if state.explanation else words + rule
+
+
+def decision_lines(decisions: Sequence[SpeculationDecision]) -> list[RenderableType]:
+    """How much is proposed at each load, and why; nothing before there was any."""
+    if not decisions:
+        return []
+    ordered = sorted(decisions, key=_order)
+    lines = [
+        f"{decision.rule}, temperature {decision.temperatures}, {decision.reason}" for decision in ordered
+    ]
+    shown = lines[:MAX_DECISIONS]
+    if len(lines) > len(shown):
+        shown.append(f"and {len(lines) - len(shown)} more (-o json)")
+    return ["", Text("proposal length by load", style="dim"), *shown]
+
+
+def _order(decision: SpeculationDecision) -> tuple[str, str, int, bool]:
+    return decision.rule, decision.temperatures, decision.load, decision.ahead_outcomes is not None
 
 
 def load_words(load: Load) -> str:
@@ -82,11 +110,17 @@ def throughput_words(throughput: Throughput) -> str:
     )
 
 
-def acceptance_words(figures: SpeculationFigures) -> str:
-    """What speculation gains."""
-    if not figures.drafted:
+def acceptance_words(stats: SpeculationStats) -> str:
+    """Gain of speculation."""
+    if not stats.drafted:
         return "nothing proposed yet"
     return (
-        f"{percent(acceptance_rate(figures))} of {plural(figures.drafted, 'proposed token')}, "
-        f"{accepted_per_verification(figures):.2f} per round"
+        f"{percent(acceptance_rate(stats))} of {plural(stats.drafted, 'proposed token')}, "
+        f"acceptance length {acceptance_length(stats):.2f}"
     )
+
+
+def add_ahead_row(facts: Table, stats: SpeculationStats) -> None:
+    """Add what drafting ahead did, if any round awaited it."""
+    if stats.ahead.awaited:
+        facts.add_row("drafted ahead", ahead_words(stats.ahead))

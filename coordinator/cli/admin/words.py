@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from rich.text import Text
 
+from coordinator.stats.ahead import hit_rate
 from tandem.replica import ReplicaState
+from tandem.types import AheadStats
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 NOTHING = "-"
-"""Stands for a figure that there is none of yet."""
+"""Shown for a value that does not exist yet."""
 
 _STATE_STYLES = {
     ReplicaState.READY: "green",
     ReplicaState.CONNECTING: "yellow",
     ReplicaState.DRAINING: "yellow",
     ReplicaState.INCOMPATIBLE: "red",
+    ReplicaState.REFUSED: "red",
     ReplicaState.DOWN: "red",
 }
 
@@ -45,12 +48,12 @@ def percent(part: float, whole: float = 1.0) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """1 token, 2 tokens."""
+    """1 token, 1,024 tokens: as `tandem.plural`, with the digits of large numbers in groups."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def bar(share: float, width: int) -> str:
-    """A share as a bar of at most so many cells, to an eighth of one."""
+    """A share as a bar of at most `width` cells, in eighths of a cell."""
     eighths = round(max(0.0, min(share, 1.0)) * width * 8)
     full, rest = divmod(eighths, 8)
     return "█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")
@@ -59,3 +62,9 @@ def bar(share: float, width: int) -> str:
 def state(value: ReplicaState) -> Text:
     """A replica's state in its colour."""
     return Text(value.value, style=_STATE_STYLES[value])
+
+
+def ahead_words(ahead: AheadStats) -> str:
+    """Gain of drafting ahead."""
+    rounds = plural(ahead.awaited, "round")
+    return f"{percent(hit_rate(ahead))} of {rounds}, {ahead.saved_seconds:,.2f} s of waiting saved"

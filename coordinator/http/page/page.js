@@ -1,10 +1,19 @@
 // The page at `/`: streams one completion over the same API as any client, and shows what speculation did for it.
 
+import { curlOf, pythonOf } from "./code.js";
+
 const $ = (id) => document.getElementById(id);
 const DASH = "\u2013";
 const POLL_MS = 2000;
-const MOST_ROUNDS = 160;
+const MOST_ROUNDS = 400;
+const SLOWER = 0.97; // below this the difference is more than noise
+const COMPARE_HINT = "Tick \u201cthen the target alone\u201d to measure the speed-up: the same prompt, one run each.";
+const SAMPLES = {
+  text: ["def read_lines(path):\n    \"\"\"", "class Stack:\n", "def parse(source, filename='<unknown>', mode='exec'):\n", "import os\n"],
+  chat: ["Write a function that reverses a string.", "Explain in two sentences what a stack is.", "List five facts about rivers."],
+};
 
+let modelName = "";
 let running = null; // the AbortController of the completion that runs
 
 // ---- talking to the coordinator
@@ -58,7 +67,9 @@ class Run {
     this.rounds = 0;
     this.drafted = 0;
     this.accepted = 0;
+    this.ahead = 0; // rounds whose proposal was there before it was asked for
     this.positions = [];
+    this.state = null; // whether speculation worked at the end, as the coordinator says
   }
 
   add(choice) {
@@ -66,6 +77,7 @@ class Run {
     this.firstMs ??= this.totalMs;
     this.tokens += choice.token_ids.length;
     this.seed = choice.seed ?? this.seed;
+    this.ahead += choice.drafted_ahead.filter(Boolean).length;
     for (const proposed of choice.proposed) this.#round(proposed, choice.drafted.filter(Boolean).length);
   }
 
@@ -82,6 +94,14 @@ class Run {
 
   get perSecond() {
     return this.tokens / (this.totalMs / 1000);
+  }
+
+  get perPass() {
+    return this.tokens / this.rounds;
+  }
+
+  get passMs() {
+    return (this.totalMs - this.firstMs) / Math.max(1, this.rounds - 1);
   }
 }
 
@@ -114,7 +134,7 @@ function appendTokens(output, text, choice) {
 function showRound(choice) {
   const accepted = choice.drafted.filter(Boolean).length;
   const column = document.createElement("div");
-  column.className = "round";
+  column.className = choice.drafted_ahead[0] ? "round ahead" : "round";
   for (let index = 0; index < choice.proposed[0]; index += 1) {
     const cell = document.createElement("i");
     if (index < accepted) cell.className = "yes";
@@ -152,22 +172,58 @@ function showPositions(positions) {
 
 function showFigures(run) {
   $("acceptance").textContent = percent(run.accepted, run.drafted);
-  $("length").textContent = run.rounds ? (run.tokens / run.rounds).toFixed(2) : DASH;
+  $("length").textContent = run.rounds ? run.perPass.toFixed(2) : DASH;
   $("first").textContent = `${run.firstMs.toFixed(0)} ms`;
   showPositions(run.positions);
-  $("rounds").setAttribute("aria-label", `${run.rounds} rounds, ${run.accepted} of ${run.drafted} proposed tokens accepted`);
+  $("ahead").textContent = run.ahead ? `drafted ahead: ${run.ahead} of ${run.rounds}` : "drafted ahead";
+  $("rounds").setAttribute(
+    "aria-label",
+    `${run.rounds} rounds, ${run.ahead} of them drafted ahead, ${run.accepted} of ${run.drafted} proposed tokens accepted`,
+  );
 }
 
 function clear() {
   for (const id of ["output", "alone-output", "rounds"]) $(id).replaceChildren();
   $("positions").tBodies[0].replaceChildren();
   for (const id of ["acceptance", "length", "first", "speedup"]) $(id).textContent = DASH;
-  for (const id of ["rate", "alone-rate", "said"]) $(id).textContent = "";
-  $("alone").hidden = true;
-  $("problem").hidden = true;
+  for (const id of ["rate", "alone-rate", "said", "why"]) $(id).textContent = "";
+  for (const id of ["alone", "problem", "why"]) $(id).hidden = true;
+  $("rounds").removeAttribute("aria-label");
+  $("ahead").textContent = "drafted ahead";
+  $("speedup-name").textContent = "Speed-up";
+  delete $("speedup").dataset.verdict;
+  $("speedup-note").textContent = COMPARE_HINT;
+}
+
+// A slowdown has its own name and colour, and the two figures that explain it.
+export function showSpeedUp(run, alone) {
+  const factor = run.perSecond / alone.perSecond;
+  const isSlower = factor < SLOWER;
+  $("speedup-name").textContent = isSlower ? "Slowdown" : "Speed-up";
+  $("speedup").textContent = `${factor.toFixed(2)} \u00d7`;
+  $("speedup").dataset.verdict = isSlower ? "slower" : factor > 1 / SLOWER ? "faster" : "same";
+  if (isSlower) showWhy(slowerBecause(run, alone));
+  return factor;
+}
+
+function slowerBecause(run, alone) {
+  if (run.passMs / run.perPass < alone.passMs) {
+    return `Slower: the first token took ${run.firstMs.toFixed(0)} ms, the target alone's ${alone.firstMs.toFixed(0)} ms.`;
+  }
+  return (
+    `Slower: a pass with the draft took ${run.passMs.toFixed(1)} ms and gave ${run.perPass.toFixed(2)} tokens, ` +
+    `the target alone took ${alone.passMs.toFixed(1)} ms for one.`
+  );
+}
+
+function showWhy(sentence) {
+  $("why").textContent = $("why").textContent ? `${$("why").textContent} ${sentence}` : sentence;
+  $("why").hidden = false;
 }
 
 // ---- a completion, and the same by the target alone
+
+const isChat = () => $("chat").checked && !$("modes").hidden;
 
 function requested(changes) {
   const options = {
@@ -180,7 +236,7 @@ function requested(changes) {
   };
   if ($("count").value) options.num_speculative_tokens = $("count").valueAsNumber;
   const prompt = $("prompt").value;
-  return $("chat").checked
+  return isChat()
     ? ["/v1/chat/completions", { ...options, messages: [{ role: "user", content: prompt }] }]
     : ["/v1/completions", { ...options, prompt }];
 }
@@ -188,10 +244,14 @@ function requested(changes) {
 async function complete(changes, output, rate, each) {
   const [path, body] = requested(changes);
   const run = new Run();
-  if (!$("chat").checked) append(output, body.prompt, "prompt");
   for await (const event of events(path, body, running.signal)) {
     const choice = event.choices[0];
-    if (!choice) continue; // the last piece tells the usage only
+    if (!choice) {
+      run.state = event.speculation?.state ?? null; // the last piece tells what it took, and no text
+      continue;
+    }
+    // Only now: a prompt that is refused has no completion to stand before.
+    if (!isChat() && !output.hasChildNodes()) append(output, body.prompt, "prompt");
     const text = choice.text ?? choice.delta.content ?? "";
     run.add(choice);
     run.text += text;
@@ -208,12 +268,12 @@ async function completeBoth() {
     showRound(choice);
     showFigures(so_far);
   });
+  if (run.state && !run.state.is_on) showWhy(`The draft was left out: ${run.state.explanation}.`);
   $("said").textContent = `Completed with ${run.tokens} tokens; ${percent(run.accepted, run.drafted)} of the proposed tokens accepted.`;
   if (!$("compare").checked) return;
   $("alone").hidden = false;
   const alone = await complete({ speculation: false, seed: run.seed }, $("alone-output"), $("alone-rate"), () => {});
-  const factor = run.perSecond / alone.perSecond;
-  $("speedup").textContent = `${factor.toFixed(2)} \u00d7`;
+  const factor = showSpeedUp(run, alone);
   const isGreedy = $("temperature").valueAsNumber === 0;
   const sameness = isGreedy ? ` The two texts are ${run.text === alone.text ? "the same" : "not the same"}.` : "";
   $("speedup-note").textContent =
@@ -244,6 +304,38 @@ async function submit(event) {
     delete $("run").dataset.running;
     showStatus();
   }
+}
+
+// ---- the request as code, and prompts to try
+
+function showCode() {
+  if (!$("code").open) return;
+  const [path, { stream, stream_options, return_token_ids, ...body }] = requested({});
+  const needsToken = !$("token-option").hidden;
+  $("curl").textContent = curlOf(location.origin, path, body, needsToken);
+  $("python").textContent = pythonOf(location.origin, path, body, modelName, needsToken);
+}
+
+function showSamples() {
+  const buttons = SAMPLES[isChat() ? "chat" : "text"].map((prompt) => {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = prompt.split("\n")[0];
+    button.addEventListener("click", () => {
+      $("prompt").value = prompt;
+      showCode();
+      $("prompt").focus();
+    });
+    return button;
+  });
+  $("samples").replaceChildren(...buttons);
+}
+
+function changeMode() {
+  const own = Object.values(SAMPLES).flat();
+  if (own.includes($("prompt").value)) $("prompt").value = SAMPLES[isChat() ? "chat" : "text"][0];
+  showSamples();
+  showCode();
 }
 
 // ---- the coordinator
@@ -294,20 +386,41 @@ async function showStatus() {
   setState(status.state);
   $("models").textContent = [named(replicas, "draft"), named(replicas, "target")].filter(Boolean).join(" drafts for ");
   $("version").textContent = `Tandem ${status.version}`;
-  $("chat-option").hidden = !status.chat;
+  modelName ||= await servedName();
+  if ($("modes").hidden === status.chat) {
+    $("modes").hidden = !status.chat;
+    showSamples();
+    showCode();
+  }
   $("count").placeholder = speculation.num_speculative_tokens;
   $("all-acceptance").textContent = percent(speculation.accepted, speculation.drafted);
-  $("all-length").textContent = speculation.rounds ? speculation.mean_acceptance_length.toFixed(2) : DASH;
+  $("all-length").textContent = speculation.rounds ? speculation.tokens_per_pass.toFixed(2) : DASH;
   $("all-rate").textContent = status.tokens_per_second.toFixed(1);
   $("all-running").textContent = load.queued ? `${load.running} + ${load.queued}` : load.running;
+  showSpeculation(speculation.state);
   showReplicas(replicas);
+}
+
+async function servedName() {
+  const response = await fetch("/v1/models", { headers: headers() });
+  return response.ok ? (await response.json()).data[0].id : "";
+}
+
+function showSpeculation({ is_on: isOn, num_speculative_tokens: count, explanation }) {
+  $("speculation").dataset.state = isOn ? "on" : "off";
+  $("speculation").textContent = isOn ? `Speculation is on: ${count} proposed per round.` : `Speculation is off: ${explanation}.`;
 }
 
 $("form").addEventListener("submit", submit);
 $("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("form").requestSubmit();
 });
+$("form").addEventListener("input", showCode);
+$("code").addEventListener("toggle", showCode);
+for (const id of ["text", "chat"]) $(id).addEventListener("change", changeMode);
 $("token").addEventListener("change", showStatus);
+clear();
+showSamples();
 setInterval(() => {
   if (!document.hidden) showStatus();
 }, POLL_MS);

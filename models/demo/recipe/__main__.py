@@ -30,7 +30,7 @@ from models.demo.recipe.corpus import read_corpus
 from models.demo.recipe.distill import adopt_embedding, distil
 from models.demo.recipe.functions import functions, held_out_prompts
 from models.demo.recipe.lessons import read_corpus_lessons, write_lessons
-from models.demo.recipe.measure import DEMO_FOLDER, held_out_loss, measure_acceptance
+from models.demo.recipe.measure import DEMO_FOLDER, held_out_loss, measure_acceptance, measure_repetition
 from models.demo.recipe.pretrain import pretrain
 from models.demo.recipe.tokenizer import train_tokenizer
 
@@ -119,6 +119,9 @@ def measure_pair(folder: Path, held_out: Tensor, prompts: Sequence[Sequence[int]
         "target_held_out_loss": held_out_loss(target, held_out),
         "draft_held_out_loss": held_out_loss(draft, held_out),
     }
+    repetition = measure_repetition(target, prompts)
+    figures["greedy_texts_that_loop"] = repetition.looping / repetition.texts
+    figures["greedy_repeated_4_grams"] = repetition.repeated_share
     for temperature in (0.0, 0.8, 1.0):
         acceptance = measure_acceptance(target, draft, prompts, temperature)
         figures[f"acceptance_rate_at_temperature_{temperature}"] = acceptance.rate

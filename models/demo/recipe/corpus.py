@@ -53,7 +53,7 @@ def read_corpus() -> Corpus:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a file is held out: a property of its name alone, so it is the same on every machine."""
+    """True if a file is held out: a property of its name alone, so it is the same on every machine."""
     digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT
 

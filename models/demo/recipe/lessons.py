@@ -1,4 +1,4 @@
-"""What the draft learns from: texts, and the target's final hidden state at each of their tokens.
+"""Lessons for the draft: texts, and the target's final hidden state at each of their tokens.
 
 The hidden states are kept in place of the target's distributions, which its head makes from them exactly. The
 target thus reads or writes every text once, however often the draft studies it.

@@ -1,4 +1,4 @@
-"""Held-out loss of a model, and how much of the draft's text the target accepts.
+"""Held-out loss of a model, how much of the draft's text the target accepts, and how often the target repeats itself.
 
 Run as `python -m models.demo.recipe.measure [--target DIR] [--draft DIR] [--dtype float32|bfloat16]`.
 """
@@ -17,6 +17,7 @@ from torch.nn import functional
 from transformers import LlamaForCausalLM
 
 from models.demo.recipe.architecture import END_OF_TEXT_ID, load_model
+from models.demo.recipe.repetition import loops, repeated_share
 from models.demo.recipe.sampling import Continuation, continue_text, read_states
 from models.demo.recipe.tokenizer import load_tokenizer
 
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AcceptanceFigures:
-    """What a run of speculative decoding would count; every round drafts `drafted_per_round` tokens."""
+    """Counts of a run of speculative decoding in which every round drafts `drafted_per_round` tokens."""
 
     rounds: int
     accepted: int
@@ -56,6 +57,30 @@ def held_out_loss(model: LlamaForCausalLM, stream: Tensor, length: int = 512) ->
             logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"
         ).item()
     return total / (count * length)
+
+
+@dataclass(frozen=True)
+class RepetitionFigures:
+    """How a model's greedy texts repeat themselves."""
+
+    texts: int
+    looping: int
+    """Texts with an 8-gram that occurs three times."""
+    repeated_share: float
+    """Mean share of a text's 4-grams that occurred in it before."""
+
+
+def measure_repetition(
+    target: LlamaForCausalLM, prompts: Sequence[Sequence[int]], new_tokens: int = 96
+) -> RepetitionFigures:
+    """The repetition in what the target writes greedily after each prompt; the prompt itself does not count."""
+    written = continue_text(target, prompts, new_tokens, temperature=0.0, seed=0)
+    texts = [
+        row[: row.index(END_OF_TEXT_ID)] if END_OF_TEXT_ID in row else row
+        for row in written.tokens[:, -new_tokens:].tolist()
+    ]
+    share = sum(map(repeated_share, texts)) / len(texts)
+    return RepetitionFigures(len(texts), sum(map(loops, texts)), share)
 
 
 def measure_acceptance(
@@ -136,10 +161,18 @@ def main() -> None:
     tokenizer = load_tokenizer(arguments.target)
     texts = [entry["prompt"] for entry in json.loads(arguments.prompts.read_text(encoding="utf-8"))]
     prompts = tokenizer(texts)["input_ids"]
+    repetition = measure_repetition(target, prompts)
+    logger.info(
+        "%s, greedy, 96 tokens: %d of %d texts loop, %.3f of the 4-grams are repeated",
+        arguments.dtype,
+        repetition.looping,
+        repetition.texts,
+        repetition.repeated_share,
+    )
     for temperature in arguments.temperature:
         figures = measure_acceptance(target, draft, prompts, temperature)
         logger.info(
-            "%s, temperature %.1f, K=%d, %d prompts: acceptance rate %.3f, %.2f tokens per round",
+            "%s, temperature %.1f, K=%d, %d prompts: acceptance rate %.3f, %.2f tokens per pass",
             arguments.dtype,
             temperature,
             figures.drafted_per_round,

@@ -79,7 +79,7 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> list[dict[str, object]]:
-        """What a checkpoint keeps."""
+        """State saved in a checkpoint."""
         return [optimizer.state_dict() for optimizer, _ in self._parts]
 
     def load_state_dict(self, states: list[dict[str, object]]) -> None:

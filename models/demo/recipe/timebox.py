@@ -24,7 +24,7 @@ class TimeBox:
 
     @property
     def is_over(self) -> bool:
-        """Whether the time is used up."""
+        """True if the time is used up."""
         return self.fraction >= 1.0
 
 
@@ -36,7 +36,7 @@ class Every:
         self._last = time.monotonic()
 
     def is_due(self) -> bool:
-        """Whether the time has passed; if so, it starts again."""
+        """True if the time has passed; if so, it starts again."""
         if time.monotonic() - self._last < self._seconds:
             return False
         self._last = time.monotonic()

@@ -9,6 +9,13 @@ from transformers import PreTrainedTokenizerFast
 VOCABULARY_SIZE = 2048
 END_OF_TEXT = "<|endoftext|>"
 
+# The pair was not trained to chat. A chat becomes the text of its messages, which the model then continues.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if not loop.first %}{{ '\n' }}{% endif %}{{ message['content'] }}"
+    "{% endfor %}"
+)
+
 # A word takes one leading space with it; a longer run of blanks is an indentation and stays whole, so that
 # "\n        return" is three predictable tokens: the line's end, its indentation, the word.
 SPLIT_PATTERN = r" ?[\p{L}\p{M}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{M}\p{N}_]+|[\r\n]+|[ \t]+|\s+"
@@ -32,13 +39,15 @@ def train_tokenizer(texts: Iterable[str], max_length: int) -> PreTrainedTokenize
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    trained: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         eos_token=END_OF_TEXT,
         pad_token=END_OF_TEXT,
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
     )
+    trained.chat_template = CHAT_TEMPLATE
+    return trained
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:

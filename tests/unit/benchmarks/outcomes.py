@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.report import Cell, Machine, PairInfo, PhaseRow, PrefixGain, Report, Spread, WireBytes
+from benchmarks.reports.report import Cell, Machine, PairInfo, PhaseRow, PrefixGain, Report, Spread, WireBytes
 from benchmarks.workload import Answer, Outcome
 
 SPREAD = Spread(median=0.02, low=0.01, high=0.04)

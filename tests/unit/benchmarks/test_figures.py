@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.report import cell_of, inter_token_seconds, quantile
+from benchmarks.reports.report import cell_of, inter_token_seconds, quantile
 from tests.unit.benchmarks.outcomes import answer, outcome
 
 
@@ -39,7 +39,7 @@ def test_a_cell_has_a_speed_for_each_round_and_the_rest_over_all_of_them() -> No
     assert (cell.speed.low, cell.speed.median, cell.speed.high) == (4.0, 6.0, 8.0)
     assert cell.first_token_seconds.median == pytest.approx(0.2)
     assert cell.acceptance_rate == 6 / 16
-    assert cell.acceptance_length == 16 / 8
+    assert cell.tokens_per_pass == 16 / 8
     assert cell.same_tokens is None, "there is nothing to compare with"
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
-from benchmarks.phases import Stopwatch
-from coordinator.completion import Completion
+from benchmarks.timing.phases import Stopwatch
+from coordinator.decoding.completion import Completion
 from tandem.types import Acceptance, NextToken, Proposal, TokenRow, Verification
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from benchmarks.relay import relay
+from benchmarks.timing.relay import relay
 
 
 async def test_everything_is_passed_on_and_counted() -> None:

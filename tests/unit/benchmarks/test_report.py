@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.bench import render, told
-from benchmarks.chart import svg
-from benchmarks.report import PhaseRow, Report
-from benchmarks.tables import markdown, show
+from benchmarks.bench import recorded_command, render
+from benchmarks.reports.chart import svg
+from benchmarks.reports.report import PhaseRow, Report
+from benchmarks.reports.tables import markdown, show
 from benchmarks.targets import targets_of
 from tests.unit.benchmarks.outcomes import cell, report
 
@@ -144,7 +144,7 @@ def test_tables_and_chart_can_be_made_again_from_the_json(tmp_path: Path) -> Non
     "own", [("--vllm-python", "/home/someone/bin/python"), ("--vllm-python=/home/someone",)]
 )
 def test_a_report_does_not_tell_where_a_machine_keeps_things(own: tuple[str, ...]) -> None:
-    words = told("tandem bench", ["--batch", "1", *own, "--json", "a.json"])
+    words = recorded_command("tandem bench", ["--batch", "1", *own, "--json", "a.json"])
 
     assert "someone" not in words
     assert words.startswith("tandem bench --batch 1 --vllm-python")

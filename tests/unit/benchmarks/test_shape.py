@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.shape import parse_shaped
+from benchmarks.models.shape import parse_shaped
 from tandem.errors import ConfigurationError
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.shape import parse_shaped
-from benchmarks.shaping import (
+from benchmarks.models.shape import parse_shaped
+from benchmarks.models.shaping import (
     ENTROPY_NATS,
     agreement_and_overlap,
     bisect,
@@ -19,7 +19,7 @@ from benchmarks.shaping import (
     scale_later_layers,
     shaped_pair,
 )
-from tandem.engine.checkpoint import open_checkpoint, tokenizer_hash
+from tandem.engine.models.checkpoint import open_checkpoint, tokenizer_hash
 from tandem.errors import ConfigurationError
 
 AGREEMENT = 0.7

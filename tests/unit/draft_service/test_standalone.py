@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from draft_service.proposers.draft_head import propose_head
 from draft_service.proposers.drafting import Drafting
-from draft_service.proposers.standalone import propose_head
-from tandem.engine.extents import Extent
-from tandem.engine.jobs import Continue, Done, Job
-from tandem.engine.sequence import Sequence as CachedSequence
-from tandem.noise import race, target_keys
+from tandem.engine.core.jobs import Continue, Done, Failed, Job
+from tandem.engine.kv_cache.extents import Extent
+from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
+from tandem.sampling.noise import race, target_keys
+from tandem.sampling.warping import warp
 from tandem.types import (
     Delta,
     DenseLogits,
@@ -23,7 +24,6 @@ from tandem.types import (
     SamplingParams,
     SparseDistribution,
 )
-from tandem.warping import warp
 
 VOCABULARY_SIZE = 50
 
@@ -39,11 +39,12 @@ def job(
     count: int = 1,
     base_length: int = 7,
     draft_top_k: int = 8,
+    support_mass: float = 1.0,
     with_token_logits: bool = False,
 ) -> Job[Drafting]:
     options = DraftOptions("r", sampling, row_kind=kind, with_token_logits=with_token_logits)
     sequence = CachedSequence(Extent(0, 64), 64, VOCABULARY_SIZE)
-    return Job(sequence, Delta(0, []), 1, Drafting(base_length, count, options, draft_top_k))
+    return Job(sequence, Delta(0, []), 1, Drafting(base_length, count, options, draft_top_k, support_mass))
 
 
 def proposals(jobs: Sequence[Job[Drafting]], logits: torch.Tensor) -> list[Proposal]:
@@ -109,10 +110,29 @@ def test_a_sparse_distribution_is_the_warped_top_of_the_drafts(sampling: Samplin
     np.testing.assert_allclose(distribution.probs, expected[expected > 0.0], rtol=1e-6)
 
 
-def test_tokens_are_drawn_from_the_distribution_that_is_told() -> None:
+@pytest.mark.parametrize("mass", [0.3, 0.8, 0.97])
+def test_a_support_is_the_fewest_tokens_that_hold_the_mass(mass: float) -> None:
+    logits = logits_of(1)
+    (whole,) = proposals([job(SAMPLED, RowKind.SUPPORT, draft_top_k=16)], logits)
+    (bound,) = proposals([job(SAMPLED, RowKind.SUPPORT, draft_top_k=16, support_mass=mass)], logits)
+    (all_of_it,), (support,) = whole.distributions, bound.distributions
+    assert isinstance(all_of_it, SparseDistribution)
+    assert isinstance(support, SparseDistribution)
+    size = len(support.token_ids)
+    assert size < len(all_of_it.token_ids)
+    assert all_of_it.probs[:size].sum() >= mass > all_of_it.probs[: size - 1].sum()
+    np.testing.assert_array_equal(support.token_ids, all_of_it.token_ids[:size])
+    np.testing.assert_allclose(support.probs, all_of_it.probs[:size] / all_of_it.probs[:size].sum())
+
+
+@pytest.mark.parametrize("mass", [1.0, 0.9])
+def test_tokens_are_drawn_from_the_distribution_that_is_told(mass: float) -> None:
     """Chi-square over 4000 rounds, 8 cells; 32 is passed by chance once in 20,000, with fixed seeds never."""
     count = 4000
-    jobs = [job(SAMPLED, RowKind.SUPPORT, base_length=base_length) for base_length in range(count)]
+    jobs = [
+        job(SAMPLED, RowKind.SUPPORT, base_length=base_length, support_mass=mass)
+        for base_length in range(count)
+    ]
     drawn = proposals(jobs, logits_of(1).expand(count, -1))
     distribution = drawn[0].distributions[0]
     assert isinstance(distribution, SparseDistribution)
@@ -141,3 +161,21 @@ def test_a_proposal_is_the_same_in_any_company() -> None:
     together = proposals([job(*pair) for pair in pairs], logits)
     alone = [proposals([job(*pair)], logits[i : i + 1])[0] for i, pair in enumerate(pairs)]
     assert [proposal.token_ids for proposal in together] == [proposal.token_ids for proposal in alone]
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_logits_that_are_no_numbers_cost_their_own_proposal_alone(number: float) -> None:
+    def jobs() -> list[Job[Drafting]]:
+        kinds = (RowKind.TOKEN, RowKind.SUPPORT, RowKind.DENSE)
+        return [job(SAMPLED, kind) for kind in kinds for _ in range(2)]
+
+    logits = logits_of(6)
+    expected = proposals(jobs(), logits)
+    logits[1::2] = number
+    outcomes = propose_head(jobs(), logits)
+    assert [isinstance(outcome, Failed) for outcome in outcomes] == [False, True] * 3
+    for outcome, proposal in zip(outcomes[::2], expected[::2], strict=True):
+        assert isinstance(outcome, Done)
+        assert outcome.result.token_ids == proposal.token_ids
+    greedy = [job(SamplingParams(temperature=0.0), RowKind.TOKEN) for _ in range(6)]
+    assert [isinstance(each, Failed) for each in propose_head(greedy, logits)] == [False, True] * 3

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.engine.model import LoadedModel, load_model
-from tandem.engine.native.trace import Trace
+from tandem.engine.backends.cpu_native.plans.trace import Trace
+from tandem.engine.backends.selection import Backends, choose_backends
+from tandem.engine.models.loading import LoadedModel, load_model
 from tests.unit.engine.tiny_models import CONFIGS, hf, save_checkpoint
 
 
@@ -19,16 +20,22 @@ class TinyModel:
 
     folder: Path
     reference: Any
-    loaded: LoadedModel
-    """Its steps run by the model's own modules: to trace each of many models takes long."""
+    backends: Backends
+    """Its steps run by the model's own modules, with the kernels in them: to trace each of many models takes long."""
     trace: Trace | None = None
 
     @property
-    def with_tapes(self) -> LoadedModel:
-        """The same, its steps played from tapes."""
-        if self.loaded.kernels is None:
+    def loaded(self) -> LoadedModel:
+        """As the engine loads it."""
+        return self.backends.model
+
+    @property
+    def with_plans(self) -> Backends:
+        """Its steps replayed from execution plans."""
+        native = self.backends.native
+        if native is None:
             pytest.skip("there is no C++ compiler")
-        return replace(self.loaded, trace=self.trace)
+        return replace(self.backends, native=replace(native, trace=self.trace))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -49,8 +56,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny
         if family not in made:
             folder = tmp_path_factory.mktemp(family)
             reference = save_checkpoint(folder, CONFIGS[family]())
-            loaded = replace(load_model(folder, dtype="float32"), trace=None)
-            made[family] = TinyModel(folder, reference, loaded, Trace(loaded.module))
+            backends = choose_backends(load_model(folder, dtype="float32"))
+            trace = None if backends.native is None else backends.native.trace
+            native = None if backends.native is None else replace(backends.native, trace=None)
+            made[family] = TinyModel(folder, reference, replace(backends, native=native), trace)
         return made[family]
 
     return make

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.engine.engine import Engine
-from tandem.engine.jobs import Continue, Done, Head, Job
-from tandem.engine.model import LoadedModel
-from tandem.engine.sequence import Sequence
+from tandem.engine.backends.selection import Backends
+from tandem.engine.core.engine import Engine
+from tandem.engine.core.events import StepRecord
+from tandem.engine.core.jobs import Continue, Done, Head, Job
+from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.models.loading import LoadedModel
 from tandem.engine.settings import EngineSettings
 from tandem.types import Delta
 
@@ -57,10 +59,15 @@ def _rows_of(ready: SequenceOf[Job[Any]], logits: Tensor) -> tuple[Tensor, ...]:
 
 @asynccontextmanager
 async def running(
-    model: LoadedModel, head: Head[Any, Any], **settings: Any
+    model: LoadedModel | Backends,
+    head: Head[Any, Any],
+    *,
+    on_step: Callable[[StepRecord], None] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Engine[Any, Any]]:
     """An engine for the length of a block."""
-    engine = Engine(model, head, EngineSettings(**settings))
+    backends = model if isinstance(model, Backends) else Backends(model)
+    engine = Engine(backends.model, head, EngineSettings(**settings), on_step, backends=backends)
     engine.start()
     try:
         yield engine

@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from tandem.sampling.warping import warp
 from tandem.types import Delta, DenseRow, RowKind, SamplingParams, SupportRow, TokenRow, VerifyStep
-from tandem.warping import warp
 from target_service.penalties import History, penalized
-from target_service.rows import RowRequest, verifications
+from target_service.rows import RowRequest
+from tests.unit.target_service.verified import verified
 
 VOCABULARY_SIZE = 12
 TOKENS = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
@@ -88,7 +89,7 @@ def test_every_kind_of_row_tells_of_the_penalized_logits() -> None:
     expected = penalized(logits, History(PROMPT_LENGTH, TOKENS), greedy)
     assert not torch.equal(expected.argmax(dim=-1), logits.argmax(dim=-1)), "or nothing is shown"
     kinds = [(RowKind.TOKEN, greedy), (RowKind.DENSE, sampled), (RowKind.SUPPORT, sampled)]
-    tokens, dense, support = verifications(
+    tokens, dense, support = verified(
         [request(kind, sampling) for kind, sampling in kinds], logits.repeat(len(kinds), 1)
     )
     assert tokens.rows == tuple(map(TokenRow, expected.argmax(dim=-1).tolist()))
@@ -108,8 +109,8 @@ def test_neighbours_without_penalties_are_left_alone() -> None:
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=0.0, repetition_penalty=9.0),
     )
-    alone = verifications([request(RowKind.TOKEN, plain)], logits)
-    together = verifications(
+    alone = verified([request(RowKind.TOKEN, plain)], logits)
+    together = verified(
         [request(RowKind.TOKEN, penalizing), request(RowKind.TOKEN, plain)], logits.repeat(2, 1)
     )
     assert together[1].rows == alone[0].rows

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.noise import race, target_keys
+from tandem.sampling.noise import race, recovery_keys, target_keys
+from tandem.sampling.warping import warp
 from tandem.types import (
     Delta,
     DenseRow,
@@ -17,8 +18,8 @@ from tandem.types import (
     TokenRow,
     VerifyStep,
 )
-from tandem.warping import warp
 from target_service.rows import RowRequest, verifications
+from tests.unit.target_service.verified import verified
 
 VOCABULARY_SIZE = 50
 NO_IDS: IntArray = np.empty(0, dtype=np.int64)
@@ -35,8 +36,9 @@ def request(
     supports: tuple[IntArray, ...] = (),
     *,
     with_statistics: bool = False,
+    raced: bool = False,
 ) -> RowRequest:
-    step = VerifyStep(Delta(10, [1] * row_count), kind, row_count, supports, with_statistics)
+    step = VerifyStep(Delta(10, [1] * row_count), kind, row_count, supports, with_statistics, raced)
     return RowRequest(step, sampling)
 
 
@@ -45,20 +47,20 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def test_the_first_row_tells_the_token_after_the_committed_ones() -> None:
-    (verification,) = verifications([request(RowKind.TOKEN, 3, GREEDY)], logits_of(3))
+    (verification,) = verified([request(RowKind.TOKEN, 3, GREEDY)], logits_of(3))
     # 10 tokens stay, 3 are appended, 3 rows: the first of them tells what follows the 11th.
     assert verification.base_length == 11
 
 
 def test_greedy_token_rows_are_the_highest_logits() -> None:
     logits = logits_of(3)
-    (verification,) = verifications([request(RowKind.TOKEN, 3, GREEDY)], logits)
+    (verification,) = verified([request(RowKind.TOKEN, 3, GREEDY)], logits)
     assert verification.rows == tuple(TokenRow(token_id) for token_id in logits.argmax(dim=-1).tolist())
 
 
 def test_sampled_token_rows_are_drawn_with_the_shared_noise() -> None:
     logits = logits_of(3)
-    (verification,) = verifications([request(RowKind.TOKEN, 3, WARPED)], logits)
+    (verification,) = verified([request(RowKind.TOKEN, 3, WARPED)], logits)
     keys = torch.from_numpy(target_keys(WARPED.seed, verification.base_length, 3))
     expected = race(warp(logits, [WARPED] * 3), keys).tolist()
     assert verification.rows == tuple(TokenRow(token_id) for token_id in expected)
@@ -67,7 +69,7 @@ def test_sampled_token_rows_are_drawn_with_the_shared_noise() -> None:
 def test_support_rows_split_the_distribution_into_inside_and_outside() -> None:
     logits = logits_of(3)
     supports = (np.array([3, 9, 41]), np.array([7]))
-    (verification,) = verifications([request(RowKind.SUPPORT, 3, WARPED, supports)], logits)
+    (verification,) = verified([request(RowKind.SUPPORT, 3, WARPED, supports)], logits)
     probs = warp(logits, [WARPED] * 3).numpy()
     for i, (row, support) in enumerate(zip(verification.rows, (*supports, NO_IDS), strict=True)):
         assert isinstance(row, SupportRow)
@@ -80,8 +82,8 @@ def test_support_rows_split_the_distribution_into_inside_and_outside() -> None:
 
 def test_a_row_without_support_draws_what_a_token_row_draws() -> None:
     logits = logits_of(2)
-    (support,) = verifications([request(RowKind.SUPPORT, 2, WARPED)], logits)
-    (token,) = verifications([request(RowKind.TOKEN, 2, WARPED)], logits)
+    (support,) = verified([request(RowKind.SUPPORT, 2, WARPED)], logits)
+    (token,) = verified([request(RowKind.TOKEN, 2, WARPED)], logits)
     drawn = [row.outside_token_id for row in support.rows if isinstance(row, SupportRow)]
     assert drawn == [row.token_id for row in token.rows if isinstance(row, TokenRow)]
 
@@ -94,7 +96,7 @@ def test_the_outside_sample_has_the_restricted_distribution() -> None:
     probs = warp(logits[:1], [sampling])[0].numpy()
     kept = np.flatnonzero(probs)
     supports = (kept[:3],) * count
-    (verification,) = verifications([request(RowKind.SUPPORT, count, sampling, supports)], logits)
+    (verification,) = verified([request(RowKind.SUPPORT, count, sampling, supports)], logits)
     drawn = [row.outside_token_id for row in verification.rows if isinstance(row, SupportRow)]
     outside = kept[3:]
     expected = probs[outside] / probs[outside].sum() * count
@@ -103,14 +105,45 @@ def test_the_outside_sample_has_the_restricted_distribution() -> None:
     assert float(((observed - expected) ** 2 / expected).sum()) < 25.0
 
 
-def test_no_mass_outside_means_no_sample() -> None:
+def test_a_race_for_recovery_is_run_with_the_keys_of_the_round() -> None:
+    """Beside requests that ask for none, which tell no probability."""
+    supports = (np.array([3, 9, 41]), np.array([7]))
+    plain = request(RowKind.SUPPORT, 3, WARPED, supports)
+    raced = request(RowKind.SUPPORT, 3, WARPED, supports, raced=True)
+    logits = logits_of(9)
+    before, verification, after = verified([plain, raced, plain], logits)
+    probs = warp(logits[3:6], [WARPED] * 3)
+    outside = probs.clone()
+    for row, support in enumerate(supports):
+        outside[row, support] = 0.0
+    keys = torch.from_numpy(recovery_keys(WARPED.seed, 11, 3))
+    assert verification.base_length == 11
+    winners = race(outside, keys).tolist()
+    told = [row for row in verification.rows if isinstance(row, SupportRow)]
+    assert [row.outside_token_id for row in told] == winners
+    assert [row.outside_prob for row in told] == probs[range(3), winners].tolist()
+    for other in (before, after):
+        assert [row.outside_prob for row in other.rows if isinstance(row, SupportRow)] == [None] * 3
+
+
+def test_only_support_rows_race_for_recovery() -> None:
+    logits = logits_of(3)
+    rows = [
+        verified([request(RowKind.TOKEN, 3, WARPED, raced=raced)], logits)[0].rows for raced in (True, False)
+    ]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("raced", [True, False])
+def test_no_mass_outside_means_no_sample(raced: bool) -> None:
     logits = logits_of(1)
     sampling = SamplingParams(temperature=1.0, top_k=2)
     support = np.flatnonzero(warp(logits, [sampling])[0].numpy())
-    (verification,) = verifications([request(RowKind.SUPPORT, 1, sampling, (support,))], logits)
+    (verification,) = verified([request(RowKind.SUPPORT, 1, sampling, (support,), raced=raced)], logits)
     (row,) = verification.rows
     assert isinstance(row, SupportRow)
     assert (row.outside_mass, row.outside_token_id) == (0.0, -1)
+    assert row.outside_prob == (0.0 if raced else None)
 
 
 def test_statistics_are_those_of_the_whole_row() -> None:
@@ -118,7 +151,7 @@ def test_statistics_are_those_of_the_whole_row() -> None:
     sampling = SamplingParams(temperature=1.3)
     support = np.array([4, 30])
     asked = request(RowKind.SUPPORT, 1, sampling, (support,), with_statistics=True)
-    (verification,) = verifications([asked], logits)
+    (verification,) = verified([asked], logits)
     (row,) = verification.rows
     assert isinstance(row, SupportRow)
     assert row.statistics is not None
@@ -132,7 +165,7 @@ def test_statistics_are_those_of_the_whole_row() -> None:
 
 def test_dense_rows_are_the_logits() -> None:
     logits = logits_of(2).bfloat16()
-    (verification,) = verifications([request(RowKind.DENSE, 2, WARPED)], logits)
+    (verification,) = verified([request(RowKind.DENSE, 2, WARPED)], logits)
     rows = [row.logits for row in verification.rows if isinstance(row, DenseRow)]
     np.testing.assert_array_equal(rows, logits.float().numpy())
 
@@ -147,9 +180,9 @@ def test_a_request_gets_the_same_rows_in_any_company() -> None:
     ]
     logits = logits_of(sum(asked.step.row_count for asked in requests))
     blocks = torch.split(logits, [asked.step.row_count for asked in requests])
-    together = verifications(requests, logits)
+    together = verified(requests, logits)
     for asked, block, verification in zip(requests, blocks, together, strict=True):
-        (alone,) = verifications([asked], block)
+        (alone,) = verified([asked], block)
         assert alone.base_length == verification.base_length
         assert [_plain(row) for row in alone.rows] == [_plain(row) for row in verification.rows]
 
@@ -160,11 +193,45 @@ def _plain(row: object) -> object:
     return row.logits.tolist() if isinstance(row, DenseRow) else row
 
 
-def test_of_logits_that_are_no_numbers_no_token_is_drawn() -> None:
-    logits = logits_of(2)
-    logits[1] = torch.nan
-    (verification,) = verifications([request(RowKind.TOKEN, 2, WARPED)], logits)
-    (other,) = verifications([request(RowKind.TOKEN, 2, SamplingParams(seed=3))], logits)
-    for rows in (verification.rows, other.rows):
-        assert all(isinstance(row, TokenRow) for row in rows)
-        assert [row.token_id >= 0 for row in rows if isinstance(row, TokenRow)] == [True, False]
+SAMPLED = SamplingParams(temperature=1.0, seed=3)
+SUPPORTS = (np.array([3, 9]), np.array([7]))
+ASKED = {
+    "greedy token": request(RowKind.TOKEN, 3, GREEDY),
+    "sampled token": request(RowKind.TOKEN, 3, SAMPLED),
+    "truncated token": request(RowKind.TOKEN, 3, WARPED),
+    "support": request(RowKind.SUPPORT, 3, SAMPLED, SUPPORTS),
+    "truncated support": request(RowKind.SUPPORT, 3, WARPED, SUPPORTS, with_statistics=True),
+    "raced support": request(RowKind.SUPPORT, 3, SAMPLED, SUPPORTS, raced=True),
+    "greedy support": request(RowKind.SUPPORT, 3, GREEDY, SUPPORTS, with_statistics=True),
+    "whole support": request(RowKind.SUPPORT, 3, SAMPLED, (np.arange(VOCABULARY_SIZE),) * 2),
+    "dense": request(RowKind.DENSE, 3, SAMPLED),
+}
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("asked", ASKED)
+def test_logits_that_are_no_numbers_cost_their_own_request_alone(asked: str, number: float) -> None:
+    logits = logits_of(9)
+    expected = verifications([ASKED[asked]] * 3, logits)
+    for row in range(3, 6):
+        spoilt = logits.clone()
+        spoilt[row] = number
+        told = verifications([ASKED[asked]] * 3, spoilt)
+        assert told[1] is None
+        for index in (0, 2):
+            assert repr(told[index]) == repr(expected[index])
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("asked", ASKED)
+def test_one_logit_that_is_no_number_is_enough(asked: str, number: float) -> None:
+    logits = logits_of(3)
+    logits[2, 40] = number
+    assert verifications([ASKED[asked]], logits) == [None]
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_forbidden_tokens_are_no_fault(asked: str) -> None:
+    logits = logits_of(3)
+    logits[:, 20:] = -torch.inf
+    assert None not in verifications([ASKED[asked]], logits)

@@ -1,0 +1,1 @@
+"""Results of a benchmark run as JSON, tables and charts."""

@@ -1,0 +1,165 @@
+"""How exact bfloat16 is: a token's log probability by our CPU kernels and by torch, against float32.
+
+    python -m benchmarks.studies.exactness                      the demo target
+    python -m benchmarks.studies.exactness --model smollm2      SmolLM2-135M-Instruct; `make exactness` measures both
+
+Prompts of 30 to 100 tokens are pieces of this Python's standard library. Each is read as a service would: most of it as
+a prompt, then two steps of five tokens, as proposals are verified, then five of one. The reference computes in float32
+with the weights that the others have, those rounded to bfloat16, so what differs is the arithmetic alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from benchmarks.inputs.editing import source_text
+from tandem.engine.backends.selection import Backends, choose_backends
+from tandem.engine.core.runner import StepRunner
+from tandem.engine.kv_cache.arena import KvArena
+from tandem.engine.kv_cache.extents import Extent, granules
+from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.models.loading import load_model
+from tandem.model_sources.demo import demo_pair
+from tandem.model_sources.find import find_model
+from tandem.model_sources.names import DEMO
+from tandem.types import FloatArray
+
+SHORTEST, LONGEST = 30, 100
+"""Tokens of a prompt."""
+
+LAST_STEPS = (5, 5, 1, 1, 1, 1, 1)
+"""Tokens of the steps that follow a prompt's first part."""
+
+_CHARACTERS_PER_TOKEN = 8
+_RESAMPLES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Absolute errors of log probabilities, in nats, float64 [tokens]."""
+
+    nats: FloatArray
+
+    @property
+    def mean(self) -> float:
+        """Of all tokens."""
+        return float(self.nats.mean())
+
+    @property
+    def max(self) -> float:
+        """The worst token's."""
+        return float(self.nats.max())
+
+
+def prompts(folder: Path, count: int) -> list[list[int]]:
+    """Token ids of `count` pieces of source code, each of another length."""
+    characters = count * LONGEST * _CHARACTERS_PER_TOKEN
+    token_ids = iter(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(source_text(characters)).ids)
+    lengths = [SHORTEST + 37 * index % (LONGEST - SHORTEST + 1) for index in range(count)]
+    return [[next(token_ids) for _ in range(length)] for length in lengths]
+
+
+def reference(folder: Path) -> Backends:
+    """Torch in float32, with the weights of a model of bfloat16."""
+    model = load_model(folder, dtype="float32")
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return Backends(model)
+
+
+def ways(folder: Path) -> Iterator[tuple[str, Backends]]:
+    """Torch's bfloat16 and the kernels'.
+
+    Raises:
+        ConfigurationError: the kernels cannot be used.
+    """
+    yield "torch", Backends(load_model(folder, dtype="bfloat16"))
+    yield "kernels", choose_backends(load_model(folder, dtype="bfloat16"), compile_mode="on")
+
+
+def log_probs(backends: Backends, texts: SequenceOf[SequenceOf[int]]) -> list[FloatArray]:
+    """The log probability of each token but the first, float64 [tokens - 1] for each text."""
+    model = backends.model
+    room = granules(LONGEST)
+    arena = KvArena(model.layers, room, model.dtype, model.device)
+    runner = StepRunner(backends.steps(arena))
+    with torch.inference_mode():
+        return [_of_text(runner, text, room, model.info.vocabulary_size) for text in texts]
+
+
+def _of_text(runner: StepRunner, text: SequenceOf[int], room: int, vocabulary_size: int) -> FloatArray:
+    sequence = Sequence(Extent(0, room), room, vocabulary_size)
+    sequence.token_ids = list(text)
+    logits: list[Tensor] = []
+    for width in (len(text) - sum(LAST_STEPS), *LAST_STEPS):
+        logits.append(runner.run([Segment(sequence, width)], range(width)).double())
+        sequence.advance(width)
+    following = torch.tensor(text[1:])[:, None]
+    found: FloatArray = torch.cat(logits)[:-1].log_softmax(-1).gather(1, following)[:, 0].numpy()
+    return found
+
+
+def ratio_interval(ours: SequenceOf[FloatArray], theirs: SequenceOf[FloatArray]) -> tuple[float, float]:
+    """95 % interval of the ratio of two mean errors, by drawing prompts with replacement."""
+    generator = np.random.default_rng(0)
+    sums = np.array([(mine.sum(), other.sum()) for mine, other in zip(ours, theirs, strict=True)])
+    drawn = sums[generator.integers(len(sums), size=(_RESAMPLES, len(sums)))].sum(axis=1)
+    low, high = np.quantile(drawn[:, 0] / drawn[:, 1], (0.025, 0.975))
+    return float(low), float(high)
+
+
+def table(name: str, folder: Path, count: int) -> Table:
+    """One model's errors."""
+    texts = prompts(folder, count)
+    exact = log_probs(reference(folder), texts)
+    errors = {
+        way: [np.abs(found - right) for found, right in zip(log_probs(backends, texts), exact, strict=True)]
+        for way, backends in ways(folder)
+    }
+    torch_errors = Errors(np.concatenate(errors["torch"]))
+    low, high = ratio_interval(errors["kernels"], errors["torch"])
+    result = Table(
+        title=f"{name}, {count} prompts, {len(torch_errors.nats)} tokens",
+        caption=f"ratio of the means {low:.3f} to {high:.3f} (95 %)",
+    )
+    for column in ("nats", "mean", "ratio", "maximum", "ratio"):
+        result.add_column(column, justify="right")
+    for way, found in errors.items():
+        own = Errors(np.concatenate(found))
+        result.add_row(
+            way,
+            f"{own.mean:.5f}", f"{own.mean / torch_errors.mean:.3f}",
+            f"{own.max:.3f}", f"{own.max / torch_errors.max:.3f}",
+        )  # fmt: skip
+    return result
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default=DEMO, help="a folder, demo or smollm2")
+    parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    folder = demo_pair().target if arguments.model == DEMO else find_model(arguments.model)
+    Console(highlight=False).print(table(arguments.model, folder, arguments.prompts))
+
+
+if __name__ == "__main__":
+    main()

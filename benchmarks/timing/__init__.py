@@ -1,0 +1,1 @@
+"""Times and bytes of rounds, and time to the first token."""

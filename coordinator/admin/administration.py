@@ -1,0 +1,257 @@
+"""Administration of a coordinator, as `tandem admin` uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Protocol
+
+from coordinator.admin.diagnosis import diagnose
+from coordinator.rejection.resolution import named_strategy
+from coordinator.requests.active import ActiveRequest
+from coordinator.requests.runner import RequestRunner
+from coordinator.settings.acceptance import configured_options, names_auto
+from coordinator.settings.live import LiveConfig
+from coordinator.speculation.report import of_coordinator
+from tandem import __version__
+from tandem.acceptance_names import AUTO
+from tandem.admin import (
+    ConfigOption,
+    CoordinatorState,
+    Diagnosis,
+    Load,
+    RequestReport,
+    SpeculationSettings,
+    Stats,
+    Status,
+    Throughput,
+)
+from tandem.errors import InvalidRequestError, NotFoundError
+from tandem.replica import ReplicaSnapshot, ReplicaState, Role, is_last_target
+from tandem.speculation_state import SpeculationState
+
+logger = logging.getLogger(__name__)
+
+MIN_INTERVAL_SECONDS = 0.1
+"""Between two statistics of one watch."""
+
+
+class ReplicaPool(Protocol):
+    """The replicas that the coordinator keeps in touch with."""
+
+    def snapshots(self) -> list[ReplicaSnapshot]:
+        """All of them at this moment."""
+
+    def drain(self, role: Role, address: str) -> None:
+        """Give a replica no new sequences."""
+
+    def resume(self, role: Role, address: str) -> None:
+        """Give a replica new sequences again."""
+
+
+class Administration:
+    """Shows and steers a coordinator."""
+
+    def __init__(self, completions: RequestRunner, live_config: LiveConfig, replicas: ReplicaPool) -> None:
+        self._completions = completions
+        self._live_config = live_config
+        self._replicas = replicas
+        self._started = time.monotonic()
+
+    def status(self) -> Status:
+        """How the coordinator does."""
+        replicas = self.replicas()
+        settings = self._live_config.current
+        has_draft = any(replica.role is Role.DRAFT for replica in replicas)
+        return Status(
+            version=__version__,
+            state=state_of(replicas),
+            time=datetime.now(UTC),
+            uptime_seconds=self._uptime,
+            model=next((replica.model.name for replica in replicas if replica.model is not None), ""),
+            load=self._load,
+            throughput=self._throughput,
+            speculation=self._completions.stats.cumulative.snapshot()[0],
+            settings=SpeculationSettings(
+                is_on=settings.speculation and has_draft,
+                num_speculative_tokens=settings.num_speculative_tokens,
+                rule=AUTO if names_auto(settings) else named_strategy(configured_options(settings)).name,
+            ),
+            replicas=tuple(replicas),
+            speculation_state=self._speculation_state(replicas),
+            decisions=tuple(self._completions.speculation.decisions()),
+        )
+
+    def replicas(self) -> list[ReplicaSnapshot]:
+        """Every replica: targets first, then drafts, each by address."""
+        return sorted(self._replicas.snapshots(), key=lambda shot: (shot.role is Role.DRAFT, shot.address))
+
+    def drain(self, address: str, *, allow_last_target: bool, by: str) -> ReplicaSnapshot:
+        """Send no new sequences to a replica, and let it finish its own.
+
+        Args:
+            address: As in `replicas`.
+            allow_last_target: Whether the last target that accepts new sequences may be drained.
+            by: The caller, for the log.
+
+        Raises:
+            NotFoundError: there is no such replica.
+            InvalidRequestError: it is the last target, and `allow_last_target` is false.
+        """
+        replicas = self.replicas()
+        replica = _find(replicas, address)
+        if is_last_target(replica, replicas) and not allow_last_target:
+            raise InvalidRequestError(
+                f"{address} is the last target that takes new sequences; without it requests wait and then fail"
+            )
+        self._replicas.drain(replica.role, replica.address)
+        logger.info("replica drained", extra={"role": replica.role.value, "address": address, "by": by})
+        return _find(self.replicas(), address)
+
+    def resume(self, address: str, *, by: str) -> ReplicaSnapshot:
+        """Give a replica new sequences again.
+
+        Raises:
+            NotFoundError: there is no such replica.
+        """
+        replica = _find(self.replicas(), address)
+        self._replicas.resume(replica.role, replica.address)
+        logger.info("replica resumed", extra={"role": replica.role.value, "address": address, "by": by})
+        return _find(self.replicas(), address)
+
+    def requests(self) -> list[RequestReport]:
+        """The requests that run, the oldest first."""
+        return [_report(request) for request in self._completions.requests.list()]
+
+    def request(self, request_id: str) -> RequestReport:
+        """The request whose id begins like this.
+
+        Raises:
+            NotFoundError: there is none.
+            InvalidRequestError: there are several.
+        """
+        return _report(self._completions.requests.find(request_id))
+
+    def abort(self, request_id: str, *, reason: str, by: str) -> RequestReport:
+        """End the request whose id begins like this.
+
+        Raises:
+            NotFoundError: there is none.
+            InvalidRequestError: there are several.
+        """
+        request = self._completions.requests.find(request_id)
+        report = _report(request)  # before the request leaves its draft and its target
+        request.abort(reason)
+        logger.info("request aborted", extra={"request_id": request.request_id, "reason": reason, "by": by})
+        return report
+
+    def stats(self) -> Stats:
+        """Counts since the start."""
+        total, by_rule = self._completions.stats.cumulative.snapshot()
+        return Stats(
+            time=datetime.now(UTC),
+            uptime_seconds=self._uptime,
+            load=self._load,
+            throughput=self._throughput,
+            outcomes=self._completions.requests.outcomes,
+            completion_tokens=self._completions.requests.tokens.total,
+            speculation=total,
+            by_rule=by_rule,
+            speculation_state=self._speculation_state(self.replicas()),
+            decisions=tuple(self._completions.speculation.decisions()),
+        )
+
+    async def watch(self, interval_seconds: float) -> AsyncGenerator[Stats]:
+        """Statistics at a fixed interval.
+
+        Raises:
+            InvalidRequestError: the interval is too short.
+        """
+        if not interval_seconds >= MIN_INTERVAL_SECONDS:
+            raise InvalidRequestError(
+                f"interval_seconds is {interval_seconds:g}; it must be at least {MIN_INTERVAL_SECONDS:g}"
+            )
+        while True:
+            yield self.stats()
+            await asyncio.sleep(interval_seconds)
+
+    def config(self) -> list[ConfigOption]:
+        """Every option with its value and its origin."""
+        return self._live_config.options()
+
+    def update_config(
+        self, values: Mapping[str, str], reset: Collection[str], *, by: str
+    ) -> list[ConfigOption]:
+        """Change options for new requests; see `LiveConfig.change`.
+
+        Raises:
+            InvalidRequestError: with a sentence for each option that cannot be changed like this.
+        """
+        if not values and not reset:
+            raise InvalidRequestError("no option is named; name at least one to set or to reset")
+        return self._live_config.change(values, reset, by)
+
+    def diagnose(self) -> Diagnosis:
+        """Findings, each with what to do about it."""
+        status = self.status()
+        return Diagnosis(status.version, status.time, tuple(diagnose(status, self._live_config.current)))
+
+    @property
+    def _uptime(self) -> float:
+        return time.monotonic() - self._started
+
+    @property
+    def _load(self) -> Load:
+        return Load(len(self._completions.requests.list()), self._completions.admission.queued)
+
+    @property
+    def _throughput(self) -> Throughput:
+        tokens = self._completions.requests.tokens
+        return Throughput(tokens.rate(10), tokens.rate(60))
+
+    def _speculation_state(self, replicas: Sequence[ReplicaSnapshot]) -> SpeculationState:
+        settings = self._live_config.current
+        return of_coordinator(
+            replicas,
+            is_enabled=settings.speculation,
+            num_speculative_tokens=settings.num_speculative_tokens,
+            latest=self._completions.speculation_state,
+        )
+
+
+def state_of(replicas: Sequence[ReplicaSnapshot]) -> CoordinatorState:
+    """State of a coordinator with these replicas."""
+    targets = [replica for replica in replicas if replica.role is Role.TARGET]
+    drafts = [replica for replica in replicas if replica.role is Role.DRAFT]
+    if not any(replica.state is ReplicaState.READY for replica in targets):
+        was_met = any(replica.model is not None for replica in targets)
+        return CoordinatorState.UNAVAILABLE if was_met else CoordinatorState.STARTING
+    is_lost = any(replica.state not in (ReplicaState.READY, ReplicaState.DRAINING) for replica in replicas)
+    has_drafter = not drafts or any(replica.state is ReplicaState.READY for replica in drafts)
+    return CoordinatorState.READY if has_drafter and not is_lost else CoordinatorState.DEGRADED
+
+
+def _find(replicas: Sequence[ReplicaSnapshot], address: str) -> ReplicaSnapshot:
+    found = next((replica for replica in replicas if replica.address == address), None)
+    if found is None:
+        known = ", ".join(replica.address for replica in replicas) or "none"
+        raise NotFoundError(f"there is no replica {address!r}; there are: {known}")
+    return found
+
+
+def _report(request: ActiveRequest) -> RequestReport:
+    return RequestReport(
+        request_id=request.request_id,
+        age_seconds=time.monotonic() - request.started,
+        prompt_tokens=request.prompt_tokens,
+        completion_tokens=request.completion_tokens,
+        rule=request.rule,
+        num_speculative_tokens=request.num_speculative_tokens,
+        draft_address=request.draft_address,
+        target_address=request.target_address,
+        speculation=request.completion.stats,
+        speculation_state=request.speculation_state(),
+    )

@@ -1,0 +1,116 @@
+"""AdminService: translates, nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from urllib.parse import unquote
+
+from coordinator.admin.administration import Administration
+from tandem.serving.interceptors.handlers import Context
+from tandem.v1 import admin_pb2
+from tandem.v1.admin_pb2_grpc import AdminServiceServicer
+from tandem.wire import admin as wire
+
+_DEFAULT_INTERVAL_SECONDS = 1.0
+
+
+def caller(context: Context) -> str:
+    """The caller, as far as known: the name in its certificate, if any, and its address."""
+    address = unquote(context.peer() or "").partition(":")[2]
+    names = [name.decode("utf-8", "replace") for name in context.peer_identities() or ()]
+    return f"{names[0]} from {address}" if names else address
+
+
+class AdminServicer(AdminServiceServicer):
+    """Shows and steers the coordinator."""
+
+    def __init__(self, administration: Administration) -> None:
+        self._administration = administration
+
+    async def GetStatus(
+        self, request: admin_pb2.GetStatusRequest, context: Context
+    ) -> admin_pb2.GetStatusResponse:
+        """How the coordinator does."""
+        return admin_pb2.GetStatusResponse(status=wire.status_to_proto(self._administration.status()))
+
+    async def ListReplicas(
+        self, request: admin_pb2.ListReplicasRequest, context: Context
+    ) -> admin_pb2.ListReplicasResponse:
+        """Every replica."""
+        replicas = self._administration.replicas()
+        return admin_pb2.ListReplicasResponse(replicas=map(wire.replica_to_proto, replicas))
+
+    async def DrainReplica(
+        self, request: admin_pb2.DrainReplicaRequest, context: Context
+    ) -> admin_pb2.DrainReplicaResponse:
+        """Drain a replica."""
+        replica = self._administration.drain(
+            request.address, allow_last_target=request.allow_last_target, by=caller(context)
+        )
+        return admin_pb2.DrainReplicaResponse(replica=wire.replica_to_proto(replica))
+
+    async def ResumeReplica(
+        self, request: admin_pb2.ResumeReplicaRequest, context: Context
+    ) -> admin_pb2.ResumeReplicaResponse:
+        """New sequences for a replica again."""
+        replica = self._administration.resume(request.address, by=caller(context))
+        return admin_pb2.ResumeReplicaResponse(replica=wire.replica_to_proto(replica))
+
+    async def ListRequests(
+        self, request: admin_pb2.ListRequestsRequest, context: Context
+    ) -> admin_pb2.ListRequestsResponse:
+        """The requests that run."""
+        requests = self._administration.requests()
+        return admin_pb2.ListRequestsResponse(requests=map(wire.request_to_proto, requests))
+
+    async def GetRequest(
+        self, request: admin_pb2.GetRequestRequest, context: Context
+    ) -> admin_pb2.GetRequestResponse:
+        """One of them."""
+        found = self._administration.request(request.request_id)
+        return admin_pb2.GetRequestResponse(request=wire.request_to_proto(found))
+
+    async def AbortRequest(
+        self, request: admin_pb2.AbortRequestRequest, context: Context
+    ) -> admin_pb2.AbortRequestResponse:
+        """Ends one of them."""
+        ended = self._administration.abort(request.request_id, reason=request.reason, by=caller(context))
+        return admin_pb2.AbortRequestResponse(request=wire.request_to_proto(ended))
+
+    async def GetStats(
+        self, request: admin_pb2.GetStatsRequest, context: Context
+    ) -> admin_pb2.GetStatsResponse:
+        """Counts since the start."""
+        return admin_pb2.GetStatsResponse(stats=wire.stats_to_proto(self._administration.stats()))
+
+    async def WatchStats(
+        self, request: admin_pb2.WatchStatsRequest, context: Context
+    ) -> AsyncIterator[admin_pb2.WatchStatsResponse]:
+        """Statistics at a fixed interval."""
+        interval = request.interval_seconds or _DEFAULT_INTERVAL_SECONDS
+        async with aclosing(self._administration.watch(interval)) as watch:
+            async for stats in watch:
+                yield admin_pb2.WatchStatsResponse(stats=wire.stats_to_proto(stats))
+
+    async def GetConfig(
+        self, request: admin_pb2.GetConfigRequest, context: Context
+    ) -> admin_pb2.GetConfigResponse:
+        """Every option."""
+        options = self._administration.config()
+        return admin_pb2.GetConfigResponse(options=map(wire.option_to_proto, options))
+
+    async def UpdateConfig(
+        self, request: admin_pb2.UpdateConfigRequest, context: Context
+    ) -> admin_pb2.UpdateConfigResponse:
+        """Changes options."""
+        options = self._administration.update_config(
+            dict(sorted(request.values.items())), list(request.reset_names), by=caller(context)
+        )
+        return admin_pb2.UpdateConfigResponse(options=map(wire.option_to_proto, options))
+
+    async def Diagnose(
+        self, request: admin_pb2.DiagnoseRequest, context: Context
+    ) -> admin_pb2.DiagnoseResponse:
+        """Findings, each with what to do about it."""
+        return wire.diagnosis_to_proto(self._administration.diagnose())

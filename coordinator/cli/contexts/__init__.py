@@ -1,0 +1,1 @@
+"""`tandem context`: the command, and the file with the named coordinators."""

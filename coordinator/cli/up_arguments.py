@@ -1,0 +1,209 @@
+"""From the options of `tandem up` to the command line of each service that it starts."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from coordinator.settings.coordinator import DEFAULT_PORT, ConfigSettings
+from tandem.config.devices import as_torch
+from tandem.config.layers import merged, read_layers
+from tandem.config.methods import MODEL_FREE_METHODS
+from tandem.errors import ConfigurationError
+from tandem.model_sources.demo import demo_pair
+from tandem.model_sources.extras import require_engine
+from tandem.model_sources.hub import is_model_id
+from tandem.model_sources.names import DEMO, NAMES
+
+HTTP_PORT = 8000
+"""Default HTTP port, used unless it is taken."""
+NO_DRAFT = "none"
+"""In place of a draft: the target works alone."""
+DRAFT_OF_A_TARGET_ALONE = "suffix"
+"""Drafting method for a target without a named draft: it needs no model."""
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+_LOOPBACK = ("--host", "127.0.0.1")
+_HTTP_LOOPBACK = ("--http-host", "127.0.0.1")
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """Options of `tandem up`; None where the service's own default applies."""
+
+    target: str | None = None
+    model: str | None = None
+    """The target by its other name; `demo` is the bundled pair."""
+    draft: str | None = None
+    device: str = "cpu"
+    dtype: str | None = None
+    threads: int | None = None
+    max_length: int | None = None
+    num_speculative_tokens: int | None = None
+    draft_ahead: str | None = None
+    chat_template: Path | None = None
+    config_file: Path | None = None
+    port: int = DEFAULT_PORT
+    http_port: int | None = None
+    http: bool = True
+    log_level: str = "warning"
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceArguments:
+    """Command lines of the services; the coordinator's lacks their addresses."""
+
+    target: list[str]
+    draft: list[str] | None
+    """None: the target works alone."""
+    coordinator: list[str] = field(default_factory=list)
+
+    @property
+    def has_http(self) -> bool:
+        """True if the coordinator answers HTTP."""
+        return "--http-port" in self.coordinator
+
+
+def service_arguments(options: UpOptions) -> ServiceArguments:
+    """The command line of each service.
+
+    Raises:
+        ConfigurationError: an option is invalid for every service; raised before any is started.
+    """
+    if options.dtype is not None and options.dtype not in DTYPES:
+        raise ConfigurationError(f"--dtype is {options.dtype!r}; it must be one of {', '.join(DTYPES)}")
+    try:
+        device = as_torch(options.device)
+    except ValueError as error:
+        raise ConfigurationError(f"--device is {options.device!r}: {error}") from None
+    if options.chat_template is not None and not options.chat_template.is_file():
+        raise ConfigurationError(f"--chat-template is {options.chat_template}; there is no such file")
+    # Draft and target take turns, but the waiting threads of one would still spin on the other's cores.
+    threads = options.threads or max(1, len(os.sched_getaffinity(0)) // 2)
+    base = _words(log_level=options.log_level)
+    model = _words(device=device, dtype=options.dtype, threads=threads, max_length=options.max_length)
+    target = _target(options)
+    draft = _draft(options, model, base)
+    require_engine()
+    return ServiceArguments(
+        # This command serves this machine alone, whatever the environment says.
+        target=[*_LOOPBACK, "--port", "0", "--model", target, *model, *base],
+        draft=draft,
+        coordinator=[
+            *_LOOPBACK,
+            *_HTTP_LOOPBACK,
+            *_words(
+                port=options.port,
+                http_port=_http_port(options),
+                num_speculative_tokens=options.num_speculative_tokens,
+                draft_ahead=options.draft_ahead,
+                chat_template=options.chat_template,
+                config_file=options.config_file,
+            ),
+            *base,
+        ],
+    )
+
+
+def next_command(address: str) -> str:
+    """A command that completes a prompt over the coordinator at that address, as it can be typed here."""
+    called = Path(sys.argv[0])
+    is_on_path = shutil.which("tandem") == str(called.absolute())
+    program = "tandem" if is_on_path or called.name != "tandem" else str(called)
+    where = [] if address == f"127.0.0.1:{DEFAULT_PORT}" else ["--address", address]
+    return shlex.join([program, "generate", "def main():", "--max-tokens", "64", *where])
+
+
+def _target(options: UpOptions) -> str:
+    """The target for its service's command line."""
+    if options.model is not None and options.target is not None:
+        raise ConfigurationError(
+            f"--model is {options.model} and --target is {options.target}, which both name the target; give one of them"
+        )
+    if _serves_demo(options):
+        return str(demo_pair().target)
+    if options.model is not None:
+        return _checked("--model", options.model)
+    return _checked("--target", str(options.target))
+
+
+def _serves_demo(options: UpOptions) -> bool:
+    return options.target is None and options.model in (None, DEMO)
+
+
+def _draft(options: UpOptions, model: list[str], base: list[str]) -> list[str] | None:
+    named = options.draft
+    shared = [*_LOOPBACK, "--port", "0", *_words(config_file=options.config_file)]
+    if named is None:
+        in_file = _in_file(options.config_file)
+        if "speculative_method" in in_file or "draft_model_path" in in_file:
+            is_model_free = in_file.get("speculative_method") in MODEL_FREE_METHODS
+            return [*shared, *([] if is_model_free else model), *base]
+        named = str(demo_pair().draft) if _serves_demo(options) else DRAFT_OF_A_TARGET_ALONE
+    if named == NO_DRAFT:
+        return None
+    if named in MODEL_FREE_METHODS:
+        return [*shared, "--method", named, *base]
+    return [*shared, "--model", _checked("--draft", named), *model, *base]
+
+
+def _in_file(path: Path | None) -> Mapping[str, Any]:
+    """Options of speculative decoding in a config file.
+
+    Raises:
+        ConfigurationError: it cannot be read.
+    """
+    if path is None:
+        return {}
+    return merged(read_layers(ConfigSettings, ["--config-file", str(path)], {}, "tandem up"))
+
+
+def _checked(option: str, reference: str) -> str:
+    """A model as it was named, unless it can be neither a folder nor a name of one elsewhere.
+
+    Raises:
+        ConfigurationError: it is a path, and no folder is there.
+    """
+    path = Path(reference).expanduser()
+    if path.is_dir():
+        return str(path)
+    may_be_elsewhere = reference in NAMES or is_model_id(reference)
+    if path.exists():
+        raise ConfigurationError(f"{option} is {reference}; a file is there, and it must be a model's folder")
+    if not may_be_elsewhere:
+        others = f", or {', '.join((*MODEL_FREE_METHODS, NO_DRAFT))}" if option == "--draft" else ""
+        raise ConfigurationError(
+            f"{option} is {reference}; there is no such folder: name a model's folder or a Hugging Face id{others}"
+        )
+    return reference
+
+
+def _http_port(options: UpOptions) -> int | None:
+    if not options.http:
+        return None
+    if options.http_port is not None:
+        return options.http_port
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", HTTP_PORT))
+        except OSError:
+            return 0  # any free one
+    return HTTP_PORT
+
+
+def _words(**values: object) -> list[str]:
+    """Command-line options with a value."""
+    return [
+        word
+        for name, value in values.items()
+        if value is not None
+        for word in ("--" + name.replace("_", "-"), str(value))
+    ]

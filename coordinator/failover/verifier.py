@@ -1,0 +1,280 @@
+"""Verifies on whichever target is available: when one is lost, the client sees a pause and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+from coordinator.decoding.completion import Completion
+from coordinator.failover.served_request import ServedRequest
+from coordinator.failover.trouble import RoundTrouble
+from coordinator.replicas.member import Member
+from coordinator.replicas.pool import Pool
+from coordinator.speculation.round_timings import RoundTimings
+from coordinator.telemetry.observer import RequestObserver
+from coordinator.transport.target_client import RowChoice, TargetClient, TargetSequence
+from tandem.errors import (
+    CapacityError,
+    DeadlineError,
+    InvalidRequestError,
+    ProtocolError,
+    ServiceUnavailableError,
+    TandemError,
+)
+from tandem.replica import ReplicaState
+from tandem.rpc.deadline import Deadline
+from tandem.types import Proposal, TargetOptions, Verification
+
+logger = logging.getLogger(__name__)
+
+MAX_LOSSES = 3
+"""A request that loses so many targets in one round may be the cause, and ends before it takes down the next."""
+_FULL_SECONDS = 0.25
+"""Wait before the next attempt when all targets are full."""
+_MOVE_SECONDS = 5.0
+"""How long a sequence that moves off a draining target waits for the new one, which may be full."""
+_NEXT_MOVE_SECONDS = 10.0
+"""How long the sequence stays after a move failed."""
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A sequence on a target."""
+
+    member: Member[TargetClient]
+    sequence: TargetSequence
+
+    def leave(self) -> None:
+        self.sequence.cancel()
+        self.member.open_sequences -= 1
+
+
+class FailoverVerifier:
+    """Asks one target for rows for as long as it lives, then another one, with all tokens and the same proposal.
+
+    Noise is keyed by seed, position and base length, so the repeated round has the result of the lost one.
+    """
+
+    def __init__(
+        self,
+        pool: Pool[TargetClient],
+        options: TargetOptions,
+        rows: RowChoice,
+        active: ServedRequest,
+        observer: RequestObserver,
+        timings: RoundTimings,
+        deadline: Deadline,
+        wait_seconds: float,
+    ) -> None:
+        self._pool = pool
+        self._options = options
+        self._rows = rows
+        self._active = active
+        self._observer = observer
+        self._timings = timings
+        self._deadline = deadline
+        self._wait_seconds = wait_seconds
+        self._place: _Place | None = None
+        self._left: _Place | None = None
+        self._next_move = 0.0
+
+    async def verify(self, completion: Completion, proposal: Proposal) -> Verification:
+        """The target's row at each position of the proposal, and at the one after it.
+
+        Raises:
+            InvalidRequestError: the target refuses the request.
+            CapacityError: no target has room for it.
+            ServiceUnavailableError: no target is ready in time.
+            TandemError: the only target sends invalid answers, or the request has lost too many.
+        """
+        self._leave_if_draining()
+        trouble = RoundTrouble()
+        while True:
+            try:
+                verification = await self._attempt(completion, proposal, trouble)
+            except (InvalidRequestError, DeadlineError):
+                raise
+            except TandemError as error:
+                await self._go_elsewhere(error, trouble)
+            else:
+                if trouble.is_reported:
+                    self._report_resumed(trouble)
+                return verification
+
+    async def finish(self) -> None:
+        """End the sequence; the service frees it at once."""
+        if self._place is not None:
+            await self._place.sequence.finish()
+
+    def release(self) -> None:
+        """Leave the target between two rounds. The next round sends all tokens to a target."""
+        self.cancel()
+        self._active.target_address = None
+
+    def cancel(self) -> None:
+        """Drop the stream, whatever the target is doing."""
+        for place in (self._place, self._left):
+            if place is not None:
+                place.leave()
+        self._place = self._left = None
+
+    async def _attempt(
+        self, completion: Completion, proposal: Proposal, trouble: RoundTrouble
+    ) -> Verification:
+        place = self._place = self._place or self._enter(await self._member(trouble))
+        is_first = place.sequence.is_new
+        began = time.monotonic()
+        verification = await self._verified(place, completion, proposal)
+        seconds = time.monotonic() - began
+        self._timings.verified(seconds, len(proposal), is_first=is_first, cost=verification.cost)
+        if not is_first:
+            place.member.step.add(seconds)
+        if self._left is not None:
+            self._left.leave()
+            self._left = None
+        return verification
+
+    async def _verified(self, place: _Place, completion: Completion, proposal: Proposal) -> Verification:
+        if self._left is None:
+            return await self._answered(place, completion, proposal)
+        try:
+            async with asyncio.timeout(_MOVE_SECONDS):
+                return await self._answered(place, completion, proposal)
+        except TimeoutError:
+            raise ServiceUnavailableError(
+                f"target service: it did not take the sequence over within {_MOVE_SECONDS:g} s"
+            ) from None
+
+    async def _answered(self, place: _Place, completion: Completion, proposal: Proposal) -> Verification:
+        """The target's answer; an error when the target hangs (`coordinator.replicas.hangs`)."""
+        sequence, unanswered = place.sequence, place.member.unanswered
+        known = 0 if sequence.is_new else completion.length - 1
+        step = unanswered.begin(completion.length + len(proposal) - known, is_first=sequence.is_new)
+        try:
+            async with step.timer:
+                verification = await sequence.verify(completion, proposal)
+        except TimeoutError:
+            raise ServiceUnavailableError(
+                f"target service: no answer to a verification within {step.silent_seconds:.3g} s"
+            ) from None
+        finally:
+            unanswered.end(step)
+        unanswered.answered(step)
+        return verification
+
+    async def _member(self, trouble: RoundTrouble) -> Member[TargetClient]:
+        """The least busy target; waits for one if none is ready."""
+        seconds = self._deadline.at_most(self._wait_seconds)
+        member = self._pool.choose(trouble.avoided) or await self._pool.chosen(seconds, trouble.avoided)
+        if member is None:
+            logger.warning("no target is ready", extra={**self._log_fields, "replicas": self._pool.reasons()})
+            raise ServiceUnavailableError(
+                f"no target service was ready within {seconds:.3g} s; {self._delivered()}"
+            )
+        return member
+
+    def _enter(self, member: Member[TargetClient]) -> _Place:
+        observer = self._observer.stream("target", member.address)
+        features = frozenset() if member.model is None else member.model.features
+        sequence = member.client.sequence(self._options, self._rows, observer, features)
+        member.open_sequences += 1
+        self._active.target_address = member.address
+        return _Place(member, sequence)
+
+    def _leave_if_draining(self) -> None:
+        """Between two rounds, move off a draining target. The old stream stays open until the new target answers."""
+        if self._place is None or time.monotonic() < self._next_move:
+            return
+        if self._place.member.state is not ReplicaState.DRAINING:
+            return  # a suspected target may recover, and one that is gone breaks its streams
+        member = self._pool.choose({self._place.member})
+        if member is not None:
+            self._left, self._place = self._place, self._enter(member)
+
+    async def _go_elsewhere(self, error: TandemError, trouble: RoundTrouble) -> None:
+        """Prepare another attempt at the round.
+
+        Raises:
+            TandemError: there is no other attempt.
+        """
+        trouble.begin()
+        place, self._place = self._place, None
+        if place is None:
+            raise error
+        place.leave()
+        if self._left is not None:
+            self._move_back()
+        elif isinstance(error, CapacityError):
+            await self._wait_for_room(error, place, trouble)
+        else:
+            self._count_loss(error, place, trouble)
+
+    def _move_back(self) -> None:
+        assert self._left is not None
+        self._place, self._left = self._left, None
+        self._active.target_address = self._place.member.address
+        self._next_move = time.monotonic() + _NEXT_MOVE_SECONDS
+
+    async def _wait_for_room(self, error: CapacityError, place: _Place, trouble: RoundTrouble) -> None:
+        """Handle a full target. A sequence that lost its target waits for room; a new request is refused."""
+        trouble.avoided.add(place.member)
+        if self._pool.choose(trouble.avoided) is not None:
+            return
+        has_begun = self._active.completion_tokens > 0
+        if not (place.sequence.is_new and has_begun) or trouble.seconds >= self._wait_seconds:
+            raise error
+        await asyncio.sleep(self._deadline.at_most(_FULL_SECONDS))
+        trouble.avoided.clear()
+
+    def _count_loss(self, error: TandemError, place: _Place, trouble: RoundTrouble) -> None:
+        trouble.losses += place.sequence.was_asked
+        trouble.is_reported = True
+        member, reason = place.member, str(error)
+        logger.warning(
+            "target lost; the sequence goes on elsewhere",
+            extra={**self._log_fields, "address": member.address, "reason": reason},
+        )
+        tokens = self._active.completion_tokens
+        self._observer.event(
+            "target_lost", {"address": member.address, "reason": reason, "completion_tokens": tokens}
+        )
+        if trouble.losses >= MAX_LOSSES:
+            # Not UNAVAILABLE: clients would try again and lose the next targets.
+            raise TandemError(
+                f"{trouble.losses} targets were lost over the same tokens of this request, so it is not tried on "
+                f"another; {self._delivered()}"
+            )
+        if trouble.seconds >= self._wait_seconds:
+            raise ServiceUnavailableError(
+                f"the target service was lost, and none went on within {self._wait_seconds:.3g} s; "
+                f"{self._delivered()}"
+            )
+        if isinstance(error, ServiceUnavailableError):
+            member.suspect(reason)
+            return
+        trouble.avoided.add(member)
+        if self._pool.choose(trouble.avoided) is None:
+            # The error's text is for the log only: it describes internals.
+            raise ProtocolError(
+                f"no target service could go on with the request {self._options.request_id}; {self._delivered()}"
+            ) from error
+
+    def _report_resumed(self, trouble: RoundTrouble) -> None:
+        seconds = trouble.seconds
+        address = self._active.target_address or ""
+        logger.info(
+            "target resumed",
+            extra={**self._log_fields, "address": address, "seconds": round(seconds, 3)},
+        )
+        self._observer.event("target_resumed", {"address": address, "seconds": seconds})
+
+    @property
+    def _log_fields(self) -> dict[str, str]:
+        """The log fields that name the request."""
+        return {"request_id": self._options.request_id}
+
+    def _delivered(self) -> str:
+        count = self._active.completion_tokens
+        return f"{count} token{'' if count == 1 else 's'} had been delivered"

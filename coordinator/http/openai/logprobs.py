@@ -1,0 +1,83 @@
+"""Log probabilities in the two forms of OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from tandem.types import Chunk, TokenLogprobs
+
+_LEAST = -9999.0
+"""Substitute for minus infinity, which JSON cannot express."""
+
+_REPLACEMENT = "\ufffd"
+_SENTENCEPIECE_SPACE = "\u2581"
+
+
+def completion_logprobs(
+    chunks: Sequence[Chunk], tokenizer: Tokenizer, text_offset: int = 0
+) -> dict[str, Any] | None:
+    """Log probabilities in the form of `/v1/completions`; None when the request did not ask for them.
+
+    Args:
+        chunks: The chunks that they belong to.
+        tokenizer: Decodes the tokens.
+        text_offset: Number of characters before the first chunk.
+    """
+    offsets = []
+    for chunk in chunks:
+        for length in chunk.text_lengths:
+            offsets.append(text_offset)
+            text_offset += length
+    tokens = [token_id for chunk in chunks for token_id in chunk.token_ids]
+    positions = [position for chunk in chunks for position in chunk.logprobs]
+    if not positions:
+        return None
+    return {
+        "tokens": [token_text(tokenizer, token_id) for token_id in tokens],
+        "token_logprobs": [_number(position.logprob) for position in positions],
+        "top_logprobs": [_top(tokenizer, position) for position in positions],
+        "text_offset": offsets,
+    }
+
+
+def chat_logprobs(chunks: Sequence[Chunk], tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """Those of `/v1/chat/completions`; None when none were asked for."""
+    content = [
+        {
+            **_entry(tokenizer, token_id, position.logprob),
+            "top_logprobs": [
+                _entry(tokenizer, top_id, logprob)
+                for top_id, logprob in zip(position.top_token_ids, position.top_logprobs, strict=True)
+            ],
+        }
+        for chunk in chunks
+        for token_id, position in zip(chunk.token_ids, chunk.logprobs, strict=False)
+    ]
+    return {"content": content, "refusal": None} if content else None
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token as text. One that is only a part of a character is shown as the tokenizer spells it."""
+    spelling: str = tokenizer.id_to_token(token_id) or ""
+    text: str = tokenizer.decode([token_id], skip_special_tokens=False)
+    if _REPLACEMENT in text or not text:
+        return spelling
+    # A decoder strips the space of a text's first word.
+    return f" {text}" if spelling.startswith(_SENTENCEPIECE_SPACE) and not text.startswith(" ") else text
+
+
+def _top(tokenizer: Tokenizer, position: TokenLogprobs) -> dict[str, float]:
+    pairs = zip(position.top_token_ids, position.top_logprobs, strict=True)
+    return {token_text(tokenizer, token_id): _number(logprob) for token_id, logprob in pairs}
+
+
+def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    text = token_text(tokenizer, token_id)
+    return {"token": text, "logprob": _number(logprob), "bytes": list(text.encode("utf-8", "replace"))}
+
+
+def _number(logprob: float) -> float:
+    return max(round(logprob, 6), _LEAST)

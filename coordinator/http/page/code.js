@@ -1,0 +1,45 @@
+// The request that is on the screen, as a command and as a program.
+
+function shellQuoted(text) {
+  return `'${text.replaceAll("'", "'\\''")}'`;
+}
+
+/** A curl command that sends the same request. */
+export function curlOf(origin, path, body, needsToken) {
+  const lines = [
+    `curl -s ${origin}${path}`,
+    "-H 'content-type: application/json'",
+    ...(needsToken ? ['-H "authorization: Bearer $TANDEM_TOKEN"'] : []),
+    `-d ${shellQuoted(JSON.stringify(body))}`,
+  ];
+  return lines.join(" \\\n  ");
+}
+
+function literal(value) {
+  if (value === true) return "True";
+  if (value === false) return "False";
+  if (value === null) return "None";
+  if (Array.isArray(value)) return `[${value.map(literal).join(", ")}]`;
+  if (typeof value === "object") {
+    return `{${Object.entries(value).map(([name, entry]) => `${JSON.stringify(name)}: ${literal(entry)}`).join(", ")}}`;
+  }
+  return JSON.stringify(value); // strings are spelled alike, and so are numbers
+}
+
+/** A Python program that sends the same request with OpenAI's client. */
+export function pythonOf(origin, path, body, model, needsToken) {
+  const { num_speculative_tokens: count, ...known } = body;
+  const isChat = path.includes("chat");
+  const values = Object.entries({ model, ...known }).map(([name, value]) => `    ${name}=${literal(value)},`);
+  if (count !== undefined) values.push(`    extra_body={"num_speculative_tokens": ${count}},`);
+  return [
+    ...(needsToken ? ["import os", ""] : []),
+    "from openai import OpenAI",
+    "",
+    `client = OpenAI(base_url="${origin}/v1", api_key=${needsToken ? 'os.environ["TANDEM_TOKEN"]' : '"none"'})`,
+    `answer = client.${isChat ? "chat.completions" : "completions"}.create(`,
+    ...values,
+    ")",
+    `print(answer.choices[0].${isChat ? "message.content" : "text"})`,
+  ].join("\n");
+}

@@ -1,0 +1,124 @@
+"""Rules that draft and target models must keep to work together. docs/configuration.md lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tandem.config import SpeculativeConfig
+from tandem.config.methods import STANDALONE
+from tandem.config.rule import Rule, broken
+from tandem.errors import IncompatibleModelsError
+from tandem.types import ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """The models that should work together, and the configuration."""
+
+    config: SpeculativeConfig
+    target: ModelInfo
+    draft: ModelInfo | None = None
+    """None when the target works alone."""
+
+
+def check_models(deployment: Deployment) -> None:
+    """Refuse models that do not fit each other or the configuration.
+
+    Raises:
+        IncompatibleModelsError: with a sentence for each broken rule.
+    """
+    if sentences := broken(MODEL_RULES, deployment):
+        raise IncompatibleModelsError("; ".join(sentences))
+
+
+def _drafting_method(deployment: Deployment) -> Iterator[str]:
+    method, draft = deployment.config.speculative_method, deployment.draft
+    if method is None:
+        return
+    if draft is None:
+        yield f"speculative_method is {method}; it needs a draft service: name it with draft_address"
+        return
+    # A service that drafts without a model has the method for its architecture.
+    served = STANDALONE if draft.has_model else draft.architecture
+    if served != method:
+        yield f"speculative_method is {method}; the draft service drafts by {served}: they must be the same"
+
+
+def _vocabulary_size(deployment: Deployment) -> Iterator[str]:
+    draft, target = deployment.draft, deployment.target
+    if draft is None or not draft.has_model or draft.vocabulary_size == target.vocabulary_size:
+        return
+    yield (
+        f"the draft {draft.name} has a vocabulary of {draft.vocabulary_size} tokens and the target {target.name} "
+        f"one of {target.vocabulary_size}; they must be the same"
+    )
+
+
+def _tokenizer(deployment: Deployment) -> Iterator[str]:
+    draft, target = deployment.draft, deployment.target
+    if draft is None or not draft.has_model or draft.tokenizer_hash == target.tokenizer_hash:
+        return
+    yield (
+        f"the draft {draft.name} has another tokenizer (hash {draft.tokenizer_hash[:12]}) than the target "
+        f"{target.name} (hash {target.tokenizer_hash[:12]}); a token id must mean the same to both"
+    )
+
+
+def _shared_max_length(deployment: Deployment) -> Iterator[str]:
+    draft, target = deployment.draft, deployment.target
+    # 0: the service has no limit.
+    if draft is None or draft.max_length in (0, target.max_length):
+        return
+    shared = min(draft.max_length, target.max_length)
+    yield (
+        f"max_length is {draft.max_length} for the draft {draft.name} and {target.max_length} for the target "
+        f"{target.name}; they must share one: start both with --max-length {shared}"
+    )
+
+
+def _configured_max_length(deployment: Deployment) -> Iterator[str]:
+    configured, target = deployment.config.max_length, deployment.target
+    if configured not in (None, target.max_length):
+        yield (
+            f"max_length is {configured} for the coordinator and {target.max_length} for the target {target.name}; "
+            f"they must share one: start all with --max-length {configured}, or leave it out here"
+        )
+
+
+def _tensor_parallel_size(deployment: Deployment) -> Iterator[str]:
+    draft, target = deployment.draft, deployment.target
+    if draft is None or not draft.has_model:
+        return
+    configured = deployment.config.draft_tensor_parallel_size
+    wanted, allowed = configured or draft.tensor_parallel_size, {1, target.tensor_parallel_size}
+    if wanted not in allowed:
+        words = " or ".join(map(str, sorted(allowed)))
+        yield f"draft_tensor_parallel_size is {wanted}; it must be {words}: 1 or the target's"
+    elif wanted != draft.tensor_parallel_size:
+        yield (
+            f"draft_tensor_parallel_size is {wanted}; it must be what the draft {draft.name} was started with, "
+            f"{draft.tensor_parallel_size}"
+        )
+
+
+MODEL_RULES: tuple[Rule[Deployment], ...] = (
+    Rule(
+        "drafting-method",
+        "`speculative_method`, when set, is what the draft service drafts by.",
+        _drafting_method,
+    ),
+    Rule("vocabulary-size", "Draft model and target have vocabularies of one size.", _vocabulary_size),
+    Rule("tokenizer", "Draft model and target map the same tokens to the same ids.", _tokenizer),
+    Rule("shared-max-length", "Draft and target share `max_length`.", _shared_max_length),
+    Rule(
+        "configured-max-length",
+        "`max_length`, when the coordinator has it, is what the target serves.",
+        _configured_max_length,
+    ),
+    Rule(
+        "tensor-parallel-size",
+        "`draft_tensor_parallel_size` is 1 or the target's, and the draft's own.",
+        _tensor_parallel_size,
+    ),
+)

@@ -1,0 +1,194 @@
+"""Notices targets that accept verifications and never answer, by a bound learnt from how long answers take.
+
+A hung target still answers health checks, so neither the health protocol nor a keepalive ping reveals it. Its sequences
+move to another target, and it gets no new ones until it answers a probe, which is a small verification.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+logger = logging.getLogger(__name__)
+
+MIN_SECONDS = 10.0
+"""Shorter silences are pauses of a busy machine. To move a sequence, the next target has to read all of its tokens."""
+UNLEARNT_SECONDS = 30.0
+UNLEARNT_SECONDS_PER_TOKEN = 1.0
+"""Before the first answers: a large model on a slow CPU reads a few tokens per second."""
+MARGIN = 8.0
+"""Factor on the slowest recent answers."""
+_HALF_LIFE_SECONDS = 60.0
+"""Time in which a slow answer loses half of its weight."""
+_PROMPT_TOKENS = 64
+"""More new tokens than this count as a prompt, whose time grows with its length."""
+_LOOK_SECONDS = 0.25
+
+
+class FadingMaximum:
+    """The largest measurement, where a measurement counts for half after a minute."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        """As of the last measurement: it must not shrink while an answer is awaited. None before the first."""
+        self._at = 0.0
+
+    def add(self, measured: float, now: float) -> None:
+        """Count a measurement."""
+        if self.value is not None:
+            measured = max(measured, self.value * 0.5 ** ((now - self._at) / _HALF_LIFE_SECONDS))
+        self.value, self._at = measured, now
+
+
+class VerificationTimes:
+    """How long verifications take, over all targets, and how long one may therefore take."""
+
+    def __init__(self, fixed_seconds: float | None = None) -> None:
+        """Begin without any measurement.
+
+        Args:
+            fixed_seconds: A fixed bound; None: learn it.
+        """
+        self._fixed_seconds = fixed_seconds
+        self._step = FadingMaximum()
+        self._prompt_token = FadingMaximum()
+
+    def add(self, token_count: int, seconds: float, now: float) -> None:
+        """Count a verification: its new tokens, and the seconds until its answer."""
+        if token_count > _PROMPT_TOKENS:
+            self._prompt_token.add(seconds / token_count, now)
+        else:
+            self._step.add(seconds, now)
+
+    def bound_seconds(self, prompt_tokens: int) -> float:
+        """Seconds for which a target with so many prompt tokens to read may answer nothing."""
+        if self._fixed_seconds is not None:
+            return self._fixed_seconds
+        step = self._step.value
+        steps_seconds = UNLEARNT_SECONDS if step is None else max(MIN_SECONDS, MARGIN * step)
+        rate = self._prompt_token.value
+        token_seconds = UNLEARNT_SECONDS_PER_TOKEN if rate is None else MARGIN * rate
+        return steps_seconds + token_seconds * prompt_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """A verification that a target has been asked for and has not answered."""
+
+    token_count: int
+    """New tokens."""
+    is_first: bool
+    """The first of its stream may wait for room in the KV cache while others are answered."""
+    asked_at: float
+    timer: asyncio.Timeout = field(default_factory=lambda: asyncio.Timeout(None))
+    """Ends the wait for the answer once it is rescheduled to the past."""
+    silent_seconds: float = 0.0
+    """Duration of the wait when it was given up."""
+
+    def give_up(self, now: float) -> None:
+        """End the wait."""
+        self.silent_seconds = now - self.asked_at
+        self.timer.reschedule(asyncio.get_running_loop().time())
+
+
+class UnansweredSteps:
+    """The unanswered verifications of one target.
+
+    Each verification costs 4 us on Python 3.11: none starts a timer, since `HangMonitor` checks all of them.
+    """
+
+    def __init__(self, times: VerificationTimes, clock: Callable[[], float] = time.monotonic) -> None:
+        self._times = times
+        self._clock = clock
+        self._steps: set[Step] = set()
+        self._answered_at = clock()
+
+    def begin(self, token_count: int, *, is_first: bool) -> Step:
+        """Begin a verification. The caller must end it, whatever happens."""
+        step = Step(token_count, is_first, self._clock())
+        self._steps.add(step)
+        return step
+
+    def answered(self, step: Step) -> None:
+        """The answer arrived."""
+        now = self._answered_at = self._clock()
+        self._times.add(step.token_count, now - step.asked_at, now)
+        self.end(step)
+
+    def end(self, step: Step) -> None:
+        """Stop waiting for it."""
+        self._steps.discard(step)
+
+    def overdue(self, more_seconds: float = 0.0) -> Collection[Step]:
+        """The verifications that should have been answered long ago; all when the target answers nothing at all.
+
+        Args:
+            more_seconds: Added to the bound.
+        """
+        now = self._clock()
+        prompt_tokens = sum(step.token_count for step in self._steps if step.token_count > _PROMPT_TOKENS)
+        bound = self._times.bound_seconds(prompt_tokens) + more_seconds
+        late = [step for step in self._steps if now - self._since(step) > bound]
+        return set(self._steps) if late and now - self._answered_at > bound else late
+
+    def _since(self, step: Step) -> float:
+        return max(step.asked_at, self._answered_at) if step.is_first else step.asked_at
+
+    def give_up(self, steps: Iterable[Step]) -> None:
+        """End the waits for these."""
+        now = self._clock()
+        for step in steps:
+            step.give_up(now)
+            self.end(step)
+
+
+class MonitoredTarget(Protocol):
+    """A member of the pool of targets."""
+
+    address: str
+    unanswered: UnansweredSteps
+
+    def set_aside(self, reason: str) -> None:
+        """Send nothing new there until it has answered a probe."""
+
+
+class HangMonitor:
+    """Looks again and again for verifications that a target owes for too long."""
+
+    def __init__(
+        self,
+        members: Callable[[], Iterable[MonitoredTarget]],
+        is_ready_besides: Callable[[MonitoredTarget], bool],
+        wait_seconds: float,
+    ) -> None:
+        """Watch these.
+
+        Args:
+            members: Every target.
+            is_ready_besides: Whether a sequence could move from this target to another.
+            wait_seconds: How long a sequence that could not move is left where it is: a target that is only slow may
+                answer after all.
+        """
+        self._members = members
+        self._is_ready_besides = is_ready_besides
+        self._wait_seconds = wait_seconds
+
+    async def run(self) -> None:
+        """Never returns."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            for member in self._members():
+                self.look(member)
+
+    def look(self, member: MonitoredTarget) -> None:
+        """Give up what this target owes for too long, and set it aside."""
+        steps = member.unanswered.overdue(0.0 if self._is_ready_besides(member) else self._wait_seconds)
+        if not steps:
+            return
+        logger.warning("target hangs", extra={"address": member.address, "unanswered": len(steps)})
+        member.set_aside("it left a verification without an answer; it must answer a probe first")
+        member.unanswered.give_up(steps)

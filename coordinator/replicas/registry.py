@@ -1,0 +1,187 @@
+"""All known replicas of both roles."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import grpc.aio
+
+from coordinator.replicas.compatibility import Deployment, check_models
+from coordinator.replicas.fleet import Fleet
+from coordinator.replicas.hangs import HangMonitor, VerificationTimes
+from coordinator.replicas.means import ClientT, Means
+from coordinator.replicas.member import Member
+from coordinator.replicas.pool import Pool
+from coordinator.settings.coordinator import CoordinatorSettings
+from coordinator.stats.rounds import RoundResult
+from coordinator.stats.speculation import record_result
+from coordinator.transport.draft_client import DraftClient
+from coordinator.transport.target_client import TargetClient
+from tandem.errors import IncompatibleModelsError, ServiceUnavailableError
+from tandem.replica import ReplicaSnapshot, ReplicaState, Role
+from tandem.rpc.channels import SERVICE_KEEPALIVE, open_channel
+from tandem.rpc.credentials import PLAIN, Credentials
+from tandem.rpc.resolver import Address, Resolver, resolve, split_addresses
+from tandem.types import ModelFeature
+
+_BY_OPERATOR = "an operator drained it"
+
+FoundT = TypeVar("FoundT", TargetClient, DraftClient)
+
+
+class ReplicaRegistry:
+    """Both pools, and what operators do with their members."""
+
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        credentials: Credentials = PLAIN,
+        resolver: Resolver = resolve,
+    ) -> None:
+        self.fleet = Fleet(settings)
+        self._settings = settings
+        self._credentials = credentials
+        self._resolver = resolver
+        self.targets: Pool[TargetClient] = self._pool(
+            Role.TARGET, settings.target_address, TargetClient, TargetClient.probe
+        )
+        self.drafts: Pool[DraftClient] = self._pool(
+            Role.DRAFT, settings.draft_address or "", DraftClient, _no_probe
+        )
+        """Has no members when the target works alone."""
+        self._hang_monitor = HangMonitor(
+            lambda: self.targets.members,
+            lambda hung: any(other.is_ready for other in self.targets.members if other is not hung),
+            settings.target_wait_seconds,
+        )
+        self._watching: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Return once there is a target and, where drafts are configured, a matching draft.
+
+        Raises:
+            ServiceUnavailableError: a service is not ready in time.
+            IncompatibleModelsError: draft and target break a rule.
+        """
+        await self.targets.start()
+        self._watching = asyncio.create_task(self._hang_monitor.run())
+        await self._first(self.targets)
+        if self.drafts.addresses:
+            await self.drafts.start()
+            await self._first(self.drafts)
+        else:
+            assert self.fleet.target is not None
+            check_models(Deployment(self._settings, self.fleet.target))
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        await asyncio.gather(self.targets.close(), self.drafts.close())
+
+    @property
+    def target_features(self) -> frozenset[ModelFeature]:
+        """Features that at least one target has. During an upgrade targets may be of several releases."""
+        models = [member.model for member in self.targets.members if member.model is not None]
+        return frozenset[ModelFeature]().union(*(model.features for model in models))
+
+    def snapshots(self) -> list[ReplicaSnapshot]:
+        """Every replica at this moment, the targets first."""
+        return [*self.targets.snapshots(), *self.drafts.snapshots()]
+
+    def round_ended(self, result: RoundResult) -> None:
+        """Count a round on the replicas that had a part in it."""
+        target = self.targets.member(result.target_address or "")
+        if target is not None:
+            record_result(target.stats, result)
+        draft = self.drafts.member(result.draft_address or "") if result.is_drafted else None
+        if draft is not None:
+            record_result(draft.stats, result)
+
+    def drain(self, role: Role, address: str) -> None:
+        """Send no new sequences to a replica. Its own move to another replica, or stay until they end.
+
+        Raises:
+            InvalidRequestError: there is no such replica.
+        """
+        self._of(role).drain(address, _BY_OPERATOR)
+
+    def resume(self, role: Role, address: str) -> None:
+        """Send new sequences to a replica again.
+
+        Raises:
+            InvalidRequestError: there is no such replica.
+        """
+        self._of(role).resume(address)
+
+    def _of(self, role: Role) -> Pool[TargetClient] | Pool[DraftClient]:
+        return self.targets if role is Role.TARGET else self.drafts
+
+    def _pool(
+        self,
+        role: Role,
+        addresses: str,
+        make_client: Callable[[grpc.aio.Channel], ClientT],
+        probe: Callable[[ClientT], Awaitable[None]],
+    ) -> Pool[ClientT]:
+        times = VerificationTimes(self._settings.verification_timeout_seconds)
+
+        def make_member(found: str, origin: Address, changed: Callable[[], None]) -> Member[ClientT]:
+            means = Means(
+                role=role,
+                open_channel=lambda limit: open_channel(
+                    found, limit, self._credentials_for(origin), SERVICE_KEEPALIVE
+                ),
+                credentials_state=self._credentials.files_state,
+                message_limit=lambda: self.fleet.message_limit_bytes,
+                make_client=make_client,
+                judge=lambda info: self.fleet.judge(role, info),
+                probe=probe,
+                verification_times=times,
+                changed=changed,
+            )
+            return Member(found, origin, means)
+
+        return Pool(
+            role,
+            split_addresses(addresses),
+            make_member,
+            self._resolver,
+            self._settings.resolve_interval_seconds,
+        )
+
+    def _credentials_for(self, origin: Address) -> Credentials:
+        """Certificates contain the configured name, not the addresses behind it."""
+        if origin.is_name and self._credentials.uses_tls and not self._credentials.server_name:
+            return replace(self._credentials, server_name=origin.host)
+        return self._credentials
+
+    async def _first(self, pool: Pool[FoundT]) -> None:
+        """Wait until one is ready, or one turns out to be incompatible."""
+        seconds = self._settings.start_timeout_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                while pool.choose() is None:
+                    _refuse_incompatible(pool)
+                    await pool.change()
+        except TimeoutError:
+            name = pool.role.value
+            given = ", ".join(map(str, pool.addresses))
+            raise ServiceUnavailableError(
+                f"the {name} service at {given} was not ready within {seconds:g} s; "
+                f"start it, or name another with --{name}-address: {pool.reasons()}"
+            ) from None
+
+
+async def _no_probe(_: DraftClient) -> None:
+    """Do nothing: requests leave a late draft on their own, at no cost but its speed-up."""
+
+
+def _refuse_incompatible(pool: Pool[FoundT]) -> None:
+    for shot in pool.snapshots():
+        if shot.state is ReplicaState.INCOMPATIBLE:
+            raise IncompatibleModelsError(shot.reason)

@@ -1,0 +1,189 @@
+"""The running requests: lists them, and ends them on request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from coordinator.decoding.completion import Completion
+from coordinator.requests.admission import Place
+from coordinator.stats.throughput import TokenCounter
+from tandem.admin import Outcomes
+from tandem.errors import AbortedError, InvalidRequestError, NotFoundError
+from tandem.plural import plural
+from tandem.rpc.channels import CancellableStream
+from tandem.speculation_state import SpeculationState
+
+NOT_KNOWN = SpeculationState(is_on=False, num_speculative_tokens=0, reason="the request has not begun yet")
+
+
+class ReplicaStream(CancellableStream, Protocol):
+    """A request's stream to a replica."""
+
+    def release(self) -> None:
+        """Leave the replica between two rounds. The next round sends all tokens to a replica."""
+
+
+@dataclass(slots=True, eq=False)
+class ActiveRequest:
+    """A request that runs."""
+
+    request_id: str
+    completion: Completion
+    """The completion as it grows."""
+    prompt_tokens: int
+    rule: str
+    """Name of its acceptance rule."""
+    num_speculative_tokens: int
+    """0: the target alone."""
+    started: float = field(default_factory=time.monotonic)
+    """By the monotonic clock."""
+    draft_address: str | None = None
+    """Address of the draft that proposes for it now."""
+    target_address: str | None = None
+    """Address of the target that verifies for it now."""
+    streams: Sequence[ReplicaStream] = ()
+    """Its open streams to the services."""
+    place: Place | None = None
+    """Its place among the running requests."""
+    has_stalled: bool = False
+    """True if it has given up its places because its client does not read."""
+    speculation_state: Callable[[], SpeculationState] = field(default=lambda: NOT_KNOWN)
+    """Returns the state of speculation for it."""
+    abort_reason: str | None = None
+    """Reason given by whoever aborted it, may be empty; None while it was not aborted."""
+    _task: asyncio.Task[object] | None = None
+    _is_delivering: bool = False
+
+    @property
+    def completion_tokens(self) -> int:
+        """Number of tokens of its completion."""
+        return self.completion.length - self.prompt_tokens
+
+    @contextmanager
+    def delivering(self) -> Iterator[None]:
+        """Mark the request as delivering: the block hands a chunk over and waits until the client takes it."""
+        self._is_delivering = True
+        try:
+            yield
+        finally:
+            self._is_delivering = False
+
+    @property
+    def is_delivering(self) -> bool:
+        """True while a chunk waits for the client, so that the services compute nothing for the request."""
+        return self._is_delivering
+
+    def stall(self) -> None:
+        """Give up its places here and on the services while its client does not read. Only called while it delivers."""
+        self.has_stalled = True
+        for stream in self.streams:
+            stream.release()
+        if self.place is not None:
+            self.place.release()
+
+    async def resume(self) -> None:
+        """Take a place again if it has given up its own. The next round takes places on the services."""
+        if self.has_stalled:
+            if self.place is not None:
+                await self.place.take_again()
+            self.has_stalled = False
+
+    def abort(self, reason: str = "") -> None:
+        """End it. The services free it now, and its client receives the error as soon as it reads.
+
+        Args:
+            reason: For the client; may be empty.
+        """
+        if self.abort_reason is None:
+            self.abort_reason = reason
+            if self._task is not None:
+                self._task.cancel()
+
+    @contextmanager
+    def _abortable(self) -> Iterator[None]:
+        """Turn the cancellation that `abort` caused into its error, as asyncio.timeout does with its own.
+
+        Raises:
+            AbortedError: the request was ended.
+        """
+        self._task = asyncio.current_task()
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self.abort_reason is not None:
+                raise self._aborted() from None
+            raise
+
+    def _aborted(self) -> AbortedError:
+        reason = f": {self.abort_reason}" if self.abort_reason else ""
+        return AbortedError(
+            f"an administrator ended the request after {plural(self.completion_tokens, 'token')}{reason}"
+        )
+
+
+class ActiveRequests:
+    """All running requests, and how earlier ones ended."""
+
+    def __init__(self) -> None:
+        self.tokens = TokenCounter()
+        """Counts the tokens of all completions."""
+        self._active: dict[str, ActiveRequest] = {}
+        self._ended = {"completed": 0, "failed": 0, "cancelled": 0, "aborted": 0}
+
+    @contextmanager
+    def running(self, request: ActiveRequest) -> Iterator[ActiveRequest]:
+        """List the request for as long as the block lasts.
+
+        Raises:
+            AbortedError: the request was ended.
+        """
+        self._active[request.request_id] = request
+        outcome = "failed"
+        try:
+            with request._abortable():
+                yield request
+            outcome = "completed"
+        except (asyncio.CancelledError, GeneratorExit):
+            outcome = "cancelled"
+            raise
+        finally:
+            self._ended[outcome if request.abort_reason is None else "aborted"] += 1
+            del self._active[request.request_id]
+
+    @property
+    def outcomes(self) -> Outcomes:
+        """Counts of how requests ended so far."""
+        return Outcomes(**self._ended)
+
+    def list(self) -> list[ActiveRequest]:
+        """All running requests, the oldest first."""
+        return [*self._active.values()]
+
+    def get(self, request_id: str) -> ActiveRequest | None:
+        """The request with that id; None when it does not run."""
+        return self._active.get(request_id)
+
+    def find(self, beginning: str) -> ActiveRequest:
+        """The request whose id begins like this.
+
+        Raises:
+            NotFoundError: there is none.
+            InvalidRequestError: there are several, or nothing was given.
+        """
+        if not beginning:
+            raise InvalidRequestError("request_id is empty; it must be an id, or the beginning of one")
+        if exact := self._active.get(beginning):
+            return exact
+        found = [request for name, request in self._active.items() if name.startswith(beginning)]
+        if not found:
+            raise NotFoundError(f"no request that runs has an id that begins with {beginning}")
+        if len(found) > 1:
+            raise InvalidRequestError(
+                f"{len(found)} requests that run have an id that begins with {beginning}; give more of it"
+            )
+        return found[0]

@@ -1,0 +1,109 @@
+"""Large requests are parsed one at a time, and not at all when no request can be that large."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from coordinator.requests.bounds import too_long
+from coordinator.requests.plan import Models
+from coordinator.requests.runner import RequestRunner
+from coordinator.requests.turns import LARGE_BYTES
+from coordinator.settings.request_bounds import MAX_CHAT_MESSAGES, RequestBounds
+from tandem.errors import InvalidRequestError
+from tandem.serving.interceptors.error_boundary import unreadable
+from tandem.serving.interceptors.handlers import Handler, Interceptor, behaviour_of, remade
+
+GENERATE = "/tandem.v1.GenerationService/Generate"
+RENDER_CHAT = "/tandem.v1.GenerationService/RenderChat"
+
+_MAX_ID_BYTES = 5
+"""Bytes of a token id as a varint."""
+_BIAS_BYTES = 16
+"""Bytes of an entry of logit_bias: its tag and length, an id and a number, each with a tag."""
+_MAX_CHARACTER_BYTES = 4
+_MESSAGE_BYTES = 64
+"""Bytes of a chat's message beside its content: its role, tags and lengths."""
+_OTHER_BYTES = 4 << 10
+"""Enough for all fields of fixed size, and for the tags and lengths of the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnparsedRequest:
+    """The bytes of a large request."""
+
+    content: bytes
+    read: Callable[[bytes], Any]
+    """Parses them."""
+    is_chat: bool = False
+    """True for a RenderChatRequest, False for a GenerateRequest."""
+
+
+class LargeRequests(Interceptor):
+    """Leaves large requests to `parsed`, which has them take turns."""
+
+    def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """The call's own handler, which gets the bytes of a large request in place of its message."""
+        if details.method not in (GENERATE, RENDER_CHAT):
+            return handler
+        read = partial(_unless_large, handler.request_deserializer, is_chat=details.method == RENDER_CHAT)
+        return remade(handler, behaviour_of(handler), read)
+
+
+def _unless_large(read: Any, content: bytes, *, is_chat: bool) -> Any:
+    return UnparsedRequest(content, read, is_chat) if len(content) > LARGE_BYTES else read(content)
+
+
+async def parsed(request: UnparsedRequest, completions: RequestRunner) -> Any:
+    """The message in the bytes of a large request.
+
+    Raises:
+        InvalidRequestError: it is larger than any request may be, cannot be read, or holds too many items.
+    """
+    models, bounds = completions.models, completions.bounds
+    size = len(request.content)
+    limit = max_chat_bytes(models, bounds) if request.is_chat else max_bytes(models, bounds)
+    if size > limit:
+        raise InvalidRequestError(f"the request has {size} bytes; it must be at most {limit}")
+    try:
+        async with completions.turns.turn():
+            message = request.read(request.content)
+    except DecodeError:
+        raise unreadable() from None
+    # Before anything is built of them.
+    if not request.is_chat and (sentences := list(_too_many(message, models, bounds))):
+        raise InvalidRequestError("; ".join(sentences))
+    return message
+
+
+def max_bytes(models: Models, bounds: RequestBounds) -> int:
+    """Maximum bytes of a request within all bounds."""
+    prompt = max(_max_text_bytes(models, bounds), _MAX_ID_BYTES * models.target.max_length)
+    stop = bounds.max_stop_strings * (_MAX_CHARACTER_BYTES * bounds.max_stop_length + _MAX_ID_BYTES)
+    biases = bounds.max_logit_biases * _BIAS_BYTES + bounds.max_stop_token_ids * _MAX_ID_BYTES
+    return prompt + stop + biases + _OTHER_BYTES
+
+
+def max_chat_bytes(models: Models, bounds: RequestBounds) -> int:
+    """Maximum bytes of a chat whose prompt is within all bounds."""
+    return _max_text_bytes(models, bounds) + MAX_CHAT_MESSAGES * _MESSAGE_BYTES
+
+
+def _max_text_bytes(models: Models, bounds: RequestBounds) -> int:
+    limit = models.max_text_bytes
+    return bounds.max_prompt_bytes if limit is None else min(bounds.max_prompt_bytes, limit)
+
+
+def _too_many(message: Any, models: Models, bounds: RequestBounds) -> Iterator[str]:
+    yield from too_long(len(message.token_ids.token_ids), models.target.max_length)
+    if len(message.stop) > bounds.max_stop_strings:
+        yield f"the number of stop strings is {len(message.stop)}; it must be at most {bounds.max_stop_strings}"
+    if len(message.logit_bias) > bounds.max_logit_biases:
+        yield f"logit_bias names {len(message.logit_bias)} token ids; it must be at most {bounds.max_logit_biases}"
+    if len(message.stop_token_ids) > bounds.max_stop_token_ids:
+        yield f"stop_token_ids has {len(message.stop_token_ids)} ids; it must be at most {bounds.max_stop_token_ids}"

@@ -1,0 +1,289 @@
+"""From a request to what will be done for it: checked, with every default filled in."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from tokenizers import Tokenizer
+
+from coordinator.decoding.completion import Completion, Limits
+from coordinator.decoding.detokenization import Detokenizer, StopStrings
+from coordinator.decoding.think_spans import ThinkSpans, think_spans
+from coordinator.decoding.tokenization import PromptEncoder
+from coordinator.rejection.errors import RowError, RuleError
+from coordinator.rejection.options import RejectionOptions
+from coordinator.rejection.resolution import AcceptanceRule, resolve
+from coordinator.rejection.strategies import find_strategy
+from coordinator.rejection.uniforms import NO_UNIFORMS, draw_uniforms
+from coordinator.requests.active import ActiveRequest
+from coordinator.requests.validation import TokenizedRequest, check_request, penalizes
+from coordinator.settings.acceptance import names_auto, requested_options
+from coordinator.settings.coordinator import CoordinatorSettings
+from coordinator.settings.request_bounds import RequestBounds
+from coordinator.speculation.ahead import DraftAhead
+from coordinator.telemetry.observer import EventValue
+from tandem.acceptance_names import AUTO_NAMES
+from tandem.errors import InvalidRequestError, ProtocolError
+from tandem.types import (
+    Acceptance,
+    GenerationRequest,
+    LogitAdjustments,
+    ModelInfo,
+    Proposal,
+    RowKind,
+    SamplingParams,
+    Verification,
+)
+
+_SYNTHETIC = "synthetic"
+
+_INDEPENDENT_OF_DRAFT = frozenset({"greedy", "strict"})
+"""Rules whose text is a function of the seed and the target alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The models that complete a request."""
+
+    target: ModelInfo
+    draft: ModelInfo | None
+    """None when the target works alone."""
+    encoder: PromptEncoder
+    """Turns prompts into the target's tokens."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The target's tokenizer."""
+        return self.encoder.tokenizer
+
+    @property
+    def max_text_bytes(self) -> int | None:
+        """Bytes beyond which any prompt has more than `max_length` tokens; None where there is no such bound."""
+        return self.encoder.max_bytes(self.target.max_length)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A request that was checked, with every default filled in."""
+
+    request_id: str
+    request: GenerationRequest
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    adjustments: LogitAdjustments
+    limits: Limits
+    rule: AcceptanceRule
+    num_speculative_tokens: int
+    """0: the target alone."""
+    is_speculation_enabled: bool
+    """True if the configuration allowed speculation when the request began."""
+    draft_top_k: int
+    draft_patience_seconds: float | None
+    draft_ahead: DraftAhead
+    """How far its rounds draft ahead."""
+    keeps_proposals: bool
+    """True if a seed promises its text and that depends on what is proposed, which must then not depend on time."""
+    is_adaptive: bool
+    """True if measurements may change how much its rounds propose."""
+    target_wait_seconds: float
+    think_spans: ThinkSpans | None
+    """Followed when acceptance is relaxed inside them."""
+    model_name: str
+    """The target's."""
+
+    @property
+    def details(self) -> dict[str, EventValue]:
+        """Attributes for observers."""
+        asked = {"top_p": self.request.top_p, "top_k": self.request.top_k}
+        return {
+            "model": self.model_name,
+            "rule": self.rule.name,
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "prompt_tokens": len(self.prompt),
+            "max_tokens": self.limits.max_tokens,
+            "temperature": self.sampling.temperature,
+            "seed": self.sampling.seed,
+            **{name: value for name, value in asked.items() if value is not None},
+        }
+
+    def begin(self, tokenizer: Tokenizer) -> Completion:
+        """The completion, which holds only the prompt yet."""
+        return Completion(
+            self.prompt,
+            self.limits,
+            Detokenizer(tokenizer),
+            StopStrings(self.request.stop, included=self.request.include_stop_str_in_output),
+            request_id=self.request_id,
+            seed=self.sampling.seed,
+        )
+
+    def active(self, completion: Completion) -> ActiveRequest:
+        """Its entry in the list of running requests."""
+        return ActiveRequest(
+            self.request_id, completion, len(self.prompt), self.rule.name, self.num_speculative_tokens
+        )
+
+    def accept(self, completion: Completion, proposal: Proposal, verification: Verification) -> Acceptance:
+        """The acceptance rule with this round's random numbers.
+
+        Raises:
+            ProtocolError: the answers of draft and target do not fit each other.
+        """
+        uniforms = NO_UNIFORMS
+        if self.rule.strategy.draws:
+            uniforms = draw_uniforms(self.sampling.seed, proposal.base_length, len(proposal))
+        spans = self.think_spans
+        thinking = () if spans is None else spans.inside(completion.token_ids, proposal.token_ids)
+        try:
+            return self.rule.accept(proposal, verification, self.sampling, uniforms, thinking)
+        except RowError as error:
+            raise ProtocolError(str(error)) from error
+
+
+ChooseRule = Callable[[Sequence[str], float], str]
+"""Picks one of the named rules for a temperature, from measurements."""
+
+
+def first_rule(names: Sequence[str], temperature: float) -> str:
+    """The choice without any measurement: the first rule."""
+    return names[0]
+
+
+async def make_plan(
+    request: GenerationRequest,
+    request_id: str,
+    settings: CoordinatorSettings,
+    models: Models,
+    choose_rule: ChooseRule = first_rule,
+) -> Plan:
+    """Check a request that is within its bounds, and decide how it is completed.
+
+    Args:
+        request: What to complete, and how.
+        request_id: Its name in logs and traces.
+        settings: The configuration that applies to it.
+        models: The models that complete it.
+        choose_rule: Picks the rule where `auto` is named.
+
+    Raises:
+        InvalidRequestError: with a sentence for each broken rule.
+    """
+    if not settings.speculation or goes_without_drafting(request, settings, models):
+        request = replace(request, speculation=False)
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        prompt = await models.encoder.encode(prompt)
+    options = requested_options(settings, request, _auto_rule(settings, request, choose_rule))
+    check_request(TokenizedRequest(request, prompt, models.target, models.draft, options))
+    if request.logprobs is not None:
+        request = replace(request, row_kind=RowKind.DENSE)
+    sampling = _sampling(request)
+    speculates = request.speculation and models.draft is not None
+    rule = _rule(options, sampling, request)
+    return Plan(
+        request_id=request_id,
+        request=request,
+        prompt=prompt,
+        sampling=sampling,
+        adjustments=_adjustments(request, models.target),
+        limits=_limits(request, len(prompt), models.target),
+        rule=rule,
+        num_speculative_tokens=options.num_speculative_tokens if speculates else 0,
+        is_speculation_enabled=settings.speculation,
+        draft_top_k=settings.draft_top_k,
+        draft_patience_seconds=settings.draft_patience_seconds,
+        draft_ahead=settings.draft_ahead if can_draft_ahead(rule, models.draft) else "off",
+        keeps_proposals=not _may_adapt(rule, request),
+        is_adaptive=settings.speculation_policy == "adaptive" and _may_adapt(rule, request),
+        target_wait_seconds=settings.target_wait_seconds,
+        think_spans=(think_spans(models.tokenizer) if options.use_relaxed_acceptance_for_thinking else None),
+        model_name=models.target.name,
+    )
+
+
+def goes_without_drafting(request: GenerationRequest, bounds: RequestBounds, models: Models) -> bool:
+    """True if the configuration says that the target serves the request alone because of its penalties."""
+    has_draft_model = models.draft is not None and models.draft.has_model
+    return has_draft_model and bounds.draft_model_penalties == "target-only" and penalizes(request)
+
+
+def _limits(request: GenerationRequest, prompt_length: int, target: ModelInfo) -> Limits:
+    room = target.max_length - prompt_length
+    return Limits(
+        max_length=target.max_length,
+        max_tokens=room if request.max_tokens is None else min(request.max_tokens, room),
+        eos_token_ids=() if request.ignore_eos else frozenset(target.eos_token_ids),
+        stop_token_ids=frozenset(request.stop_token_ids),
+        min_tokens=request.min_tokens,
+    )
+
+
+def _adjustments(request: GenerationRequest, target: ModelInfo) -> LogitAdjustments:
+    """Adjustments of the target's logits for the request.
+
+    As in vLLM, `min_tokens` suppresses the model's end-of-sequence ids even where `ignore_eos` permits them.
+    """
+    ends = sorted({*target.eos_token_ids, *request.stop_token_ids})
+    return LogitAdjustments(
+        request.logit_bias, request.min_tokens, tuple(ends) if request.min_tokens > 0 else ()
+    )
+
+
+def _sampling(request: GenerationRequest) -> SamplingParams:
+    """The request's sampling parameters, with a random seed if it has none."""
+    defaults = SamplingParams()
+    return SamplingParams(
+        temperature=defaults.temperature if request.temperature is None else request.temperature,
+        top_k=defaults.top_k if request.top_k is None else request.top_k,
+        top_p=defaults.top_p if request.top_p is None else request.top_p,
+        min_p=defaults.min_p if request.min_p is None else request.min_p,
+        repetition_penalty=request.repetition_penalty or defaults.repetition_penalty,
+        frequency_penalty=request.frequency_penalty or defaults.frequency_penalty,
+        presence_penalty=request.presence_penalty or defaults.presence_penalty,
+        seed=secrets.randbits(63) if request.seed is None else request.seed,
+    )
+
+
+def _auto_rule(settings: CoordinatorSettings, request: GenerationRequest, choose_rule: ChooseRule) -> str:
+    """Resolve `auto` for this request. A seed gets `strict`: its text must not depend on measurements."""
+    if not names_auto(settings, request) or settings.use_relaxed_acceptance_for_thinking:
+        return "residual"
+    names = [
+        name
+        for name in AUTO_NAMES
+        if request.row_kind is None or request.row_kind in find_strategy(name).row_kinds
+    ]
+    if request.seed is not None and "strict" in names:
+        return "strict"
+    temperature = SamplingParams().temperature if request.temperature is None else request.temperature
+    return choose_rule(names or ["residual"], temperature)
+
+
+def _rule(options: RejectionOptions, sampling: SamplingParams, request: GenerationRequest) -> AcceptanceRule:
+    try:
+        rule = resolve(options, sampling)
+        rule.row_kind(request.row_kind)
+    except RuleError as error:
+        raise InvalidRequestError(str(error)) from None
+    return rule
+
+
+def can_draft_ahead(rule: AcceptanceRule, draft: ModelInfo | None) -> bool:
+    """True if the draft has a model, and can tell which outcomes are likely."""
+    if draft is None or not draft.has_model:
+        return False
+    strategy = rule.strategy
+    return strategy.draft_row_kind in (RowKind.TOKEN, RowKind.SUPPORT) and not strategy.needs_token_logits
+
+
+def _may_adapt(rule: AcceptanceRule, request: GenerationRequest) -> bool:
+    """True if measurements may lead to rounds without a draft.
+
+    Times differ from run to run. Where the text depends on where rounds begin, a seed would then promise nothing.
+    Synthetic acceptance exists to measure rounds with a draft.
+    """
+    if rule.name == _SYNTHETIC:
+        return False
+    return request.seed is None or rule.name in _INDEPENDENT_OF_DRAFT

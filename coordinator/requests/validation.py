@@ -1,0 +1,280 @@
+"""Rules that a tokenized request must keep. docs/configuration.md lists them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from coordinator.rejection.errors import RuleError
+from coordinator.rejection.options import RejectionOptions
+from coordinator.rejection.resolution import named_strategy
+from coordinator.requests.bounds import too_long
+from tandem.config.rule import Rule, at_least, broken, spelled, within
+from tandem.errors import InvalidRequestError
+from tandem.plural import plural
+from tandem.types import (
+    MAX_LOGIT_BIAS,
+    MAX_REPETITION_PENALTY,
+    MIN_REPETITION_PENALTY,
+    MIN_TEMPERATURE,
+    GenerationRequest,
+    ModelFeature,
+    ModelInfo,
+    RowKind,
+)
+
+_STRATEGY = "rejection_sampling_strategy"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedRequest:
+    """A request, its prompt as token ids, and the models that complete it."""
+
+    request: GenerationRequest
+    prompt: Sequence[int]
+    target: ModelInfo
+    draft: ModelInfo | None = None
+    """None when the target works alone."""
+    options: RejectionOptions = field(default_factory=RejectionOptions)
+    """Options of the acceptance rule: the configuration, overridden by the request."""
+
+    @property
+    def speculates_with_model(self) -> bool:
+        """True if a draft model of its own proposes tokens for this request."""
+        return self.request.speculation and self.draft is not None and self.draft.has_model
+
+
+def check_request(subject: TokenizedRequest) -> None:
+    """Refuse a request that can never be completed.
+
+    Raises:
+        InvalidRequestError: with a sentence for each broken rule.
+    """
+    if sentences := broken(REQUEST_RULES, subject):
+        raise InvalidRequestError("; ".join(sentences))
+
+
+def _prompt_not_empty(subject: TokenizedRequest) -> Iterator[str]:
+    if not subject.prompt:
+        yield "the prompt is empty; it must hold at least one token"
+
+
+def _prompt_fits(subject: TokenizedRequest) -> Iterator[str]:
+    return too_long(len(subject.prompt), subject.target.max_length)
+
+
+def _known_ids(subject: TokenizedRequest) -> Iterator[str]:
+    size = subject.target.vocabulary_size
+    unknown = next((token_id for token_id in subject.prompt if not 0 <= token_id < size), None)
+    if unknown is not None:
+        yield f"the prompt holds token id {unknown}; ids must be in 0..{size - 1}"
+
+
+def _stop_strings(subject: TokenizedRequest) -> Iterator[str]:
+    if "" in subject.request.stop:
+        yield "a stop string is empty; each must have a character"
+
+
+def _stop_token_ids(subject: TokenizedRequest) -> Iterator[str]:
+    yield from _outside_vocabulary("stop_token_ids", subject.request.stop_token_ids, subject.target)
+
+
+def _logit_bias(subject: TokenizedRequest) -> Iterator[str]:
+    biases = subject.request.logit_bias
+    yield from _outside_vocabulary("logit_bias", biases, subject.target)
+    for token_id, bias in biases.items():
+        if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+            yield (
+                f"logit_bias is {spelled(bias)} for token id {token_id}; it must be between {-MAX_LOGIT_BIAS:g} and "
+                f"{MAX_LOGIT_BIAS:g}"
+            )
+            return
+
+
+def _outside_vocabulary(option: str, token_ids: Iterable[int], target: ModelInfo) -> Iterator[str]:
+    size = target.vocabulary_size
+    unknown = next((token_id for token_id in token_ids if not 0 <= token_id < size), None)
+    if unknown is not None:
+        yield f"{option} is for token id {unknown}; ids must be in 0..{size - 1}"
+
+
+def _min_tokens(subject: TokenizedRequest) -> Iterator[str]:
+    request, target = subject.request, subject.target
+    if request.min_tokens <= 0:
+        return
+    room = target.max_length - len(subject.prompt)
+    limit = f"the room that max_length ({target.max_length}) leaves after the prompt, {room}"
+    if request.max_tokens is not None and request.max_tokens < room:
+        room, limit = request.max_tokens, f"max_tokens, {request.max_tokens}"
+    if request.min_tokens > room:
+        yield f"min_tokens is {request.min_tokens}; it must be at most {limit}"
+    if len({*target.eos_token_ids, *request.stop_token_ids}) >= target.vocabulary_size:
+        yield f"min_tokens is {request.min_tokens}; it must be 0, since every token ends the completion"
+
+
+def _max_tokens_fit(subject: TokenizedRequest) -> Iterator[str]:
+    request, room = subject.request, subject.target.max_length - len(subject.prompt)
+    if request.max_tokens_must_fit and request.max_tokens is not None and 0 < room < request.max_tokens:
+        yield (
+            f"max_tokens is {request.max_tokens}; it must be at most {room}: max_length is "
+            f"{subject.target.max_length}, and the prompt has {plural(len(subject.prompt), 'token')}"
+        )
+
+
+def _adjusting_target(subject: TokenizedRequest) -> Iterator[str]:
+    """An older target would silently ignore a field that it does not know."""
+    target = subject.target
+    if ModelFeature.LOGIT_ADJUSTMENTS in target.features:
+        return
+    for name in ("logit_bias", "min_tokens"):
+        if getattr(subject.request, name):
+            yield (
+                f"{name} is set; it must be left out: the target service (version "
+                f"{target.service_version or 'unknown'}) is too old to apply it"
+            )
+
+
+def _rows_with_logprobs(subject: TokenizedRequest) -> Iterator[str]:
+    kind = subject.request.row_kind
+    if subject.request.logprobs is not None and kind not in (None, RowKind.DENSE):
+        yield (
+            f"row_kind is {kind.value} and logprobs are asked for; it must be dense: other rows do not have the "
+            "probability of every token"
+        )
+
+
+PENALTIES: Mapping[str, float] = {
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+}
+"""The penalties of a request, each with the value that turns it off."""
+
+
+def penalizes(request: GenerationRequest) -> bool:
+    """True if the request has a penalty that is not off."""
+    return any(getattr(request, name) not in (None, off) for name, off in PENALTIES.items())
+
+
+def _penalties_without_draft_model(subject: TokenizedRequest) -> Iterator[str]:
+    """The draft model proposes without penalties, so it would be wrong more and more often; MAX refuses this too."""
+    if not subject.speculates_with_model:
+        return
+    for name, off in PENALTIES.items():
+        value = getattr(subject.request, name)
+        if value not in (None, off):
+            yield (
+                f"{name} is {spelled(value)}; with a separate draft model it must be {off:g}: use a draft service "
+                "with speculative_method ngram or suffix, turn speculation off for this request, or start the "
+                "coordinator with --draft-model-penalties target-only"
+            )
+
+
+def _logits_of_draft(subject: TokenizedRequest) -> Iterator[str]:
+    """Reads the draft's own report: `speculative_method`, which another rule checks, may be left out."""
+    draft = subject.draft
+    if draft is None or draft.has_model or not subject.request.speculation:
+        return
+    if subject.request.temperature == 0.0:
+        return  # greedy, whichever rule is named
+    try:
+        strategy = named_strategy(subject.options)
+    except RuleError:
+        return  # reported when the rule is resolved
+    if strategy.needs_token_logits:
+        yield (
+            f"the rule is {strategy.name} and the draft service drafts by {draft.architecture}, which has no logits; "
+            "name another rejection_sampling_strategy, or turn speculation off for this request"
+        )
+
+
+def _request(subject: TokenizedRequest) -> GenerationRequest:
+    return subject.request
+
+
+MAX_LOGPROBS = 20
+"""Maximum alternatives for each position, as with OpenAI."""
+
+
+def _temperature(subject: TokenizedRequest) -> Iterator[str]:
+    temperature = subject.request.temperature
+    if temperature in (None, 0.0) or MIN_TEMPERATURE <= temperature < math.inf:
+        return
+    yield (
+        f"temperature is {spelled(temperature)}; it must be 0 (greedy) or a finite number of at least "
+        f"{MIN_TEMPERATURE:g}"
+    )
+
+
+_SMALLEST = 5e-324
+
+REQUEST_RULES: tuple[Rule[TokenizedRequest], ...] = (
+    Rule("prompt-not-empty", "The prompt holds at least one token.", _prompt_not_empty),
+    Rule("prompt-fits", "The prompt is shorter than `max_length`.", _prompt_fits),
+    Rule("known-token-ids", "The prompt's ids are in the target's vocabulary.", _known_ids),
+    at_least("max_tokens", 1, of=_request),
+    Rule(
+        "temperature",
+        f"`temperature` is 0 (greedy) or a finite number of at least {MIN_TEMPERATURE:g}.",
+        _temperature,
+    ),
+    within("top_k", 0, 2**31 - 1, f"between 0 and {2**31 - 1} (0 keeps all)", of=_request),
+    within("top_p", _SMALLEST, 1.0, "more than 0 and at most 1", of=_request),
+    within("min_p", 0.0, 1.0, "between 0 and 1", of=_request),
+    within(
+        "repetition_penalty",
+        MIN_REPETITION_PENALTY,
+        MAX_REPETITION_PENALTY,
+        f"between {MIN_REPETITION_PENALTY:g} and {MAX_REPETITION_PENALTY:g} (1 is off)",
+        of=_request,
+    ),
+    within("frequency_penalty", -2.0, 2.0, "between -2 and 2 (0 is off)", of=_request),
+    within("presence_penalty", -2.0, 2.0, "between -2 and 2 (0 is off)", of=_request),
+    at_least("num_speculative_tokens", 1, of=_request),
+    within("seed", -(2**63), 2**63 - 1, "a signed 64-bit integer", of=_request),
+    within("logprobs", 0, MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}", of=_request),
+    Rule(
+        "rows-with-logprobs",
+        "Log probabilities come from dense rows.",
+        _rows_with_logprobs,
+        ("row_kind", "logprobs"),
+    ),
+    Rule("stop-strings", "No stop string is empty.", _stop_strings),
+    Rule("stop-token-ids", "`stop_token_ids` are in the target's vocabulary.", _stop_token_ids),
+    Rule(
+        "logit-bias",
+        f"`logit_bias` is for ids of the target's vocabulary, and between {-MAX_LOGIT_BIAS:g} and "
+        f"{MAX_LOGIT_BIAS:g}.",
+        _logit_bias,
+    ),
+    at_least("min_tokens", 0, of=_request),
+    Rule(
+        "min-tokens-fit",
+        "`min_tokens` is at most `max_tokens` and the room after the prompt, and some token does not end the "
+        "completion.",
+        _min_tokens,
+    ),
+    Rule(
+        "max-tokens-fit",
+        "With `max_tokens_must_fit`, which OpenAI's API implies, `max_length` leaves room for `max_tokens`.",
+        _max_tokens_fit,
+    ),
+    Rule(
+        "adjusting-target",
+        "`logit_bias` and `min_tokens` go with a target service that announces that it applies them.",
+        _adjusting_target,
+    ),
+    Rule(
+        "penalties-without-draft-model",
+        "Penalties are off with a separate draft model; they work with ngram, suffix and without speculation.",
+        _penalties_without_draft_model,
+        tuple(PENALTIES),
+    ),
+    Rule(
+        "logits-of-draft-model",
+        "The rule logit-comparison goes with a draft service that has a model, and with any at `temperature` 0.",
+        _logits_of_draft,
+        (_STRATEGY,),
+    ),
+)

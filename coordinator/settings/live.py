@@ -1,0 +1,131 @@
+"""The configuration that holds for the next request; it can be changed while the coordinator runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from pydantic import ValidationError
+
+from coordinator.settings.coordinator import CoordinatorSettings
+from tandem.admin import ConfigOption
+from tandem.config.acceptance import AcceptanceOptions
+from tandem.config.layers import Origin
+from tandem.config.normalization import ALIASES
+from tandem.config.options import unknown_option
+from tandem.config.source_options import SourceOptions
+from tandem.errors import InvalidRequestError
+from tandem.settings import sentences
+
+logger = logging.getLogger(__name__)
+
+LIVE_OPTIONS = (
+    "speculation",
+    *AcceptanceOptions.model_fields,
+    "draft_patience_seconds",
+    "speculation_policy",
+    "draft_ahead",
+)
+"""Options that can change while the coordinator runs: each request reads their current values."""
+
+_NOTHING = ("", "null", "none")
+"""Spellings of an option that is not set."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    value: Any
+    by: str
+    at: datetime
+
+
+class LiveConfig:
+    """Starts as the settings of the process. A request keeps what held when it began."""
+
+    def __init__(self, settings: CoordinatorSettings) -> None:
+        self.current = settings
+        """The settings for new requests."""
+        self._at_start = settings
+        self._changes: dict[str, _Change] = {}
+
+    def options(self) -> list[ConfigOption]:
+        """Every option with its value and its origin."""
+        values = self.current.model_dump(mode="json")
+        return [self._option(name, value) for name, value in values.items()]
+
+    def change(self, values: Mapping[str, str], reset: Iterable[str], by: str) -> list[ConfigOption]:
+        """Change options for new requests: all of them, or none.
+
+        Args:
+            values: Values by option, spelled as on the command line; null or nothing unsets an option.
+            reset: Options that return to the value at the coordinator's start.
+            by: The caller, for the log and for later queries.
+
+        Returns:
+            The named options with their new values.
+
+        Raises:
+            InvalidRequestError: with a sentence for each option that cannot be changed like this.
+        """
+        values = {_spelled(name): value for name, value in values.items()}
+        reset = [_spelled(name) for name in reset]
+        if broken := list(_problems([*values, *reset])):
+            raise InvalidRequestError("; ".join(broken))
+        now = datetime.now(UTC)
+        changes = {name: change for name, change in self._changes.items() if name not in reset}
+        changes |= {name: _Change(_value(text), by, now) for name, text in values.items()}
+        before, self.current, self._changes = self.current, self._validated(changes), changes
+        named = [name for name in LIVE_OPTIONS if name in values or name in reset]
+        for name in named:
+            logger.info(
+                "configuration changed",
+                extra={
+                    "option": name,
+                    "value": getattr(self.current, name),
+                    "before": getattr(before, name),
+                    "by": by,
+                },
+            )
+        current = self.current.model_dump(mode="json", include=set(named))
+        return [self._option(name, current[name]) for name in named]
+
+    def _validated(self, changes: Mapping[str, _Change]) -> CoordinatorSettings:
+        # Without the options' sources: their values are already here, and must not be read again.
+        values = self._at_start.model_dump(exclude=set(SourceOptions.model_fields) | set(changes))
+        values |= {name: change.value for name, change in changes.items() if change.value is not None}
+        try:
+            checked = CoordinatorSettings(**values)
+        except ValidationError as error:
+            raise InvalidRequestError("; ".join(sentences(error))) from None
+        return self._at_start.model_copy(update={name: getattr(checked, name) for name in LIVE_OPTIONS})
+
+    def _option(self, name: str, value: object) -> ConfigOption:
+        is_live = name in LIVE_OPTIONS
+        if change := self._changes.get(name):
+            return ConfigOption(name, value, Origin.LIVE, is_live, change.by, change.at)
+        return ConfigOption(name, value, self._at_start.origins.get(name, Origin.DEFAULT), is_live)
+
+
+def _spelled(name: str) -> str:
+    name = name.replace("-", "_")
+    return ALIASES.get(name, name)
+
+
+def _problems(names: Iterable[str]) -> Iterable[str]:
+    for name in names:
+        if name in LIVE_OPTIONS:
+            continue
+        if name in CoordinatorSettings.model_fields:
+            yield (
+                f"{name} cannot be changed while the coordinator runs; set it where the coordinator is started. "
+                f"What can be changed: {', '.join(LIVE_OPTIONS)}"
+            )
+        else:
+            yield unknown_option(name, {option: option for option in LIVE_OPTIONS})
+
+
+def _value(text: str) -> str | None:
+    return None if text.strip().lower() in _NOTHING else text.strip()

@@ -1,0 +1,182 @@
+"""Speed-up of speculation at each proposal length: the controller's formula as a table. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from coordinator.speculation.gain_model import expected_tokens
+from tandem.speculation_state import SpeculationDecision
+
+MAX_TOKENS = 16
+"""Longest proposal that a plan looks at."""
+PER_8_ROWS = 0.1
+"""Default share by which a step of either model takes longer for each 8 rows beyond the first. The GPUs of the
+published measurements spend most of a step on reading weights."""
+HELP = 1.5
+"""A remedy is judged by the gain of a draft that is this many times as fast, as near, or as good."""
+HIT_RATE = 0.75
+"""Share of rounds whose outcome a draft has prepared that works ahead, with 16 branches and four tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Step times and acceptance of a pair."""
+
+    verify_seconds: float
+    """Seconds of a target step with one row."""
+    draft_step_seconds: float
+    """Seconds of a draft step with one row."""
+    acceptance_rates: tuple[float, ...]
+    """Conditional acceptance at each position; the last one holds for all positions after it."""
+    round_trip_seconds: float = 0.0
+    """Seconds of one message to a service and its answer."""
+    per_8_rows: float = PER_8_ROWS
+    verify_by_length: tuple[float, ...] = ()
+    """Seconds of a verification of 0, 1, ... proposed tokens, where a cluster has measured them at one load.
+    `draft_step_seconds` then belongs to the same load."""
+
+    def verification_seconds(self, batch: int, proposed: int) -> float:
+        """Seconds of a target step in which each sequence has so many proposed tokens."""
+        if self.verify_by_length:
+            return self.verify_by_length[proposed]
+        return self.step_seconds(self.verify_seconds, batch * (proposed + 1))
+
+    def drafting_seconds(self, batch: int, proposed: int) -> float:
+        """Seconds of the draft's steps for a proposal."""
+        if self.verify_by_length:
+            return proposed * self.draft_step_seconds
+        return proposed * self.step_seconds(self.draft_step_seconds, batch)
+
+    def rates(self, count: int) -> list[float]:
+        """Acceptance at each of the first `count` positions."""
+        known = self.acceptance_rates[:count]
+        return [*known, *[self.acceptance_rates[-1]] * (count - len(known))]
+
+    def step_seconds(self, seconds: float, rows: int) -> float:
+        """Seconds of a step with so many rows."""
+        return seconds * (1.0 + self.per_8_rows * (rows - 1) / 8.0)
+
+    def round_seconds(self, batch: int, proposed: int, *, is_remote: bool = True) -> float:
+        """Seconds of a round in which each of `batch` sequences proposes so many tokens, with or without the wire."""
+        messages = self.round_trip_seconds * (2 if proposed else 1) if is_remote else 0.0
+        return self.verification_seconds(batch, proposed) + self.drafting_seconds(batch, proposed) + messages
+
+    def speedup(self, batch: int, proposed: int, *, is_remote: bool = True) -> float:
+        """Tokens per second over those of the target alone. Without the wire, both models share one process."""
+        tokens = expected_tokens(self.rates(proposed))[-1]
+        alone = self.round_seconds(batch, 0, is_remote=is_remote)
+        return tokens * alone / self.round_seconds(batch, proposed, is_remote=is_remote)
+
+    def ahead_speedup(self, batch: int, proposed: int, hit_rate: float = HIT_RATE) -> float:
+        """Speed-up with drafting ahead, where a hit costs a verification and its two messages."""
+        tokens = expected_tokens(self.rates(proposed))[-1]
+        alone = self.round_seconds(batch, 0)
+        verify, draft = self.verification_seconds(batch, proposed), self.drafting_seconds(batch, proposed)
+        hit = max(verify, draft) + self.round_trip_seconds
+        mean = hit_rate * hit + (1.0 - hit_rate) * self.round_seconds(batch, proposed)
+        return tokens * alone / mean
+
+
+def measured_times(decision: SpeculationDecision) -> StepTimes:
+    """Measurements of a running cluster at one load."""
+    round_trip = decision.message_seconds / 2.0
+    verify = tuple(
+        max(seconds - proposed * decision.draft_step_seconds - round_trip * (2 if proposed else 1), 1e-9)
+        for proposed, seconds in enumerate(decision.round_seconds)
+    )
+    return StepTimes(
+        verify[0], decision.draft_step_seconds, decision.acceptance_rates, round_trip, verify_by_length=verify
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One proposal length."""
+
+    tokens: int
+    """K."""
+    tokens_per_pass: float
+    """Expected tokens per round, including the target's own."""
+    round_seconds: float
+    """Seconds of a round, including the wire."""
+    speedup: float
+    """Speed-up over the target alone, including the wire."""
+    speedup_without_wire: float
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """Advice for one number of requests."""
+
+    batch: int
+    rows: tuple[PlanRow, ...]
+    best_tokens: int
+    """0: the target alone."""
+    best_speedup: float
+    break_even_acceptance: float | None
+    """Lowest acceptance rate, the same at every position, at which any length pays; None where none does."""
+    remedies: tuple[tuple[str, float], ...]
+    """Improvements, the most helpful first, each with its speed-up."""
+
+
+def plan(times: StepTimes, batch: int, max_tokens: int = MAX_TOKENS) -> BatchPlan:
+    """The table for one number of requests at once."""
+    rows = tuple(
+        PlanRow(
+            tokens,
+            expected_tokens(times.rates(tokens))[-1],
+            times.round_seconds(batch, tokens),
+            times.speedup(batch, tokens),
+            times.speedup(batch, tokens, is_remote=False),
+        )
+        for tokens in range(max_tokens + 1)
+    )
+    best = max(rows, key=lambda row: row.speedup)
+    return BatchPlan(
+        batch,
+        rows,
+        best.tokens,
+        best.speedup,
+        break_even(times, batch, max_tokens),
+        remedies(times, batch, max_tokens),
+    )
+
+
+def best_speedup(times: StepTimes, batch: int, max_tokens: int) -> float:
+    """The highest speed-up over all lengths, 0 included."""
+    return max(times.speedup(batch, tokens) for tokens in range(max_tokens + 1))
+
+
+def break_even(times: StepTimes, batch: int, max_tokens: int) -> float | None:
+    """The acceptance, the same at every position, from which drafting makes more tokens than the target alone."""
+
+    def pays(rate: float) -> bool:
+        return best_speedup(replace(times, acceptance_rates=(rate,)), batch, max_tokens) > 1.0
+
+    if not pays(1.0):
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2.0
+        low, high = (low, middle) if pays(middle) else (middle, high)
+    return high
+
+
+def remedies(times: StepTimes, batch: int, max_tokens: int) -> tuple[tuple[str, float], ...]:
+    """Improvements, the most helpful first, each with its tokens per second over those of today's target alone."""
+    better = tuple(1.0 - (1.0 - rate) / HELP for rate in times.acceptance_rates)
+    changed = {
+        f"a draft {HELP:g} times as fast": replace(times, draft_step_seconds=times.draft_step_seconds / HELP),
+        f"services {HELP:g} times as near": replace(
+            times, round_trip_seconds=times.round_trip_seconds / HELP
+        ),
+        f"a draft with 1/{HELP:g} of the rejections": replace(times, acceptance_rates=better),
+    }
+    today = times.round_seconds(batch, 0)
+    found = [
+        (name, best_speedup(other, batch, max_tokens) * today / other.round_seconds(batch, 0))
+        for name, other in changed.items()
+    ]
+    ahead = max(times.ahead_speedup(batch, tokens) for tokens in range(1, max_tokens + 1))
+    found.append((f"drafting ahead, where {HIT_RATE:.0%} of the rounds hit", max(1.0, ahead)))
+    return tuple(sorted(found, key=lambda remedy: -remedy[1]))

@@ -1,0 +1,102 @@
+"""The state of speculation: whether it works, and if not, why.
+
+All other modules know only `SpeculationState`, which is filled here from the controller's decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from coordinator.speculation.choice import MANY
+from coordinator.speculation.request import RequestSpeculation
+from tandem.replica import ReplicaSnapshot, ReplicaState, Role
+from tandem.speculation_state import DecidingFigure, SpeculationState
+from tandem.types import SpeculationStats
+
+DISABLED = "switched off (tandem admin config set speculation true)"
+NO_DRAFT = "the coordinator has no draft (--draft-address)"
+NOT_ASKED = "the request asked for the target alone"
+NONE_READY = "no draft takes new sequences (tandem admin replicas list)"
+TOO_SHORT = "the completion ended before the draft proposed anything"
+NOT_MEASURED = "not yet measured to pay with so many requests"
+DOES_NOT_PAY = "drafting does not pay"
+LATE = "the draft does not answer in time"
+
+_RATE = "tokens/s"
+
+
+def off(reason: str, *figures: DecidingFigure) -> SpeculationState:
+    """State: the target works alone, for this reason."""
+    return SpeculationState(is_on=False, num_speculative_tokens=0, reason=reason, figures=figures)
+
+
+def on(num_speculative_tokens: int) -> SpeculationState:
+    """State: speculation works as configured."""
+    return SpeculationState(is_on=True, num_speculative_tokens=num_speculative_tokens)
+
+
+def decided(speculation: RequestSpeculation) -> SpeculationState:
+    """State of speculation as the controller decided it for a request and others like it."""
+    choice = speculation.choice
+    if choice is None or not speculation.is_adaptive:
+        return on(speculation.max_tokens)
+    if choice.tokens:
+        return on(choice.tokens)
+    if not choice.best_drafting:
+        return off(
+            NOT_MEASURED,
+            DecidingFigure("running", choice.load, "requests"),
+            DecidingFigure("limit", MANY, "requests"),
+        )
+    rates = choice.tokens_per_second
+    return off(DOES_NOT_PAY, *_compared(rates[choice.best_drafting], rates[0]))
+
+
+def late(late_seconds: float, patience_seconds: float) -> SpeculationState:
+    """State: a draft answers too late."""
+    return off(
+        LATE,
+        DecidingFigure("late by", round(late_seconds * 1000), "ms"),
+        DecidingFigure("patience", round(patience_seconds * 1000), "ms"),
+    )
+
+
+def at_the_end(state: SpeculationState, stats: SpeculationStats) -> SpeculationState:
+    """The state of a request that has ended, which may have been over before its draft could propose anything."""
+    if state.is_on and stats.drafted == 0:
+        return replace(state, reason=TOO_SHORT)
+    return state
+
+
+def of_coordinator(
+    replicas: Sequence[ReplicaSnapshot],
+    *,
+    is_enabled: bool,
+    num_speculative_tokens: int,
+    latest: SpeculationState | None,
+) -> SpeculationState:
+    """State of speculation that a new request can expect.
+
+    Args:
+        replicas: All replicas.
+        is_enabled: Whether speculation is switched on.
+        num_speculative_tokens: As configured.
+        latest: State of the oldest running request or of the last one; None before any.
+    """
+    drafts = [replica for replica in replicas if replica.role is Role.DRAFT]
+    if not drafts:
+        return off(NO_DRAFT)
+    if not is_enabled:
+        return off(DISABLED)
+    if not any(draft.state is ReplicaState.READY for draft in drafts):
+        return off(NONE_READY)
+    return latest or on(num_speculative_tokens)
+
+
+def _compared(with_draft: float, alone: float) -> tuple[DecidingFigure, DecidingFigure]:
+    """Tokens per second of one request."""
+    return (
+        DecidingFigure("with", round(with_draft, 1), _RATE),
+        DecidingFigure("without", round(alone, 1), _RATE),
+    )

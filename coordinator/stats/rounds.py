@@ -1,0 +1,108 @@
+"""The result of one round, as statistics, telemetry, replicas and the speculation controller all receive it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+UNIFORM_SHARE = 0.05
+"""Tolerated share of missing or extra tokens in a step: near its end a request proposes fewer."""
+
+
+class RoundTimes(NamedTuple):
+    """Moments of a round, in seconds of the performance counter."""
+
+    began: float
+    """The acceptance rule decided the previous round; the rounds of a request leave no gap."""
+    asked: float
+    """The draft was asked."""
+    proposed: float
+    """The draft answered, and the target was asked."""
+    verified: float
+    """The target answered."""
+    decided: float
+    """The acceptance rule decided this round."""
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the whole round."""
+        return self.decided - self.began
+
+    @property
+    def wait(self) -> float:
+        """Seconds of detokenization, of the client that reads, and of the event loop's other work."""
+        return self.asked - self.began
+
+    @property
+    def draft(self) -> float:
+        """Seconds in which the draft was asked."""
+        return self.proposed - self.asked
+
+    @property
+    def verify(self) -> float:
+        """Seconds in which the target was asked."""
+        return self.verified - self.proposed
+
+    @property
+    def sampling(self) -> float:
+        """Seconds of the acceptance rule."""
+        return self.decided - self.verified
+
+
+class RoundCost(NamedTuple):
+    """Cost of a round, from which the cost model predicts later ones."""
+
+    proposed: int
+    """Tokens that the target verified; 0: the target worked alone."""
+    seconds: float
+    """From the end of the previous round to the end of this one."""
+    verify_seconds: float
+    """Cost of the target's step, as the target measured it."""
+    verify_sequences: int
+    """Sequences in that step, this one included."""
+    verify_tokens: int
+    """Tokens of all sequences in that step."""
+    draft_seconds: float = 0.0
+    """Cost of all steps of the proposal, as the draft measured them; 0 when nothing was proposed."""
+    draft_sequences: int = 1
+    """Sequences in each of these steps, this one included."""
+    was_late: bool = False
+    """True if the round waited in vain for a proposal."""
+    was_ahead: bool = False
+    """True if the proposal had been drafted ahead, so that nothing was waited for."""
+
+    @property
+    def is_uniform(self) -> bool:
+        """True if all sequences of the target's step had as many tokens as this one.
+
+        Only then does the round take the time of rounds in which every request proposes as much. Where one request
+        tries another length, or reads its prompt, the others wait for it.
+        """
+        alike = self.verify_sequences * (self.proposed + 1)
+        return abs(self.verify_tokens - alike) <= UNIFORM_SHARE * alike
+
+
+class RoundResult(NamedTuple):
+    """One finished round of a request."""
+
+    proposed: int
+    """Tokens that the target verified; 0: the target worked alone."""
+    accepted: int
+    """Proposed tokens that the completion kept."""
+    committed: int
+    """Tokens by which the completion grew."""
+    times: RoundTimes
+    cost: RoundCost | None
+    """None where the time of this round says nothing about the next one: the target read the prompt, or the sequence
+    moved to another replica."""
+    is_drafted: bool
+    """True if the draft answered in time, even with no tokens."""
+    draft_address: str | None
+    """Address of the request's draft, or of the last one that it had; None before any."""
+    target_address: str | None
+    """Address of the target that verified."""
+    awaited_outcome: bool = False
+    """True if the draft was to draft ahead of the round."""
+    outcome_rank: int | None = None
+    """Place, from 0 on, of the outcome that came; None if it was not drafted for."""
+    saved_seconds: float = 0.0
+    """Usual time to wait for a proposal, which this round did not have to; 0 unless its outcome was drafted for."""

@@ -1,0 +1,98 @@
+"""The observer interface of the request path. Telemetry implements it; the path never depends on an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from coordinator.decoding.completion import Completion
+from coordinator.stats.rounds import RoundResult
+from tandem.rpc.traffic import Traffic
+
+EventValue = str | int | float | bool
+
+
+class StreamObserver(Protocol):
+    """Observes one stream to a service."""
+
+    @property
+    def traceparent(self) -> str:
+        """The W3C trace context that the service's span joins; empty when the request is not traced."""
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """Counter of the stream's bytes; None when nobody reads it."""
+
+    def ended(self, error: Exception | None = None) -> None:
+        """The stream ended. Only the first call counts, so that a failure can be reported before the drop."""
+
+
+class RequestObserver(Protocol):
+    """Observes one request."""
+
+    def admitted(self) -> None:
+        """The request has its place."""
+
+    def stream(self, role: str, address: str) -> StreamObserver:
+        """A stream to a service is about to be opened. Role: draft or target."""
+
+    def planned(self, completion: Completion, details: Mapping[str, EventValue]) -> None:
+        """The request was checked: its completion begins. Details by name: rule, num_speculative_tokens, ..."""
+
+    def round_ended(self, result: RoundResult) -> None:
+        """A round ended."""
+
+    def deciding(self, decision: Callable[[], Mapping[str, EventValue]]) -> None:
+        """Its proposals begin. `decision` says how much the round in progress proposes, and why."""
+
+    def event(self, name: str, attributes: Mapping[str, EventValue]) -> None:
+        """Something happened: draft_lost, draft_late, draft_resumed, draft_paused, target_lost, target_resumed."""
+
+    def finished(self, error: BaseException | None) -> None:
+        """The request ended. None: its client has all of it."""
+
+
+class Observer(Protocol):
+    """Observes all requests."""
+
+    def begin(self, request_id: str, traceparent: str = "") -> RequestObserver:
+        """A request arrived, in the client's trace context if it sent one."""
+
+
+class NoObserver:
+    """Observes nothing, at no cost."""
+
+    traceparent = ""
+    traffic = None
+
+    def begin(self, request_id: str, traceparent: str = "") -> NoObserver:
+        """Return itself."""
+        return self
+
+    def admitted(self) -> None:
+        """Do nothing."""
+
+    def stream(self, role: str, address: str) -> NoObserver:
+        """Return itself."""
+        return self
+
+    def ended(self, error: Exception | None = None) -> None:
+        """Do nothing."""
+
+    def planned(self, completion: Completion, details: Mapping[str, EventValue]) -> None:
+        """Do nothing."""
+
+    def round_ended(self, result: RoundResult) -> None:
+        """Do nothing."""
+
+    def deciding(self, decision: Callable[[], Mapping[str, EventValue]]) -> None:
+        """Do nothing."""
+
+    def event(self, name: str, attributes: Mapping[str, EventValue]) -> None:
+        """Do nothing."""
+
+    def finished(self, error: BaseException | None) -> None:
+        """Do nothing."""
+
+
+NO_OBSERVER = NoObserver()

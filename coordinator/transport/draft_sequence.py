@@ -1,0 +1,246 @@
+"""One sequence on a draft service: what is asked of it, what it answers, and what it drafts ahead."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from coordinator.decoding.completion import Completion
+from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
+from coordinator.transport.outcomes import PendingOutcomes
+from coordinator.transport.proposal_checks import DraftLimits, check_proposal
+from coordinator.transport.remote_sequence import RemoteSequence
+from coordinator.transport.sequence_stream import Message, SequenceStream
+from tandem.errors import ProtocolError, TandemError
+from tandem.types import AheadBudget, DraftedOutcomes, DraftOptions, Proposal, ProposeStep
+from tandem.v1 import draft_pb2
+from tandem.wire import draft as wire
+
+_FINISH_SECONDS = 0.5
+"""How long the service may take to let go of the sequence before it is dropped."""
+
+
+class DraftSequence:
+    """Asks a draft service for proposals, for as long as the sequence stays there.
+
+    It begins by letting the draft read the sequence while the target does, without waiting for it. One step at a time
+    is under way; while its answer is late, no other is asked for. What the draft drafts ahead arrives between answers
+    and is kept until the next round begins.
+    """
+
+    def __init__(
+        self,
+        stream: SequenceStream[draft_pb2.ProposeResponse],
+        options: DraftOptions,
+        limits: DraftLimits,
+        observer: StreamObserver = NO_OBSERVER,
+    ) -> None:
+        self._stream = stream
+        self._observer = observer
+        self._options = options
+        self._limits = limits
+        self._remote = RemoteSequence()
+        self._outcomes = PendingOutcomes(limits.vocabulary_size, options.row_kind)
+        self._granted: AheadBudget | None = None
+        """Of the step whose answer is awaited."""
+        self._answer: asyncio.Future[Proposal] | None = None
+        self._sender: asyncio.Task[None] | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._error: TandemError | None = None
+        self._is_open = False
+        self._late_since: float | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """True if every step so far was answered."""
+        return self._answer is None or self._answer.done()
+
+    @property
+    def is_open(self) -> bool:
+        """True once the draft has read the sequence. Before that, the draft may be waiting for room."""
+        return self._is_open
+
+    @property
+    def is_late(self) -> bool:
+        """True if a round has waited for an answer in vain."""
+        return self._late_since is not None
+
+    @property
+    def late_seconds(self) -> float:
+        """Seconds by which an answer is late; 0 when none is."""
+        return 0.0 if self._late_since is None else time.monotonic() - self._late_since
+
+    def awaits_outcome(self, completion: Completion) -> bool:
+        """True if outcomes of the round that has ended were asked for."""
+        return self._outcomes.awaits(completion.token_ids)
+
+    def take_branch_steps(self) -> list[tuple[int, float]]:
+        """Steps that the draft made ahead since this was last asked: number of branches, seconds."""
+        return self._outcomes.take_steps()
+
+    def unread(self, completion: Completion) -> int:
+        """How many of the completion's tokens the draft does not have; 0 while a step's answer is outstanding."""
+        return 0 if self._answer is not None else completion.length - self._remote.length
+
+    def read(self, completion: Completion) -> None:
+        """Let the draft read what it does not have, without waiting for it."""
+        self._ask(completion, 0)
+
+    def begin(self, completion: Completion) -> None:
+        """Open the sequence, and let the draft read it."""
+        self._ask(completion, 0, None, wire.options_to_proto(self._options))
+
+    def drafted_ahead(self, completion: Completion) -> Proposal | None:
+        """The continuation that was drafted ahead of what the last verification said; None where there is none.
+
+        Raises:
+            TandemError: the draft failed since. It is of no use any more.
+        """
+        if self._error is not None:
+            self._observer.ended(self._error)
+            raise self._error
+        if self._answer is not None:
+            return None
+        return self._outcomes.find(completion.token_ids)
+
+    def go_on(self, completion: Completion, proposal: Proposal, budget: AheadBudget | None) -> None:
+        """Tell the draft what is being verified, so that it drafts ahead of that. Nothing is waited for."""
+        self._outcomes.expect(completion.length, proposal.token_ids, budget)
+        if budget is None:
+            return
+        delta = self._remote.delta_to(completion.token_ids, proposal.token_ids)
+        step = ProposeStep(delta, 0, budget, len(proposal))
+        self._send(wire.step_to_proto(step))
+
+    async def propose(
+        self, completion: Completion, count: int, patience_seconds: float, budget: AheadBudget | None = None
+    ) -> Proposal | None:
+        """Up to `count` tokens that may follow; None while the draft is late.
+
+        Args:
+            completion: What they follow.
+            count: How many.
+            patience_seconds: How long to wait.
+            budget: How far the draft may then draft ahead.
+
+        Raises:
+            TandemError: the draft failed, or proposed what cannot be verified. It is of no use any more.
+        """
+        until = time.monotonic() + patience_seconds
+        try:
+            if self._error is not None:
+                raise self._error
+            if self._answer is not None and await self._answered(until) is None:
+                return None
+            self._ask(completion, count, budget)
+            proposal = await self._answered(until)
+            if proposal is not None:
+                check_proposal(
+                    proposal,
+                    completion.length,
+                    count,
+                    self._limits.vocabulary_size,
+                    with_token_logits=self._options.with_token_logits,
+                )
+        except TandemError as error:
+            self._observer.ended(error)
+            raise
+        return proposal
+
+    async def finish(self) -> None:
+        """End the sequence; the service lets go of it at once."""
+        if self._answer is not None:
+            return
+        if self._reader is None:
+            await self._stream.finish(wire.finish_to_proto())
+            return
+        self._send(wire.finish_to_proto())
+        await asyncio.wait({self._reader}, timeout=_FINISH_SECONDS)
+
+    def cancel(self) -> None:
+        """Drop it, whatever is being done for it."""
+        self._stream.cancel()
+        self._observer.ended()
+        for task in (self._answer, self._sender, self._reader):
+            if task is not None:
+                # It may fail all the same, when the end of the call comes first; nobody else will ask for it.
+                task.add_done_callback(_forget)
+                task.cancel()
+
+    def _ask(
+        self,
+        completion: Completion,
+        count: int,
+        budget: AheadBudget | None = None,
+        *opening: draft_pb2.ProposeRequest,
+    ) -> None:
+        step = ProposeStep(self._remote.delta_to(completion.token_ids), count, budget if count else None)
+        messages = (*opening, wire.step_to_proto(step))
+        if self._options.ahead is None:
+            self._answer = asyncio.create_task(self._exchange(*messages))
+            return
+        self._outcomes.expect(completion.length, (), None)
+        self._granted = step.ahead
+        self._answer = asyncio.get_running_loop().create_future()
+        self._send(*messages)
+
+    async def _answered(self, until: float) -> Proposal | None:
+        """The answer to the last step; None while it is late. What is late already is not waited for again."""
+        assert self._answer is not None
+        patience = max(0.0, until - time.monotonic()) if self._late_since is None else 0.0
+        await asyncio.wait({self._answer}, timeout=patience)
+        if not self._answer.done():
+            self._late_since = self._late_since or time.monotonic()
+            return None
+        answer, self._answer, self._late_since = self._answer, None, None
+        proposal = answer.result()
+        self._is_open = True
+        return proposal
+
+    async def _exchange(self, *messages: draft_pb2.ProposeRequest) -> Proposal:
+        return wire.proposal_from_proto(await self._stream.ask(*messages))
+
+    # ---- where outcomes are pushed, somebody always reads
+
+    def _send(self, *messages: Message) -> None:
+        if self._reader is None:
+            self._reader = asyncio.create_task(self._read())
+        self._sender = asyncio.create_task(self._sent(self._sender, messages))
+
+    async def _sent(self, before: asyncio.Task[None] | None, messages: tuple[Message, ...]) -> None:
+        """Send these after what came before them."""
+        if before is not None and not before.done():
+            await before
+        try:
+            await self._stream.send(*messages)
+        except TandemError as error:
+            self._fail(error)
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                answer = wire.answer_from_proto(await self._stream.receive())
+                if isinstance(answer, DraftedOutcomes):
+                    self._outcomes.add(answer)
+                else:
+                    self._take(answer)
+        except TandemError as error:
+            self._fail(error)
+
+    def _take(self, proposal: Proposal) -> None:
+        """An answer has come. Outcomes of it may follow at once, before anybody looks at it."""
+        if self._answer is None or self._answer.done():
+            raise ProtocolError("draft service: it proposed what nobody had asked for")
+        self._outcomes.expect(proposal.base_length, proposal.token_ids, self._granted)
+        self._answer.set_result(proposal)
+
+    def _fail(self, error: TandemError) -> None:
+        self._error = self._error or error
+        self._outcomes.expect(0, (), None)
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
+
+
+def _forget(answer: asyncio.Future[Proposal] | asyncio.Task[None]) -> None:
+    if not answer.cancelled():
+        answer.exception()

@@ -1,0 +1,38 @@
+"""The tokens that a service already has, so that each message carries only the difference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem.types import Delta
+
+
+class RemoteSequence:
+    """The tokens on the other side of a stream, as far as the coordinator knows them.
+
+    Committed tokens never change, so only those past the last known agreement are kept and compared.
+    """
+
+    def __init__(self) -> None:
+        self._agreed = 0
+        self._tail: list[int] = []
+
+    @property
+    def length(self) -> int:
+        """How many tokens the service holds."""
+        return self._agreed + len(self._tail)
+
+    def delta_to(self, committed: Sequence[int], proposed: Sequence[int] = ()) -> Delta:
+        """The change that makes the service hold the committed tokens and then the proposed ones."""
+        wanted = [*committed[self._agreed :], *proposed]
+        matched = _common_length(self._tail, wanted)
+        delta = Delta(self._agreed + matched, wanted[matched:])
+        # Proposed tokens may yet be rejected: the agreement to rely on ends where they begin.
+        agreed = min(delta.base_length, len(committed))
+        self._tail = wanted[agreed - self._agreed :]
+        self._agreed = agreed
+        return delta
+
+
+def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,0 +1,212 @@
+"""A target service, as the coordinator sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+import grpc.aio
+
+from coordinator.decoding.completion import Completion
+from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
+from coordinator.transport.remote_sequence import RemoteSequence
+from coordinator.transport.row_checks import check_rows
+from coordinator.transport.sequence_stream import SequenceStream
+from coordinator.transport.stream_choice import Methods, StreamChoice
+from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
+from tandem.rpc.channels import errors_of
+from tandem.types import (
+    Delta,
+    IntArray,
+    ModelFeature,
+    ModelInfo,
+    Proposal,
+    RowKind,
+    SamplingParams,
+    TargetOptions,
+    Verification,
+    VerifyStep,
+)
+from tandem.v1 import target_pb2
+from tandem.v1.target_pb2_grpc import TargetServiceStub
+from tandem.wire import target as wire
+from tandem.wire.common import model_info_from_proto
+
+_PROBE_SECONDS = 30.0
+"""Timeout of a probe. Probes repeat for as long as the target is set aside."""
+
+
+class TargetClient:
+    """Calls one target service."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = TargetServiceStub(channel)
+        self._streams = StreamChoice(
+            Methods(
+                service="target service",
+                open_one=channel.stream_stream("/tandem.v1.TargetService/Verify"),
+                read=target_pb2.VerifyResponse.FromString,
+                open_many=channel.stream_stream("/tandem.v1.TargetService/VerifyMany"),
+                message=lambda parts: target_pb2.VerifyManyRequest(parts=parts),
+                read_many=target_pb2.VerifyManyResponse.FromString,
+            )
+        )
+
+    async def model_info(self) -> ModelInfo:
+        """Its model.
+
+        Raises:
+            TandemError: the service failed.
+        """
+        with errors_of("target service"):
+            answer = await self._stub.GetModelInfo(target_pb2.TargetServiceGetModelInfoRequest())
+        return model_info_from_proto(answer.model_info)
+
+    async def tokenizer_files(self) -> dict[str, bytes]:
+        """Its tokenizer's files by name.
+
+        Raises:
+            TandemError: the service failed.
+        """
+        files: defaultdict[str, bytes] = defaultdict(bytes)
+        with errors_of("target service"):
+            async for part in self._stub.GetTokenizer(target_pb2.GetTokenizerRequest()):
+                files[part.file_name] += part.content
+        return dict(files)
+
+    async def probe(self) -> None:
+        """Ask it to verify one token.
+
+        Raises:
+            TandemError: it failed, or did not answer in time.
+        """
+        options = TargetOptions("probe", SamplingParams(temperature=0.0), max_length=2, prompt_length=1)
+        step = VerifyStep(Delta(0, (0,)), RowKind.TOKEN, 1)
+        stream = self._streams.stream()
+        try:
+            async with asyncio.timeout(_PROBE_SECONDS):
+                await stream.ask(wire.options_to_proto(options), wire.step_to_proto(step))
+                await stream.finish(wire.finish_to_proto())
+        except TimeoutError:
+            raise ServiceUnavailableError(
+                f"target service: it did not answer a probe within {_PROBE_SECONDS:g} s"
+            ) from None
+        finally:
+            stream.cancel()
+
+    def sequence(
+        self,
+        options: TargetOptions,
+        rows: RowChoice,
+        observer: StreamObserver = NO_OBSERVER,
+        features: Collection[ModelFeature] = (),
+    ) -> TargetSequence:
+        """Begin a sequence on it. The caller must cancel the sequence in the end, whatever happens.
+
+        Args:
+            options: Sent to the service when the sequence opens.
+            rows: Which rows the service answers with.
+            observer: Observes the stream.
+            features: Features that the service announced.
+        """
+        stream = self._streams.stream(observer.traffic)
+        options = replace(options, traceparent=observer.traceparent)
+        return TargetSequence(stream, options, rows, observer, features)
+
+
+@dataclass(frozen=True, slots=True)
+class RowChoice:
+    """Which rows the acceptance rule of a request needs."""
+
+    kind: RowKind
+    supports: Callable[[Proposal], tuple[IntArray, ...]]
+    """The support of each row, for support rows."""
+    vocabulary_size: int
+    """The target's; ids in its answers must be below it, and dense rows hold as many logits."""
+    with_statistics: bool = False
+    races_recovery: bool = False
+    """True if the target is to race for the token after the accepted run."""
+
+    def kind_for(self, proposal: Proposal) -> RowKind:
+        """With nothing proposed, a support row would hold only a sample of the target, which a token row holds too."""
+        needs_sample_only = not proposal.token_ids and not self.with_statistics
+        return RowKind.TOKEN if self.kind is RowKind.SUPPORT and needs_sample_only else self.kind
+
+    def races_for(self, proposal: Proposal) -> bool:
+        """With nothing proposed there is nothing to recover: the token is the target's own sample."""
+        return self.races_recovery and self.kind is RowKind.SUPPORT and len(proposal) > 0
+
+
+class TargetSequence:
+    """Asks a target service for rows, for as long as the sequence stays there."""
+
+    def __init__(
+        self,
+        stream: SequenceStream[target_pb2.VerifyResponse],
+        options: TargetOptions,
+        rows: RowChoice,
+        observer: StreamObserver = NO_OBSERVER,
+        features: Collection[ModelFeature] = (),
+    ) -> None:
+        self._stream = stream
+        self._features = features
+        self._observer = observer
+        self._options = options
+        self._rows = rows
+        self._remote = RemoteSequence()
+        self.is_new = True
+        """True before the first answer."""
+
+    @property
+    def was_asked(self) -> bool:
+        """True if the service may have seen a step: then the step itself may have ended the sequence."""
+        return self._stream.was_sent
+
+    async def verify(self, completion: Completion, proposal: Proposal) -> Verification:
+        """The target's row at each position of the proposal, and at the one after it.
+
+        Raises:
+            TandemError: the service failed, refused, or sent an invalid answer. The sequence is of no further use.
+        """
+        kind = self._rows.kind_for(proposal)
+        step = VerifyStep(
+            delta=self._remote.delta_to(completion.token_ids, proposal.token_ids),
+            row_kind=kind,
+            row_count=len(proposal) + 1,
+            supports=self._rows.supports(proposal) if kind is RowKind.SUPPORT else (),
+            with_statistics=self._rows.with_statistics,
+            raced_recovery=self._rows.races_for(proposal),
+        )
+        try:
+            verification = await self._exchange(step, completion.length)
+        except TandemError as error:
+            self._observer.ended(error)
+            raise
+        self.is_new = False
+        return verification
+
+    async def finish(self) -> None:
+        """End the sequence; the service lets go of it at once."""
+        if not self.is_new:
+            await self._stream.finish(wire.finish_to_proto())
+
+    def cancel(self) -> None:
+        """Drop the sequence, whatever the target is doing for it."""
+        self._stream.cancel()
+        self._observer.ended()
+
+    async def _exchange(self, step: VerifyStep, base_length: int) -> Verification:
+        if self._options.adjustments and ModelFeature.LOGIT_ADJUSTMENTS not in self._features:
+            # Requests are refused where no target has the feature; this one may have come from a target that has it.
+            raise ProtocolError("target service: it is too old to apply logit_bias and min_tokens")
+        opening = (wire.options_to_proto(self._options),) if self.is_new else ()
+        response = await self._stream.ask(*opening, wire.step_to_proto(step))
+        if response.base_length != base_length:
+            raise ProtocolError(
+                f"target service: it answered for {response.base_length} tokens; it was asked for {base_length}"
+            )
+        verification = wire.verification_from_proto(response, step)
+        check_rows(verification, self._rows.vocabulary_size, with_statistics=step.with_statistics)
+        return verification

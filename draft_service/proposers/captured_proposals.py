@@ -1,0 +1,292 @@
+"""A whole proposal in one CUDA graph: K steps of the draft and the draws between them, without returning to the host.
+
+Replayed beside the same steps uncaptured before it is trusted.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draft_service.proposers.drafting import Drafting, truncated
+from tandem.engine.backends.cuda_graphs.buckets import Bucket
+from tandem.engine.backends.cuda_graphs.captured_steps import GraphContext, trial_lengths
+from tandem.engine.backends.cuda_graphs.static_step import StaticInputs, StaticStep
+from tandem.engine.backends.trial import DistrustedError, trial_segments, trusted
+from tandem.engine.core.finite import non_finite
+from tandem.engine.core.jobs import Failed, Job
+from tandem.engine.kv_cache.segment import Segment
+from tandem.sampling.noise import proposal_keys, race
+from tandem.types import Proposal, RowKind, SparseDistribution
+
+logger = logging.getLogger(__name__)
+
+_TEMPERATURE, _TOP_P, _MIN_P, _TOP_K, _FIRST_KEY = range(5)
+"""Rows of the parameters."""
+
+
+class CapturedProposals:
+    """The captured proposals of one draft, one for each bucket and number of tokens."""
+
+    def __init__(
+        self,
+        graphs: GraphContext,
+        buckets: Sequence[Bucket],
+        token_counts: Sequence[int],
+        draft_top_k: int,
+    ) -> None:
+        """Capture the proposals.
+
+        Args:
+            graphs: Of the draft's engine.
+            buckets: Shapes of a proposal's first step.
+            token_counts: Tokens of a proposal; others are cut from the next longer one.
+            draft_top_k: Maximum number of tokens of a distribution.
+        """
+        self._loops: list[_Loop] = []
+        shapes = [(bucket, count) for bucket in buckets for count in token_counts]
+        for bucket, count in sorted(shapes, reverse=True):
+            try:
+                loop = trusted(
+                    lambda bucket=bucket, count=count: _Loop(graphs, bucket, count, draft_top_k),  # type: ignore[misc]
+                    _Loop.error,
+                    graphs.reference.limit,
+                )
+            except DistrustedError as error:
+                _give_up(bucket, str(error))
+                break
+            self._loops.insert(0, loop)
+
+    def run(
+        self, segments: Sequence[Segment], jobs: Sequence[Job[Drafting]]
+    ) -> list[Proposal | Failed] | None:
+        """See `tandem.engine.core.jobs.MultiStepProposer`."""
+        loop = next((loop for loop in self._loops if loop.holds(segments, jobs)), None)
+        return None if loop is None else loop.run(segments, jobs)
+
+
+def _give_up(bucket: Bucket, reason: str) -> None:
+    logger.warning(
+        "a proposal could not be captured; it and all smaller ones return to the host at each step",
+        extra={"sequences": bucket.sequences, "keys": bucket.length, "reason": reason},
+    )
+
+
+class _Loop:
+    def __init__(
+        self,
+        graphs: GraphContext,
+        bucket: Bucket,
+        token_count: int,
+        draft_top_k: int,
+    ) -> None:
+        self._bucket = bucket
+        self._arena = graphs.arena
+        self._reference = graphs.reference
+        self._dtype = graphs.model.dtype
+        self._vocabulary_size = graphs.model.info.vocabulary_size
+        self._token_count = token_count
+        self._draft_top_k = min(draft_top_k, graphs.model.info.vocabulary_size)
+        self._spare = graphs.arena.total_tokens
+        self._inputs = StaticInputs(
+            bucket, (_FIRST_KEY + token_count) * bucket.sequences, graphs.model.device
+        )
+        self._first = StaticStep(graphs.model, graphs.arena, bucket)
+        self._next = StaticStep(graphs.model, graphs.arena, Bucket(bucket.sequences, 1, bucket.length))
+        with torch.inference_mode():
+            self._replay = graphs.capture(self._work)
+
+    @torch.inference_mode()
+    def error(self) -> float:
+        """The error of the captured steps against the same steps uncaptured, in spreads of a logit.
+
+        Positions count as long as both drew the same tokens before them. The arena must be empty.
+        """
+        lengths = trial_lengths(self._bucket, self._arena, self._token_count)
+        with trial_segments(
+            self._arena, self._vocabulary_size, lengths, self._dtype, self._token_count
+        ) as segments:
+            greedy = [0, _integer(1.0), 0, 0, *[0] * self._token_count]
+            self._inputs.fill(segments, _by_row([greedy] * self._bucket.sequences), self._spare)
+            ids, logits, _, probs = self._parts(self._replay()[:, : len(segments)].clone())
+            plain_ids, plain_logits, plain_columns, plain_probs = self._parts(
+                self._work()[:, : len(segments)]
+            )
+        is_comparable = torch.ones_like(ids, dtype=torch.bool)
+        is_comparable[1:] = (ids == plain_ids)[:-1].cumprod(dim=0).bool()
+        likeliest = plain_probs.amax(dim=-1)
+        # Of two equally probable tokens, either may be drawn.
+        likelihood = torch.where(plain_columns == ids[..., None], plain_probs, 0.0).sum(dim=-1)
+        # A logit's error is the same share of its probability, as long as both are small.
+        differences = (
+            logits - plain_logits,
+            (probs - plain_probs).abs().amax(dim=-1) / likeliest,
+            (likeliest - likelihood) / likeliest,
+        )
+        nothing = torch.zeros(())
+        return max(
+            self._reference.in_spreads(difference[is_comparable], nothing) for difference in differences
+        )
+
+    def _parts(self, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Ids and their logits, [token_count, sequences]; columns and probabilities, [..., draft_top_k]."""
+        first_prob = 2 + self._draft_top_k
+        logits, probs = (
+            part.contiguous().view(torch.float32) for part in (drawn[..., 1], drawn[..., first_prob:])
+        )
+        return drawn[..., 0], logits, drawn[..., 2:first_prob], probs
+
+    def holds(self, segments: Sequence[Segment], jobs: Sequence[Job[Drafting]]) -> bool:
+        """True if every requested proposal fits."""
+        width = max(segment.token_count for segment in segments)
+        ahead = self._token_count - 1
+        length = max(segment.end for segment in segments) + ahead
+        return self._bucket.holds(len(segments), width, length) and all(
+            segment.end == segment.sequence.length
+            and segment.end + ahead <= segment.sequence.max_length
+            and job.row_count == 1
+            and self._can_draw(job.payload)
+            for segment, job in zip(segments, jobs, strict=True)
+        )
+
+    def _can_draw(self, drafting: Drafting) -> bool:
+        sampling, kind = drafting.options.sampling, drafting.options.row_kind
+        return (
+            not drafting.token_ids
+            and drafting.token_count <= self._token_count
+            and (kind is RowKind.TOKEN if sampling.is_greedy else kind is RowKind.SUPPORT)
+            and drafting.draft_top_k <= self._draft_top_k
+        )
+
+    def run(self, segments: Sequence[Segment], jobs: Sequence[Job[Drafting]]) -> list[Proposal | Failed]:
+        """One proposal for each job; the sequences then hold all of its tokens but the last, as after single steps."""
+        draftings = [job.payload for job in jobs]
+        self._inputs.fill(segments, self._parameters(draftings), self._spare)
+        drawn = self._replay().cpu().numpy()
+        proposals = [self._proposal(drafting, drawn[:, i]) for i, drafting in enumerate(draftings)]
+        for segment, proposal in zip(segments, proposals, strict=True):
+            if isinstance(proposal, Failed):
+                continue  # the engine restarts the sequence
+            for token_id in proposal.token_ids[:-1]:
+                segment.sequence.append(token_id)
+            segment.sequence.advance(segment.token_count + len(proposal) - 1)
+        return proposals
+
+    def _parameters(self, draftings: Sequence[Drafting]) -> list[int]:
+        """Inputs of the draws, [4 + token_count, sequences], row after row."""
+        columns = []
+        for drafting in draftings:
+            sampling = truncated(drafting)
+            keys = proposal_keys(sampling.seed, drafting.base_length, self._token_count)
+            bits = map(
+                _integer, (sampling.temperature, sampling.top_p * drafting.support_mass, sampling.min_p)
+            )
+            columns.append([*bits, sampling.top_k, *keys.tolist()])
+        columns += [[0] * len(columns[0])] * (self._bucket.sequences - len(columns))
+        return _by_row(columns)
+
+    def _work(self) -> Tensor:
+        """Output of the capture: int32 [token_count, sequences, 2 + 2 * draft_top_k], as `_draw` makes them."""
+        inputs, count = self._inputs, self._bucket.sequences
+        parameters = inputs.extra.view(-1, count)
+        logits = self._first.logits(inputs.token_ids, inputs.bases, inputs.starts, inputs.widths)
+        rows = torch.arange(count, device=logits.device) * self._bucket.width + (inputs.widths - 1).clamp(
+            min=0
+        )
+        token_ids, drawn = self._draw(logits.index_select(0, rows), parameters, 0)
+        steps = [drawn]
+        ends, widths = inputs.starts + inputs.widths, inputs.widths.clamp(max=1)
+        for step in range(1, self._token_count):
+            # A sequence that is padding stays at its first position.
+            starts = (ends + step - 1) * widths
+            logits = self._next.logits(token_ids[:, None], inputs.bases, starts, widths)
+            token_ids, drawn = self._draw(logits, parameters, step)
+            steps.append(drawn)
+        return torch.stack(steps)
+
+    def _draw(self, logits: Tensor, parameters: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Draw a token for each row.
+
+        Returns:
+            int64 [sequences] ids; int32 [sequences, 2 + 2 * draft_top_k]: the id, its logit's bits, the ids of its
+            distribution, and their probabilities' bits.
+        """
+        temperature = parameters[_TEMPERATURE].view(torch.float64)
+        top_logits, columns = logits.topk(self._draft_top_k, dim=-1)
+        probs = _warped(top_logits, parameters).float()
+        winners = race(probs.double(), parameters[_FIRST_KEY + step], columns)
+        sampled = columns.gather(1, winners[:, None])[:, 0]
+        token_ids = torch.where(temperature > 0.0, sampled, logits.argmax(dim=-1))
+        token_logits = logits.gather(1, token_ids[:, None]).float()
+        parts = (
+            token_ids[:, None].int(),
+            token_logits.view(torch.int32),
+            columns.int(),
+            probs.view(torch.int32),
+        )
+        return token_ids, torch.cat(parts, dim=1)
+
+    def _proposal(self, drafting: Drafting, drawn: np.ndarray) -> Proposal | Failed:
+        """The proposal made of a sequence's draws, int32 [token_count, 2 + 2 * draft_top_k].
+
+        It is a failure when a logit is not finite.
+        """
+        drawn = np.ascontiguousarray(drawn[: drafting.token_count])
+        ids, logits, columns, bits = np.split(drawn, (1, 2, 2 + self._draft_top_k), axis=1)
+        probs = np.ascontiguousarray(bits).view(np.float32).astype(np.float64)
+        token_logits = np.ascontiguousarray(logits).view(np.float32)[:, 0]
+        if not (np.isfinite(token_logits).all() and np.isfinite(probs).all()):
+            return non_finite(drafting.base_length)
+        is_sparse = not drafting.options.sampling.is_greedy
+        distributions = [
+            SparseDistribution(row_ids[row > 0.0].astype(np.int64), row[row > 0.0] / row[row > 0.0].sum())
+            for row_ids, row in zip(columns, probs, strict=True)
+            if is_sparse
+        ]
+        return Proposal(
+            drafting.base_length,
+            tuple(map(int, ids[:, 0])),
+            tuple(distributions),
+            token_logits if drafting.options.with_token_logits else None,
+        )
+
+
+def _by_row(columns: Sequence[Sequence[int]]) -> list[int]:
+    return [number for row in zip(*columns, strict=True) for number in row]
+
+
+def _integer(value: float) -> int:
+    """A float64's bits as a signed integer."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def _warped(top_logits: Tensor, parameters: Tensor) -> Tensor:
+    """Temperature, min-p, top-k and top-p of each row's highest logits, as `tandem.sampling.warping.warp` defines them.
+
+    The parameters are numbers on the device, so a captured graph cannot skip a step that they make unnecessary.
+
+    Args:
+        top_logits: [R, M], descending.
+        parameters: int64 [4 or more, R].
+
+    Returns:
+        float64 [R, M]; each row sums to one. A row of temperature 0 is warped as if by 1.
+    """
+    temperature, top_p, min_p = parameters[:_TOP_K].view(torch.float64)[:, :, None]
+    scores = top_logits.double() / torch.where(temperature > 0.0, temperature, 1.0)
+    weights = torch.exp(scores - scores[:, :1])
+    weights = torch.where(weights >= min_p, weights, 0.0)
+    size = weights.shape[1]
+    last = torch.where(parameters[_TOP_K] > 0, parameters[_TOP_K], size).clamp(1, size) - 1
+    weights = torch.where(weights < weights.gather(1, last[:, None]), 0.0, weights)
+    probs = weights / weights.sum(dim=1, keepdim=True)
+    from_the_end = probs.flip(1).cumsum(1).flip(1)
+    is_nucleus = (from_the_end > 1.0 - top_p) | (top_p >= 1.0)
+    is_nucleus[:, 0] = True
+    weights = torch.where(is_nucleus, weights, 0.0)
+    return weights / weights.sum(dim=1, keepdim=True)

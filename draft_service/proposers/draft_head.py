@@ -1,0 +1,115 @@
+"""From the draft's logits to one more token of each proposal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from draft_service.proposers.drafting import Drafting, Outcome, truncated
+from tandem.engine.backends.eager.sampler import TORCH_SAMPLER
+from tandem.engine.backends.interface import Sampler
+from tandem.engine.core.finite import non_finite
+from tandem.engine.core.jobs import Job
+from tandem.types import DenseLogits, RowKind, SparseDistribution
+
+
+def propose_head(
+    ready: Sequence[Job[Drafting]], logits: Tensor, sampler: Sampler = TORCH_SAMPLER
+) -> list[Outcome]:
+    """Head of the draft's engine: each row of logits becomes one more token of a proposal."""
+    return extended([job.payload for job in ready], logits, sampler)
+
+
+def extended(
+    draftings: Sequence[Drafting], logits: Tensor, sampler: Sampler = TORCH_SAMPLER
+) -> list[Outcome]:
+    """Draw one more token for each proposal.
+
+    Args:
+        draftings: The proposals in the making.
+        logits: [len(draftings), vocabulary_size].
+        sampler: What computes and draws.
+    """
+    if all(drafting.options.sampling.is_greedy for drafting in draftings):
+        token_ids = sampler.argmax(logits)
+    else:
+        token_ids = _drawn(draftings, logits, sampler)
+    return [
+        _with_token(drafting, token_id, logits[i])
+        for i, (drafting, token_id) in enumerate(zip(draftings, token_ids, strict=True))
+    ]
+
+
+def _with_token(drafting: Drafting, token_id: int, logits: Tensor) -> Outcome:
+    """Extend a proposal by this token; -1 stands for logits that are not finite."""
+    if token_id < 0:
+        return non_finite(drafting.base_length + len(drafting.token_ids))
+    drafting.token_ids.append(token_id)
+    if drafting.options.with_token_logits:
+        drafting.token_logits.append(float(logits[token_id]))
+    return drafting.outcome()
+
+
+def _drawn(draftings: Sequence[Drafting], logits: Tensor, sampler: Sampler) -> list[int]:
+    """Draw a token for each row, -1 where its logits are not finite, and record sparse and dense distributions."""
+    token_ids = [-1] * len(draftings)
+    sparse = [i for i, d in enumerate(draftings) if d.options.row_kind is RowKind.SUPPORT]
+    full = [i for i, d in enumerate(draftings) if d.options.row_kind is not RowKind.SUPPORT]
+    if sparse:
+        own = logits if len(sparse) == len(draftings) else logits[sparse]
+        _draw_sparse([draftings[i] for i in sparse], own, sparse, token_ids, sampler)
+    if full:
+        probs = sampler.probabilities(logits[full], [draftings[i].options.sampling for i in full])
+        drawn = sampler.sample_tokens(probs, _keys([draftings[i] for i in full], logits))
+        for i, token_id in zip(full, drawn, strict=True):
+            token_ids[i] = token_id
+            if draftings[i].options.row_kind is RowKind.DENSE:
+                draftings[i].distributions.append(DenseLogits(logits[i].float().cpu().numpy()))
+    return token_ids
+
+
+def _draw_sparse(
+    draftings: Sequence[Drafting],
+    logits: Tensor,
+    indices: Sequence[int],
+    token_ids: list[int],
+    sampler: Sampler,
+) -> None:
+    """Draw from the top of each distribution, which then is the whole distribution.
+
+    A draft may use any distribution, as long as it draws from the one that it reports. So only the top logits are
+    warped, and no sum over the vocabulary is needed.
+    """
+    width = min(max(drafting.draft_top_k for drafting in draftings), logits.shape[-1])
+    top_logits, columns = sampler.topk(logits, width)
+    probs = sampler.probabilities(top_logits, [truncated(drafting, width) for drafting in draftings])
+    # The distribution travels in binary32, so the token must be drawn from binary32 probabilities.
+    probs = _of_mass(probs.float().double(), [drafting.support_mass for drafting in draftings])
+    drawn = sampler.sample(probs, _keys(draftings, logits), columns).tolist()
+    for drafting, i, row, ids, winner in zip(
+        draftings, indices, probs.cpu().numpy(), columns.cpu().numpy(), drawn, strict=True
+    ):
+        if not row[0] > 0.0:
+            continue  # the highest probability is NaN, and so are the others
+        kept = row > 0.0
+        drafting.distributions.append(SparseDistribution(ids[kept], row[kept] / row[kept].sum()))
+        token_ids[i] = int(ids[winner])
+
+
+def _of_mass(probs: Tensor, masses: Sequence[float]) -> Tensor:
+    """Keep the fewest columns that hold each row's mass, and set the others to 0. Sampling needs no sum of one.
+
+    Args:
+        probs: float64 [R, M], descending.
+        masses: Mass to keep for each row, up to 1.
+    """
+    if min(masses) >= 1.0:
+        return probs
+    wanted = torch.tensor(masses, dtype=probs.dtype, device=probs.device)[:, None]
+    return torch.where(probs.cumsum(-1) - probs < wanted, probs, 0.0)
+
+
+def _keys(draftings: Sequence[Drafting], like: Tensor) -> Tensor:
+    return torch.tensor([drafting.next_key for drafting in draftings], dtype=torch.int64, device=like.device)

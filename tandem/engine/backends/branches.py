@@ -1,0 +1,172 @@
+"""Steps of branches: several continuations of one sequence, one token of each, over the keys and values of its trunk.
+
+The trunk is what stands in the sequence. A branch leaves it after some of its tokens and goes on with tokens of its
+own, whose keys and values lie behind the trunk in the sequence's extent: nothing is copied, and the trunk is read once
+for all branches. A mask tells each branch what it sees, as in the tree attention of Medusa (Cai et al. 2024,
+arXiv 2401.10774, section 3.1.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tandem.engine.backends.packing import Packing, run_modules
+from tandem.engine.kv_cache.arena import KvArena
+from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.models.attention import grouped_attention
+from tandem.engine.models.loading import LoadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class BranchStep:
+    """The next token of each branch."""
+
+    token_ids: SequenceOf[int]
+    """One for each branch that goes on: the first ones of `trunk_lengths`."""
+    trunk_lengths: SequenceOf[int]
+    """How many tokens of the trunk come before each branch, for all branches that there were at first."""
+    depth: int
+    """Number of tokens that each branch has in the cache."""
+    max_depth: int
+    """Number of steps that there will be; room behind the trunk is needed for as many tokens of each branch."""
+
+    @property
+    def room(self) -> int:
+        """Tokens behind the trunk that the branches take up in the end."""
+        return len(self.trunk_lengths) * self.max_depth
+
+
+class BranchRunner(Protocol):
+    """Runs steps of branches."""
+
+    def run(self, sequence: Sequence, step: BranchStep) -> Tensor:
+        """The logits that follow each branch's token, [branches, vocabulary_size]; valid until the next step.
+
+        All tokens of the sequence have to be in the cache. What is written behind them is nobody's: the sequence may
+        grow over it.
+        """
+        ...
+
+
+class BranchPacking(Packing):
+    """The tokens of a step of branches, one of each."""
+
+    def __init__(self, sequence: Sequence, step: BranchStep) -> None:
+        super().__init__(())
+        self.step = step
+        self.start = sequence.extent.start
+        """First token of the sequence's extent."""
+        self.trunk_end = sequence.length
+        """Length of the trunk."""
+
+    @property
+    def token_count(self) -> int:
+        """See `Packing`."""
+        return len(self.step.token_ids)
+
+    @property
+    def written(self) -> int:
+        """Tokens of the extent that are in use before this step."""
+        return self.trunk_end + self.step.depth * len(self.step.trunk_lengths)
+
+    def token_ids(self) -> list[int]:
+        """See `Packing`."""
+        return list(self.step.token_ids)
+
+    def positions(self) -> list[int]:
+        """See `Packing`."""
+        return [length + self.step.depth for length in self.step.trunk_lengths[: self.token_count]]
+
+
+class EagerBranches:
+    """Runs them by the model's own modules and torch's attention, on any device."""
+
+    def __init__(self, model: LoadedModel, arena: KvArena) -> None:
+        self._model = model
+        self._arena = arena
+
+    def run(self, sequence: Sequence, step: BranchStep) -> Tensor:
+        """See `BranchRunner`."""
+        model = self._model
+        clear_room(self._arena, sequence, step)
+        layout = BranchLayout(sequence, step, self._arena, model)
+        return run_modules(model.module, layout, range(len(step.token_ids)), model.device)
+
+
+def clear_room(arena: KvArena, sequence: Sequence, step: BranchStep) -> None:
+    """Zero what the branches will see of others' leftovers: a mask hides numbers, but not NaN."""
+    end = sequence.length + step.room
+    if step.depth == 0 and sequence.clean_length < end:
+        start = sequence.extent.start
+        arena.zero(start + max(sequence.clean_length, sequence.length), start + end)
+        sequence.clean_length = end
+
+
+class BranchLayout(BranchPacking):
+    """One step of branches, as the attention layers see it."""
+
+    def __init__(self, sequence: Sequence, step: BranchStep, arena: KvArena, model: LoadedModel) -> None:
+        super().__init__(sequence, step)
+        self._arena = arena
+        self._model = model
+        self._masks: dict[tuple[int | None, int], Tensor] = {}
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Tensor | None,
+        scale: float | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """See `AttentionStep.attend`."""
+        layer_index: int = module.layer_idx  # type: ignore[assignment]
+        layer, geometry = self._arena.layers[layer_index], self._model.layers[layer_index]
+        count, heads, written = self.token_count, query.shape[1], self.written
+        layer.keys.narrow(2, self.start + written, count).copy_(key)
+        layer.values.narrow(2, self.start + written, count).copy_(value)
+        repeats = heads // geometry.kv_heads
+        if sinks is not None:
+            sinks = sinks.view(geometry.kv_heads, repeats).repeat_interleave(count, dim=1)
+        output = grouped_attention(
+            query.reshape(1, geometry.kv_heads, repeats * count, -1),
+            layer.keys.narrow(2, self.start, written + count),
+            layer.values.narrow(2, self.start, written + count),
+            mask=self._mask(geometry.window, repeats, written + count),
+            is_causal=False,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        return output.view(1, heads, count, -1).transpose(1, 2)
+
+    def _mask(self, window: int | None, repeats: int, length: int) -> Tensor:
+        """Zero where a branch sees a key and minus infinity elsewhere, [1, 1, repeats * branches, length]."""
+        found = self._masks.get((window, repeats))
+        if found is None:
+            found = self._masks[window, repeats] = self._made_mask(window, repeats, length)
+        return found
+
+    def _made_mask(self, window: int | None, repeats: int, length: int) -> Tensor:
+        step, device = self.step, self._model.device
+        count, width = len(step.token_ids), len(step.trunk_lengths)
+        trunk_lengths = torch.tensor(step.trunk_lengths[:count], device=device)[:, None]
+        slots = torch.arange(length, device=device)[None]
+        behind = slots - self.trunk_end
+        own = (behind >= 0) & (behind % width == torch.arange(count, device=device)[:, None])
+        # Position of each slot's token in the branch that sees it.
+        positions = torch.where(own, trunk_lengths + behind // width, slots)
+        hidden = ~(own | (slots < trunk_lengths))
+        if window is not None:
+            hidden |= positions <= trunk_lengths + step.depth - window
+        mask = torch.zeros(hidden.shape, dtype=self._model.dtype, device=device)
+        return mask.masked_fill_(hidden, float("-inf")).repeat(repeats, 1)[None, None]

@@ -1,0 +1,48 @@
+"""Steps of branches by the CPU kernels, replayed from the same execution plans as other steps."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import Tensor
+
+from tandem.engine.backends.branches import BranchPacking, BranchStep, EagerBranches, clear_room
+from tandem.engine.backends.cpu_native.plans.planned_steps import PlannedSteps
+from tandem.engine.backends.trial import Reference
+from tandem.engine.kv_cache.arena import KvArena
+from tandem.engine.kv_cache.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+
+class NativeBranches:
+    """See `BranchRunner`. The first step is run both ways, and the kernels are trusted if they agree."""
+
+    def __init__(
+        self, plans: PlannedSteps, eager: EagerBranches, arena: KvArena, reference: Reference
+    ) -> None:
+        self._plans = plans
+        self._eager = eager
+        self._arena = arena
+        self._reference = reference
+        self._is_trusted: bool | None = None
+        """None before the trial, which takes a step with tokens of its own behind the trunk."""
+
+    def run(self, sequence: Sequence, step: BranchStep) -> Tensor:
+        """See `BranchRunner`."""
+        if self._is_trusted is False:
+            return self._eager.run(sequence, step)
+        clear_room(self._arena, sequence, step)
+        logits = self._plans.replay(BranchPacking(sequence, step), range(len(step.token_ids)))
+        if logits is None:
+            return self._eager.run(sequence, step)
+        if self._is_trusted is None and step.depth:
+            return self._tried(logits, self._eager.run(sequence, step))
+        return logits
+
+    def _tried(self, logits: Tensor, expected: Tensor) -> Tensor:
+        error = self._reference.in_spreads(logits, expected)
+        self._is_trusted = error <= self._reference.limit
+        if not self._is_trusted:
+            logger.warning("branches run by the model's modules", extra={"error_in_spreads": round(error, 3)})
+        return expected

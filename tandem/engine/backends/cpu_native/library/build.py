@@ -1,0 +1,147 @@
+"""Compiles the kernels, once for each processor, and keeps the result.
+
+The build of a wheel runs this file by its path, so it imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("source") / "kernels.cpp"
+
+OBJECTS = Path(__file__).with_name("objects")
+"""Where a wheel has compiled kernels; a checkout has none."""
+
+TARGETS = {
+    "x86-64-v3": ("-march=x86-64-v3",),
+    "avx512": ("-march=x86-64-v4",),
+    "avx512-bf16": ("-march=x86-64-v4", "-mavx512bf16"),
+}
+"""The processors that a wheel has kernels for, each with the compiler's flags; later ones are faster."""
+
+WARNING_FLAGS = ("-Wall", "-Wextra")
+
+_NATIVE = ("-march=native",)
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC",
+          "-fopenmp")  # fmt: skip
+_COMPILERS = ("c++", "g++", "clang++")
+_TIMEOUT_SECONDS = 300.0
+"""A quiet core takes 8 seconds; a share of a busy one takes longer."""
+_WARNING_LINES = 20
+_CPU_DESCRIPTION = Path("/proc/cpuinfo")
+_CPU_LINES = ("model name", "flags", "Features", "CPU part")
+
+
+class BuildError(Exception):
+    """The kernels cannot be compiled or loaded here; the text says why. Never leaves the engine."""
+
+
+def built_kernels(folder: Path | None = None, target: str | None = None) -> Path:
+    """The shared library, compiled now unless it was before.
+
+    Args:
+        folder: where it is kept; None for the user's own cache folder.
+        target: one of `TARGETS`; None for this machine's own processor.
+
+    Raises:
+        BuildError: there is no compiler, or it fails.
+    """
+    compiler = _compiler()
+    folder = folder or _default_folder()
+    _make_private(folder)
+    flags = (*_FLAGS, *(_NATIVE if target is None else TARGETS[target]))
+    processor = _processor() if target is None else ""
+    library = folder / f"kernels-{_fingerprint(compiler, flags, processor)}.so"
+    if not library.is_file():
+        _compile(compiler, flags, library)
+    return library
+
+
+def _compiler() -> str:
+    """The compiler that CXX names, or else the first that is there."""
+    named = os.environ.get("CXX")
+    for candidate in (named,) if named else _COMPILERS:
+        if path := shutil.which(candidate):
+            return path
+    raise BuildError(f"no C++ compiler: {named or ', '.join(_COMPILERS)} not found")
+
+
+def _default_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base, "tandem", "kernels")
+
+
+def _make_private(folder: Path) -> None:
+    """Makes sure that no other user can write to the folder, since its libraries will be run.
+
+    Raises:
+        BuildError: the folder cannot be made, or others can write there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise BuildError(f"no folder for compiled kernels: {error}; name one with --compile-cache") from None
+    status = folder.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise BuildError(f"others can write to {folder}; name another folder with --compile-cache")
+
+
+def _fingerprint(compiler: str, flags: Sequence[str], processor: str) -> str:
+    """Differs whenever the compiled code might: a home folder may be shared by different machines."""
+    known = hashlib.sha256()
+    for source in sorted(SOURCE.parent.iterdir()):
+        known.update(source.read_bytes())
+    for part in (*flags, compiler, _run([compiler, "--version"]).stdout, platform.machine(), processor):
+        known.update(part.encode() + b"\0")
+    return known.hexdigest()[:16]
+
+
+def _processor() -> str:
+    if not _CPU_DESCRIPTION.is_file():
+        return platform.processor()
+    lines = _CPU_DESCRIPTION.read_text().splitlines()
+    return "\n".join(sorted({line for line in lines if line.startswith(_CPU_LINES)}))
+
+
+def _compile(compiler: str, flags: Sequence[str], library: Path) -> None:
+    try:
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            compiled, linked = Path(folder, "kernels.o"), Path(folder, "kernels.so")
+            done = _run([compiler, *flags, *WARNING_FLAGS, "-c", str(SOURCE), "-o", str(compiled)])
+            if warnings := done.stderr.strip():
+                first = "\n".join(warnings.splitlines()[:_WARNING_LINES])
+                logger.warning("compiler warnings", extra={"compiler": compiler, "warnings": first})
+            # Linked without OpenMP: the runtime that torch has loaded serves. With another, two sets of threads would
+            # wait for each other's cores.
+            _run([compiler, "-shared", str(compiled), "-o", str(linked)])
+            linked.replace(library)
+    except OSError as error:
+        raise BuildError(f"the kernels could not be written: {error}") from None
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_SECONDS,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]} did not run: {error}") from None
+    if done.returncode:
+        reason = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[0]
+        raise BuildError(f"{command[0]} failed: {reason}")
+    return done

@@ -1,0 +1,208 @@
+"""The compiled kernels as Python calls them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from tandem.engine.backends.cpu_native.library.build import BuildError
+from tandem.engine.backends.cpu_native.library.calls import (
+    AttentionCall,
+    KernelCall,
+    LinearCall,
+    Routine,
+    RoutineCall,
+    kind_of,
+)
+from tandem.engine.backends.cpu_native.library.interface import check_interface
+
+_POINTER: Final = ctypes.c_void_p
+_INTEGER: Final = ctypes.c_int64
+
+
+class Kernels:
+    """One loaded library. Its functions release the GIL while they run."""
+
+    def __init__(self, library: Path) -> None:
+        """Loads it.
+
+        Raises:
+            BuildError: it does not load, or it was compiled from other sources.
+        """
+        try:
+            loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_LOCAL)
+        except OSError as error:
+            raise BuildError(f"the compiled kernels do not load: {error}") from None
+        check_interface(loaded)
+        self.library = library
+        """The file that was loaded."""
+        loaded.tandem_block.restype = _INTEGER
+        self.block: int = loaded.tandem_block()
+        """Outputs of a linear layer that are packed side by side."""
+        self._play = loaded.tandem_play
+        self._play.argtypes = (_POINTER, _INTEGER)
+        self._play.restype = _INTEGER
+        self._probabilities = loaded.tandem_probabilities
+        self._probabilities.argtypes = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER)
+        self._probabilities.restype = None
+        self._race = loaded.tandem_race
+        self._race.argtypes = (_POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER, _INTEGER)
+        self._race.restype = None
+        self._highest = loaded.tandem_highest
+        self._highest.argtypes = (
+            _POINTER,
+            _INTEGER,
+            _INTEGER,
+            _INTEGER,
+            _INTEGER,
+            _POINTER,
+            _POINTER,
+            _INTEGER,
+        )
+        self._highest.restype = None
+
+    def linear(
+        self,
+        inputs: Tensor,
+        weights: Tensor,
+        bias: Tensor | None,
+        output_width: int,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Inputs times packed weights.
+
+        Args:
+            inputs: [..., input_width], float32 or bfloat16.
+            weights: what `packed` of `tandem.engine.backends.cpu_native.linear` made.
+            bias: [output_width], float32.
+            output_width: number of outputs.
+            dtype: of the results, one of `DTYPES`; None for that of the inputs.
+
+        Returns:
+            [..., output_width]; sums are kept in float32.
+        """
+        outputs = inputs.new_empty((*inputs.shape[:-1], output_width), dtype=dtype)
+        self.run(linear_call(inputs.contiguous(), weights, bias, outputs))
+        return outputs
+
+    def run(self, *calls: KernelCall) -> None:
+        """Runs calls one after the other. Their memory must belong to live tensors.
+
+        Raises:
+            IndexError: a look-up is out of its table's range.
+        """
+        self.joined(calls)()
+
+    def joined(self, calls: SequenceOf[KernelCall]) -> JoinedCalls:
+        """A call without arguments, valid while the memory lives."""
+        return JoinedCalls(self._play, calls)
+
+    def probabilities(self, logits: Tensor, temperatures: SequenceOf[float]) -> Tensor:
+        """Softmax of logits over temperatures.
+
+        Args:
+            logits: [R, V], float32 or bfloat16; each row has a finite entry.
+            temperatures: one for each row, above 0.
+
+        Returns:
+            float64 [R, V]. An entry may differ from torch's in its last places.
+        """
+        logits = logits.contiguous()
+        rows, width = logits.shape
+        probs = torch.empty(rows, width, dtype=torch.float64)
+        divisors = (ctypes.c_double * rows)(*temperatures)
+        self._probabilities(
+            logits.data_ptr(), kind_of(logits.dtype), rows, width, divisors, probs.data_ptr(), torch.get_num_threads()
+        )  # fmt: skip
+        return probs
+
+    def race(self, probs: Tensor, keys: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """Sample as `tandem.sampling.noise.race` does.
+
+        Args:
+            probs: float64 [R, V].
+            keys: int64 [R].
+            token_ids: int64 [R, V]; None for all ids in order.
+
+        Returns:
+            int64 [R]; 0 for a row of zeros.
+        """
+        probs, keys = probs.contiguous(), keys.contiguous()
+        token_ids = None if token_ids is None else token_ids.contiguous()
+        winners = torch.empty(probs.shape[0], dtype=torch.int64)
+        self._race(
+            probs.data_ptr(), probs.shape[0], probs.shape[1], keys.data_ptr(),
+            None if token_ids is None else token_ids.data_ptr(), winners.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return winners
+
+    def topk(self, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The highest numbers of each row, highest first; of equal ones those of the lowest columns.
+
+        Args:
+            values: [R, V], float32 or bfloat16.
+            count: how many, 1 to V.
+
+        Returns:
+            The numbers, float32 [R, count], and their columns, int64 [R, count].
+        """
+        values = values.contiguous()
+        rows, width = values.shape
+        found = torch.empty(rows, count, dtype=torch.float32)
+        columns = torch.empty(rows, count, dtype=torch.int64)
+        self._highest(
+            values.data_ptr(), kind_of(values.dtype), rows, width, count, found.data_ptr(), columns.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return found, columns
+
+
+class JoinedCalls:
+    """Kernels that run one after the other, as one call without arguments."""
+
+    def __init__(self, play: Callable[[int, int], int], calls: SequenceOf[KernelCall]) -> None:
+        self._play = play
+        self._calls = calls  # they are known by address only
+        self._steps = (RoutineCall * len(calls))(
+            *(RoutineCall(call.routine, ctypes.addressof(call.arguments)) for call in calls)
+        )
+        self._address = ctypes.addressof(self._steps)
+
+    def __call__(self) -> None:
+        """Runs them.
+
+        Raises:
+            IndexError: a look-up is out of its table's range.
+        """
+        count = len(self._calls)
+        if self._play(self._address, count) != count:
+            raise IndexError("an id is not in the table that is looked up")
+
+
+def linear_call(inputs: Tensor, weights: Tensor, bias: Tensor | None, outputs: Tensor) -> KernelCall:
+    """A linear layer.
+
+    Args:
+        inputs: as of `Kernels.linear`, contiguous.
+        weights: as of `Kernels.linear`.
+        bias: as of `Kernels.linear`.
+        outputs: where the results go, contiguous.
+    """
+    width = outputs.shape[-1]
+    call = LinearCall(
+        inputs.data_ptr(), kind_of(inputs.dtype), outputs.numel() // width, inputs.shape[-1],
+        weights.data_ptr(), kind_of(weights.dtype), None if bias is None else bias.data_ptr(), outputs.data_ptr(),
+        kind_of(outputs.dtype), width, torch.get_num_threads(),
+    )  # fmt: skip
+    return KernelCall(Routine.LINEAR, call)
+
+
+def attention_call(call: AttentionCall) -> KernelCall:
+    """Attention; the addresses are filled in by `tandem.engine.backends.cpu_native.attention.point`."""
+    return KernelCall(Routine.ATTEND, call)

@@ -1,0 +1,1 @@
+"""Steps of fixed shapes that are captured once as CUDA graphs and replayed."""

@@ -1,0 +1,153 @@
+"""The model's step, captured for each bucket and compared with the eager step before it is trusted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.engine.backends.cuda_graphs.buckets import Bucket
+from tandem.engine.backends.cuda_graphs.capture import Capture
+from tandem.engine.backends.cuda_graphs.static_step import StaticInputs, StaticStep
+from tandem.engine.backends.eager.backend import eager_backend
+from tandem.engine.backends.trial import DistrustedError, Lengths, Reference, trial_segments, trusted
+from tandem.engine.kv_cache.arena import KvArena
+from tandem.engine.kv_cache.extents import granules
+from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.models.loading import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+_PAST_TOKENS = 24
+"""Keys of all sequences in a trial except the first, which gets as many as the bucket and the arena hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphContext:
+    """Everything that capturing the steps of an engine takes."""
+
+    model: LoadedModel
+    arena: KvArena
+    reference: Reference
+    buckets: SequenceOf[Bucket]
+    """The shapes of the engine's steps."""
+    capture: Capture
+
+
+class CapturedStep:
+    """A bucket's step: padded, replayed, and its wanted rows handed out."""
+
+    def __init__(self, context: GraphContext, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self._spare = context.arena.total_tokens
+        self._inputs = StaticInputs(bucket, extra=bucket.token_count, device=context.model.device)
+        self._step = StaticStep(context.model, context.arena, bucket)
+        self._replay = context.capture(self._work)
+
+    def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
+        """Runs the step.
+
+        Args:
+            segments: at most as many and as wide as the bucket's.
+            rows: indices of the tokens whose logits are wanted, counted as if they were packed without padding.
+
+        Returns:
+            [len(rows), vocabulary_size]; valid until the next step.
+        """
+        self._inputs.fill(segments, _padded(rows, segments, self.bucket.width), self._spare)
+        return self._replay()[: len(rows)]
+
+    def _work(self) -> Tensor:
+        inputs = self._inputs
+        logits = self._step.logits(inputs.token_ids, inputs.bases, inputs.starts, inputs.widths)
+        return logits.index_select(0, inputs.extra)
+
+
+def _padded(rows: SequenceOf[int], segments: SequenceOf[Segment], width: int) -> list[int]:
+    """Indices of the rows after each segment is padded to the width."""
+    places = [
+        i * width + offset for i, segment in enumerate(segments) for offset in range(segment.token_count)
+    ]
+    return [places[row] for row in rows]
+
+
+class CapturedSteps:
+    """The step backend of all buckets that could be captured and were found right."""
+
+    def __init__(self, context: GraphContext) -> None:
+        """Captures; the arena must be empty."""
+        self._steps: list[CapturedStep] = []
+        with torch.inference_mode():
+            # The largest first: the smaller ones then fit into the memory that it took.
+            for bucket in sorted(context.buckets, reverse=True):
+                try:
+                    step = trusted(
+                        lambda bucket=bucket: CapturedStep(context, bucket),  # type: ignore[misc]
+                        lambda step: _error_of(step, context),
+                        context.reference.limit,
+                    )
+                except DistrustedError as error:
+                    _give_up(bucket, str(error))
+                    break
+                self._steps.insert(0, step)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def warm_up_sizes(self) -> SequenceOf[int]:
+        """See `StepBackend`. All is set up by the capture."""
+        return ()
+
+    def prompt_tokens(self, limit: int) -> int:
+        """See `StepBackend`."""
+        return limit
+
+    def accepts(self, segments: SequenceOf[Segment]) -> bool:
+        """True if the segments fit a bucket."""
+        return self._fitting(segments) is not None
+
+    def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
+        """See `StepBackend`."""
+        step = self._fitting(segments)
+        if step is None:
+            raise ValueError("no captured step holds these segments")
+        return step.run(segments, rows)
+
+    def _fitting(self, segments: SequenceOf[Segment]) -> CapturedStep | None:
+        """The smallest step that holds the segments."""
+        width = max(segment.token_count for segment in segments)
+        length = max(segment.end for segment in segments)
+        return next((step for step in self._steps if step.bucket.holds(len(segments), width, length)), None)
+
+
+def _give_up(bucket: Bucket, reason: str) -> None:
+    logger.warning(
+        "a step could not be captured; it and all smaller ones run eagerly",
+        extra={"sequences": bucket.sequences, "width": bucket.width, "keys": bucket.length, "reason": reason},
+    )
+
+
+def trial_lengths(bucket: Bucket, arena: KvArena, tokens_ahead: int = 0) -> list[Lengths]:
+    """As many sequences of a bucket's width as it and the arena hold, one of them as long as both allow."""
+    width = bucket.width
+    longest = bucket.length - width - tokens_ahead
+    short = min(_PAST_TOKENS, longest)
+    capacity = granules(short + width + tokens_ahead)
+    count = min(bucket.sequences, arena.total_tokens // capacity)
+    room = arena.total_tokens - (count - 1) * capacity
+    long = max(short, min(longest, room - width - tokens_ahead))
+    return [(long, width), *[(short, width)] * (count - 1)]
+
+
+def _error_of(step: CapturedStep, context: GraphContext) -> float:
+    """The error of a captured step against the eager one, in spreads."""
+    model, arena = context.model, context.arena
+    lengths = trial_lengths(step.bucket, arena)
+    with trial_segments(arena, model.info.vocabulary_size, lengths, model.dtype) as segments:
+        rows = range(sum(segment.token_count for segment in segments))
+        eager = eager_backend(model, arena).run(segments, rows)
+        return context.reference.in_spreads(step.run(segments, rows), eager)

@@ -1,0 +1,79 @@
+"""The seam between the engine and what computes: a step backend runs steps, a sampler chooses tokens from logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol
+
+from torch import Tensor
+
+from tandem.engine.kv_cache.segment import Segment
+from tandem.types import SamplingParams
+
+
+class StepBackend(Protocol):
+    """One way to run a step.
+
+    A backend finds the keys and values of a segment by itself; the engine passes only segments. The engine asks its
+    backends in order, and the first that accepts a step runs it.
+    """
+
+    def accepts(self, segments: SequenceOf[Segment]) -> bool:
+        """True if this backend can run a step of these segments, and runs it faster than those after it."""
+        ...
+
+    def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
+        """Runs one step. The segments' keys and values are then in the KV cache.
+
+        Args:
+            segments: the accepted segments.
+            rows: indices of the tokens whose logits are wanted, ascending, counted segment after segment.
+
+        Returns:
+            Logits, [len(rows), vocabulary_size] in the model's dtype or a wider one; valid until the next step.
+        """
+        ...
+
+    @property
+    def warm_up_sizes(self) -> SequenceOf[int]:
+        """Token counts of a single sequence for which the backend prepares something on first use, smallest first."""
+        ...
+
+    def prompt_tokens(self, limit: int) -> int:
+        """The number of prompt tokens, up to `limit`, that a step should take for this backend to be fast."""
+        ...
+
+
+class Sampler(Protocol):
+    """Chooses tokens from logits. Every sampler draws the same noise bits; probabilities may differ in their last
+    places, which changes about one sample in 10**13."""
+
+    def probabilities(self, logits: Tensor, sampling: SequenceOf[SamplingParams]) -> Tensor:
+        """The distribution of each row, float64 [R, V]; see `tandem.sampling.warping.warp`."""
+        ...
+
+    def sample(self, probs: Tensor, keys: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """One column per row, int64 [R]; see `tandem.sampling.noise.race`.
+
+        Args:
+            probs: float64 [R, V].
+            keys: int64 [R].
+            token_ids: int64 [R, V], the id of each column; None when columns are ids.
+        """
+        ...
+
+    def sample_tokens(self, probs: Tensor, keys: Tensor) -> list[int]:
+        """The token that each row draws; -1 where the row is no distribution, as `probabilities` makes of logits that
+        are not finite. Waits for the device once."""
+        ...
+
+    def argmax(self, logits: Tensor) -> list[int]:
+        """The column of each row's highest logit, the first of equal ones; -1 where the highest is not finite.
+
+        Kernels skip NaN as long as a row has other numbers. Waits for the device once.
+        """
+        ...
+
+    def topk(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The highest logits of each row and their columns, [R, count] both, highest first."""
+        ...

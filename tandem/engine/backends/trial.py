@@ -1,0 +1,163 @@
+"""Compare, then trust: whatever replaces torch's own computation runs trial steps beside it first.
+
+The yardstick is torch itself. A model that computes in bfloat16 rounds at every operation, so torch's own logits differ
+from those of exact arithmetic by an amount that depends on the model. That amount, the *spread*, is measured once, with
+the loaded model's own layers, head counts and lengths; a replacement is trusted when its error is hardly larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from tandem.engine.backends.eager.backend import eager_backend
+from tandem.engine.backends.interface import StepBackend
+from tandem.engine.backends.wide_arithmetic import computing_in
+from tandem.engine.kv_cache.arena import KvArena
+from tandem.engine.kv_cache.extents import Extent, granules
+from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.models.loading import LoadedModel
+
+T = TypeVar("T")
+
+_WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
+"""The dtype that stands for exact arithmetic, by the dtype that a model computes in."""
+
+MAX_ERROR = {torch.float32: 10.0, torch.bfloat16: 1.5, torch.float16: 1.5}
+"""The largest error that is trusted, in spreads. Correct kernels round bfloat16 where the modules do, or less
+often, and measure at most 1.2; float32 has no such places, there the order of the additions alone decides."""
+
+_SMALLEST_SPREAD = 1e-7
+"""Relative to the logits: a model of few operations may happen to be computed exactly."""
+
+Lengths = tuple[int, int]
+"""Tokens of a trial's sequence whose keys and values are there, and tokens of the step."""
+
+_LENGTHS: tuple[Lengths, ...] = ((0, 9), (24, 1), (200, 5), (1000, 1))
+
+
+class DistrustedError(Exception):
+    """A replacement failed its trial; the text says how. Never leaves the engine."""
+
+
+def trusted(make: Callable[[], T], error_of: Callable[[T], float], limit: float) -> T:
+    """Makes a replacement and returns it if it passes its trial.
+
+    Args:
+        make: makes it.
+        error_of: runs the trial: the replacement's error, in spreads.
+        limit: the largest error that is trusted.
+
+    Raises:
+        DistrustedError: making or running it failed, or its error is too large or not a number.
+    """
+    try:
+        made = make()
+        error = error_of(made)
+    except Exception as failure:
+        raise DistrustedError(f"{type(failure).__name__}: {failure}".partition("\n")[0]) from failure
+    if not error <= limit:
+        raise DistrustedError(f"its error is {error:.2g} times torch's own, which must be at most {limit:g}")
+    return made
+
+
+def root_mean_square(values: Tensor) -> float:
+    """Of all entries."""
+    return float(values.double().square().mean().sqrt())
+
+
+class Reference:
+    """Torch's own logits of trial steps. Made before anything replaces torch's layers, so that it owes nothing to what
+    is compared with it."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        """Runs the trial steps twice: in the model's dtype, and in a wider one for the spread."""
+        self._model = model
+        self._lengths = _that_fit(model.info.max_length)
+        wide = _WIDER[model.dtype]
+        self._exact = self._logits(wide, eager_backend)
+        own = self._logits(model.dtype, eager_backend)
+        smallest = _SMALLEST_SPREAD * root_mean_square(self._exact)
+        self.spread = max(root_mean_square(own.double() - self._exact.double()), smallest)
+        """Root mean square of torch's own rounding errors in a logit."""
+
+    @property
+    def limit(self) -> float:
+        """The largest error that is trusted, in spreads."""
+        return MAX_ERROR[self._model.dtype]
+
+    def error_of(self, make_backend: Callable[[LoadedModel, KvArena], StepBackend]) -> float:
+        """The error of a backend's logits in the trial steps, in spreads."""
+        return self.in_spreads(self._logits(self._model.dtype, make_backend), self._exact)
+
+    def in_spreads(self, results: Tensor, expected: Tensor) -> float:
+        """Root mean square of a difference of logits, in spreads; not a number where any result is none."""
+        return root_mean_square(results.double() - expected.double()) / self.spread
+
+    def _logits(
+        self, dtype: torch.dtype, make_backend: Callable[[LoadedModel, KvArena], StepBackend]
+    ) -> Tensor:
+        model = replace(self._model, dtype=dtype)
+        tokens = sum(granules(past + count) for past, count in self._lengths)
+        arena = KvArena(model.layers, tokens, dtype, model.device)
+        with (
+            torch.inference_mode(),
+            trial_segments(arena, model.info.vocabulary_size, self._lengths, self._model.dtype) as segments,
+        ):
+            rows = range(sum(segment.token_count for segment in segments))
+            backend = make_backend(model, arena)
+            if dtype is self._model.dtype:
+                return backend.run(segments, rows).clone()
+            with computing_in(dtype):
+                return backend.run(segments, rows).clone()
+
+
+def _that_fit(max_length: int) -> tuple[Lengths, ...]:
+    """The trial's lengths, in a model of short sequences cut to what it serves."""
+    counts = (min(count, max_length) for _, count in _LENGTHS)
+    return tuple(
+        (min(past, max_length - count), count) for (past, _), count in zip(_LENGTHS, counts, strict=True)
+    )
+
+
+@contextmanager
+def trial_segments(
+    arena: KvArena,
+    vocabulary_size: int,
+    lengths: SequenceOf[Lengths],
+    stored_dtype: torch.dtype,
+    tokens_ahead: int = 0,
+) -> Iterator[list[Segment]]:
+    """Sequences of any tokens with any past; afterwards the arena is empty again.
+
+    Args:
+        arena: must be empty, and large enough.
+        vocabulary_size: the tokens are below.
+        lengths: of each sequence.
+        stored_dtype: the past's keys and values are numbers of this dtype, whatever the arena's.
+        tokens_ahead: for how many more tokens each sequence is to have room.
+    """
+    segments, end = [], 0
+    for index, (past, count) in enumerate(lengths):
+        capacity = granules(past + count + tokens_ahead)
+        sequence = Sequence(Extent(end, capacity), capacity, vocabulary_size)
+        sequence.token_ids = [(7 * index + 3 * step) % vocabulary_size for step in range(past + count)]
+        sequence.advance(past)
+        segments.append(Segment(sequence, count))
+        end += capacity
+    generator = torch.Generator().manual_seed(0)
+    for layer in arena.layers:
+        for storage in (layer.keys, layer.values):
+            part = storage[:, :, :end]
+            part.copy_(torch.randn(part.shape, generator=generator).to(stored_dtype))
+    try:
+        yield segments
+    finally:
+        arena.zero(0, end)

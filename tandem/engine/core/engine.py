@@ -1,0 +1,285 @@
+"""One model, one thread that runs it, many sequences: what the services call."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from functools import partial
+from typing import Any, Generic, cast
+
+from tandem.engine.backends.cuda_graphs.buckets import make_buckets
+from tandem.engine.backends.cuda_graphs.captured_steps import GraphContext
+from tandem.engine.backends.eager.backend import SMALL_STEP_TOKENS
+from tandem.engine.backends.selection import Backends
+from tandem.engine.core.background import BackgroundJob
+from tandem.engine.core.events import StepRecord
+from tandem.engine.core.finite import finite_head
+from tandem.engine.core.jobs import Head, Job, MultiStepProposer, PayloadT, ResultT
+from tandem.engine.core.runner import StepRunner
+from tandem.engine.core.watchdog import StepWatchdog
+from tandem.engine.core.worker import Worker
+from tandem.engine.kv_cache.admission import Admission
+from tandem.engine.kv_cache.arena import KvArena, KvUsage, arena_tokens
+from tandem.engine.kv_cache.extents import Extent
+from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.models.loading import LoadedModel
+from tandem.engine.models.rope import fix_rotary_frequencies
+from tandem.engine.settings import EngineSettings
+from tandem.errors import ConfigurationError, InvalidRequestError, ServiceUnavailableError
+from tandem.types import Delta
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_SECONDS = 30.0
+_WARM_UP_SECONDS = 5.0
+"""All sizes of a model of 200 million parameters on two cores; a larger one gets its small steps, whatever the time."""
+_CHECKED_TOKENS = 4
+"""Enough for attention to more than the token itself."""
+
+MakeMultiStepProposer = Callable[[GraphContext], MultiStepProposer[PayloadT, ResultT]]
+"""Captures several steps of an engine at once."""
+
+
+class Engine(Generic[PayloadT, ResultT]):
+    """Runs jobs in batches on a thread of its own, so that the event loop never runs a forward pass.
+
+    Belongs to the event loop that calls `start`; any number of its tasks may use it.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        head: Head[PayloadT, ResultT],
+        settings: EngineSettings,
+        on_step: Callable[[StepRecord], None] | None = None,
+        *,
+        backends: Backends | None = None,
+        make_proposer: MakeMultiStepProposer[PayloadT, ResultT] | None = None,
+        on_failure: Callable[[], None] | None = None,
+    ) -> None:
+        """Allocates the KV cache.
+
+        Args:
+            model: what to run. Its rotary frequencies are fixed for the longest sequence; see
+                `tandem.engine.models.rope`.
+            head: what the logits mean.
+            settings: limits.
+            on_step: told of each step, on the engine's thread; for metrics.
+            backends: what runs the steps of this very model; None runs all of them eagerly.
+            make_proposer: captures several steps at once; asked for only where steps are captured.
+            on_failure: told, on the event loop, that the thread has ended by itself: nothing will run any more.
+
+        Raises:
+            ConfigurationError: the settings cannot be met.
+        """
+        self.model = model
+        self.max_length = _max_length(model, settings)
+        """Longest sequence, in tokens."""
+        total_tokens = arena_tokens(model.layers, settings, self.max_length, model.dtype, model.device)
+        fix_rotary_frequencies(model.module, self.max_length, model.device)
+        self._admission = Admission(
+            total_tokens, settings.max_sequences, settings.max_waiting, model.info.vocabulary_size
+        )
+        arena = KvArena(model.layers, total_tokens, model.dtype, model.device)
+        backends = backends or Backends(model)
+        graphs = backends.graph_context(
+            arena, make_buckets(settings.max_sequences, self.max_length, settings.captured_widths)
+        )
+        steps = backends.steps(arena, graphs)
+        self._runner = StepRunner(steps)
+        proposer = None if graphs is None or make_proposer is None else make_proposer(graphs)
+        branches = backends.branches(arena, steps)
+        self._watchdog = StepWatchdog(settings.step_timeout_seconds)
+        to_loop = _ToLoop(self)
+        self._worker = Worker(
+            self._runner, arena, head, settings, to_loop, on_step, proposer, self._watchdog, branches
+        )
+        self._total_tokens = total_tokens
+        self._on_failure = on_failure
+        self._is_closing = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Starts the thread. Must be called with an event loop running, once."""
+        self._loop = asyncio.get_running_loop()
+        self._worker.start()
+
+    async def close(self) -> None:
+        """Stops after the step in progress; whoever still waits gets a ServiceUnavailableError."""
+        if self._loop is None:
+            return
+        self._is_closing = True
+        self._worker.stop()
+        self._admission.refuse_waiting()
+        if not await asyncio.to_thread(self._worker.join, _CLOSE_TIMEOUT_SECONDS):
+            logger.error("engine thread did not stop", extra={"timeout_seconds": _CLOSE_TIMEOUT_SECONDS})
+
+    async def warm_up(self) -> None:
+        """Runs steps of several sizes, so that the first requests do not pay for what is set up when a size is first
+        wanted; of a large model only the small ones, which are all that the time allows for.
+
+        Raises:
+            NonFiniteLogitsError: the model computes NaN or infinity.
+        """
+        ends = time.perf_counter() + _WARM_UP_SECONDS
+        sizes = self._runner.warm_up_sizes
+        sequence = await self.open(min(sizes[-1], self.max_length))
+        try:
+            for size in sizes:
+                began = time.perf_counter()
+                if size > sequence.max_length:
+                    break
+                # Another token each time, or it would be known already.
+                token_ids = (size % self.model.info.vocabulary_size,) * size
+                await self._submit(Job(sequence, Delta(0, token_ids), 0, None))
+                ended = time.perf_counter()
+                if size >= SMALL_STEP_TOKENS and ended + 2 * (ended - began) > ends:
+                    break
+            await self._check_logits(sequence)
+            await self._submit(Job(sequence, Delta(0, (0,)), 0, None))  # of more a prefix would be kept
+        finally:
+            self.release(sequence)
+
+    async def _check_logits(self, sequence: Sequence) -> None:
+        """Refuses a model that computes what are no numbers, by several tokens with rows for all of them."""
+        count = min(_CHECKED_TOKENS, sequence.max_length)
+        token_ids = tuple(index % self.model.info.vocabulary_size for index in range(count))
+        with self._worker.using_head(partial(finite_head, self.model.info)):
+            await self._submit(Job(sequence, Delta(0, token_ids), count, None))
+
+    async def open(self, max_length: int, spare_tokens: int = 0) -> Sequence:
+        """A new, empty sequence with room for `max_length` tokens; waits for room, first come, first served.
+
+        `spare_tokens` more find room behind it, if the whole cache has that much: for branches (`put_back`).
+
+        Every sequence must be given back with `release`, whatever happens.
+
+        Raises:
+            InvalidRequestError: `max_length` is more than the engine serves, or less than 1.
+            CapacityError: there is no room and too many wait already.
+            ServiceUnavailableError: the engine is closing.
+        """
+        self._check_running()
+        if not 1 <= max_length <= self.max_length:
+            raise InvalidRequestError(
+                f"A sequence of up to {max_length} tokens was asked for; this model serves 1 to {self.max_length}."
+            )
+        extent_tokens = min(max_length + spare_tokens, self._total_tokens)
+        return await self._admission.open(max_length, extent_tokens)
+
+    def release(self, sequence: Sequence) -> None:
+        """Gives the sequence's room back, before the next step. Jobs of it that are in flight are dropped."""
+        if not sequence.is_released:
+            sequence.is_released = True
+            self._worker.release(sequence)
+
+    async def run(self, job: Job[PayloadT]) -> ResultT:
+        """Runs a job and returns what the head makes of it. Cancelling the caller drops the job before the next step.
+
+        Jobs of one sequence run one after the other; a job object is run once.
+
+        Raises:
+            InvalidRequestError: the delta does not fit the sequence, or the sequence was released.
+            ServiceUnavailableError: the engine is closing.
+            TandemError: the step failed.
+        """
+        return cast(ResultT, await self._submit(job))
+
+    def put_back(self, job: BackgroundJob) -> None:
+        """Runs branches of a sequence while there is no job to run, a step at a time, until a job of it comes.
+
+        Raises:
+            ServiceUnavailableError: the engine is closing.
+        """
+        self._check_running()
+        self._worker.put_back(job)
+
+    @property
+    def is_running(self) -> bool:
+        """True if requests are taken: between `start` and `close`, unless the thread has failed."""
+        return self._loop is not None and not self._worker.is_stopping
+
+    @property
+    def overdue_seconds(self) -> float:
+        """How long the step in progress has taken, once that is longer than any step should; 0 otherwise."""
+        return self._watchdog.overdue_seconds
+
+    @property
+    def usage(self) -> KvUsage:
+        """Usage of the KV cache, and the number of sequences that wait for it."""
+        return self._admission.usage()
+
+    async def _submit(self, job: Job[Any]) -> object:
+        self._check_running()
+        if job.sequence.is_released:
+            raise InvalidRequestError("The sequence was released.")
+        future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        job.future = future
+        self._worker.submit(job)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            job.is_cancelled = True
+            raise
+
+    def _check_running(self) -> None:
+        if not self.is_running:
+            raise ServiceUnavailableError("The engine is not running.")
+
+    def _ended(self) -> None:
+        """The thread has ended."""
+        self._admission.refuse_waiting()
+        if not self._is_closing and self._on_failure is not None:
+            self._on_failure()
+
+    def _call_soon(self, function: Callable[..., None], *arguments: object) -> None:
+        """Calls a function on the event loop, from the thread."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+
+class _ToLoop:
+    """Carries the thread's news to the event loop, where futures and the accounts of the arena live."""
+
+    def __init__(self, engine: Engine[Any, Any]) -> None:
+        self._engine = engine
+
+    def settled(self, results: SequenceOf[tuple[Job[Any], object]]) -> None:
+        """See `EngineObserver`."""
+        self._engine._call_soon(_resolve, results)
+
+    def freed(self, sequence: Sequence, kept: Extent | None) -> None:
+        """See `EngineObserver`."""
+        self._engine._call_soon(self._engine._admission.close, sequence, kept)
+
+    def reused(self, extent: Extent) -> None:
+        """See `EngineObserver`."""
+        self._engine._call_soon(self._engine._admission.touch, extent)
+
+    def ended(self) -> None:
+        """See `EngineObserver`."""
+        self._engine._call_soon(self._engine._ended)
+
+
+def _max_length(model: LoadedModel, settings: EngineSettings) -> int:
+    if settings.max_length is None:
+        return model.info.max_length
+    if settings.max_length > model.info.max_length:
+        raise ConfigurationError(
+            f"max_length is {settings.max_length}, but the model {model.info.name} was made for at most "
+            f"{model.info.max_length} tokens."
+        )
+    return settings.max_length
+
+
+def _resolve(results: SequenceOf[tuple[Job[Any], object]]) -> None:
+    for job, result in results:
+        if job.future is None or job.future.done():
+            continue  # cancelled meanwhile
+        if isinstance(result, BaseException):
+            job.future.set_exception(result)
+        else:
+            job.future.set_result(result)

@@ -1,0 +1,123 @@
+"""Jobs for an engine, and the heads that make their answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.sequence import Sequence
+from tandem.errors import InvalidRequestError, TandemError
+from tandem.types import Delta, StepCost
+
+PayloadT = TypeVar("PayloadT")
+ResultT = TypeVar("ResultT")
+
+
+class Job(Generic[PayloadT]):
+    """One request: a delta to apply and rows wanted of what then stands at the end of the sequence.
+
+    `row_count` 0 only computes keys and values; the head is then not asked and the result is None.
+    """
+
+    __slots__ = ("cost", "delta", "future", "is_cancelled", "payload", "row_count", "sequence")
+
+    def __init__(self, sequence: Sequence, delta: Delta, row_count: int, payload: PayloadT) -> None:
+        if row_count < 0:
+            raise InvalidRequestError(f"The number of rows is {row_count} and must not be negative.")
+        self.sequence = sequence
+        self.delta = delta
+        self.row_count = row_count
+        """Rows for the last `row_count` positions. 1 after the head said `Continue`."""
+        self.payload = payload
+        """Data for the head; the engine does not read it."""
+        self.future: asyncio.Future[object] | None = None
+        """Set by the engine when the job is submitted."""
+        self.cost: StepCost | None = None
+        """Cost of the steps so far, including all of their sequences; None before the first."""
+        self.is_cancelled = False
+        """The caller no longer waits for the result."""
+
+    def count_step(self, seconds: float, sequences: int, tokens: int) -> None:
+        """Another step had the job in it."""
+        if self.cost is None:
+            self.cost = StepCost(seconds, sequences, tokens)
+        else:
+            so_far = self.cost
+            self.cost = StepCost(
+                so_far.seconds + seconds, max(so_far.sequences, sequences), so_far.tokens + tokens
+            )
+
+    @property
+    def is_abandoned(self) -> bool:
+        """True if the engine should drop the job before its next step."""
+        return self.is_cancelled or self.sequence.is_released
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Generic[ResultT]):
+    """The job is finished."""
+
+    result: ResultT
+
+
+@dataclass(frozen=True, slots=True)
+class Continue:
+    """Append a token to the job's sequence and ask again with the row that follows it."""
+
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The job has no result; its sequence is computed again, since its keys and values cannot be trusted."""
+
+    error: TandemError
+
+
+class Head(Protocol[PayloadT, ResultT]):
+    """Turns logits into results, for all jobs of a step at once, so that the work can be batched.
+
+    Called on the engine's thread; a slow head delays every sequence.
+    """
+
+    def __call__(
+        self, ready: SequenceOf[Job[PayloadT]], logits: Tensor
+    ) -> SequenceOf[Done[ResultT] | Failed | Continue]:
+        """Decides the outcome of each job.
+
+        Args:
+            ready: jobs whose rows are computed.
+            logits: [sum of their row_count, vocabulary_size] in the model's dtype, on its device; first job first,
+                positions ascending.
+
+        Returns:
+            One outcome for each job, in order.
+        """
+        ...
+
+
+DoneT = TypeVar("DoneT", covariant=True)
+
+
+class MultiStepProposer(Protocol[PayloadT, DoneT]):
+    """Runs several steps at once that the head would otherwise request one by one with `Continue`."""
+
+    def run(
+        self, segments: SequenceOf[Segment], jobs: SequenceOf[Job[PayloadT]]
+    ) -> SequenceOf[DoneT | Failed] | None:
+        """Finish the jobs, or leave them unchanged for single steps. Called on the engine's thread.
+
+        Args:
+            segments: the segments of the next step.
+            jobs: their jobs.
+
+        Returns:
+            One result or failure for each job, with its sequence as after single steps; None if it cannot run these
+            jobs.
+        """
+        ...

@@ -1,0 +1,65 @@
+"""Notices a step that does not end: a device that hangs, a driver that waits forever, a kernel that loops.
+
+Nothing can end such a step from outside, but the service must report that it is not healthy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+LEAST_SECONDS = 30.0
+"""No step of a machine that is merely slow or busy is suspected before."""
+MOST_SECONDS = 600.0
+"""However slow the first steps were."""
+MARGIN = 4.0
+"""Factor on the time of a step at the slowest recent rate."""
+_FADING = 0.98
+"""A slow step counts for half after some thirty others: the first step of a size may compile or capture."""
+
+
+class StepWatchdog:
+    """Times the steps of an engine. The engine's thread calls `begin` and `end`, any other thread asks."""
+
+    def __init__(
+        self, fixed_seconds: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Begin without any measurement.
+
+        Args:
+            fixed_seconds: How long a step may take; None learns it.
+            clock: In seconds.
+        """
+        self._fixed_seconds = fixed_seconds
+        self._clock = clock
+        self._slowest_token_seconds = 0.0
+        # One attribute, so that a reader on another thread sees both or neither.
+        self._running: tuple[float, int] | None = None
+
+    def begin(self, token_count: int) -> None:
+        """Begin a step of so many tokens."""
+        self._running = self._clock(), token_count
+
+    def end(self) -> None:
+        """It has ended, well or not."""
+        running, self._running = self._running, None
+        if running is not None:
+            began, token_count = running
+            per_token = (self._clock() - began) / max(token_count, 1)
+            self._slowest_token_seconds = max(per_token, _FADING * self._slowest_token_seconds)
+
+    @property
+    def overdue_seconds(self) -> float:
+        """How long the step in progress has taken, once that is longer than it may take; 0 otherwise."""
+        running = self._running
+        if running is None:
+            return 0.0
+        began, token_count = running
+        seconds = self._clock() - began
+        return seconds if seconds > self.bound_seconds(token_count) else 0.0
+
+    def bound_seconds(self, token_count: int) -> float:
+        """Seconds that a step of so many tokens may take."""
+        if self._fixed_seconds is not None:
+            return self._fixed_seconds
+        return min(max(LEAST_SECONDS, MARGIN * token_count * self._slowest_token_seconds), MOST_SECONDS)

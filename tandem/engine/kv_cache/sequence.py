@@ -1,0 +1,131 @@
+"""One sequence as the engine knows it: token ids, and for how many of them keys and values are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as TokenIds
+from itertools import count
+
+from tandem.engine.kv_cache.extents import Extent
+from tandem.errors import InvalidRequestError
+from tandem.types import Delta
+
+_serial_numbers = count(1)
+
+
+class Sequence:
+    """Token ids and the state of their KV, made by `Engine.open`. Its state belongs to the engine's thread."""
+
+    __slots__ = ("_computed_length", "clean_length", "extent", "is_released", "max_length", "serial", "token_ids",
+                 "vocabulary_size")  # fmt: skip
+
+    def __init__(self, extent: Extent, max_length: int, vocabulary_size: int) -> None:
+        self.serial = next(_serial_numbers)
+        """Distinguishes sequences in logs."""
+        self.extent = extent
+        """The sequence's extent in the arena."""
+        self.max_length = max_length
+        """Longest that the sequence may become, in tokens."""
+        self.vocabulary_size = vocabulary_size
+        self.token_ids: list[int] = []
+        self._computed_length = 0
+        self.clean_length = 0
+        """Positions of the extent below this hold numbers of this sequence or zeros, never leftovers of another."""
+        self.is_released = False
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(self.token_ids)
+
+    @property
+    def computed_length(self) -> int:
+        """Number of tokens, from the first on, whose keys and values are in the arena."""
+        return self._computed_length
+
+    @property
+    def pending_count(self) -> int:
+        """Number of tokens that the model has not read yet."""
+        return len(self.token_ids) - self._computed_length
+
+    @property
+    def can_extend(self) -> bool:
+        """True if one more token fits."""
+        return len(self.token_ids) < self.max_length
+
+    def apply(self, delta: Delta) -> None:
+        """Sets ``token_ids[base_length:]`` and keeps the KV of everything that did not change by it.
+
+        Ids are compared, so that a delta that repeats what is there already costs nothing.
+
+        Raises:
+            InvalidRequestError: the delta starts past the end, makes the sequence too long, or holds unknown ids. The
+                sequence is then as it was.
+        """
+        self._check(delta)
+        kept_length = delta.base_length + _common_prefix_length(self.token_ids, delta)
+        self.token_ids[delta.base_length :] = delta.token_ids
+        self._computed_length = min(self._computed_length, kept_length)
+
+    def append(self, token_id: int) -> None:
+        """Adds one token.
+
+        Raises:
+            InvalidRequestError: the sequence is at its limit, or the id is unknown.
+        """
+        # Once per drafted token, hence not by way of `apply`.
+        if not self.can_extend:
+            raise self._too_long(self.length + 1)
+        if not 0 <= token_id < self.vocabulary_size:
+            raise self._unknown(token_id)
+        self.token_ids.append(token_id)
+
+    def want_rows(self, row_count: int) -> None:
+        """Makes sure that the last `row_count` positions will be run, again if their KV is there already.
+
+        Raises:
+            InvalidRequestError: the sequence has fewer tokens than that.
+        """
+        if row_count > self.length:
+            raise InvalidRequestError(
+                f"Rows were asked for the last {row_count} positions, but the sequence has {self.length} tokens."
+            )
+        self._computed_length = min(self._computed_length, self.length - row_count)
+
+    def advance(self, token_count: int) -> None:
+        """Records that the next `token_count` tokens' KV is in the arena."""
+        self._computed_length += token_count
+        self.clean_length = max(self.clean_length, self._computed_length)
+
+    def _check(self, delta: Delta) -> None:
+        if not 0 <= delta.base_length <= self.length:
+            raise InvalidRequestError(
+                f"The delta starts at token {delta.base_length}, but the sequence has {self.length} tokens; "
+                "send the missing ones from base_length 0."
+            )
+        if delta.length > self.max_length:
+            raise self._too_long(delta.length)
+        unknown = _first_unknown(delta.token_ids, self.vocabulary_size)
+        if unknown is not None:
+            raise self._unknown(unknown)
+
+    def _too_long(self, length: int) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"The sequence would have {length} tokens, but its limit is {self.max_length}."
+        )
+
+    def _unknown(self, token_id: int) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"Token id {token_id} is not in the vocabulary, whose ids are 0 to {self.vocabulary_size - 1}."
+        )
+
+
+def _first_unknown(token_ids: Iterable[int], vocabulary_size: int) -> int | None:
+    return next((token_id for token_id in token_ids if not 0 <= token_id < vocabulary_size), None)
+
+
+def _common_prefix_length(token_ids: TokenIds[int], delta: Delta) -> int:
+    """Number of the delta's ids that equal the present ones."""
+    present = token_ids[delta.base_length : delta.length]
+    pairs = zip(present, delta.token_ids, strict=False)
+    return next((index for index, (old, new) in enumerate(pairs) if old != new), len(present))

@@ -1,0 +1,174 @@
+"""The attention function that transformers' models call in place of their own.
+
+A step packs tokens of many sequences into one row, so every layer but attention sees one long batch without padding.
+Only attention must distinguish sequences. transformers passes extra keyword arguments of ``model.forward`` on to its
+attention function, and this is how the step arrives there. The step stores its keys and values, and each sequence
+attends to its own. Models need no cache object and build no mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+ATTENTION_NAME = "tandem"
+"""Registered without a mask function, so that models build no mask."""
+
+PROBE_NAME = "tandem-probe"
+"""The same attention with a mask function that returns a layer's window instead of a mask."""
+
+STEP_ARGUMENT = "tandem_step"
+
+_SEES_EVERYTHING = 0
+_SEES_SOMETHING_ELSE = -1
+_PROBED_QUERIES = (0, 1, 5, 1_000, 99_999, 131_070)
+"""Query positions at which a mask is inspected. No two have the same remainder for any usual chunk size, so that
+chunked attention is not mistaken for a window."""
+
+
+class UnsupportedAttentionError(Exception):
+    """A model needs a kind of attention that the packed form lacks; never leaves the engine."""
+
+
+class AttentionStep(Protocol):
+    """One forward pass, as its attention layers see it."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Tensor | None,
+        scale: float | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Stores this step's keys and values and attends.
+
+        Args:
+            module: the calling layer, with its `layer_idx`.
+            query: [1, heads, step_tokens, key_dim]
+            key: [1, kv_heads, step_tokens, key_dim]
+            value: [1, kv_heads, step_tokens, value_dim]
+            mask: what the mask function made; None when running.
+            scale: factor on the scores; None for key_dim ** -0.5.
+            softcap: scores become softcap * tanh(scores / softcap).
+            sinks: [heads], a score that takes part in the softmax and attends to nothing.
+
+        Returns:
+            [1, step_tokens, heads, value_dim]
+        """
+        ...
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    tandem_step: AttentionStep | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attention function for transformers, with its signature.
+
+    `sliding_window` is not among the arguments: not every model passes it, but every model has it in its mask, which
+    is looked at when the model is loaded.
+    """
+    if tandem_step is None:
+        raise UnsupportedAttentionError("the model does not pass keyword arguments down to attention")
+    if position_bias is not None:
+        raise UnsupportedAttentionError("the model adds a position bias")
+    output = tandem_step.attend(
+        module, query, key, value, mask=attention_mask, scale=scaling, softcap=softcap, sinks=s_aux
+    )
+    return output, None
+
+
+def describe_mask(mask_function: Callable[..., Tensor], **_: object) -> Tensor:
+    """Mask function used while a model is probed: returns the window as a tensor shaped like a mask.
+
+    Args:
+        mask_function: (batch, head, query position, key position) -> whether the key is seen.
+
+    Returns:
+        [1, 1, 1, 1], integer, for `window_of`.
+    """
+    queries = torch.tensor(_PROBED_QUERIES)[:, None]
+    keys = torch.arange(_PROBED_QUERIES[-1] + 1)[None]
+    seen = mask_function(torch.tensor(0), torch.tensor(0), queries, keys)
+    window = int(seen[-1].sum())
+    if not torch.equal(seen, (keys <= queries) & (keys > queries - window)):
+        window = _SEES_SOMETHING_ELSE
+    elif window == keys.shape[-1]:
+        window = _SEES_EVERYTHING
+    return torch.full((1, 1, 1, 1), window)
+
+
+def window_of(mask: Tensor | None) -> int | None:
+    """The window that `describe_mask` found: positions a token sees, its own included; None for all before it.
+
+    Raises:
+        UnsupportedAttentionError: the model made its mask by other means, or sees anything but a window.
+    """
+    if mask is None or mask.dtype != torch.int64 or mask.numel() != 1 or int(mask) == _SEES_SOMETHING_ELSE:
+        raise UnsupportedAttentionError("attention is neither causal nor a causal sliding window")
+    return None if int(mask) == _SEES_EVERYTHING else int(mask)
+
+
+def grouped_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of equally wide blocks of queries, each to its own keys.
+
+    Args:
+        query: [batch, kv_heads, repeats * width, key_dim]: query heads that share a KV head are rows of one matrix, so
+            that grouped-query attention needs no copy of the keys. When `is_causal`, [batch, heads, width, key_dim].
+        keys: [batch, kv_heads, length, key_dim]
+        values: [batch, kv_heads, length, value_dim]
+        mask: added to the scores, [batch or 1, 1, repeats * width, length]; None when every key is seen.
+        is_causal: query i sees the keys up to i; there is then no mask.
+        scale: factor on the scores; None for key_dim ** -0.5.
+        softcap: bound of the scores, None for none.
+        sinks: [kv_heads, repeats * width], None for none.
+
+    Returns:
+        Like `query`, with value_dim in the last place.
+    """
+    if softcap is None and sinks is None:
+        return nn.functional.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=is_causal
+        )
+    scores = torch.matmul(query, keys.transpose(-1, -2)) * (scale or query.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
+    if sinks is not None:
+        column = sinks[None, :, :, None].expand(scores.shape[0], -1, -1, -1).to(scores.dtype)
+        scores = torch.cat((scores, column), dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
+    return torch.matmul(weights[..., : keys.shape[-2]], values)
+
+
+for _name in (ATTENTION_NAME, PROBE_NAME):
+    AttentionInterface.register(_name, attention_forward)
+AttentionMaskInterface.register(PROBE_NAME, describe_mask)

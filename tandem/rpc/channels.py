@@ -1,0 +1,194 @@
+"""Channels to the services, and what gRPC's errors on them mean."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol, TypeVar, cast
+
+import grpc
+import grpc.aio
+
+from tandem.errors import (
+    AbortedError,
+    CapacityError,
+    DeadlineError,
+    InvalidRequestError,
+    NotFoundError,
+    PermissionDeniedError,
+    ProtocolError,
+    ServiceUnavailableError,
+    TandemError,
+    UnauthenticatedError,
+)
+from tandem.rpc.credentials import PLAIN, AuthorizedChannel, Credentials
+from tandem.wire.status import Ending, retry_after_seconds
+
+DEFAULT_MESSAGE_LIMIT_BYTES = 4 << 20
+"""gRPC's own limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keepalive:
+    """How soon a peer is noticed that answers no longer and closes no connection: it was stopped, or unplugged."""
+
+    interval_seconds: float
+    """A silent connection is pinged after this time."""
+    answer_seconds: float
+    """A ping must be answered within this time, or the connection counts as broken."""
+
+    @property
+    def options(self) -> tuple[tuple[str, int], ...]:
+        """Options in the form that a channel takes."""
+        answer = round(1000 * self.answer_seconds)
+        return (
+            ("grpc.keepalive_time_ms", round(1000 * self.interval_seconds)),
+            ("grpc.keepalive_timeout_ms", answer),
+            # keepalive_timeout alone leaves a stopped peer unnoticed for a minute; this one governs.
+            ("grpc.http2.ping_timeout_ms", answer),
+        )
+
+
+CLIENT_KEEPALIVE = Keepalive(5.0, 4.0)
+"""For clients, which may be many and far away."""
+SERVICE_KEEPALIVE = Keepalive(2.0, 2.5)
+"""Between a coordinator and its services: a stream of text pauses until a stopped target is noticed, for at most the
+sum of both times. gRPC's own threads answer, however busy Python is."""
+
+_CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A service that is starting is tried again soon.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 250),
+    # Despite its name, this bounds an attempt to connect, including the handshake.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
+    # A new channel connects at once, instead of waiting for the backoff of an old one to the same address.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+_MEANINGS: dict[grpc.StatusCode, type[TandemError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
+    grpc.StatusCode.NOT_FOUND: NotFoundError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: CapacityError,
+    grpc.StatusCode.UNAVAILABLE: ServiceUnavailableError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
+    grpc.StatusCode.ABORTED: AbortedError,
+}
+
+
+def open_channel(
+    address: str,
+    message_limit_bytes: int = DEFAULT_MESSAGE_LIMIT_BYTES,
+    credentials: Credentials = PLAIN,
+    keepalive: Keepalive = CLIENT_KEEPALIVE,
+) -> grpc.aio.Channel:
+    """A channel to a service. Connects on first use.
+
+    Raises:
+        ConfigurationError: a file of the credentials cannot be read, or makes no sense.
+    """
+    options = _options(credentials, message_limit_bytes, keepalive)
+    channel = (
+        grpc.aio.secure_channel(address, credentials.channel_credentials(), options=options)
+        if credentials.uses_tls
+        else grpc.aio.insecure_channel(address, options=options)
+    )
+    header = credentials.header()
+    return channel if header is None else AuthorizedChannel(channel, header)
+
+
+def open_sync_channel(address: str, credentials: Credentials = PLAIN) -> grpc.Channel:
+    """Open a blocking channel. The token is not attached: callers take it from `credentials.header`.
+
+    Raises:
+        ConfigurationError: a file of the credentials cannot be read, or makes no sense.
+    """
+    options = _options(credentials, DEFAULT_MESSAGE_LIMIT_BYTES, CLIENT_KEEPALIVE)
+    if credentials.uses_tls:
+        return grpc.secure_channel(address, credentials.channel_credentials(), options=options)
+    return grpc.insecure_channel(address, options=options)
+
+
+def _options(
+    credentials: Credentials, message_limit_bytes: int, keepalive: Keepalive
+) -> list[tuple[str, int | str]]:
+    options: list[tuple[str, int | str]] = [
+        *keepalive.options,
+        *_CHANNEL_OPTIONS,
+        ("grpc.max_receive_message_length", message_limit_bytes),
+    ]
+    if credentials.server_name:
+        options.append(("grpc.ssl_target_name_override", credentials.server_name))
+    return options
+
+
+@contextmanager
+def errors_of(service: str) -> Iterator[None]:
+    """Raise gRPC errors of the block as ours, naming the service.
+
+    Raises:
+        TandemError: the branch of the tree that the status code stands for.
+    """
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise failure(service, ending_of(error)) from error
+
+
+# grpc.aio raises this for a write after the end of the stream, and loses the service's status.
+_BROKEN_WRITE = "Internal error from Core"
+
+
+def ending_of(error: grpc.RpcError) -> Ending:
+    """How the call ended that raised this, awaited or not."""
+    call = cast("grpc.Call", error)
+    code, details = call.code(), call.details() or ""
+    if details == _BROKEN_WRITE:
+        return Ending(grpc.StatusCode.UNAVAILABLE, "it ended the stream while it was written to")
+    return Ending(code, details, retry_after_seconds(call.trailing_metadata() or ()))
+
+
+def failure(service: str, ending: Ending) -> TandemError:
+    """Return the error for a call, or for a sequence on a multiplexed stream, that ended like this; it names the
+    service."""
+    if ending.code is grpc.StatusCode.OK:
+        return ServiceUnavailableError(f"{service}: it ended the stream")
+    meaning = _MEANINGS.get(ending.code, ProtocolError)
+    sentence = f"{service}: {ending.sentence or ending.code.name.lower()}"
+    if meaning is CapacityError:
+        return CapacityError(sentence, ending.retry_after_seconds)
+    return meaning(sentence)
+
+
+def message_limit(vocabulary_size: int, row_count: int) -> int:
+    """Maximum bytes of a message: room for that many dense rows, plus gRPC's own default."""
+    return vocabulary_size * 4 * row_count + DEFAULT_MESSAGE_LIMIT_BYTES
+
+
+class CancellableStream(Protocol):
+    """The coordinator's end of a sequence's stream."""
+
+    async def finish(self) -> None:
+        """Say that the sequence has ended."""
+
+    def cancel(self) -> None:
+        """Drop the stream, even during a step."""
+
+
+StreamT = TypeVar("StreamT", bound=CancellableStream)
+AnswerT = TypeVar("AnswerT")
+
+
+@asynccontextmanager
+async def closing(stream: StreamT) -> AsyncIterator[StreamT]:
+    """Finish the stream when the block succeeds, and drop it in any case, so that an error stops computation at
+    once."""
+    try:
+        yield stream
+        await stream.finish()
+    finally:
+        stream.cancel()

@@ -1,0 +1,184 @@
+"""A caller's credentials: TLS, its own certificate, a bearer token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tandem.errors import ConfigurationError
+from tandem.rpc.reloaded_files import ReloadedFile
+
+Metadata = tuple[tuple[str, str], ...]
+
+AUTHORIZATION = "authorization"
+"""The header that carries the token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """How to connect to a server. Without any of these: plain text, as to a server on this machine.
+
+    Certificates are read when a channel is opened, a token's file whenever it has changed.
+    """
+
+    ca_file: Path | None = None
+    """PEM file of the accepted authorities for the server's certificate. Turns TLS on."""
+    cert_file: Path | None = None
+    """PEM file of our own certificate and what signed it, for a server that asks for one. Turns TLS on."""
+    key_file: Path | None = None
+    """PEM file of its key."""
+    server_name: str = ""
+    """Name that the server's certificate must have, where it is not the address's."""
+    token: str = field(default="", repr=False)
+    """Bearer token sent with each call."""
+    token_file: Path | None = None
+    """File whose first line is the token."""
+    tls: bool = False
+    """TLS, with the authorities that this machine trusts unless `ca_file` names others."""
+
+    @property
+    def uses_tls(self) -> bool:
+        """True if the connection is encrypted, and the server's certificate checked."""
+        return self.tls or self.ca_file is not None or self.cert_file is not None
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Channel credentials for TLS.
+
+        Raises:
+            ConfigurationError: a file cannot be read, or only one of certificate and key was given.
+        """
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ConfigurationError(
+                "a certificate was given without its key, or a key without its certificate"
+            )
+        return grpc.ssl_channel_credentials(
+            root_certificates=_read(self.ca_file),
+            private_key=_read(self.key_file),
+            certificate_chain=_read(self.cert_file),
+        )
+
+    def files_state(self) -> tuple[object, ...]:
+        """Differs once one of the files of `channel_credentials` was renewed."""
+        return tuple(_state(path) for path in (self.ca_file, self.cert_file, self.key_file))
+
+    def header(self) -> Callable[[], Metadata] | None:
+        """Return a function that yields a call's metadata; None when no token is sent.
+
+        Raises:
+            ConfigurationError: the token's file cannot be read, or holds none.
+        """
+        if self.token_file is not None:
+            reloaded = ReloadedFile(
+                [self.token_file], lambda contents: first_token(contents[0], self.token_file)
+            )
+            return lambda: _bearer(reloaded.value)
+        if self.token:
+            fixed = _bearer(self.token)
+            return lambda: fixed
+        return None
+
+
+PLAIN = Credentials()
+"""Plain text and no token."""
+
+
+def first_token(content: bytes, path: Path | None) -> str:
+    """The token of a file: its first line that is not empty.
+
+    Raises:
+        ConfigurationError: there is none, or it holds characters that a header cannot.
+    """
+    lines = [line.strip() for line in content.decode("utf-8", "replace").splitlines()]
+    token = next(filter(None, lines), "")
+    if not is_token(token):
+        raise ConfigurationError(f"{path} holds no token; its first line must be one word of visible ASCII")
+    return token
+
+
+def is_token(text: str) -> bool:
+    """True if a text can be sent as a bearer token."""
+    return bool(text) and all("!" <= character <= "~" for character in text)
+
+
+def _bearer(token: str) -> Metadata:
+    return ((AUTHORIZATION, f"Bearer {token}"),)
+
+
+def _state(path: Path | None) -> object:
+    if path is None:
+        return None
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _read(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
+
+
+class AuthorizedChannel(grpc.aio.Channel):
+    """A channel whose calls all carry a token.
+
+    gRPC refuses its own call credentials on a plain connection, and its interceptors hide a stream's read and write.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, header: Callable[[], Metadata]) -> None:
+        self._channel = channel
+        self._header = header
+
+    async def __aenter__(self) -> AuthorizedChannel:
+        await self._channel.__aenter__()
+        return self
+
+    async def __aexit__(self, *ended: Any) -> None:
+        await self._channel.__aexit__(*ended)
+
+    async def close(self, grace: float | None = None) -> None:
+        """See `grpc.aio.Channel`."""
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """See `grpc.aio.Channel`."""
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """See `grpc.aio.Channel`."""
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """See `grpc.aio.Channel`."""
+        await self._channel.channel_ready()
+
+    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
+        """See `grpc.aio.Channel`."""
+        return self._authorized(self._channel.unary_unary(*arguments, **options))
+
+    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
+        """See `grpc.aio.Channel`."""
+        return self._authorized(self._channel.unary_stream(*arguments, **options))
+
+    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
+        """See `grpc.aio.Channel`."""
+        return self._authorized(self._channel.stream_unary(*arguments, **options))
+
+    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
+        """See `grpc.aio.Channel`."""
+        return self._authorized(self._channel.stream_stream(*arguments, **options))
+
+    def _authorized(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, metadata: Metadata = (), **options: Any) -> Any:
+            return method(*arguments, metadata=(*metadata, *self._header()), **options)
+
+        return call

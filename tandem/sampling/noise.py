@@ -1,0 +1,212 @@
+"""Keyed noise: a random number is a function of what it is for, never of when or where it is drawn.
+
+A key is made from a request's seed, a position, a purpose and, for some purposes, the base length of the
+round. The position is the index in the sequence of the token that is being chosen. From a key follows a
+stream of uniforms, one for each token id. The bits come from integer arithmetic alone (the finaliser of
+SplitMix64: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014), written
+once over array operators, so numpy and torch give the same bits on a CPU and on a GPU.
+
+Which keys carry the round's base length
+----------------------------------------
+A token-by-token rule decides a position from noise at that position and before it. Whatever it throws away
+after a rejection never influenced what it kept, so the next round may meet the same noise again at those
+positions and stays exact. Block verification is different: a draft token and an acceptance uniform further
+on decide whether an earlier token is kept. Meeting them again in the next round would make its noise depend
+on tokens already emitted. Hence `PROPOSAL` and `ACCEPTANCE` keys carry the base length, which no two rounds
+of a sequence share. Fresh noise is exact for every rule, so they carry it always and no service needs to
+know the rule. `RECOVERY` carries it too, so that all that the coordinator draws is keyed alike; its race is
+looked at only when the winner becomes the token at its position.
+
+`TARGET` keys never carry it: under `strict` the draft, working in one round, has to meet the noise that the
+target will use at that position in whichever round gets there. Block verification stays exact with them,
+because the target's draw at a position is looked at only when it becomes the token there.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any, TypeAlias
+
+import numpy as np
+from array_api_compat import array_namespace, device
+
+from tandem.types import IntArray
+
+Array: TypeAlias = Any
+"""A numpy array or a torch tensor: only what the array API standard gives both is used of it."""
+
+
+def _signed(bits: int) -> int:
+    """The 64 bits as a signed number, which is what numpy and torch both compute with."""
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_FIRST_MULTIPLIER = _signed(0xBF58476D1CE4E5B9)
+_SECOND_MULTIPLIER = _signed(0x94D049BB133111EB)
+
+_ALL_BITS = (1 << 64) - 1
+
+_LENGTH_BITS = 30
+"""Positions and base lengths are below 2**30, so that both and the purpose share one word."""
+
+
+class Purpose(IntEnum):
+    """Purpose of a random number. Two purposes never share a key."""
+
+    TARGET = 1
+    """Everything the target draws, and what the draft draws to anticipate it (`strict`)."""
+    PROPOSAL = 2
+    """Tokens that the draft samples from its own distribution."""
+    ACCEPTANCE = 3
+    """True if a proposed token is accepted."""
+    RECOVERY = 4
+    """Which token follows the accepted run: in place of a rejected one, or after a proposal kept whole."""
+
+
+def _shift_right(values: Array, count: int) -> Array:
+    """Shifts zeros in; `>>` alone would repeat the sign."""
+    shifted = values >> count
+    shifted &= (1 << (64 - count)) - 1
+    return shifted
+
+
+def _mix(values: Array) -> Array:
+    """SplitMix64's finaliser: a bijection in which each bit of the input flips half of the output's.
+
+    In place after the first step: the arrays can be as large as rows times vocabulary.
+    """
+    mixed = values ^ _shift_right(values, 30)
+    mixed *= _FIRST_MULTIPLIER
+    mixed ^= _shift_right(mixed, 27)
+    mixed *= _SECOND_MULTIPLIER
+    mixed ^= _shift_right(mixed, 31)
+    return mixed
+
+
+def _mixed_bits(bits: int) -> int:
+    """`_mix` of one word in Python's own integers, which are unsigned here. Arrays of numpy take ten times as long for
+    the few numbers of a round."""
+    bits ^= bits >> 30
+    bits = bits * _FIRST_MULTIPLIER & _ALL_BITS
+    bits ^= bits >> 27
+    bits = bits * _SECOND_MULTIPLIER & _ALL_BITS
+    return bits ^ bits >> 31
+
+
+def _key_bits(seed: int, position: int, purpose: Purpose, round_base: int) -> int:
+    """A key of `stream_keys` as 64 bits without a sign."""
+    word = position + (purpose << 2 * _LENGTH_BITS) + (round_base << _LENGTH_BITS)
+    return _mixed_bits(_mixed_bits(seed & _ALL_BITS) + word * _GOLDEN & _ALL_BITS)
+
+
+def _unit_interval(bits: Array) -> Array:
+    """Odd multiples of 2**-53: exact in float64, symmetric about one half, never 0 or 1."""
+    xp = array_namespace(bits)
+    odd = _shift_right(bits, 11)
+    odd |= 1
+    return xp.astype(odd, xp.float64) * 2.0**-53
+
+
+def stream_keys(
+    seeds: Array, positions: Array, purposes: Purpose | Array, round_bases: Array | int = 0
+) -> Array:
+    """Keys of many streams at once. The arrays are int64 and broadcast with each other.
+
+    Args:
+        seeds: Request seeds; an array of at least one dimension.
+        positions: Index in its sequence of the token that is chosen; an array of at least one dimension.
+        purposes: What the streams are for: one for all, or an array.
+        round_bases: Base lengths of the rounds; 0 for the purpose TARGET (see the module's text).
+
+    Returns:
+        int64 of the broadcast shape. For one seed, different arguments never give the same key.
+    """
+    words = positions + (purposes << 2 * _LENGTH_BITS) + (round_bases << _LENGTH_BITS)
+    return _mix(_mix(seeds) + words * _GOLDEN)
+
+
+def stream_key(seed: int, position: int, purpose: Purpose, round_base: int = 0) -> int:
+    """Key of one stream; a signed 64-bit integer."""
+    return _signed(_key_bits(seed, position, purpose, round_base))
+
+
+def target_keys(seed: int, base_length: int, count: int) -> IntArray:
+    """Keys of the target's draws for the `count` tokens that follow `base_length` ones, int64 [count].
+
+    A draft that anticipates the target (`strict`) draws with the same.
+    """
+    positions = range(base_length, base_length + count)
+    return np.array([stream_key(seed, position, Purpose.TARGET) for position in positions], dtype=np.int64)
+
+
+def proposal_keys(seed: int, base_length: int, count: int) -> IntArray:
+    """Keys of the draft's own draws in the round that extends `base_length` tokens, int64 [count]."""
+    positions = range(base_length, base_length + count)
+    keys = [stream_key(seed, position, Purpose.PROPOSAL, base_length) for position in positions]
+    return np.array(keys, dtype=np.int64)
+
+
+def recovery_keys(seed: int, base_length: int, count: int) -> IntArray:
+    """Keys of the races for the token after the accepted run, in the round that extends `base_length` tokens.
+
+    Entry i is for the round in which i tokens are accepted, and so chooses the token at `base_length` + i. Target,
+    coordinator and a draft that anticipates them race with the same keys.
+
+    Returns:
+        int64 [count]; a proposal of K tokens needs K + 1.
+    """
+    positions = range(base_length, base_length + count)
+    keys = [stream_key(seed, position, Purpose.RECOVERY, base_length) for position in positions]
+    return np.array(keys, dtype=np.int64)
+
+
+def token_uniforms(keys: Array, token_ids: Array | int) -> Array:
+    """The uniforms that each row's key gives to token ids.
+
+    Args:
+        keys: int64 [R].
+        token_ids: int64 [V] for the same ids in every row, int64 [R, V] for each row's own, or the
+            vocabulary's size for all ids in order.
+
+    Returns:
+        float64 [R, V] on the keys' device, strictly between 0 and 1.
+    """
+    if isinstance(token_ids, int):
+        xp = array_namespace(keys)
+        token_ids = xp.arange(token_ids, dtype=xp.int64, device=device(keys))
+    return _unit_interval(_mix(keys[:, None] + (token_ids + 1) * _GOLDEN))
+
+
+def uniform(seed: int, position: int, purpose: Purpose, round_base: int = 0) -> float:
+    """The first uniform of a stream, strictly between 0 and 1."""
+    bits = _mixed_bits(_key_bits(seed, position, purpose, round_base) + _GOLDEN & _ALL_BITS)
+    return (bits >> 11 | 1) * 2.0**-53
+
+
+def gumbel(keys: Array, token_ids: Array | int) -> Array:
+    """Standard Gumbel noise, float64 [R, V]; arguments as in `token_uniforms`."""
+    xp = array_namespace(keys)
+    return -xp.log(-xp.log(token_uniforms(keys, token_ids)))
+
+
+def race(probs: Array, keys: Array, token_ids: Array | None = None) -> Array:
+    """Draws one token of each row.
+
+    The Gumbel-max trick in its exponential form: the argmax of log(prob) + gumbel is the argmax of
+    prob / exponential, which spares two logarithms and needs no care for probability zero. Two models that
+    race with the same keys agree with probability (1 - TV) / (1 + TV) or more, where TV is the total
+    variation distance of their distributions.
+
+    Args:
+        probs: [R, V]; each row has a positive entry and need not sum to one. Zeros are never drawn.
+        keys: int64 [R], on the same device.
+        token_ids: Which ids the columns are, as in `token_uniforms`; None for all ids in order.
+
+    Returns:
+        int64 [R]: the winning columns. The noise has the same bits everywhere; its logarithm may differ in
+        the last place between devices, which changes about one winner in 10**13.
+    """
+    xp = array_namespace(probs, keys)
+    exponential = -xp.log(token_uniforms(keys, probs.shape[1] if token_ids is None else token_ids))
+    return xp.argmax(probs / exponential, axis=1)

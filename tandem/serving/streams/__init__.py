@@ -1,0 +1,4 @@
+"""The life of a sequence's stream on a service, alone or multiplexed with others.
+
+Imported by the servicers of draft and target.
+"""

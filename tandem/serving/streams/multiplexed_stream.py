@@ -1,0 +1,236 @@
+"""Many sequences on one stream, each served as if it had a stream of its own.
+
+Answers that come up while a message is written go into the next one together. So a step of an engine that answers
+sixteen sequences makes one message, and a single answer is sent at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar, cast
+
+from google.protobuf.message import DecodeError
+
+from tandem.errors import CapacityError, InvalidRequestError, ServiceUnavailableError
+from tandem.serving.calls import RunningCalls
+from tandem.serving.interceptors.error_boundary import ended_by, unreadable
+from tandem.serving.interceptors.readiness import ReadinessInterceptor
+from tandem.v1.types_pb2 import SequencePart
+from tandem.wire.parts import take_message
+from tandem.wire.status import Ending, ending_to_proto
+
+_MAX_AHEAD = 8
+"""Messages that may wait for one sequence. A coordinator sends one, and its Finish; from a peer that sends more the
+stream reads no further."""
+_MAX_WAITING_BYTES = 1 << 22
+"""Sequences pause while so many bytes wait for the stream's reader."""
+
+
+class Answer(Protocol):
+    """A message of a sequence's stream."""
+
+    def SerializeToString(self) -> bytes:
+        """Its bytes."""
+
+
+class Parts(Protocol):
+    """A message of a shared stream."""
+
+    @property
+    def parts(self) -> Iterable[SequencePart]:
+        """Its parts, one per sequence, in order."""
+
+
+RequestT = TypeVar("RequestT")
+PartsT = TypeVar("PartsT", bound=Parts)
+
+Behaviour = Callable[[AsyncIterator[RequestT]], AsyncIterator[Answer]]
+"""Answers the requests of one sequence."""
+
+
+class MultiplexedStreams:
+    """A server's multiplexed streams. Each of their sequences passes the readiness check and counts as a call."""
+
+    def __init__(self) -> None:
+        self._gate = ReadinessInterceptor("")
+        self._calls = RunningCalls()
+        self._max_calls = 1 << 30
+
+    def stand_behind(self, gate: ReadinessInterceptor, calls: RunningCalls, max_calls: int) -> None:
+        """Apply the server's limits on calls to sequences.
+
+        Args:
+            gate: Admits calls.
+            calls: Counts them.
+            max_calls: Maximum calls at once.
+        """
+        self._gate, self._calls, self._max_calls = gate, calls, max_calls
+
+    async def serve(
+        self,
+        requests: AsyncIterator[PartsT],
+        behaviour: Behaviour[RequestT],
+        read: Callable[[bytes], RequestT],
+    ) -> AsyncGenerator[list[SequencePart]]:
+        """Queue of the messages of one stream's sequences, sent in as few messages as possible.
+
+        Args:
+            requests: The stream's messages.
+            behaviour: What answers one sequence.
+            read: Reads a request of one sequence.
+
+        Raises:
+            InvalidRequestError: a message of the stream cannot be read.
+        """
+        stream = _MultiplexedStream(self._admitted, behaviour, read)
+        reading = asyncio.create_task(stream.read(requests))
+        try:
+            async for parts in stream.answers():
+                yield parts
+            await reading
+        finally:
+            reading.cancel()
+            await stream.close()
+
+    def _admitted(self) -> RunningCalls:
+        """Count a new sequence.
+
+        Raises:
+            ServiceUnavailableError: the server accepts no new calls.
+            CapacityError: it has the maximum.
+        """
+        if because := self._gate.closed_because:
+            raise ServiceUnavailableError(because)
+        if len(self._calls) >= self._max_calls:
+            raise CapacityError(f"{len(self._calls)} calls run already, which is the most; try again")
+        return self._calls
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence(Generic[RequestT]):
+    """One sequence of a shared stream, and its received messages."""
+
+    read: Callable[[bytes], RequestT]
+    task: asyncio.Task[None] | None = None
+    arrived: asyncio.Queue[bytes | None] = field(default_factory=lambda: asyncio.Queue(_MAX_AHEAD))
+    """None: the stream has ended."""
+
+    async def requests(self) -> AsyncIterator[RequestT]:
+        """Its requests, as those of a stream of its own."""
+        while (content := await self.arrived.get()) is not None:
+            try:
+                request = self.read(content)
+            except DecodeError:
+                raise unreadable() from None
+            yield request
+
+
+class _MultiplexedStream(Generic[RequestT]):
+    def __init__(
+        self,
+        admitted: Callable[[], RunningCalls],
+        behaviour: Behaviour[RequestT],
+        read: Callable[[bytes], RequestT],
+    ) -> None:
+        self._admitted = admitted
+        self._behaviour = behaviour
+        self._read = read
+        self._sequences: dict[int, _Sequence[RequestT]] = {}
+        self._latest = 0
+        """The highest number that a sequence ever had."""
+        self._outbox: list[SequencePart] = []
+        self._waiting_bytes = 0
+        """In the outbox, and in the message that is being written."""
+        self._more = asyncio.Event()
+        self._less = asyncio.Event()
+        self._is_read = False
+
+    async def read(self, requests: AsyncIterator[PartsT]) -> None:
+        """Distribute received messages until the stream ends.
+
+        Raises:
+            InvalidRequestError: a message cannot be read; its sequences end with it.
+        """
+        try:
+            async for request in requests:
+                for part in request.parts:
+                    await self._take(part)
+            for sequence in list(self._sequences.values()):
+                await sequence.arrived.put(None)
+        except InvalidRequestError:
+            self._cancel()
+            raise
+        finally:
+            self._is_read = True
+            self._more.set()
+
+    async def answers(self) -> AsyncIterator[list[SequencePart]]:
+        """Yield messages until all queued parts are sent."""
+        while self._outbox or self._sequences or not self._is_read:
+            if self._outbox:
+                taken = take_message(self._outbox)
+                yield taken
+                self._waiting_bytes -= sum(len(part.message) for part in taken)
+                self._less.set()
+            else:
+                self._more.clear()
+                await self._more.wait()
+
+    async def close(self) -> None:
+        """End what still runs."""
+        await asyncio.gather(*self._cancel(), return_exceptions=True)
+
+    def _cancel(self) -> list[asyncio.Task[None]]:
+        tasks = [each.task for each in self._sequences.values() if each.task is not None]
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    async def _take(self, part: SequencePart) -> None:
+        sequence = self._sequences.get(part.sequence)
+        match part.WhichOneof("part"):
+            case "message":
+                if sequence is None and part.sequence > self._latest:
+                    sequence = self._begin(part.sequence)
+                if sequence is not None:  # one that has ended may be asked once more before that is known
+                    await sequence.arrived.put(part.message)
+            case "end":
+                if sequence is not None and sequence.task is not None:
+                    sequence.task.cancel()
+
+    def _begin(self, number: int) -> _Sequence[RequestT]:
+        self._latest = number
+        sequence = self._sequences[number] = _Sequence(self._read)
+        sequence.task = asyncio.create_task(self._run(number, sequence))
+        sequence.task.add_done_callback(lambda _: self._is_over(number))
+        return sequence
+
+    async def _run(self, number: int, sequence: _Sequence[RequestT]) -> None:
+        try:
+            async with (
+                self._admitted().running(),
+                aclosing(cast("AsyncGenerator[Answer]", self._behaviour(sequence.requests()))) as answers,
+            ):
+                async for answer in answers:
+                    self._say(SequencePart(sequence=number, message=answer.SerializeToString()))
+                    while self._waiting_bytes >= _MAX_WAITING_BYTES:
+                        self._less.clear()
+                        await self._less.wait()
+            ending = Ending()
+        except Exception as error:  # noqa: BLE001 - any error ends only one sequence
+            ending = ended_by(error)
+        self._say(SequencePart(sequence=number, end=ending_to_proto(ending)))
+
+    def _is_over(self, number: int) -> None:
+        arrived = self._sequences.pop(number).arrived
+        if arrived.full():
+            arrived.get_nowait()  # nobody else does, and the stream's reader may be waiting for it
+        self._more.set()
+
+    def _say(self, part: SequencePart) -> None:
+        self._outbox.append(part)
+        self._waiting_bytes += len(part.message)
+        self._more.set()

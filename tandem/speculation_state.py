@@ -1,0 +1,104 @@
+"""State of speculation, for one request or for a coordinator: whether it works now, and if not why."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class DecidingFigure:
+    """One of the numbers that a decision compared."""
+
+    name: str
+    """The thing that was measured or predicted, for instance "without"."""
+    value: float
+    unit: str
+    """For instance "tokens/s"."""
+
+    @property
+    def words(self) -> str:
+        """Name and value without the unit."""
+        value = f"{self.value:,.0f}" if float(self.value).is_integer() else f"{self.value:,.4g}"
+        return f"{self.name} {value}"
+
+    def __str__(self) -> str:
+        return f"{self.words} {self.unit}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationState:
+    """State of speculation: whether a draft proposes tokens, how many, and why."""
+
+    is_on: bool
+    """False: the target works alone."""
+    num_speculative_tokens: int
+    """Tokens that a proposal has at the moment; 0 when speculation is off."""
+    reason: str = ""
+    """Reason, in a few words; empty when speculation works as configured."""
+    figures: tuple[DecidingFigure, ...] = ()
+    """The two numbers that decided it; none where a setting or a missing draft did."""
+
+    @property
+    def explanation(self) -> str:
+        """The reason and its numbers on one line; empty when there is nothing to explain."""
+        if not self.figures:
+            return self.reason
+        have_one_unit = len({figure.unit for figure in self.figures}) == 1
+        *others, last = self.figures
+        words = [*(figure.words if have_one_unit else str(figure) for figure in others), str(last)]
+        return f"{self.reason} ({', '.join(words)})"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything by name, of types that JSON has."""
+        return {**asdict(self), "explanation": self.explanation}
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationDecision:
+    """How many tokens requests of one kind propose at one load, and the prediction that decided it."""
+
+    target: str
+    """Address of the target that the requests share."""
+    draft: str
+    """Name of the draft's model."""
+    rule: str
+    """Name of the acceptance rule."""
+    temperatures: str
+    """Range of temperatures, for instance "0.85-1.15"."""
+    load: int
+    """Sequences that share the target."""
+    num_speculative_tokens: int
+    """K; 0: the target works alone."""
+    best_draft_length: int
+    """The best K above 0 by prediction; 0 before any measurement."""
+    gain: float
+    """Predicted tokens per second with that K, over those of the target alone; 0 before anything was measured."""
+    predicted_seconds: float
+    measured_seconds: float
+    """Measured seconds of the same rounds, in total."""
+    round_seconds: tuple[float, ...] = ()
+    """Predicted seconds of a round that proposes 0, 1, ... tokens."""
+    acceptance_rates: tuple[float, ...] = ()
+    """Conditional acceptance rate at each position."""
+    draft_step_seconds: float = 0.0
+    """Predicted seconds of one step of the draft."""
+    message_seconds: float = 0.0
+    """Predicted seconds of a drafted round in which neither service computes."""
+    ahead_outcomes: int | None = None
+    """Outcomes of a verification that rounds drafted ahead for last; None: the decision is for rounds that draft
+    nothing ahead."""
+
+    @property
+    def reason(self) -> str:
+        """One line: "batch 16: K = 0, predicted 0.86x with K = 2", or "batch 1: K = 4, ahead 16, ..."."""
+        decided = f"batch {self.load}: K = {self.num_speculative_tokens}"
+        if self.ahead_outcomes is not None:
+            decided += f", ahead {self.ahead_outcomes}"
+        if not self.best_draft_length:
+            return f"{decided}, nothing was measured yet"
+        return f"{decided}, predicted {self.gain:.2f}x with K = {self.best_draft_length}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything by name, of types that JSON has."""
+        return {**asdict(self), "reason": self.reason}

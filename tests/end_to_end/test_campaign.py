@@ -1,0 +1,221 @@
+"""Drafts and targets are killed, stopped and restarted at random under many streams; clients see pauses and no more.
+
+Each stream is greedy, or strict with a seed, so its text is a function of the target alone: a token that was lost,
+doubled or different shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from tandem.clients.aio import Client
+from tandem.types import GenerationRequest
+from tests.end_to_end.nurslings import Nursery, Nursling
+from tests.end_to_end.test_failover import joined, request, started, streamed
+from tests.paths import DEMO_DRAFT, DEMO_TARGET
+
+pytestmark = pytest.mark.slow
+
+logger = logging.getLogger(__name__)
+
+STREAMS = 16
+TOKENS = 60
+PAUSE_SECONDS = 6.0
+"""Longest pause while one target lives; a stopped one is noticed within 5 s, and the rest is for reading all tokens."""
+PROGRESS_SECONDS = 120.0
+END_SECONDS = 45.0
+"""Bound on an end after a drain."""
+LONGEST_STOP_SECONDS = 6.0
+_TELL_EVERY = 20
+
+
+@dataclass
+class Record:
+    """What clients saw."""
+
+    completed: int = 0
+    chunks: list[int] = field(default_factory=lambda: [0] * STREAMS)
+    """Of each of the streams that follow each other."""
+    pauses: list[tuple[float, float]] = field(default_factory=list)
+    """The longer ones, with their beginnings and ends."""
+    outages: list[tuple[float, float]] = field(default_factory=list)
+    """When no target lived."""
+
+    def longest_pause(self, *, with_target: bool) -> float:
+        """In seconds, of those while a target lived, or of those while there was a time without any."""
+        return max(
+            (
+                end - start
+                for start, end in self.pauses
+                if with_target != any(start < until and since < end for since, until in self.outages)
+            ),
+            default=0.0,
+        )
+
+
+class Campaign:
+    """Does harm at random, and makes it good."""
+
+    def __init__(
+        self, chance: random.Random, drafts: Sequence[Nursling], targets: Sequence[Nursling], record: Record
+    ) -> None:
+        self._chance = chance
+        self._drafts = drafts
+        self._targets = targets
+        self._record = record
+        self._began = time.monotonic()
+        self.done: Counter[str] = Counter()
+
+    @property
+    def strikes(self) -> int:
+        """How many there were."""
+        return self.done.total()
+
+    def tell(self) -> None:
+        """Log what was done and what clients saw of it."""
+        logger.info(
+            "%d strikes in %.0f s, %d streams completed; longest pause %.2f s, with a time without target %.2f s: %s",
+            self.strikes,
+            time.monotonic() - self._began,
+            self._record.completed,
+            self._record.longest_pause(with_target=True),
+            self._record.longest_pause(with_target=False),
+            dict(sorted(self.done.items())),
+        )
+
+    async def strike(self) -> None:
+        """Kill, stop or restart one replica or several, and wait until all is well."""
+        victims = self._victims()
+        way = self._chance.choice(("kill", "stop", "restart"))
+        names = " and ".join(sorted(each.package.removesuffix("_service") for each in victims))
+        self.done[f"{way} {names}"] += 1
+        with self._outage(victims):
+            if way == "kill":
+                for each in victims:
+                    each.kill()
+                await asyncio.sleep(self._chance.uniform(0.0, 0.5))
+            elif way == "restart":
+                for each in victims:
+                    each.signal(signal.SIGTERM)
+                await asyncio.to_thread(_await_ends, victims)
+            else:
+                await self._stop(victims)
+            await asyncio.to_thread(_revive, victims)
+
+    def _victims(self) -> list[Nursling]:
+        everyone = [*self._drafts, *self._targets]
+        if self._chance.random() < 0.6:
+            return [self._chance.choice(everyone)]
+        pairs = (
+            self._drafts,
+            self._targets,
+            [self._chance.choice(self._drafts), self._chance.choice(self._targets)],
+        )
+        return list(self._chance.choice(pairs))
+
+    async def _stop(self, victims: Sequence[Nursling]) -> None:
+        for each in victims:
+            each.signal(signal.SIGSTOP)
+        await asyncio.sleep(self._chance.uniform(0.0, LONGEST_STOP_SECONDS))
+        for each in victims:
+            each.signal(signal.SIGCONT)
+
+    @contextmanager
+    def _outage(self, victims: Sequence[Nursling]) -> Iterator[None]:
+        """Notes the time without any target, until the coordinator can have met one again."""
+        since = time.monotonic()
+        yield
+        if set(self._targets) <= set(victims):
+            self._record.outages.append((since, time.monotonic() + 1.0))
+
+
+def _revive(victims: Sequence[Nursling]) -> None:
+    for each in victims:
+        if not each.is_alive:
+            each.start()
+    for each in victims:
+        each.await_ready()
+
+
+def _await_ends(victims: Sequence[Nursling]) -> None:
+    deadline = time.monotonic() + END_SECONDS
+    while any(each.is_alive for each in victims):
+        assert time.monotonic() < deadline, [each.story for each in victims]
+        time.sleep(0.02)
+
+
+@asynccontextmanager
+async def streaming(
+    client: Client, requests: Sequence[GenerationRequest], record: Record, over: asyncio.Event
+) -> AsyncIterator[None]:
+    """As many streams as there are requests, each followed by the same again; all are awaited at the end."""
+    expected = [await streamed(client, each) for each in requests]
+
+    async def keep_streaming(number: int) -> None:
+        while not over.is_set():
+            text, token_ids, last = "", list[int](), time.monotonic()
+            async for chunk in client.generate(requests[number]):
+                now = time.monotonic()
+                if now - last > 1.0:
+                    record.pauses.append((last, now))
+                last = now
+                text += chunk.text
+                token_ids += chunk.token_ids
+                record.chunks[number] += 1
+            assert token_ids == expected[number].token_ids
+            assert text == expected[number].text
+            record.completed += 1
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(len(requests)):
+            group.create_task(keep_streaming(number))
+        try:
+            yield
+        finally:
+            over.set()
+
+
+async def all_progress(record: Record) -> None:
+    """Return once every stream has had another piece: none must lose three targets over the same tokens."""
+    before = list(record.chunks)
+    async with asyncio.timeout(PROGRESS_SECONDS):
+        while any(now == then for now, then in zip(record.chunks, before, strict=True)):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "strikes", [pytest.param(4, id="short"), pytest.param(300, id="long", marks=pytest.mark.soak)]
+)
+async def test_kills_stops_and_restarts(strikes: int, services: Nursery, prompts: list[str]) -> None:
+    targets = started(services.model_service("target_service", DEMO_TARGET) for _ in range(2))
+    drafts = started(services.model_service("draft_service", DEMO_DRAFT) for _ in range(2))
+    requests = [
+        request(prompts[i % len(prompts)], ("greedy", "strict")[i % 2], TOKENS) for i in range(STREAMS)
+    ]
+    chance = random.Random(19)
+    record, over = Record(), asyncio.Event()
+    campaign = Campaign(chance, drafts, targets, record)
+    async with joined(targets, drafts) as client, streaming(client, requests, record, over):
+        for _ in range(strikes):
+            await all_progress(record)
+            await asyncio.sleep(chance.uniform(0.0, 0.2))
+            await campaign.strike()
+            if campaign.strikes % _TELL_EVERY == 0:
+                campaign.tell()
+        await all_progress(record)
+    campaign.tell()
+    for each in (*targets, *drafts):
+        each.kill()
+    assert record.completed >= STREAMS
+    if strikes > 4:
+        assert record.longest_pause(with_target=True) < PAUSE_SECONDS

@@ -1,0 +1,58 @@
+"""Chats over gRPC: the coordinator makes prompts of them, with HTTP or without."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from coordinator.settings.coordinator import CoordinatorSettings
+from coordinator.settings.request_bounds import MAX_CHAT_MESSAGES
+from tandem.clients.aio import Client
+from tandem.errors import InvalidRequestError
+from tandem.types import ChatMessage
+from tandem.v1 import target_pb2_grpc
+from tests.paths import DEMO_TARGET
+from tests.service.fakes import FakeTarget, coordinating, serving
+
+TOKENIZER = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+
+
+@asynccontextmanager
+async def chatting(template: Path | None) -> AsyncIterator[Client]:
+    """A client of a coordinator without HTTP."""
+    async with AsyncExitStack() as stack:
+        address, _ = await stack.enter_async_context(
+            serving(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(FakeTarget(), server))
+        )
+        settings = CoordinatorSettings(target_address=address, chat_template=template, max_prompt_bytes=1000)
+        yield await stack.enter_async_context(Client(await stack.enter_async_context(coordinating(settings))))
+
+
+async def test_a_chat_is_made_a_prompt(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text(TEMPLATE)
+    async with chatting(path) as client:
+        prompt = await client.chat_prompt([ChatMessage("system", "s"), ChatMessage("user", "a")])
+        assert prompt == tuple(TOKENIZER.encode("system: s\nuser: a\n").ids)
+        for messages, sentence in (
+            ([], f"the chat has 0 messages; it must have 1 to {MAX_CHAT_MESSAGES}"),
+            ([ChatMessage("", "")] * (MAX_CHAT_MESSAGES + 1), "the chat has 2049 messages"),
+            ([ChatMessage("user", "a" * 1000)], "the prompt has 1007 bytes; it must be at most 1000"),
+            (
+                [ChatMessage("user", "a" * (1 << 20))],
+                "the request has 1048590 bytes; it must be at most 132072",
+            ),
+        ):
+            with pytest.raises(InvalidRequestError, match=sentence):
+                await client.chat_prompt(messages)
+
+
+async def test_a_model_without_a_template_takes_no_chat() -> None:
+    async with chatting(None) as client:
+        with pytest.raises(InvalidRequestError, match="the model fake has no chat template; send a prompt"):
+            await client.chat_prompt([ChatMessage("user", "a")])

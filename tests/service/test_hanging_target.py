@@ -1,0 +1,131 @@
+"""A target that answers health but never a row: its requests go on elsewhere, and it gets no others until it works."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from coordinator.service import CoordinatorService
+from coordinator.settings.coordinator import CoordinatorSettings
+from tandem.clients.aio import Client
+from tandem.errors import ServiceUnavailableError
+from tandem.replica import ReplicaSnapshot, ReplicaState
+from tandem.serving.interceptors.handlers import Context
+from tandem.types import GenerationRequest
+from tandem.v1 import target_pb2
+from tests.service.clients import Completed, complete, until
+from tests.service.fakes import FakeTarget, coordinator
+from tests.service.served import Served, addresses, served
+
+SECONDS = 30.0
+BOUND_SECONDS = 0.5
+REQUEST = GenerationRequest((1, 2, 3), max_tokens=20, temperature=0.0, ignore_eos=True)
+EXPECTED = list(range(4, 24))
+
+
+class HangingTarget(FakeTarget):
+    """Takes steps, and answers some number of them; the others wait."""
+
+    def __init__(self, answers: int) -> None:
+        super().__init__()
+        self.answers = answers
+        self.works = asyncio.Event()
+        self.asked = 0
+
+    async def Verify(  # noqa: N802 - gRPC's name
+        self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: Context
+    ) -> AsyncIterator[target_pb2.VerifyResponse]:
+        async for response in super().Verify(request_iterator, context):
+            self.asked += 1
+            if self.asked > self.answers:
+                await self.works.wait()
+            yield response
+
+
+@dataclass(frozen=True)
+class Fleet:
+    client: Client
+    service: CoordinatorService
+    services: list[Served]
+
+    def shot(self, fake: FakeTarget) -> ReplicaSnapshot:
+        address = next(each.address for each in self.services if each.fake is fake)
+        return next(each for each in self.service.replicas.snapshots() if each.address == address)
+
+
+@asynccontextmanager
+async def fleet(*fakes: FakeTarget, wait_seconds: float = SECONDS) -> AsyncIterator[Fleet]:
+    async with asyncio.timeout(3 * SECONDS), AsyncExitStack() as stack:
+        services = await stack.enter_async_context(served(*fakes))
+        settings = CoordinatorSettings(
+            target_address=addresses(services, FakeTarget),
+            verification_timeout_seconds=BOUND_SECONDS,
+            target_wait_seconds=wait_seconds,
+        )
+        address, service = await stack.enter_async_context(coordinator(settings))
+        await until(
+            lambda: all(each.state is ReplicaState.READY for each in service.replicas.snapshots()), SECONDS
+        )
+        yield Fleet(await stack.enter_async_context(Client(address)), service, services)
+
+
+async def four(client: Client) -> list[Completed]:
+    return await asyncio.gather(*(complete(client, REQUEST) for _ in range(4)))
+
+
+@pytest.mark.parametrize("answers", [0, 3])
+async def test_requests_go_on_beside_one_that_hangs(answers: int) -> None:
+    """From its first step on, or in the middle of streams: no token is lost, none comes twice."""
+    hanging, healthy = HangingTarget(answers), FakeTarget()
+    async with fleet(hanging, healthy) as tried:
+        assert [list(each.token_ids) for each in await four(tried.client)] == [EXPECTED] * 4
+        assert hanging.asked > answers, "it had a part in it"
+        assert tried.shot(hanging).state is ReplicaState.DOWN
+        assert "probe" in tried.shot(hanging).reason
+
+
+async def test_it_gets_nothing_new_until_it_has_answered_a_probe() -> None:
+    hanging, healthy = HangingTarget(0), FakeTarget()
+    async with fleet(hanging, healthy) as tried:
+        await four(tried.client)
+        await until(lambda: hanging.running == 1, SECONDS)  # the probe
+        asked = hanging.asked
+        for _ in range(3):
+            await four(tried.client)
+        assert hanging.asked == asked
+        assert tried.shot(hanging).state is ReplicaState.DOWN
+        hanging.works.set()
+        await until(lambda: tried.shot(hanging).state is ReplicaState.READY, SECONDS)
+        assert [list(each.token_ids) for each in await four(tried.client)] == [EXPECTED] * 4
+        assert hanging.asked > asked
+
+
+async def test_the_only_target_may_be_slow() -> None:
+    """With nowhere to go, a sequence stays where it is, and nothing is computed again."""
+    slow = HangingTarget(2)
+    async with fleet(slow) as tried:
+        task = asyncio.create_task(complete(tried.client, REQUEST))
+        await asyncio.sleep(4 * BOUND_SECONDS)
+        assert not task.done()
+        slow.works.set()
+        assert list((await task).token_ids) == EXPECTED
+    assert slow.opened == 1
+
+
+async def test_the_only_target_may_not_hang_for_ever() -> None:
+    hanging = HangingTarget(2)
+    async with fleet(hanging, wait_seconds=0.2) as tried:
+        with pytest.raises(ServiceUnavailableError, match="tokens had been delivered"):
+            await complete(tried.client, REQUEST)
+
+
+async def test_a_loss_after_a_long_wait_is_still_made_good() -> None:
+    """A prompt may take longer to read than a request waits for a target."""
+    slow, other = HangingTarget(0), FakeTarget()
+    async with fleet(slow, other, wait_seconds=0.3) as tried:
+        task = asyncio.create_task(complete(tried.client, REQUEST))
+        assert list((await task).token_ids) == EXPECTED

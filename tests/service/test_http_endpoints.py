@@ -1,0 +1,175 @@
+"""The endpoints beside completions and chats, CORS, and what is told of fields that were passed over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI, BadRequestError
+
+from coordinator.settings.coordinator import CoordinatorSettings
+from tests.service.fakes import FakeDraft, FakeTarget
+from tests.service.http_cluster import http_cluster
+from tests.service.http_texts import TEMPLATE, TOKENIZER, openai, text
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "temperature": 0, "max_tokens": 3}
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    path = tmp_path / "template.jinja"
+    path.write_text(TEMPLATE, encoding="utf-8")
+    return path
+
+
+async def test_responses_by_openais_client(template: Path) -> None:
+    async with (
+        http_cluster(FakeTarget(), FakeDraft(), chat_template=template) as cluster,
+        openai(cluster) as client,
+    ):
+        asked: dict[str, Any] = {"model": "fake", "input": "a", "temperature": 0.0, "max_output_tokens": 5}
+        answer = await client.responses.create(**asked, store=False)
+        events = [event async for event in await client.responses.create(**asked, stream=True)]
+        instructed = await client.responses.create(
+            model="fake",
+            instructions="b",
+            input=[{"role": "user", "content": [{"type": "input_text", "text": "a"}]}],
+            max_output_tokens=1,
+        )
+        await _refused(client, tools=[{"type": "function", "name": "f", "parameters": {}, "strict": True}])
+        await _refused(client, previous_response_id="resp_1")
+        await _refused(client, text={"format": {"type": "json_object"}})
+    first = TOKENIZER.encode("user: a\n").ids[-1] + 1
+    assert answer.output_text == text(first, first + 4)
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details is not None
+    assert answer.usage is not None
+    assert answer.usage.output_tokens == 5
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    assert (events[0].type, events[-1].type) == ("response.created", "response.incomplete")
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == answer.output_text
+    assert instructed.usage is not None
+    assert instructed.usage.input_tokens == len(TOKENIZER.encode("system: b\nuser: a\n").ids)
+
+
+async def _refused(client: AsyncOpenAI, **options: Any) -> None:
+    with pytest.raises(BadRequestError, match=next(iter(options))):
+        await client.responses.create(model="fake", input="a", **options)
+
+
+async def test_tokenizing_and_back(template: Path) -> None:
+    async with http_cluster(FakeTarget(), chat_template=template) as cluster:
+        ids = TOKENIZER.encode("def f():").ids
+        answer = await cluster.http.post("/tokenize", json={"prompt": "def f():", "return_token_strs": True})
+        assert answer.json() == {
+            "count": len(ids),
+            "max_model_len": 64,
+            "tokens": ids,
+            "token_strs": [TOKENIZER.id_to_token(token_id) for token_id in ids],
+        }
+        chat = await cluster.http.post("/tokenize", json={"messages": CHAT["messages"]})
+        assert chat.json()["tokens"] == TOKENIZER.encode("user: a\n").ids
+        back = await cluster.http.post("/detokenize", json={"tokens": ids})
+        assert back.json() == {"prompt": "def f():"}
+        for path, body, sentence in (
+            ("/tokenize", {}, "prompt and messages are both set, or neither is"),
+            ("/detokenize", {"tokens": [5000]}, "tokens holds token id 5000"),
+            ("/detokenize", {"tokens": [1], "model": "other"}, "model is 'other'"),
+        ):
+            refused = await cluster.http.post(path, json=body)
+            assert sentence in refused.json()["error"]["message"]
+
+
+async def test_what_watchers_ask() -> None:
+    async with http_cluster(FakeTarget(), auth_token="a-token-of-many-characters") as cluster:
+        for method in ("GET", "POST"):
+            assert (await cluster.http.request(method, "/ping")).json() == {"status": "ok"}
+        assert (await cluster.http.get("/load")).status_code == 401
+        headers = {"authorization": "Bearer a-token-of-many-characters"}
+        assert (await cluster.http.get("/load", headers=headers)).json() == {"server_load": 0}
+        cluster.gate.closed_because = "draining"
+        assert (await cluster.http.get("/ping")).status_code == 503
+
+
+async def test_the_api_is_described() -> None:
+    async with http_cluster(FakeTarget()) as cluster:
+        described = (await cluster.http.get("/openapi.json")).json()
+        page = await cluster.http.get("/docs")
+    assert described["openapi"].startswith("3.")
+    schema = described["components"]["schemas"]["ChatBody"]
+    assert "continue_final_message" in schema["properties"]
+    assert set(described["paths"]) >= {"/v1/completions", "/v1/responses", "/tokenize", "/load"}
+    assert "logit_bias" in page.text
+    assert "http://" not in page.text
+    assert "https://" not in page.text
+    assert "default-src 'none'; style-src 'sha256-" in page.headers["content-security-policy"]
+
+
+async def test_what_is_passed_over_is_said(template: Path) -> None:
+    tools: dict[str, Any] = {"tools": [{"type": "function"}], "tool_choice": "none"}
+    async with http_cluster(FakeTarget(), chat_template=template, unknown_fields="ignore") as cluster:
+        for stream in (False, True):
+            answer = await cluster.http.post(
+                "/v1/chat/completions", json=CHAT | tools | {"foo": 1, "stream": stream}
+            )
+            assert answer.status_code == 200
+            assert answer.headers["x-tandem-ignored"] == "foo, tools"
+        plain = await cluster.http.post("/v1/chat/completions", json=CHAT)
+        assert "x-tandem-ignored" not in plain.headers
+
+
+async def test_what_ended_a_completion_is_told() -> None:
+    async with http_cluster(FakeTarget()) as cluster:
+        body: dict[str, Any] = {"prompt": [10], "temperature": 0, "max_tokens": 20}
+        for more, reason, count in (
+            ({"stop_token_ids": [15]}, 15, 5),
+            ({"stop": [text(13, 14)]}, text(13, 14), 4),
+            ({}, None, 20),
+        ):
+            answer = (await cluster.http.post("/v1/completions", json=body | more)).json()
+            assert answer["choices"][0]["stop_reason"] == reason
+            assert answer["usage"]["completion_tokens"] == count
+        late = (await cluster.http.post("/v1/completions", json=body | {"max_tokens": 64})).json()
+        assert late["error"]["message"].startswith("max_tokens is 64; it must be at most 63")
+
+
+async def test_penalties_may_leave_the_draft_out() -> None:
+    draft = FakeDraft()
+    async with http_cluster(FakeTarget(), draft, draft_model_penalties="target-only") as cluster:
+        body: dict[str, Any] = {"prompt": [10], "temperature": 0, "max_tokens": 9, "presence_penalty": 0.5}
+        answer = (await cluster.http.post("/v1/completions", json=body)).json()
+        assert answer["choices"][0]["text"] == text(11, 19)
+        assert answer["speculation"]["drafted"] == 0
+        assert draft.opened == 0
+        del body["presence_penalty"]
+        assert (await cluster.http.post("/v1/completions", json=body)).json()["speculation"]["drafted"] > 0
+
+
+async def test_pages_of_other_origins_are_let_in_only_by_name() -> None:
+    origin = "https://chat.example"
+    asked = {"origin": origin, "access-control-request-method": "POST"}
+    async with http_cluster(FakeTarget()) as cluster:
+        assert (await cluster.http.options("/v1/completions", headers=asked)).status_code == 405
+        assert (
+            "access-control-allow-origin"
+            not in (await cluster.http.get("/version", headers={"origin": origin})).headers
+        )
+    async with http_cluster(FakeTarget(), cors_origin=f"{origin},http://localhost:3000") as cluster:
+        allowed = await cluster.http.options("/v1/completions", headers=asked)
+        assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, origin)
+        told = await cluster.http.get("/version", headers={"origin": origin})
+        assert told.headers["access-control-allow-origin"] == origin
+        other = await cluster.http.options(
+            "/v1/completions", headers=asked | {"origin": "https://evil.example"}
+        )
+        assert "access-control-allow-origin" not in other.headers
+
+
+def test_an_origin_is_a_scheme_and_a_host() -> None:
+    with pytest.raises(
+        ValueError, match=r"cors_origin is chat\.example; it must be \* or scheme://host:port"
+    ):
+        CoordinatorSettings(target_address="127.0.0.1:1", cors_origin="chat.example")
+    CoordinatorSettings(target_address="127.0.0.1:1", cors_origin="*")

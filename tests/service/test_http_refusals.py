@@ -1,0 +1,166 @@
+"""What HTTP refuses, with which status, and for whom."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from openai import APIError, APIStatusError, RateLimitError
+
+from coordinator.http import body as body_module
+from coordinator.settings.coordinator import CoordinatorSettings
+from tandem.errors import ConfigurationError
+from tests.service.clients import until
+from tests.service.fakes import FakeDraft, FakeTarget
+from tests.service.http_cluster import http_cluster
+from tests.service.http_texts import SECONDS, openai, post, text
+
+TOKEN = "a-token-of-many-characters"
+
+
+async def test_refusals_have_openais_form() -> None:
+    async with http_cluster(FakeTarget(), FakeDraft()) as cluster:
+        status, error = await post(cluster, prompt="x", top_p=2)
+        assert status == 400
+        assert error == {
+            "message": "top_p is 2.0; it must be more than 0 and at most 1",
+            "type": "invalid_request_error",
+            "param": "top_p",
+            "code": None,
+        }
+        for body, sentence in (
+            ({"prompt": "x", "echo": True}, "echo is true"),
+            (
+                {"prompt": "x", "presence_penalty": 0.5},
+                "presence_penalty is 0.5; with a separate draft model",
+            ),
+            ({"prompt": "x", "response_format": {"type": "json_schema"}}, "response_format is json_schema"),
+            ({"prompt": "x", "foo": 1}, "foo is not an option of this request"),
+            ({"prompt": "x", "max_tokens": "5"}, "max_tokens is '5': input should be a valid integer"),
+            ({"prompt": "x", "seed": 2**80}, f"seed is {2**80}; it must be a signed 64-bit integer"),
+            ({"prompt": "x", "stop": ["a", ""]}, "a stop string is empty"),
+            ({"prompt": 5}, "prompt is 5"),
+            ({"prompt": [5000]}, "the prompt holds token id 5000"),
+            ({"prompt": ""}, "the prompt is empty"),
+            ({"prompt": "x", "timeout_seconds": 0}, "timeout_seconds is 0"),
+            ({"prompt": "x", "rejection_sampling_strategy": "luck"}, "luck"),
+            ({}, "prompt is missing"),
+        ):
+            status, error = await post(cluster, **body)
+            assert status == 400
+            assert sentence in error["message"]
+            assert error["type"] == "invalid_request_error"
+        status, error = await post(
+            cluster, "/v1/chat/completions", messages=[{"role": "user", "content": "x"}]
+        )
+        assert (status, "has no chat template" in error["message"]) == (400, True)
+        status, error = await post(cluster, prompt="x", model="other")
+        assert (status, error["code"]) == (404, "model_not_found")
+
+
+async def test_what_http_itself_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_module, "BODY_SECONDS", 0.2)
+    async with http_cluster(FakeTarget(), http_max_body_bytes=2000) as cluster:
+        http = cluster.http
+
+        def shown(answer: Any) -> tuple[int, Any]:
+            return answer.status_code, answer.json()["error"]["message"]
+
+        assert shown(await http.get("/v2")) == (404, "there is nothing at /v2")
+        answer = await http.get("/v1/completions")
+        assert shown(answer) == (405, "method is GET; /v1/completions takes POST")
+        assert answer.headers["allow"] == "POST"
+        plain = await http.post("/v1/completions", content=b'{"prompt": "x"}')
+        assert shown(plain) == (415, "content-type is not set; it must be application/json")
+        large = await http.post("/v1/completions", json={"prompt": "x" * 3000})
+        assert shown(large) == (413, "the body is larger than 2000 bytes, which is the most")
+        broken = await http.post(
+            "/v1/completions", content=b"{", headers={"content-type": "application/json"}
+        )
+        assert shown(broken)[0] == 400
+        assert "the body cannot be read: invalid JSON" in shown(broken)[1]
+
+        async def slow() -> Any:
+            yield b"{"
+            await asyncio.sleep(1)
+            yield b"}"
+
+        late = await http.post(
+            "/v1/completions", content=slow(), headers={"content-type": "application/json"}
+        )
+        assert shown(late) == (408, "the body did not come within 0.2 s")
+
+
+async def test_too_many_requests_are_told_when_to_come_back() -> None:
+    target = FakeTarget()
+    target.step_seconds = 0.2
+    bounds: dict[str, Any] = {"max_concurrent_requests": 1, "max_queued_requests": 0}
+    async with http_cluster(target, **bounds) as cluster, openai(cluster) as client:
+        running = asyncio.create_task(client.completions.create(model="fake", prompt=[10], max_tokens=20))
+        await until(lambda: target.running == 1, SECONDS)
+        with pytest.raises(RateLimitError) as refusal:
+            await client.completions.create(model="fake", prompt=[10], stream=True)
+        running.cancel()
+        assert float(refusal.value.response.headers["retry-after"]) >= 1
+        assert float(refusal.value.response.headers["retry-after-ms"]) >= 100
+        # With its retries on, the client comes back by itself.
+        async with openai(cluster, max_retries=5) as patient:
+            answer = await patient.completions.create(model="fake", prompt=[10], max_tokens=1)
+        assert answer.choices[0].text == text(11, 11)
+
+
+async def test_a_deadline_is_kept() -> None:
+    target = FakeTarget()
+    target.step_seconds = 0.3
+    async with http_cluster(target) as cluster, openai(cluster) as client:
+        with pytest.raises(APIStatusError) as late:
+            await client.completions.create(model="fake", prompt=[10], extra_body={"timeout_seconds": 0.5})
+        assert late.value.status_code == 504
+        stream = await client.completions.create(
+            model="fake", prompt=[10], stream=True, extra_body={"timeout_seconds": 0.5}
+        )
+        with pytest.raises(
+            APIError, match=r"took longer than the 0\.5 s it was given; 1 token was delivered"
+        ):
+            async for _ in stream:
+                pass
+
+
+async def test_tokens() -> None:
+    async with http_cluster(FakeTarget(), auth_token=TOKEN) as cluster:
+        for path in ("/v1/models", "/metrics", "/tandem/status", "/version", "/nothing"):
+            answer = await cluster.http.get(path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        for path in ("/health", "/", "/page.css", "/page.js"):
+            assert (await cluster.http.get(path)).status_code == 200
+        async with openai(cluster, api_key=TOKEN) as client:
+            assert (await client.models.list()).data[0].id == "fake"
+        async with openai(cluster, api_key="another-token-of-many") as client:
+            with pytest.raises(APIStatusError) as refusal:
+                await client.models.list()
+            assert refusal.value.status_code == 401
+
+
+async def test_a_page_that_calls_itself_this_machine_reads_nothing() -> None:
+    async with http_cluster(FakeTarget()) as cluster:
+        hosts = {"evil.example": 403, "evil.example:80": 403, "[": 403, "localhost:1": 200, "[::1]": 200}
+        for host, status in hosts.items():
+            assert (await cluster.http.get("/v1/models", headers={"host": host})).status_code == status
+    async with http_cluster(FakeTarget(), auth_token=TOKEN) as cluster:
+        headers = {"host": "tandem.example", "authorization": f"Bearer {TOKEN}"}
+        assert (await cluster.http.get("/v1/models", headers=headers)).status_code == 200
+
+
+async def test_a_port_that_is_taken_is_told_at_once() -> None:
+    async with http_cluster(FakeTarget()) as cluster:
+        port = int(cluster.url.rpartition(":")[2])
+        with pytest.raises(ConfigurationError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*--http-port"):
+            async with http_cluster(FakeTarget(), http_port=port):
+                pass
+
+
+def test_other_machines_are_not_served_unprotected() -> None:
+    with pytest.raises(ValueError, match=r"http_host is 0\.0\.0\.0, which other machines reach"):
+        CoordinatorSettings(target_address="127.0.0.1:1", http_port=0, http_host="0.0.0.0")
+    CoordinatorSettings(target_address="127.0.0.1:1", http_host="0.0.0.0")

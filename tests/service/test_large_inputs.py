@@ -1,0 +1,201 @@
+"""What a stranger may send: many completions, many prompts, much of anything. Refused before anything is built."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from coordinator.decoding.tokenization import PromptEncoder
+from coordinator.http.openai import prompts as prompts_module
+from coordinator.requests import large_requests
+from coordinator.requests.turns import LARGE_BYTES, Turns
+from coordinator.settings.coordinator import CoordinatorSettings
+from tandem.clients.aio import Client
+from tandem.errors import InvalidRequestError
+from tandem.types import GenerationRequest
+from tandem.v1 import generation_pb2, target_pb2_grpc
+from tests.service.fakes import MAX_LENGTH, FakeTarget, coordinating, serving
+from tests.service.http_cluster import http_cluster
+
+JSON = {"content-type": "application/json"}
+SECONDS = 20.0
+
+
+async def test_any_number_of_completions_is_refused_before_one_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = 0
+    make = prompts_module._request
+
+    def counted(*arguments: object) -> GenerationRequest:
+        nonlocal made
+        made += 1
+        assert made < 10, "a request for each of them is built"
+        return make(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(prompts_module, "_request", counted)
+    async with http_cluster(FakeTarget()) as cluster:
+        for body, said in (
+            ({"prompt": "a", "n": 1_000_000_000}, "n is 1000000000; it must make at most 16 completions"),
+            ({"prompt": ["a"] * 9, "n": 2}, "n is 2 for each of 9 prompts; it must make at most 16"),
+            ({"prompt": ["a"] * 30_000}, "n is 1 for each of 30000 prompts; it must make at most 16"),
+            ({"prompt": [[1]] * 4_000}, "n is 1 for each of 4000 prompts; it must make at most 16"),
+        ):
+            answer = await cluster.http.post("/v1/completions", json=body)
+            assert answer.status_code == 400
+            assert said in answer.json()["error"]["message"]
+        assert made <= 4
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "said"),
+    [
+        ("completions", b'{"prompt": [' + b'"a",' * 800_000 + b'"a"]}', "values or more"),
+        ("completions", b'{"prompt": [' + b"1," * 800_000 + b"1]}", "values or more"),
+        ("completions", b'{"prompt": [' + b"{}," * 200_000 + b"{}]}", "lists, objects and fields or more"),
+        ("completions", b'{"prompt": "' + b"," * 200_000 + b'"}', "the prompt has 200000 bytes"),
+        (
+            "chat/completions",
+            b'{"messages": [' + b"{}," * 130_000 + b"{}]}",
+            "lists, objects and fields or more",
+        ),
+        ("chat/completions", b'{"messages": [' + b"1," * 2_100 + b"1]}", "messages.0 is 1"),
+        (
+            "chat/completions",
+            b'{"messages": [' + b",".join([b'{"role":"user"}'] * 2_049) + b"]}",
+            "list should have at most 2048 items",
+        ),
+    ],
+)
+async def test_bodies_of_many_values_are_refused_unparsed(path: str, content: bytes, said: str) -> None:
+    async with http_cluster(FakeTarget()) as cluster:
+        answer = await cluster.http.post(f"/v1/{path}", content=content, headers=JSON)
+        assert answer.status_code in (400, 413)
+        assert said in answer.json()["error"]["message"]
+        assert (await cluster.http.get("/health")).status_code == 200
+
+
+async def test_a_text_that_cannot_fit_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def encode(*_: object, **__: object) -> tuple[int, ...]:
+        raise AssertionError("it was tokenized")
+
+    monkeypatch.setattr(PromptEncoder, "encode", encode)
+    text = "a" * (32 * MAX_LENGTH + 1)
+    said = "the prompt has 2049 bytes; it must be at most 2048, since longer texts have more tokens than max_length"
+    async with http_cluster(FakeTarget()) as cluster, generating() as address, Client(address) as client:
+        answer = await cluster.http.post("/v1/completions", json={"prompt": text})
+        assert answer.json()["error"]["message"].startswith(said)
+        with pytest.raises(InvalidRequestError, match=said):
+            [chunk async for chunk in client.generate(GenerationRequest(text))]
+
+
+@asynccontextmanager
+async def generating() -> AsyncIterator[str]:
+    """A coordinator over a fake target: its address."""
+    async with AsyncExitStack() as stack:
+        target = FakeTarget()
+        address, _ = await stack.enter_async_context(
+            serving(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(target, server))
+        )
+        yield await stack.enter_async_context(coordinating(CoordinatorSettings(target_address=address)))
+
+
+async def refused(address: str, content: bytes) -> tuple[grpc.StatusCode, str]:
+    """How a request of these bytes is refused."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        method: Any = channel.unary_stream(large_requests.GENERATE)
+        call = method(content, timeout=SECONDS)
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            [answer async for answer in call]
+        return refusal.value.code(), refusal.value.details() or ""
+
+
+async def test_large_messages_are_bounded_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with generating() as address:
+        ids = generation_pb2.GenerateRequest(stop=["a"] * 1_000_000, text="a").SerializeToString()
+        most = 32 * MAX_LENGTH + 16 * 1029 + 1024 * 16 + 256 * 5 + 4096
+        assert await refused(address, ids) == (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            f"the request has {len(ids)} bytes; it must be at most {most}",
+        )
+        monkeypatch.setattr(large_requests, "max_bytes", lambda *_: 1 << 20)
+        code, said = await refused(
+            address, generation_pb2.GenerateRequest(stop=["a"] * 100_000, text="a").SerializeToString()
+        )
+        assert (code, said) == (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "the number of stop strings is 100000; it must be at most 16",
+        )
+        message = generation_pb2.GenerateRequest()
+        message.token_ids.token_ids.extend([1] * 100_000)
+        code, said = await refused(address, message.SerializeToString())
+        assert said.startswith("the prompt has 100000 tokens; it must have at most 63")
+        code, said = await refused(address, b"\xff" * (LARGE_BYTES + 1))
+        assert (code, said) == (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "a message cannot be read; its bytes must be the protobuf that the method takes",
+        )
+
+
+async def test_a_large_request_that_keeps_its_bounds_is_answered() -> None:
+    # Fields that do not exist here are skipped, so a message may be large without asking for much.
+    content = generation_pb2.GenerateRequest(text="a", max_tokens=2).SerializeToString()
+    unknown = b"\xfa\xff\x01" + b"\x80\x90\x01" + bytes(18 << 10)
+    async with generating() as address, grpc.aio.insecure_channel(address) as channel:
+        method: Any = channel.unary_stream(large_requests.GENERATE)
+        call = method(content + unknown, timeout=SECONDS)
+        answers = [generation_pb2.GenerateResponse.FromString(answer) async for answer in call]
+    assert answers[-1].summary.usage.completion_token_count == 2
+
+
+async def test_large_work_takes_turns() -> None:
+    turns, inside, order = Turns(), 0, []
+
+    async def work(number: int) -> None:
+        nonlocal inside
+        async with turns.turn():
+            inside += 1
+            assert inside == 1
+            order.append(number)
+            inside -= 1
+
+    await asyncio.gather(*map(work, range(5)))
+    assert order == [*range(5)]
+
+
+@pytest.mark.parametrize(
+    "host", ["x@127.0.0.1", "127.0.0.1#.x", "127.0.0.1?x", "127.0.0.1/", "[::1]x", "127.0.0.1:80:1"]
+)
+async def test_a_host_that_only_ends_or_begins_like_this_machine_is_refused(host: str) -> None:
+    async with http_cluster(FakeTarget()) as cluster:
+        answer = await cluster.http.get("/v1/models", headers={"host": host})
+        assert answer.status_code == 403
+
+
+async def test_a_request_with_two_lengths_closes_its_connection() -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    smuggled = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    async with http_cluster(FakeTarget()) as cluster:
+        port = int(cluster.url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n" + smuggled)
+        async with asyncio.timeout(SECONDS):
+            said = await reader.read()
+        writer.close()
+    assert said.startswith(b"HTTP/1.1 400 ")
+    assert b"connection: close" in said.lower()
+    assert said.count(b"HTTP/1.1 ") == 1
+
+
+def test_metrics_for_other_machines_need_consent() -> None:
+    options: dict[str, Any] = {"target_address": "127.0.0.1:1", "prometheus_host": "0.0.0.0"}
+    with pytest.raises(ValueError, match=r"prometheus_host is 0\.0\.0\.0, which other machines reach"):
+        CoordinatorSettings(**options, prometheus_port=0)
+    CoordinatorSettings(**options)
+    CoordinatorSettings(**options, prometheus_port=0, insecure=True)

@@ -1,0 +1,103 @@
+"""A model that computes what are no numbers: the target's request ends with INTERNAL, the draft's goes on without."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from coordinator.settings.coordinator import CoordinatorSettings
+from draft_service.proposers.draft_head import propose_head
+from tandem.clients.aio import Client
+from tandem.engine.core.jobs import Continue, Done, Failed, Job
+from tandem.engine.models.loading import LoadedModel
+from tandem.errors import ProtocolError, TandemError
+from tandem.types import GenerationRequest
+from target_service.verifier import verify_head
+from tests.service import engines
+from tests.service.clients import complete
+from tests.service.engines import Faults, draft, target, tiny_model
+from tests.service.fakes import coordinating
+
+Outcomes = Sequence[Done[Any] | Failed | Continue]
+
+GREEDY = GenerationRequest(
+    "def f(", max_tokens=24, temperature=0.0, num_speculative_tokens=3, ignore_eos=True
+)
+SAMPLED = {
+    rule: GenerationRequest(
+        "def f(", max_tokens=24, temperature=1.0, seed=5, rejection_sampling_strategy=rule, num_speculative_tokens=3,
+        ignore_eos=True,
+    )
+    for rule in ("strict", "residual")
+}  # fmt: skip
+REQUESTS = {"greedy": GREEDY, **SAMPLED}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return tiny_model(tmp_path_factory.mktemp("target"))
+
+
+class Spoilt:
+    """A head that sees NaN from its `first` call on."""
+
+    def __init__(self, head: Any, first: int) -> None:
+        self._head = head
+        self._first = first
+        self.calls = 0
+
+    def __call__(self, ready: Sequence[Job[Any]], logits: Tensor) -> Outcomes:
+        self.calls += 1
+        outcomes: Outcomes = self._head(ready, logits * torch.nan if self.calls >= self._first else logits)
+        return outcomes
+
+
+@asynccontextmanager
+async def cluster(model: LoadedModel) -> AsyncIterator[Client]:
+    async with AsyncExitStack() as stack:
+        target_address, _ = await stack.enter_async_context(target(model, Faults()))
+        draft_address, _ = await stack.enter_async_context(draft(model))
+        settings = CoordinatorSettings(
+            target_address=target_address, draft_address=draft_address, draft_patience_seconds=30.0
+        )
+        address = await stack.enter_async_context(coordinating(settings))
+        yield await stack.enter_async_context(Client(address))
+
+
+@pytest.mark.parametrize("rule", REQUESTS)
+async def test_of_the_target_it_ends_the_request_with_internal(
+    rule: str, model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engines, "verify_head", Spoilt(verify_head, first=3))
+    async with cluster(model) as client:
+        with pytest.raises(TandemError) as raised, caplog.at_level(logging.ERROR):
+            await complete(client, REQUESTS[rule])
+    assert isinstance(raised.value, ProtocolError) or type(raised.value) is TandemError
+    lines = [record for record in caplog.records if record.message == "logits are not finite"]
+    assert len(lines) == 1
+    assert "not finite numbers" in str(lines[0].__dict__["reason"])
+    assert lines[0].exc_info is None
+
+
+@pytest.mark.parametrize("rule", REQUESTS)
+async def test_of_the_draft_it_costs_the_speed_up_alone(
+    rule: str, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = REQUESTS[rule]
+    async with cluster(model) as client:
+        undisturbed = await complete(client, request)
+    spoilt = Spoilt(propose_head, first=1)
+    monkeypatch.setattr(engines, "propose_head", spoilt)
+    async with cluster(model) as client:
+        completed = await complete(client, request)
+    assert spoilt.calls > 0
+    assert completed.stats.drafted == 0
+    assert len(completed.token_ids) == len(undisturbed.token_ids)
+    if rule != "residual":  # whose text depends on where rounds begin
+        assert completed.text == undisturbed.text

@@ -1,0 +1,93 @@
+"""Raced recovery over real services, and both ways of a rolling upgrade: either side may be too old to race."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+import pytest
+
+from coordinator.settings.coordinator import CoordinatorSettings
+from coordinator.transport.target_client import RowChoice
+from tandem.clients.aio import Client
+from tandem.engine.models.loading import LoadedModel
+from tandem.types import GenerationRequest, RowKind
+from tandem.v1 import target_pb2
+from tests.service.clients import Completed, complete
+from tests.service.engines import Faults, draft, target, tiny_model
+from tests.service.fakes import coordinating
+
+BOUND_SECONDS = 60.0
+# The draft is the target's model and keeps 8 of these 20 tokens: about half of what it proposes is accepted.
+REQUESTS = [
+    GenerationRequest(
+        "def f(", max_tokens=24, temperature=1.0, top_k=20, seed=seed, rejection_sampling_strategy=rule,
+        num_speculative_tokens=3, ignore_eos=True,
+    )
+    for rule in ("residual", "block")
+    for seed in (1, 2)
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return tiny_model(tmp_path_factory.mktemp("target"))
+
+
+class Asked:
+    """Counts the questions of a coordinator, and those to race; an old target does not see the latter."""
+
+    def __init__(self, *, is_old: bool = False) -> None:
+        self._is_old = is_old
+        self.steps = 0
+        self.races = 0
+
+    def __call__(self, request: target_pb2.VerifyRequest) -> None:
+        if request.HasField("step"):
+            self.steps += 1
+            self.races += request.step.raced_recovery
+            if self._is_old:
+                request.step.ClearField("raced_recovery")
+
+
+async def completed(model: LoadedModel, asked: Asked, row_kind: RowKind | None = None) -> list[Completed]:
+    """Every request, with a target that is asked so."""
+    async with asyncio.timeout(BOUND_SECONDS), AsyncExitStack() as stack:
+        target_address, _ = await stack.enter_async_context(target(model, Faults(asked=asked)))
+        draft_address, _ = await stack.enter_async_context(draft(model))
+        settings = CoordinatorSettings(
+            target_address=target_address,
+            draft_address=draft_address,
+            draft_patience_seconds=30.0,
+            speculation_policy="fixed",
+        )
+        address = await stack.enter_async_context(coordinating(settings))
+        client = await stack.enter_async_context(Client(address))
+        return [await complete(client, replace(request, row_kind=row_kind)) for request in REQUESTS]
+
+
+async def test_both_ways_of_an_upgrade_give_the_text_of_before(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, old_target, old_coordinator = Asked(), Asked(is_old=True), Asked()
+    raced = await completed(model, new)
+    first = await completed(model, old_target)
+    monkeypatch.setattr(RowChoice, "races_for", lambda self, proposal: False)
+    last = await completed(model, old_coordinator)
+    assert [each.token_ids for each in first] == [each.token_ids for each in last]
+    assert [each.drafted for each in first] == [each.drafted for each in last]
+    for before, after in zip(first, raced, strict=True):
+        assert before.token_ids != after.token_ids
+    # Only what proposes nothing is not raced for: each request's first round, while the draft reads the prompt.
+    assert 0 < new.races < new.steps
+    assert old_target.races > 0
+    assert old_coordinator.races == 0
+
+
+async def test_dense_rows_give_the_text_of_support_rows(model: LoadedModel) -> None:
+    support = await completed(model, Asked())
+    dense = await completed(model, Asked(), RowKind.DENSE)
+    assert [each.token_ids for each in support] == [each.token_ids for each in dense]
+    for each in support:
+        assert 0 < sum(each.drafted) < each.stats.drafted

@@ -1,0 +1,195 @@
+"""Streams whose clients do not read hold no place, and have the same tokens as any other once they are read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.service import CoordinatorService
+from coordinator.settings.coordinator import CoordinatorSettings
+from tandem.errors import AbortedError, CapacityError, DeadlineError
+from tandem.types import Chunk, GenerationRequest
+from tandem.v1 import draft_pb2_grpc, target_pb2_grpc
+from tests.service import engines
+from tests.service.clients import until
+from tests.service.fakes import FakeDraft, FakeTarget, coordinator, serving
+
+SECONDS = 20.0
+STALL = 0.2
+REQUEST = GenerationRequest((10,), max_tokens=40, temperature=0.0)
+
+
+@asynccontextmanager
+async def over(
+    target: FakeTarget, draft: FakeDraft | None = None, **options: Any
+) -> AsyncIterator[CoordinatorService]:
+    """A coordinator over these fakes that takes a stream for stalled soon."""
+    async with AsyncExitStack() as stack:
+        options["target_address"], _ = await stack.enter_async_context(
+            serving(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(target, server))
+        )
+        if draft is not None:
+            options["draft_address"], _ = await stack.enter_async_context(
+                serving(lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(draft, server))
+            )
+        settings = CoordinatorSettings(**({"stalled_stream_seconds": STALL} | options))
+        _, service = await stack.enter_async_context(coordinator(settings))
+        yield service
+
+
+def tokens_of(chunks: list[Chunk]) -> list[int]:
+    return [token_id for chunk in chunks for token_id in chunk.token_ids]
+
+
+async def test_a_stream_that_is_not_read_holds_no_place_and_goes_on_when_it_is() -> None:
+    target, draft = FakeTarget(), FakeDraft()
+    async with over(target, draft) as service:
+        completions = service.completions
+        async with aclosing(completions.complete(REQUEST)) as stream:
+            chunks = [await anext(stream), await anext(stream)]
+            assert completions.admission.running == 1
+            await until(
+                lambda: not (target.running or draft.running or completions.admission.running), SECONDS
+            )
+            assert len(completions.requests.list()) == 1
+            for _ in range(2):
+                chunks.append(await anext(stream))
+                await until(lambda: not completions.admission.running, SECONDS)
+            chunks += [chunk async for chunk in stream]
+        assert tokens_of(chunks) == [*range(11, 51)]
+        assert (target.running, completions.admission.running) == (0, 0)
+
+
+async def test_a_stream_that_is_complete_but_for_its_reader_holds_no_place() -> None:
+    target = FakeTarget()
+    async with over(target) as service:
+        async with aclosing(service.completions.complete(replace(REQUEST, max_tokens=1))) as stream:
+            await anext(stream)
+            await until(lambda: not (target.running or service.completions.admission.running), SECONDS)
+            assert [chunk async for chunk in stream] == []
+        assert target.opened == 1
+
+
+async def test_a_stream_that_is_read_keeps_its_places() -> None:
+    target = FakeTarget()
+    async with over(target) as service:
+        async for _ in service.completions.complete(REQUEST):
+            await asyncio.sleep(STALL / 8)
+        assert target.opened == 1
+
+
+async def test_others_run_beside_streams_that_are_not_read() -> None:
+    async with over(FakeTarget(), max_concurrent_requests=2, max_queued_requests=0) as service:
+        completions = service.completions
+        async with AsyncExitStack() as stack:
+            stalled = []
+            for _ in range(3):
+                for _ in range(2):
+                    stream = await stack.enter_async_context(aclosing(completions.complete(REQUEST)))
+                    stalled.append((stream, [await anext(stream)]))
+                await until(lambda: not completions.admission.running, SECONDS)
+            good = [chunk async for chunk in completions.complete(REQUEST)]
+            assert tokens_of(good) == [*range(11, 51)]
+
+            async def rest(stream: Any, chunks: list[Chunk]) -> list[int]:
+                return tokens_of([*chunks, *[chunk async for chunk in stream]])
+
+            # All of them at once: they wait for each other's places, and none is refused in its middle.
+            assert await asyncio.gather(*(rest(*each) for each in stalled)) == [[*range(11, 51)]] * 6
+        assert completions.admission.running == 0
+
+
+@pytest.mark.parametrize(
+    ("ending", "error"),
+    [("abort", AbortedError), ("deadline", DeadlineError), ("cancel", asyncio.CancelledError)],
+)
+async def test_a_stream_that_waits_for_its_place_again_can_still_be_ended(
+    ending: str, error: type[BaseException]
+) -> None:
+    async with over(FakeTarget(), max_concurrent_requests=1) as service:
+        completions = service.completions
+        async with aclosing(completions.complete(REQUEST, 2.0 if ending == "deadline" else None)) as stream:
+            await anext(stream)
+            await until(lambda: not completions.admission.running, SECONDS)
+            async with completions.admission.place(None):
+
+                async def read() -> None:
+                    async for _ in stream:
+                        pass
+
+                reading = asyncio.create_task(read())
+                await asyncio.sleep(0.05)
+                if ending == "abort":
+                    completions.requests.list()[0].abort()
+                if ending == "cancel":
+                    reading.cancel()
+                with pytest.raises(error):
+                    await reading
+        assert (completions.admission.running, completions.admission.queued) == (0, 0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+RULES = [
+    {"temperature": 0.0},
+    {"rejection_sampling_strategy": "strict", "temperature": 1.0, "seed": 5},
+    {"rejection_sampling_strategy": "residual", "temperature": 1.0, "seed": 5},
+    {"rejection_sampling_strategy": "block", "temperature": 1.0, "seed": 5},
+]
+
+
+async def test_the_tokens_are_those_of_a_stream_that_was_always_read(folder: Path) -> None:
+    target, draft = engines.tiny_model(folder / "target", 1), engines.tiny_model(folder / "draft", 2)
+    async with (
+        engines.target(target, engines.Faults()) as (target_address, _),
+        engines.draft(draft) as (draft_address, _),
+        coordinator(
+            CoordinatorSettings(
+                target_address=target_address,
+                draft_address=draft_address,
+                stalled_stream_seconds=STALL,
+                draft_patience_seconds=30.0,
+                speculation_policy="fixed",
+                draft_ahead="off",  # rounds are compared, and how far a draft gets is a matter of time
+            )
+        ) as (_, service),
+    ):
+        for rule in RULES:
+            request = GenerationRequest(
+                (5, 6, 7), max_tokens=24, num_speculative_tokens=3, ignore_eos=True, **rule
+            )  # type: ignore[arg-type]
+            expected = [chunk async for chunk in service.completions.complete(request)]
+            chunks: list[Chunk] = []
+            async for chunk in service.completions.complete(request):
+                chunks.append(chunk)
+                if len(chunks) in (2, 5):
+                    await until(lambda: not service.completions.admission.running, SECONDS)
+            assert tokens_of(chunks) == tokens_of(expected)
+            assert [chunk.proposed for chunk in chunks] == [chunk.proposed for chunk in expected]
+
+
+async def test_streams_of_one_address_are_bounded() -> None:
+    async with over(FakeTarget(), max_streams_per_peer=2) as service:
+        complete = service.completions.complete
+        async with AsyncExitStack() as stack:
+            for _ in range(2):
+                stream = await stack.enter_async_context(aclosing(complete(REQUEST, peer="192.0.2.1")))
+                await anext(stream)
+            await until(lambda: not service.completions.admission.running, SECONDS)
+            with pytest.raises(
+                CapacityError, match=r"2 requests from 192\.0\.2\.1 run, wait or are not read"
+            ):
+                await anext(complete(REQUEST, peer="192.0.2.1"))
+            assert tokens_of([chunk async for chunk in complete(REQUEST, peer="192.0.2.2")]) == [
+                *range(11, 51)
+            ]
+        assert tokens_of([chunk async for chunk in complete(REQUEST, peer="192.0.2.1")]) == [*range(11, 51)]

@@ -1,0 +1,317 @@
+"""A new user's first hour: the README and docs/getting-started.md, followed with the wheel in a fresh environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import urllib.request
+import venv
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from tests import bundled_kernels
+from tests.commands import Ran
+from tests.end_to_end.processes import clean_environment, running
+from tests.paths import DEMO_DRAFT, DEMO_TARGET, ROOT
+
+pytestmark = pytest.mark.slow
+
+SOURCES = (
+    "pyproject.toml", "hatch_build.py", "LICENSE", "README.md", "protos",
+    "tandem", "draft_service", "target_service", "coordinator",
+)  # fmt: skip
+
+# Heavy packages are those of the environment that runs the tests; a path in a .pth file brings the packages there, but
+# not the .pth file by which this checkout is installed there.
+OUTER_PACKAGES = sysconfig.get_path("purelib")
+# As on a machine without the extra: nothing finds torch.
+HIDE_TORCH = "import os, sys; os.environ.get('TEST_HIDES_TORCH') and sys.modules.__setitem__('torch', None)"
+
+
+GETTING_STARTED = (ROOT / "docs" / "getting-started.md").read_text(encoding="utf-8")
+PAGES = ((ROOT / "README.md").read_text(encoding="utf-8"), GETTING_STARTED)
+
+
+def lines_of(page: str) -> list[str]:
+    """Commands of a page's shell blocks."""
+    return [line for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) for line in block.splitlines()]
+
+
+PAGES_LINES = list(dict.fromkeys(line for page in PAGES for line in lines_of(page)))
+"""Each command once."""
+
+BY_HAND = {
+    "make demo": "run by tests/test_readme.py, and from a clone by the soak test",
+    "python3 -m venv tandem-env": "the soak test",
+    ". tandem-env/bin/activate": "the soak test",
+    "pip install '.[engine]'": "the soak test",
+    "python3 -m pip wheel --no-deps --wheel-dir dist .": "the soak test; built here without an index",
+    'pip install "$(ls dist/tandem_speculative-*.whl)[engine]"': "the soak test; installed here without an index",
+    "export ADMIN_TOKEN=$(openssl rand -hex 16)": "needs Docker; tests/deploy plays the compose file out",
+    "docker compose up": "needs Docker",
+    'docker compose exec coordinator tandem generate "def main():" --temperature 0': "needs Docker",
+}
+"""Commands of docs/getting-started.md that are not run here, and why."""
+
+DRIVER = """
+import contextlib, io, json, sys
+from coordinator.cli.main import main
+
+told = []
+for call in json.loads(sys.argv[1]):
+    sys.argv = ["tandem", *call]
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    told.append({"code": code, "out": out.getvalue(), "err": err.getvalue()})
+print(json.dumps(told))
+"""
+"""Runs `tandem` commands one after the other, and tells what each did."""
+
+
+@pytest.fixture(scope="module")
+def wheel() -> Iterator[Path]:
+    # Built from a copy: the build generates modules in its source tree, which other tests import meanwhile.
+    with TemporaryDirectory(prefix="tandem-wheel-") as name:
+        source = Path(name, "source")
+        for path in SOURCES:
+            copy = shutil.copytree if (ROOT / path).is_dir() else shutil.copy
+            (source / path).parent.mkdir(parents=True, exist_ok=True)
+            copy(ROOT / path, source / path)
+        for folder in (DEMO_TARGET, DEMO_DRAFT):
+            shutil.copytree(folder, source / folder.relative_to(ROOT))
+        pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", name, str(source))
+        (wheel,) = Path(name).glob("*.whl")
+        yield wheel
+
+
+@pytest.fixture(scope="module")
+def commands(wheel: Path) -> Path:
+    """The folder of commands of a fresh environment that has the wheel."""
+    environment = wheel.parent / "environment"
+    venv.create(environment, with_pip=False)
+    python = environment / "bin" / "python"
+    pip("--python", str(python), "install", "--no-deps", "--no-index", "--no-compile", str(wheel))
+    (packages,) = environment.glob("lib/python*/site-packages")
+    (packages / "outer.pth").write_text(f"{OUTER_PACKAGES}\n{HIDE_TORCH}\n", encoding="utf-8")
+    return environment / "bin"
+
+
+def pip(*arguments: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments],
+        env=os.environ | bundled_kernels.ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_wheel_takes_no_name_that_is_not_ours(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name.partition("/")[0] for name in archive.namelist() if ".dist-info/" not in name}
+    assert names == {"tandem", "tandem_demo", "draft_service", "target_service", "coordinator"}
+
+
+def test_a_wheel_holds_compiled_kernels_and_serves_every_platform(wheel: Path) -> None:
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        compiled = [name for name in archive.namelist() if name.endswith(".so")]
+    assert compiled == bundled_kernels.PLACES
+
+
+@dataclass(frozen=True, slots=True)
+class Newcomer:
+    """Somebody in a folder of their own who has the wheel, and for whom `tandem up` runs."""
+
+    bin: Path
+    folder: Path
+    address: str
+    """The coordinator's."""
+    url: str
+    """The page's, without the / at its end."""
+
+    def run(self, *lines: str) -> list[Ran]:
+        """What `tandem` commands print, all of them in one process: importing it takes a second."""
+        calls = [self.words(line)[1:] for line in lines]
+        told = self.python(DRIVER, json.dumps(calls))
+        return [Ran(**ran) for ran in json.loads(told)]
+
+    def words(self, line: str) -> list[str]:
+        """A command's words, with the addresses that the cluster has here."""
+        here = line.replace("http://127.0.0.1:8000", self.url).replace("127.0.0.1:50051", self.address)
+        return shlex.split(here)
+
+    def python(self, source: str, *arguments: str) -> str:
+        """Output of a Python program."""
+        return self.execute(str(self.bin / "python"), "-P", "-c", source, *arguments)
+
+    def execute(self, *words: str) -> str:
+        """Output of a command that succeeds."""
+        environment = clean_environment() | {
+            "PATH": f"{self.bin}:{os.environ['PATH']}",
+            "TANDEM_CLIENT_ADDRESS": self.address,
+            "no_proxy": "*",
+        }
+        ran = subprocess.run(
+            words, cwd=self.folder, env=environment, capture_output=True, text=True, check=False, timeout=240
+        )
+        assert ran.returncode == 0, f"{words}: {ran.stderr}"
+        return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def newcomer(commands: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Newcomer]:
+    """One cluster of the demo pair for all commands, whose end is looked at too."""
+    folder = tmp_path_factory.mktemp("anywhere")
+    # A checkout's own packages must not come before those of the wheel.
+    for package in ("tandem", "target_service", "coordinator"):
+        (folder / package).mkdir()
+        (folder / package / "__init__.py").write_text("raise RuntimeError", encoding="utf-8")
+    options = ("--port", "0", "--http-port", "0", "--threads", "1", "--log-level", "error")
+    # Without a compiler the wheel's own kernels must do.
+    compile_mode = "on" if bundled_kernels.CAN_COMPILE else "off"
+    environment = {"CXX": "/nonexistent/c++"} | {
+        f"TANDEM_{service}_COMPILE": compile_mode for service in ("DRAFT", "TARGET")
+    }
+    with running(
+        str(commands / "tandem"), "up", *options, environment=environment, working_folder=folder
+    ) as process:
+        address = process.line("tandem up: ready on ", seconds=300)
+        url = process.line("page on ").partition("/ ")[0]
+        yield Newcomer(commands, folder, address, url)
+        assert process.stop() == 0
+        # Of whoever asks the page's port for gRPC, HTTP itself tells.
+        said = [line for line in process.stderr.splitlines() if "Invalid HTTP request" not in line]
+        assert said == []
+
+
+def test_the_demo_pair_is_served_from_any_folder(newcomer: Newcomer) -> None:
+    """With the console script, a chat over HTTP, and the packages of the wheel."""
+    prompt = ("--max-tokens", "8", "--temperature", "0", "def main(")
+    written = newcomer.execute("tandem", "generate", "--quiet", *prompt)
+    assert written.strip()
+    chat = {"messages": [{"role": "user", "content": "def main("}], "max_tokens": 8, "temperature": 0}
+    request = urllib.request.Request(f"{newcomer.url}/v1/chat/completions", json.dumps(chat).encode())
+    request.add_header("Content-Type", "application/json")
+    # The same prompt by way of the pair's own chat template.
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as answer:
+        text = json.load(answer)["choices"][0]["message"]["content"]
+    assert written.strip().endswith(text.strip())
+    where = newcomer.python("import coordinator, tandem; print(coordinator.__file__, tandem.__file__)")
+    assert where.count(str(newcomer.bin.parent)) == 2
+
+
+def test_every_tandem_command_of_the_pages_works(newcomer: Newcomer) -> None:
+    lines = [line for line in PAGES_LINES if line.startswith(("tandem ", ".venv/bin/tandem "))]
+    # tests/test_readme.py starts the services one by one, on ports of their own.
+    lines = [line for line in lines if line.split()[1] not in ("up", "serve") and ":50151" not in line]
+    assert len(lines) >= 15
+    printed = dict(zip(lines, newcomer.run(*lines), strict=True))
+    wrong = {line: ran for line, ran in printed.items() if ran.code != 0 or not ran.out.strip()}
+    assert wrong == {}, "\n".join(map(str, wrong.items()))
+    # What the README says of its last two generate commands.
+    strict, alone = [line for line in printed if "--seed 7" in line and "--json" not in line][-2:]
+    texts = {line: ran for line, ran in printed.items() if "strict" in line or "--no-speculation" in line}
+    assert len(texts) == 2, (strict, alone)
+    assert len({ran.out for ran in texts.values()}) == 1
+
+
+def test_every_curl_and_python_of_the_pages_works(newcomer: Newcomer) -> None:
+    curls = [line for line in PAGES_LINES if line.startswith("curl ")]
+    assert len(curls) == 2
+    for line in curls:
+        assert json.loads(newcomer.execute(*newcomer.words(line)))["choices"], line
+    sources = [block for page in PAGES for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)]
+    assert len(sources) >= 2
+    for source in sources:
+        assert newcomer.python(source.replace("127.0.0.1:50051", newcomer.address)).strip(), source
+
+
+def test_what_is_left_of_getting_started_is_known() -> None:
+    """Nothing stands in it that nobody has tried."""
+    tried = [*BY_HAND, *(line for line in PAGES_LINES if line.startswith(("tandem ", "curl ")))]
+    assert [line for line in lines_of(GETTING_STARTED) if line not in tried] == []
+
+
+ERRORS = {
+    "tandem generate x --address 127.0.0.1:1": (4, "connection refused; is `tandem up` running there?"),
+    "tandem generate x --address https://127.0.0.1:50051": (2, "it must be host:port without https://"),
+    "tandem generate x --seed 18446744073709551616": (2, "seed is 18446744073709551616; it must be from"),
+    "tandem generate x --no-such-option": (2, "no such option: --no-such-option"),
+    "tandem generate": (2, "0 prompts were given; give exactly one of PROMPT"),
+    "tandem generate x -n 0": (2, "-n"),
+    "tandem generate x --logprobs 21": (5, "logprobs is 21; it must be between 0 and 20"),
+    "tandem serve draft": (2, "--method ngram and --method suffix need none"),
+    "tandem serve target --model x --tensor-parallel-size 2": (2, "--tensor-parallel-size is not available"),
+    "tandem up --device tpu": (2, "--device is 'tpu': it must be cpu, cuda, cuda:N, gpu or gpu:N"),
+    "tandem up --dtype int3": (2, "--dtype is 'int3'; it must be one of"),
+    "tandem up --model no/such/folder": (2, "there is no such folder"),
+    "tandem admin status --address 127.0.0.1:1": (4, "connection refused"),
+}
+"""Wrong ways to ask: the exit code, and a part of the one sentence."""
+
+
+def test_whoever_asks_in_a_wrong_way_is_told_what_to_do(newcomer: Newcomer) -> None:
+    page = newcomer.url.removeprefix("http://")
+    errors = ERRORS | {f"tandem generate x --address {page}": (4, "an HTTP server answers there")}
+    for (line, (code, sentence)), ran in zip(errors.items(), newcomer.run(*errors), strict=True):
+        assert (ran.code, ran.out) == (code, ""), (line, ran)
+        assert ran.err.startswith("error: "), (line, ran)
+        assert sentence in ran.err, (line, ran)
+        assert len(ran.err.splitlines()) == 1, (line, ran)
+
+
+@pytest.mark.soak
+def test_a_clone_and_pip_as_the_page_says(tmp_path: Path) -> None:
+    """Word for word in a fresh clone; some minutes, most of them pip's."""
+    blocks = re.findall(r"```sh\n(.*?)```", GETTING_STARTED, re.DOTALL)
+    script = "".join(block for block in blocks if "make demo" in block or "pip" in block)
+    assert script.count("pip") == 3
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(tmp_path / "clone")], check=True)
+    ran = subprocess.run(
+        [
+            "bash",
+            "-euxc",
+            f"{script}\ncd / && tandem --version && tandem config check --speculative-config '{{}}'",
+        ],
+        cwd=tmp_path / "clone",
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "SPEED-UP" in ran.stdout
+    assert "tandem 0." in ran.stdout
+
+
+def test_without_torch_one_sentence_names_the_extra(commands: Path, tmp_path: Path) -> None:
+    for command in (("up",), ("serve", "target", "--model", str(DEMO_TARGET), "--log-level", "error")):
+        ran = subprocess.run(
+            [str(commands / "tandem"), *command, "--port", "0"],
+            cwd=tmp_path,
+            env=clean_environment() | {"TEST_HIDES_TORCH": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ran.returncode == 2
+        assert ran.stderr.splitlines() == [
+            "error: running a model needs torch; install the extra: pip install 'tandem-speculative[engine]'"
+        ]

@@ -1,0 +1,204 @@
+"""What the doctor says of what is known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.admin.administration import state_of
+from coordinator.admin.diagnosis import acceptance, diagnose, gain, relative_cost
+from coordinator.settings.coordinator import CoordinatorSettings
+from coordinator.stats.speculation import cumulative_rates
+from tandem import __version__
+from tandem.admin import CoordinatorState, Finding, Load, Severity, SpeculationSettings, Status, Throughput
+from tandem.replica import ReplicaSnapshot, ReplicaState, Role, is_last_target
+from tandem.speculation_state import SpeculationState
+from tandem.types import ModelInfo, PositionStats, SpeculationStats
+from tests.unit.coordinator.cli.samples import NOW, SPECULATION_OFF
+
+MODEL = ModelInfo("big", "LlamaForCausalLM", 100, "same", 64, "float32", (1,), __version__, 7)
+SMALL = replace(MODEL, name="small")
+SETTINGS = CoordinatorSettings(target_address="127.0.0.1:1", draft_address="127.0.0.1:2")
+
+
+def figures(*accepted: int, of: int = 1000) -> SpeculationStats:
+    """Proposals of as many tokens as there are numbers: how many were accepted at each position."""
+    reached = (of, *accepted)
+    positions = [PositionStats(of, reached[index], count) for index, count in enumerate(accepted)]
+    return SpeculationStats(of, of * len(accepted), sum(accepted), positions)
+
+
+TARGET = ReplicaSnapshot(
+    Role.TARGET, "127.0.0.1:1", ReplicaState.READY, "", 9.0, 0, 0.0003, 0.020, figures(), MODEL
+)
+DRAFT = ReplicaSnapshot(
+    Role.DRAFT, "127.0.0.1:2", ReplicaState.READY, "", 9.0, 0, 0.0003, 0.004, figures(), SMALL
+)
+
+
+def status(
+    *replicas: ReplicaSnapshot,
+    said: SpeculationStats | None = None,
+    rule: str = "residual",
+    state: SpeculationState | None = None,
+) -> Status:
+    return Status(
+        __version__,
+        state_of(replicas),
+        NOW,
+        60.0,
+        "big",
+        Load(0, 0),
+        Throughput(0.0, 0.0),
+        said or figures(800, 640, 512, 410),
+        SpeculationSettings(True, 4, rule),
+        replicas,
+        state or SpeculationState(True, 4),
+    )
+
+
+def found(subject: Status, check: str, settings: CoordinatorSettings = SETTINGS) -> list[Finding]:
+    return [finding for finding in diagnose(subject, settings) if finding.check == check]
+
+
+def test_a_healthy_cluster_has_nothing_but_fine_findings() -> None:
+    findings = [*diagnose(status(TARGET, DRAFT), SETTINGS)]
+    assert {finding.severity for finding in findings} == {Severity.OK}
+    assert all(not finding.advice for finding in findings)
+
+
+def test_speculation_that_does_not_pay_is_told_with_the_figures_that_decided_it() -> None:
+    subject = status(TARGET, DRAFT, state=SPECULATION_OFF)
+    (finding,) = found(subject, "speculation")
+    assert finding.severity is Severity.WARNING
+    assert finding.detail == ("off: drafting does not pay (with 95.2, without 114.1 tokens/s)")
+    assert "a smaller one" in finding.advice
+
+
+def test_a_slow_draft_that_guesses_well_is_not_called_a_bad_guesser() -> None:
+    slow = replace(DRAFT, step_seconds=0.12)  # 30 ms a token, where a verification takes 20
+    finding = acceptance(status(TARGET, slow, said=figures(800, 640, 512, 410)))
+    assert "smaller one" in finding.advice
+    assert "trained" not in finding.advice
+    bad = acceptance(status(TARGET, slow, said=figures(100, 20, 5, 1)))
+    assert "trained" in bad.advice
+
+
+def test_whatever_is_not_fine_comes_with_advice_or_a_reason() -> None:
+    down = replace(DRAFT, state=ReplicaState.DOWN, reason="it does not answer")
+    for finding in diagnose(status(replace(TARGET, state=ReplicaState.DRAINING), down), SETTINGS):
+        if finding.severity is not Severity.OK and finding.check != "drafts":
+            assert finding.advice
+
+
+def test_no_target_is_a_problem_and_no_draft_a_warning() -> None:
+    gone = replace(TARGET, state=ReplicaState.DOWN)
+    assert [f.severity for f in found(status(gone, DRAFT), "targets")] == [Severity.PROBLEM]
+    assert [f.severity for f in found(status(gone, DRAFT), "target")] == [Severity.PROBLEM]
+    assert [f.severity for f in found(status(TARGET, gone, DRAFT), "target")] == [
+        Severity.OK,
+        Severity.WARNING,
+    ]
+    assert [f.severity for f in found(status(TARGET), "drafts")] == [Severity.WARNING]
+    lost = replace(DRAFT, state=ReplicaState.DOWN)
+    assert [f.severity for f in found(status(TARGET, lost), "drafts")] == [Severity.WARNING]
+    (off,) = found(status(TARGET, DRAFT), "drafts", SETTINGS.model_copy(update={"speculation": False}))
+    assert off.advice == "tandem admin config set speculation true"
+
+
+def test_models_versions_and_round_trips_are_looked_at() -> None:
+    other = replace(DRAFT, model=replace(SMALL, tokenizer_hash="other"))
+    (finding,) = found(status(TARGET, other), "models")
+    assert (finding.severity, "has another tokenizer" in finding.detail) == (Severity.WARNING, True)
+    old = replace(DRAFT, model=replace(SMALL, service_version="0.0.1"))
+    (finding,) = found(status(TARGET, old), "version")
+    assert "it is 0.0.1" in finding.detail
+    far = replace(DRAFT, address="10.0.0.9:1", round_trip_seconds=0.009)
+    (finding,) = found(status(TARGET, far), "round trip")
+    assert "nearer" in finding.advice
+    (finding,) = found(status(TARGET, far), "services")
+    assert finding.severity is Severity.WARNING, "plain text to another machine"
+
+
+def test_the_rule_is_named_for_what_it_is() -> None:
+    assert found(status(TARGET, DRAFT, rule="auto"), "rule")[0].detail.startswith(
+        "auto: the fastest of block, strict"
+    )
+    assert found(status(TARGET, DRAFT, rule="synthetic"), "rule")[0].severity is Severity.WARNING
+    assert "not distributed" in found(status(TARGET, DRAFT, rule="typical-acceptance"), "rule")[0].detail
+
+
+def test_requests_that_wait_are_told() -> None:
+    waiting = replace(status(TARGET, DRAFT), load=Load(256, 3))
+    assert found(waiting, "load")[0].severity is Severity.WARNING
+
+
+def test_little_says_nothing_about_acceptance() -> None:
+    finding = acceptance(status(TARGET, DRAFT, said=figures(0, 0, of=20)))
+    assert finding.severity is Severity.OK
+    assert "too few to judge" in finding.detail
+
+
+def test_a_draft_that_does_not_pay_is_told() -> None:
+    finding = acceptance(status(TARGET, DRAFT, said=figures(20, 1, 0, 0)))
+    assert finding.severity is Severity.WARNING
+    assert "tandem admin config set speculation false" in finding.advice
+
+
+def test_a_better_number_of_tokens_is_suggested() -> None:
+    # The first token is nearly free and nearly always right; the other three are paid for and thrown away.
+    finding = acceptance(status(TARGET, replace(DRAFT, step_seconds=0.020), said=figures(900, 90, 9, 1)))
+    assert finding.severity is Severity.WARNING
+    assert finding.advice.endswith("tandem admin config set num_speculative_tokens 1")
+
+
+def test_without_times_a_low_rate_is_enough_to_warn() -> None:
+    untimed = replace(DRAFT, step_seconds=None)
+    assert acceptance(status(TARGET, untimed, said=figures(200, 20, 2, 0))).severity is Severity.WARNING
+    assert acceptance(status(TARGET, untimed)).severity is Severity.OK
+
+
+@given(st.lists(st.floats(0.0, 1.0), max_size=8), st.floats(0.001, 2.0))
+def test_the_gain_is_what_the_theorem_says(rates: list[float], cost: float) -> None:
+    cumulative = sorted(rates, reverse=True)
+    expected_tokens = 1 + sum(cumulative)
+    assert gain(cumulative, cost) == pytest.approx(expected_tokens / (len(rates) * cost + 1))
+    assert gain([], cost) == 1.0
+
+
+def test_the_cost_is_that_of_one_token_in_verifications() -> None:
+    assert relative_cost((TARGET, DRAFT), 4) == pytest.approx(0.004 / 4 / 0.020)
+    assert relative_cost((TARGET,), 4) is None
+    assert cumulative_rates(figures(800, 640)) == [0.8, 0.64]
+
+
+def test_the_last_target_is_the_one_that_no_other_stands_in_for() -> None:
+    second = replace(TARGET, address="127.0.0.1:3")
+    assert is_last_target(TARGET, (TARGET, DRAFT))
+    assert not is_last_target(TARGET, (TARGET, second))
+    assert is_last_target(TARGET, (TARGET, replace(second, state=ReplicaState.DRAINING)))
+    assert not is_last_target(DRAFT, (TARGET, DRAFT))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "state"),
+    [
+        ((), CoordinatorState.STARTING),
+        ((replace(TARGET, state=ReplicaState.CONNECTING, model=None),), CoordinatorState.STARTING),
+        ((TARGET,), CoordinatorState.READY),
+        ((TARGET, DRAFT), CoordinatorState.READY),
+        ((TARGET, replace(DRAFT, state=ReplicaState.DRAINING)), CoordinatorState.DEGRADED),
+        ((TARGET, DRAFT, replace(DRAFT, state=ReplicaState.DRAINING)), CoordinatorState.READY),
+        ((TARGET, DRAFT, replace(DRAFT, state=ReplicaState.DOWN)), CoordinatorState.DEGRADED),
+        ((replace(TARGET, state=ReplicaState.DOWN), DRAFT), CoordinatorState.UNAVAILABLE),
+        ((replace(TARGET, state=ReplicaState.DRAINING),), CoordinatorState.UNAVAILABLE),
+    ],
+)
+def test_the_state_follows_from_the_replicas(
+    replicas: tuple[ReplicaSnapshot, ...], state: CoordinatorState
+) -> None:
+    assert state_of(replicas) is state
+    assert state.completes is (state in (CoordinatorState.READY, CoordinatorState.DEGRADED))

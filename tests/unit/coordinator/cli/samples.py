@@ -1,0 +1,140 @@
+"""A coordinator at one moment, as nothing but data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from tandem.admin import (
+    CoordinatorState,
+    Finding,
+    Load,
+    Outcomes,
+    RequestReport,
+    Severity,
+    SpeculationSettings,
+    Stats,
+    Status,
+    Throughput,
+)
+from tandem.replica import ReplicaSnapshot, ReplicaState, Role
+from tandem.speculation_state import DecidingFigure, SpeculationDecision, SpeculationState
+from tandem.types import AheadStats, ModelInfo, PositionStats, SpeculationStats
+
+NOW = datetime(2026, 11, 21, 12, 30, 5, 250000, tzinfo=UTC)
+FIGURES = SpeculationStats(
+    10234,
+    40936,
+    24871,
+    [
+        PositionStats(10234, 10234, 8402),
+        PositionStats(10234, 8402, 6801),
+        PositionStats(10234, 6801, 5500),
+        PositionStats(10234, 5500, 4168),
+    ],
+    AheadStats(10190, 7836, [4586, 1012, 611, 420, 330, 275, 190, 160, 90, 70, 40, 30, 10, 8, 3, 1], 1246.53),
+)
+MODEL = ModelInfo("Llama-3.1-70B", "LlamaForCausalLM", 128256, "ab" * 32, 8192, "bfloat16", (2,), "0.1.0", 7)
+
+
+def replica(
+    role: Role, address: str, state: ReplicaState = ReplicaState.READY, reason: str = ""
+) -> ReplicaSnapshot:
+    return ReplicaSnapshot(role, address, state, reason, 4030, 12, 0.0004, 0.0213, FIGURES, MODEL)
+
+
+REPLICAS = (
+    replica(Role.TARGET, "10.244.123.231:50051"),
+    replica(Role.TARGET, "10.244.123.232:50051", ReplicaState.DRAINING, "an operator drained it"),
+    replica(
+        Role.DRAFT,
+        "10.244.123.240:50052",
+        ReplicaState.INCOMPATIBLE,
+        "the draft Llama-3.2-1B has another tokenizer (hash cdcdcdcdcdcd) than the target Llama-3.1-70B (hash "
+        "abababababab); a token id must mean the same to both",
+    ),
+    replace(
+        replica(Role.DRAFT, "10.244.123.241:50052", ReplicaState.DOWN, "it does not answer"),
+        figures=SpeculationStats(),
+        round_trip_seconds=None,
+        step_seconds=None,
+    ),
+)
+SPECULATION_ON = SpeculationState(True, 4)
+SPECULATION_OFF = SpeculationState(
+    False,
+    0,
+    "drafting does not pay",
+    (DecidingFigure("with", 95.2, "tokens/s"), DecidingFigure("without", 114.1, "tokens/s")),
+)
+DECISIONS = (
+    SpeculationDecision("10.244.123.231:50051", "Llama-3.2-1B", "residual", "0.85-1.15", 1, 4, 4, 1.62, 0, 0),
+    SpeculationDecision(
+        "10.244.123.231:50051",
+        "Llama-3.2-1B",
+        "residual",
+        "0.85-1.15",
+        1,
+        6,
+        6,
+        2.31,
+        0,
+        0,
+        ahead_outcomes=16,
+    ),
+    SpeculationDecision(
+        "10.244.123.231:50051", "Llama-3.2-1B", "residual", "0.85-1.15", 16, 0, 2, 0.86, 0, 0
+    ),
+)
+STATUS = Status(
+    "0.1.0",
+    CoordinatorState.DEGRADED,
+    NOW,
+    8054.0,
+    "Llama-3.1-70B",
+    Load(24, 3),
+    Throughput(1412.34, 1388.01),
+    FIGURES,
+    SpeculationSettings(True, 4, "residual"),
+    REPLICAS,
+    SPECULATION_OFF,
+    DECISIONS,
+)
+STATS = Stats(
+    NOW,
+    8054.0,
+    Load(24, 3),
+    Throughput(1412.34, 1388.01),
+    Outcomes(12803, 3, 41, 2),
+    1_482_201,
+    FIGURES,
+    {"typical-acceptance": FIGURES, "greedy": SpeculationStats(12)},
+    SPECULATION_OFF,
+    DECISIONS,
+)
+BEFORE = replace(
+    STATS, speculation=replace(FIGURES, rounds=10000, drafted=40000, accepted=24400, positions=[])
+)
+REQUEST = RequestReport(
+    "3f9c" * 8,
+    12.5,
+    4096,
+    371,
+    "typical-acceptance",
+    4,
+    "10.244.123.241:50052",
+    None,
+    FIGURES,
+    SPECULATION_ON,
+)
+FINDINGS = (
+    Finding("address", "10.0.0.5:50051", Severity.OK, "it accepts connections, within 1.3 ms"),
+    Finding(
+        "round trip",
+        "10.244.123.231:50051",
+        Severity.WARNING,
+        "8.2 ms, which every round waits for",
+        "bring it nearer to the coordinator, or propose more tokens in each round",
+    ),
+    Finding("targets", "", Severity.PROBLEM, "0 of 2 take new sequences", "start a target service"),
+)

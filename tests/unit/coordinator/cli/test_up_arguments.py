@@ -1,0 +1,151 @@
+"""What `tandem up` starts for what it is told, and what it refuses before it starts anything."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from coordinator.cli import up_arguments
+from coordinator.cli.up_arguments import UpOptions, next_command, service_arguments
+from coordinator.settings.coordinator import CoordinatorSettings
+from draft_service.settings import DraftSettings
+from tandem.errors import ConfigurationError
+from tandem.settings import load_settings
+from target_service.settings import TargetSettings
+from tests.commands import Commands
+from tests.paths import DEMO_DRAFT, DEMO_TARGET
+
+
+def value(words: list[str] | None, option: str) -> str | None:
+    """What follows the option; None where it is not given."""
+    assert words is not None
+    return words[words.index(option) + 1] if option in words else None
+
+
+@pytest.mark.parametrize(
+    ("options", "model", "method"),
+    [
+        (UpOptions(), str(DEMO_DRAFT), None),
+        (UpOptions(target=str(DEMO_TARGET)), None, "suffix"),
+        (UpOptions(model="demo"), str(DEMO_DRAFT), None),
+        (UpOptions(model=str(DEMO_TARGET)), None, "suffix"),
+        (UpOptions(draft="ngram"), None, "ngram"),
+        (UpOptions(draft="suffix"), None, "suffix"),
+        (UpOptions(draft="owner/model"), "owner/model", None),
+        (UpOptions(target=str(DEMO_TARGET), draft=str(DEMO_DRAFT)), str(DEMO_DRAFT), None),
+    ],
+)
+def test_the_draft_is_what_was_named(options: UpOptions, model: str | None, method: str | None) -> None:
+    arguments = service_arguments(options)
+    assert (value(arguments.draft, "--model"), value(arguments.draft, "--method")) == (model, method)
+    assert value(arguments.target, "--model") == str(DEMO_TARGET)
+
+
+@pytest.mark.parametrize("name", ["smollm2", "owner/model"])
+def test_a_model_by_name_is_drafted_without_one(name: str) -> None:
+    arguments = service_arguments(UpOptions(model=name))
+    assert value(arguments.target, "--model") == name
+    assert value(arguments.draft, "--method") == "suffix"
+
+
+def test_no_draft_is_no_process() -> None:
+    assert service_arguments(UpOptions(draft="none")).draft is None
+
+
+def test_the_services_understand_what_they_are_given(tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.touch()
+    options = UpOptions(
+        device="gpu:1",
+        dtype="bfloat16",
+        threads=3,
+        max_length=99,
+        num_speculative_tokens=5,
+        draft_ahead="8",
+        chat_template=template,
+        http_port=0,
+    )
+    arguments = service_arguments(options)
+    assert arguments.draft is not None
+    target = load_settings(TargetSettings, arguments.target, "test")
+    draft = load_settings(DraftSettings, arguments.draft, "test")
+    coordinator = load_settings(
+        CoordinatorSettings, [*arguments.coordinator, "--target-address", "127.0.0.1:1"], "test"
+    )
+    assert target.device == draft.device == "cuda:1"
+    assert (target.dtype, draft.threads, target.max_length) == ("bfloat16", 3, 99)
+    assert (coordinator.num_speculative_tokens, coordinator.chat_template) == (5, template)
+    assert coordinator.draft_ahead == 8
+    assert (coordinator.http_port, coordinator.host, coordinator.http_host) == (0, "127.0.0.1", "127.0.0.1")
+
+
+@pytest.mark.parametrize(("content", "draft"), [({"method": "ngram"}, None), ({}, str(DEMO_DRAFT))])
+def test_a_config_file_names_the_draft_where_the_command_line_does_not(
+    content: dict[str, str], draft: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "tandem.json"
+    file.write_text(json.dumps(content | {"num_speculative_tokens": 3}), encoding="utf-8")
+    arguments = service_arguments(UpOptions(config_file=file))
+    assert arguments.draft is not None
+    assert value(arguments.coordinator, "--config-file") == str(file)
+    assert value(arguments.draft, "--model") == draft
+    settings = load_settings(DraftSettings, arguments.draft, "test")
+    assert settings.method == content.get("method", "standalone")
+
+
+def test_http_takes_another_port_where_its_own_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setattr(up_arguments, "HTTP_PORT", taken.getsockname()[1])
+        assert value(service_arguments(UpOptions()).coordinator, "--http-port") == "0"
+    assert value(service_arguments(UpOptions(http_port=81)).coordinator, "--http-port") == "81"
+    without = service_arguments(UpOptions(http=False))
+    assert not without.has_http
+
+
+def test_http_is_answered_where_people_look_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setattr(up_arguments, "HTTP_PORT", port)
+    assert value(service_arguments(UpOptions()).coordinator, "--http-port") == str(port)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--device", "tpu"), "--device is 'tpu': it must be cpu, cuda, cuda:N, gpu or gpu:N"),
+        (("--dtype", "int8"), "--dtype is 'int8'; it must be one of auto, float32, bfloat16, float16"),
+        (("--target", "no/such/folder"), "--target is no/such/folder; there is no such folder"),
+        (
+            ("--model", "demo", "--target", "x"),
+            "--model is demo and --target is x, which both name the target",
+        ),
+        (("--model", "smollm3"), "--model is smollm3; there is no such folder"),
+        (("--draft", "nagram"), "a Hugging Face id, or ngram, suffix, none"),
+        (
+            ("--draft", "setup.py", "--target", "pyproject.toml"),
+            "--target is pyproject.toml; a file is there",
+        ),
+        (("--chat-template", "no-such.jinja"), "--chat-template is no-such.jinja; there is no such file"),
+        (("--config-file", "no-such.toml"), "no-such.toml"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    words: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sentence in Commands(monkeypatch, capsys).fail(2, "up", *words)
+
+
+def test_the_next_command_names_the_address_where_it_is_not_the_default() -> None:
+    assert next_command("127.0.0.1:50051").endswith("generate 'def main():' --max-tokens 64")
+    assert next_command("127.0.0.1:7").endswith("--max-tokens 64 --address 127.0.0.1:7")
+
+
+def test_a_path_is_not_taken_for_an_id(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="there is no such folder"):
+        service_arguments(UpOptions(target=str(tmp_path / "model")))

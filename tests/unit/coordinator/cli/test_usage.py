@@ -1,0 +1,136 @@
+"""How commands are called, and what they say when they are called wrongly."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from coordinator.cli.connection import SETTING_NAMES
+from coordinator.cli.main import app
+from tandem import __version__
+from tests.commands import Commands
+
+ADMIN = ("status", "stats", "health", "doctor", "replicas", "requests", "config")
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Commands:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    return Commands(monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("nonsense",), "no such command 'nonsense'"),
+        (("admin", "statsu"), "did you mean"),
+        (("admin", "status", "--adress", "x"), "no such option: --adress"),
+        (("admin", "status", "more"), "unexpected extra argument"),
+        (("admin", "status", "-o", "xml"), "'xml' is not one of 'table', 'json', 'yaml'"),
+        (("admin", "replicas", "show"), "missing argument 'ADDRESS'"),
+        (("admin", "stats", "--watch", "--count", "0"), "--count"),
+        (("generate", "x", "--top-k", "many"), "--top-k"),
+        (("generate", "x", "--no-such-option"), "--no-such-option"),
+        (("up", "--threads", "x"), "--threads"),
+        (("admin", "status", "--address", "nowhere"), "address is 'nowhere'; it must be host:port"),
+        (
+            ("generate", "x", "--address", "https://host:50051/"),
+            "address is 'https://host:50051/'; it must be host:port without https://, for instance 'host:50051', and "
+            "--tls where the coordinator has a certificate",
+        ),
+        (
+            ("admin", "status", "--address", "http://127.0.0.1:8000"),
+            "without http://, for instance '127.0.0.1:8000'",
+        ),
+        (("generate", "x", "-n", "0"), "-n"),
+        (("serve", "draft"), "--method ngram and --method suffix need none"),
+        (
+            ("serve", "target", "--model", "x", "--tensor-parallel-size", "2"),
+            "--tensor-parallel-size is not available in this version: a service runs its model on one device",
+        ),
+        (("serve", "target", "--model", "x", "--device", "tpu"), "--device is 'tpu'"),
+        (("serve", "target", "--model", "x", "--dtype", "int8"), "dtype is int8; it must be"),
+        (("admin", "status", "--timeout", "0"), "--timeout is 0; it must be above 0"),
+        (("admin", "status", "--tls-cert-file", "x.pem"), "without its key"),
+        (("admin", "status", "--tls-ca-file", "no/such/file"), "no/such/file"),
+        (("admin", "config", "set", "relaxed_topk"), "relaxed_topk has no value"),
+    ],
+)
+def test_a_wrong_call_is_one_sentence(commands: Commands, words: tuple[str, ...], sentence: str) -> None:
+    assert sentence.lower() in commands.fail(2, *words).lower()
+
+
+def test_a_group_alone_shows_its_help(commands: Commands) -> None:
+    for words in ((), ("admin",), ("context",)):
+        ran = commands.run(*words)
+        assert (ran.code, ran.out) == (2, "")
+        assert ran.err.startswith("Usage: ")
+        assert "Commands:" in ran.err
+
+
+def test_the_version_is_told(commands: Commands) -> None:
+    assert commands.succeed("--version") == f"tandem {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("up",),
+        ("generate",),
+        ("serve",),
+        ("config",),
+        ("config", "check"),
+        ("admin",),
+        ("admin", "stats"),
+        ("context", "set"),
+    ],
+)
+def test_help_has_a_short_name(commands: Commands, words: tuple[str, ...]) -> None:
+    assert commands.succeed(*words, "-h") == commands.succeed(*words, "--help")
+
+
+def test_help_has_examples_and_every_option_of_the_connection(commands: Commands) -> None:
+    for words in (("admin", "status"), ("admin", "replicas", "drain"), ("generate",)):
+        text = commands.succeed(*words, "--help")
+        assert f"Examples:\n    tandem {' '.join(words)}" in text
+        for name in (*SETTING_NAMES, "context", "timeout"):
+            assert f"--{name.replace('_', '-')}" in text
+            assert f"TANDEM_CLIENT_{name.upper()}" in re.sub(r"\s", "", text)
+
+
+def test_the_help_of_admin_tells_the_exit_codes(commands: Commands) -> None:
+    text = commands.succeed("admin", "--help")
+    assert re.search(r"3  unhealthy\n +4  not reachable\n +5  refused", text)
+    for verb in ADMIN:
+        assert re.search(rf"^  {verb} ", text, re.MULTILINE)
+    assert "..." not in text.partition("Commands:")[2], "a summary is cut off"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_shell_completes_verbs(shell: str) -> None:
+    environment = {
+        "_TANDEM_COMPLETE": f"complete_{shell}",
+        "COMP_WORDS": "tandem admin re",
+        "COMP_CWORD": "2",
+        "_TYPER_COMPLETE_ARGS": "tandem admin re",
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
+    result = CliRunner().invoke(app, [], env=environment, prog_name="tandem")
+    assert "replicas" in result.stdout
+    assert "requests" in result.stdout
+    assert "status" not in result.stdout
+
+
+def test_the_shell_is_not_bothered_when_nobody_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {
+        "_TANDEM_COMPLETE": "complete_bash",
+        "COMP_WORDS": "tandem admin replicas show 1",
+        "COMP_CWORD": "4",
+        "TANDEM_CLIENT_ADDRESS": "127.0.0.1:1",
+    }
+    result = CliRunner().invoke(app, [], env=environment, prog_name="tandem")
+    assert (result.stdout.strip(), result.stderr) == ("", "")

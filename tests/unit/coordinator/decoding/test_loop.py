@@ -1,0 +1,90 @@
+"""The round loop with scripted fakes: whatever is proposed, what comes out is what the target says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from coordinator.decoding.completion import Completion, Limits
+from coordinator.decoding.detokenization import Detokenizer, StopStrings
+from coordinator.decoding.loop import generate
+from coordinator.rejection import greedy
+from coordinator.rejection.uniforms import draw_uniforms
+from tandem.types import Acceptance, Chunk, Proposal, SamplingParams, TokenRow, Verification
+from tests.paths import DEMO_TARGET
+
+TOKENIZER = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass
+class ScriptedTarget:
+    """Always goes on with the same text, and notes the calls."""
+
+    says: list[int]
+    asked: list[int] = field(default_factory=list)
+
+    async def verify(self, completion: Completion, proposal: Proposal) -> Verification:
+        self.asked.append(len(proposal))
+        rows = range(completion.length, completion.length + len(proposal) + 1)
+        return Verification(completion.length, tuple(TokenRow(self.says[i]) for i in rows))
+
+
+@dataclass
+class ScriptedDrafter:
+    """Proposes what its script says, round by round, then nothing."""
+
+    script: list[list[int]]
+
+    async def propose(self, completion: Completion) -> Proposal:
+        tokens = self.script.pop(0) if self.script else []
+        return Proposal(completion.length, tuple(tokens[: completion.room - 1]))
+
+
+def accept(proposal: Proposal, verification: Verification) -> Acceptance:
+    uniforms = draw_uniforms(0, proposal.base_length, len(proposal))
+    return greedy.accept(proposal, verification, GREEDY, uniforms)
+
+
+async def run(
+    target: ScriptedTarget, drafter: ScriptedDrafter, max_tokens: int
+) -> tuple[Completion, list[Chunk]]:
+    completion = Completion(
+        (target.says[0],),
+        Limits(1000, max_tokens),
+        Detokenizer(TOKENIZER),
+        StopStrings(()),
+        request_id="r",
+        seed=0,
+    )
+    return completion, [chunk async for chunk in generate(completion, drafter, target, accept)]
+
+
+async def test_a_round_emits_what_was_accepted_and_one_more() -> None:
+    target = ScriptedTarget([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    completion, chunks = await run(target, ScriptedDrafter([[], [3, 4, 99], [6, 7]]), max_tokens=7)
+    assert [chunk.token_ids for chunk in chunks] == [(2,), (3, 4, 5), (6, 7, 8)]
+    assert [chunk.drafted for chunk in chunks] == [(False,), (True, True, False), (True, True, False)]
+    assert target.asked == [0, 3, 2]
+    assert (completion.stats.rounds, completion.stats.drafted, completion.stats.accepted) == (3, 5, 4)
+    assert chunks[-1].summary is not None
+    assert all(chunk.summary is None for chunk in chunks[:-1])
+
+
+token_ids = st.integers(1, 3)
+
+
+@given(
+    st.lists(token_ids, min_size=30, max_size=30),
+    st.lists(st.lists(token_ids, max_size=6), max_size=12),
+    st.integers(1, 20),
+)
+async def test_the_output_is_the_targets_whatever_is_proposed(
+    says: list[int], script: list[list[int]], max_tokens: int
+) -> None:
+    completion, chunks = await run(ScriptedTarget(says), ScriptedDrafter(script), max_tokens)
+    assert completion.token_ids == says[: 1 + max_tokens]
+    assert [token for chunk in chunks for token in chunk.token_ids] == says[1 : 1 + max_tokens]

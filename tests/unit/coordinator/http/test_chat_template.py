@@ -1,0 +1,284 @@
+"""From messages to a prompt: as transformers does it, and never out of the sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.http.chat.renderer import MOST_WAITING
+from coordinator.http.chat.template import ChatTemplate, read_chat_template
+from tandem.errors import CapacityError, InvalidRequestError, ModelFolderError
+
+Make = Callable[..., ChatTemplate]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes templates whose processes end with the test."""
+    made = []
+
+    def template(source: str, special_tokens: dict[str, str] | None = None) -> ChatTemplate:
+        made.append(ChatTemplate(source, special_tokens or {}, "test"))
+        return made[-1]
+
+    yield template
+    for each in made:
+        each.close()
+
+
+CHAT: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "<Hi> & 'bye'"},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "Ünïcode?"},
+]
+
+TEMPLATES = {
+    "chatml": (
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' "
+        "+ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+    "blocks": """
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}
+        {% continue %}
+    {%- endif %}
+    {{- '[' ~ message.role ~ '] ' ~ (message.content | trim) ~ eos_token }}
+{%- endfor %}
+""",
+    "json": "{{ messages | tojson }}{{ messages | tojson(indent=2) }}{% set ns = namespace(n=0) %}"
+    "{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "training": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}\n{{ m.content }}{% set x = 1 %}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ x is defined }}{%- generation -%} y {%- endgeneration %}"
+    "{% endfor %}",
+    "macros": "{% macro say(text, n=1) %}{% for i in range(n) %}{{ text }}{% endfor %}"
+    "{{ caller() if caller }}{% endmacro %}"
+    "{{ say('a', n=3) }}{% call say('b') %}{{ messages[::-1][0].content.strip().split('?')[0] }}{% endcall %}",
+    "filters": "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join('|') }}"
+    "{{ messages[0] | items | list | length }}{{ messages[0] | dictsort }}{{ '%s-%s' | format('a', 1) }}"
+    "{{ messages | tojson(indent=4, sort_keys=True) }}{{ 'é' | tojson(ensure_ascii=True) }}",
+    "namespaces": "{% set ns = namespace(seen=false, parts=[]) %}{% for m in messages %}{% set ns.seen = true %}"
+    "{% endfor %}{{ ns.seen }}{{ dict(a=1).a }}{{ strftime_now('%Y') | length }}{{ tools is none }}",
+    "generation": "{% for m in messages %}{{ m.role }}{% if loop.last %}!{% break %}{% endif %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+async def test_prompts_are_those_of_transformers(name: str, make: Make) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    special: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
+    rendered = render_jinja_template(
+        conversations=[CHAT], chat_template=TEMPLATES[name], add_generation_prompt=True, **special
+    )
+    assert await make(TEMPLATES[name], special).prompt(CHAT) == rendered[0][0]
+
+
+def files(**config: object) -> dict[str, bytes]:
+    return {"tokenizer_config.json": json.dumps(config).encode()}
+
+
+async def test_where_a_template_comes_from() -> None:
+    async def prompt(sent: dict[str, bytes], override: str | None = None) -> str:
+        template = read_chat_template(sent, override)
+        assert template is not None
+        try:
+            return await template.prompt(CHAT)
+        finally:
+            template.close()
+
+    assert read_chat_template({}) is None
+    assert read_chat_template(files(eos_token="x")) is None
+    assert await prompt(files(chat_template="one")) == "one"
+    several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    assert await prompt(files(chat_template=several)) == "plain"
+    assert await prompt(files(chat_template="one") | {"chat_template.jinja": b"two"}) == "two"
+    assert await prompt(files(chat_template="one") | {"chat_template.jinja": b"two"}, "three") == "three"
+    assert await prompt(files(chat_template="{{ bos_token }}", bos_token={"content": "<s>"})) == "<s>"
+    own = files(
+        chat_template="{{ image_token }}{{ cite_token }}",
+        image_token="i",
+        extra_special_tokens={"cite_token": "c"},
+    )
+    assert await prompt(own) == "ic"
+
+
+@pytest.mark.parametrize(
+    ("sent", "sentence"),
+    [
+        ({"chat_template.jinja": b"\xff"}, r"chat_template\.jinja is no UTF-8 text"),
+        ({"chat_template.jinja": b"x" * (1 << 20) + b"x"}, "must have at most 1048576 bytes"),
+        ({"tokenizer_config.json": b"{"}, "does not parse"),
+        ({"tokenizer_config.json": b"[]"}, "holds a list"),
+        ({"tokenizer_config.json": b"[" * 100_000}, "nested too deeply"),
+        ({"tokenizer_config.json": b"\xff"}, "is no UTF-8 text"),
+        (files(chat_template=5), "has a chat_template of type int"),
+        (files(chat_template={"default": "x"}), "has a chat_template of type dict"),
+        (files(chat_template=[{"name": "default", "template": ["x"]}]), "has a chat_template of type list"),
+        ({"tokenizer_config.json": b'{"eos_token": "\\ud800", "chat_template": [{"name": []}]}'}, ""),
+    ],
+)
+def test_files_that_hold_no_template(sent: dict[str, bytes], sentence: str) -> None:
+    if not sentence:
+        assert read_chat_template(sent) is None
+        return
+    with pytest.raises(ModelFolderError, match=sentence):
+        read_chat_template(sent)
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        (b"{% if %}", "it refuses: "),
+        (b"{% for x in [" + b"(" * 3000 + b"1", "cannot be compiled: it "),
+        (b"{% set x = 9 ** (9 ** 9) %}", "cannot be compiled: it (takes more than|was not done)"),
+    ],
+)
+async def test_what_is_no_template_is_refused_at_the_start(source: bytes, sentence: str) -> None:
+    template = read_chat_template({"chat_template.jinja": source})
+    assert template is not None
+    with pytest.raises(ModelFolderError, match=sentence) as raised:
+        await template.check()
+    assert str(raised.value).startswith("the chat template of chat_template.jinja cannot be compiled: it ")
+
+
+@pytest.mark.parametrize("count", [8, 9])
+async def test_a_huge_constant_keeps_nobody_from_starting(count: int, make: Make) -> None:
+    """Jinja computes constants when it compiles."""
+    template = make(f"{{{{ 'a' * 10 ** {count} }}}}")
+    await template.check()
+    with pytest.raises(InvalidRequestError, match=r"takes more than 512 MiB|has more than 1048576 bytes"):
+        await template.prompt(CHAT)
+
+
+async def test_parts_of_text_become_one_and_developers_are_systems(make: Make) -> None:
+    template = make("{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}")
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert await template.prompt([{"role": "developer", "content": parts}]) == "system: a\nb;"
+
+
+@pytest.mark.parametrize(
+    ("source", "message", "sentence"),
+    [
+        (
+            "{{ raise_exception('only users') }}",
+            {"role": "user", "content": "x"},
+            "it refuses: only users",
+        ),
+        ("{{ messages[0].content + 1 }}", {"role": "user", "content": "x"}, "it fails: "),
+        ("{{ 1 / 0 }}", {"role": "user", "content": "x"}, "it fails: "),
+        (
+            "x",
+            {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+            "messages.0.content is of type",
+        ),
+    ],
+)
+async def test_messages_that_a_template_does_not_take(
+    source: str, message: dict[str, Any], sentence: str, make: Make
+) -> None:
+    with pytest.raises(InvalidRequestError) as refusal:
+        await make(source).prompt([message])
+    assert sentence in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__['json'] }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+    ],
+)
+async def test_the_sandbox_holds(source: str, make: Make) -> None:
+    with pytest.raises(InvalidRequestError):
+        await make(source).prompt(CHAT)
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+HOSTILE = {
+    "nested loops": (ENDLESS, "takes more than 2 s"),
+    "one endless operation": ("{{ (messages | length + 8) ** (9 ** 9) }}", "takes more than"),
+    "a huge text": ("{% set x = messages[0].content * 10 ** 10 %}", "takes more than 512 MiB"),
+    "a huge list": ("{% set x = [messages] * 10 ** 10 %}", "takes more than 512 MiB"),
+    "a wide text": ("{% set x = 'x' | center(10 ** 9 + messages | length) %}", "takes more than 512 MiB"),
+    "doubling": (
+        "{% set ns = namespace(x='attack') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "takes more than"),
+    "replacement": ("{% set x = ('ab' * 99999) | replace('a', 'b' * 99999) %}", "takes more than 512 MiB"),
+    "format": ("{% set x = '%999999999d' % messages | length %}", "takes more than 512 MiB"),
+    "recursion": ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "it fails: "),
+    "recursion of loops": ("{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}", "it fails: "),
+    "a long prompt": (
+        "{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "the prompt has more than 1048576 bytes"),
+    "a long refusal": ("{{ raise_exception('x' * 10 ** 7) }}", "it refuses: x"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+async def test_time_memory_and_length_are_bounded(case: str, make: Make) -> None:
+    source, sentence = HOSTILE[case]
+    template = make("{% if messages[0].content == 'attack' %}" + source + "{% else %}good{% endif %}")
+    with pytest.raises(InvalidRequestError, match=sentence) as raised:
+        await template.prompt([{"role": "user", "content": "attack"}])
+    assert len(str(raised.value)) < 2000
+    assert await template.prompt([{"role": "user", "content": "x"}]) == "good", "the next chat is served"
+
+
+async def test_the_event_loop_goes_on_while_a_template_does_not_end(make: Make) -> None:
+    rendering = asyncio.create_task(make(ENDLESS).prompt(CHAT))
+    turns = 0
+    while not rendering.done():
+        await asyncio.sleep(0.01)
+        turns += 1
+    with pytest.raises(InvalidRequestError, match="takes more than 2 s"):
+        await rendering
+    assert turns > 10
+
+
+async def test_more_chats_than_may_wait_are_refused(make: Make) -> None:
+    template = make(ENDLESS + "{{ messages }}")
+    waiting = [asyncio.create_task(template.prompt(CHAT)) for _ in range(MOST_WAITING)]
+    await asyncio.sleep(0)
+    with pytest.raises(CapacityError, match="64 chats wait for their prompts"):
+        await template.prompt(CHAT)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
+def environment_of(process_id: int) -> bytes:
+    """Of a process, where the system tells it."""
+    path = Path(f"/proc/{process_id}/environ")
+    return path.read_bytes() if path.exists() else b""
+
+
+async def test_the_process_knows_no_secrets_and_ends_with_its_template(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_COORDINATOR_AUTH_TOKEN", "secret-secret-secret")
+    template = make("x")
+    await template.check()
+    process = template._renderer._process
+    assert process is not None
+    assert b"secret" not in environment_of(process.pid)
+    template.close()
+    template._renderer._thread.shutdown(wait=True)
+    assert process.returncode is not None
+
+
+async def test_a_process_that_was_killed_is_started_again(make: Make) -> None:
+    template = make("{{ messages[0].content }}")
+    await template.check()
+    process = template._renderer._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    assert await template.prompt(CHAT) == "Be brief."

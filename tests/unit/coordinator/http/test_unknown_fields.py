@@ -1,0 +1,40 @@
+"""Unknown fields are refused by name, or passed over, logged once and told."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from pydantic import ValidationError
+
+from coordinator.http.openai.schema import CompletionBody
+from coordinator.http.unknown_fields import UnknownFields, ignored_header
+
+BODY = b'{"prompt": "x", "foo": 1, "stream": true, "stream_options": {"bar": 2}}'
+
+
+def test_they_are_refused_unless_told_otherwise() -> None:
+    with pytest.raises(ValidationError, match="foo"):
+        UnknownFields().read(CompletionBody, BODY)
+
+
+def test_they_are_passed_over_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    fields = UnknownFields("ignore")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            body, names = fields.read(CompletionBody, BODY)
+            assert (body.prompt, body.stream_options is not None) == ("x", True)
+            assert sorted(names) == ["foo", "stream_options.bar"]
+    assert len(caplog.records) == 2
+
+
+def test_what_else_is_wrong_is_still_refused() -> None:
+    with pytest.raises(ValidationError, match="max_tokens"):
+        UnknownFields("ignore").read(CompletionBody, b'{"prompt": "x", "foo": 1, "max_tokens": "5"}')
+
+
+def test_a_name_cannot_add_a_header() -> None:
+    assert ignored_header(("a\r\nSet-Cookie: b",), ("tools",)) == {
+        "X-Tandem-Ignored": "a??Set-Cookie??b, tools"
+    }
+    assert ignored_header(()) == {}

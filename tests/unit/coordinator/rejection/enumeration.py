@@ -1,0 +1,278 @@
+"""Output distributions of acceptance rules, summed over every branch and not sampled.
+
+What a round does depends on the proposal, drawn from the draft, and on uniforms. A rule compares each uniform with
+thresholds that do not depend on the other uniforms, so the cube of uniforms falls into boxes on which the outcome is
+constant. The boxes' edges are found by bisection of the rule itself, which knows nothing of its formulas: a wrong
+threshold has a wrong measure.
+
+The token after the accepted run comes from one more uniform, or from a race. Of a race the law is put in the place:
+tokens that race win in proportion to their weights, the exponentials being independent (that they are, and that the
+race is run with them, is tested in `test_raced_recovery.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from coordinator.rejection.uniforms import Uniforms
+from tandem.types import (
+    Acceptance,
+    DenseLogits,
+    DenseRow,
+    FloatArray,
+    IntArray,
+    Proposal,
+    SamplingParams,
+    SparseDistribution,
+    SupportRow,
+    Verification,
+)
+
+Tokens = tuple[int, ...]
+Model = Callable[[Tokens], Sequence[float]]
+"""Probabilities of the next token after some tokens."""
+Distribution = dict[Tokens, float]
+Accept = Callable[[Proposal, Verification, SamplingParams, Uniforms], Acceptance]
+
+NEAR_ZERO = 1e-13
+BISECTIONS = 46
+"""Edges are found to 2**-46, about 1e-14."""
+
+OUTSIDE = 1000
+"""Stands for the sample of row i from outside its support, as token id OUTSIDE + i, and is resolved afterwards."""
+
+RACED = 10_000
+"""Stands for the winner of a race, whoever it is."""
+
+SAMPLING = SamplingParams(temperature=1.0)
+_NO_KEYS: IntArray = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What draft and target are, and how they tell it."""
+
+    target: Model
+    draft: Model
+    token_count: int
+    """Tokens of a proposal."""
+    extra_ids: int = 0
+    """Ids without draft probability that the support holds besides those with."""
+    one_hot: bool = False
+    """Proposals come without distributions; the draft's must be one-hot."""
+    dense: bool = False
+    """Draft and target tell logits."""
+    raced: bool = False
+    """Support rows tell the probability of their outside sample."""
+    sent_count: Callable[[Tokens, Tokens], int] = lambda tokens, proposed: len(proposed)
+    """After some tokens, how many of those that the draft drew it sends."""
+
+
+@dataclass(frozen=True, eq=False)
+class RacesByLaw(Uniforms):
+    """Uniforms that write down who races, with what weights, and name no winner."""
+
+    laws: dict[int, Distribution] = field(default_factory=dict)
+    """For each number of accepted tokens, the probability of each token."""
+
+    def race(self, index: int, token_ids: IntArray, weights: FloatArray) -> int:
+        """See `Uniforms`."""
+        total = float(weights.sum())
+        if not total > 0.0:
+            return -1
+        law: Distribution = {
+            (int(token),): float(weight) / total for token, weight in zip(token_ids, weights, strict=True)
+        }
+        # The race does not depend on anything but the proposal and how much of it was accepted.
+        assert self.laws.setdefault(index, law) == law
+        return RACED
+
+
+def target_distribution(target: Model, length: int) -> Distribution:
+    """The distribution of the target's first `length` tokens."""
+    distribution: Distribution = {(): 1.0}
+    for _ in range(length):
+        distribution = {
+            (*tokens, token): mass * prob
+            for tokens, mass in distribution.items()
+            for token, prob in enumerate(target(tokens))
+            if prob > 0
+        }
+    return distribution
+
+
+def total_variation(actual: Distribution, expected: Distribution) -> float:
+    """Half of what the two differ by."""
+    return sum(abs(actual.get(t, 0.0) - expected.get(t, 0.0)) for t in actual.keys() | expected.keys()) / 2
+
+
+def output_distribution(accept: Accept, setting: Setting, length: int) -> Distribution:
+    """The distribution of the first `length` tokens that rounds of speculation put out."""
+    finished: defaultdict[Tokens, float] = defaultdict(float)
+    growing: dict[Tokens, float] = {(): 1.0}
+    while growing:
+        grown: defaultdict[Tokens, float] = defaultdict(float)
+        for tokens, mass in growing.items():
+            for more, share in round_outcomes(accept, setting, tokens).items():
+                longer = tokens + more
+                if len(longer) >= length:
+                    finished[longer[:length]] += mass * share
+                else:
+                    grown[longer] += mass * share
+        growing = grown
+    return finished
+
+
+def mean_accepted(accept: Accept, setting: Setting, tokens: Tokens = ()) -> float:
+    """Expected number of accepted tokens of one round."""
+    return sum(mass * (len(more) - 1) for more, mass in round_outcomes(accept, setting, tokens).items())
+
+
+def round_outcomes(accept: Accept, setting: Setting, tokens: Tokens) -> Distribution:
+    """What one round after `tokens` puts out."""
+    outcomes: defaultdict[Tokens, float] = defaultdict(float)
+    for proposed, proposed_mass in _proposals(setting, tokens).items():
+        proposal, verification = _round(setting, tokens, proposed)
+        laws: dict[int, Distribution] = {}
+
+        def decide(
+            point: Tokens | Sequence[float],
+            proposal: Proposal = proposal,
+            verification: Verification = verification,
+            laws: dict[int, Distribution] = laws,
+        ) -> tuple[int, int]:
+            count = len(proposal)
+            accepts, recovers = np.array(point[:count]), np.full(count + 1, (*point, 0.5)[count])
+            uniforms = RacesByLaw(accepts, recovers, _NO_KEYS, laws)
+            acceptance = accept(proposal, verification, SAMPLING, uniforms)
+            return acceptance.accepted_count, acceptance.next_token_id
+
+        # Where everything is raced, no uniform recovers.
+        dimension = len(proposed) + (0 if setting.raced or setting.dense else 1)
+        for (count, token), mass in measure(decide, dimension).items():
+            kept = proposed[:count]
+            drawn = laws[count] if token == RACED else {(token,): 1.0}
+            for (one,), chance in drawn.items():
+                for next_token, share in _resolve(setting, verification, tokens + kept, count, one):
+                    outcomes[(*kept, next_token)] += proposed_mass * mass * chance * share
+    return outcomes
+
+
+def measure(decide: Callable[[Sequence[float]], Hashable], dimension: int) -> dict[tuple[int, int], float]:
+    """How much of the unit cube each outcome has."""
+    edges = [_edges(decide, dimension, axis) for axis in range(dimension)]
+    measures: defaultdict[tuple[int, int], float] = defaultdict(float)
+    for box in itertools.product(*(list(itertools.pairwise(axis)) for axis in edges)):
+        volume = float(np.prod([high - low for low, high in box]))
+        measures[decide([(low + high) / 2 for low, high in box])] += volume  # type: ignore[index]
+    return measures
+
+
+def _edges(decide: Callable[[Sequence[float]], Hashable], dimension: int, axis: int) -> list[float]:
+    """Where the outcome changes along one axis, seen from every corner of the others."""
+    edges = [0.0, 1.0]
+    for corner in itertools.product((NEAR_ZERO, 1.0 - NEAR_ZERO), repeat=dimension - 1):
+
+        def along(value: float, corner: Sequence[float] = corner) -> Hashable:
+            return decide([*corner[:axis], value, *corner[axis:]])
+
+        # An edge that another corner has shown already need not be looked for again.
+        for edge, next_edge in list(itertools.pairwise(edges)):
+            low, high = edge + NEAR_ZERO, next_edge - NEAR_ZERO
+            if low < high:
+                edges.extend(_changes(along, low, high, along(low), along(high)))
+        edges.sort()
+    return edges
+
+
+def _changes(
+    along: Callable[[float], Hashable], low: float, high: float, at_low: Hashable, at_high: Hashable
+) -> Iterable[float]:
+    """The points where a step function changes whose values never come back."""
+    if at_low == at_high:
+        return []
+    if high - low < 2.0**-BISECTIONS:
+        return [(low + high) / 2]
+    middle = (low + high) / 2
+    at_middle = along(middle)
+    return [
+        *_changes(along, low, middle, at_low, at_middle),
+        *_changes(along, middle, high, at_middle, at_high),
+    ]
+
+
+def _proposals(setting: Setting, tokens: Tokens) -> Distribution:
+    drawn = target_distribution(lambda more: setting.draft(tokens + more), setting.token_count)
+    sent: defaultdict[Tokens, float] = defaultdict(float)
+    for proposed, mass in drawn.items():
+        sent[proposed[: setting.sent_count(tokens, proposed)]] += mass
+    return sent
+
+
+def _round(setting: Setting, tokens: Tokens, proposed: Tokens) -> tuple[Proposal, Verification]:
+    distributions: list[SparseDistribution | DenseLogits] = []
+    rows: list[SupportRow | DenseRow] = []
+    for index in range(len(proposed)):
+        prefix = tokens + proposed[:index]
+        draft_probs, target_probs = np.array(setting.draft(prefix)), np.array(setting.target(prefix))
+        support = np.flatnonzero(draft_probs > 0)
+        without = np.flatnonzero(draft_probs == 0)[: setting.extra_ids]
+        asked = np.concatenate([without, support[::-1]])
+        if setting.dense:
+            distributions.append(DenseLogits(_logits(draft_probs)))
+            rows.append(DenseRow(_logits(target_probs)))
+        else:
+            distributions.append(SparseDistribution(support, draft_probs[support]))
+            rows.append(_support_row(target_probs, asked, index, raced=setting.raced))
+    last = np.array(setting.target(tokens + proposed))
+    count = len(proposed)
+    rows.append(
+        DenseRow(_logits(last))
+        if setting.dense
+        else _support_row(last, np.array([], np.int64), count, raced=setting.raced)
+    )
+    told = () if setting.one_hot else tuple(distributions)
+    return Proposal(len(tokens), proposed, told), Verification(len(tokens), tuple(rows))
+
+
+def _logits(
+    probs: np.ndarray[tuple[int], np.dtype[np.float64]],
+) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    with np.errstate(divide="ignore"):
+        # Logits of the wire are float32; the rules take float64 as well, which the exact comparison needs.
+        return np.log(probs)
+
+
+def _support_row(
+    target_probs: np.ndarray[tuple[int], np.dtype[np.float64]],
+    support: np.ndarray[tuple[int], np.dtype[np.int64]],
+    index: int,
+    *,
+    raced: bool,
+) -> SupportRow:
+    outside = np.delete(target_probs, support)
+    mass = float(outside.sum())
+    # All tokens outside together race as one of their mass: the least of independent exponentials is exponential,
+    # its rate the sum of theirs, whichever of them it is.
+    stand_in = OUTSIDE + index if mass > 0 else -1
+    return SupportRow(support, target_probs[support], mass, stand_in, outside_prob=mass if raced else None)
+
+
+def _resolve(
+    setting: Setting, verification: Verification, prefix: Tokens, index: int, token: int
+) -> Iterator[tuple[int, float]]:
+    """The tokens that an outcome stands for: one, or those outside the row's support."""
+    if token < OUTSIDE:
+        yield token, 1.0
+        return
+    assert token == OUTSIDE + index, "the sample of another row"
+    row = verification.rows[index]
+    inside = set(row.token_ids.tolist()) if isinstance(row, SupportRow) else set()
+    outside = {other: prob for other, prob in enumerate(setting.target(prefix)) if other not in inside}
+    for other, prob in outside.items():
+        yield other, prob / sum(outside.values())

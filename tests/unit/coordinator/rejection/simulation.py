@@ -1,0 +1,164 @@
+"""Draft and target by arithmetic: they draw and tell as the services do, from logits that the prefix seeds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from coordinator.rejection import AcceptanceRule, draw_uniforms
+from tandem.sampling.noise import proposal_keys, race, recovery_keys, target_keys
+from tandem.sampling.warping import warp
+from tandem.types import (
+    Acceptance,
+    DenseLogits,
+    DenseRow,
+    DraftDistribution,
+    Float32Array,
+    IntArray,
+    Proposal,
+    RowKind,
+    RowStatistics,
+    SamplingParams,
+    SparseDistribution,
+    SupportRow,
+    TargetRow,
+    TokenRow,
+    Verification,
+)
+
+Tokens = tuple[int, ...]
+NO_IDS: IntArray = np.array([], dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class ToyModel:
+    """Logits that depend on the last tokens, some of which two models have in common."""
+
+    name: int
+    vocabulary_size: int = 12
+    own_share: float = 0.5
+
+    def logits(self, tokens: Tokens) -> Float32Array:
+        """Shape [vocabulary_size]."""
+        return _logits(self, tokens[-3:])
+
+
+@cache
+def _logits(model: ToyModel, tokens: Tokens) -> Float32Array:
+    context = [token + 1 for token in tokens]
+    common = np.random.default_rng([99, *context]).normal(0, 2, model.vocabulary_size)
+    own = np.random.default_rng([model.name, *context]).normal(0, 2, model.vocabulary_size)
+    mixed: Float32Array = ((1 - model.own_share) * common + model.own_share * own).astype(np.float32)
+    return mixed
+
+
+def propose(
+    model: ToyModel, tokens: Tokens, count: int, kind: RowKind, sampling: SamplingParams, draft_top_k: int = 4
+) -> Proposal:
+    """As a draft service answers."""
+    token_ids: list[int] = []
+    distributions: list[DraftDistribution] = []
+    logits_told: list[float] = []
+    own_keys = proposal_keys(sampling.seed, len(tokens), count)
+    shared_keys = target_keys(sampling.seed, len(tokens), count)
+    for index in range(count):
+        logits = model.logits((*tokens, *token_ids))
+        probs = warp(logits[None], [sampling])
+        if kind is RowKind.TOKEN:
+            token = int(race(probs, shared_keys[index : index + 1])[0])
+        elif kind is RowKind.DENSE:
+            token = int(race(probs, own_keys[index : index + 1])[0])
+            distributions.append(DenseLogits(logits))
+        else:
+            ids = np.argsort(-probs[0])[:draft_top_k]
+            ids = ids[probs[0, ids] > 0]
+            kept = probs[:, ids] / probs[0, ids].sum()
+            token = int(ids[race(kept, own_keys[index : index + 1], ids)[0]])
+            distributions.append(SparseDistribution(ids, kept[0].astype(np.float32).astype(np.float64)))
+        token_ids.append(token)
+        logits_told.append(float(logits[token]))
+    return Proposal(len(tokens), tuple(token_ids), tuple(distributions), np.array(logits_told, np.float32))
+
+
+def verify(
+    model: ToyModel,
+    tokens: Tokens,
+    proposal: Proposal,
+    kind: RowKind,
+    sampling: SamplingParams,
+    supports: tuple[IntArray, ...] = (),
+    *,
+    raced: bool = False,
+) -> Verification:
+    """As a target service answers; `raced`: when it is asked to race for recovery, and knows how."""
+    rows: list[TargetRow] = []
+    keys_of = recovery_keys if raced else target_keys
+    keys = keys_of(sampling.seed, len(tokens), len(proposal) + 1)
+    for index in range(len(proposal) + 1):
+        logits = model.logits(tokens + proposal.token_ids[:index])
+        probs = warp(logits[None], [sampling])[0]
+        key = keys[index : index + 1]
+        if kind is RowKind.DENSE:
+            rows.append(DenseRow(logits))
+        elif kind is RowKind.TOKEN:
+            rows.append(TokenRow(int(race(probs[None], key)[0])))
+        else:
+            support = supports[index] if index < len(supports) else NO_IDS
+            outside = probs.copy()
+            outside[support] = 0
+            mass = float(outside.sum())
+            sample = int(race(outside[None], key)[0]) if mass > 0 else -1
+            chance = (float(outside[sample]) if mass > 0 else 0.0) if raced else None
+            told = _statistics(logits, probs, support)
+            rows.append(SupportRow(support, probs[support], mass, sample, told, chance))
+    return Verification(len(tokens), tuple(rows))
+
+
+def _statistics(
+    logits: Float32Array, probs: np.ndarray[tuple[int], np.dtype[np.float64]], support: IntArray
+) -> RowStatistics:
+    entropy = -sum(float(prob) * float(np.log(prob)) for prob in probs if prob > 0)
+    ranks = [sum(1 for other in probs if other > probs[token]) for token in support]
+    return RowStatistics(
+        entropy, max(probs), int(logits.argmax()), np.array(ranks, dtype=np.int64), logits[support]
+    )
+
+
+def one_round(
+    rule: AcceptanceRule,
+    target: ToyModel,
+    draft: ToyModel,
+    tokens: Tokens,
+    count: int,
+    sampling: SamplingParams,
+    row_kind: RowKind | None = None,
+) -> tuple[Proposal, Acceptance]:
+    """Propose, verify, accept."""
+    proposal = propose(draft, tokens, count, rule.strategy.draft_row_kind, sampling)
+    kind = rule.row_kind(row_kind)
+    supports = rule.supports(proposal) if kind is RowKind.SUPPORT else ()
+    raced = rule.strategy.races_recovery and kind is RowKind.SUPPORT and len(proposal) > 0
+    verification = verify(target, tokens, proposal, kind, sampling, supports, raced=raced)
+    uniforms = draw_uniforms(sampling.seed, len(tokens), len(proposal))
+    thinking = [position % 5 < 2 for position in range(len(tokens), len(tokens) + len(proposal))]
+    return proposal, rule.accept(proposal, verification, sampling, uniforms, thinking)
+
+
+def generate(
+    rule: AcceptanceRule,
+    target: ToyModel,
+    draft: ToyModel,
+    count: int,
+    sampling: SamplingParams,
+    length: int,
+    row_kind: RowKind | None = None,
+) -> Tokens:
+    """The first `length` tokens of a completion of nothing."""
+    tokens: Tokens = ()
+    while len(tokens) < length:
+        proposal, acceptance = one_round(rule, target, draft, tokens, count, sampling, row_kind)
+        tokens += proposal.token_ids[: acceptance.accepted_count]
+        tokens += (acceptance.next_token_id,) if acceptance.next_token_id >= 0 else ()
+    return tokens[:length]

@@ -1,0 +1,78 @@
+"""Which rules stay exact when the next round meets the noise of the last one again at the same positions.
+
+`tandem.sampling.noise` keys proposals and acceptance uniforms by the round. This shows by enumeration that block
+verification needs it, and that token-by-token rejection would not.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from coordinator.rejection import block, residual
+from coordinator.rejection.uniforms import Uniforms
+from tandem.sampling.noise import recovery_keys
+from tandem.types import Proposal, SparseDistribution, SupportRow, Verification
+from tests.unit.coordinator.rejection.enumeration import (
+    SAMPLING,
+    Accept,
+    Tokens,
+    measure,
+    target_distribution,
+    total_variation,
+)
+
+TARGET_PROBS = np.array([0.7, 0.3])
+DRAFT_PROBS = np.array([0.4, 0.6])
+IDS = np.array([0, 1])
+NO_IDS = np.array([], dtype=np.int64)
+
+
+def _two_tokens(accept: Accept, proposed: Tokens, uniforms: Sequence[float]) -> tuple[int, int]:
+    """The first two tokens, when the noise at a position is the same in every round.
+
+    Args:
+        accept: The rule.
+        proposed: What the draft proposes at positions 0, 1 and 2, whichever round asks.
+        uniforms: Acceptance at positions 0, 1 and 2, then what recovers positions 0 and 1.
+    """
+    first = _round(accept, 0, proposed[:2], _numbers(uniforms[:2], [*uniforms[3:], 0.5]))
+    if len(first) > 1:
+        return first[0], first[1]
+    second = _round(accept, 1, proposed[1:], _numbers(uniforms[1:3], [uniforms[4], 0.5, 0.5]))
+    return first[0], second[0]
+
+
+def _numbers(accept: Sequence[float], recover: Sequence[float]) -> Uniforms:
+    return Uniforms(np.array(accept), np.array(recover), recovery_keys(0, 0, len(recover)))
+
+
+def _round(accept: Accept, base_length: int, proposed: Tokens, uniforms: Uniforms) -> Tokens:
+    count = len(proposed)
+    proposal = Proposal(base_length, proposed, (SparseDistribution(IDS, DRAFT_PROBS),) * count)
+    row, last = SupportRow(IDS, TARGET_PROBS, 0.0, -1), SupportRow(NO_IDS, NO_IDS.astype(float), 1.0, 0)
+    acceptance = accept(proposal, Verification(base_length, (row,) * count + (last,)), SAMPLING, uniforms)
+    return (*proposed[: acceptance.accepted_count], acceptance.next_token_id)
+
+
+def _bias(accept: Accept) -> float:
+    """Total variation of the first two tokens from the target's."""
+    actual: defaultdict[Tokens, float] = defaultdict(float)
+    for proposed in itertools.product((0, 1), repeat=3):
+        mass = float(np.prod(DRAFT_PROBS[list(proposed)]))
+        outcomes = measure(lambda point, proposed=proposed: _two_tokens(accept, proposed, point), 5)  # type: ignore[misc]
+        for tokens, share in outcomes.items():
+            actual[tokens] += mass * share
+    return total_variation(actual, target_distribution(lambda tokens: TARGET_PROBS.tolist(), 2))
+
+
+def test_block_verification_needs_fresh_noise() -> None:
+    assert _bias(block.accept) == pytest.approx(0.045, abs=1e-9)
+
+
+def test_token_by_token_rejection_does_not() -> None:
+    assert _bias(residual.accept) == pytest.approx(0.0, abs=1e-12)

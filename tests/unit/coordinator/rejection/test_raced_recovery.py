@@ -1,0 +1,262 @@
+"""The token after the accepted run as the winner of a race that target and coordinator run with the same noise.
+
+The rows come from the target service's own code, in batches, and through the wire's rounding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from coordinator.rejection import AcceptanceRule, RejectionOptions, draw_uniforms, resolve
+from tandem.sampling.noise import Purpose, proposal_keys, race, stream_key, target_keys, token_uniforms
+from tandem.sampling.warping import warp
+from tandem.types import (
+    Acceptance,
+    Delta,
+    FloatArray,
+    IntArray,
+    NextToken,
+    Proposal,
+    RowKind,
+    SamplingParams,
+    SparseDistribution,
+    SupportRow,
+    Verification,
+    VerifyStep,
+)
+from tandem.wire import target as wire
+from target_service.rows import RowRequest
+from tests.end_to_end.chi_square import critical_value, statistic, visible_distance
+from tests.unit.target_service.verified import verified
+
+VOCABULARY_SIZE, SUPPORT_SIZE, TOKEN_COUNT = 5, 3, 2
+PROMPT = (0, 0)
+BATCH = 250
+"""Sequences that share a step of the target, of three rows each."""
+
+_RNG = np.random.default_rng(4)
+TARGET_LOGITS = _RNG.normal(0, 1.2, (VOCABULARY_SIZE, VOCABULARY_SIZE)).astype(np.float32)
+DRAFT_LOGITS = (TARGET_LOGITS + _RNG.normal(0, 1.0, TARGET_LOGITS.shape)).astype(np.float32)
+"""Of the next token, by the last one."""
+# After the prompt: found by a search for a pair whose recovered tokens show reused noise best.
+TARGET_LOGITS[0] = np.log([0.193, 0.199, 0.071, 0.033, 0.504])
+DRAFT_LOGITS[0] = np.log([1e-9, 0.446, 1e-9, 0.169, 0.385])
+PLAIN = SamplingParams()
+TARGET_PROBS: FloatArray = warp(TARGET_LOGITS, [PLAIN] * VOCABULARY_SIZE)
+
+NAMES = ["residual", "block"]
+NO_IDS: IntArray = np.empty(0, dtype=np.int64)
+
+Tokens = tuple[int, ...]
+KeysOf = Callable[[int, int, int], IntArray]
+
+
+def _draft_rows() -> list[tuple[IntArray, FloatArray]]:
+    """What the draft draws from after each token: its most probable ids, and their probabilities."""
+    rows = []
+    for probs in warp(DRAFT_LOGITS, [PLAIN] * VOCABULARY_SIZE):
+        ids = np.argsort(-probs)[:SUPPORT_SIZE]
+        rows.append((ids, (probs[ids] / probs[ids].sum()).astype(np.float32).astype(np.float64)))
+    return rows
+
+
+DRAFT = _draft_rows()
+
+
+def propose(seed: int, tokens: Tokens, count: int = TOKEN_COUNT) -> Proposal:
+    """As a draft service does, with its own keys."""
+    said: Tokens = ()
+    told = []
+    for key in proposal_keys(seed, len(tokens), count):
+        ids, probs = DRAFT[(*tokens, *said)[-1]]
+        said += (int(ids[race(probs[None], key[None], ids)[0]]),)
+        told.append(SparseDistribution(ids, probs))
+    return Proposal(len(tokens), said, tuple(told))
+
+
+def verify(
+    rule: AcceptanceRule,
+    kind: RowKind,
+    seeds: list[int],
+    sequences: list[Tokens],
+    proposals: list[Proposal],
+    *,
+    raced: bool = True,
+) -> list[Verification]:
+    """As a target service does for all of them in one step, and as a coordinator reads it."""
+    steps, requests, logits = [], [], []
+    for seed, tokens, proposal in zip(seeds, sequences, proposals, strict=True):
+        supports = rule.supports(proposal) if kind is RowKind.SUPPORT else ()
+        delta = Delta(len(tokens), proposal.token_ids)
+        step = VerifyStep(delta, kind, len(proposal) + 1, supports, raced_recovery=raced)
+        steps.append(step)
+        requests.append(RowRequest(step, replace(PLAIN, seed=seed)))
+        logits.append(TARGET_LOGITS[list((*tokens, *proposal.token_ids)[-len(proposal) - 1 :])])
+    answers = verified(requests, torch.from_numpy(np.concatenate(logits)))
+    messages = map(wire.verification_to_proto, answers)
+    return [
+        wire.verification_from_proto(message, step) for message, step in zip(messages, steps, strict=True)
+    ]
+
+
+def decide(
+    rule: AcceptanceRule, seed: int, tokens: Tokens, proposal: Proposal, verification: Verification
+) -> Acceptance:
+    uniforms = draw_uniforms(seed, len(tokens), len(proposal))
+    return rule.accept(proposal, verification, replace(PLAIN, seed=seed), uniforms)
+
+
+def rounds(
+    rule: AcceptanceRule,
+    sequences: Mapping[int, Tokens],
+    kind: RowKind = RowKind.SUPPORT,
+    count: int = TOKEN_COUNT,
+) -> dict[int, tuple[Proposal, Acceptance]]:
+    """One round of each sequence, by its seed, with `count` tokens proposed."""
+    seeds, tokens = list(sequences), list(sequences.values())
+    proposals = [propose(seed, each, count) for seed, each in sequences.items()]
+    answers = verify(rule, kind, seeds, tokens, proposals)
+    decided = map(partial(decide, rule), seeds, tokens, proposals, answers)
+    return dict(zip(seeds, zip(proposals, decided, strict=True), strict=True))
+
+
+def first_tokens(rule: AcceptanceRule, seeds: range, length: int) -> Iterator[Tokens]:
+    """The first tokens of the completion of each seed."""
+    sequences: dict[int, Tokens] = dict.fromkeys(seeds, PROMPT)
+    while short := {seed: each for seed, each in sequences.items() if len(each) < len(PROMPT) + length}:
+        for seed, (proposal, acceptance) in rounds(rule, short).items():
+            kept = proposal.token_ids[: acceptance.accepted_count]
+            sequences[seed] += (*kept, acceptance.next_token_id)
+    return (each[len(PROMPT) :][:length] for each in sequences.values())
+
+
+def batches(count: int) -> Iterator[range]:
+    """Seeds from 0 on."""
+    return (range(first, min(first + BATCH, count)) for first in range(0, count, BATCH))
+
+
+SEEDS = 2000
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_comes_out_is_the_targets(name: str) -> None:
+    """Chi-square of the first three tokens: drafted, recovered and bonus ones.
+
+    Any deviation of a total variation distance of 0.11 is seen with a probability above 0.99, and a right
+    implementation fails with a probability of 1 in 10 000: once and for all, for the seeds are fixed.
+    """
+    rule = resolve(RejectionOptions(name), PLAIN)
+    counts = Counter(tokens for seeds in batches(SEEDS) for tokens in first_tokens(rule, seeds, 3))
+    ids = range(VOCABULARY_SIZE)
+    expected: dict[Tokens, float] = {
+        (one, two, three): TARGET_PROBS[0, one] * TARGET_PROBS[one, two] * TARGET_PROBS[two, three]
+        for one, two, three in product(ids, repeat=3)
+    }
+    found, freedom = statistic(counts, expected)
+    assert visible_distance(SEEDS, freedom) < 0.11
+    assert found < critical_value(freedom)
+
+
+def recovered(count: int) -> Counter[int]:
+    """How often each token came in place of a rejected one, in `count` rounds of one proposed token."""
+    rule = resolve(RejectionOptions("residual"), PLAIN)
+    acceptances = [
+        acceptance
+        for seeds in batches(count)
+        for _, acceptance in rounds(rule, dict.fromkeys(seeds, PROMPT), count=1).values()
+    ]
+    return Counter(each.next_token_id for each in acceptances if each.accepted_count == 0)
+
+
+def residual_law() -> dict[int, float]:
+    """What replaces a rejected token: max(target - draft, 0)."""
+    ids, probs = DRAFT[0]
+    weights = TARGET_PROBS[0].copy()
+    weights[ids] -= probs
+    weights = np.maximum(weights, 0.0)
+    return dict(enumerate((weights / weights.sum()).tolist()))
+
+
+def keyed_for(purpose: Purpose) -> KeysOf:
+    """Keys of a round as `recovery_keys` makes them, for another purpose."""
+
+    def keys_of(seed: int, base_length: int, count: int) -> IntArray:
+        positions = range(base_length, base_length + count)
+        return np.array([stream_key(seed, each, purpose, base_length) for each in positions], dtype=np.int64)
+
+    return keys_of
+
+
+@pytest.mark.parametrize("purpose", [Purpose.RECOVERY, Purpose.PROPOSAL, Purpose.ACCEPTANCE])
+def test_noise_that_served_before_shows(purpose: Purpose, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raced with the proposal's noise, or with that of the acceptance uniforms, recovered tokens have another law.
+
+    466 of 1200 rounds recover. The two mistakes are at distances of about 0.15, and the statistic is 52 and 45 where
+    19 is exceeded once in 10 000 times.
+    """
+    for module in ("target_service.rows", "coordinator.rejection.uniforms"):
+        monkeypatch.setattr(f"{module}.recovery_keys", keyed_for(purpose))
+    found, freedom = statistic(recovered(1200), residual_law())
+    assert (found > critical_value(freedom)) == (purpose is not Purpose.RECOVERY)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dense_and_support_rows_give_the_very_same_tokens(name: str) -> None:
+    rule = resolve(RejectionOptions(name), PLAIN)
+    sequences = {seed: (*PROMPT, seed % VOCABULARY_SIZE) for seed in range(400)}
+    by_kind = [rounds(rule, sequences, kind) for kind in (RowKind.SUPPORT, RowKind.DENSE)]
+    found = [{seed: acceptance for seed, (_, acceptance) in told.items()} for told in by_kind]
+    assert found[0] == found[1]
+    assert {each.next_token for each in found[0].values()} == {NextToken.BONUS, NextToken.RECOVERED}
+
+
+def test_the_winner_is_the_argmax_over_the_whole_vocabulary() -> None:
+    """As anybody computes it who knows the seed: a draft that anticipates the round, for instance."""
+    rule = resolve(RejectionOptions("residual"), PLAIN)
+    base, from_outside = len(PROMPT), 0
+    for seed, (proposal, acceptance) in rounds(rule, dict.fromkeys(range(300), PROMPT)).items():
+        count = acceptance.accepted_count
+        weights = TARGET_PROBS[(*PROMPT, *proposal.token_ids)[base + count - 1]].copy()
+        support = NO_IDS
+        if count < len(proposal):
+            support, probs = DRAFT[(*PROMPT, *proposal.token_ids)[base + count - 1]]
+            weights[support] = np.maximum(weights[support] - probs, 0.0)
+            from_outside += acceptance.next_token_id not in support
+        key = np.array([stream_key(seed, base + count, Purpose.RECOVERY, base)])
+        exponential = -np.log(token_uniforms(key, VOCABULARY_SIZE)[0])
+        assert acceptance.next_token_id == (weights / exponential).argmax()
+    assert from_outside > 10
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_target_that_does_not_race_is_drawn_from_with_uniforms(name: str) -> None:
+    """An older target answers what it always did, and so does a newer one to an older coordinator."""
+    rule = resolve(RejectionOptions(name), PLAIN)
+    sequences = dict.fromkeys(range(300), PROMPT)
+    proposals = [propose(seed, PROMPT) for seed in sequences]
+    answers = verify(rule, RowKind.SUPPORT, list(sequences), [PROMPT] * 300, proposals, raced=False)
+    differing = 0
+    raced = rounds(rule, sequences)
+    for seed, proposal, answer in zip(sequences, proposals, answers, strict=True):
+        acceptance = decide(rule, seed, PROMPT, proposal, answer)
+        assert acceptance.accepted_count == raced[seed][1].accepted_count
+        differing += acceptance != raced[seed][1]
+        count = acceptance.accepted_count
+        row = answer.rows[count]
+        assert isinstance(row, SupportRow)
+        assert row.outside_prob is None
+        (outside,) = target_keys(seed, len(PROMPT) + count, 1)
+        if acceptance.next_token_id not in row.token_ids:
+            last = (*PROMPT, *proposal.token_ids)[len(PROMPT) + count - 1]
+            rest = TARGET_PROBS[last].copy()
+            rest[row.token_ids] = 0.0
+            assert acceptance.next_token_id == race(rest[None], outside[None])[0]
+    assert differing > 50

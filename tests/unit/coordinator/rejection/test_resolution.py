@@ -1,0 +1,284 @@
+"""From options to a rule: names, defaults, kinds of rows, and combinations that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from coordinator.rejection import (
+    STRATEGIES,
+    RejectionOptions,
+    RuleError,
+    find_strategy,
+    problems,
+    resolve,
+)
+from tandem.types import DenseLogits, Proposal, RowKind, SamplingParams
+from tests.unit.coordinator.rejection.builders import (
+    GREEDY,
+    SAMPLED,
+    bonus_row,
+    log_probs,
+    proposal,
+    sampled,
+    statistics,
+    support_row,
+    uniforms,
+    verification,
+)
+
+TOKEN, SUPPORT, DENSE = RowKind.TOKEN, RowKind.SUPPORT, RowKind.DENSE
+RATE = {"rejection_sampling_strategy": "synthetic", "synthetic_acceptance_rate": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("greedy", "greedy"),
+        ("residual", "residual"),
+        ("probabilistic", "residual"),
+        ("standard", "residual"),
+        ("strict", "strict"),
+        ("block", "block"),
+        ("typical-acceptance", "typical-acceptance"),
+        ("typical_acceptance", "typical-acceptance"),
+        ("logit-comparison", "logit-comparison"),
+        ("Logit_Comparison ", "logit-comparison"),
+        ("synthetic", "synthetic"),
+    ],
+)
+def test_spellings_of_max_and_vllm(spelling: str, name: str) -> None:
+    assert find_strategy(spelling).name == name
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(RuleError, match=r"'nucleus'; it must be one of greedy, residual, .*block"):
+        find_strategy("nucleus")
+
+
+def test_names_are_distinct() -> None:
+    names = [name for strategy in STRATEGIES for name in (strategy.name, *strategy.aliases)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        ("standalone", "residual"),
+        ("ngram", "residual"),
+        ("suffix", "residual"),
+        ("eagle", "typical-acceptance"),
+        ("eagle3", "typical-acceptance"),
+        ("mtp", "typical-acceptance"),
+    ],
+)
+def test_default_rule(method: str, name: str) -> None:
+    options = RejectionOptions(speculative_method=method)
+    assert resolve(options, SAMPLED).name == name
+    assert resolve(options, GREEDY).name == "greedy"
+
+
+# For a request that samples: the target's rows, the draft's, whether lossless, whether with statistics.
+TABLE: dict[str, tuple[tuple[RowKind, ...], RowKind, bool, bool]] = {
+    "greedy": ((SUPPORT, DENSE), TOKEN, False, True),
+    "residual": ((SUPPORT, DENSE), SUPPORT, True, False),
+    "block": ((SUPPORT, DENSE), SUPPORT, True, False),
+    "strict": ((TOKEN, DENSE), TOKEN, True, False),
+    "typical-acceptance": ((SUPPORT, DENSE), SUPPORT, False, True),
+    "logit-comparison": ((SUPPORT, DENSE), TOKEN, False, True),
+    "synthetic": ((SUPPORT, DENSE), TOKEN, False, True),
+}
+
+
+def _options(name: str, **more: Any) -> RejectionOptions:
+    return RejectionOptions(
+        **({"rejection_sampling_strategy": name} | more | (RATE if name == "synthetic" else {}))
+    )
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_what_a_sampled_request_needs(name: str) -> None:
+    row_kinds, draft_row_kind, lossless, statistics = TABLE[name]
+    rule = resolve(_options(name), SAMPLED)
+    assert rule.name == name
+    assert rule.row_kinds == row_kinds
+    assert rule.row_kind() is row_kinds[0]
+    assert rule.strategy.draft_row_kind is draft_row_kind
+    assert rule.lossless is lossless
+    assert rule.needs_statistics is statistics
+    assert rule.strategy.needs_token_logits is (name == "logit-comparison")
+
+
+def test_the_table_is_complete() -> None:
+    assert set(TABLE) == {strategy.name for strategy in STRATEGIES}
+
+
+@pytest.mark.parametrize("name", [name for name in TABLE if name != "synthetic"])
+def test_temperature_zero_is_greedy(name: str) -> None:
+    rule = resolve(_options(name), GREEDY)
+    assert rule.name == "greedy"
+    assert rule.lossless
+    assert rule.row_kind() is TOKEN
+
+
+def test_temperature_zero_stays_synthetic() -> None:
+    rule = resolve(_options("synthetic"), GREEDY)
+    assert (rule.name, rule.row_kind(), rule.lossless) == ("synthetic", TOKEN, False)
+
+
+def test_a_requested_kind_of_row() -> None:
+    rule = resolve(_options("residual"), SAMPLED)
+    assert rule.row_kind(DENSE) is DENSE
+    with pytest.raises(RuleError, match="row_kind is token; residual needs support or dense rows"):
+        rule.row_kind(TOKEN)
+    with pytest.raises(RuleError, match="row_kind is support; strict needs token or dense rows"):
+        resolve(_options("strict"), SAMPLED).row_kind(SUPPORT)
+    with pytest.raises(RuleError, match="greedy needs support or dense rows"):
+        resolve(_options("greedy"), SAMPLED).row_kind(TOKEN)
+
+
+def test_supports() -> None:
+    given = sampled((1, {3: 0.5, 1: 0.5}), (2, {2: 1.0}))
+    assert [ids.tolist() for ids in resolve(_options("residual"), SAMPLED).supports(given)] == [[3, 1], [2]]
+    assert [ids.tolist() for ids in resolve(_options("block"), SAMPLED).supports(proposal(1, 2))] == [
+        [1],
+        [2],
+    ]
+    assert [ids.tolist() for ids in resolve(_options("typical"), SAMPLED).supports(given)] == [[1], [2]]
+
+
+def test_support_rows_do_not_go_with_a_dense_draft() -> None:
+    given = Proposal(0, (1,), (DenseLogits(log_probs([0.5, 0.5])),))
+    with pytest.raises(RuleError, match="use dense rows"):
+        resolve(_options("residual"), SAMPLED).supports(given)
+
+
+@pytest.mark.parametrize("name", ["residual", "typical-acceptance", "logit-comparison"])
+def test_relaxed_acceptance_makes_a_rule_lossy_and_needs_statistics(name: str) -> None:
+    rule = resolve(_options(name, use_relaxed_acceptance_for_thinking=True), SAMPLED)
+    assert not rule.lossless
+    assert rule.needs_statistics
+
+
+def test_relaxed_acceptance_has_no_effect_at_temperature_zero() -> None:
+    rule = resolve(_options("residual", use_relaxed_acceptance_for_thinking=True), GREEDY)
+    assert rule.lossless
+    assert rule.decide_thinking is None
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"rejection_sampling_strategy": "none"}, "rejection_sampling_strategy is 'none'"),
+    *(
+        (
+            {"rejection_sampling_strategy": name, "use_relaxed_acceptance_for_thinking": True},
+            f"the rule is {name}; it needs .* residual, typical-acceptance, logit-comparison",
+        )
+        for name in ("strict", "block", "greedy")
+    ),
+    (RATE | {"use_relaxed_acceptance_for_thinking": True}, "the rule is synthetic"),
+    ({"rejection_sampling_strategy": "synthetic"}, "exactly one of .*; none of them is set"),
+    (
+        RATE | {"synthetic_acceptance_length": 1.5},
+        "synthetic_acceptance_rate and synthetic_acceptance_length of them is set",
+    ),
+    (
+        {"synthetic_acceptance_rates": [0.5, 0.5], "synthetic_acceptance_length": 2.0}
+        | {"rejection_sampling_strategy": "synthetic"},
+        "synthetic_acceptance_rates and synthetic_acceptance_length",
+    ),
+    (
+        {"synthetic_acceptance_rates": [0.5, 0.5]},
+        "synthetic_acceptance_rates is set and the rule is residual",
+    ),
+    ({"synthetic_acceptance_length": 2.0}, "synthetic_acceptance_length is set and the rule is residual"),
+    (
+        {"synthetic_acceptance_rate": 0.5, "rejection_sampling_strategy": "strict"},
+        "synthetic_acceptance_rate is set and the rule is strict",
+    ),
+    (
+        RATE | {"synthetic_acceptance_rate": 1.1},
+        "synthetic_acceptance_rate is 1.1; it must be between 0 and 1",
+    ),
+    (RATE | {"synthetic_acceptance_rate": float("nan")}, "is nan; it must be between 0 and 1"),
+    (
+        {"rejection_sampling_strategy": "synthetic", "synthetic_acceptance_rates": [0.5]},
+        "synthetic_acceptance_rates has 1 entries; it must have 2",
+    ),
+    (
+        {"rejection_sampling_strategy": "synthetic", "synthetic_acceptance_rates": [0.5, 0.6]},
+        "no rate may be higher than the one before",
+    ),
+    (
+        {"rejection_sampling_strategy": "synthetic", "synthetic_acceptance_rates": [1.5, 0.6]},
+        "each rate must be between 0 and 1",
+    ),
+    (
+        {"rejection_sampling_strategy": "synthetic", "synthetic_acceptance_length": 3.5},
+        "synthetic_acceptance_length is 3.5; it must be between 1 and 3",
+    ),
+    (
+        {"rejection_sampling_strategy": "synthetic", "synthetic_acceptance_length": 0.5},
+        "synthetic_acceptance_length is 0.5",
+    ),
+    (
+        {"rejection_sampling_strategy": "logit-comparison", "speculative_method": "ngram"},
+        "speculative_method is ngram; it needs a draft that has logits",
+    ),
+    ({"rejection_sampling_strategy": "logit-comparison", "speculative_method": "suffix"}, "is suffix"),
+    ({"typical_epsilon": 1.5}, "typical_epsilon is 1.5"),
+    ({"typical_delta": -0.1}, "typical_delta is -0.1; it must not be negative"),
+    ({"relaxed_delta": 2.0}, "relaxed_delta is 2.0"),
+    ({"relaxed_topk": 0}, "relaxed_topk is 0; it must be at least 1"),
+    ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0; it must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED)
+def test_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(RuleError, match=message):
+        resolve(RejectionOptions(**given), SAMPLED)
+
+
+def test_every_reason_is_told_at_once() -> None:
+    options = RejectionOptions(relaxed_topk=0, typical_delta=-1.0, synthetic_acceptance_length=9.0)
+    assert len(problems(options)) == 4
+    with pytest.raises(RuleError, match=r"relaxed_topk.*synthetic_acceptance_length is set.*is 9.0"):
+        resolve(options, SAMPLED)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        RATE,
+        {"synthetic_acceptance_rate": 0.0},
+        {"rejection_sampling_strategy": "synthetic", "synthetic_acceptance_rates": (1.0, 0.0)},
+        {"rejection_sampling_strategy": "synthetic", "synthetic_acceptance_length": 3},
+        {"use_relaxed_acceptance_for_thinking": True},
+    ],
+)
+def test_allowed(given: dict[str, Any]) -> None:
+    assert problems(RejectionOptions(**given)) == []
+
+
+def test_options_reach_the_rule() -> None:
+    row = support_row({1: 0.05}, outside=8, statistics=statistics(argmax=8, ranks=[3], max_prob=0.5))
+    rows = verification(row, bonus_row(7))
+    strictly = resolve(_options("typical"), SAMPLED)
+    assert strictly.accept(proposal(1), rows, SAMPLED, uniforms(0.5)).accepted_count == 0
+    loosely = resolve(_options("typical", typical_epsilon=0.04), SAMPLED)
+    assert loosely.accept(proposal(1), rows, SAMPLED, uniforms(0.5)).accepted_count == 1
+    relaxed = resolve(_options("typical", use_relaxed_acceptance_for_thinking=True), SAMPLED)
+    assert relaxed.accept(proposal(1), rows, SAMPLED, uniforms(0.5)).accepted_count == 0
+    assert relaxed.accept(proposal(1), rows, SAMPLED, uniforms(0.5), thinking=[False]).accepted_count == 0
+    assert relaxed.accept(proposal(1), rows, SAMPLED, uniforms(0.5), thinking=[True]).accepted_count == 1
+    assert strictly.accept(proposal(1), rows, SAMPLED, uniforms(0.5), thinking=[True]).accepted_count == 0
+    few = resolve(_options("typical", use_relaxed_acceptance_for_thinking=True, relaxed_topk=3), SAMPLED)
+    assert few.accept(proposal(1), rows, SAMPLED, uniforms(0.5), thinking=[True]).accepted_count == 0
+    near = resolve(_options("typical", use_relaxed_acceptance_for_thinking=True, relaxed_delta=0.4), SAMPLED)
+    assert near.accept(proposal(1), rows, SAMPLED, uniforms(0.5), thinking=[True]).accepted_count == 0
+
+
+def test_a_sampled_request_is_not_confused_with_a_cold_one() -> None:
+    assert resolve(RejectionOptions(), SamplingParams(temperature=1e-6)).name == "residual"

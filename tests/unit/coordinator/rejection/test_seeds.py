@@ -1,0 +1,122 @@
+"""What a seed determines: with `strict` everything, and with every rule the same from either kind of row."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from coordinator.rejection import STRATEGIES, RejectionOptions, draw_uniforms, resolve
+from tandem.sampling.noise import race, target_keys
+from tandem.sampling.warping import warp
+from tandem.types import RowKind, SamplingParams
+from tests.unit.coordinator.rejection.simulation import Tokens, ToyModel, generate, one_round
+
+TARGET, DRAFT, OTHER_DRAFT = ToyModel(1), ToyModel(2), ToyModel(3, own_share=0.9)
+LENGTH = 40
+SAMPLING = [
+    SamplingParams(temperature=1.0, seed=17),
+    SamplingParams(temperature=0.7, top_k=5, top_p=0.9, seed=-(2**63)),
+    SamplingParams(temperature=0.0, seed=3),
+]
+
+
+def _target_alone(sampling: SamplingParams) -> Tokens:
+    tokens: Tokens = ()
+    for position in range(LENGTH):
+        probs = warp(TARGET.logits(tokens)[None], [sampling])
+        tokens += (int(race(probs, target_keys(sampling.seed, position, 1))[0]),)
+    return tokens
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+@pytest.mark.parametrize("row_kind", [RowKind.TOKEN, RowKind.DENSE])
+def test_strict_gives_what_the_target_alone_gives(
+    sampling: SamplingParams, count: int, row_kind: RowKind
+) -> None:
+    rule = resolve(RejectionOptions("strict"), sampling)
+    expected = _target_alone(sampling)
+    for draft in (DRAFT, OTHER_DRAFT, TARGET):
+        assert generate(rule, TARGET, draft, count, sampling, LENGTH, row_kind) == expected
+
+
+def test_strict_accepts_everything_from_the_target_itself() -> None:
+    rule = resolve(RejectionOptions("strict"), SAMPLING[0])
+    _, acceptance = one_round(rule, TARGET, TARGET, (), 8, SAMPLING[0])
+    assert acceptance.accepted_count == 8
+
+
+def test_strict_depends_on_the_seed() -> None:
+    rule = resolve(RejectionOptions("strict"), SAMPLING[0])
+    outputs = {
+        generate(rule, TARGET, DRAFT, 2, SamplingParams(temperature=1.0, seed=seed), LENGTH)
+        for seed in range(8)
+    }
+    assert len(outputs) == 8
+
+
+NAMED = [
+    *(
+        RejectionOptions(strategy.name)
+        for strategy in STRATEGIES
+        if strategy.name not in ("synthetic", "strict")
+    ),
+    RejectionOptions("synthetic", synthetic_acceptance_rate=0.6, num_speculative_tokens=4),
+    *(
+        RejectionOptions(name, use_relaxed_acceptance_for_thinking=True, relaxed_topk=3, relaxed_delta=0.3)
+        for name in ("residual", "typical-acceptance", "logit-comparison")
+    ),
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize(
+    "options", NAMED, ids=lambda options: f"{options.rejection_sampling_strategy}-{options.relaxed_topk}"
+)
+def test_dense_and_support_rows_give_the_same_tokens(
+    options: RejectionOptions, sampling: SamplingParams
+) -> None:
+    rule = resolve(options, sampling)
+    accepted = []
+    for base in range(30):
+        tokens = tuple(np.random.default_rng(base).integers(0, 12, base % 7).tolist())
+        _, dense = one_round(rule, TARGET, DRAFT, tokens, 4, sampling, RowKind.DENSE)
+        _, support = one_round(rule, TARGET, DRAFT, tokens, 4, sampling, RowKind.SUPPORT)
+        assert dense == support
+        accepted.append(dense.accepted_count)
+    # Runs of every kind were met, from none to all.
+    assert min(accepted) < max(accepted)
+
+
+@pytest.mark.parametrize("name", ["residual", "block"])
+def test_a_round_repeated_gives_the_same(name: str) -> None:
+    rule = resolve(RejectionOptions(name), SAMPLING[0])
+    assert one_round(rule, TARGET, DRAFT, (4, 2), 5, SAMPLING[0]) is not None
+    first = generate(rule, TARGET, DRAFT, 3, SAMPLING[0], LENGTH)
+    assert generate(rule, TARGET, DRAFT, 3, SAMPLING[0], LENGTH) == first
+
+
+def test_rounds_share_no_uniforms() -> None:
+    """The same position has other numbers in another round, which block verification needs."""
+    numbers = [
+        number
+        for base_length in range(20)
+        for drawn in (draw_uniforms(5, base_length, 6),)
+        for part in (drawn.accept, drawn.recover, drawn.recovery_keys)
+        for number in part
+    ]
+    assert len(set(numbers)) == len(numbers) == 20 * 20
+
+
+def test_shapes_of_uniforms() -> None:
+    for count in (0, 1, 5):
+        drawn = draw_uniforms(1, 10, count)
+        assert drawn.accept.shape == (count,)
+        assert drawn.recover.shape == drawn.recovery_keys.shape == (count + 1,)
+
+
+def test_fewer_tokens_have_the_same_uniforms() -> None:
+    longer, shorter = draw_uniforms(1, 10, 5), draw_uniforms(1, 10, 2)
+    assert longer.accept[:2].tolist() == shorter.accept.tolist()
+    assert longer.recover[:3].tolist() == shorter.recover.tolist()
+    assert longer.recovery_keys[:3].tolist() == shorter.recovery_keys.tolist()

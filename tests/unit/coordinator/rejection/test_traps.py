@@ -1,0 +1,211 @@
+"""The mistakes that are easy to make in rejection sampling, each with a test that sees it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from coordinator.rejection import RowError, block, draw_uniforms, residual
+from tandem.sampling.noise import Purpose, proposal_keys, race, token_uniforms
+from tandem.sampling.warping import warp
+from tandem.types import (
+    Acceptance,
+    DenseLogits,
+    DenseRow,
+    NextToken,
+    Proposal,
+    SamplingParams,
+    SparseDistribution,
+    SupportRow,
+    Verification,
+)
+from tests.unit.coordinator.rejection.builders import (
+    SAMPLED,
+    bonus_row,
+    log_probs,
+    proposal,
+    sampled,
+    support_row,
+    uniforms,
+    verification,
+)
+from tests.unit.coordinator.rejection.enumeration import (
+    RACED,
+    Accept,
+    Distribution,
+    RacesByLaw,
+    Setting,
+    Tokens,
+    measure,
+    output_distribution,
+    target_distribution,
+    total_variation,
+)
+
+RULES = [residual.accept, block.accept]
+
+
+# Trap: the draft samples from one distribution and another one is verified.
+
+
+@pytest.mark.parametrize("accept", RULES)
+def test_draft_logits_are_truncated_as_the_draft_truncated_them(accept: Accept) -> None:
+    """Draft and target are dense, temperature and top-k apply to both: the target's distribution comes out."""
+    sampling = SamplingParams(temperature=0.5, top_k=2)
+    target_logits, draft_logits = log_probs([0.5, 0.3, 0.2]), log_probs([0.3, 0.25, 0.45])
+    target_probs, draft_probs = (
+        warp(logits[None], [sampling])[0] for logits in (target_logits, draft_logits)
+    )
+    outcome: defaultdict[int, float] = defaultdict(float)
+    for token, draft_prob in enumerate(draft_probs):
+        if draft_prob == 0:
+            continue
+        given = Proposal(0, (token,), (DenseLogits(draft_logits),))
+        rows = verification(DenseRow(target_logits), DenseRow(target_logits))
+        laws: dict[int, Distribution] = {}
+
+        def decide(
+            point: Sequence[float],
+            given: Proposal = given,
+            rows: Verification = rows,
+            laws: dict[int, Distribution] = laws,
+        ) -> tuple[int, int]:
+            drawn = uniforms(point[0])
+            races = RacesByLaw(drawn.accept, drawn.recover, drawn.recovery_keys, laws)
+            return accept(given, rows, sampling, races).accepted_count, RACED
+
+        for (accepted, _), mass in measure(decide, 1).items():
+            following: Distribution = {(token,): 1.0} if accepted else laws[0]
+            for (one,), chance in following.items():
+                outcome[one] += draft_prob * mass * chance
+    assert [outcome[token] for token in range(3)] == pytest.approx(target_probs, abs=1e-12)
+
+
+@pytest.mark.parametrize("accept", RULES)
+def test_a_support_that_leaves_out_a_draft_token_is_refused(accept: Accept) -> None:
+    """What the target says of a truncated support is not enough for a draft that was not truncated."""
+    given = sampled((1, {1: 0.6, 2: 0.3, 3: 0.1}))
+    rows = verification(support_row({1: 0.5, 2: 0.2}, outside=3), bonus_row(0))
+    with pytest.raises(RowError, match="leaves out token 3"):
+        accept(given, rows, SAMPLED, uniforms(0.5))
+
+
+def test_draft_probabilities_are_taken_as_they_are() -> None:
+    """Not rounded, to 4 bits or otherwise: the threshold is the ratio of what was told."""
+    draft_prob, target_prob = 0.3141592653589793, 0.2718281828459045
+    given = sampled((1, {1: draft_prob, 2: 1 - draft_prob}))
+    rows = verification(support_row({1: target_prob, 2: 1 - target_prob}), bonus_row(0))
+    ratio = target_prob / draft_prob
+    assert residual.accept(given, rows, SAMPLED, uniforms(ratio * (1 - 1e-12))).accepted_count == 1
+    assert residual.accept(given, rows, SAMPLED, uniforms(ratio * (1 + 1e-12))).accepted_count == 0
+
+
+# Trap: a token that the draft is not sure of is dropped after it was drawn, and the target draws there.
+
+
+TARGET_PROBS, DRAFT_PROBS = [0.2, 0.3, 0.5], [0.7, 0.2, 0.1]
+
+
+def _first_unsure(tokens: Tokens, proposed: Tokens) -> int:
+    """How many tokens come before the first that the draft gives less than 0.3."""
+    return next((i for i, token in enumerate(proposed) if DRAFT_PROBS[token] < 0.3), len(proposed))
+
+
+@pytest.mark.parametrize("accept", RULES)
+def test_a_proposal_may_end_with_the_token_that_the_draft_is_not_sure_of(accept: Accept) -> None:
+    setting = Setting(
+        lambda tokens: TARGET_PROBS,
+        lambda tokens: DRAFT_PROBS,
+        token_count=2,
+        sent_count=lambda tokens, proposed: min(_first_unsure(tokens, proposed) + 1, len(proposed)),
+    )
+    actual, expected = output_distribution(accept, setting, 2), target_distribution(setting.target, 2)
+    assert total_variation(actual, expected) < 1e-12
+
+
+@pytest.mark.parametrize("accept", RULES)
+def test_a_proposal_must_not_end_before_that_token(accept: Accept) -> None:
+    """Why the test above is there: the length of a proposal must not tell what the draft drew and did not send."""
+    setting = Setting(
+        lambda tokens: TARGET_PROBS, lambda tokens: DRAFT_PROBS, token_count=2, sent_count=_first_unsure
+    )
+    actual, expected = output_distribution(accept, setting, 2), target_distribution(setting.target, 2)
+    assert total_variation(actual, expected) > 0.1
+
+
+# Trap: the noise that drew the proposal decides over its acceptance, or acceptance noise recovers.
+
+
+@pytest.mark.parametrize("accept", RULES)
+def test_proposals_are_drawn_with_noise_of_their_own(accept: Accept) -> None:
+    """The whole way from a seed to a token, 6000 times: no outcome is off by more than five deviations.
+
+    Sees a probability that is wrong by 0.035. With the draft's noise in place of acceptance or recovery noise it
+    would be wrong by 0.05 and more.
+    """
+    count = 6000
+    ids, draft_probs, target_probs = np.arange(3), np.array(DRAFT_PROBS), np.array(TARGET_PROBS)
+    told = (SparseDistribution(ids, draft_probs),)
+    rows = verification(SupportRow(ids, target_probs, 0.0, -1), bonus_row(0), base_length=9)
+    outcomes = np.zeros(3)
+    for seed in range(count):
+        token = int(race(draft_probs[None], proposal_keys(seed, 9, 1))[0])
+        given = Proposal(9, (token,), told)
+        acceptance = accept(given, rows, SAMPLED, draw_uniforms(seed, 9, 1))
+        outcomes[token if acceptance.accepted_count else acceptance.next_token_id] += 1
+    deviations = (outcomes - count * target_probs) / np.sqrt(count * target_probs * (1 - target_probs))
+    assert np.abs(deviations).max() < 5
+
+
+def test_no_two_random_numbers_of_a_round_are_equal() -> None:
+    drawn = draw_uniforms(seed=3, base_length=20, token_count=8)
+    proposing = token_uniforms(proposal_keys(3, 20, 8), 50).ravel()
+    racing = token_uniforms(drawn.recovery_keys, 50)
+    numbers = [*drawn.accept, *racing.ravel(), *proposing]
+    assert len(set(numbers)) == len(numbers) == 8 + 450 + 400
+    # A round recovers either with this uniform or by the race that has it, never with both.
+    assert drawn.recover.tolist() == racing[:, 0].tolist()
+    assert len(set(Purpose)) == 4
+
+
+# Trap: `u <= target / draft` accepts a token of probability zero when u = 0.
+
+
+@pytest.mark.parametrize("accept", RULES)
+def test_an_impossible_token_is_rejected_by_every_uniform(accept: Accept) -> None:
+    given = sampled((1, {1: 0.5, 2: 0.5}))
+    rows = verification(support_row({1: 0.0, 2: 1.0}), bonus_row(0))
+    for uniform in (0.0, 1e-300, 0.5):
+        acceptance = accept(given, rows, SAMPLED, uniforms(uniform))
+        assert (acceptance.accepted_count, acceptance.next_token_id) == (0, 2)
+
+
+def test_no_uniform_is_zero() -> None:
+    drawn = [draw_uniforms(seed, 0, 50) for seed in range(200)]
+    assert min(float(np.concatenate([one.accept, one.recover]).min()) for one in drawn) > 0.0
+
+
+# Trap: a residual that sums to zero.
+
+
+@pytest.mark.parametrize("accept", RULES)
+def test_equal_distributions_recover_from_the_target(accept: Accept) -> None:
+    """Nothing is ever rejected then; should it happen all the same, a token of the target comes out."""
+    probs = {4: 0.25, 5: 0.75}
+    given, rows = sampled((4, probs)), verification(support_row(probs), bonus_row(0))
+    assert accept(given, rows, SAMPLED, uniforms(1 - 2.0**-53)).accepted_count == 1
+    for recover, expected in ((0.2, 4), (0.3, 5)):
+        acceptance = accept(given, rows, SAMPLED, uniforms(1.0, recover=recover))
+        assert acceptance == Acceptance(0, expected, NextToken.RECOVERED)
+
+
+@pytest.mark.parametrize("accept", RULES)
+@pytest.mark.parametrize("one_hot", [True, False])
+def test_rounding_on_the_wire_never_leaves_a_round_without_a_token(accept: Accept, one_hot: bool) -> None:
+    """The target is certain of the proposed token, and its probability was rounded down."""
+    given = proposal(4) if one_hot else sampled((4, {4: 1.0}))
+    rows = verification(support_row({4: 1.0 - 6e-8}), bonus_row(0))
+    assert accept(given, rows, SAMPLED, uniforms(1 - 1e-9)) == Acceptance(0, 4, NextToken.RECOVERED)

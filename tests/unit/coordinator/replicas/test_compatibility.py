@@ -1,0 +1,86 @@
+"""Every rule for models, broken once, and models that fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from coordinator.replicas.compatibility import MODEL_RULES, Deployment, check_models
+from tandem.errors import IncompatibleModelsError
+from tandem.types import ModelInfo
+from tests.unit.coordinator.model_infos import DRAFT, NGRAM, TARGET, deployment
+
+MODELS: list[tuple[str, Deployment, str]] = [
+    (
+        "drafting-method",
+        deployment({"method": "ngram"}),
+        "speculative_method is ngram; the draft service drafts by standalone: they must be the same",
+    ),
+    (
+        "drafting-method",
+        deployment({"method": "draft_model"}, draft=NGRAM),
+        "speculative_method is standalone; the draft service drafts by ngram: they must be the same",
+    ),
+    (
+        "drafting-method",
+        deployment({"method": "suffix"}, draft=None),
+        "speculative_method is suffix; it needs a draft service: name it with draft_address",
+    ),
+    (
+        "vocabulary-size",
+        deployment(draft=replace(DRAFT, vocabulary_size=99)),
+        "the draft small has a vocabulary of 99 tokens and the target big one of 100; they must be the same",
+    ),
+    (
+        "tokenizer",
+        deployment(draft=replace(DRAFT, tokenizer_hash="b" * 64)),
+        "the draft small has another tokenizer (hash bbbbbbbbbbbb) than the target big (hash aaaaaaaaaaaa); a token id "
+        "must mean the same to both",
+    ),
+    (
+        "shared-max-length",
+        deployment(draft=replace(DRAFT, max_length=32)),
+        "max_length is 32 for the draft small and 64 for the target big; they must share one: start both with "
+        "--max-length 32",
+    ),
+    (
+        "configured-max-length",
+        deployment({"max_length": 48}, draft=None),
+        "max_length is 48 for the coordinator and 64 for the target big; they must share one: start all with "
+        "--max-length 48, or leave it out here",
+    ),
+    (
+        "tensor-parallel-size",
+        deployment({"draft_tensor_parallel_size": 2}),
+        "draft_tensor_parallel_size is 2; it must be 1: 1 or the target's",
+    ),
+    (
+        "tensor-parallel-size",
+        deployment(
+            draft=replace(DRAFT, tensor_parallel_size=2), target=replace(TARGET, tensor_parallel_size=4)
+        ),
+        "draft_tensor_parallel_size is 2; it must be 1 or 4: 1 or the target's",
+    ),
+    (
+        "tensor-parallel-size",
+        deployment({"draft_tensor_parallel_size": 4}, target=replace(TARGET, tensor_parallel_size=4)),
+        "draft_tensor_parallel_size is 4; it must be what the draft small was started with, 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "subject", "sentence"), MODELS)
+def test_models_that_break_a_rule(rule: str, subject: Deployment, sentence: str) -> None:
+    with pytest.raises(IncompatibleModelsError) as refusal:
+        check_models(subject)
+    assert str(refusal.value) == sentence
+
+
+def test_every_rule_of_the_models_is_in_the_table() -> None:
+    assert {rule.name for rule in MODEL_RULES} == {rule for rule, _, _ in MODELS}
+
+
+@pytest.mark.parametrize("draft", [DRAFT, NGRAM, None])
+def test_models_that_go_together(draft: ModelInfo | None) -> None:
+    check_models(deployment({"max_length": 64, "draft_tensor_parallel_size": 1}, draft=draft))

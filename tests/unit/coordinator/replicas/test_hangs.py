@@ -1,0 +1,159 @@
+"""When a target counts as hung: by what its answers took before, and never because it has much to do."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from coordinator.replicas.hangs import (
+    MARGIN,
+    MIN_SECONDS,
+    UNLEARNT_SECONDS,
+    UNLEARNT_SECONDS_PER_TOKEN,
+    FadingMaximum,
+    HangMonitor,
+    Step,
+    UnansweredSteps,
+    VerificationTimes,
+)
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Target:
+    address = "a"
+
+    def __init__(self, clock: Clock, times: VerificationTimes) -> None:
+        self.unanswered = UnansweredSteps(times, clock)
+        self.reasons: list[str] = []
+
+    def set_aside(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+def learnt(clock: Clock, step_seconds: float = 0.1, prompt_token_seconds: float = 0.01) -> VerificationTimes:
+    times = VerificationTimes()
+    times.add(5, step_seconds, clock.now)
+    times.add(1000, 1000 * prompt_token_seconds, clock.now)
+    return times
+
+
+def test_a_slow_answer_is_forgotten_by_and_by() -> None:
+    slowest = FadingMaximum()
+    assert slowest.value is None
+    slowest.add(8.0, 0.0)
+    slowest.add(1.0, 60.0)
+    assert slowest.value == pytest.approx(4.0)
+    slowest.add(5.0, 60.0)
+    assert slowest.value == pytest.approx(5.0)
+
+
+def test_nothing_is_assumed_before_the_first_answers() -> None:
+    """A large model on a slow machine has minutes for a prompt."""
+    times = VerificationTimes()
+    assert times.bound_seconds(0) == UNLEARNT_SECONDS
+    assert times.bound_seconds(600) == UNLEARNT_SECONDS + 600 * UNLEARNT_SECONDS_PER_TOKEN
+
+
+def test_the_bound_follows_the_slowest_answers() -> None:
+    clock = Clock()
+    assert learnt(clock).bound_seconds(0) == MIN_SECONDS, "a fast machine may still have a hiccup"
+    assert learnt(clock, step_seconds=5.0).bound_seconds(0) == pytest.approx(MARGIN * 5.0)
+    assert learnt(clock).bound_seconds(500) == pytest.approx(MIN_SECONDS + MARGIN * 0.01 * 500)
+    assert VerificationTimes(3.0).bound_seconds(10_000) == 3.0
+
+
+def test_a_target_that_answers_nothing_owes_all() -> None:
+    clock = Clock()
+    steps = UnansweredSteps(learnt(clock), clock)
+    old = steps.begin(5, is_first=False)
+    clock.now += MIN_SECONDS
+    young = steps.begin(5, is_first=False)
+    assert not steps.overdue()
+    clock.now += 0.1
+    assert not steps.overdue(more_seconds=1.0)
+    assert steps.overdue() == {old, young}
+    steps.end(old)
+    assert not steps.overdue()
+
+
+def test_one_that_answers_others_owes_that_step_alone() -> None:
+    clock = Clock()
+    steps = UnansweredSteps(learnt(clock), clock)
+    late = steps.begin(5, is_first=False)
+    clock.now += MIN_SECONDS
+    other = steps.begin(5, is_first=False)
+    clock.now += 0.1
+    steps.answered(other)
+    assert list(steps.overdue()) == [late]
+
+
+def test_the_first_step_may_wait_for_room_while_others_are_answered() -> None:
+    clock = Clock()
+    steps = UnansweredSteps(learnt(clock), clock)
+    steps.begin(20, is_first=True)
+    for _ in range(100):
+        clock.now += MIN_SECONDS - 0.1
+        steps.answered(steps.begin(5, is_first=False))
+        assert not steps.overdue()
+
+
+def test_prompts_of_all_are_read_before_any_is_answered() -> None:
+    clock = Clock()
+    steps = UnansweredSteps(learnt(clock), clock)
+    for _ in range(10):
+        steps.begin(1000, is_first=True)
+    clock.now += MIN_SECONDS + MARGIN * 0.01 * 10_000 - 0.1
+    assert not steps.overdue()
+    clock.now += 0.2
+    assert len(steps.overdue()) == 10
+
+
+async def test_a_sequence_that_cannot_move_is_left_alone_for_longer() -> None:
+    clock = Clock()
+    target = Target(clock, learnt(clock))
+    has_other = False
+    monitor = HangMonitor(lambda: [target], lambda _: has_other, wait_seconds=30.0)
+    step = target.unanswered.begin(5, is_first=False)
+
+    async def wait() -> str:
+        try:
+            async with step.timer:
+                await asyncio.Event().wait()
+        except TimeoutError:
+            return f"given up after {step.silent_seconds:g} s"
+        return "answered"
+
+    waiting = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    clock.now += MIN_SECONDS + 1.0
+    monitor.look(target)
+    assert not target.reasons
+    has_other = True
+    monitor.look(target)
+    monitor.look(target)
+    assert len(target.reasons) == 1
+    assert await waiting == "given up after 11 s"
+
+
+async def test_one_that_has_nowhere_to_go_is_given_up_in_the_end() -> None:
+    clock = Clock()
+    target = Target(clock, learnt(clock))
+    monitor = HangMonitor(lambda: [target], lambda _: False, wait_seconds=30.0)
+    step: Step = target.unanswered.begin(5, is_first=False)
+
+    async def wait() -> None:
+        async with step.timer:
+            monitor.look(target)
+            await asyncio.Event().wait()
+
+    clock.now += MIN_SECONDS + 30.1
+    with pytest.raises(TimeoutError):
+        await wait()
+    assert target.reasons

@@ -1,0 +1,206 @@
+"""So many run, so many wait, the others are refused at once; no place is ever lost or given twice."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+import pytest
+
+from coordinator.requests.admission import Admission
+from coordinator.requests.bounds import check_bounds
+from coordinator.requests.chunk_queue import ChunkQueue
+from coordinator.requests.delivery import RunRequest, stream_of
+from coordinator.settings.request_bounds import RequestBounds
+from tandem.errors import CapacityError, DeadlineError, InvalidRequestError
+from tandem.types import Chunk, GenerationRequest
+
+
+class Guest:
+    """Takes a place, and keeps it until told to go."""
+
+    def __init__(self, admission: Admission, deadline_seconds: float | None = None) -> None:
+        self.is_in = False
+        self._leave = asyncio.Event()
+        self.task = asyncio.create_task(self._stay(admission, deadline_seconds))
+
+    async def _stay(self, admission: Admission, deadline_seconds: float | None) -> None:
+        async with admission.place(deadline_seconds):
+            self.is_in = True
+            await self._leave.wait()
+
+    async def leaves(self) -> None:
+        self._leave.set()
+        await self.task
+
+
+async def arrived(admission: Admission, count: int) -> list[Guest]:
+    """Guests who have asked for a place. Who forgets one lets it be collected, and its place go to the next."""
+    guests = [Guest(admission) for _ in range(count)]
+    await asyncio.sleep(0)
+    return guests
+
+
+async def settle() -> None:
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+async def test_first_come_first_served_and_the_others_are_refused_at_once() -> None:
+    admission = Admission(2, 3)
+    guests = await arrived(admission, 6)
+    await settle()
+    assert [guest.is_in for guest in guests] == [True, True, False, False, False, False]
+    assert (admission.running, admission.queued) == (2, 3)
+    with pytest.raises(CapacityError, match="2 requests run and 3 wait") as refusal:
+        await guests[5].task
+    assert refusal.value.retry_after_seconds is not None
+    await guests[1].leaves()
+    await settle()
+    assert [guest.is_in for guest in guests[:5]] == [True, True, True, False, False]
+    for guest in guests[:5]:
+        await guest.leaves()
+    assert (admission.running, admission.queued) == (0, 0)
+
+
+async def test_who_waits_longer_than_the_deadline_goes() -> None:
+    admission = Admission(1, 1)
+    (first,) = await arrived(admission, 1)
+    with pytest.raises(DeadlineError, match=r"waited 0\.01 s"):
+        async with admission.place(0.01):
+            pass
+    assert (admission.running, admission.queued) == (1, 0)
+    await first.leaves()
+
+
+async def test_without_a_queue_there_is_no_wait() -> None:
+    admission = Admission(1, 0)
+    (first,) = await arrived(admission, 1)
+    with pytest.raises(CapacityError):
+        async with admission.place(None):
+            pass
+    await first.leaves()
+
+
+async def test_a_retry_is_worth_it_once_the_queue_has_moved() -> None:
+    now = 0.0
+    admission = Admission(1, 1, clock=lambda: now)
+    async with admission.place(None):
+        now = 0.2
+    guests = await arrived(admission, 2)
+    with pytest.raises(CapacityError) as refusal:
+        async with admission.place(None):
+            pass
+    # Two are before it, each of 0.2 seconds.
+    assert refusal.value.retry_after_seconds == pytest.approx(0.4)
+    for guest in guests:
+        await guest.leaves()
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_no_place_is_lost_whoever_goes_when(seed: int) -> None:
+    """Cancelled in the queue, cancelled in the moment of admission, left in any order."""
+    chance = random.Random(seed)
+    admission = Admission(3, 5)
+    guests: list[Guest] = []
+    for _ in range(200):
+        match chance.randrange(4):
+            case 0 | 1:
+                guests += await arrived(admission, 1)
+            case 2 if guests:
+                # Who leaves hands the place over, and who got it goes before it has run.
+                guest = chance.choice(guests)
+                guest._leave.set()
+                await asyncio.sleep(0)
+                chance.choice(guests).task.cancel()
+            case _ if guests:
+                chance.choice(guests).task.cancel()
+        if chance.random() < 0.5:
+            await settle()
+        assert 0 <= admission.running <= 3
+        assert 0 <= admission.queued <= 5
+    for guest in guests:
+        guest.task.cancel()
+    await asyncio.gather(*(guest.task for guest in guests), return_exceptions=True)
+    assert (admission.running, admission.queued) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        (GenerationRequest("é" * 11), "the prompt has 22 bytes; it must be at most 20"),
+        (
+            GenerationRequest("a", stop=("a", "b", "c")),
+            "the number of stop strings is 3; it must be at most 2",
+        ),
+        (GenerationRequest("a", stop=("abcde",)), "a stop string has 5 characters; it must be at most 4"),
+        (
+            GenerationRequest((1,) * 8),
+            "the prompt has 8 tokens; it must have at most 7, one less than max_length (8)",
+        ),
+        (
+            GenerationRequest("a", num_speculative_tokens=33),
+            "num_speculative_tokens is 33; it must be at most 32",
+        ),
+    ],
+)
+def test_a_request_that_asks_for_too_much(request_: GenerationRequest, said: str) -> None:
+    bounds = RequestBounds(max_prompt_bytes=20, max_stop_strings=2, max_stop_length=4)
+    with pytest.raises(InvalidRequestError) as refusal:
+        check_bounds(request_, bounds, 2, 8)
+    assert str(refusal.value) == said
+
+
+def test_a_request_that_asks_for_the_most() -> None:
+    bounds = RequestBounds(max_prompt_bytes=20, max_stop_strings=2, max_stop_length=4)
+    check_bounds(GenerationRequest("a" * 20, stop=("abcd", "é"), num_speculative_tokens=32), bounds, 2, 8)
+    check_bounds(GenerationRequest((1,) * 7, num_speculative_tokens=40), bounds, 40, 8)
+
+
+def chunk(count: int) -> Chunk:
+    return Chunk("x" * count, tuple(range(count)), (False,) * count, (1,) * count)
+
+
+def running(chunks: Callable[[], AsyncGenerator[Chunk]]) -> RunRequest:
+    async def run(queue: ChunkQueue) -> None:
+        async with aclosing(chunks()) as made:
+            async for made_chunk in made:
+                await queue.put(made_chunk)
+
+    return run
+
+
+async def read(chunks: AsyncGenerator[Chunk], into: list[Chunk], pause_seconds: float = 0.0) -> None:
+    async for piece in chunks:
+        into.append(piece)
+        await asyncio.sleep(pause_seconds)
+
+
+async def test_the_time_is_up_while_something_is_waited_for() -> None:
+    cleaned = False
+
+    async def chunks() -> AsyncGenerator[Chunk]:
+        nonlocal cleaned
+        try:
+            yield chunk(3)
+            yield chunk(2)
+            await asyncio.Event().wait()
+        finally:
+            cleaned = True
+
+    delivered: list[Chunk] = []
+    with pytest.raises(DeadlineError, match=r"longer than the 0.05 s it was given; 5 tokens were delivered"):
+        await read(stream_of(running(chunks), 0.05), delivered)
+    assert len(delivered) == 2
+    assert cleaned
+
+
+async def test_a_reader_that_takes_its_time_is_told_and_not_cancelled() -> None:
+    async def chunks() -> AsyncGenerator[Chunk]:
+        while True:
+            yield chunk(1)
+
+    with pytest.raises(DeadlineError, match="1 token was delivered"):
+        await read(stream_of(running(chunks), 0.02), [], pause_seconds=0.05)

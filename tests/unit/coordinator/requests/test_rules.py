@@ -1,0 +1,217 @@
+"""Every rule for requests, broken once: the sentence names what was wrong and what it must be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+
+from coordinator.rejection.options import RejectionOptions
+from coordinator.replicas.compatibility import MODEL_RULES, check_models
+from coordinator.requests.validation import REQUEST_RULES, TokenizedRequest, check_request
+from coordinator.settings.coordinator import GuardedConfig
+from tandem.errors import IncompatibleModelsError, InvalidRequestError, status_code
+from tandem.types import GenerationRequest, ModelFeature, ModelInfo, RowKind
+from tests.unit.coordinator.model_infos import DRAFT, INF, NGRAM, TARGET, deployment
+
+ADJUSTING_TARGET = replace(TARGET, features=frozenset(ModelFeature))
+OLD_TARGET = replace(TARGET, service_version="0.1.0")
+NAN = float("nan")
+
+
+def request(
+    prompt: tuple[int, ...] = (1, 2),
+    draft: ModelInfo | None = DRAFT,
+    rule: str | None = None,
+    target: ModelInfo = ADJUSTING_TARGET,
+    **fields: Any,
+) -> TokenizedRequest:
+    options = RejectionOptions(rejection_sampling_strategy=rule)
+    return TokenizedRequest(GenerationRequest(prompt, **fields), prompt, target, draft, options)
+
+
+WITH_DRAFT_MODEL = (
+    "use a draft service with speculative_method ngram or suffix, turn speculation off for this request, or start the "
+    "coordinator with --draft-model-penalties target-only"
+)
+REQUESTS: list[tuple[str, TokenizedRequest, str]] = [
+    ("prompt-not-empty", request(()), "the prompt is empty; it must hold at least one token"),
+    (
+        "prompt-fits",
+        request((1,) * 64),
+        "the prompt has 64 tokens; it must have at most 63, one less than max_length (64)",
+    ),
+    ("known-token-ids", request((1, 100)), "the prompt holds token id 100; ids must be in 0..99"),
+    ("max-tokens", request(max_tokens=0), "max_tokens is 0; it must be at least 1"),
+    (
+        "temperature",
+        request(temperature=INF),
+        "temperature is inf; it must be 0 (greedy) or a finite number of at least 0.0001",
+    ),
+    ("top-k", request(top_k=-1), "top_k is -1; it must be between 0 and 2147483647 (0 keeps all)"),
+    ("top-p", request(top_p=0.0), "top_p is 0.0; it must be more than 0 and at most 1"),
+    ("min-p", request(min_p=1.5), "min_p is 1.5; it must be between 0 and 1"),
+    (
+        "repetition-penalty",
+        request(repetition_penalty=0.0, draft=None),
+        "repetition_penalty is 0.0; it must be between 0.01 and 100 (1 is off)",
+    ),
+    (
+        "frequency-penalty",
+        request(frequency_penalty=2.5, draft=NGRAM),
+        "frequency_penalty is 2.5; it must be between -2 and 2 (0 is off)",
+    ),
+    (
+        "presence-penalty",
+        request(presence_penalty=-3.0, draft=NGRAM),
+        "presence_penalty is -3.0; it must be between -2 and 2 (0 is off)",
+    ),
+    (
+        "num-speculative-tokens",
+        request(num_speculative_tokens=0),
+        "num_speculative_tokens is 0; it must be at least 1",
+    ),
+    ("seed", request(seed=2**63), f"seed is {2**63}; it must be a signed 64-bit integer"),
+    ("logprobs", request(logprobs=21), "logprobs is 21; it must be between 0 and 20"),
+    (
+        "rows-with-logprobs",
+        request(logprobs=0, row_kind=RowKind.SUPPORT),
+        "row_kind is support and logprobs are asked for; it must be dense: other rows do not have the probability of "
+        "every token",
+    ),
+    ("stop-strings", request(stop=("",)), "a stop string is empty; each must have a character"),
+    (
+        "stop-token-ids",
+        request(stop_token_ids=(1, 100)),
+        "stop_token_ids is for token id 100; ids must be in 0..99",
+    ),
+    ("logit-bias", request(logit_bias={-1: 1.0}), "logit_bias is for token id -1; ids must be in 0..99"),
+    (
+        "logit-bias",
+        request(logit_bias={5: 100.5}),
+        "logit_bias is 100.5 for token id 5; it must be between -100 and 100",
+    ),
+    (
+        "logit-bias",
+        request(logit_bias={5: NAN}),
+        "logit_bias is nan for token id 5; it must be between -100 and 100",
+    ),
+    ("min-tokens", request(min_tokens=-1), "min_tokens is -1; it must be at least 0"),
+    (
+        "min-tokens-fit",
+        request(min_tokens=5, max_tokens=4),
+        "min_tokens is 5; it must be at most max_tokens, 4",
+    ),
+    (
+        "min-tokens-fit",
+        request(min_tokens=63, max_tokens=70),
+        "min_tokens is 63; it must be at most the room that max_length (64) leaves after the prompt, 62",
+    ),
+    (
+        "min-tokens-fit",
+        request(min_tokens=1, stop_token_ids=tuple(range(100))),
+        "min_tokens is 1; it must be 0, since every token ends the completion",
+    ),
+    (
+        "max-tokens-fit",
+        request(max_tokens=63, max_tokens_must_fit=True),
+        "max_tokens is 63; it must be at most 62: max_length is 64, and the prompt has 2 tokens",
+    ),
+    (
+        "adjusting-target",
+        request(logit_bias={5: 1.0}, min_tokens=2, target=OLD_TARGET),
+        "logit_bias is set; it must be left out: the target service (version 0.1.0) is too old to apply it; "
+        "min_tokens is set; it must be left out: the target service (version 0.1.0) is too old to apply it",
+    ),
+    (
+        "penalties-without-draft-model",
+        request(repetition_penalty=1.3),
+        f"repetition_penalty is 1.3; with a separate draft model it must be 1: {WITH_DRAFT_MODEL}",
+    ),
+    (
+        "penalties-without-draft-model",
+        request(frequency_penalty=0.5, presence_penalty=-1.0),
+        f"frequency_penalty is 0.5; with a separate draft model it must be 0: {WITH_DRAFT_MODEL}; "
+        f"presence_penalty is -1.0; with a separate draft model it must be 0: {WITH_DRAFT_MODEL}",
+    ),
+    (
+        "logits-of-draft-model",
+        request(draft=NGRAM, rule="logit-comparison"),
+        "the rule is logit-comparison and the draft service drafts by ngram, which has no logits; name another "
+        "rejection_sampling_strategy, or turn speculation off for this request",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "subject", "sentence"), REQUESTS)
+def test_a_request_that_breaks_a_rule(rule: str, subject: TokenizedRequest, sentence: str) -> None:
+    with pytest.raises(InvalidRequestError) as refusal:
+        check_request(subject)
+    assert str(refusal.value) == sentence
+    assert status_code(refusal.value) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_every_rule_of_a_request_is_in_the_table() -> None:
+    assert {rule.name for rule in REQUEST_RULES} == {rule for rule, _, _ in REQUESTS}
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        request(repetition_penalty=1.3, frequency_penalty=1.0, presence_penalty=1.0, draft=NGRAM),
+        request(repetition_penalty=1.3, draft=None),
+        request(repetition_penalty=1.3, speculation=False),
+        request(repetition_penalty=1.0, frequency_penalty=0.0, presence_penalty=0.0),
+    ],
+)
+def test_penalties_work_without_a_draft_model(subject: TokenizedRequest) -> None:
+    check_request(subject)
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        request(logit_bias={0: -100.0, 99: 100.0}, min_tokens=62, stop_token_ids=(0, 99)),
+        request(min_tokens=4, max_tokens=4),
+        request(max_tokens=62, max_tokens_must_fit=True),
+        request(max_tokens=63),
+        request(stop_token_ids=(5,), target=OLD_TARGET),
+    ],
+)
+def test_ends_and_biases_that_can_be_kept(subject: TokenizedRequest) -> None:
+    check_request(subject)
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        request(draft=NGRAM, rule="residual"),
+        request(draft=NGRAM, rule="logit-comparison", temperature=0.0),
+        request(draft=NGRAM, rule="logit-comparison", speculation=False),
+        request(draft=None, rule="logit-comparison"),
+        request(rule="logit-comparison"),
+    ],
+)
+def test_logits_are_missed_only_where_they_are_compared(subject: TokenizedRequest) -> None:
+    check_request(subject)
+
+
+def test_every_broken_rule_is_told_at_once() -> None:
+    with pytest.raises(InvalidRequestError) as refusal:
+        check_request(request((), max_tokens=0, top_p=2.0))
+    assert str(refusal.value) == (
+        "the prompt is empty; it must hold at least one token; max_tokens is 0; it must be at least 1; "
+        "top_p is 2.0; it must be more than 0 and at most 1"
+    )
+    with pytest.raises(IncompatibleModelsError) as refused:
+        check_models(deployment(draft=replace(DRAFT, vocabulary_size=99, max_length=32)))
+    assert "vocabulary" in str(refused.value)
+    assert "max_length" in str(refused.value)
+
+
+def test_names_are_unique_within_their_table() -> None:
+    for rules in (GuardedConfig.rules(), MODEL_RULES, REQUEST_RULES):
+        names = [rule.name for rule in rules]
+        assert len(names) == len(set(names))

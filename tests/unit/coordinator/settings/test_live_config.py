@@ -1,0 +1,136 @@
+"""What can be changed while the coordinator runs, and what cannot."""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from coordinator.settings.coordinator import CoordinatorSettings
+from coordinator.settings.live import LIVE_OPTIONS, LiveConfig
+from tandem.admin import ConfigOption
+from tandem.config.layers import Origin
+from tandem.errors import InvalidRequestError
+from tandem.settings import load_settings
+
+
+def live(**values: Any) -> LiveConfig:
+    return LiveConfig(CoordinatorSettings(target_address="127.0.0.1:1", **values))
+
+
+def option(config: LiveConfig, name: str) -> ConfigOption:
+    return next(option for option in config.options() if option.name == name)
+
+
+def test_every_option_is_told_with_its_origin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_RELAXED_TOPK", "4")
+    arguments = ["--target-address", "127.0.0.1:1", "--num-speculative-tokens", "5"]
+    config = LiveConfig(load_settings(CoordinatorSettings, arguments, "test"))
+    assert [option.name for option in config.options()] == list(CoordinatorSettings.model_fields)
+    assert option(config, "num_speculative_tokens").origin is Origin.COMMAND_LINE
+    assert option(config, "relaxed_topk").origin is Origin.ENVIRONMENT
+    assert option(config, "relaxed_delta").origin is Origin.DEFAULT
+    assert {option.name for option in config.options() if option.is_live} == set(LIVE_OPTIONS)
+
+
+def test_a_change_holds_and_says_who_and_when(caplog: pytest.LogCaptureFixture) -> None:
+    config = live(num_speculative_tokens=3)
+    before = config.current
+    with caplog.at_level(logging.INFO, "coordinator.settings.live"):
+        (told,) = config.change({"num-speculative-tokens": "6"}, (), "ipv4:10.0.0.7:1234")
+    assert (told.name, told.value, told.origin, told.changed_by) == (
+        *("num_speculative_tokens", 6, Origin.LIVE),
+        "ipv4:10.0.0.7:1234",
+    )
+    assert told.changed_at is not None
+    assert datetime.now(UTC) - told.changed_at < timedelta(minutes=1)
+    assert config.current.num_speculative_tokens == 6
+    assert before.num_speculative_tokens == 3, "who holds the old settings keeps them"
+    (record,) = caplog.records
+    assert record.__dict__ | {"option": told.name, "value": 6, "before": 3, "by": told.changed_by} == (
+        record.__dict__
+    )
+
+
+def test_a_reset_brings_back_the_value_of_the_start() -> None:
+    config = live(num_speculative_tokens=3)
+    config.change({"num_speculative_tokens": "6", "speculation": "false"}, (), "me")
+    assert config.current.speculation is False
+    (told,) = config.change({}, ["num_speculative_tokens"], "me")
+    assert (told.value, told.origin, told.changed_by) == (3, Origin.DEFAULT, "")
+    assert config.current.num_speculative_tokens == 3
+    assert config.current.speculation is False
+
+
+def test_an_option_can_be_unset() -> None:
+    config = live(rejection_sampling_strategy="strict")
+    config.change({"rejection_sampling_strategy": "null"}, (), "me")
+    assert config.current.rejection_sampling_strategy is None
+    assert option(config, "rejection_sampling_strategy").origin is Origin.LIVE
+
+
+def test_vllms_spelling_is_the_same_option() -> None:
+    config = live()
+    (told,) = config.change({"rejection_sample_method": "strict"}, (), "me")
+    assert (told.name, told.value) == ("rejection_sampling_strategy", "strict")
+
+
+def test_options_that_need_each_other_change_together() -> None:
+    config = live()
+    with pytest.raises(InvalidRequestError, match="needs exactly one of"):
+        config.change({"rejection_sampling_strategy": "synthetic"}, (), "me")
+    config.change({"rejection_sampling_strategy": "synthetic", "synthetic_acceptance_rate": "0.5"}, (), "me")
+    assert config.current.synthetic_acceptance_rate == 0.5
+    with pytest.raises(InvalidRequestError, match="it needs the rule synthetic"):
+        config.change({"rejection_sampling_strategy": "strict"}, (), "me")
+    config.change({}, ["rejection_sampling_strategy", "synthetic_acceptance_rate"], "me")
+    assert config.current.rejection_sampling_strategy is None
+
+
+def test_what_came_as_json_does_not_come_back() -> None:
+    """The JSON form is read at the start; an option that was changed since is not found there again."""
+    config = live(speculative_config='{"num_speculative_tokens": 5, "relaxed_topk": 3}')
+    config.change({"relaxed_topk": "7"}, (), "me")
+    assert (config.current.num_speculative_tokens, config.current.relaxed_topk) == (5, 7)
+    config.change({"num_speculative_tokens": "null"}, (), "me")
+    assert config.current.num_speculative_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"num_speculative_tokens": "129"}, "num_speculative_tokens is 129; it must be at most 128"),
+        ({"num_speculative_tokens": "0"}, "num_speculative_tokens is 0; it must be at least 1"),
+        ({"num_speculative_tokens": "x"}, "num_speculative_tokens is 'x'; it must be an integer"),
+        ({"speculation": "perhaps"}, "speculation is 'perhaps'; it must be true or false"),
+        (
+            {"rejection_sampling_strategy": "magic"},
+            "rejection_sampling_strategy is 'magic'; it must be one of",
+        ),
+        ({"port": "1"}, "port cannot be changed while the coordinator runs"),
+        ({"target_address": "a:1"}, "target_address cannot be changed while the coordinator runs"),
+        ({"method": "ngram"}, "speculative_method cannot be changed while the coordinator runs"),
+        (
+            {"num_speculative_token": "1"},
+            "num_speculative_token is not an option; did you mean num_speculative_tokens",
+        ),
+        ({"enforce_eager": "true"}, "enforce_eager is not available in this version"),
+    ],
+)
+def test_what_is_wrong_is_refused_with_the_rules_sentence(values: dict[str, str], sentence: str) -> None:
+    config = live()
+    before = config.current
+    with pytest.raises(InvalidRequestError) as refusal:
+        config.change({"relaxed_topk": "5"} | values, (), "me")
+    assert sentence in str(refusal.value)
+    assert config.current is before, "all of the changes hold, or none"
+    assert option(config, "relaxed_topk").origin is Origin.DEFAULT
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    with pytest.raises(InvalidRequestError) as refusal:
+        live().change({"num_speculative_tokens": "0", "relaxed_topk": "0"}, (), "me")
+    assert "num_speculative_tokens is 0" in str(refusal.value)
+    assert "relaxed_topk is 0" in str(refusal.value)

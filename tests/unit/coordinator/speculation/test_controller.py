@@ -1,0 +1,147 @@
+"""What the controller says, round by round."""
+
+from __future__ import annotations
+
+from coordinator.speculation.choice import MANY
+from coordinator.speculation.controller import SpeculationController
+from coordinator.speculation.kinds import TEMPERATURE_RANGES, request_kind, temperature_words
+from coordinator.speculation.request import BURST, RequestSpeculation
+from coordinator.stats.rounds import RoundCost
+from tests.unit.coordinator.round_results import round_result
+
+KIND = request_kind("draft", "residual", 1.0)
+K = 4
+
+
+def begun(controller: SpeculationController, *, is_adaptive: bool = True) -> RequestSpeculation:
+    request = controller.request(KIND, K, is_adaptive=is_adaptive)
+    request.target = "target"
+    return request
+
+
+def play(request: RequestSpeculation, rounds: int, draft: float, accepted: int, load: int = 1) -> list[int]:
+    """Lengths of rounds whose verification takes 10 ms and each proposed token so much of that."""
+    lengths = []
+    for _ in range(rounds):
+        proposed = request.begin_round(load)
+        lengths.append(proposed)
+        drafting = 0.01 * draft * proposed
+        tokens = load * (proposed + 1)
+        seconds = 0.0101 + drafting
+        cost = RoundCost(proposed, seconds, 0.01, load, tokens, drafting, load)
+        request.end_round(round_result(proposed, min(accepted, proposed), cost))
+    return lengths
+
+
+def test_few_begin_as_asked_and_many_with_the_target_alone() -> None:
+    for load, expected in ((1, K), (MANY - 1, K), (MANY, 0), (64, 0)):
+        assert begun(SpeculationController()).begin_round(load) == expected
+
+
+def test_a_useless_draft_is_left_out_and_a_useful_one_is_not() -> None:
+    for accepted, expected in ((0, 0), (K, K)):
+        request = begun(SpeculationController())
+        play(request, 60, 0.2, accepted)
+        lengths = play(request, 200, 0.2, accepted)
+        assert lengths.count(expected) > 0.9 * len(lengths)
+
+
+def test_a_request_that_must_not_depend_on_time_keeps_its_length_and_teaches_the_others() -> None:
+    controller = SpeculationController()
+    fixed = begun(controller, is_adaptive=False)
+    assert set(play(fixed, 300, 0.5, 0)) == {K}
+    assert play(begun(controller), 20, 0.5, 0).count(0) > 15
+
+
+def test_late_requests_of_a_burst_open_no_draft_in_their_first_round() -> None:
+    controller = SpeculationController()
+    requests = [begun(controller) for _ in range(BURST)]
+    assert [request.begin_round(1) for request in requests] == [K] * BURST
+    late = begun(controller)
+    assert late.begin_round(1) == 0
+    assert late.begin_round(1) == K
+    for request in requests:
+        request.begin_round(1)
+    assert controller.beginning == 0
+    ended = begun(controller)
+    ended.end()
+    ended.end()
+    assert controller.beginning == 0
+
+
+def test_requests_of_one_temperature_range_share_acceptance() -> None:
+    def index(temperature: float) -> int:
+        return request_kind("draft", "residual", temperature).temperature_range
+
+    assert index(0.0) != index(0.2)
+    assert index(0.7) == index(0.8)
+    assert index(2.0) == len(TEMPERATURE_RANGES)
+
+
+def test_a_new_temperature_range_begins_with_the_nearest_ones_first_rate() -> None:
+    controller = SpeculationController()
+    play(begun(controller, is_adaptive=False), 100, 0.1, 0)
+    near = request_kind("draft", "residual", 0.7)
+    far = request_kind("other draft", "residual", 1.0)
+    assert controller.gains(near).rates(1)[0] < 0.1
+    assert controller.gains(far).rates(1)[0] > 0.5
+
+
+def test_decisions_with_and_without_drafting_ahead_are_told_apart() -> None:
+    controller = SpeculationController()
+    begun(controller).begin_round(1)
+    request = controller.request(request_kind("draft", "residual", 1.0), K, draft_ahead=8)
+    request.begin_round(1)
+    assert [decision.ahead_outcomes for decision in controller.decisions()] == [None, 0]
+    assert request.ahead_budget is not None
+    without, ahead = controller.decisions()
+    assert without.reason == f"batch 1: K = {K}, nothing was measured yet"
+    assert ahead.reason == f"batch 1: K = {K}, ahead 8, nothing was measured yet"
+
+
+def test_the_reason_is_one_line() -> None:
+    controller = SpeculationController()
+    begun(controller).begin_round(1)
+    (unknown,) = controller.decisions()
+    assert unknown.reason == f"batch 1: K = {K}, nothing was measured yet"
+    request = begun(controller)
+    play(request, 300, 0.5, 0)
+    (known,) = controller.decisions()
+    assert known.num_speculative_tokens == 0
+    assert known.reason.startswith("batch 1: K = 0, predicted 0.")
+    assert known.reason.endswith("x with K = 1")
+    assert abs(known.predicted_seconds / known.measured_seconds - 1.0) < 0.2
+
+
+def test_temperature_ranges_in_words() -> None:
+    assert [temperature_words(index) for index in (0, 4, len(TEMPERATURE_RANGES))] == [
+        "0",
+        "0.85-1.15",
+        "above 1.15",
+    ]
+
+
+def test_each_target_is_judged_by_itself() -> None:
+    controller = SpeculationController()
+    slow, fast = begun(controller), begun(controller)
+    slow.target, fast.target = "slow", "fast"
+    play(slow, 300, 0.05, 2)
+    lengths = play(fast, 300, 2.0, 2)
+    assert lengths[-40:].count(0) > 35
+    assert slow.begin_round(1) > 0
+
+
+def test_auto_takes_the_rule_that_makes_the_most_tokens_once_each_is_known() -> None:
+    controller = SpeculationController()
+    names = ("block", "strict", "residual")
+    accepted = {"block": 2, "strict": 4, "residual": 1}
+    chosen = []
+    for _ in range(40):
+        name = controller.choose_rule(names, "draft", 1.0, 1)
+        chosen.append(name)
+        request = controller.request(request_kind("draft", name, 1.0), K, is_adaptive=False)
+        request.target = "target"
+        play(request, 60, 0.05, accepted[name])
+        request.end()
+    assert set(chosen[:3]) == set(names)
+    assert set(chosen[3:]) == {"strict"}

@@ -1,0 +1,97 @@
+"""The controller against an oracle, over random machines and drafts. Seeds are fixed; no clock is read."""
+
+from __future__ import annotations
+
+from random import Random
+from statistics import fmean
+
+from coordinator.speculation.choice import TRIAL_SHARE
+from coordinator.speculation.controller import SpeculationController
+from coordinator.speculation.kinds import request_kind
+from coordinator.stats.rounds import RoundCost
+from tests.unit.coordinator.round_results import round_result
+from tests.unit.coordinator.speculation.simulation import (
+    LOADS,
+    MAX_TOKENS,
+    Cluster,
+    Profile,
+    adaptive,
+    efficiency,
+)
+
+PROFILES = 200
+STAGES = 4
+ROUNDS = 320
+"""Of all requests, in each stage of load."""
+
+COSTLY = Profile(0.006, 0.0, 0.0006, 0.003, 0.0001, 0.0003, 0.0, 0.2, 1.0, 0.1)
+"""Each token costs a tenth of a step, a step of the draft half of one, and one token in five is right."""
+CHEAP = Profile(0.02, 0.0, 0.0001, 0.001, 0.0, 0.0005, 0.0, 0.85, 1.0, 0.1)
+"""Reading the weights takes the time, and the draft is good."""
+
+
+def test_random_profiles_and_loads_that_change_in_steps_make_nearly_an_oracles_tokens() -> None:
+    random = Random(22)
+    shares = []
+    for number in range(PROFILES):
+        profile = Profile.drawn(random)
+        stages = [random.choice(LOADS) for _ in range(STAGES)]
+        begin = adaptive(SpeculationController())
+        shares.append(efficiency(profile, number, stages, ROUNDS, begin)[0])
+    shares.sort()
+    assert fmean(shares) >= 0.96
+    assert shares[PROFILES // 4] >= 0.95, "three profiles in four make as much"
+    assert shares[PROFILES // 20] >= 0.9, "all but one in twenty"
+    assert shares[0] >= 0.8
+
+
+def test_a_pause_in_the_first_step_of_a_draft_does_not_put_it_off_for_good() -> None:
+    controller = SpeculationController()
+    request = adaptive(controller)()
+    for number in range(400):
+        proposed = request.begin_round(1)
+        draft = CHEAP.draft_seconds(1, proposed) * (12.0 if number == 0 else 1.0)
+        verify = CHEAP.verify_seconds(1, proposed + 1)
+        seconds = verify + draft + CHEAP.message_seconds(1, proposed > 0)
+        cost = RoundCost(proposed, seconds, verify, 1, proposed + 1, draft, 1)
+        request.end_round(round_result(proposed, min(proposed, 3), cost))
+    assert request.begin_round(1) >= 3
+
+
+def test_a_draft_that_does_not_pay_is_tried_in_few_rounds() -> None:
+    for load in (1, 4, 16):
+        _, cluster = efficiency(COSTLY, load, [load], 10_000, adaptive(SpeculationController()))
+        lengths = cluster.lengths[load]
+        assert sum(lengths[1:]) <= (TRIAL_SHARE + 0.005) * sum(lengths)
+
+
+def test_one_that_pays_is_left_out_in_few_rounds() -> None:
+    for load in (1, 4, 16):
+        share, cluster = efficiency(CHEAP, load, [load], 10_000, adaptive(SpeculationController()))
+        lengths = cluster.lengths[load]
+        assert lengths[0] <= (TRIAL_SHARE + 0.01) * sum(lengths)
+        assert share >= 0.95
+
+
+def test_new_requests_begin_with_what_others_have_learnt() -> None:
+    """The first rounds after fifty requests, beside an oracle's."""
+    for profile in (COSTLY, CHEAP):
+        controller = SpeculationController()
+        efficiency(profile, 1, [1], 3000, adaptive(controller))
+        best = profile.best_tokens(1)
+        first = controller.request(request_kind("draft", "residual", 1.0), MAX_TOKENS)
+        first.target = "target"
+        lengths = [first.begin_round(1) for _ in range(8)]
+        assert max(abs(length - best) for length in lengths) <= (2 if best else 0)
+
+
+def test_what_changes_is_found_out() -> None:
+    for before, after in ((CHEAP, COSTLY), (COSTLY, CHEAP)):
+        begin = adaptive(SpeculationController())
+        Cluster(before, 1, begin).run(4, 600)
+        cluster = Cluster(after, 2, begin)
+        cluster.run(4, 4000)
+        cluster.lengths.clear()
+        cluster.run(4, 400)
+        lengths = cluster.lengths[4]
+        assert (lengths[0] > 0.9 * sum(lengths)) == (after is COSTLY)

@@ -1,0 +1,82 @@
+"""Rounds that were to be drafted ahead are counted: hits, by place of the outcome, and the time that they saved."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from coordinator.stats.ahead import MAX_RANKS, hit_rate, record_outcome
+from coordinator.stats.speculation import add, describe, log_line, record_result, since
+from tandem.types import AheadStats, SpeculationStats
+from tests.unit.coordinator.round_results import round_result
+
+
+def stats_of(*ranks: int | None, saved: float = 0.25) -> SpeculationStats:
+    """One round for each outcome: its rank, None for a miss."""
+    stats = SpeculationStats()
+    for rank in ranks:
+        hit_seconds = 0.0 if rank is None else saved
+        record_result(stats, round_result(4, 2, awaited=True, rank=rank, saved=hit_seconds))
+    return stats
+
+
+def test_hits_are_counted_by_rank() -> None:
+    assert stats_of(0, 2, None, 0).ahead == AheadStats(4, 3, [2, 0, 1], 0.75)
+
+
+def test_rounds_that_awaited_nothing_do_not_count() -> None:
+    stats = AheadStats()
+    record_outcome(stats, round_result(4, 4))
+    assert stats == AheadStats()
+
+
+def test_ranks_are_bounded_and_hits_are_not() -> None:
+    ahead = stats_of(MAX_RANKS - 1, MAX_RANKS, 63).ahead
+    assert ahead.hits == 3
+    assert ahead.hits_by_rank == [0] * (MAX_RANKS - 1) + [1]
+
+
+@pytest.mark.parametrize(("first", "second"), [((0, 3), (None, 1)), ((1,), (0, 5, None)), ((), (2,))])
+def test_adding_is_counting_together_and_since_takes_it_back(
+    first: tuple[int | None, ...], second: tuple[int | None, ...]
+) -> None:
+    total, whole = stats_of(*first), stats_of(*first, *second)
+    fresh = since(whole, total)
+    kept = replace(fresh.ahead)
+    add(total, fresh)
+    assert total == whole
+    assert fresh.ahead == kept, "what is added stays as it was"
+
+
+def test_saved_time_never_decreases() -> None:
+    """Counters of metrics refuse a negative step, and sums of floats differ in their last bit."""
+    counted, stats = SpeculationStats(), SpeculationStats()
+    for _ in range(500):
+        add(stats, stats_of(0, saved=0.1))
+        fresh = since(stats, counted)
+        assert fresh.ahead.saved_seconds >= 0.0
+        add(counted, fresh)
+        assert since(stats, counted).ahead.saved_seconds >= 0.0
+
+
+def test_hit_rate() -> None:
+    assert hit_rate(AheadStats()) == 0.0
+    assert hit_rate(stats_of(0, None, None, 7).ahead) == 0.5
+
+
+def test_description_is_json() -> None:
+    told = json.loads(json.dumps(describe(stats_of(1, None))))["ahead"]
+    assert told == {
+        "awaited": 2,
+        "hits": 1,
+        "hit_rate": 0.5,
+        "hits_by_rank": [0, 1],
+        "saved_seconds": 0.25,
+    }
+
+
+def test_log_line_tells_what_was_saved() -> None:
+    assert log_line(stats_of(0, None)).endswith("| Drafted Ahead: 1/2 (50.00%) hits, 0.25 s saved |")
+    assert "Ahead" not in log_line(stats_of())

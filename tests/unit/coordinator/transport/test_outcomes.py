@@ -1,0 +1,306 @@
+"""Outcomes drafted ahead: the right one is found, what is out of date is dropped, and no draft can fill the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.transport.outcomes import PendingOutcomes
+from tandem.errors import ProtocolError
+from tandem.types import AheadBudget, DraftedOutcomes, RowKind, SparseDistribution, StepCost
+
+VOCABULARY_SIZE = 12
+PREFIX = (7, 8, 9)
+PROPOSED = (1, 2, 3)
+BUDGET = AheadBudget(branch_count=4, token_count=3)
+BASE = len(PREFIX)
+
+FIRST = DraftedOutcomes(BASE, 0, (4, 5, 6), (3, 0, 1), (10, 11, 1))
+"""After all three and 10 comes 4, after none and 11 comes 5, after the first and 1 comes 6."""
+SECOND = DraftedOutcomes(BASE, 1, (7, 8))
+
+
+def support(*token_ids: int) -> SparseDistribution:
+    return SparseDistribution(np.array(token_ids), np.full(len(token_ids), 1.0 / len(token_ids)))
+
+
+def pending(
+    *columns: DraftedOutcomes, kind: RowKind = RowKind.TOKEN, budget: AheadBudget | None = BUDGET
+) -> PendingOutcomes:
+    made = PendingOutcomes(VOCABULARY_SIZE, kind)
+    made.expect(BASE, PROPOSED, budget)
+    for column in columns:
+        made.add(column)
+    return made
+
+
+def test_the_outcome_that_came_is_found_with_its_place_and_all_its_depths() -> None:
+    outcomes = pending(FIRST, SECOND)
+    whole = outcomes.find((*PREFIX, *PROPOSED, 10))
+    none = outcomes.find((*PREFIX, 11))
+    one = outcomes.find((*PREFIX, 1, 1))
+    assert whole is not None
+    assert none is not None
+    assert one is not None
+    assert (whole.base_length, whole.token_ids, whole.outcome_rank) == (BASE + 4, (4, 7), 0)
+    assert (none.base_length, none.token_ids, none.outcome_rank) == (BASE + 1, (5, 8), 1)
+    assert (one.token_ids, one.outcome_rank) == ((6,), 2), "it was given up after one token"
+    assert whole.distributions == ()
+
+
+@pytest.mark.parametrize(
+    "token_ids",
+    [
+        PREFIX,
+        (*PREFIX, 10),
+        (*PREFIX, 1, 2, 3, 11),
+        (*PREFIX, 2, 1),
+        (*PREFIX, 1, 2, 3, 10, 4),
+        PREFIX[:-1],
+        (),
+    ],
+    ids=["no token", "another token", "not after all", "another way", "a round later", "shorter", "empty"],
+)
+def test_what_was_not_drafted_for_is_not_found(token_ids: tuple[int, ...]) -> None:
+    assert pending(FIRST, SECOND).find(token_ids) is None
+
+
+def test_distributions_come_with_their_tokens() -> None:
+    supports = (support(4, 5), support(5), support(2, 6))
+    first = replace(FIRST, distributions=supports)
+    second = replace(SECOND, distributions=(support(7), support(8, 9, 1)))
+    found = pending(first, second, kind=RowKind.SUPPORT).find((*PREFIX, 11))
+    assert found is not None
+    assert found.distributions == (supports[1], second.distributions[1])
+
+
+def test_a_round_is_awaited_only_if_something_was_granted_for_it() -> None:
+    outcomes = pending()
+    assert outcomes.awaits((*PREFIX, 10)), "also before anything came"
+    assert outcomes.awaits((*PREFIX, *PROPOSED, 0))
+    assert not outcomes.awaits((*PREFIX, 1, 2, 3, 4, 5)), "more than one round can add"
+    assert not outcomes.awaits((*PREFIX, 3, 2)), "the proposal says otherwise"
+    assert not pending(budget=None).awaits((*PREFIX, 10))
+
+
+def test_the_next_round_forgets_the_last_one_and_drops_what_still_comes_of_it() -> None:
+    outcomes = pending(FIRST)
+    outcomes.expect(BASE + 1, (5,), BUDGET)
+    outcomes.add(SECOND)
+    assert outcomes.find((*PREFIX, 11)) is None
+    outcomes.add(DraftedOutcomes(BASE + 1, 0, (2,), (1,), (6,)))
+    found = outcomes.find((*PREFIX, 11, 5, 6))
+    assert found is not None
+    assert found.token_ids == (2,)
+
+
+def test_after_a_large_budget_a_small_one_forgives_what_was_on_its_way() -> None:
+    """A round with few tokens may be over before all that came of a long one has arrived."""
+    outcomes = PendingOutcomes(VOCABULARY_SIZE, RowKind.TOKEN)
+    outcomes.expect(BASE, PROPOSED, AheadBudget(4, 8))
+    outcomes.expect(BASE + 2, (5,), AheadBudget(4, 1))
+    outcomes.expect(BASE + 4, (), None)
+    for depth in range(8):
+        outcomes.add(DraftedOutcomes(BASE, depth, (4,)))
+    outcomes.add(DraftedOutcomes(BASE + 2, 0, (4,), (0,), (1,)))
+
+
+WRONG: dict[str, tuple[tuple[DraftedOutcomes, ...], str]] = {
+    "a round to come": (
+        (replace(FIRST, base_length=BASE + 1),),
+        "none were asked for there",
+    ),
+    "a depth left out": (
+        (SECOND,),
+        "depth 0 must follow",
+    ),
+    "a depth below 0": (
+        (replace(FIRST, depth=-1),),
+        "pushed depth -1",
+    ),
+    "a depth twice": ((FIRST, FIRST), "pushed depth 0 of its outcomes; depth 1"),
+    "more outcomes than granted": (
+        (DraftedOutcomes(BASE, 0, (1,) * 5, (0,) * 5, (1, 2, 3, 4, 5)),),
+        "pushed 5 tokens at depth 0; it must be 1 to 4",
+    ),
+    "no outcome": (
+        (DraftedOutcomes(BASE, 0, ()),),
+        "pushed 0 tokens",
+    ),
+    "more tokens than outcomes": (
+        (FIRST, replace(SECOND, token_ids=(1, 2, 3, 4))),
+        "pushed 4 tokens at depth 1; it must be 1 to 3",
+    ),
+    "no names": (
+        (DraftedOutcomes(BASE, 0, (1,)),),
+        "named 0 outcomes with 1 tokens",
+    ),
+    "names that come late": (
+        (FIRST, replace(SECOND, accepted_counts=(0, 1), next_token_ids=(1, 2))),
+        "named its outcomes twice",
+    ),
+    "an outcome twice": (
+        (DraftedOutcomes(BASE, 0, (1, 2), (0, 0), (5, 5)),),
+        "drafted twice for one outcome",
+    ),
+    "more accepted than proposed": (
+        (DraftedOutcomes(BASE, 0, (1,), (4,), (5,)),),
+        "drafted for 4 accepted tokens; there are 0 to 3",
+    ),
+    "fewer than none accepted": (
+        (DraftedOutcomes(BASE, 0, (1,), (-1,), (5,)),),
+        "drafted for -1 accepted tokens",
+    ),
+    "an unknown token": (
+        (DraftedOutcomes(BASE, 0, (VOCABULARY_SIZE,), (0,), (5,)),),
+        "drafted token id 12 ahead; ids must be in 0..11",
+    ),
+    "an unknown next token": (
+        (DraftedOutcomes(BASE, 0, (1,), (0,), (-1,)),),
+        "drafted token id -1 ahead",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_does_not_fit_is_refused(kind: str) -> None:
+    (*before, lie), sentence = WRONG[kind]
+    outcomes = pending(*before)
+    with pytest.raises(ProtocolError, match=f"^draft service: .*{sentence}"):
+        outcomes.add(lie)
+
+
+def test_more_depths_than_granted_are_refused() -> None:
+    outcomes = pending(FIRST, SECOND, replace(SECOND, depth=2))
+    with pytest.raises(ProtocolError, match="below the 3 that were granted"):
+        outcomes.add(replace(SECOND, depth=3))
+
+
+def test_what_nobody_granted_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="none were asked for there"):
+        pending(budget=None).add(FIRST)
+
+
+@pytest.mark.parametrize(
+    ("supports", "sentence"),
+    [
+        ((), "pushed 3 tokens with 0 distributions; the rule needs one for each"),
+        ((support(4), support(5)), "pushed 3 tokens with 2 distributions"),
+        ((support(4), support(4), support(6)), "to which its own distribution gives no probability"),
+        ((support(4), support(5, VOCABULARY_SIZE), support(6)), "the probability of an unknown token"),
+    ],
+)
+def test_supports_that_no_rule_could_use_are_refused(
+    supports: tuple[SparseDistribution, ...], sentence: str
+) -> None:
+    with pytest.raises(ProtocolError, match=sentence):
+        pending(kind=RowKind.SUPPORT).add(replace(FIRST, distributions=supports))
+
+
+def test_supports_that_fill_the_memory_are_refused() -> None:
+    """Each is allowed by itself; a round of them is not."""
+    vocabulary_size = 50_000
+    wide = SparseDistribution(np.arange(vocabulary_size), np.full(vocabulary_size, 1.0 / vocabulary_size))
+    outcomes = PendingOutcomes(vocabulary_size, RowKind.SUPPORT)
+    outcomes.expect(BASE, PROPOSED, BUDGET)
+    outcomes.add(DraftedOutcomes(BASE, 0, (4,), (0,), (1,), (wide,)))
+    with pytest.raises(ProtocolError, match="supports of 100000 ids in one round"):
+        outcomes.add(DraftedOutcomes(BASE, 1, (4,), distributions=(wide,)))
+    outcomes.expect(BASE + 1, PROPOSED, BUDGET)
+    outcomes.add(DraftedOutcomes(BASE + 1, 0, (4,), (0,), (1,), (wide,)))
+
+
+def test_endless_outcomes_of_rounds_that_are_over_are_refused() -> None:
+    outcomes = pending()
+    outcomes.expect(BASE + 1, (5,), BUDGET)
+    for _ in range(2 * BUDGET.token_count):
+        outcomes.add(FIRST)
+    with pytest.raises(ProtocolError, match="pushed 7 messages of rounds that are over; at most 6"):
+        outcomes.add(FIRST)
+
+
+def test_steps_are_told_once_by_the_branches_that_came_and_are_bounded() -> None:
+    """The number of tokens that the draft claims would let it fill a table of costs."""
+    outcomes = pending(replace(FIRST, cost=StepCost(0.5, 1, 9999)))
+    assert outcomes.take_steps() == [(3, 0.5)]
+    assert outcomes.take_steps() == []
+    for base_length in range(BASE + 1, BASE + 500):
+        outcomes.expect(base_length, (1,), BUDGET)
+        outcomes.add(DraftedOutcomes(base_length, 0, (4,), (0,), (1,), cost=StepCost(0.5, 1, 1)))
+    assert len(outcomes.take_steps()) <= 64 + BUDGET.token_count
+
+
+# ---- against a plain reference
+
+
+@dataclass
+class Reference:
+    """All that was pushed for the round in progress, outcome by outcome."""
+
+    base_length: int = 0
+    proposed: tuple[int, ...] = ()
+    continuations: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    """By the tokens that follow the base."""
+
+    def add(self, drafted: DraftedOutcomes) -> None:
+        if drafted.base_length != self.base_length:
+            return
+        if drafted.depth == 0:
+            self.continuations = {
+                (*self.proposed[:accepted], token_id): []
+                for accepted, token_id in zip(drafted.accepted_counts, drafted.next_token_ids, strict=True)
+            }
+        for own, token_id in zip(self.continuations.values(), drafted.token_ids, strict=False):
+            own.append(token_id)
+
+    def find(self, token_ids: Sequence[int]) -> tuple[int, ...] | None:
+        found = self.continuations.get(tuple(token_ids[self.base_length :]))
+        return None if found is None else tuple(found)
+
+
+small_ids = st.integers(0, 2)
+"""Few different tokens, so that outcomes resemble each other."""
+
+
+@st.composite
+def rounds(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, int]], list[list[int]]]:
+    """A proposal, distinct outcomes of it, and the tokens of each depth, fewer and fewer."""
+    proposed = tuple(draw(st.lists(small_ids, max_size=3)))
+    outcome = st.tuples(st.integers(0, len(proposed)), small_ids)
+    keys = draw(st.lists(outcome, min_size=1, max_size=6, unique=True))
+    columns, width = [], len(keys)
+    for depth in range(draw(st.integers(0, 3))):
+        width = width if depth == 0 else draw(st.integers(1, width))
+        columns.append(draw(st.lists(small_ids, min_size=width, max_size=width)))
+    return proposed, keys, columns
+
+
+@given(st.lists(rounds(), min_size=1, max_size=4), st.lists(st.lists(small_ids, max_size=5), max_size=6))
+def test_it_finds_what_a_plain_search_finds(
+    script: list[tuple[tuple[int, ...], list[tuple[int, int]], list[list[int]]]], others: list[list[int]]
+) -> None:
+    outcomes, reference = PendingOutcomes(VOCABULARY_SIZE, RowKind.TOKEN), Reference()
+    length, last = 0, DraftedOutcomes(0, 0, (1,), (0,), (1,))
+    for number, (proposed, keys, columns) in enumerate(script):
+        length += 1 + number
+        outcomes.expect(length, proposed, AheadBudget(6, 3))
+        reference.base_length, reference.proposed, reference.continuations = length, proposed, {}
+        if number:
+            outcomes.add(last)  # of the round before: it was on its way
+        for depth, tokens in enumerate(columns):
+            accepted = tuple(a for a, _ in keys) if depth == 0 else ()
+            following = tuple(t for _, t in keys) if depth == 0 else ()
+            last = DraftedOutcomes(length, depth, tuple(tokens), accepted, following)
+            outcomes.add(last)
+            reference.add(last)
+            for tail in [*([*proposed[:a], t] for a, t in keys), *others, []]:
+                token_ids = [0] * length + tail
+                found = outcomes.find(token_ids)
+                assert (None if found is None else found.token_ids) == reference.find(token_ids)
+                assert found is None or found.base_length == len(token_ids)
+                assert found is None or outcomes.awaits(token_ids)

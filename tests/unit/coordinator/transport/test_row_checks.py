@@ -1,0 +1,113 @@
+"""Rows that a model of the vocabulary can have, and rows that none has."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from coordinator.transport.row_checks import check_rows
+from tandem.errors import ProtocolError
+from tandem.types import DenseRow, RowStatistics, SupportRow, TargetRow, TokenRow, Verification
+
+SIZE = 10
+STATISTICS = RowStatistics(
+    entropy=-1e-9,
+    max_prob=0.5,
+    argmax_token_id=SIZE - 1,
+    ranks=np.array([0, 1]),
+    logits=np.array([1.0, -math.inf], np.float32),
+)
+SUPPORT = SupportRow(np.array([1, 2]), np.array([0.5, 0.0]), 0.5, SIZE - 1, STATISTICS)
+
+
+def dense(*first: float, size: int = SIZE) -> DenseRow:
+    """The first logits, and zeros for the others."""
+    logits = np.zeros(size, np.float32)
+    logits[: len(first)] = first
+    return DenseRow(logits)
+
+
+GOOD: list[TargetRow] = [
+    TokenRow(0),
+    TokenRow(SIZE - 1),
+    SUPPORT,
+    SupportRow(np.array([], int), np.array([]), 1.0, 3),
+    # No token outside: what is said to lie there counts for nothing.
+    replace(SUPPORT, outside_token_id=-1, outside_mass=math.nan),
+    replace(SUPPORT, outside_prob=0.5),
+    replace(SUPPORT, outside_prob=0.0),
+    replace(SUPPORT, outside_token_id=-1, outside_mass=0.0, outside_prob=0.0),
+    dense(-math.inf, -math.inf),
+]
+
+BAD: list[tuple[TargetRow, str]] = [
+    (TokenRow(SIZE), "it sent token id 10; ids must be in 0..9"),
+    (TokenRow(-1), "it sent token id -1; ids must be in 0..9"),
+    (replace(SUPPORT, outside_token_id=SIZE), "it sent token id 10; ids must be in 0..9"),
+    (
+        replace(SUPPORT, probs=np.array([1.0, math.nan])),
+        "a row's lowest probability is nan and their sum is nan; no probability may be negative, and the sum must be a "
+        "positive number",
+    ),
+    (replace(SUPPORT, probs=np.array([1.0, -0.5])), "lowest probability is -0.5 and their sum is 1;"),
+    (replace(SUPPORT, probs=np.array([1.0, math.inf])), "their sum is inf;"),
+    *(
+        (
+            replace(SUPPORT, outside_prob=prob),
+            f"a row's token outside the support has the probability {prob:g}; it must be between 0 and the mass "
+            "there, 0.5",
+        )
+        for prob in (-0.5, 0.5001, math.nan, math.inf)
+    ),
+    (replace(SUPPORT, outside_token_id=-1, outside_prob=0.1), "between 0 and the mass there, 0"),
+    (replace(SUPPORT, outside_mass=-0.5), "lowest probability is -0.5"),
+    (replace(SUPPORT, outside_mass=math.nan), "their sum is nan;"),
+    (replace(SUPPORT, probs=np.zeros(2), outside_token_id=-1), "their sum is 0;"),
+    (
+        replace(SUPPORT, statistics=replace(STATISTICS, argmax_token_id=SIZE)),
+        "it sent token id 10; ids must be in 0..9",
+    ),
+    (
+        replace(SUPPORT, statistics=replace(STATISTICS, entropy=math.nan)),
+        "a row's entropy is nan; it must be a finite number",
+    ),
+    (
+        replace(SUPPORT, statistics=replace(STATISTICS, max_prob=math.inf)),
+        "a row's highest probability is inf; it must be a finite number",
+    ),
+    (
+        replace(SUPPORT, statistics=replace(STATISTICS, logits=np.array([1.0, math.nan], np.float32))),
+        "a row's highest logit in its support is nan; it must be a number below infinity",
+    ),
+    (
+        dense(size=SIZE + 1),
+        "a dense row holds 11 logits; it must hold 10, one for each token of the vocabulary",
+    ),
+    (dense(size=0), "a dense row holds 0 logits; it must hold 10"),
+    (dense(1.0, math.nan), "a dense row's highest logit is nan; it must be a finite number"),
+    (dense(math.inf), "a dense row's highest logit is inf; it must be a finite number"),
+    (dense(*[-math.inf] * SIZE), "a dense row's highest logit is -inf; it must be a finite number"),
+]
+
+
+@pytest.mark.parametrize("row", GOOD)
+def test_a_row_that_a_model_can_have(row: TargetRow) -> None:
+    check_rows(Verification(0, (row,)), SIZE)
+
+
+@pytest.mark.parametrize(("row", "sentence"), BAD)
+def test_a_row_that_no_model_has_is_told(row: TargetRow, sentence: str) -> None:
+    with pytest.raises(ProtocolError) as refusal:
+        check_rows(Verification(0, (SUPPORT, row)), SIZE)
+    assert str(refusal.value).startswith("target service: ")
+    assert sentence in str(refusal.value)
+
+
+def test_statistics_are_missed_where_they_were_asked_for() -> None:
+    without = Verification(0, (SUPPORT, replace(SUPPORT, statistics=None)))
+    check_rows(without, SIZE)
+    with pytest.raises(ProtocolError, match="a row came without statistics; they were asked for"):
+        check_rows(without, SIZE, with_statistics=True)

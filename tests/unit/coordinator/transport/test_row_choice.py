@@ -1,0 +1,65 @@
+"""Which rows a round asks the target for, and that every kind of row tells the same token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from coordinator.rejection import block, residual
+from coordinator.rejection.relaxed import Accept
+from coordinator.rejection.uniforms import draw_uniforms
+from coordinator.transport.target_client import RowChoice
+from tandem.types import Delta, Proposal, RowKind, SamplingParams, VerifyStep
+from target_service.rows import RowRequest
+from tests.unit.target_service.verified import verified
+
+EMPTY, FULL = Proposal(3), Proposal(3, (7, 8))
+
+
+@pytest.mark.parametrize(
+    ("kind", "with_statistics", "proposal", "expected"),
+    [
+        (RowKind.SUPPORT, False, EMPTY, RowKind.TOKEN),
+        (RowKind.SUPPORT, False, FULL, RowKind.SUPPORT),
+        (RowKind.SUPPORT, True, EMPTY, RowKind.SUPPORT),
+        (RowKind.DENSE, False, EMPTY, RowKind.DENSE),
+        (RowKind.TOKEN, False, FULL, RowKind.TOKEN),
+    ],
+)
+def test_a_sample_is_all_that_is_asked_for_when_nothing_was_proposed(
+    kind: RowKind, with_statistics: bool, proposal: Proposal, expected: RowKind
+) -> None:
+    rows = RowChoice(kind, lambda _: (), 100, with_statistics)
+    assert rows.kind_for(proposal) is expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "races_recovery", "proposal", "expected"),
+    [
+        (RowKind.SUPPORT, True, FULL, True),
+        (RowKind.SUPPORT, True, EMPTY, False),
+        (RowKind.SUPPORT, False, FULL, False),
+        (RowKind.DENSE, True, FULL, False),
+    ],
+)
+def test_the_target_races_where_something_may_have_to_be_recovered(
+    kind: RowKind, races_recovery: bool, proposal: Proposal, expected: bool
+) -> None:
+    rows = RowChoice(kind, lambda _: (), 100, races_recovery=races_recovery)
+    assert rows.races_for(proposal) is expected
+
+
+@pytest.mark.parametrize("rule", [residual.accept, block.accept])
+def test_all_kinds_of_row_after_an_empty_proposal_give_the_same_token(rule: Accept) -> None:
+    logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(5))
+    seen = set()
+    for seed in range(50):
+        sampling = SamplingParams(temperature=1.0, seed=seed)
+        tokens = []
+        for kind in RowKind:
+            request = RowRequest(VerifyStep(Delta(0, (1, 2, 3)), kind, 1), sampling)
+            [verification] = verified([request], logits)
+            tokens.append(rule(EMPTY, verification, sampling, draw_uniforms(seed, 3, 0)).next_token_id)
+        assert len(set(tokens)) == 1
+        seen.add(tokens[0])
+    assert len(seen) > 10  # samples, not the same token each time

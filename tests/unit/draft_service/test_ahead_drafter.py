@@ -1,0 +1,275 @@
+"""What is drafted ahead of an outcome is what the draft would propose if it were asked after that outcome."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from draft_service.proposers.branch_drafting import MAX_ROUND_BYTES
+from draft_service.proposers.draft_head import propose_head
+from draft_service.proposers.standalone import StandaloneProposer, StandaloneSequence
+from tandem.engine.core.engine import Engine
+from tandem.engine.models.loading import LoadedModel, load_model
+from tandem.engine.settings import EngineSettings
+from tandem.errors import InvalidRequestError
+from tandem.types import (
+    AheadBudget,
+    Delta,
+    DraftedOutcomes,
+    DraftOptions,
+    Proposal,
+    ProposeStep,
+    RowKind,
+    SamplingParams,
+    SparseDistribution,
+)
+from tandem.wire import draft as wire
+from tests.service.clients import until
+from tests.unit.engine.tiny_models import CONFIGS, MAX_LENGTH, VOCABULARY_SIZE, save_checkpoint
+
+SECONDS = 20.0
+PROMPT = (5, 17, 80, 3, 44)
+K = 4
+BUDGET = AheadBudget(branch_count=12, token_count=K)
+GREEDY = DraftOptions("r", SamplingParams(temperature=0.0), ahead=BUDGET, row_kind=RowKind.TOKEN)
+STRICT = DraftOptions("r", SamplingParams(1.0, seed=3), ahead=BUDGET, row_kind=RowKind.TOKEN)
+SUPPORT = DraftOptions("r", SamplingParams(0.9, seed=4), ahead=BUDGET, row_kind=RowKind.SUPPORT)
+
+MakeModel = Callable[[str], LoadedModel]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> LoadedModel:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            save_checkpoint(made[family], CONFIGS[family]())
+        return load_model(made[family], device="cpu", dtype="float32", threads=1)
+
+    return make
+
+
+@asynccontextmanager
+async def proposing(model: LoadedModel, draft_top_k: int = 8) -> AsyncIterator[StandaloneProposer]:
+    engine = Engine(model, propose_head, EngineSettings(max_sequences=3))
+    engine.start()
+    try:
+        async with asyncio.timeout(SECONDS):
+            yield StandaloneProposer(engine, draft_top_k)
+    finally:
+        await engine.close()
+
+
+@dataclass(frozen=True)
+class Round:
+    """All that was pushed for one verification."""
+
+    columns: tuple[DraftedOutcomes, ...]
+
+    @property
+    def outcomes(self) -> list[tuple[int, int]]:
+        first = self.columns[0]
+        return list(zip(first.accepted_counts, first.next_token_ids, strict=True))
+
+    def tokens(self, rank: int) -> tuple[int, ...]:
+        return tuple(column.token_ids[rank] for column in self.columns if rank < len(column.token_ids))
+
+    def distributions(self, rank: int) -> list[SparseDistribution]:
+        return [column.distributions[rank] for column in self.columns if rank < len(column.distributions)]
+
+
+async def pushed(sequence: StandaloneSequence, depths: int = K) -> Round:
+    queue = sequence.pushed
+    assert queue is not None
+    columns = []
+    for depth in range(depths):
+        column = await queue.get()
+        assert isinstance(column, DraftedOutcomes)
+        assert column.depth == depth
+        columns.append(column)
+    return Round(tuple(columns))
+
+
+async def proposed(sequence: StandaloneSequence, step: ProposeStep) -> Proposal:
+    proposal = await sequence.propose(step)
+    assert proposal is not None
+    return proposal
+
+
+async def assert_as_if_asked(
+    proposer: StandaloneProposer, options: DraftOptions, before: tuple[int, ...], drafted: Round
+) -> None:
+    """Each continuation equals what a sequence without drafting ahead proposes after that outcome."""
+    async with proposer.sequence(replace(options, ahead=None)) as plain:
+        for rank, (accepted, token_id) in enumerate(drafted.outcomes):
+            length = len(before) - K + accepted
+            tokens = (*before[:length], token_id)
+            fresh = await proposed(plain, ProposeStep(Delta(0, tokens), K))
+            assert drafted.tokens(rank) == fresh.token_ids
+            assert len(drafted.distributions(rank)) == len(fresh.distributions)
+            for own, other in zip(drafted.distributions(rank), fresh.distributions, strict=True):
+                assert isinstance(other, SparseDistribution)
+                np.testing.assert_array_equal(own.token_ids, other.token_ids)
+                np.testing.assert_allclose(own.probs, other.probs, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("llama", GREEDY), ("llama", STRICT), ("llama", SUPPORT), ("gpt2", SUPPORT)],
+    ids=["greedy", "strict", "support", "learned positions"],
+)
+async def test_each_continuation_is_what_would_be_proposed(
+    model: MakeModel, family: str, options: DraftOptions
+) -> None:
+    """After an answer, after an outcome that was drafted for, and after one that was not."""
+    async with proposing(model(family)) as proposer, proposer.sequence(options) as sequence:
+        first = await proposed(sequence, ProposeStep(Delta(0, PROMPT), K, BUDGET))
+        before = (*PROMPT, *first.token_ids)
+        drafted = await pushed(sequence)
+        assert len(drafted.outcomes) == len(set(drafted.outcomes)) == BUDGET.branch_count
+        assert len({accepted for accepted, _ in drafted.outcomes}) > 1
+        assert all(column.base_length == len(PROMPT) for column in drafted.columns)
+        await assert_as_if_asked(proposer, options, before, drafted)
+        # A hit: the continuation is verified, and nothing was asked.
+        accepted, token_id = drafted.outcomes[-1]
+        kept = len(PROMPT) + accepted
+        tail = (token_id, *drafted.tokens(len(drafted.outcomes) - 1))
+        before = (*before[:kept], *tail)
+        assert await sequence.propose(ProposeStep(Delta(kept, tail), 0, BUDGET, K)) is None
+        await assert_as_if_asked(proposer, options, before, await pushed(sequence))
+        # A miss: the draft is asked, as without any drafting ahead.
+        base = len(before) - K
+        other = next(t for t in range(VOCABULARY_SIZE) if t != before[base])
+        answer = await proposed(sequence, ProposeStep(Delta(base, (other,)), K, BUDGET))
+        async with proposer.sequence(replace(options, ahead=None)) as plain:
+            fresh = await proposed(plain, ProposeStep(Delta(0, (*before[:base], other)), K))
+        assert answer.token_ids == fresh.token_ids
+        before = (*before[:base], other, *answer.token_ids)
+        await assert_as_if_asked(proposer, options, before, await pushed(sequence))
+
+
+async def test_what_is_asked_ends_the_round_before(model: MakeModel) -> None:
+    """Nothing of it is pushed after the answer, however much of it there was left to draft."""
+    long = AheadBudget(8, 32)
+    async with (
+        proposing(model("llama")) as proposer,
+        proposer.sequence(replace(GREEDY, ahead=long)) as sequence,
+    ):
+        tokens = list(PROMPT)
+        for _ in range(5):
+            delta = Delta(0, tuple(tokens))
+            proposal = await proposed(sequence, ProposeStep(delta, K, long))
+            tokens += [*proposal.token_ids, 7]
+            assert sequence.pushed is not None
+            column = await sequence.pushed.get()
+            assert isinstance(column, DraftedOutcomes)
+            assert (column.base_length, column.depth) == (delta.length, 0)
+        await sequence.propose(ProposeStep(Delta(0, tuple(tokens)), K))
+        assert sequence.pushed is not None
+        assert sequence.pushed.empty()
+
+
+@pytest.mark.parametrize(("room", "depths"), [(K + 2, 2), (K + 1, 1), (K, 0)])
+async def test_near_the_end_of_a_model_with_learned_positions(
+    model: MakeModel, room: int, depths: int
+) -> None:
+    """Continuations end with the model's last position; where it has none left, none is begun."""
+    prompt = tuple(i % VOCABULARY_SIZE for i in range(MAX_LENGTH - room))
+    budget = AheadBudget(64, K)
+    async with proposing(model("gpt2")) as proposer, proposer.sequence(GREEDY) as sequence:
+        first = await proposed(sequence, ProposeStep(Delta(0, prompt), K, budget))
+        drafted = await pushed(sequence, depths)
+        assert sequence.pushed is not None
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(sequence.pushed.get(), 0.2)
+        if not depths:
+            return
+        assert K in {accepted for accepted, _ in drafted.outcomes}
+        async with proposer.sequence(replace(GREEDY, ahead=None)) as plain:
+            for rank in (0, len(drafted.outcomes) - 1):
+                accepted, token_id = drafted.outcomes[rank]
+                tokens = (*prompt, *first.token_ids[:accepted], token_id)
+                fresh = await proposed(plain, ProposeStep(Delta(0, tokens), depths))
+                assert drafted.tokens(rank) == fresh.token_ids
+
+
+async def test_the_longest_proposal_is_answered_though_nothing_can_follow_it(model: MakeModel) -> None:
+    options = replace(GREEDY, max_length=len(PROMPT) + 3)
+    async with proposing(model("llama")) as proposer, proposer.sequence(options) as sequence:
+        for _ in range(2):
+            assert len(await proposed(sequence, ProposeStep(Delta(0, PROMPT), K, BUDGET))) == K
+        assert sequence.pushed is not None
+        assert sequence.pushed.empty()
+
+
+async def test_a_step_without_an_answer_that_does_not_fit_ends_the_sequence(model: MakeModel) -> None:
+    options = replace(GREEDY, max_length=len(PROMPT) + 1)
+    async with proposing(model("llama")) as proposer, proposer.sequence(options) as sequence:
+        assert await sequence.propose(ProposeStep(Delta(0, (*PROMPT, 1, 2)), 0, BUDGET, 2)) is None
+        assert sequence.pushed is not None
+        error = await sequence.pushed.get()
+        assert isinstance(error, InvalidRequestError)
+        assert "would have 7 tokens, but its limit is 6" in str(error)
+
+
+async def test_a_delta_that_leaves_a_gap_is_refused(model: MakeModel) -> None:
+    async with proposing(model("llama")) as proposer, proposer.sequence(GREEDY) as sequence:
+        with pytest.raises(InvalidRequestError, match="starts at token 9, but the sequence has 0 tokens"):
+            await sequence.propose(ProposeStep(Delta(9, (1, 2)), 0, BUDGET, 1))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        replace(GREEDY, ahead=None),
+        replace(GREEDY, with_token_logits=True),
+        replace(SUPPORT, row_kind=RowKind.DENSE),
+    ],
+    ids=["not opened for it", "token logits", "whole distributions"],
+)
+async def test_where_outcomes_cannot_be_told_none_are_drafted(
+    model: MakeModel, options: DraftOptions
+) -> None:
+    async with proposing(model("llama")) as proposer, proposer.sequence(options) as sequence:
+        for _ in range(3):
+            assert len(await proposed(sequence, ProposeStep(Delta(0, PROMPT), K, BUDGET))) == K
+        assert sequence.pushed is None or sequence.pushed.empty()
+
+
+@pytest.mark.parametrize(("options", "most"), [(SUPPORT, MAX_ROUND_BYTES), (STRICT, 600), (GREEDY, 600)])
+async def test_a_rounds_messages_are_bounded(model: MakeModel, options: DraftOptions, most: int) -> None:
+    """Supports of 64 ids for 16 outcomes of 5 tokens are over 40 KB: the last outcomes are given up."""
+    budget = AheadBudget(16, 5)
+    flat = replace(options, ahead=budget, sampling=replace(options.sampling, temperature=50.0))
+    if options is GREEDY:
+        flat = replace(GREEDY, ahead=budget)
+    async with proposing(model("llama"), draft_top_k=64) as proposer, proposer.sequence(flat) as sequence:
+        await proposed(sequence, ProposeStep(Delta(0, PROMPT), K, budget))
+        drafted = await pushed(sequence, 5)
+    size = sum(wire.outcomes_to_proto(replace(each, cost=None)).ByteSize() for each in drafted.columns)
+    widths = [len(column.token_ids) for column in drafted.columns]
+    assert size <= most
+    assert widths == sorted(widths, reverse=True)
+    if options is SUPPORT:
+        assert size > 0.8 * most
+        assert 16 > widths[-1] > 0
+
+
+async def test_a_released_sequence_is_not_drafted_for(model: MakeModel) -> None:
+    async with proposing(model("llama")) as proposer:
+        async with proposer.sequence(replace(GREEDY, ahead=AheadBudget(16, 64))) as sequence:
+            await proposed(sequence, ProposeStep(Delta(0, PROMPT), K, AheadBudget(16, 64)))
+            assert sequence.pushed is not None
+            await sequence.pushed.get()
+        async with proposer.sequence(GREEDY) as other:
+            assert len(await proposed(other, ProposeStep(Delta(0, PROMPT), K))) == K
+        await until(lambda: not proposer.kv_usage().sequence_count, SECONDS)
+        assert sequence.pushed.qsize() < 63, "it would have gone on for so many depths"

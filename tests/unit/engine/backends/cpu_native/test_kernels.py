@@ -1,0 +1,279 @@
+"""Kernels compiled on the spot say what torch says, and where they cannot, torch itself is used."""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tandem.engine.backends.cpu_native.attention import WIDEST_SEGMENT, NativeAttention, NativeLayout
+from tandem.engine.backends.cpu_native.check import mismatch
+from tandem.engine.backends.cpu_native.library.build import BuildError, built_kernels
+from tandem.engine.backends.cpu_native.library.calls import KernelCall, Operation, Routine
+from tandem.engine.backends.cpu_native.library.kernels import Kernels
+from tandem.engine.backends.cpu_native.linear import PackedLinear, pack_linears, packed, unpacked
+from tandem.engine.backends.cpu_native.load import load_kernels
+from tandem.engine.backends.eager.layout import StepLayout
+from tandem.engine.backends.selection import choose_backends
+from tandem.engine.kv_cache.arena import KvArena, LayerGeometry
+from tandem.engine.kv_cache.extents import Extent
+from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.models.loading import load_model
+from tandem.errors import ConfigurationError
+from tests.unit.engine.conftest import TinyModel
+from tests.unit.engine.greedy import GreedyHead, greedy, plain_greedy, running
+
+_CPU = torch.device("cpu")
+_PROMPT = [5, 17, 80, 3, 44]
+_DTYPES = [torch.float32, torch.bfloat16]
+
+
+def _compiler() -> str | None:
+    return next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+
+
+needs_compiler = pytest.mark.skipif(_compiler() is None, reason="there is no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    if _compiler() is None:
+        pytest.skip("there is no C++ compiler")
+    return Kernels(built_kernels())
+
+
+def _segments(lengths: list[tuple[int, int]], extent_tokens: int) -> list[Segment]:
+    """Sequences of so many computed tokens, each with so many new ones, in no order of extents."""
+    segments = []
+    for index, (computed, count) in enumerate(lengths):
+        place = (index * 5) % len(lengths) * extent_tokens
+        sequence = Sequence(Extent(place, extent_tokens), extent_tokens, 10)
+        sequence.token_ids = [0] * (computed + count)
+        sequence.advance(computed)
+        segments.append(Segment(sequence, count))
+    return segments
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_packed_layer_multiplies_as_torch_does(kernels: Kernels, dtype: torch.dtype, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for outputs, inputs, bias in [(1, 1, True), (31, 7, False), (33, 64, True), (200, 129, False)]:
+            layer = nn.Linear(inputs, outputs, bias=bias).to(dtype).requires_grad_(False)
+            model = nn.Sequential(layer)
+            weight = layer.weight.detach().clone()
+            for rows in (1, 2, 3, 4, 7, 11, 12, 13, 24, 25, 40):
+                values = torch.randn(1, rows, inputs).to(dtype)
+                expected = nn.functional.linear(values, weight, layer.bias)
+                if type(layer) is nn.Linear:
+                    assert pack_linears(model, kernels) == 1
+                tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+                assert torch.allclose(model(values), expected, atol=tolerance, rtol=tolerance), (
+                    outputs,
+                    rows,
+                )
+            assert torch.equal(layer.weight, weight)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_float32_weights_that_came_from_bfloat16_are_kept_as_such(kernels: Kernels) -> None:
+    weight = torch.randn(50, 20)
+    assert packed(weight, kernels.block).dtype == torch.float32
+    short = packed(weight.bfloat16().float(), kernels.block)
+    assert short.dtype == torch.bfloat16
+    assert torch.equal(unpacked(short, 50, 20).float(), weight.bfloat16().float())
+    values = torch.randn(5, 20)
+    expected = values.double() @ weight.bfloat16().double().T
+    assert torch.allclose(kernels.linear(values, short, None, 50).double(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+def test_a_row_does_not_depend_on_the_others(kernels: Kernels, dtype: torch.dtype) -> None:
+    weights = packed(torch.randn(70, 300).to(dtype), kernels.block)
+    values = torch.randn(40, 300).to(dtype)
+    together = kernels.linear(values, weights, None, 70)
+    for count in (1, 2, 5, 13):
+        assert torch.equal(kernels.linear(values[:count], weights, None, 70), together[:count])
+
+
+def test_numbers_that_are_none_stay_none(kernels: Kernels) -> None:
+    weights = packed(torch.ones(3, 2, dtype=torch.bfloat16), kernels.block)
+    values = torch.tensor([[float("nan"), 1], [float("inf"), 1], [-float("inf"), 1], [1, 2]])
+    results = kernels.linear(values.bfloat16(), weights, None, 3).float()[:, 0]
+    assert torch.equal(torch.nan_to_num(results, nan=7, posinf=8, neginf=9), torch.tensor([7.0, 8, 9, 3]))
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize(
+    ("window", "softcap", "with_sinks"),
+    [(None, None, False), (9, None, False), (None, 4.0, False), (9, None, True)],
+)
+def test_attention_is_that_of_the_packed_step(
+    kernels: Kernels, dtype: torch.dtype, window: int | None, softcap: float | None, with_sinks: bool
+) -> None:
+    generator = random.Random(3)
+    extent_tokens, heads, kv_heads, key_dim, value_dim = 128, 6, 2, 24, 20
+    geometry = (LayerGeometry(kv_heads, key_dim, value_dim, window),)
+    lengths = [(0, 1), (0, 6), (1, 1), (15, 5), (16, 1), (100, 5), (70, 32), (27, 101), (0, WIDEST_SEGMENT)]
+    lengths += [(generator.randrange(90), generator.randrange(1, 9)) for _ in range(9)]
+    arenas = [KvArena(geometry, extent_tokens * len(lengths), dtype, _CPU) for _ in range(2)]
+    for arena in arenas:
+        torch.manual_seed(1)
+        arena.layers[0].keys.normal_()
+        arena.layers[0].values.normal_()
+    segments = _segments(lengths, extent_tokens)
+    for segment in segments:  # what lies past a sequence's end is another's, and must have no effect at all
+        past = slice(segment.sequence.extent.start + segment.end, segment.sequence.extent.end)
+        arenas[1].layers[0].keys[:, :, past] = float("nan")
+        arenas[1].layers[0].values[:, :, past] = float("inf")
+    tokens = sum(segment.token_count for segment in segments)
+    plain = StepLayout(segments, arenas[0], geometry, dtype, _CPU)
+    native = NativeLayout(plain.segments, NativeAttention(kernels, arenas[1], geometry))
+    # As models lay them: tokens before heads, seen the other way round.
+    query, key, value = (
+        torch.randn(1, tokens, count, dim).to(dtype).transpose(1, 2)
+        for count, dim in ((heads, key_dim), (kv_heads, key_dim), (kv_heads, value_dim))
+    )
+    sinks = torch.randn(heads).to(dtype) if with_sinks else None
+    module: Any = SimpleNamespace(layer_idx=0)
+    results, expected = (
+        step.attend(module, query, key, value, mask=None, scale=0.3, softcap=softcap, sinks=sinks)
+        for step in (native, plain)
+    )
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    assert torch.allclose(results.float(), expected.float(), atol=tolerance, rtol=tolerance)
+    for segment in segments:
+        stored = slice(
+            segment.sequence.extent.start + segment.start, segment.sequence.extent.start + segment.end
+        )
+        for name in ("keys", "values"):
+            ours, theirs = (getattr(arena.layers[0], name)[:, :, stored] for arena in (arenas[1], arenas[0]))
+            assert torch.equal(ours, theirs)
+
+
+@needs_compiler
+def test_models_are_loaded_with_packed_layers(llama: TinyModel) -> None:
+    assert llama.backends.native is not None
+    layers = [layer for layer in llama.loaded.module.modules() if isinstance(layer, nn.Linear)]
+    assert len(layers) == 2 * 7 + 1
+    assert all(isinstance(layer, PackedLinear) for layer in layers)
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("prompt_tokens", [WIDEST_SEGMENT, WIDEST_SEGMENT + 1])
+async def test_a_prompt_is_read_alike_by_the_kernel_and_by_torch(
+    family: str, prompt_tokens: int, tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(family)
+    widths: list[int] = []
+    right = NativeLayout.__init__
+
+    def noted(self: NativeLayout, segments: SequenceOf[Segment], attention: NativeAttention) -> None:
+        widths.append(max(segment.token_count for segment in segments))
+        right(self, segments, attention)
+
+    monkeypatch.setattr(NativeLayout, "__init__", noted)
+    prompt = [3 + 7 * step % 90 for step in range(prompt_tokens)]
+    async with running(model.backends, GreedyHead()) as engine:
+        assert await greedy(engine, prompt, 8) == plain_greedy(model.reference, prompt, 8)
+    assert (prompt_tokens in widths) is (prompt_tokens <= WIDEST_SEGMENT)
+    assert 1 in widths
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+async def test_without_a_compiler_torch_computes(
+    family: str,
+    tiny_model: Callable[[str], TinyModel],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = tiny_model(family)
+    monkeypatch.setenv("CXX", "/nonexistent/c++")
+    with caplog.at_level(logging.WARNING):
+        backends = choose_backends(load_model(model.folder, dtype="float32"))
+    assert backends.native is None
+    assert [record.__dict__["reason"] for record in caplog.records if "kernels" in record.message] == [
+        "no C++ compiler: /nonexistent/c++ not found"
+    ]
+    async with running(backends, GreedyHead()) as engine:
+        assert await greedy(engine, _PROMPT, 8) == plain_greedy(model.reference, _PROMPT, 8)
+
+
+def test_kernels_that_are_demanded_and_not_to_be_had(
+    llama: TinyModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent/c++")
+    model = load_model(llama.folder, dtype="float32")
+    with pytest.raises(ConfigurationError) as raised:
+        choose_backends(model, compile_mode="on", compile_cache=tmp_path)
+    assert str(raised.value) == (
+        "compile is on, but the kernels cannot be used: no C++ compiler: /nonexistent/c++ not found."
+    )
+    with pytest.raises(ConfigurationError, match=r"there are none for torch\.float16 on cpu"):
+        choose_backends(load_model(llama.folder, dtype="float16"), compile_mode="on")
+    assert choose_backends(model, compile_mode="off").native is None
+
+
+def _with_another_bias(call: Any) -> None:
+    call.bias = None
+
+
+def _with_another_scale(call: Any) -> None:
+    call.scale *= 1.1
+
+
+def _with_another_operation(call: Any) -> None:
+    call.operation = Operation.COPY
+
+
+def _with_another_width(call: Any) -> None:
+    call.width -= 1
+
+
+def _with_another_row(call: Any) -> None:
+    call.count -= 1
+
+
+@pytest.mark.parametrize(
+    ("routine", "distort", "what"),
+    [
+        (Routine.LINEAR, _with_another_bias, "linear layer"),
+        (Routine.ATTEND, _with_another_scale, "attention"),
+        (Routine.POINTWISE, _with_another_operation, "aten.add.Tensor"),
+        (Routine.MEAN, _with_another_width, "aten.mean.dim"),
+        (Routine.GATHER, _with_another_row, "aten.embedding.default"),
+    ],
+)
+def test_kernels_that_compute_something_else_are_not_used(
+    kernels: Kernels,
+    routine: Routine,
+    distort: Callable[[Any], None],
+    what: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert mismatch(kernels) == ""
+    right = Kernels.run
+
+    def run(self: Kernels, *calls: KernelCall) -> None:
+        for call in calls:
+            if call.routine is routine:
+                distort(call.arguments)
+        right(self, *calls)
+
+    monkeypatch.setattr(Kernels, "run", run)
+    with pytest.raises(BuildError, match=f"their results are not torch's: {what}"):
+        load_kernels(_CPU, torch.float32)

@@ -1,0 +1,172 @@
+"""Branches see their trunk up to where they leave it, and their own tokens; never each other's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.engine.backends.branches import BranchStep
+from tandem.engine.backends.cpu_native.branches import NativeBranches
+from tandem.engine.core.engine import Engine
+from tandem.engine.core.events import StepRecord
+from tandem.engine.kv_cache.sequence import Sequence
+from tandem.errors import TandemError
+from tandem.types import Delta
+from tests.unit.engine.conftest import TinyModel
+from tests.unit.engine.greedy import RowsHead, plain_logits, rows, running
+
+_TRUNK = [5, 17, 80, 3, 44, 9, 21, 60]
+_LEAVES_AFTER = [5, 6, 6, 8, 7]
+_TOKENS = [[11, 12, 13, 14, 15], [21, 22, 23, 24], [31, 32, 33, 34]]
+"""By depth; the last branch is given up after the first."""
+
+
+@dataclass
+class Branches:
+    """A background job that runs given tokens."""
+
+    sequence: Sequence
+    delta: Delta
+    row_count: int = 3
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    trunk: Tensor | None = None
+    logits: list[Tensor] = field(default_factory=list)
+    error: TandemError | None = None
+    steps: int = 0
+    enough: int = 3
+
+    def begin(self, logits: Tensor, room: int) -> BranchStep | None:
+        self.trunk = logits.clone()
+        assert room >= len(_LEAVES_AFTER) * len(_TOKENS)
+        return self._step()
+
+    def advance(self, logits: Tensor) -> BranchStep | None:
+        self.logits.append(logits.clone())
+        if len(self.logits) == self.enough:
+            self.loop.call_soon_threadsafe(self.done.set)
+            return None
+        return self._step()
+
+    def _step(self) -> BranchStep:
+        depth = len(self.logits)
+        return BranchStep(_TOKENS[depth], _LEAVES_AFTER, depth, len(_TOKENS))
+
+    def count_step(self, record: StepRecord) -> None:
+        self.steps += 1
+
+    def fail(self, error: TandemError) -> None:
+        self.error = error
+        self.loop.call_soon_threadsafe(self.done.set)
+
+
+def poison(engine: Engine[object, object]) -> None:
+    """Leave what is no number wherever nothing was written."""
+    for layer in engine._worker._arena.layers:
+        layer.keys.fill_(float("nan"))
+        layer.values.fill_(float("nan"))
+
+
+def trust_kernels(engine: Engine[object, object]) -> None:
+    """Have every step run by the kernels, as after their trial."""
+    branches = engine._worker._background._branches
+    if isinstance(branches, NativeBranches):
+        branches._is_trusted = True
+
+
+@pytest.mark.parametrize("with_kernels", [False, True])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+async def test_each_branch_is_what_it_would_be_alone(
+    tiny_model: Callable[[str], TinyModel], family: str, with_kernels: bool
+) -> None:
+    model = tiny_model(family)
+    async with running(model.with_plans if with_kernels else model.loaded, RowsHead()) as engine:
+        if with_kernels:
+            await engine.warm_up()
+            trust_kernels(engine)
+        poison(engine)
+        sequence = await engine.open(64, 64)
+        await rows(engine, sequence, Delta(0, _TRUNK[:5]), 1)
+        job = Branches(sequence, Delta(5, _TRUNK[5:]))
+        engine.put_back(job)
+        async with asyncio.timeout(20):
+            await job.done.wait()
+        assert job.error is None
+        assert job.trunk is not None
+        assert torch.allclose(job.trunk, plain_logits(model.reference, _TRUNK)[-3:], atol=1e-3)
+        for depth, logits in enumerate(job.logits):
+            for branch, row in enumerate(logits):
+                path = _TRUNK[: _LEAVES_AFTER[branch]] + [_TOKENS[d][branch] for d in range(depth + 1)]
+                assert torch.allclose(row, plain_logits(model.reference, path)[-1], atol=1e-3), (
+                    depth,
+                    branch,
+                )
+        # The sequence grows over what the branches left behind it.
+        more = await rows(engine, sequence, Delta(len(_TRUNK), [7, 8]), 2)
+        assert torch.allclose(more, plain_logits(model.reference, [*_TRUNK, 7, 8])[-2:], atol=1e-3)
+
+
+async def test_a_job_of_the_sequence_ends_its_branches_and_finds_its_trunk(llama: TinyModel) -> None:
+    async with running(llama.loaded, RowsHead()) as engine:
+        sequence = await engine.open(64, 64)
+        await rows(engine, sequence, Delta(0, _TRUNK[:5]), 1)
+        job = Branches(sequence, Delta(5, _TRUNK[5:]))
+        engine.put_back(job)
+        # At once: the background has hardly begun. The delta must count all the same.
+        found = await rows(engine, sequence, Delta(8, [7]), 1)
+        assert torch.allclose(found, plain_logits(llama.reference, [*_TRUNK, 7])[-1:], atol=1e-3)
+        assert len(job.logits) < job.enough
+        assert engine._worker._background.is_empty
+
+
+async def test_a_trunk_that_does_not_fit_is_an_error_of_that_job(llama: TinyModel) -> None:
+    async with running(llama.loaded, RowsHead()) as engine:
+        sequence = await engine.open(16)
+        await rows(engine, sequence, Delta(0, _TRUNK), 1)
+        job = Branches(sequence, Delta(12, [1]))
+        engine.put_back(job)
+        async with asyncio.timeout(20):
+            await job.done.wait()
+        assert "starts at token 12" in str(job.error)
+        assert len(await rows(engine, sequence, Delta(8, [7]), 1)) == 1
+
+
+async def test_a_released_sequence_is_not_drafted_for(llama: TinyModel) -> None:
+    async with running(llama.loaded, RowsHead()) as engine:
+        sequence = await engine.open(64)
+        await rows(engine, sequence, Delta(0, _TRUNK), 1)
+        engine.put_back(Branches(sequence, Delta(8, [])))
+        engine.release(sequence)
+        other = await engine.open(64)
+        await rows(engine, other, Delta(0, _TRUNK), 1)
+        assert engine._worker._background.is_empty
+
+
+async def test_jobs_go_before_branches(llama: TinyModel) -> None:
+    """Jobs that wait run first; at most one step of the background had begun when they came."""
+    order: list[str] = []
+
+    def on_step(record: StepRecord) -> None:
+        order.append("job" if record.token_count == 1 and record.row_count == 1 else "branches")
+
+    async with running(llama.loaded, RowsHead(), on_step=on_step) as engine:
+        drafted, waited_for = await engine.open(64, 64), await engine.open(64)
+        await rows(engine, drafted, Delta(0, _TRUNK), 1)
+        await rows(engine, waited_for, Delta(0, _TRUNK), 1)
+        order.clear()
+        background = Branches(drafted, Delta(8, []))
+        engine.put_back(background)
+        with engine._worker._wakeup:  # the thread sees all of them or none
+            jobs = [rows(engine, waited_for, Delta(8 + step, [7]), 1) for step in range(6)]
+            tasks = [asyncio.create_task(job) for job in jobs]
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+        async with asyncio.timeout(20):
+            await background.done.wait()
+    runs = "".join("j" if name == "job" else "b" for name in order).split("j")
+    assert sum(map(len, runs[:-1])) <= 1

@@ -1,0 +1,117 @@
+"""Drawing with kernels comes to what drawing with torch comes to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tandem.engine.backends.cpu_native.library.build import BuildError
+from tandem.engine.backends.cpu_native.load import load_kernels
+from tandem.engine.backends.cpu_native.sampler import KernelSampler
+from tandem.engine.backends.eager.sampler import TORCH_SAMPLER
+from tandem.engine.backends.interface import Sampler
+from tandem.sampling.noise import race
+from tandem.sampling.warping import warp
+from tandem.types import SamplingParams
+
+WIDTHS = (1, 5, 16, 17, 64, 2048, 5003)
+
+
+@pytest.fixture(scope="module")
+def sampler() -> Sampler:
+    try:
+        return KernelSampler(load_kernels(torch.device("cpu"), torch.float32))
+    except BuildError:
+        pytest.skip("no C++ compiler")
+
+
+def logits_of(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rows + width)
+    logits = torch.randn(rows, width, generator=generator) * 4
+    if width > 4:
+        logits[:, 2] = -torch.inf
+    return logits.to(dtype)
+
+
+def keys_of(rows: int) -> torch.Tensor:
+    return torch.randint(-(2**62), 2**62, (rows,), generator=torch.Generator().manual_seed(rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_probabilities_are_those_of_torch_but_for_the_last_places(
+    sampler: Sampler, width: int, dtype: torch.dtype
+) -> None:
+    logits = logits_of(20, width, dtype)
+    sampling = [SamplingParams(0.3 + 0.1 * (row % 9)) for row in range(20)]
+    probs = sampler.probabilities(logits, sampling)
+    torch.testing.assert_close(probs, warp(logits, sampling), rtol=1e-12, atol=1e-300)
+    if width > 4:
+        assert not probs[:, 2].any(), "what is impossible stays impossible"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_best_is_the_first_of_the_highest(sampler: Sampler, width: int, dtype: torch.dtype) -> None:
+    logits = logits_of(20, width, dtype)
+    logits[10:] = logits[10:].round()  # many are equal
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    assert sampler.argmax(logits) == TORCH_SAMPLER.argmax(logits) == expected
+    assert sampler.argmax(torch.full((2, width), -torch.inf, dtype=dtype)) == [-1, -1]
+    assert sampler.argmax(torch.full((2, width), torch.nan, dtype=dtype)) == [-1, -1]
+    assert TORCH_SAMPLER.argmax(logits.index_fill(1, torch.tensor([0]), torch.nan)) == [-1] * len(logits)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_same_columns_win(sampler: Sampler, width: int) -> None:
+    rows = 40
+    probs = warp(logits_of(rows, width, torch.float32), [SamplingParams()] * rows)
+    keys = keys_of(rows)
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.stack([torch.randperm(2 * width, generator=generator)[:width] for _ in range(rows)])
+    assert torch.equal(sampler.sample(probs, keys), race(probs, keys))
+    assert torch.equal(sampler.sample(probs, keys, ids), race(probs, keys, ids))
+
+
+def test_what_has_no_probability_never_wins(sampler: Sampler) -> None:
+    probs = torch.zeros(2000, 33, dtype=torch.float64)
+    probs[:, 7], probs[:, 32] = 0.5, 1e-12
+    winners = sampler.sample(probs, keys_of(2000))
+    assert set(winners.tolist()) == {7}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("share", [0.01, 0.5, 1.0])
+def test_the_highest_come_first_and_each_once(
+    sampler: Sampler, width: int, dtype: torch.dtype, share: float
+) -> None:
+    logits = logits_of(5, width, dtype)
+    count = max(1, round(share * width))
+    values, columns = sampler.topk(logits, count)
+    assert torch.equal(values, logits.float().topk(count).values)
+    assert torch.equal(logits.float().gather(1, columns), values)
+    assert all(len(set(row)) == count for row in columns.tolist())
+
+
+def test_of_equal_ones_the_lowest_ids_are_taken(sampler: Sampler) -> None:
+    _, columns = sampler.topk(torch.zeros(1, 500), 3)
+    assert columns.tolist() == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingParams(0.0), SamplingParams(0.7, top_k=5), SamplingParams(1.0, top_p=0.9), SamplingParams(1.0, min_p=0.1)],
+    ids=["greedy", "top_k", "top_p", "min_p"],
+)  # fmt: skip
+def test_what_the_kernels_do_not_know_is_left_to_torch(sampler: Sampler, sampling: SamplingParams) -> None:
+    logits = logits_of(3, 300, torch.float32)
+    mixed = [sampling, SamplingParams(0.9), SamplingParams(0.5)]
+    assert torch.equal(sampler.probabilities(logits, mixed), warp(logits, mixed))
+
+
+def test_without_kernels_torch_does_it() -> None:
+    logits = logits_of(3, 300, torch.float32)
+    probs = TORCH_SAMPLER.probabilities(logits, [SamplingParams()] * 3)
+    assert torch.equal(TORCH_SAMPLER.sample(probs, keys_of(3)), race(probs, keys_of(3)))
+    assert torch.equal(TORCH_SAMPLER.topk(logits, 4)[0], logits.topk(4).values)

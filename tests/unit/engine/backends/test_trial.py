@@ -1,0 +1,94 @@
+"""What replaces torch's computation is measured against torch's own rounding errors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tandem.engine.backends.cpu_native.attention import NativeLayout
+from tandem.engine.backends.cpu_native.library.kernels import Kernels
+from tandem.engine.backends.cpu_native.linear import PackedLinear
+from tandem.engine.backends.eager.backend import eager_backend
+from tandem.engine.backends.selection import choose_backends
+from tandem.engine.backends.trial import DistrustedError, Reference, trusted
+from tandem.engine.backends.wide_arithmetic import computing_in
+from tandem.engine.models.loading import load_model
+from tests.unit.engine.conftest import TinyModel
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma2", "bloom"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torch_passes_its_own_trial(family: str, dtype: str, tiny_model: Callable[[str], TinyModel]) -> None:
+    reference = Reference(load_model(tiny_model(family).folder, dtype=dtype))
+    assert reference.error_of(eager_backend) == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma2", "bloom"])
+def test_kernels_of_bfloat16_are_as_exact_as_torch(
+    family: str, tiny_model: Callable[[str], TinyModel]
+) -> None:
+    backends = choose_backends(load_model(tiny_model(family).folder, dtype="bfloat16"))
+    if backends.native is None:
+        pytest.skip("there is no C++ compiler")
+    native = backends.native
+
+    def served(model: Any, arena: Any) -> Any:
+        return native.backend(arena) or eager_backend(model, arena)
+
+    assert native.reference.error_of(served) < 1.25, "in torch's own errors; 0.8 to 1.1 were measured"
+
+
+@pytest.mark.parametrize("factor", [1.05, float("nan")])
+@pytest.mark.parametrize(("owner", "method"), [(Kernels, "linear"), (NativeLayout, "attend")])
+def test_kernels_that_are_a_little_wrong_are_not_used(
+    owner: type,
+    method: str,
+    factor: float,
+    llama: TinyModel,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Half a tenth is less than a loose tolerance lets pass, and it is in every layer alike."""
+    model = load_model(llama.folder, dtype="bfloat16")
+    weights = [layer.weight.clone() for layer in model.module.modules() if isinstance(layer, nn.Linear)]
+    right = getattr(owner, method)
+
+    def wrong(self: Any, *arguments: Any, **named: Any) -> Any:
+        return right(self, *arguments, **named) * factor
+
+    monkeypatch.setattr("tandem.engine.backends.cpu_native.load.mismatch", lambda _: "")
+    monkeypatch.setattr(owner, method, wrong)
+    with caplog.at_level(logging.WARNING):
+        assert choose_backends(model).native is None
+    if "no C++ compiler" not in caplog.text:
+        assert "times torch's own" in vars(caplog.records[-1])["reason"]
+    layers = [layer for layer in model.module.modules() if isinstance(layer, nn.Linear)]
+    assert not any(isinstance(layer, PackedLinear) for layer in layers)
+    assert all(torch.equal(layer.weight, weight) for layer, weight in zip(layers, weights, strict=True))
+
+
+def test_a_failure_is_a_reason() -> None:
+    def fail() -> None:
+        raise RuntimeError("no such kernel\nand more")
+
+    with pytest.raises(DistrustedError, match=r"^RuntimeError: no such kernel$"):
+        trusted(fail, lambda _: 0.0, 1.0)
+    with pytest.raises(DistrustedError, match=r"its error is 2 times torch's own, which must be at most 1"):
+        trusted(lambda: None, lambda _: 2.0, 1.0)
+
+
+def test_wide_arithmetic_leaves_the_weights_as_they_are() -> None:
+    layer = nn.Linear(64, 32).bfloat16()
+    values = torch.randn(3, 64).bfloat16()
+    with torch.no_grad():
+        expected = nn.functional.linear(values.float(), layer.weight.float(), layer.bias.float())
+        with computing_in(torch.float32):
+            results = layer(values)
+    assert results.dtype == torch.float32
+    assert torch.equal(results, expected)
+    assert layer.weight.dtype == torch.bfloat16

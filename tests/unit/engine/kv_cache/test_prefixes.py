@@ -1,0 +1,133 @@
+"""A prefix that was computed once is not computed again, and whoever takes it over gets the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tandem.engine.core.engine import Engine
+from tandem.engine.core.events import StepRecord
+from tandem.engine.core.jobs import Job
+from tandem.engine.kv_cache.extents import Extent
+from tandem.engine.kv_cache.prefixes import MIN_PREFIX_TOKENS, PrefixIndex, PrefixMatch
+from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.settings import EngineSettings
+from tandem.types import Delta
+from tests.unit.engine.conftest import TinyModel
+from tests.unit.engine.greedy import Generation, GreedyHead, greedy, greedy_together, plain_greedy, settle
+
+_PREFIX = [(11 * step) % 90 + 3 for step in range(100)]
+
+
+class _Counting:
+    """Counts the tokens that the model sees."""
+
+    def __init__(self) -> None:
+        self.token_count = 0
+
+    def __call__(self, record: StepRecord) -> None:
+        self.token_count += record.token_count
+
+    def take(self) -> int:
+        """The count since the last call."""
+        count, self.token_count = self.token_count, 0
+        return count
+
+
+def _engine(model: TinyModel, count: _Counting, **settings: Any) -> Engine[Any, Any]:
+    engine: Engine[Any, Any] = Engine(model.loaded, GreedyHead(), EngineSettings(**settings), on_step=count)
+    engine.start()
+    return engine
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "deepseek_v3", "falcon"])
+async def test_a_served_prefix_costs_nothing(family: str, tiny_model: Callable[[str], TinyModel]) -> None:
+    model, count = tiny_model(family), _Counting()
+    engine = _engine(model, count)
+    prompts = [[*_PREFIX, 50], [*_PREFIX, 51], [*_PREFIX[:60], 52], [*_PREFIX, 50]]
+    costs = []
+    for prompt in prompts:
+        assert await greedy(engine, prompt, 8) == plain_greedy(model.reference, prompt, 8)
+        await settle(engine)
+        costs.append(count.take())
+    assert costs == [101 + 7, 1 + 7, 1 + 7, 1 + 7]
+    await engine.close()
+
+
+async def test_open_sequences_share_as_well(llama: TinyModel) -> None:
+    count = _Counting()
+    engine = _engine(llama, count)
+    sequence = await engine.open(192)
+    await engine.run(Job(sequence, Delta(0, _PREFIX), 0, Generation(1)))
+    prompts = [[*_PREFIX, 60 + index] for index in range(8)]
+    count.take()
+    texts = await greedy_together(engine, prompts, 5)
+    assert texts == [plain_greedy(llama.reference, prompt, 5) for prompt in prompts]
+    assert count.take() == 8 * (1 + 4)
+    engine.release(sequence)
+    await engine.close()
+
+
+async def test_kept_prefixes_make_room_least_recently_used_first(llama: TinyModel) -> None:
+    count = _Counting()
+    bytes_per_token = 4 * sum(layer.values_per_token for layer in llama.loaded.layers)
+    engine = _engine(llama, count, max_length=128, kv_cache_bytes=2 * 128 * bytes_per_token)
+    first, second, third = ([id_] * 80 for id_ in (5, 6, 7))
+    costs = []
+    for prompt in (first, second, first, third, first, second):
+        assert await greedy(engine, prompt, 1) == plain_greedy(llama.reference, prompt, 1)
+        await settle(engine)
+        assert engine.usage.retained_tokens <= 256
+        costs.append(count.take())
+    assert costs == [80, 80, 1, 80, 1, 80], "the third took the second's place, not the first's"
+    await engine.close()
+
+
+async def test_nothing_is_kept_when_it_is_not_wanted(llama: TinyModel) -> None:
+    count = _Counting()
+    engine = _engine(llama, count, prefix_reuse=False)
+    for _ in range(2):
+        await greedy(engine, _PREFIX, 1)
+        await settle(engine)
+        assert (count.take(), engine.usage.retained_tokens) == (100, 0)
+    await engine.close()
+
+
+def _sequence(start: int, token_ids: list[int]) -> Sequence:
+    sequence = Sequence(Extent(start, 128), 128, vocabulary_size=10)
+    sequence.apply(Delta(0, token_ids))
+    sequence.advance(len(token_ids))
+    return sequence
+
+
+def test_the_index_forgets_what_is_overwritten() -> None:
+    index = PrefixIndex()
+    long, short = _sequence(0, [1] * 40), _sequence(128, [1] * 20)
+    for sequence in (long, short):
+        index.enter(sequence)
+    assert index.leave(long) == Extent(0, 64)
+    assert index.leave(short) == Extent(128, 64)
+    assert index.find([1] * 100) == PrefixMatch(Extent(0, 64), 40)
+    index.enter(_sequence(0, []))
+    assert index.find([1] * 100) == PrefixMatch(Extent(128, 64), 20)
+    assert index.find([1] * (MIN_PREFIX_TOKENS - 1)) is None
+    assert index.find([2] * 100) is None
+
+
+def test_what_is_too_short_is_not_kept() -> None:
+    index = PrefixIndex()
+    sequence = _sequence(0, [1] * (MIN_PREFIX_TOKENS - 1))
+    index.enter(sequence)
+    assert index.leave(sequence) is None
+
+
+def test_the_index_is_bounded() -> None:
+    index = PrefixIndex()
+    for number in range(300):
+        sequence = _sequence(128 * number, [number % 10, *([1] * 20)])
+        index.enter(sequence)
+        index.leave(sequence)
+    assert index.find([0, *([1] * 20)]) is not None
+    assert len(index._retained) == 256

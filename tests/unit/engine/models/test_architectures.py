@@ -1,0 +1,90 @@
+"""The engine says what transformers says, whatever the architecture and whoever else is in the batch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tandem.types import Delta
+from tests.unit.engine.conftest import TinyModel
+from tests.unit.engine.greedy import (
+    GreedyHead,
+    RowsHead,
+    greedy,
+    greedy_together,
+    plain_greedy,
+    plain_logits,
+    rows,
+    running,
+)
+from tests.unit.engine.tiny_models import CONFIGS, VOCABULARY_SIZE, WINDOW
+
+_TOKEN_COUNT = 10
+_UNPACKED = {"falcon", "falcon_alibi", "gptj", "bloom"}
+_WINDOWED = {"mistral", "qwen2", "mixtral", "gemma2", "gemma3", "phi3", "starcoder2", "gpt_oss", "phimoe"}
+
+
+def _prompts(count: int) -> list[list[int]]:
+    """Different lengths, one token to several windows."""
+    generator = random.Random(7)
+    lengths = [1, 2, 50, *(generator.randrange(3, 60) for _ in range(count - 3))]
+    return [[generator.randrange(3, VOCABULARY_SIZE) for _ in range(length)] for length in lengths]
+
+
+@pytest.fixture(params=sorted(CONFIGS))
+def model(request: pytest.FixtureRequest, tiny_model: Callable[[str], TinyModel]) -> TinyModel:
+    return tiny_model(request.param)
+
+
+async def test_greedy_text_is_that_of_transformers_generate(model: TinyModel) -> None:
+    prompts = _prompts(16)
+    checked = prompts[:5]
+    expected = [plain_greedy(model.reference, prompt, _TOKEN_COUNT) for prompt in checked]
+    assert len({token_id for text in expected for token_id in text}) > 8, "the model always says the same"
+    async with running(model.backends, GreedyHead(), prefix_reuse=False) as engine:
+        alone = [await greedy(engine, prompt, _TOKEN_COUNT) for prompt in checked]
+        among_strangers = await greedy_together(engine, prompts, _TOKEN_COUNT)
+    async with running(model.backends, GreedyHead(), prefix_reuse=False, prefill_chunk_tokens=7) as engine:
+        in_chunks = await greedy_together(engine, checked, _TOKEN_COUNT)
+    assert alone == expected
+    assert among_strangers[:5] == expected
+    assert in_chunks == expected
+
+
+async def test_greedy_text_survives_rejected_proposals_and_repeated_messages(model: TinyModel) -> None:
+    prompt = _prompts(4)[-1]
+    expected = plain_greedy(model.reference, prompt, 5)
+    token_ids = list(prompt)
+    async with running(model.backends, RowsHead()) as engine:
+        sequence = await engine.open(len(prompt) + 32)
+        delta = Delta(0, prompt)
+        for token_id in expected:
+            proposal = [token_id, 3, 4, 5]  # the first is right, the others are what a bad draft would say
+            verified = await rows(
+                engine, sequence, Delta(delta.base_length, [*delta.token_ids, *proposal]), 5
+            )
+            repeated = await rows(
+                engine, sequence, Delta(delta.base_length, [*delta.token_ids, *proposal]), 5
+            )
+            assert torch.allclose(verified, repeated, atol=1e-4)
+            assert int(verified[0].argmax()) == token_id
+            token_ids.append(token_id)
+            delta = Delta(len(token_ids) - 1, [token_id])
+        everything = await rows(engine, sequence, Delta(len(token_ids), []), len(token_ids))
+    assert torch.allclose(everything, plain_logits(model.reference, token_ids), atol=2e-3)
+
+
+def test_sequences_share_a_forward_pass_wherever_attention_can_be_replaced(
+    tiny_model: Callable[[str], TinyModel],
+) -> None:
+    assert {family for family in CONFIGS if not tiny_model(family).loaded.is_packed} == _UNPACKED
+
+
+def test_windows_are_found_in_the_model_itself(tiny_model: Callable[[str], TinyModel]) -> None:
+    windows = {
+        family: {layer.window for layer in tiny_model(family).loaded.layers} - {None} for family in CONFIGS
+    }
+    assert windows == {family: {WINDOW} if family in _WINDOWED else set() for family in CONFIGS}

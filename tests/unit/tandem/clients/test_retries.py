@@ -1,0 +1,78 @@
+"""When a request is tried again, and when it must not be."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.clients.retries import NO_RETRIES, Retries, Tries
+from tandem.errors import (
+    CapacityError,
+    DeadlineError,
+    InvalidRequestError,
+    ProtocolError,
+    ServiceUnavailableError,
+    TandemError,
+)
+
+AWAY = ServiceUnavailableError("away")
+UNIFORMS = st.floats(0.0, 1.0, exclude_max=True)
+
+
+@given(st.integers(1, 20), UNIFORMS)
+def test_waits_grow_are_spread_and_stay_bounded(tried: int, uniform: float) -> None:
+    retries = Retries(attempts=30, first_wait_seconds=0.125, longest_wait_seconds=3.0)
+    wait = retries.wait_seconds(AWAY, tried, uniform)
+    assert wait is not None
+    assert min(0.0625 * 2 ** (tried - 1), 3.0) <= wait <= min(0.125 * 2 ** (tried - 1), 3.0)
+
+
+@given(st.floats(0.0, 10.0), UNIFORMS)
+def test_a_hint_is_kept_to_or_the_refusal_told(hint: float, uniform: float) -> None:
+    wait = Retries(longest_wait_seconds=5.0).wait_seconds(CapacityError("full", hint), 1, uniform)
+    assert (wait is None) == (hint > 5.0)
+    assert wait is None or hint <= wait <= hint + 0.1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CapacityError("full"),
+        InvalidRequestError("no"),
+        ProtocolError("?"),
+        DeadlineError("late"),
+        TandemError("x"),
+    ],
+)
+def test_what_will_not_pass_is_not_tried_again(error: TandemError) -> None:
+    assert Retries().wait_seconds(error, 1, 0.5) is None
+
+
+def test_tries_are_bounded() -> None:
+    tries = Tries(Retries(attempts=3), None, "c")
+    assert tries.remaining_seconds is None
+    tries.wait_seconds(AWAY)
+    tries.wait_seconds(AWAY)
+    with pytest.raises(ServiceUnavailableError):
+        tries.wait_seconds(AWAY)
+    with pytest.raises(ServiceUnavailableError):
+        Tries(NO_RETRIES, None, "c").wait_seconds(AWAY)
+
+
+def test_what_was_begun_is_not_begun_again() -> None:
+    tries = Tries(Retries(), None, "c")
+    tries.delivered = 1
+    with pytest.raises(ServiceUnavailableError):
+        tries.wait_seconds(AWAY)
+
+
+def test_no_wait_goes_beyond_the_time() -> None:
+    tries = Tries(Retries(first_wait_seconds=10.0, longest_wait_seconds=10.0), 1.0, "c")
+    with pytest.raises(ServiceUnavailableError):
+        tries.wait_seconds(AWAY)
+    tries.delivered = 7
+    with pytest.raises(
+        DeadlineError, match=r"c: the request took longer than the 1 s it was given; 7 tokens were"
+    ):
+        tries.wait_seconds(DeadlineError("Deadline Exceeded"))

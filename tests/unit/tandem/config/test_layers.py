@@ -1,0 +1,271 @@
+"""Command line over environment over file over default, and no place where an unknown option passes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from coordinator.settings.coordinator import ConfigSettings, CoordinatorSettings
+from draft_service.settings import DraftSettings
+from tandem.config.layers import Origin, merged, origins, read_layers
+from tandem.errors import ConfigurationError
+from tandem.settings import load_settings
+from target_service.settings import TargetSettings
+
+ADDRESS = ("--target-address", "127.0.0.1:1")
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None but what the test sets."""
+    for name in [name for name in os.environ if name.startswith("TANDEM_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "tandem.toml"
+    path.write_text("num_speculative_tokens = 3\nrelaxed_topk = 3\nrelaxed_delta = 0.3\n")
+    return path
+
+
+def coordinator(*arguments: str) -> CoordinatorSettings:
+    return load_settings(CoordinatorSettings, [*ADDRESS, *arguments], "coordinator")
+
+
+def refusal(*arguments: str, cls: type[CoordinatorSettings | DraftSettings] = CoordinatorSettings) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        load_settings(cls, arguments, "a service")
+    return str(error.value)
+
+
+def test_the_strongest_place_decides(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_NUM_SPECULATIVE_TOKENS", "4")
+    monkeypatch.setenv("TANDEM_RELAXED_TOPK", "4")
+    settings = coordinator("--num-speculative-tokens", "5", "--config-file", str(file))
+    assert (settings.num_speculative_tokens, settings.relaxed_topk, settings.relaxed_delta) == (5, 4, 0.3)
+    assert settings.typical_delta == 0.3
+
+
+def test_it_is_told_where_a_value_comes_from(file: Path) -> None:
+    layers = read_layers(
+        ConfigSettings,
+        ["--num-speculative-tokens", "5", "--prompt-lookup-max", "4"],
+        {"TANDEM_RELAXED_TOPK": "4", "TANDEM_CONFIG_FILE": str(file)},
+        "show",
+    )
+    found = origins(layers)
+    assert found == {
+        "num_speculative_tokens": Origin.COMMAND_LINE,
+        "prompt_lookup_max": Origin.COMMAND_LINE,
+        "relaxed_topk": Origin.ENVIRONMENT,
+        "config_file": Origin.ENVIRONMENT,
+        "relaxed_delta": Origin.FILE,
+        "prompt_lookup_min": Origin.INFERRED,
+    }
+    assert merged(layers)["prompt_lookup_min"] == "4"
+
+
+def test_precedence_knows_both_spellings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_SPECULATIVE_METHOD", "suffix")
+    assert coordinator("--method", "ngram").is_ngram()
+    monkeypatch.setenv("TANDEM_METHOD", "suffix")
+    assert coordinator("--speculative-method", "ngram").is_ngram()
+
+
+def test_the_json_form_is_as_strong_as_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_NUM_SPECULATIVE_TOKENS", "3")
+    form = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'
+    settings = coordinator("--speculative-config", form)
+    assert settings.is_ngram()
+    assert (settings.num_speculative_tokens, settings.prompt_lookup_min) == (4, 4)
+    assert (
+        coordinator("--speculative-config", form, "--num-speculative-tokens", "5").num_speculative_tokens == 5
+    )
+    monkeypatch.setenv("TANDEM_SPECULATIVE_CONFIG", '{"relaxed_topk": 7}')
+    assert coordinator().relaxed_topk == 7
+
+
+def test_a_services_own_variable_is_stronger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_NUM_SPECULATIVE_TOKENS", "3")
+    monkeypatch.setenv("TANDEM_COORDINATOR_NUM_SPECULATIVE_TOKENS", "6")
+    assert coordinator().num_speculative_tokens == 6
+
+
+def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_NUM_SPECULATIVE_TOKENS", "")
+    assert coordinator().num_speculative_tokens == 2
+
+
+def test_services_take_what_is_theirs_of_what_they_share(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_CONFIG_FILE", str(file))
+    monkeypatch.setenv("TANDEM_MAX_LENGTH", "96")
+    monkeypatch.setenv("TANDEM_MODEL", "small")
+    monkeypatch.setenv("TANDEM_TARGET_MODEL", "big")
+    monkeypatch.setenv("TANDEM_DRAFT_TOP_K", "9")
+    draft = load_settings(DraftSettings, [], "draft")
+    target = load_settings(TargetSettings, [], "target")
+    assert (draft.checkpoint, draft.method, draft.draft_top_k) == (Path("small"), "standalone", 9)
+    assert target.model == Path("big")
+    assert draft.max_length == target.max_length == coordinator().max_length == 96
+    assert coordinator().draft_top_k == 9
+
+
+@pytest.mark.parametrize("place", ["variable", "json variable", "file"])
+def test_what_draft_and_target_share_is_none_of_the_coordinators(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments: list[str] = []
+    if place == "variable":
+        monkeypatch.setenv("TANDEM_ENFORCE_EAGER", "true")
+    elif place == "json variable":
+        monkeypatch.setenv("TANDEM_SPECULATIVE_CONFIG", '{"enforce_eager": true}')
+    else:
+        path = tmp_path / "c.toml"
+        path.write_text("enforce_eager = true\nnum_speculative_tokens = 3\n")
+        arguments = ["--config-file", str(path)]
+    coordinator(*arguments)
+    assert load_settings(DraftSettings, ["--model", "small", *arguments], "draft").enforce_eager
+    if place != "file":
+        assert load_settings(TargetSettings, ["--model", "big"], "target").enforce_eager
+    given = refusal(*ADDRESS, *arguments, "--speculative-config", '{"enforce_eager": true}')
+    assert given.startswith("enforce_eager is not available in this version")
+
+
+def test_where_the_draft_model_runs_may_be_said_in_maxs_words() -> None:
+    settings = load_settings(DraftSettings, ["--model", "small", "--draft-devices", "gpu:1"], "draft")
+    assert (settings.compute_device, settings.compute_dtype) == ("cuda:1", "bfloat16")
+
+
+# ---- files
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("c.toml", "[speculation]\nmethod = 'suffix'\n[other]\nx = 1\n"),
+        ("c.yaml", "speculation:\n  method: suffix\nother:\n  x: 1\n"),
+    ],
+)
+def test_a_section_of_a_file(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    assert coordinator("--config-file", str(tmp_path / name), "--section-name", "speculation").is_suffix()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "section", "sentence"),
+    [
+        ("c.ini", "", None, "config_file is {}; its name must end in .toml, .yaml, .yml"),
+        ("c.toml", "x", None, "config_file is {}; it is not valid toml: "),
+        ("c.yaml", "x: [", None, "config_file is {}; it is not valid yaml: "),
+        ("c.yaml", "- x", None, "config_file is {}; it must hold options, one a line"),
+        ("c.toml", "[a]\n[b]\n", "z", "section_name is z; the sections of {} are: a, b"),
+        ("c.toml", "a = 1", "a", "section_name is a; it must be a section of {} that holds options"),
+    ],
+)
+def test_a_file_that_cannot_be_used(
+    tmp_path: Path, name: str, content: str, section: str | None, sentence: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    arguments = ["--config-file", str(path), *(("--section-name", section) if section else ())]
+    assert refusal(*ADDRESS, *arguments).startswith(sentence.format(path))
+
+
+def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("")
+    assert coordinator("--config-file", str(tmp_path / "c.yaml")).num_speculative_tokens == 2
+
+
+# ---- what is no option
+
+
+def test_unknown_on_the_command_line() -> None:
+    assert refusal(*ADDRESS, "--num-speculative-token=4", "--tensor-parallel-size", "2", "--x") == (
+        "--num-speculative-token is not an option; did you mean --num-speculative-tokens?; "
+        "--tensor-parallel-size is not available in this version: a service runs its model on one device; start more "
+        "replicas to serve more requests, and for the draft there is draft_tensor_parallel_size; --x is not an option"
+    )
+
+
+@pytest.mark.parametrize(
+    ("variable", "sentence"),
+    [
+        (
+            "TANDEM_NUM_SPECULATVE_TOKENS",
+            "TANDEM_NUM_SPECULATVE_TOKENS is not an option; did you mean TANDEM_NUM_SPECULATIVE_TOKENS?",
+        ),
+        ("TANDEM_COORDINATOR_XYZ", "TANDEM_COORDINATOR_XYZ is not an option"),
+        ("TANDEM_LOG_LEVEL", "TANDEM_LOG_LEVEL is not an option; did you mean TANDEM_COORDINATOR_LOG_LEVEL?"),
+        (
+            "TANDEM_COORDINATOR_LOG_LEVL",
+            "TANDEM_COORDINATOR_LOG_LEVL is not an option; did you mean TANDEM_COORDINATOR_LOG_LEVEL?",
+        ),
+        (
+            "TANDEM_COORDINATOR_ENFORCE_EAGER",
+            "enforce_eager is not available in this version: whether the draft runs captured graphs is decided by its "
+            "own service and device",
+        ),
+    ],
+)
+def test_unknown_in_the_environment(monkeypatch: pytest.MonkeyPatch, variable: str, sentence: str) -> None:
+    monkeypatch.setenv(variable, "1")
+    assert refusal(*ADDRESS) == sentence
+
+
+def test_other_services_variables_are_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_DRAFT_XYZ", "1")
+    coordinator()
+    assert refusal("--model", "x", cls=DraftSettings) == "TANDEM_DRAFT_XYZ is not an option"
+
+
+def test_unknown_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text("num_speculative_token = 3\n[inner]\nx = 1\n")
+    assert refusal(*ADDRESS, "--config-file", str(path)) == (
+        "num_speculative_token is not an option; did you mean num_speculative_tokens?; "
+        "inner is not an option; if it is a section of the file, name it with section_name"
+    )
+
+
+def test_unknown_in_the_json_form() -> None:
+    assert refusal(*ADDRESS, "--speculative-config", '{"methd": "ngram"}') == "methd is not an option"
+    assert (
+        refusal(*ADDRESS, "--speculative-config", "[]")
+        == "speculative_config is '[]'; it must be a JSON object"
+    )
+
+
+def test_one_option_by_two_names() -> None:
+    assert refusal(
+        *ADDRESS, "--speculative-config", '{"method": "ngram", "speculative_method": "suffix"}'
+    ) == (
+        "speculative_method is ngram and suffix: speculative_method and method are one option; give it once"
+    )
+
+
+# ---- all at once
+
+
+def test_values_that_cannot_be_read_hide_no_broken_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_NONSENSE", "1")
+    sentence = refusal("--num-speculative-tokens", "many", "--relaxed-topk", "0", "--max-num-steps", "2")
+    assert sentence == (
+        "num_speculative_tokens is 'many'; it must be an integer; "
+        "--target-address is missing; give it, or set TANDEM_COORDINATOR_TARGET_ADDRESS; "
+        "TANDEM_NONSENSE is not an option; "
+        "relaxed_topk is 0; it must be at least 1; "
+        "max_num_steps is 2; it must be 1: each step of the target verifies a proposal, and its result decides on the "
+        "next"
+    )
+
+
+def test_a_rule_says_nothing_of_an_option_that_cannot_be_read() -> None:
+    arguments = ("--rejection-sampling-strategy", "synthetic", "--synthetic-acceptance-rates", "0.9,x")
+    assert refusal(*ADDRESS, *arguments) == "synthetic_acceptance_rates.1 is 'x'; it must be a number"
+
+
+def test_an_option_without_its_value() -> None:
+    assert refusal("--target-address") == "--target-address: expected one argument"

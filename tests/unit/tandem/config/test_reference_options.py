@@ -1,0 +1,171 @@
+"""Every option of MAX's and vLLM's `SpeculativeConfig` is supported, or refused by name with a reason."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from coordinator.rejection.options import RejectionOptions
+from coordinator.rejection.strategies import STRATEGIES
+from coordinator.settings.acceptance import configured_options
+from tandem import acceptance_names
+from tandem.config import SpeculativeConfig
+from tandem.config.methods import METHODS
+from tandem.config.normalization import ALIASES
+from tandem.config.refusals import REFUSED_METHODS, REFUSED_OPTIONS
+
+MAX_OPTIONS: dict[str, Any] = {
+    "config_file": None,
+    "section_name": None,
+    "speculative_method": None,
+    "num_speculative_tokens": 2,
+    "rejection_sampling_strategy": None,
+    "synthetic_acceptance_rate": None,
+    "use_relaxed_acceptance_for_thinking": False,
+    "relaxed_topk": 10,
+    "relaxed_delta": 0.6,
+    # Around its class:
+    "draft_model_path": None,
+    "draft_devices": None,
+    "device_memory_utilization": None,
+    "max_num_steps": 1,
+    "max_length": None,
+    "enable_echo": False,
+    "enable_structured_output": False,
+}
+"""With MAX's defaults."""
+
+VLLM_OPTIONS = (
+    "num_speculative_tokens",
+    "model",
+    "method",
+    "enforce_eager",
+    "draft_tensor_parallel_size",
+    "tensor_parallel_size",
+    "quantization",
+    "moe_backend",
+    "draft_load_config",
+    "revision",
+    "code_revision",
+    "max_model_len",
+    "disable_padded_drafter_batch",
+    "use_local_argmax_reduction",
+    "prompt_lookup_max",
+    "prompt_lookup_min",
+    "speculative_token_tree",
+    "parallel_drafting",
+    "suffix_decoding_max_tree_depth",
+    "suffix_decoding_max_cached_requests",
+    "suffix_decoding_max_spec_factor",
+    "suffix_decoding_min_token_prob",
+    "rejection_sample_method",
+    "draft_sample_method",
+    "synthetic_acceptance_rates",
+    "synthetic_acceptance_length",
+)
+
+VLLM_DEFAULTS = {
+    "prompt_lookup_min": 5,
+    "prompt_lookup_max": 5,
+    "suffix_decoding_max_tree_depth": 24,
+    "suffix_decoding_max_cached_requests": 10000,
+    "suffix_decoding_max_spec_factor": 1.0,
+    "suffix_decoding_min_token_prob": 0.1,
+}
+
+MAX_METHODS = ("standalone", "eagle", "mtp")
+VLLM_METHODS = (
+    "ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp", "deepseek_mtp", "medusa",
+    "mlp_speculator", "dflash", "extract_hidden_states", "custom_class",
+)  # fmt: skip
+
+RULE_NAMES = (
+    "greedy", "residual", "typical-acceptance", "logit-comparison",
+    "strict", "probabilistic", "synthetic", "standard", "block",
+)  # fmt: skip
+
+
+def refusal(**options: Any) -> str:
+    with pytest.raises(ValidationError) as error:
+        SpeculativeConfig(**options)
+    (detail,) = error.value.errors()
+    return detail["msg"]
+
+
+@pytest.mark.parametrize("name", sorted({*MAX_OPTIONS, *VLLM_OPTIONS}))
+def test_an_option_is_supported_or_refused_by_name(name: str) -> None:
+    if name in REFUSED_OPTIONS:
+        assert refusal(**{name: 1}) == f"{name} is not available in this version: {REFUSED_OPTIONS[name]}"
+        SpeculativeConfig(**{name: None})  # null is not given, as in vLLM
+    else:
+        assert ALIASES.get(name, name) in SpeculativeConfig.model_fields
+
+
+def test_nothing_is_refused_that_nobody_knows() -> None:
+    assert set(REFUSED_OPTIONS) <= {*MAX_OPTIONS, *VLLM_OPTIONS}
+    assert set(REFUSED_METHODS) <= {*MAX_METHODS, *VLLM_METHODS}
+
+
+def test_the_trap_names_the_option_that_was_meant() -> None:
+    assert "draft_tensor_parallel_size" in refusal(method="ngram", tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(("name", "default"), [*MAX_OPTIONS.items(), *VLLM_DEFAULTS.items()])
+def test_defaults_are_the_references(name: str, default: object) -> None:
+    assert getattr(SpeculativeConfig(), name) == default
+
+
+@pytest.mark.parametrize("method", [*MAX_METHODS, *VLLM_METHODS])
+def test_a_method_is_supported_or_refused_by_name(method: str) -> None:
+    canonical = {"draft_model": "standalone", "deepseek_mtp": "mtp"}.get(method, method)
+    if canonical in METHODS:
+        assert SpeculativeConfig(speculative_method=method).speculative_method == canonical
+    else:
+        assert refusal(method=method).endswith(f"not available in this version: {REFUSED_METHODS[canonical]}")
+
+
+@pytest.mark.parametrize("name", RULE_NAMES)
+def test_an_acceptance_rule_goes_by_either_name(name: str) -> None:
+    for spelled in (name, name.upper(), name.replace("-", "_")):
+        config = SpeculativeConfig.model_validate({"rejection_sample_method": spelled})
+        known_as = config.rejection_sampling_strategy
+        assert known_as is not None
+        assert acceptance_names.canonical_name(known_as) == acceptance_names.canonical_name(name)
+
+
+def test_names_of_acceptance_rules_are_those_of_the_rules() -> None:
+    assert {strategy.name for strategy in STRATEGIES} == set(acceptance_names.NAMES)
+    assert {alias for strategy in STRATEGIES for alias in strategy.aliases} == set(acceptance_names.ALIASES)
+
+
+def test_the_acceptance_rules_have_the_same_options_and_defaults() -> None:
+    assert {field.name for field in fields(RejectionOptions)} <= set(SpeculativeConfig.model_fields)
+    assert configured_options(SpeculativeConfig()) == RejectionOptions()
+
+
+@pytest.mark.parametrize(
+    ("options", "predicate"),
+    [
+        ({"method": "draft_model"}, "is_standalone"),
+        ({"method": "ngram"}, "is_ngram"),
+        ({"method": "ngram"}, "is_model_free"),
+        ({"method": "suffix"}, "is_suffix"),
+        ({"rejection_sampling_strategy": "greedy"}, "uses_greedy_rejection"),
+        ({"rejection_sampling_strategy": "logit_comparison"}, "uses_logit_comparison"),
+        ({"rejection_sampling_strategy": "typical"}, "uses_typical_acceptance"),
+        ({"rejection_sample_method": "probabilistic"}, "uses_residual_rejection"),
+        ({"rejection_sample_method": "strict"}, "uses_strict_rejection"),
+        ({"synthetic_acceptance_rate": 0.7}, "uses_synthetic_acceptance"),
+    ],
+)
+def test_predicates(options: dict[str, Any], predicate: str) -> None:
+    assert getattr(SpeculativeConfig(**options), predicate)()
+    others = {"is_standalone", "is_ngram", "is_suffix", "is_eagle", "is_mtp", "uses_greedy_rejection"}
+    for other in others - {predicate}:
+        assert not getattr(SpeculativeConfig(**options), other)() or (other, predicate) == (
+            "is_ngram",
+            "is_model_free",
+        )

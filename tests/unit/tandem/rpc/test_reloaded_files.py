@@ -1,0 +1,67 @@
+"""Files that are read again when they change: what is served meanwhile, and what the log says of it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from tandem.errors import ConfigurationError
+from tandem.rpc.reloaded_files import ReloadedFile
+
+
+def word(content: bytes) -> str:
+    if not content:
+        raise ConfigurationError("it is empty")
+    return content.decode()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "file"
+    file.write_bytes(b"first")
+    return file
+
+
+@pytest.fixture
+def renewed(file: Path, caplog: pytest.LogCaptureFixture) -> ReloadedFile[str]:
+    caplog.set_level(logging.INFO)
+    return ReloadedFile([file], lambda contents: word(contents[0]))
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    messages = caplog.messages.copy()
+    caplog.clear()
+    return messages
+
+
+GONE, REFUSED = (
+    "file not readable; the last version stays",
+    "renewed file refused; the last version stays",
+)
+
+
+def test_a_file_that_goes_missing_is_told_of_once(
+    file: Path, renewed: ReloadedFile[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = file.with_name("kept")
+    file.rename(kept)
+    assert [renewed.value for _ in range(100)] == ["first"] * 100
+    assert said(caplog) == [GONE]
+    kept.rename(file)
+    assert [renewed.value for _ in range(100)] == ["first"] * 100
+    assert said(caplog) == ["files renewed"], "that it is there again is worth a word too"
+    file.unlink()
+    assert renewed.value == "first"
+    assert said(caplog) == [GONE]
+    file.write_bytes(b"second")
+    assert renewed.value == "second"
+
+
+def test_a_file_that_makes_no_sense_is_told_of_once(
+    file: Path, renewed: ReloadedFile[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    file.write_bytes(b"")
+    assert [renewed.value for _ in range(100)] == ["first"] * 100
+    assert said(caplog) == [REFUSED]

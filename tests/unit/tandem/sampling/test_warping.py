@@ -1,0 +1,240 @@
+"""Warping, against the logits processors of Hugging Face transformers and against itself on the other library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from tandem.sampling.warping import warp
+from tandem.types import Float32Array, FloatArray, SamplingParams
+
+TOLERANCE = 1e-14
+
+NO_TOKENS: Any = torch.zeros(1, 1, dtype=torch.long)
+"""The processors want the tokens so far and do not look at them."""
+
+
+def _reference(logits: Float32Array, params: SamplingParams) -> FloatArray:
+    """The processors of transformers in vLLM's order, applied to one row in float64 as ours; their sort made stable,
+    which transformers does not promise."""
+    processors = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
+    if params.min_p > 0.0:
+        processors.append(MinPLogitsWarper(params.min_p))
+    if params.top_k > 0:
+        processors.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1.0:
+        processors.append(TopPLogitsWarper(params.top_p))
+    scores = torch.tensor(logits, dtype=torch.float64)[None]
+    with pytest.MonkeyPatch.context() as patch:
+        sort = torch.sort
+        patch.setattr(
+            torch, "sort", lambda scores, descending: sort(scores, descending=descending, stable=True)
+        )
+        warped = processors(NO_TOKENS, scores)
+    probs: FloatArray = warped.softmax(dim=-1)[0].numpy()
+    return probs
+
+
+def _assert_as_reference(logits: Float32Array, sampling: list[SamplingParams]) -> None:
+    expected = [_reference(row, params) for row, params in zip(logits, sampling, strict=True)]
+    by_numpy = warp(logits, sampling)
+    by_torch = warp(torch.tensor(logits), sampling)
+    assert by_numpy.dtype == np.float64
+    assert by_torch.dtype == torch.float64
+    np.testing.assert_allclose(by_numpy, expected, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(by_torch.numpy(), expected, rtol=0, atol=TOLERANCE)
+    # Closeness is not enough where a token is left out: both must leave out the same.
+    np.testing.assert_array_equal(by_numpy > 0, np.array(expected) > 0)
+    np.testing.assert_array_equal(by_torch.numpy() > 0, np.array(expected) > 0)
+
+
+CASES = {
+    "temperature": SamplingParams(temperature=0.7),
+    "top-k": SamplingParams(temperature=1.0, top_k=20),
+    "top-p": SamplingParams(temperature=1.3, top_p=0.9),
+    "min-p": SamplingParams(temperature=1.0, min_p=0.05),
+    "top-k and top-p": SamplingParams(temperature=0.7, top_k=20, top_p=0.9),
+    "all": SamplingParams(temperature=1.5, top_k=50, top_p=0.95, min_p=0.1),
+    "top-k of one": SamplingParams(temperature=1.0, top_k=1),
+    "top-k of more than there are": SamplingParams(temperature=1.0, top_k=10_000),
+    "top-p of nothing": SamplingParams(temperature=1.0, top_p=0.0),
+    "min-p of everything": SamplingParams(temperature=1.0, min_p=1.0),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_transformers(case: str) -> None:
+    logits = np.random.default_rng(0).normal(0, 3, (4, 500)).astype(np.float32)
+    _assert_as_reference(logits, [CASES[case]] * 4)
+
+
+def test_each_row_has_parameters_of_its_own() -> None:
+    logits = np.random.default_rng(1).normal(0, 3, (len(CASES), 300)).astype(np.float32)
+    _assert_as_reference(logits, list(CASES.values()))
+
+
+def test_rows_that_are_only_selected_among() -> None:
+    """Every row has top-k, so that nothing is sorted but the few candidates; one of them keeps all its mass."""
+    sampling = [
+        SamplingParams(1.0, 7, 0.6),
+        SamplingParams(0.5, 3),
+        SamplingParams(2.0),
+        SamplingParams(0.0, 9, 0.1),
+    ]
+    logits = np.random.default_rng(7).normal(0, 3, (4, 300)).astype(np.float32)
+    for given_logits in (logits, torch.tensor(logits)):
+        probs = np.asarray(warp(given_logits, sampling))
+        for row in range(3):
+            np.testing.assert_allclose(
+                probs[row], _reference(logits[row], sampling[row]), rtol=0, atol=TOLERANCE
+            )
+        assert probs[3].argmax() == logits[3].argmax()
+
+
+@pytest.mark.parametrize("top_p", [0.0, 0.2, 0.5, 0.8, 0.97])
+@pytest.mark.parametrize("top_k", [1, 2, 5, 12])
+def test_many_ties_with_the_last_candidate(top_k: int, top_p: float) -> None:
+    """Most that tie with it are beyond the candidates, and top-p has to drop some of them all the same."""
+    levels = np.array([3.0, 2.0, 2.0, 1.0, 0.0])[np.random.default_rng(8).integers(0, 5, (6, 60))]
+    _assert_as_reference(levels.astype(np.float32), [SamplingParams(1.0, top_k, top_p)] * 6)
+
+
+def test_min_p_comes_before_top_p() -> None:
+    """vLLM's order. min_p 0.5 leaves 0.4 and 0.3 of these; 0.4 of the 0.7 is then 0.57 of the mass, enough for a top_p
+    of 0.55. The other way round top_p 0.55 would keep both."""
+    logits = np.log(np.array([[0.4, 0.3, 0.15, 0.1, 0.05]], dtype=np.float32))
+    for given_logits in (logits, torch.tensor(logits)):
+        probs = np.asarray(warp(given_logits, [SamplingParams(top_p=0.55, min_p=0.5)]))
+        assert np.flatnonzero(probs[0]).tolist() == [0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ties_as_transformers(case: str) -> None:
+    """Logits of bfloat16 tie often; eighths do so everywhere."""
+    eighths = np.round(np.random.default_rng(2).normal(0, 8, (4, 200)))
+    logits = (eighths / 8).astype(np.float32)
+    _assert_as_reference(logits, [CASES[case]] * 4)
+
+
+TIED = np.array([[2.0, 1.0, 2.0, 2.0, 0.0]], dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        (SamplingParams(top_k=1), [0, 2, 3]),
+        (SamplingParams(top_k=3), [0, 2, 3]),
+        (SamplingParams(top_k=4), [0, 1, 2, 3]),
+        (SamplingParams(top_p=0.0), [3]),
+        (SamplingParams(top_p=0.5), [2, 3]),
+        (SamplingParams(top_k=1, top_p=0.4), [2, 3]),
+        (SamplingParams(min_p=1.0), [0, 2, 3]),
+        (SamplingParams(temperature=0.0), [0]),
+    ],
+)
+def test_ties_by_hand(params: SamplingParams, kept: list[int]) -> None:
+    """Top-k and min-p keep all that tie with the last; top-p drops the lowest ids of those that tie first."""
+    for logits in (TIED, torch.tensor(TIED)):
+        probs = np.asarray(warp(logits, [params])[0])
+        assert np.flatnonzero(probs > 0).tolist() == kept
+        assert probs.sum() == pytest.approx(1.0, abs=TOLERANCE)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    logits=st.lists(st.integers(-12, 12).map(lambda value: value / 4), min_size=1, max_size=12),
+    temperature=st.sampled_from([0.3, 0.7, 1.0, 2.0]),
+    top_k=st.integers(0, 13),
+    top_p=st.sampled_from([0.0, 0.1, 0.37, 0.8, 0.99, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 0.4, 1.0]),
+)
+def test_any_parameters_as_transformers(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    params = SamplingParams(temperature, top_k, top_p, min_p)
+    _assert_as_reference(np.array([logits], dtype=np.float32), [params])
+
+
+def test_in_single_precision_as_well() -> None:
+    """Transformers works in the precision of the logits; ours may differ from that by its rounding only."""
+    logits = torch.tensor(np.random.default_rng(3).normal(0, 3, (1, 500)), dtype=torch.float32)
+    params = CASES["all"]
+    scores = logits
+    for processor in (
+        TemperatureLogitsWarper(1.5),
+        MinPLogitsWarper(0.1),
+        TopKLogitsWarper(50),
+        TopPLogitsWarper(0.95),
+    ):
+        scores = processor(NO_TOKENS, scores)
+    np.testing.assert_allclose(warp(logits, [params]).numpy(), scores.softmax(-1).numpy(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("position", [0, 3, 6])
+def test_temperature_zero_is_the_lowest_id_of_the_highest_logit(position: int) -> None:
+    logits = np.zeros((1, 7), dtype=np.float32)
+    logits[0, position:] = 5.0
+    for given_logits in (logits, torch.tensor(logits)):
+        probs = np.asarray(warp(given_logits, [SamplingParams(temperature=0.0, top_k=3, top_p=0.1)]))
+        assert probs[0].tolist() == [float(token == position) for token in range(7)]
+
+
+def test_greedy_rows_among_others() -> None:
+    logits = np.random.default_rng(4).normal(0, 2, (3, 30)).astype(np.float32)
+    sampling = [SamplingParams(temperature=0.0), CASES["all"], SamplingParams(temperature=0.0)]
+    for given_logits in (logits, torch.tensor(logits)):
+        probs = np.asarray(warp(given_logits, sampling))
+        np.testing.assert_array_equal(probs[[0, 2]].argmax(axis=1), logits[[0, 2]].argmax(axis=1))
+        assert np.all(probs[[0, 2]].max(axis=1) == 1.0)
+        np.testing.assert_allclose(probs[1], _reference(logits[1], CASES["all"]), rtol=0, atol=TOLERANCE)
+
+
+def test_impossible_tokens_stay_impossible() -> None:
+    logits = np.array([[0.0, -np.inf, 1.0, -np.inf]], dtype=np.float32)
+    for params in CASES.values():
+        for given_logits in (logits, torch.tensor(logits)):
+            probs = np.asarray(warp(given_logits, [params]))[0]
+            assert probs[[1, 3]].tolist() == [0.0, 0.0]
+            assert probs.sum() == pytest.approx(1.0, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("offset", [-1e4, 0.0, 1e4])
+def test_large_logits_do_not_overflow(offset: float) -> None:
+    logits = np.array([[offset, offset + 1.0]], dtype=np.float32)
+    expected = 1 / (1 + np.exp(-1 / 0.01))
+    assert warp(logits, [SamplingParams(temperature=0.01)])[0, 1] == pytest.approx(expected)
+
+
+def test_sums_to_one_for_a_large_vocabulary() -> None:
+    logits = np.random.default_rng(5).normal(0, 1, (2, 128_000)).astype(np.float32)
+    np.testing.assert_allclose(warp(logits, [SamplingParams()] * 2).sum(axis=1), 1.0, rtol=0, atol=1e-12)
+
+
+def test_nothing_is_sorted_unless_it_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("sorted")
+
+    monkeypatch.setattr("tandem.sampling.warping._truncate_sorted", refuse)
+    logits = np.zeros((2, 4), dtype=np.float32)
+    warp(logits, [SamplingParams(temperature=0.5, min_p=0.1), SamplingParams(temperature=0.0, top_k=2)])
+    with pytest.raises(AssertionError, match="sorted"):
+        warp(logits, [SamplingParams(temperature=0.5, top_k=2), SamplingParams()])
+
+
+def test_logits_are_not_changed() -> None:
+    logits = np.random.default_rng(6).normal(0, 1, (1, 50)).astype(np.float32)
+    before = logits.copy()
+    warp(logits, [CASES["all"]])
+    np.testing.assert_array_equal(logits, before)

@@ -1,0 +1,68 @@
+"""A certificate that has expired, or soon will, is told of in the log before clients find out."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import trustme
+
+from tandem.serving.certificates import WARNING_TIME, ExpiryLog
+from tests.certificates import issued
+from tests.unit.tandem.serving.served import Scripted, running
+
+NOW = datetime.now(UTC)
+DAY = timedelta(days=1)
+
+
+def issue(folder: Path, ends: datetime) -> dict[str, object]:
+    """Options for a server whose certificate ends then."""
+    files = issued(folder, trustme.CA(), not_after=ends)
+    return {"tls_cert_file": files.cert, "tls_key_file": files.key}
+
+
+def words(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name == "tandem.serving.certificates"]
+
+
+@pytest.mark.parametrize(
+    ("ends", "told"),
+    [
+        (NOW - DAY, ["certificate has expired"]),
+        (NOW + DAY, ["certificate expires soon"]),
+        (NOW + WARNING_TIME + DAY, []),
+    ],
+)
+async def test_a_server_tells_of_it_at_its_start(
+    ends: datetime,
+    told: list[str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with running(Scripted(), capsys, **issue(tmp_path, ends)):
+        assert words(caplog) == told
+
+
+def test_it_is_told_daily_and_again_when_it_has_happened(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = issued(tmp_path, trustme.CA(), not_after=NOW + 1.5 * DAY).cert
+    log = ExpiryLog([path])
+    for hours in range(49):
+        log.look(NOW + timedelta(hours=hours))
+    assert words(caplog) == ["certificate expires soon"] * 2 + ["certificate has expired"]
+    issued(tmp_path, trustme.CA(), not_after=NOW + 90 * DAY)
+    caplog.clear()
+    log.look(NOW + 5 * DAY)
+    assert words(caplog) == [], "it was renewed"
+
+
+def test_a_file_that_cannot_be_read_is_not_its_business(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "no.pem").write_text("nothing", encoding="utf-8")
+    log = ExpiryLog([tmp_path / "no.pem", tmp_path / "none.pem"])
+    log.look(NOW)
+    assert words(caplog) == []

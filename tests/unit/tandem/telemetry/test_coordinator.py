@@ -1,0 +1,189 @@
+"""The coordinator's metrics stay bounded, and its last minute is a minute."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import CollectorRegistry
+
+from coordinator.stats.speculation import add, record_round, since
+from coordinator.telemetry.metrics import CoordinatorMetrics
+from coordinator.telemetry.spans import RequestSpans
+from coordinator.telemetry.state import RecentStats, State, StateCollector
+from tandem.replica import ReplicaSnapshot, ReplicaState, Role
+from tandem.speculation_state import SpeculationDecision
+from tandem.types import AheadStats, SpeculationStats
+from tests.unit.coordinator.round_results import round_result
+
+
+def speculation_stats_of(*rounds: tuple[int, int]) -> SpeculationStats:
+    figures = SpeculationStats()
+    for drafted, accepted in rounds:
+        record_round(figures, drafted, accepted)
+    return figures
+
+
+def series(registry: CollectorRegistry) -> int:
+    return sum(len(family.samples) for family in registry.collect())
+
+
+def test_series_are_bounded_whatever_requests_ask_for() -> None:
+    registry = CollectorRegistry()
+    model = CoordinatorMetrics(registry).of("m")
+    model.prepare(2)
+    for index in range(100):
+        model.speculated(f"rule {index}", speculation_stats_of((64, 64)))
+    count = series(registry)
+    for index in range(100, 200):
+        model.speculated(f"rule {index}", speculation_stats_of((200, 3)))
+    assert series(registry) == count < 700
+    name = "tandem_spec_decode_num_accepted_tokens_per_pos_total"
+    beyond = registry.get_sample_value(name, {"model_name": "m", "position": "33+"})
+    assert beyond == 100 * (64 - 32)
+
+
+def test_hits_are_counted_by_rank() -> None:
+    registry = CollectorRegistry()
+    model = CoordinatorMetrics(registry).of("m")
+    count = series(registry)
+    ahead = AheadStats(awaited=30, hits=24, hits_by_rank=[*range(5), *[1] * 11], saved_seconds=0.5)
+    for _ in range(2):
+        model.speculated("greedy", SpeculationStats(30, ahead=ahead))
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"tandem_draft_ahead_{name}_total", {"model_name": "m", **labels})
+
+    assert value("awaited_rounds") == 60
+    assert value("saved_seconds") == 1.0
+    assert [value("hits", rank=str(rank)) for rank in (1, 5, 16)] == [0, 8, 2]
+    assert value("hits", rank="17+") == 6
+    rules = len(CoordinatorMetrics(CollectorRegistry()).speculation) * 2
+    assert series(registry) <= count + rules, "every rank has its series from the start"
+
+
+async def test_a_big_fleet_is_counted_whole_and_told_in_part() -> None:
+    def replica(index: int) -> ReplicaSnapshot:
+        return ReplicaSnapshot(
+            role=Role.DRAFT,
+            address=f"10.0.0.{index}:1",
+            state=ReplicaState.READY,
+            reason="",
+            since_seconds=1.0,
+            open_sequences=0,
+            round_trip_seconds=None,
+            step_seconds=None,
+            figures=speculation_stats_of((2, 1)),
+            model=None,
+        )
+
+    replicas = [replica(index) for index in range(500)]
+    registry = CollectorRegistry()
+    registry.register(StateCollector(lambda: State("m", 3, 4, replicas, SpeculationStats())))
+    labels = {"model_name": "m", "role": "draft"}
+    assert registry.get_sample_value("tandem_replicas", labels | {"state": "ready"}) == 500
+    told = [family for family in registry.collect() if family.name == "tandem_replica_ready"]
+    assert len(told[0].samples) == 128
+    assert registry.get_sample_value("tandem_num_requests_waiting", {"model_name": "m"}) == 4
+    at = labels | {"address": "10.0.0.7:1"}
+    assert registry.get_sample_value("tandem_replica_accepted_tokens_total", at) == 1
+
+
+async def test_nothing_proposed_is_no_rate_rather_than_zero() -> None:
+    registry = CollectorRegistry()
+    registry.register(StateCollector(lambda: State("m", 0, 0, [], speculation_stats_of((0, 0)))))
+    assert registry.get_sample_value("tandem_spec_decode_acceptance_rate", {"model_name": "m"}) is None
+
+
+def test_the_last_minute_forgets() -> None:
+    now = 100.0
+    recent = RecentStats(lambda: now)
+    recent.add(speculation_stats_of((2, 2)))
+    now = 130.0
+    recent.add(speculation_stats_of((2, 0)))
+    assert (recent.total().drafted, recent.total().accepted) == (4, 2)
+    now = 161.0
+    assert (recent.total().drafted, recent.total().accepted) == (2, 0)
+    now = 500.0
+    assert recent.total() == SpeculationStats()
+
+
+def test_what_came_since_and_what_was_before_make_the_whole() -> None:
+    before, whole = speculation_stats_of((2, 1), (2, 2)), speculation_stats_of((2, 1), (2, 2), (4, 3), (0, 0))
+    fresh = since(whole, before)
+    assert fresh == speculation_stats_of((4, 3), (0, 0))
+    add(before, fresh)
+    assert before == whole
+
+
+@pytest.fixture
+def memory() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
+
+
+def spans_of(memory: InMemorySpanExporter) -> RequestSpans:
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    return RequestSpans(provider.get_tracer("test"), "id", "", 0.0)
+
+
+def test_a_flapping_draft_does_not_push_out_the_first_events(memory: InMemorySpanExporter) -> None:
+    spans = spans_of(memory)
+    for index in range(500):
+        spans.event("draft_late", {"index": index})
+    spans.finished(None, {}, None)
+    (span,) = memory.get_finished_spans()
+    assert [(event.attributes or {})["index"] for event in span.events] == list(range(64))
+    assert (span.attributes or {})["tandem.events_dropped"] == 500 - 64
+
+
+def test_internals_do_not_reach_a_span(memory: InMemorySpanExporter) -> None:
+    spans = spans_of(memory)
+    spans.finished(None, {}, ValueError("/home/someone/secret"))
+    (span,) = memory.get_finished_spans()
+    assert "secret" not in span.to_json()
+    assert (span.attributes or {})["error.type"] == "internal"
+
+
+async def test_what_was_decided_is_told_for_each_load() -> None:
+    decided = SpeculationDecision(
+        "10.0.0.1:50052", "draft", "residual", "0.85-1.15", 16, 0, 2, 0.86, 2.0, 2.1
+    )
+    ahead = replace(decided, num_speculative_tokens=3, ahead_outcomes=8)
+    registry = CollectorRegistry()
+    registry.register(StateCollector(lambda: State("m", 16, 0, [], SpeculationStats(), [decided, ahead])))
+    found = {
+        sample.name: sample.value
+        for metric in registry.collect()
+        for sample in metric.samples
+        if sample.labels.get("sequences") == "16" and sample.labels["ahead"] == "off"
+    }
+    assert found == {
+        "tandem_spec_decode_proposal_length": 0.0,
+        "tandem_spec_decode_predicted_gain": 0.86,
+        "tandem_round_predicted_seconds_total": 2.0,
+        "tandem_round_measured_seconds_total": 2.1,
+    }
+
+
+def test_spans_tell_what_drafting_ahead_did(memory: InMemorySpanExporter) -> None:
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    spans = RequestSpans(provider.get_tracer("test"), "id", "", 1.0)
+    spans.round(round_result(4, 2))
+    spans.round(round_result(4, 2, awaited=True))
+    spans.round(round_result(4, 2, awaited=True, rank=0, saved=0.01))
+    spans.finished(SpeculationStats(3, ahead=AheadStats(2, 1, [1], 0.01)), {}, None)
+    *rounds, request = (dict(span.attributes or {}) for span in memory.get_finished_spans())
+    told = [
+        (each.get("tandem.ahead.hit"), each.get("tandem.ahead.rank"))
+        for each in rounds
+        if "tandem.round" in each
+    ]
+    assert told == [(None, None), (False, None), (True, 1)]
+    assert request["tandem.ahead.awaited"] == 2
+    assert request["tandem.ahead.hits_by_rank"] == (1,)
+    assert request["tandem.ahead.saved_seconds"] == 0.01

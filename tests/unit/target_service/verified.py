@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tandem.engine.backends.eager.sampler import TORCH_SAMPLER
+from tandem.engine.backends.interface import Sampler
+from tandem.types import Verification
+from target_service.rows import RowRequest, verifications
+
+
+def verified(
+    requests: Sequence[RowRequest], logits: torch.Tensor, sampler: Sampler = TORCH_SAMPLER
+) -> list[Verification]:
+    """The rows of requests whose logits are numbers."""
+    found = [verification for verification in verifications(requests, logits, sampler) if verification]
+    assert len(found) == len(requests)
+    return found

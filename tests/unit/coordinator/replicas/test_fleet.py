@@ -1,4 +1,4 @@
-"""The limit on a message's size has room for the largest answer that may be asked for."""
+"""The limit on a message's size has room for the largest possible answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_an_answer_to_the_longest_proposal_fits_into_a_message(count: int) -> No
     config = GuardedConfig(num_speculative_tokens=count)
     asked = GenerationRequest("a", num_speculative_tokens=count, logprobs=0)
     check_bounds(asked, RequestBounds(), config.num_speculative_tokens, TARGET.max_length)
-    # What is configured can grow while the channels stay as they are.
+    # Configured lengths can grow while the channels exist.
     fleet = Fleet(GuardedConfig())
     assert fleet.judge(Role.TARGET, replace(TARGET, vocabulary_size=VOCABULARY_SIZE)) == ""
     row = DenseRow(np.zeros(VOCABULARY_SIZE, np.float32))

@@ -1,4 +1,4 @@
-"""Every rule for the configuration, broken once: the sentence names the option, its value and what it must be."""
+"""Every rule for the configuration is broken once: the sentence names the option, its value and the requirement."""
 
 from __future__ import annotations
 
@@ -177,7 +177,9 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("rule", "options", "sentence"), CONFIGS)
-def test_a_configuration_that_breaks_a_rule(rule: str, options: dict[str, Any], sentence: str) -> None:
+def test_a_configuration_that_breaks_a_rule_is_refused(
+    rule: str, options: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(ValidationError) as refusal:
         GuardedConfig(**options)
     assert [detail["msg"] for detail in refusal.value.errors()] == [sentence]

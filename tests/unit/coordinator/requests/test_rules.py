@@ -11,7 +11,7 @@ import pytest
 from coordinator.rejection.options import RejectionOptions
 from coordinator.replicas.compatibility import MODEL_RULES, check_models
 from coordinator.requests.validation import REQUEST_RULES, TokenizedRequest, check_request
-from coordinator.settings.coordinator import GuardedConfig
+from coordinator.settings.coordinator import CheckedSpeculativeConfig
 from tandem.errors import IncompatibleModelsError, InvalidRequestError, status_code
 from tandem.types import GenerationRequest, ModelFeature, ModelInfo, RowKind
 from tests.unit.coordinator.model_infos import DRAFT, INF, NGRAM, TARGET, deployment
@@ -212,6 +212,6 @@ def test_one_error_names_every_broken_rule() -> None:
 
 
 def test_names_are_unique_within_their_table() -> None:
-    for rules in (GuardedConfig.rules(), MODEL_RULES, REQUEST_RULES):
+    for rules in (CheckedSpeculativeConfig.rules(), MODEL_RULES, REQUEST_RULES):
         names = [rule.name for rule in rules]
         assert len(names) == len(set(names))

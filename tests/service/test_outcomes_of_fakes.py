@@ -19,7 +19,7 @@ from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.speculation.ahead import DraftAhead
 from tandem.clients.aio import Client
 from tandem.serving.interceptors.handlers import Context
-from tandem.types import DraftedOutcomes, GenerationRequest, ProposeStep
+from tandem.types import DraftedOutcomes, GenerationRequest, ProposeStep, StepCost
 from tandem.v1 import draft_pb2, draft_pb2_grpc, target_pb2_grpc
 from tandem.wire import draft as wire
 from tests.fault_proxy import fault_proxy
@@ -134,6 +134,25 @@ def questions(draft: FakeDraft) -> int:
     return sum(count > 0 for count in draft.asked)
 
 
+STEP_SECONDS = 0.02
+
+
+class StepwiseDraft(AheadDraft):
+    """Takes so long for each depth of its outcomes."""
+
+    def pushes(self, tokens: list[int], step: ProposeStep) -> Pushes:
+        for each in self.honest(tokens, step):
+            yield wire.outcomes_to_proto(replace(each, cost=StepCost(STEP_SECONDS, 1, 1)))
+
+    async def Propose(
+        self, request_iterator: AsyncIterator[draft_pb2.ProposeRequest], context: Context
+    ) -> AsyncIterator[draft_pb2.ProposeResponse]:
+        async for answer in super().Propose(request_iterator, context):
+            if answer.HasField("outcomes"):
+                await asyncio.sleep(STEP_SECONDS)
+            yield answer
+
+
 async def test_an_honest_draft_is_asked_once() -> None:
     draft = AheadDraft()
     done = await completed(draft)
@@ -169,6 +188,15 @@ async def test_far_away_a_hit_waits_for_no_message() -> None:
     assert done.token_ids == EXPECTED
     assert done.stats.ahead.hits >= done.stats.rounds / 2
     assert questions(draft) + done.stats.ahead.hits <= done.stats.rounds
+
+
+async def test_a_round_waits_for_the_last_token_of_a_continuation() -> None:
+    """One step of the draft ends before the verification, and the other one soon after it."""
+    draft = StepwiseDraft()
+    done = await completed(draft, step_seconds=1.6 * STEP_SECONDS)
+    assert done.token_ids == EXPECTED
+    assert done.stats.ahead.hits >= done.stats.rounds / 2
+    assert done.stats.drafted >= 1.5 * done.stats.rounds, "most rounds verify both tokens"
 
 
 async def test_a_draft_that_falls_silent_is_waited_for_once(caplog: pytest.LogCaptureFixture) -> None:

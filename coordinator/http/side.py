@@ -29,7 +29,7 @@ class HttpSide:
         self,
         settings: CoordinatorSettings,
         backend: CoordinatorBackend,
-        gate: ReadinessInterceptor,
+        readiness: ReadinessInterceptor,
         calls: RunningCalls,
     ) -> None:
         """Bind the address, and read the certificate.
@@ -40,7 +40,7 @@ class HttpSide:
         assert settings.http_port is not None
         app = App(
             backend,
-            gate,
+            readiness,
             calls,
             token_source(settings, settings.http_host),
             settings.served_model_name,

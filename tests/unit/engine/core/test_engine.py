@@ -18,7 +18,7 @@ from tandem.errors import (
 )
 from tandem.types import Delta
 from tests.unit.engine.conftest import TinyModel
-from tests.unit.engine.core.engines import _PROMPT, _Gate
+from tests.unit.engine.core.engines import _PROMPT, _BlockingHead
 from tests.unit.engine.greedy import (
     Generation,
     GreedyHead,
@@ -32,14 +32,14 @@ from tests.unit.engine.greedy import (
 
 
 async def test_a_step_that_does_not_end_is_overdue_until_it_does(llama: TinyModel) -> None:
-    gate = _Gate()
-    async with running(llama.loaded, gate, step_timeout_seconds=0.05) as engine:
+    head = _BlockingHead()
+    async with running(llama.loaded, head, step_timeout_seconds=0.05) as engine:
         sequence = await engine.open(16)
         task = asyncio.create_task(engine.run(Job(sequence, Delta(0, _PROMPT), 1, None)))
-        await gate.wait_entered()
+        await head.wait_entered()
         await asyncio.sleep(0.1)
         assert engine.overdue_seconds > 0.05
-        gate.may_leave.set()
+        head.may_leave.set()
         await task
         assert engine.overdue_seconds == 0.0
         engine.release(sequence)
@@ -79,18 +79,18 @@ async def test_a_head_that_goes_on_past_the_limit_is_told(llama: TinyModel) -> N
 
 
 async def test_a_cancelled_job_stops_and_leaves_nothing(llama: TinyModel) -> None:
-    gate = _Gate()
-    async with running(llama.backends, gate) as engine:
+    head = _BlockingHead()
+    async with running(llama.backends, head) as engine:
         sequence = await engine.open(190)
         task = asyncio.create_task(engine.run(Job(sequence, Delta(0, _PROMPT), 1, "forever")))
-        await gate.wait_entered()
+        await head.wait_entered()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        gate.may_leave.set()
+        head.may_leave.set()
         other = await engine.open(8)
         assert await engine.run(Job(other, Delta(0, _PROMPT), 1, "once")) == "done"
-        assert gate.calls == 2, "the cancelled job went on"
+        assert head.calls == 2, "the cancelled job went on"
         assert await engine.run(Job(sequence, Delta(0, _PROMPT), 1, "once")) == "done", (
             "its sequence is usable"
         )
@@ -100,16 +100,16 @@ async def test_a_cancelled_job_stops_and_leaves_nothing(llama: TinyModel) -> Non
 
 
 async def test_releasing_takes_effect_between_steps(llama: TinyModel) -> None:
-    gate = _Gate()
-    async with running(llama.backends, gate) as engine:
+    head = _BlockingHead()
+    async with running(llama.backends, head) as engine:
         sequence = await engine.open(190)
         task = asyncio.create_task(engine.run(Job(sequence, Delta(0, _PROMPT), 1, "forever")))
-        await gate.wait_entered()
+        await head.wait_entered()
         engine.release(sequence)
         engine.release(sequence)
         await asyncio.sleep(0.02)
         assert engine.usage.reserved_tokens, "the step in progress still writes there"
-        gate.may_leave.set()
+        head.may_leave.set()
         with pytest.raises(InvalidRequestError, match="The sequence was released"):
             await task
         await settle(engine)
@@ -128,14 +128,14 @@ async def test_jobs_of_one_sequence_run_in_order(llama: TinyModel) -> None:
 
 
 async def test_the_event_loop_stays_free_while_the_model_runs(llama: TinyModel) -> None:
-    gate = _Gate()
-    async with running(llama.backends, gate) as engine:
+    head = _BlockingHead()
+    async with running(llama.backends, head) as engine:
         sequence = await engine.open(8)
         task = asyncio.create_task(engine.run(Job(sequence, Delta(0, _PROMPT), 1, "once")))
-        await gate.wait_entered()
+        await head.wait_entered()
         await asyncio.sleep(0)
         assert not task.done()
-        gate.may_leave.set()
+        head.may_leave.set()
         assert await task == "done"
 
 

@@ -8,13 +8,13 @@ from coordinator.speculation import report
 from coordinator.speculation.choice import MANY
 from coordinator.speculation.controller import SpeculationController
 from tandem.speculation_state import SpeculationState
-from tests.unit.coordinator.speculation.test_controller import K, begun, play
+from tests.unit.coordinator.speculation.test_controller import K, begun, simulate
 
 
 def state(load: int, draft: float, accepted: int, rounds: int = 300) -> SpeculationState:
     """State of a request whose draft takes this share of a verification for each token."""
     request = begun(SpeculationController())
-    play(request, rounds, draft, accepted, load)
+    simulate(request, rounds, draft, accepted, load)
     return report.decided(request)
 
 
@@ -40,7 +40,7 @@ def test_a_small_gain_is_not_called_a_loss() -> None:
 def test_many_requests_that_nothing_was_measured_for_are_not_called_slower(draft: float) -> None:
     """Rounds at another load already predict that drafting would be faster."""
     controller = SpeculationController()
-    play(begun(controller), 300, draft, K)
+    simulate(begun(controller), 300, draft, K)
     many = begun(controller)
     assert many.begin_round(2 * MANY) == 0
     off = report.decided(many)

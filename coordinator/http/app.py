@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from coordinator.http import openapi
 from coordinator.http.errors import HttpError, error_response
+from coordinator.http.held_bytes import HttpMemory
 from coordinator.http.openai.api import Backend, OpenAIApi
 from coordinator.http.openai.responses import Responses
 from coordinator.http.pages import PATHS, Pages
@@ -54,7 +55,7 @@ class App:
         calls: RunningCalls,
         known_tokens: Callable[[], tokens.Tokens],
         model_name: str | None,
-        max_body_bytes: int,
+        memory: HttpMemory,
         *,
         unknown_fields: UnknownFields,
         local_only: bool,
@@ -67,7 +68,7 @@ class App:
             calls: Counts the running completions, for a drain.
             known_tokens: Returns the currently valid tokens.
             model_name: Name of the model; None for its own.
-            max_body_bytes: Maximum bytes of a request's body.
+            memory: Bounds of what requests and answers hold.
             unknown_fields: Reads bodies.
             local_only: Whether the server is for this machine alone, without a token.
         """
@@ -75,7 +76,7 @@ class App:
         self._local_only = local_only
         self._shown = shown
         self._known_tokens = known_tokens
-        api = OpenAIApi(shown, calls, model_name, max_body_bytes, unknown_fields)
+        api = OpenAIApi(shown, calls, model_name, memory, unknown_fields)
         pages, tokenization = Pages(), Tokenization(api)
         self._router = Router(
             [

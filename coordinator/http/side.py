@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 
 from coordinator.http.app import App
 from coordinator.http.backend import CoordinatorBackend
+from coordinator.http.held_bytes import HttpMemory
 from coordinator.http.server import HttpServer
 from coordinator.http.unknown_fields import HEADER, UnknownFields
 from coordinator.settings.coordinator import CoordinatorSettings
@@ -44,7 +45,7 @@ class HttpSide:
             calls,
             token_source(settings, settings.http_host),
             settings.served_model_name,
-            settings.http_max_body_bytes,
+            HttpMemory.of(settings),
             unknown_fields=UnknownFields(settings.unknown_fields),
             local_only=is_loopback(settings.http_host) and not settings.knows_callers,
         )

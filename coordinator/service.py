@@ -57,7 +57,7 @@ class CoordinatorService:
         self.chats = Chats(settings.chat_template)
         self._http: HttpSide | None = None
 
-    def open_other_ways(self, gate: ReadinessInterceptor, calls: RunningCalls) -> None:
+    def open_other_endpoints(self, readiness: ReadinessInterceptor, calls: RunningCalls) -> None:
         """Take the address for HTTP, when there is one.
 
         Raises:
@@ -71,7 +71,7 @@ class CoordinatorService:
             backend = CoordinatorBackend(
                 self.completions, self.administration, self.chats, self.telemetry.prometheus_text
             )
-            self._http = HttpSide(self._settings, backend, gate, calls)
+            self._http = HttpSide(self._settings, backend, readiness, calls)
 
     @property
     def http_url(self) -> str | None:

@@ -40,9 +40,9 @@ class TargetService:
         """Add the servicer."""
         target_pb2_grpc.add_TargetServiceServicer_to_server(self._servicer, server)
 
-    def open_other_ways(self, gate: ReadinessInterceptor, calls: RunningCalls) -> None:
+    def open_other_endpoints(self, readiness: ReadinessInterceptor, calls: RunningCalls) -> None:
         """Accept shared streams as well."""
-        self._servicer.shared.stand_behind(gate, calls, self._settings.max_concurrent_streams)
+        self._servicer.shared.apply_limits(readiness, calls, self._settings.max_concurrent_streams)
 
     async def start(self) -> None:
         """Load the model.

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from coordinator.http import openapi
 from coordinator.http.errors import HttpError, error_response
+from coordinator.http.held_bytes import HttpMemory
 from coordinator.http.openai.api import Backend, OpenAIApi
 from coordinator.http.openai.responses import Responses
 from coordinator.http.pages import PATHS, Pages
@@ -50,11 +51,11 @@ class App:
     def __init__(
         self,
         shown: Shown,
-        gate: ReadinessInterceptor,
+        readiness: ReadinessInterceptor,
         calls: RunningCalls,
         known_tokens: Callable[[], tokens.Tokens],
         model_name: str | None,
-        max_body_bytes: int,
+        memory: HttpMemory,
         *,
         unknown_fields: UnknownFields,
         local_only: bool,
@@ -63,19 +64,19 @@ class App:
 
         Args:
             shown: The parts of the coordinator that the endpoints use.
-            gate: Says why no request is admitted at the moment.
+            readiness: Says why no request is admitted at the moment.
             calls: Counts the running completions, for a drain.
             known_tokens: Returns the currently valid tokens.
             model_name: Name of the model; None for its own.
-            max_body_bytes: Maximum bytes of a request's body.
+            memory: Bounds of what requests and answers hold.
             unknown_fields: Reads bodies.
             local_only: Whether the server is for this machine alone, without a token.
         """
-        self._gate = gate
+        self._readiness = readiness
         self._local_only = local_only
         self._shown = shown
         self._known_tokens = known_tokens
-        api = OpenAIApi(shown, calls, model_name, max_body_bytes, unknown_fields)
+        api = OpenAIApi(shown, calls, model_name, memory, unknown_fields)
         pages, tokenization = Pages(), Tokenization(api)
         self._router = Router(
             [
@@ -129,12 +130,12 @@ class App:
             return
         authorization = headers.get(b"authorization", b"").decode("latin-1") or None
         tokens.authorize(tokens.Scope.CLIENT, authorization, self._known_tokens())
-        if self._gate.closed_because:
-            raise ServiceUnavailableError(self._gate.closed_because)
+        if self._readiness.closed_because:
+            raise ServiceUnavailableError(self._readiness.closed_because)
 
     async def _health(self, request: Request) -> Response:
-        if self._gate.closed_because:
-            return JSONResponse({"status": "unavailable", "reason": self._gate.closed_because}, 503)
+        if self._readiness.closed_because:
+            return JSONResponse({"status": "unavailable", "reason": self._readiness.closed_because}, 503)
         return JSONResponse({"status": "ok"})
 
     async def _version(self, request: Request) -> Response:

@@ -12,10 +12,11 @@ from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
 
 from coordinator.http.errors import HttpError
+from coordinator.http.held_bytes import Share
 from coordinator.http.json_shape import JsonShape
 from coordinator.http.unknown_fields import UnknownFields
 from coordinator.requests.turns import LARGE_BYTES, Turns
-from tandem.errors import InvalidRequestError
+from tandem.errors import CapacityError, InvalidRequestError, TandemError
 
 BODY_SECONDS = 30.0
 """How long a client may take to send a body."""
@@ -50,11 +51,25 @@ class BodyBounds:
 
 
 async def read_body(
-    request: Request, model: type[ModelT], bounds: BodyBounds, turns: Turns, unknown: UnknownFields
+    request: Request,
+    model: type[ModelT],
+    bounds: BodyBounds,
+    turns: Turns,
+    unknown: UnknownFields,
+    share: Share,
 ) -> ModelT:
     """The body of a request.
 
+    Args:
+        request: The request.
+        model: What its body must be.
+        bounds: Of its size.
+        turns: Large bodies take turns to be parsed.
+        unknown: Reads it, and knows what to do with other fields.
+        share: Counts its bytes for as long as they are held.
+
     Raises:
+        CapacityError: too many bytes of bodies are held.
         HttpError: it is not JSON by its content type, too large, or too slow in coming.
         InvalidRequestError: it is no JSON, has too many values, or other fields or types than it should.
     """
@@ -63,7 +78,7 @@ async def read_body(
     if content_type != "application/json":
         raise HttpError(415, f"content-type is {content_type or 'not set'}; it must be application/json")
     shape = JsonShape()
-    content = await _read(request, bounds, shape)
+    content = await _read(request, bounds, shape, share)
     is_large = (
         len(content) > LARGE_BYTES or shape.values > _MANY_VALUES or shape.containers > _MANY_CONTAINERS
     )
@@ -75,9 +90,9 @@ async def read_body(
         raise InvalidRequestError("; ".join(_sentences(error))) from None
 
 
-async def _read(request: Request, bounds: BodyBounds, shape: JsonShape) -> bytes:
+async def _read(request: Request, bounds: BodyBounds, shape: JsonShape, share: Share) -> bytes:
     parts: list[bytes] = []
-    excesses: list[str] = []
+    refusal: TandemError | None = None
     size = 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
@@ -89,21 +104,33 @@ async def _read(request: Request, bounds: BodyBounds, shape: JsonShape) -> bytes
                         f"the body is larger than {bounds.max_bytes} bytes, which is the most",
                         "body_too_large",
                     )
-                if excesses:
+                if refusal is not None:
                     continue  # a client that still sends would not see the answer
                 shape.feed(part)
-                excesses = list(shape.excesses(bounds.most_values, bounds.most_containers))
-                if excesses:
-                    parts.clear()
-                else:
+                refusal = _refusal(part, bounds, shape, share)
+                if refusal is None:
                     parts.append(part)
+                else:
+                    parts.clear()
+                    share.clear()
     except TimeoutError:
         raise HttpError(408, f"the body did not come within {BODY_SECONDS:g} s") from None
     except ClientDisconnect:
         raise HttpError(400, "the body ended before it was complete") from None
-    if excesses:
-        raise HttpError(413, "; ".join(excesses), "body_too_large")
+    if refusal is not None:
+        raise refusal
     return b"".join(parts)
+
+
+def _refusal(part: bytes, bounds: BodyBounds, shape: JsonShape, share: Share) -> TandemError | None:
+    """Why the body is not taken after this part; None where it is."""
+    if excesses := list(shape.excesses(bounds.most_values, bounds.most_containers)):
+        return HttpError(413, "; ".join(excesses), "body_too_large")
+    try:
+        share.add(len(part))
+    except CapacityError as error:
+        return error
+    return None
 
 
 def _sentences(error: ValidationError) -> list[str]:

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 
 from coordinator.http.app import App
 from coordinator.http.backend import CoordinatorBackend
+from coordinator.http.held_bytes import HttpMemory
 from coordinator.http.server import HttpServer
 from coordinator.http.unknown_fields import HEADER, UnknownFields
 from coordinator.settings.coordinator import CoordinatorSettings
@@ -29,7 +30,7 @@ class HttpSide:
         self,
         settings: CoordinatorSettings,
         backend: CoordinatorBackend,
-        gate: ReadinessInterceptor,
+        readiness: ReadinessInterceptor,
         calls: RunningCalls,
     ) -> None:
         """Bind the address, and read the certificate.
@@ -40,11 +41,11 @@ class HttpSide:
         assert settings.http_port is not None
         app = App(
             backend,
-            gate,
+            readiness,
             calls,
             token_source(settings, settings.http_host),
             settings.served_model_name,
-            settings.http_max_body_bytes,
+            HttpMemory.of(settings),
             unknown_fields=UnknownFields(settings.unknown_fields),
             local_only=is_loopback(settings.http_host) and not settings.knows_callers,
         )

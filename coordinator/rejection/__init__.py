@@ -1,6 +1,6 @@
-"""Rejection sampling: what is kept of a proposal. Pure functions of numbers that were drawn beforehand.
+"""Rejection sampling: decides which part of a proposal is kept. All functions are pure; random numbers are arguments.
 
-`resolve` makes a rule of options, `draw_uniforms` the random numbers of a round, and the rule's `accept` decides.
+`resolve` turns options into a rule, `draw_uniforms` draws a round's random numbers, and the rule's `accept` decides.
 """
 
 from coordinator.rejection.errors import RowError, RuleError

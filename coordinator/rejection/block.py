@@ -13,17 +13,17 @@ from tandem.types import Acceptance, NextToken, Proposal, SamplingParams, Verifi
 def accept(
     proposal: Proposal, verification: Verification, sampling: SamplingParams, uniforms: Uniforms
 ) -> Acceptance:
-    """Keeps the longest prefix that passes its test; the ones before it need not pass theirs.
+    """Keep the longest prefix that passes its test, even if shorter prefixes fail theirs.
 
-    A prefix's weight is how much of the draft's probability of it the target can still use: a token that the
-    target likes better than the draft makes up for an earlier one that it likes less, which is what
-    token-by-token rejection throws away. The token after the kept prefix is drawn in proportion to
+    The weight of a prefix is the share of its draft probability that the target can still use: a token that
+    is more likely under the target than under the draft makes up for an earlier one that is less likely.
+    Token-by-token rejection loses that gain. The token after the kept prefix is drawn in proportion to
     max(weight * target - draft, 0).
 
-    The noise of the round must be fresh (`tandem.sampling.noise` says why); `draw_uniforms` sees to it.
+    The noise of the round must be fresh (`tandem.sampling.noise` explains why); `draw_uniforms` ensures that.
 
     Raises:
-        RowError: The rows do not cover what the draft could have proposed, or do not fit the proposal.
+        RowError: The rows leave out a token that the draft could have proposed, or do not fit the proposal.
     """
     check_rows(proposal, verification)
     count = len(proposal)
@@ -39,7 +39,7 @@ def accept(
 
 
 def _prefix_weights(proposal: Proposal, rows: list[JointRow]) -> list[float]:
-    """p_i of the paper for the prefixes of 0 to K tokens: min(1, p_(i-1) * target / draft)."""
+    """Return p_i of the paper for the prefixes of 0 to K tokens: min(1, p_(i-1) * target / draft)."""
     weights = [1.0]
     for token_id, row in zip(proposal.token_ids, rows, strict=True):
         weights.append(min(1.0, weights[-1] * row.ratio(token_id)))
@@ -47,7 +47,7 @@ def _prefix_weights(proposal: Proposal, rows: list[JointRow]) -> list[float]:
 
 
 def _longest_kept(weights: list[float], rows: list[JointRow], uniforms: list[float]) -> int:
-    """Length of the longest prefix that passes its test. From the longest on, so that most tests are never made."""
+    """Return the length of the longest prefix that passes its test. Tries the longest first, which skips most tests."""
     for length in range(len(rows), 0, -1):
         following = rows[length] if length < len(rows) else None
         if uniforms[length - 1] < _keep_probability(weights[length], following):
@@ -56,10 +56,10 @@ def _longest_kept(weights: list[float], rows: list[JointRow], uniforms: list[flo
 
 
 def _keep_probability(weight: float, following: JointRow | None) -> float:
-    """h_i of the paper: the probability to keep a prefix of this weight when no longer one is kept.
+    """Return h_i of the paper: the probability to keep a prefix of this weight if no longer one is kept.
 
-    Zero over zero means that draft and target are equal after the prefix. The prefix one token longer has the
-    same weight of 1 then, so that it or a longer one is kept in any case.
+    Zero over zero means that draft and target are equal after the prefix. The prefix one token longer then has
+    weight 1 as well, so that it or a longer one is always kept.
     """
     if following is None or weight == 0.0:
         return weight

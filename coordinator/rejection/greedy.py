@@ -1,4 +1,4 @@
-"""`greedy`: keep what the target would have said itself. Lossless at temperature 0, where it is the only rule."""
+"""`greedy`: keep the tokens of greedy decoding. Lossless at temperature 0, where it is the only rule."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tandem.types import Acceptance, NextToken, Proposal, SamplingParams, Verifi
 def accept(
     proposal: Proposal, verification: Verification, sampling: SamplingParams, uniforms: Uniforms
 ) -> Acceptance:
-    """Accepts while the token is the target's most probable one; that one follows the accepted run.
+    """Accept tokens while each is the target's argmax; the argmax follows the accepted run.
 
-    At a temperature other than 0 the output is that of greedy decoding, which is not what was asked for.
+    At any other temperature the output is still that of greedy decoding, so `resolve` uses the rule only at 0.
 
     Raises:
-        RowError: The rows do not tell the target's most probable token, or do not fit the proposal.
+        RowError: The rows do not contain the target's argmax, or do not fit the proposal.
     """
     check_rows(proposal, verification)
     for index, token_id in enumerate(proposal.token_ids):

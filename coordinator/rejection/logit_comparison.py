@@ -1,4 +1,6 @@
-"""`logit-comparison` (MAX's `rejection_sampling_strategy`): keep what the target likes as much. Not lossless."""
+"""`logit-comparison` (MAX's `rejection_sampling_strategy`): keep tokens whose logit is no
+lower under the target than under the draft. Not lossless.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,16 @@ from coordinator.rejection.uniforms import Uniforms
 from tandem.types import Acceptance, NextToken, Proposal, SamplingParams, Verification
 
 TOLERANCE = 1e-5
-"""Largest excess of the draft's logit over the target's."""
+"""Largest difference by which the draft's logit may exceed the target's."""
 
 
 def accept(
     proposal: Proposal, verification: Verification, sampling: SamplingParams, uniforms: Uniforms
 ) -> Acceptance:
-    """Accepts while the draft's logit of the token is at most the target's, both before temperature.
+    """Accept tokens while the draft's logit is at most the target's, both before temperature.
 
-    The target's most probable token stands in place of a rejected one. After a run that was accepted whole
-    there is no further token, as in MAX; an empty proposal is answered with a sample of the target, so that
-    every round says something.
+    The target's argmax replaces a rejected token. A proposal that is accepted whole gets no bonus token, as in
+    MAX. For an empty proposal the rule samples from the target, so that every round yields a token.
 
     Raises:
         RowError: The draft sent no logits, the rows lack statistics, or do not fit the proposal.

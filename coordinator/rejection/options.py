@@ -15,22 +15,22 @@ class RejectionOptions:
     rejection_sampling_strategy: str | None = None
     """Name or alias of a rule; None chooses by `speculative_method` (see `resolve`)."""
     speculative_method: str = "standalone"
-    """How the draft drafts: standalone, eagle, eagle3, mtp, medusa, ngram, suffix."""
+    """The drafting method: standalone, eagle, eagle3, mtp, medusa, ngram, suffix."""
     num_speculative_tokens: int = 2
-    """Most tokens in a proposal."""
+    """Maximum number of tokens in a proposal."""
     typical_epsilon: float = typical.DEFAULT_EPSILON
-    """Typical acceptance: a probability above this is always enough."""
+    """Typical acceptance: a token with a probability above this always passes."""
     typical_delta: float = typical.DEFAULT_DELTA
     """Typical acceptance: factor of exp(-entropy)."""
     synthetic_acceptance_rate: float | None = None
-    """MAX: accept this share of the proposed tokens on average, whatever the models say."""
+    """MAX: accept this share of the proposed tokens on average, whatever the models predict."""
     synthetic_acceptance_rates: Sequence[float] | None = None
     """vLLM: the probability that the token at each position is accepted, non-increasing."""
     synthetic_acceptance_length: float | None = None
-    """vLLM: tokens for each round, the one after the accepted run included."""
+    """vLLM: mean number of tokens per round, the one after the accepted run included."""
     use_relaxed_acceptance_for_thinking: bool = False
-    """MAX: inside think spans, accept what is among the target's best."""
+    """MAX: inside think spans, accept tokens among the target's top k."""
     relaxed_topk: int = relaxed.DEFAULT_TOP_K
-    """Relaxed acceptance: among how many."""
+    """Relaxed acceptance: k, the number of most probable tokens that may pass."""
     relaxed_delta: float = relaxed.DEFAULT_DELTA
-    """Relaxed acceptance: how far below the highest probability."""
+    """Relaxed acceptance: how far a token's probability may lie below the maximum."""

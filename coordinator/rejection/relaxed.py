@@ -1,7 +1,7 @@
 """Relaxed acceptance for thinking (MAX's `use_relaxed_acceptance_for_thinking`). Not lossless.
 
-Inside a think span a token passes when it is one of the target's best and not much less probable than the
-best. Outside, the rule that this wraps decides.
+Inside a think span a token passes when it is one of the target's top k and not much less probable than the argmax.
+Outside, the wrapped rule decides.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ def accept(
     top_k: int = DEFAULT_TOP_K,
     delta: float = DEFAULT_DELTA,
 ) -> Acceptance:
-    """Goes through the proposal span by span, each by its own rule, up to the first rejection.
+    """Apply relaxed acceptance inside think spans and the wrapped rule outside them, up to the first rejection.
 
     Args:
-        proposal: What the draft said.
+        proposal: K tokens.
         verification: Rows with statistics.
-        sampling: How the target's distribution is made.
+        sampling: The request's sampling parameters.
         uniforms: For the wrapped rule.
-        wrapped: Decides outside think spans, and over the token after a run that was accepted whole.
-        thinking: For each proposed token, whether its position is inside a think span, shape [K].
-        top_k: Inside, the token must be one of this many most probable ones.
-        delta: Inside, it must have at least the highest probability less this.
+        wrapped: The rule outside think spans, and for the bonus token.
+        thinking: For each proposed token, True if its position is inside a think span, shape [K].
+        top_k: Inside a span the token must be one of this many most probable tokens.
+        delta: Inside a span its probability must be at least the maximum minus this.
 
     Raises:
-        RowError: The rows tell nothing of a proposed token, lack statistics, or do not fit the proposal.
+        RowError: The rows leave out a proposed token, lack statistics, or do not fit the proposal.
     """
     check_rows(proposal, verification)
     start = 0
@@ -73,13 +73,13 @@ def _accept_inside(
     top_k: int,
     delta: float,
 ) -> Acceptance | None:
-    """None when all of the span is accepted."""
+    """Return the acceptance that ends inside this span, None if the whole span is accepted."""
     for index in span:
         token_id = proposal.token_ids[index]
         target = target_distribution(verification, index, np.array([token_id]), sampling)
         statistics = target.statistics()
-        is_among_best = statistics.ranks[target.index(token_id)] < top_k
-        if not (is_among_best and target.prob(token_id) >= statistics.max_prob - delta):
+        is_in_top_k = statistics.ranks[target.index(token_id)] < top_k
+        if not (is_in_top_k and target.prob(token_id) >= statistics.max_prob - delta):
             return Acceptance(index, statistics.argmax_token_id, NextToken.RECOVERED)
     return None
 
@@ -92,7 +92,7 @@ def _part(
     start: int,
     stop: int,
 ) -> tuple[Proposal, Verification, SamplingParams, Uniforms]:
-    """The round as if only the tokens from `start` to before `stop` had been proposed, after those before."""
+    """Return the arguments of a round that proposes only the tokens from `start` to before `stop`."""
     logits = proposal.token_logits
     part = Proposal(
         proposal.base_length + start,

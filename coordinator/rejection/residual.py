@@ -15,14 +15,14 @@ from tandem.types import Acceptance, NextToken, Proposal, SamplingParams, Verifi
 def accept(
     proposal: Proposal, verification: Verification, sampling: SamplingParams, uniforms: Uniforms
 ) -> Acceptance:
-    """Accepts each token with probability min(1, target / draft), up to the first rejection.
+    """Accept each token with probability min(1, target / draft), up to the first rejection.
 
-    The token in place of the rejected one is drawn in proportion to max(target - draft, 0); after a run that
-    was accepted whole the target's own sample follows. A proposal without distributions is deterministic:
-    each token had draft probability 1, and what replaces it is never the token itself.
+    The token that replaces the rejected one is drawn in proportion to max(target - draft, 0); after a proposal
+    that is accepted whole a sample of the target follows. A proposal without distributions is deterministic:
+    each token has draft probability 1, and its replacement is never the token itself.
 
     Raises:
-        RowError: The rows do not cover what the draft could have proposed, or do not fit the proposal.
+        RowError: The rows leave out a token that the draft could have proposed, or do not fit the proposal.
     """
     check_rows(proposal, verification)
     decisions = zip(proposal.token_ids, uniforms.accept.tolist(), strict=True)

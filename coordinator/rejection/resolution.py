@@ -1,4 +1,4 @@
-"""From options and sampling parameters to a rule that can run, or to the reasons why there is none."""
+"""Resolves options and sampling parameters to a rule, or to the reasons why there is none."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from tandem.types import Acceptance, IntArray, Proposal, RowKind, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceRule:
-    """A rule made ready for the requests of one kind of sampling."""
+    """An acceptance rule, configured for one request's options and sampling parameters."""
 
     strategy: Strategy
     lossless: bool
-    """True if the output is distributed as the target's own."""
+    """True if the output has the target's distribution."""
     row_kinds: tuple[RowKind, ...]
-    """Rows of the target that it works with, the cheapest first."""
+    """The kinds of target row that the rule accepts, the cheapest first."""
     needs_statistics: bool
     """True if support rows must come with statistics."""
     decide: Accept
-    """The rule's function."""
+    """The acceptance function."""
     decide_thinking: Callable[..., Acceptance] | None = None
-    """The decision, with relaxed acceptance around it where that is on."""
+    """The acceptance function inside think spans; None unless relaxed acceptance is on."""
 
     @property
     def name(self) -> str:
@@ -50,10 +50,10 @@ class AcceptanceRule:
         return self.strategy.name
 
     def row_kind(self, requested: RowKind | None = None) -> RowKind:
-        """The cheapest kind of target row that the rule works with, or the requested one.
+        """Return the requested kind of target row, or the cheapest one that the rule accepts.
 
         Raises:
-            RuleError: The rule does not work with the requested kind.
+            RuleError: The rule does not accept the requested kind.
         """
         if requested is None:
             return self.row_kinds[0]
@@ -63,10 +63,10 @@ class AcceptanceRule:
         return requested
 
     def supports(self, proposal: Proposal) -> tuple[IntArray, ...]:
-        """The supports to ask the target's support rows for, one for each proposed token.
+        """Return the supports to request from the target, one for each proposed token.
 
         Raises:
-            RuleError: The draft told logits of the whole vocabulary, which only dense rows go with.
+            RuleError: The draft sent logits of the whole vocabulary, which needs dense rows of the target.
         """
         if self.strategy.support is Support.TOKEN:
             return tuple(np.array([token_id]) for token_id in proposal.token_ids)
@@ -81,18 +81,18 @@ class AcceptanceRule:
         uniforms: Uniforms,
         thinking: Sequence[bool] = (),
     ) -> Acceptance:
-        """The part of a proposal that is kept.
+        """Decide which part of a proposal is kept, and which token follows it.
 
         Args:
-            proposal: K tokens and what the draft told of them.
+            proposal: K tokens, with their distributions or logits where the rule needs them.
             verification: K + 1 rows of the target, of one of `row_kinds`.
             sampling: The request's sampling parameters.
-            uniforms: Of this round, from `draw_uniforms`.
-            thinking: For each proposed token, whether its position is inside a think span; empty when none
+            uniforms: This round's random numbers, from `draw_uniforms`.
+            thinking: For each proposed token, True if its position is inside a think span; empty when none
                 is. Ignored unless relaxed acceptance is on.
 
         Raises:
-            RowError: Draft and target do not go together, or told too little.
+            RowError: The rows do not fit the proposal, or lack something that the rule needs.
         """
         if self.decide_thinking is not None and any(thinking):
             return self.decide_thinking(proposal, verification, sampling, uniforms, thinking=thinking)
@@ -108,15 +108,15 @@ def _not_dense(support: IntArray | None) -> IntArray:
 
 
 def resolve(options: RejectionOptions, sampling: SamplingParams) -> AcceptanceRule:
-    """The rule for a request.
+    """Return the rule for a request.
 
-    Temperature 0 is greedy whatever the options name, except for `synthetic`, which is there to measure
-    something else. The target's distribution is one-hot then, so relaxed acceptance could keep nothing more.
-    Without a name the rule is `residual` for a draft model of its own, for n-gram and for suffix drafting,
-    and `typical-acceptance` for eagle and mtp.
+    At temperature 0 the rule is `greedy` whatever the options name, except for `synthetic`, which measures
+    something else. The target's distribution is then one-hot, so relaxed acceptance could not keep more.
+    Without a name the rule is `residual` for a standalone draft model, n-gram and suffix drafting, and
+    `typical-acceptance` for eagle and mtp.
 
     Raises:
-        RuleError: The options do not go together; the message has a sentence for each reason.
+        RuleError: The options conflict; the message has one sentence for each reason.
     """
     if broken := problems(options):
         raise RuleError("; ".join(broken))
@@ -136,10 +136,10 @@ def resolve(options: RejectionOptions, sampling: SamplingParams) -> AcceptanceRu
 
 
 def named_strategy(options: RejectionOptions) -> Strategy:
-    """The rule that the options choose, before the temperature has a word.
+    """Return the rule that the options name or imply, whatever the temperature.
 
     Raises:
-        RuleError: No rule has the name.
+        RuleError: The options name an unknown rule.
     """
     if options.rejection_sampling_strategy is not None:
         return find_strategy(options.rejection_sampling_strategy)
@@ -159,7 +159,7 @@ def _relax(decide: Accept, options: RejectionOptions) -> Callable[..., Acceptanc
 
 
 def problems(options: RejectionOptions) -> list[str]:
-    """Conflicts between the options: one sentence each, naming the option, its value and what it needs."""
+    """Return the conflicts between the options, one sentence each: the option, its value and what it must be."""
     try:
         strategy = named_strategy(options)
     except RuleError as error:
@@ -185,25 +185,25 @@ def _range_problems(options: RejectionOptions) -> Iterator[str]:
 
 
 def relaxed_problems(options: RejectionOptions, strategy: Strategy) -> Iterator[str]:
-    """Conflicts between relaxed acceptance and the rule."""
+    """Yield the conflicts between relaxed acceptance and the rule."""
     if options.use_relaxed_acceptance_for_thinking and not strategy.can_be_relaxed:
         partners = ", ".join(other.name for other in STRATEGIES if other.can_be_relaxed)
         yield (
             f"use_relaxed_acceptance_for_thinking is on and the rule is {strategy.name}; "
-            f"it needs one that decides by probabilities, token by token: {partners}"
+            f"it needs a rule that compares probabilities token by token: {partners}"
         )
 
 
 def synthetic_problems(options: RejectionOptions, strategy: Strategy) -> Iterator[str]:
-    """Conflicts of the synthetic rates with the rule or with each other."""
+    """Yield the conflicts of the synthetic rates with the rule or with each other."""
     names = ("synthetic_acceptance_rate", "synthetic_acceptance_rates", "synthetic_acceptance_length")
     given = [name for name in names if getattr(options, name) is not None]
     if strategy is not SYNTHETIC:
         for name in given:
             yield f"{name} is set and the rule is {strategy.name}; it needs the rule synthetic"
     elif len(given) != 1:
-        said = " and ".join(given) or "none"
-        yield f"the rule synthetic needs exactly one of {', '.join(names)}; {said} of them is set"
+        given_names = " and ".join(given) or "none"
+        yield f"the rule synthetic needs exactly one of {', '.join(names)}; {given_names} of them is set"
     yield from _schedule_problems(options)
 
 
@@ -222,7 +222,7 @@ def _schedule_problems(options: RejectionOptions) -> Iterator[str]:
 
 
 def logit_problems(options: RejectionOptions, strategy: Strategy) -> Iterator[str]:
-    """Reasons why the drafting method cannot serve logit comparison."""
+    """Yield the reason why the drafting method cannot serve logit comparison, if there is one."""
     if strategy is LOGIT_COMPARISON and options.speculative_method in ("ngram", "suffix"):
         yield (
             f"the rule is logit-comparison and speculative_method is {options.speculative_method}; "

@@ -24,43 +24,43 @@ from tandem.types import RowKind
 
 
 class Support(Enum):
-    """Which ids a target's support row has to tell the probability of."""
+    """The ids whose probabilities a target's support row must contain."""
 
     DRAFT = "draft"
-    """All that the draft could have proposed."""
+    """Every token that the draft could have proposed."""
     TOKEN = "token"
-    """The one that it did."""
+    """Only the proposed token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One acceptance rule and what it needs to know."""
+    """One acceptance rule, and what it needs from draft and target."""
 
     name: str
     description: str
     lossless: bool
-    """True if the output is distributed as the target's own; `greedy`: at temperature 0."""
+    """True if the output has the target's distribution; for `greedy`, at temperature 0."""
     row_kinds: tuple[RowKind, ...]
-    """Rows of the target that it works with, the cheapest first."""
+    """The kinds of target row that the rule accepts, the cheapest first."""
     draft_row_kind: RowKind
     """Kind of row that the draft sends for each proposed token."""
     build: Callable[[RejectionOptions], Accept]
-    """Makes the rule from its options."""
+    """Builds the acceptance function from the options."""
     aliases: tuple[str, ...] = ()
     support: Support = Support.TOKEN
-    """For support rows."""
+    """The support that the rule requests for support rows."""
     needs_statistics: bool = False
     """True if support rows must come with statistics."""
     needs_token_logits: bool = False
     """True if the draft must send the proposed tokens' logits."""
     draws: bool = True
-    """True if it needs random numbers from the coordinator."""
+    """True if the rule needs random numbers from the coordinator."""
     races_recovery: bool = False
-    """True if the token after the accepted run wins a race whose noise target and coordinator share."""
+    """True if the token after the accepted run is sampled with recovery keys, which target and coordinator share."""
     reads_argmax: bool = False
-    """True if it asks for the most probable token only, which a token row is at temperature 0 alone."""
+    """True if the rule needs only the target's argmax, which a token row holds at temperature 0 alone."""
     can_be_relaxed: bool = False
-    """True if relaxed acceptance for thinking can be put around it."""
+    """True if relaxed acceptance for thinking can wrap the rule."""
 
 
 _TOKEN, _SUPPORT, _DENSE = RowKind.TOKEN, RowKind.SUPPORT, RowKind.DENSE
@@ -127,8 +127,8 @@ TYPICAL_ACCEPTANCE = Strategy(
     description="the target finds the token probable, or has no better idea",
     lossless=False,
     row_kinds=(_SUPPORT, _DENSE),
-    # Not TOKEN: drawn with the noise that both share, a proposal would be correlated with the sample of the
-    # target that takes its place.
+    # Not TOKEN: a proposal drawn with the shared noise would be correlated with the target's sample that replaces
+    # it.
     draft_row_kind=_SUPPORT,
     build=lambda options: partial(
         typical.accept, epsilon=options.typical_epsilon, delta=options.typical_delta
@@ -167,7 +167,7 @@ _BY_NAME = {strategy.name: strategy for strategy in STRATEGIES}
 
 
 def find_strategy(name: str) -> Strategy:
-    """The rule of this name in MAX's or vLLM's spelling; underscores and capitals do not matter.
+    """Return the rule of this name in MAX's or vLLM's spelling; underscores and capitals do not matter.
 
     Raises:
         RuleError: No rule has this name.
@@ -181,5 +181,5 @@ def find_strategy(name: str) -> Strategy:
 
 
 def default_strategy(speculative_method: str) -> Strategy:
-    """The rule of a drafting method when none is named, as in MAX."""
+    """Return the default rule of a drafting method, the same as in MAX."""
     return _BY_NAME[acceptance_names.default_name(speculative_method)]

@@ -1,8 +1,9 @@
-"""`synthetic`: accept at a given rate, whatever the models say. For benchmarks of everything else; not lossless.
+"""`synthetic`: accept at a given rate, whatever the models predict. For benchmarks of the system around them; not
+lossless.
 
-Three ways to say the rate: MAX's `synthetic_acceptance_rate`, vLLM's `synthetic_acceptance_rates` and vLLM's
+The rate has three spellings: MAX's `synthetic_acceptance_rate`, vLLM's `synthetic_acceptance_rates` and vLLM's
 `synthetic_acceptance_length`. Each becomes a schedule: for each position of the proposal, the probability that
-its token is accepted once all before it are.
+its token is accepted given that all earlier ones are.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from coordinator.rejection.uniforms import Uniforms
 from tandem.types import Acceptance, NextToken, Proposal, SamplingParams, Verification
 
 _BISECTIONS = 60
-"""Halvings of the interval [0, 1]: more than float64 can tell apart near 1."""
+"""Halvings of the interval [0, 1]; float64 resolves fewer near 1."""
 
 
 def accept(
@@ -24,17 +25,17 @@ def accept(
     uniforms: Uniforms,
     schedule: Sequence[float],
 ) -> Acceptance:
-    """Accepts each token with the schedule's probability; the target's most probable token follows.
+    """Accept each token with the schedule's probability; the target's argmax follows.
 
     Args:
-        proposal: What the draft said; only its length matters.
-        verification: Rows that tell the target's most probable token.
-        sampling: Whether token rows do.
-        uniforms: Decide over each token.
+        proposal: K tokens; only their number matters.
+        verification: Rows that contain the target's argmax.
+        sampling: The request's sampling parameters; a token row holds the argmax at temperature 0 alone.
+        uniforms: Decide on each token.
         schedule: Conditional probabilities, one for each position. Tokens past its end are rejected.
 
     Raises:
-        RowError: The rows do not tell the target's most probable token, or do not fit the proposal.
+        RowError: The rows do not contain the target's argmax, or do not fit the proposal.
     """
     check_rows(proposal, verification)
     count = len(proposal)
@@ -47,7 +48,7 @@ def accept(
 
 
 def schedule_of_rate(rate: float, token_count: int) -> tuple[float, ...]:
-    """One probability b for all positions, such that a token is accepted with probability `rate` on average.
+    """Return one probability b for all positions, such that tokens are accepted with probability `rate` on average.
 
     The token at position i (from 1) is accepted with probability b**i, since all before it must be; b solves
     mean(b**i) = rate. MAX's `synthetic_acceptance_rate`.
@@ -61,7 +62,7 @@ def schedule_of_rate(rate: float, token_count: int) -> tuple[float, ...]:
 
 
 def schedule_of_rates(rates: Sequence[float]) -> tuple[float, ...]:
-    """From the probability that each position is accepted, non-increasing, to that given those before it.
+    """Turn the probabilities of acceptance, non-increasing, into ones given that all earlier tokens are accepted.
 
     vLLM's `synthetic_acceptance_rates`.
     """
@@ -70,9 +71,9 @@ def schedule_of_rates(rates: Sequence[float]) -> tuple[float, ...]:
 
 
 def schedule_of_length(length: float, token_count: int) -> tuple[float, ...]:
-    """The schedule of least variance with `length` tokens for each round, the one after the run included.
+    """Return the schedule of minimum variance with `length` tokens per round, the one after the run included.
 
-    Whole positions are always accepted, the next one with the fraction that is left, the others never.
+    The first positions are always accepted, the next one with the remaining fraction, and the others never.
     vLLM's `synthetic_acceptance_length`.
     """
     accepted = length - 1.0

@@ -1,4 +1,4 @@
-"""`typical-acceptance`: keep what the target finds typical enough. Not lossless.
+"""`typical-acceptance`: keep tokens that are typical enough under the target. Not lossless.
 
 Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (ICML 2024),
 section 2.3.1; the name is MAX's (`rejection_sampling_strategy`).
@@ -26,13 +26,13 @@ def accept(
     epsilon: float = DEFAULT_EPSILON,
     delta: float = DEFAULT_DELTA,
 ) -> Acceptance:
-    """Accepts while the target's probability exceeds min(epsilon, delta * exp(-entropy)).
+    """Accept tokens while their target probability exceeds min(epsilon, delta * exp(-entropy)).
 
-    A sample of the target follows the accepted run. The draft's distribution is never looked at, which is why
-    the output is not distributed as the target's: tokens that pass come as often as the draft proposes them.
+    A sample of the target follows the accepted run. The rule ignores the draft's distribution, so the output
+    does not have the target's distribution: tokens that pass occur as often as the draft proposes them.
 
     Raises:
-        RowError: The rows tell nothing of a proposed token, lack statistics, or do not fit the proposal.
+        RowError: The rows leave out a proposed token, lack statistics, or do not fit the proposal.
     """
     check_rows(proposal, verification)
     for index, token_id in enumerate(proposal.token_ids):

@@ -25,6 +25,10 @@ class HttpOptions(Options):
     """Maximum HTTP connections at once; others are answered with 503."""
     http_max_body_bytes: int = Field(default=4 << 20, ge=1024)
     """Maximum bytes of a request's body."""
+    http_max_held_body_bytes: int = Field(default=64 << 20, ge=1024)
+    """Maximum bytes of bodies that have not come whole, over all connections; the first 64 KiB of each are free."""
+    http_max_held_answer_bytes: int = Field(default=256 << 20, ge=1024)
+    """Maximum bytes of answers that are not streamed, over all connections; the first 64 KiB of each are free."""
     served_model_name: str | None = None
     """Name of the model in OpenAI's API. By default the name of the target's folder. Name and meaning are vLLM's."""
     chat_template: Path | None = None
@@ -61,8 +65,22 @@ def _cors(settings: Any) -> Iterator[str]:
             yield f"cors_origin is {origin}; it must be * or scheme://host:port, such as https://chat.example"
 
 
+def _held_bodies(settings: Any) -> Iterator[str]:
+    if settings.http_max_held_body_bytes < settings.http_max_body_bytes:
+        yield (
+            f"http_max_held_body_bytes is {settings.http_max_held_body_bytes}; it must be at least "
+            f"http_max_body_bytes ({settings.http_max_body_bytes}), or the largest body is never taken"
+        )
+
+
 HTTP_OPTION_RULES: tuple[Rule[Any], ...] = (
     Rule("cors-origin", "`cors_origin` is `*` or origins: `scheme://host:port`.", _cors, ("cors_origin",)),
+    Rule(
+        "http-held-bodies",
+        "`http_max_held_body_bytes` is at least `http_max_body_bytes`.",
+        _held_bodies,
+        ("http_max_held_body_bytes", "http_max_body_bytes"),
+    ),
     Rule(
         "http-exposure",
         "With an `http_host` that other machines reach, the server has TLS and asks who calls, or is `insecure`.",

@@ -44,6 +44,9 @@ class DraftSequence:
         self._outcomes = PendingOutcomes(limits.vocabulary_size, options.row_kind)
         self._granted: AheadBudget | None = None
         """Of the step whose answer is awaited."""
+        self._lengths_alone: set[int] = set()
+        """Lengths at which the target went on alone since the last answer. A draft that knows budgets answers none."""
+        self._knows_budgets = True
         self._answer: asyncio.Future[Proposal] | None = None
         """To the last question, until somebody has taken it."""
         self._sender: asyncio.Task[None] | None = None
@@ -76,7 +79,7 @@ class DraftSequence:
 
     def awaits_outcome(self, completion: Completion) -> bool:
         """True if outcomes of the round that has ended were asked for."""
-        return self._outcomes.awaits(completion.token_ids)
+        return self._knows_budgets and self._outcomes.awaits(completion.token_ids)
 
     def take_branch_steps(self) -> list[tuple[int, float]]:
         """Steps that the draft made ahead since this was last asked: number of branches, seconds."""
@@ -128,6 +131,8 @@ class DraftSequence:
         self._outcomes.expect(completion.length, proposal.token_ids, budget)
         if budget is None:
             return
+        if not proposal.token_ids:
+            self._lengths_alone.add(completion.length)
         delta = self._remote.delta_to(completion.token_ids, proposal.token_ids)
         step = ProposeStep(delta, 0, budget, len(proposal))
         self._send(wire.step_to_proto(step))
@@ -244,8 +249,14 @@ class DraftSequence:
 
     def _take(self, proposal: Proposal) -> None:
         """An answer has come. Outcomes of it may follow at once, before anybody looks at it."""
+        if not proposal.token_ids and proposal.base_length in self._lengths_alone:
+            # A release that does not draft ahead answers such a step like any other, and will push nothing.
+            self._lengths_alone.discard(proposal.base_length)
+            self._knows_budgets = False
+            return
         if self._answer is None or self._answer.done():
             raise ProtocolError("draft service: it proposed what nobody had asked for")
+        self._lengths_alone.clear()
         self._outcomes.expect(proposal.base_length, proposal.token_ids, self._granted)
         self._answer.set_result(proposal)
 

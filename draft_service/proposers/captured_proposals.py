@@ -21,7 +21,7 @@ from tandem.engine.backends.trial import DistrustedError, trial_segments, truste
 from tandem.engine.core.finite import non_finite
 from tandem.engine.core.jobs import Failed, Job
 from tandem.engine.kv_cache.segment import Segment
-from tandem.sampling.noise import proposal_keys, race
+from tandem.sampling.noise import proposal_keys, sample
 from tandem.types import Proposal, RowKind, SparseDistribution
 
 logger = logging.getLogger(__name__)
@@ -219,7 +219,7 @@ class _Loop:
         temperature = parameters[_TEMPERATURE].view(torch.float64)
         top_logits, columns = logits.topk(self._draft_top_k, dim=-1)
         probs = _warped(top_logits, parameters).float()
-        winners = race(probs.double(), parameters[_FIRST_KEY + step], columns)
+        winners = sample(probs.double(), parameters[_FIRST_KEY + step], columns)
         sampled = columns.gather(1, winners[:, None])[:, 0]
         token_ids = torch.where(temperature > 0.0, sampled, logits.argmax(dim=-1))
         token_logits = logits.gather(1, token_ids[:, None]).float()

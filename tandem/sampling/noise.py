@@ -1,25 +1,25 @@
-"""Keyed noise: a random number is a function of what it is for, never of when or where it is drawn.
+"""Keyed noise: a random number is a function of its purpose, never of when or where it is drawn.
 
 A key is made from a request's seed, a position, a purpose and, for some purposes, the base length of the
-round. The position is the index in the sequence of the token that is being chosen. From a key follows a
-stream of uniforms, one for each token id. The bits come from integer arithmetic alone (the finaliser of
+round. The position is the index in the sequence of the token that is being chosen. A key gives a stream of
+uniforms, one for each token id. The bits come from integer arithmetic alone (the finaliser of
 SplitMix64: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014), written
 once over array operators, so numpy and torch give the same bits on a CPU and on a GPU.
 
 Which keys carry the round's base length
 ----------------------------------------
-A token-by-token rule decides a position from noise at that position and before it. Whatever it throws away
-after a rejection never influenced what it kept, so the next round may meet the same noise again at those
-positions and stays exact. Block verification is different: a draft token and an acceptance uniform further
-on decide whether an earlier token is kept. Meeting them again in the next round would make its noise depend
-on tokens already emitted. Hence `PROPOSAL` and `ACCEPTANCE` keys carry the base length, which no two rounds
-of a sequence share. Fresh noise is exact for every rule, so they carry it always and no service needs to
-know the rule. `RECOVERY` carries it too, so that all that the coordinator draws is keyed alike; its race is
-looked at only when the winner becomes the token at its position.
+A token-by-token rule decides on a position with the noise of that position and earlier ones. The noise after a
+rejection never influenced the tokens that were kept, so the next round may reuse it at those positions and stays
+exact. Block verification is different: a later draft token and its acceptance uniform help to decide whether an
+earlier token is kept. If the next round reused them, its noise would depend on tokens already emitted. Hence
+`PROPOSAL` and `ACCEPTANCE` keys carry the base length, which no two rounds of a sequence share. Fresh noise is
+exact for every rule, so these keys always carry it and no service needs to know the rule. `RECOVERY` keys carry it
+too, so that everything the coordinator draws has the same kind of key; their sample is used only when it becomes
+the token at its position.
 
-`TARGET` keys never carry it: under `strict` the draft, working in one round, has to meet the noise that the
-target will use at that position in whichever round gets there. Block verification stays exact with them,
-because the target's draw at a position is looked at only when it becomes the token there.
+`TARGET` keys never carry it: under `strict` the draft must use the noise that the target will use at that position,
+in whichever round reaches it. Block verification stays exact with them, because the target's sample at a position is
+used only when it becomes the token there.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from array_api_compat import array_namespace, device
 from tandem.types import IntArray
 
 Array: TypeAlias = Any
-"""A numpy array or a torch tensor: only what the array API standard gives both is used of it."""
+"""A numpy array or a torch tensor, used only through the array API standard."""
 
 
 def _signed(bits: int) -> int:
-    """The 64 bits as a signed number, which is what numpy and torch both compute with."""
+    """Return the 64 bits as a signed number, as numpy and torch compute with them."""
     return bits - (1 << 64) if bits >> 63 else bits
 
 
@@ -55,26 +55,26 @@ class Purpose(IntEnum):
     """Purpose of a random number. Two purposes never share a key."""
 
     TARGET = 1
-    """Everything the target draws, and what the draft draws to anticipate it (`strict`)."""
+    """Samples of the target, and the draft's samples that anticipate them (`strict`)."""
     PROPOSAL = 2
     """Tokens that the draft samples from its own distribution."""
     ACCEPTANCE = 3
-    """True if a proposed token is accepted."""
+    """Decisions on proposed tokens."""
     RECOVERY = 4
-    """Which token follows the accepted run: in place of a rejected one, or after a proposal kept whole."""
+    """The token after the accepted run: the recovered or the bonus token."""
 
 
 def _shift_right(values: Array, count: int) -> Array:
-    """Shifts zeros in; `>>` alone would repeat the sign."""
+    """Shift right with zeros; `>>` alone would repeat the sign."""
     shifted = values >> count
     shifted &= (1 << (64 - count)) - 1
     return shifted
 
 
 def _mix(values: Array) -> Array:
-    """SplitMix64's finaliser: a bijection in which each bit of the input flips half of the output's.
+    """Apply SplitMix64's finaliser: a bijection in which each input bit flips half of the output bits.
 
-    In place after the first step: the arrays can be as large as rows times vocabulary.
+    It works in place after the first step, because the arrays can be as large as rows times vocabulary.
     """
     mixed = values ^ _shift_right(values, 30)
     mixed *= _FIRST_MULTIPLIER
@@ -85,8 +85,10 @@ def _mix(values: Array) -> Array:
 
 
 def _mixed_bits(bits: int) -> int:
-    """`_mix` of one word in Python's own integers, which are unsigned here. Arrays of numpy take ten times as long for
-    the few numbers of a round."""
+    """Compute `_mix` of one word with unsigned Python integers.
+
+    For the few numbers of a round numpy arrays would take ten times as long.
+    """
     bits ^= bits >> 30
     bits = bits * _FIRST_MULTIPLIER & _ALL_BITS
     bits ^= bits >> 27
@@ -95,13 +97,13 @@ def _mixed_bits(bits: int) -> int:
 
 
 def _key_bits(seed: int, position: int, purpose: Purpose, round_base: int) -> int:
-    """A key of `stream_keys` as 64 bits without a sign."""
+    """Return a key of `stream_keys` as 64 unsigned bits."""
     word = position + (purpose << 2 * _LENGTH_BITS) + (round_base << _LENGTH_BITS)
     return _mixed_bits(_mixed_bits(seed & _ALL_BITS) + word * _GOLDEN & _ALL_BITS)
 
 
 def _unit_interval(bits: Array) -> Array:
-    """Odd multiples of 2**-53: exact in float64, symmetric about one half, never 0 or 1."""
+    """Map bits to odd multiples of 2**-53: exact in float64, symmetric about one half, never 0 or 1."""
     xp = array_namespace(bits)
     odd = _shift_right(bits, 11)
     odd |= 1
@@ -111,13 +113,13 @@ def _unit_interval(bits: Array) -> Array:
 def stream_keys(
     seeds: Array, positions: Array, purposes: Purpose | Array, round_bases: Array | int = 0
 ) -> Array:
-    """Keys of many streams at once. The arrays are int64 and broadcast with each other.
+    """Return the keys of many streams. The arrays are int64 and broadcast with each other.
 
     Args:
         seeds: Request seeds; an array of at least one dimension.
         positions: Index in its sequence of the token that is chosen; an array of at least one dimension.
-        purposes: What the streams are for: one for all, or an array.
-        round_bases: Base lengths of the rounds; 0 for the purpose TARGET (see the module's text).
+        purposes: One purpose for all streams, or an array.
+        round_bases: Base lengths of the rounds; 0 for the purpose TARGET (see the module docstring).
 
     Returns:
         int64 of the broadcast shape. For one seed, different arguments never give the same key.
@@ -127,31 +129,31 @@ def stream_keys(
 
 
 def stream_key(seed: int, position: int, purpose: Purpose, round_base: int = 0) -> int:
-    """Key of one stream; a signed 64-bit integer."""
+    """Return the key of one stream, a signed 64-bit integer."""
     return _signed(_key_bits(seed, position, purpose, round_base))
 
 
 def target_keys(seed: int, base_length: int, count: int) -> IntArray:
-    """Keys of the target's draws for the `count` tokens that follow `base_length` ones, int64 [count].
+    """Return the keys of the target's samples for the `count` tokens after `base_length` ones, int64 [count].
 
-    A draft that anticipates the target (`strict`) draws with the same.
+    A draft that anticipates the target (`strict`) samples with the same keys.
     """
     positions = range(base_length, base_length + count)
     return np.array([stream_key(seed, position, Purpose.TARGET) for position in positions], dtype=np.int64)
 
 
 def proposal_keys(seed: int, base_length: int, count: int) -> IntArray:
-    """Keys of the draft's own draws in the round that extends `base_length` tokens, int64 [count]."""
+    """Return the keys of the draft's own samples in the round that extends `base_length` tokens, int64 [count]."""
     positions = range(base_length, base_length + count)
     keys = [stream_key(seed, position, Purpose.PROPOSAL, base_length) for position in positions]
     return np.array(keys, dtype=np.int64)
 
 
 def recovery_keys(seed: int, base_length: int, count: int) -> IntArray:
-    """Keys of the races for the token after the accepted run, in the round that extends `base_length` tokens.
+    """Return the keys for sampling the token after the accepted run, in the round that extends `base_length` tokens.
 
-    Entry i is for the round in which i tokens are accepted, and so chooses the token at `base_length` + i. Target,
-    coordinator and a draft that anticipates them race with the same keys.
+    Entry i applies if i tokens are accepted, and so chooses the token at `base_length` + i. Target, coordinator and a
+    draft that anticipates them sample with the same keys.
 
     Returns:
         int64 [count]; a proposal of K tokens needs K + 1.
@@ -162,7 +164,7 @@ def recovery_keys(seed: int, base_length: int, count: int) -> IntArray:
 
 
 def token_uniforms(keys: Array, token_ids: Array | int) -> Array:
-    """The uniforms that each row's key gives to token ids.
+    """Return the uniforms that each row's key gives to token ids.
 
     Args:
         keys: int64 [R].
@@ -179,23 +181,23 @@ def token_uniforms(keys: Array, token_ids: Array | int) -> Array:
 
 
 def uniform(seed: int, position: int, purpose: Purpose, round_base: int = 0) -> float:
-    """The first uniform of a stream, strictly between 0 and 1."""
+    """Return the first uniform of a stream, strictly between 0 and 1."""
     bits = _mixed_bits(_key_bits(seed, position, purpose, round_base) + _GOLDEN & _ALL_BITS)
     return (bits >> 11 | 1) * 2.0**-53
 
 
 def gumbel(keys: Array, token_ids: Array | int) -> Array:
-    """Standard Gumbel noise, float64 [R, V]; arguments as in `token_uniforms`."""
+    """Return standard Gumbel noise, float64 [R, V]; arguments as in `token_uniforms`."""
     xp = array_namespace(keys)
     return -xp.log(-xp.log(token_uniforms(keys, token_ids)))
 
 
-def race(probs: Array, keys: Array, token_ids: Array | None = None) -> Array:
-    """Draws one token of each row.
+def sample(probs: Array, keys: Array, token_ids: Array | None = None) -> Array:
+    """Sample one token of each row.
 
-    The Gumbel-max trick in its exponential form: the argmax of log(prob) + gumbel is the argmax of
-    prob / exponential, which spares two logarithms and needs no care for probability zero. Two models that
-    race with the same keys agree with probability (1 - TV) / (1 + TV) or more, where TV is the total
+    This is the Gumbel-max trick in its exponential form: the argmax of log(prob) + gumbel is the argmax of
+    prob / exponential, which saves two logarithms and needs no special case for probability zero. Two models
+    that sample with the same keys agree with probability (1 - TV) / (1 + TV) or more, where TV is the total
     variation distance of their distributions.
 
     Args:
@@ -204,8 +206,8 @@ def race(probs: Array, keys: Array, token_ids: Array | None = None) -> Array:
         token_ids: Which ids the columns are, as in `token_uniforms`; None for all ids in order.
 
     Returns:
-        int64 [R]: the winning columns. The noise has the same bits everywhere; its logarithm may differ in
-        the last place between devices, which changes about one winner in 10**13.
+        int64 [R]: the sampled columns. The noise has the same bits everywhere; its logarithm may differ in
+        the last place between devices, which changes about one sample in 10**13.
     """
     xp = array_namespace(probs, keys)
     exponential = -xp.log(token_uniforms(keys, probs.shape[1] if token_ids is None else token_ids))

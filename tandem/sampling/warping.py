@@ -1,10 +1,10 @@
-"""From logits to the distribution that is sampled: temperature, min-p, top-k, top-p.
+"""Warping turns logits into the distribution to sample: temperature, min-p, top-k, top-p.
 
 One definition for numpy and torch, in float64 throughout, so that the target's device and the coordinator
-come to the same distribution. The meaning of each, down to ties and to the token that always stays, is that of
+compute the same distribution. Each step, down to ties and to the token that always remains, works like
 `TemperatureLogitsWarper`, `MinPLogitsWarper`, `TopKLogitsWarper` and `TopPLogitsWarper` of Hugging Face
 transformers. The order is vLLM's, where min-p comes first; transformers applies it last. The two orders differ only
-where min-p and top-p go together: top-p's share is one of what min-p has left.
+if min-p and top-p are combined: top-p then applies to the mass that min-p has left.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from array_api_compat import array_namespace, device, is_torch_array
 from tandem.types import SamplingParams
 
 Array: TypeAlias = Any
-"""A numpy array or a torch tensor: hardly more is used of it than the array API standard gives both."""
+"""A numpy array or a torch tensor, used almost only through the array API standard."""
 
 _PLAIN = SamplingParams()
-"""Leaves every distribution as it is."""
+"""Leaves every distribution unchanged."""
 
 
 def warp(logits: Array, sampling: Sequence[SamplingParams]) -> Array:
-    """Probabilities that the sampling parameters make of logits.
+    """Return the probabilities to sample from: the logits, warped by the sampling parameters.
 
-    What has to be done is read from `sampling` on the host: nothing waits for the device, and the vocabulary
-    is sorted only when a row has top_k or top_p.
+    The steps to run follow from `sampling` on the host alone: the host never waits for the device, and the
+    vocabulary is sorted only when a row has top_k or top_p.
 
     Args:
         logits: [R, V], a floating type. A row has at least one finite entry; -inf entries stay impossible.
@@ -36,17 +36,17 @@ def warp(logits: Array, sampling: Sequence[SamplingParams]) -> Array:
 
     Returns:
         float64 [R, V] on the device of `logits`; each row sums to one. A row of temperature 0 is one-hot at
-        its highest logit, the lowest id among equals.
+        its argmax, the lowest id among equals.
     """
     xp = array_namespace(logits)
     if all(params.is_greedy for params in sampling):
         return _one_hot_argmax(logits)
-    # Greedy rows are replaced at the end; until then they are rows that cost nothing.
+    # Greedy rows are replaced at the end; until then they are treated as unwarped rows, which is the cheapest.
     others = [_PLAIN if params.is_greedy else params for params in sampling]
     scores = xp.astype(logits, xp.float64) / _column([params.temperature for params in others], logits)
     weights = xp.exp(scores - xp.max(scores, axis=1, keepdims=True))
     if any(params.min_p > 0.0 for params in others):
-        # The highest weight is 1, so the threshold needs no normalised probabilities.
+        # The maximum weight is 1, so the threshold needs no normalised probabilities.
         weights = xp.where(weights < _column([params.min_p for params in others], logits), 0.0, weights)
     if any(params.top_k > 0 or params.top_p < 1.0 for params in others):
         weights = _truncate_sorted(weights, others)
@@ -58,7 +58,7 @@ def warp(logits: Array, sampling: Sequence[SamplingParams]) -> Array:
 
 
 def _column(values: Sequence[float], like: Array) -> Array:
-    """The values as float64 [R, 1] on the device of `like`; one number when all are equal."""
+    """Return the values as float64 [R, 1] on the device of `like`; one number when all are equal."""
     if all(value == values[0] for value in values):
         return values[0]
     xp = array_namespace(like)
@@ -72,29 +72,29 @@ def _one_hot_argmax(logits: Array) -> Array:
 
 
 def _truncate_sorted(weights: Array, sampling: Sequence[SamplingParams]) -> Array:
-    """Sets to zero what top-k and then top-p leave out of unnormalised probabilities [R, V]."""
+    """Set to zero the entries of unnormalised probabilities [R, V] that top-k and then top-p remove."""
     xp = array_namespace(weights)
-    ascending = _highest(weights, _candidate_count(sampling, weights.shape[1]))
-    lowest_kept = _kth_highest(ascending, [params.top_k for params in sampling])
-    # Everything that ties with the lowest token kept is kept as well.
-    weights = xp.where(weights < lowest_kept, 0.0, weights)
+    ascending = _largest(weights, _candidate_count(sampling, weights.shape[1]))
+    smallest_kept = _kth_largest(ascending, [params.top_k for params in sampling])
+    # Tokens that tie with the smallest kept one are kept as well.
+    weights = xp.where(weights < smallest_kept, 0.0, weights)
     if all(params.top_p >= 1.0 for params in sampling):
         return weights
-    ascending = xp.where(ascending < lowest_kept, 0.0, ascending)
-    return _keep_nucleus(weights, ascending, lowest_kept, [params.top_p for params in sampling])
+    ascending = xp.where(ascending < smallest_kept, 0.0, ascending)
+    return _keep_nucleus(weights, ascending, smallest_kept, [params.top_p for params in sampling])
 
 
 def _candidate_count(sampling: Sequence[SamplingParams], vocabulary_size: int) -> int:
-    """How many of the highest values decide: the top_k, or all of them where a row has top_p alone."""
+    """Return how many of the largest values are needed: the maximum top_k, or all where a row has top_p alone."""
     if any(params.top_p < 1.0 and params.top_k == 0 for params in sampling):
         return vocabulary_size
     return min(max(params.top_k for params in sampling), vocabulary_size)
 
 
-def _highest(values: Array, count: int) -> Array:
-    """The `count` highest values of each row in ascending order, [R, count].
+def _largest(values: Array, count: int) -> Array:
+    """Return the `count` largest values of each row in ascending order, [R, count].
 
-    The array API standard has no selection, which is many times as fast as sorting a large vocabulary.
+    Selection is many times as fast as sorting a large vocabulary, but the array API standard lacks it.
     """
     if count == values.shape[1]:
         return array_namespace(values).sort(values, axis=1)
@@ -103,8 +103,8 @@ def _highest(values: Array, count: int) -> Array:
     return np.sort(np.partition(values, -count, axis=1)[:, -count:], axis=1)
 
 
-def _kth_highest(ascending: Array, top_k: Sequence[int]) -> Array:
-    """The `top_k`-th highest value of each sorted row, [R, 1]; 0 where `top_k` is 0."""
+def _kth_largest(ascending: Array, top_k: Sequence[int]) -> Array:
+    """Return the `top_k`-th largest value of each sorted row, [R, 1]; 0 where `top_k` is 0."""
     xp = array_namespace(ascending)
     size = ascending.shape[1]
     columns = [max(size - (count or size), 0) for count in top_k]
@@ -113,34 +113,34 @@ def _kth_highest(ascending: Array, top_k: Sequence[int]) -> Array:
     return xp.take_along_axis(ascending, indices, axis=1) * keeps_some
 
 
-def _keep_nucleus(weights: Array, ascending: Array, lowest_kept: Array, top_p: Sequence[float]) -> Array:
-    """Sets to zero the least probable tokens of each row that together have at most 1 - top_p.
+def _keep_nucleus(weights: Array, ascending: Array, smallest_kept: Array, top_p: Sequence[float]) -> Array:
+    """Set to zero the least probable tokens of each row that together have at most 1 - top_p.
 
-    Among equally probable tokens the lowest ids go first, as in a stable sort. Working with sorted values
-    alone spares the sort its permutation and the way back.
+    Among equally probable tokens the lowest ids are dropped first, as in a stable sort. Sorted values alone
+    suffice, so the permutation is never computed or inverted.
 
     Args:
         weights: Unnormalised probabilities after top-k, [R, V].
-        ascending: The highest of them in order, [R, C].
-        lowest_kept: The lowest that is not zero, [R, 1], where C is less than V. Tokens that tie with it may
+        ascending: The largest of them in ascending order, [R, C].
+        smallest_kept: The smallest that is not zero, [R, 1], where C is less than V. Tokens that tie with it may
             be missing from `ascending`.
-        top_p: For each row; 1 leaves the row as it is.
+        top_p: One for each row; 1 leaves the row unchanged.
     """
     xp = array_namespace(weights)
     limits = _column([1.0 - value for value in top_p], weights)
     total = xp.sum(weights, axis=1, keepdims=True)
-    missing = _count(weights == lowest_kept) - _count(ascending == lowest_kept)
-    tied_prob = lowest_kept / total
-    # What is missing is no more probable than what follows it in order, so it is dropped first.
+    missing = _count(weights == smallest_kept) - _count(ascending == smallest_kept)
+    tied_prob = smallest_kept / total
+    # Missing tokens are no more probable than any in `ascending`, so they are dropped first.
     cumulative = xp.cumulative_sum(ascending / total, axis=1) + xp.where(
         missing > 0, missing * tied_prob, 0.0
     )
     dropped_count = _count((ascending == 0.0) | (cumulative <= limits))
-    dropped_count = xp.clip(dropped_count, max=ascending.shape[1] - 1)  # the most probable token stays
+    dropped_count = xp.clip(dropped_count, max=ascending.shape[1] - 1)  # the argmax remains
     boundary = xp.take_along_axis(ascending, dropped_count, axis=1)
     missing_dropped = xp.minimum(missing, xp.floor(limits / xp.where(tied_prob > 0.0, tied_prob, 1.0)))
     at_boundary_dropped = dropped_count - _count(ascending < boundary)
-    at_boundary_dropped = at_boundary_dropped + xp.where(boundary == lowest_kept, missing_dropped, 0.0)
+    at_boundary_dropped = at_boundary_dropped + xp.where(boundary == smallest_kept, missing_dropped, 0.0)
     at_boundary = weights == boundary
     rank = xp.cumulative_sum(xp.astype(at_boundary, xp.int64), axis=1)
     keeps = (weights > boundary) | (at_boundary & (rank > at_boundary_dropped))
@@ -149,5 +149,5 @@ def _keep_nucleus(weights: Array, ascending: Array, lowest_kept: Array, top_p: S
 
 
 def _count(mask: Array) -> Array:
-    """How many are true in each row, [R, 1]."""
+    """Count the true entries of each row, [R, 1]."""
     return array_namespace(mask).count_nonzero(mask, axis=1, keepdims=True)

@@ -1,1 +1,1 @@
-"""Running a gRPC server: its start, its readiness, its end, and the edge where errors become status codes."""
+"""Running a gRPC server: startup, readiness, shutdown, and the error boundary that turns errors into status codes."""

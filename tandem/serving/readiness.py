@@ -28,32 +28,32 @@ class CanStall(Protocol):
 
 
 class Readiness:
-    """Readiness of a server: whether calls pass, and its health status."""
+    """Readiness of a server: it admits or refuses calls, and reports the health status."""
 
     def __init__(self, name: str, full_names: Sequence[str]) -> None:
-        self.gate = ReadinessInterceptor(f"the {name} service is still starting")
+        self.interceptor = ReadinessInterceptor(f"the {name} service is still starting")
         self.health = health.aio.HealthServicer()
         self.name = name
         self._full_names = full_names
 
     async def announce(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
-        """Let health say this of the server and of each of its services."""
+        """Set this health status for the server and for each of its services."""
         for name in ("", *self._full_names):
             await self.health.set(name, status)
 
     async def open(self) -> None:
-        """Let calls through."""
-        self.gate.closed_because = ""
+        """Admit calls."""
+        self.interceptor.closed_because = ""
         await self.announce(health_pb2.HealthCheckResponse.SERVING)
 
     async def pause(self, reason: str) -> None:
-        """Let no more calls through for now."""
-        self.gate.closed_because = reason
+        """Refuse calls with this reason until `open` is called."""
+        self.interceptor.closed_because = reason
         await self.announce(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def close(self) -> None:
         """Refuse new calls; running ones continue."""
-        self.gate.closed_because = f"the {self.name} service is draining"
+        self.interceptor.closed_because = f"the {self.name} service is draining"
         await self.health.enter_graceful_shutdown()
         logger.info("draining", extra={"service": self.name})
 

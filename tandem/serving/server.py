@@ -78,11 +78,11 @@ class Service(Protocol):
 
 
 @runtime_checkable
-class HasOtherWaysIn(Protocol):
+class HasOtherEndpoints(Protocol):
     """A service with requests other than one gRPC call each: HTTP, or shared streams."""
 
-    def open_other_ways(self, gate: ReadinessInterceptor, calls: RunningCalls) -> None:
-        """Open them. Their requests pass the gate and count as calls. Called first.
+    def open_other_endpoints(self, readiness: ReadinessInterceptor, calls: RunningCalls) -> None:
+        """Open them. Their requests pass the readiness check and count as calls. Called first.
 
         Raises:
             ConfigurationError: an address cannot be bound.
@@ -120,7 +120,7 @@ async def serve(
         before_ready: Called once the service has started, before it accepts calls.
 
     Returns:
-        Whether it was ever ready.
+        True if the server was ever ready.
 
     Raises:
         ConfigurationError: the address cannot be bound, or the service cannot start with its options.
@@ -129,10 +129,10 @@ async def serve(
     calls = RunningCalls()
     readiness = Readiness(service.name, service.full_names)
     own = service.interceptors if isinstance(service, HasInterceptors) else ()
-    server = new_server(settings, calls, readiness.gate, *own)
+    server = new_server(settings, calls, readiness.interceptor, *own)
     await _register(server, service, readiness)
-    if isinstance(service, HasOtherWaysIn):
-        service.open_other_ways(readiness.gate, calls)
+    if isinstance(service, HasOtherEndpoints):
+        service.open_other_endpoints(readiness.interceptor, calls)
     address = _bind(server, settings)
     with stop_signals() as stopping:
         service.request_drain = stopping.set
@@ -165,15 +165,15 @@ async def serve(
 def new_server(
     settings: ServerSettings, calls: RunningCalls, *interceptors: grpc.aio.ServerInterceptor
 ) -> grpc.aio.Server:
-    """A server with all that stands before a method: the edge, the tokens, the bounds, and these interceptors.
+    """Create a server with the error boundary, authentication, the limit on anonymous calls, and these interceptors.
 
     Raises:
         ConfigurationError: a file of tokens cannot be read, or holds none.
     """
-    edge = ErrorBoundary(calls, settings.stalled_reader_timeout_seconds)
-    guard = AuthInterceptor(token_source(settings, settings.host))
+    boundary = ErrorBoundary(calls, settings.stalled_reader_timeout_seconds)
+    authentication = AuthInterceptor(token_source(settings, settings.host))
     return grpc.aio.server(
-        interceptors=[edge, guard, AnonymousCallLimiter(), *interceptors],
+        interceptors=[boundary, authentication, AnonymousCallLimiter(), *interceptors],
         options=_SERVER_OPTIONS,
         maximum_concurrent_rpcs=settings.max_concurrent_streams,
     )

@@ -56,6 +56,19 @@ def address(target_address: str, draft_address: str) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
+def paced_pair(services: Nursery) -> tuple[str, str]:
+    """Addresses of the demo pair with steps that take so long that any machine drafts ahead of them."""
+    roles = (("target", DEMO_TARGET), ("draft", DEMO_DRAFT))
+    made = [services.paced_service(role, model, "25,1") for role, model in roles]
+    for each in made:
+        each.start()
+    for each in made:
+        each.await_ready()
+    target, draft = made
+    return target.address, draft.address
+
+
+@pytest.fixture(scope="session")
 def adaptive_address(target_address: str, draft_address: str) -> Iterator[str]:
     """A coordinator over the demo pair that proposes as much as pays, which is the default."""
     with coordinator(target_address, draft_address, "--speculation-policy", "adaptive") as process:

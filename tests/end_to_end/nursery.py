@@ -46,6 +46,7 @@ def _starts() -> dict[str, Callable[[list[str]], None]]:
     """What runs each service, with everything imported that it needs."""
     import torch
 
+    import benchmarks.models.paced_services
     import draft_service.__main__
     import target_service.__main__
 
@@ -53,7 +54,11 @@ def _starts() -> dict[str, Callable[[list[str]], None]]:
         importlib.import_module(module)
     # Threads do not survive a fork, so there must be none yet.
     torch.set_num_threads(1)
-    return {"draft_service": draft_service.__main__.run, "target_service": target_service.__main__.run}
+    return {
+        "draft_service": draft_service.__main__.run,
+        "target_service": target_service.__main__.run,
+        "benchmarks.models.paced_services": benchmarks.models.paced_services.main,
+    }
 
 
 def _become(folder: Path, start: Callable[[], None]) -> None:

@@ -91,6 +91,11 @@ class Nursery:
         """One with a model, on one thread: the machine is shared."""
         return self.nursling(package, "--model", str(model), "--threads", "1", *arguments)
 
+    def paced_service(self, role: str, model: Path, pace: str) -> Nursling:
+        """A target or draft whose steps take at least so long: `VERIFY_MS,DRAFT_STEP_MS`."""
+        paced = ("--role", role, "--pace", pace)
+        return self.model_service("benchmarks.models.paced_services", model, *paced)
+
     def started(self, package: str, model: Path, *arguments: str) -> Nursling:
         """One with a model that is ready, and lives as long as the nursery unless it is ended."""
         made = self.model_service(package, model, *arguments)

@@ -17,6 +17,9 @@ from tests.paths import ROOT
 TANDEM = str(Path(sys.executable).with_name("tandem"))
 """The console script of the environment that runs the tests."""
 
+AHEAD = ("--speculation-policy", "fixed", "--draft-ahead", "8")
+"""Options of a coordinator that always drafts ahead."""
+
 START_SECONDS = 90.0
 """Bound on a start: importing torch takes seconds, on two busy cores many."""
 _POLL_SECONDS = 0.02

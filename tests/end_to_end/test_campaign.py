@@ -20,8 +20,8 @@ import pytest
 
 from tandem.clients.aio import Client
 from tandem.types import GenerationRequest
+from tests.end_to_end.disturbed import joined, request, started, streamed
 from tests.end_to_end.nurslings import Nursery, Nursling
-from tests.end_to_end.test_failover import joined, request, started, streamed
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 
 pytestmark = pytest.mark.slow

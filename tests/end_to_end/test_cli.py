@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from tests.commands import run_here
 from tests.end_to_end.processes import (
+    AHEAD,
     START_SECONDS,
     TANDEM,
     address_of,
@@ -34,6 +35,7 @@ OPTIONS = ("--temperature", "0", "--max-tokens", "24", "--num-speculative-tokens
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 COLOURED = re.compile(r"\x1b\[(?:1;)?32m.*?\x1b\[0m", re.DOTALL)
 """Green; bold where it was drafted ahead."""
+BOLD, GREEN = re.compile(r"\x1b\[1;32m"), re.compile(r"\x1b\[32m")
 
 
 def generate(address: str, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -161,6 +163,21 @@ def test_a_terminal_shows_accepted_tokens_in_colour(address: str, expected: Any)
     assert ESCAPE.sub("", shown).replace("\r\n", "\n").startswith(expected["text"])
     plain = "".join(COLOURED.split(shown))
     assert plain.strip(), "what the target supplied is not coloured"
+
+
+def test_tokens_that_were_drafted_ahead_are_bold(paced_pair: tuple[str, str]) -> None:
+    with coordinator(*paced_pair, *AHEAD) as process:
+        address = address_of(process)
+        told = generated(address, PROMPT)
+        shown = on_a_terminal(TANDEM, "generate", PROMPT, "--address", address, *OPTIONS)
+    ahead = told["speculation"]["ahead"]
+    marked = [each for each in told["rounds"] if each["drafted_ahead"]]
+    assert 0 < len(marked) == ahead["hits"] <= ahead["awaited"] < len(told["rounds"])
+    assert all(each["proposed"] for each in marked)
+    assert BOLD.search(shown)
+    assert GREEN.search(shown), "the first proposal was asked for"
+    assert ESCAPE.sub("", shown).replace("\r\n", "\n").startswith(told["text"])
+    assert re.search(r"; \d+\.\d% of \d+ rounds drafted ahead", shown)
 
 
 def on_a_terminal(*command: str) -> str:

@@ -7,24 +7,19 @@ import logging
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 
 import pytest
 
 from tandem.clients.aio import Client
-from tandem.types import Chunk, GenerationRequest, SpeculationStats
+from tandem.types import GenerationRequest
+from tests.end_to_end.disturbed import begun, joined, request, revived, started, streamed
 from tests.end_to_end.nurslings import Nursery, Nursling
-from tests.end_to_end.processes import address_of, coordinator
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 
 pytestmark = pytest.mark.slow
 
 logger = logging.getLogger(__name__)
 
-MAX_TOKENS = 400
-"""At least a third of a second on the fastest machines: what is to be disturbed must not be over before."""
 PASSING_TOKENS = 40
 """Of completions that come and go."""
 DRAFT_STALL_SECONDS = 1.0
@@ -35,90 +30,6 @@ RUNS = pytest.mark.parametrize(
 )
 
 
-def request(prompt: str, rule: str, max_tokens: int = MAX_TOKENS) -> GenerationRequest:
-    """Greedy, or strict with a seed: in both the text is a function of the target alone."""
-    if rule == "greedy":
-        return GenerationRequest(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    return GenerationRequest(
-        prompt, max_tokens=max_tokens, temperature=1.0, seed=11, rejection_sampling_strategy="strict",
-        ignore_eos=True,
-    )  # fmt: skip
-
-
-@dataclass
-class Stream:
-    """A completion as its client sees it come."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    drafted: list[bool] = field(default_factory=list)
-    longest_pause_seconds: float = 0.0
-    figures: SpeculationStats = field(default_factory=SpeculationStats)
-
-    async def read(
-        self, client: Client, wanted: GenerationRequest, begun: asyncio.Event | None = None
-    ) -> None:
-        last = time.monotonic()
-        async for chunk in client.generate(wanted):
-            self.longest_pause_seconds = max(self.longest_pause_seconds, time.monotonic() - last)
-            last = time.monotonic()
-            self._add(chunk)
-            if begun is not None:
-                begun.set()
-
-    def _add(self, chunk: Chunk) -> None:
-        self.text += chunk.text
-        self.token_ids += chunk.token_ids
-        self.drafted += chunk.drafted
-        if chunk.summary is not None:
-            assert chunk.summary.completion_tokens == len(self.token_ids)
-            self.figures = chunk.summary.speculation
-
-
-async def streamed(client: Client, wanted: GenerationRequest) -> Stream:
-    stream = Stream()
-    await stream.read(client, wanted)
-    return stream
-
-
-@dataclass
-class Disturbance:
-    """Streams that have begun, and what they are to be."""
-
-    streams: list[Stream]
-    tasks: list[asyncio.Task[None]]
-    expected: list[Stream]
-
-    async def end(self) -> None:
-        """Wait for the streams, which must be those of the undisturbed run."""
-        await asyncio.gather(*self.tasks)
-        for stream, expected in zip(self.streams, self.expected, strict=True):
-            assert stream.token_ids == expected.token_ids
-            assert stream.text == expected.text
-
-
-@asynccontextmanager
-async def begun(
-    client: Client, requests: Sequence[GenerationRequest], expected: Sequence[Stream]
-) -> AsyncIterator[Disturbance]:
-    """These requests, each with its first piece delivered; at the end of the block they are awaited and compared."""
-    streams = [Stream() for _ in requests]
-    events = [asyncio.Event() for _ in requests]
-    tasks = [
-        asyncio.create_task(stream.read(client, wanted, event))
-        for stream, wanted, event in zip(streams, requests, events, strict=True)
-    ]
-    await asyncio.gather(*(event.wait() for event in events))
-    assert not any(task.done() for task in tasks)
-    disturbance = Disturbance(streams, tasks, list(expected))
-    try:
-        yield disturbance
-        await disturbance.end()
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
 @pytest.fixture(scope="module")
 def targets(services: Nursery) -> list[Nursling]:
     return started(services.model_service("target_service", DEMO_TARGET) for _ in range(2))
@@ -127,41 +38,6 @@ def targets(services: Nursery) -> list[Nursling]:
 @pytest.fixture(scope="module")
 def drafts(services: Nursery) -> list[Nursling]:
     return started(services.model_service("draft_service", DEMO_DRAFT) for _ in range(2))
-
-
-def started(nurslings: Iterator[Nursling]) -> list[Nursling]:
-    made = list(nurslings)
-    for each in made:
-        each.start()
-    for each in made:
-        each.await_ready()
-    return made
-
-
-def revived(nurslings: Sequence[Nursling]) -> None:
-    """Start again what a test has ended."""
-    for each in nurslings:
-        if not each.is_alive:
-            each.start()
-    for each in nurslings:
-        each.await_ready()
-
-
-@asynccontextmanager
-async def joined(targets: Sequence[Nursling], drafts: Sequence[Nursling]) -> AsyncIterator[Client]:
-    """A client of a coordinator over these."""
-    revived([*targets, *drafts])
-    with ExitStack() as stack:
-        # On a machine that others use, drafting may well be measured not to pay.
-        process = stack.enter_context(
-            coordinator(_addresses(targets), _addresses(drafts), "--speculation-policy", "fixed")
-        )
-        async with Client(address_of(process)) as client:
-            yield client
-
-
-def _addresses(nurslings: Sequence[Nursling]) -> str:
-    return ",".join(each.address for each in nurslings)
 
 
 def jitter(chance: random.Random) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.browser import CHROMIUM, Page, chromium
-from tests.end_to_end.processes import address_of, coordinator, run
+from tests.end_to_end.processes import AHEAD, address_of, coordinator, run
 
 pytestmark = [
     pytest.mark.slow,
@@ -83,6 +83,31 @@ def test_a_prompt_is_typed_and_tokens_appear(url: str, browser: Page, tmp_path: 
         browser.screenshot(tmp_path / f"{scheme}.png")
     assert (tmp_path / "light.png").read_bytes() != (tmp_path / "dark.png").read_bytes()
     assert browser.errors == []
+
+
+def test_rounds_that_were_drafted_ahead_are_marked(paced_pair: tuple[str, str], browser: Page) -> None:
+    with coordinator(*paced_pair, *AHEAD, "--http-port", "0") as process:
+        address_of(process)
+        browser.open(process.line("http on "))
+        browser.until("document.getElementById('state').textContent === 'ready'")
+        browser.type("#prompt", "def area(width, height):\n")
+        browser.type("#max-tokens", "64")
+        browser.evaluate("document.getElementById('compare').checked = false")
+        browser.click("#run")
+        browser.until("document.querySelectorAll('.round.ahead').length > 0")
+        settle(browser)
+        status = browser.evaluate("fetch('/tandem/status').then((response) => response.json())")
+        rounds = browser.evaluate("document.querySelectorAll('.round').length")
+        marked = browser.evaluate("document.querySelectorAll('.round.ahead').length")
+        assert 0 < marked < rounds, "the first round has no proposal"
+        assert marked == status["speculation"]["ahead"]["hits"]
+        assert rounds == status["speculation"]["rounds"]
+        assert shown(browser, "ahead") == f"drafted ahead: {marked} of {rounds}"
+        said = browser.evaluate("document.getElementById('rounds').getAttribute('aria-label')")
+        assert said.startswith(f"{rounds} rounds, {marked} of them drafted ahead, ")
+        colour = "getComputedStyle(document.querySelector('%s')).borderBottomColor"
+        assert browser.evaluate(colour % ".round.ahead") != browser.evaluate(colour % ".round:not(.ahead)")
+        assert browser.errors == []
 
 
 def test_figures_move_while_it_runs_and_stopping_stops(url: str, browser: Page) -> None:

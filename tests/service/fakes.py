@@ -36,13 +36,10 @@ from tandem.serving.streams.multiplexed_stream import MultiplexedStreams
 from tandem.settings import ServerSettings
 from tandem.types import (
     Delta,
-    DenseRow,
-    IntArray,
     ModelFeature,
     ModelInfo,
     Proposal,
     RowKind,
-    RowStatistics,
     SparseDistribution,
     SupportRow,
     TargetRow,
@@ -56,11 +53,11 @@ from tandem.wire import target as target_wire
 from tandem.wire.common import model_info_to_proto
 from target_service.servicer import TargetServicer
 from tests.paths import DEMO_TARGET
+from tests.service.fake_rows import VOCABULARY_SIZE, sure_row, sure_statistics
 
 NextToken = Callable[[Sequence[int]], int]
 """What a fake model says after these tokens."""
 
-VOCABULARY_SIZE = 2048
 MAX_LENGTH = 64
 
 
@@ -72,25 +69,6 @@ def counting(tokens: Sequence[int]) -> int:
 def scripted(script: Sequence[int], prompt_length: int) -> NextToken:
     """The script's tokens one after the other, and then zeros."""
     return lambda tokens: [*script, *[0] * MAX_LENGTH][len(tokens) - prompt_length]
-
-
-def sure_row(token_id: int) -> DenseRow:
-    """Logits that leave nothing but one token any probability, the next higher id the least unlikely of the others."""
-    logits = np.full(VOCABULARY_SIZE, -1000.0, np.float32)
-    logits[token_id], logits[(token_id + 1) % VOCABULARY_SIZE] = 0.0, -900.0
-    return DenseRow(logits)
-
-
-def sure_statistics(support: IntArray, token_id: int) -> RowStatistics:
-    """What such a row tells of itself."""
-    is_other = support != token_id
-    return RowStatistics(
-        entropy=0.0,
-        max_prob=1.0,
-        argmax_token_id=token_id,
-        ranks=is_other.astype(np.int64),
-        logits=np.where(is_other, -1000.0, 0.0).astype(np.float32),
-    )
 
 
 def refusal(code: grpc.StatusCode, sentence: str) -> TandemError:

@@ -24,7 +24,7 @@ class HttpCluster:
     url: str
     http: httpx2.AsyncClient
     service: CoordinatorService
-    gate: ReadinessInterceptor
+    readiness: ReadinessInterceptor
     calls: RunningCalls
 
 
@@ -43,11 +43,11 @@ async def http_cluster(
             )
         settings: Any = {"http_port": 0} | options
         service = CoordinatorService(CoordinatorSettings(target_address=target_address, **settings))
-        gate, calls = ReadinessInterceptor(""), RunningCalls()
-        service.open_other_ways(gate, calls)
+        readiness, calls = ReadinessInterceptor(""), RunningCalls()
+        service.open_other_endpoints(readiness, calls)
         await service.start()
         stack.push_async_callback(service.close)
         url = service.http_url
         assert url is not None
         http = await stack.enter_async_context(httpx2.AsyncClient(base_url=url, timeout=30.0))
-        yield HttpCluster(url, http, service, gate, calls)
+        yield HttpCluster(url, http, service, readiness, calls)

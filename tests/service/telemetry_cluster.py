@@ -1,4 +1,4 @@
-"""Scripted models behind the real servicers of all three services, watched, with every span in one place."""
+"""Scripted models behind the real servicers of all three services, with telemetry on and every span in one place."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class MemoryExports:
 
 
 class ScriptedProposer:
-    """A drafting method that says what a fake draft says."""
+    """A drafting method that proposes what a fake draft proposes."""
 
     def __init__(self, fake: FakeDraft) -> None:
         self._fake = fake
@@ -93,7 +93,7 @@ class _Drafted:
 
 
 class ScriptedVerifier:
-    """A target that says what a fake one says."""
+    """A verifier that answers what a fake target answers."""
 
     def __init__(self, fake: FakeTarget) -> None:
         self._fake = fake
@@ -117,8 +117,8 @@ class _Verified:
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
-    """A cluster that is watched."""
+class ObservedCluster:
+    """A cluster with its metrics and spans."""
 
     address: str
     coordinator: CollectorRegistry
@@ -131,7 +131,7 @@ class Watched:
         return self.memory.get_finished_spans()
 
     async def complete(self, request: GenerationRequest, traceparent: str = "") -> list[int]:
-        """The tokens of a completion that is asked for in a trace context."""
+        """Complete the request in this trace context, and return the tokens."""
         metadata = (("traceparent", traceparent),) if traceparent else ()
         async with grpc.aio.insecure_channel(self.address) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
@@ -140,7 +140,7 @@ class Watched:
 
 
 @asynccontextmanager
-async def watched(
+async def observed_cluster(
     target: FakeTarget,
     draft: FakeDraft,
     *,
@@ -148,19 +148,19 @@ async def watched(
     trace_rounds: float = 0.0,
     num_speculative_tokens: int = 2,
     draft_ahead: DraftAhead = "auto",
-) -> AsyncIterator[Watched]:
-    """Three servers in this process."""
+) -> AsyncIterator[ObservedCluster]:
+    """Run a coordinator, a target and a draft in this process, each with telemetry."""
     exports = MemoryExports(sample_ratio)
     options = TelemetryOptions()
     async with AsyncExitStack() as stack:
-        target_watch = ObservedService(Telemetry(options, "target", exports), "target")
-        verifying = TargetServicer(target_watch)
+        target_observer = ObservedService(Telemetry(options, "target", exports), "target")
+        verifying = TargetServicer(target_observer)
         verifying.verifier = ScriptedVerifier(target)  # type: ignore[assignment]
-        target_watch.ready(target.model_info.name, lambda: None)
-        draft_watch = ObservedService(Telemetry(options, "draft", exports), "draft")
-        drafting = DraftServicer(draft_watch)
+        target_observer.ready(target.model_info.name, lambda: None)
+        draft_observer = ObservedService(Telemetry(options, "draft", exports), "draft")
+        drafting = DraftServicer(draft_observer)
         drafting.proposer = ScriptedProposer(draft)
-        draft_watch.ready(draft.model_info.name, lambda: None)
+        draft_observer.ready(draft.model_info.name, lambda: None)
         target_address, _ = await stack.enter_async_context(
             serving(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(verifying, server))
         )
@@ -181,10 +181,10 @@ async def watched(
         await service.start()
         stack.push_async_callback(service.close)
         address, _ = await stack.enter_async_context(serving(service.register))
-        yield Watched(
+        yield ObservedCluster(
             address,
             telemetry.registry,
-            draft_watch.telemetry.registry,
-            target_watch.telemetry.registry,
+            draft_observer.telemetry.registry,
+            target_observer.telemetry.registry,
             exports.memory,
         )

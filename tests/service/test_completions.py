@@ -17,9 +17,9 @@ from tandem.types import FinishReason, GenerationRequest, PositionStats, RowKind
 from tandem.v1 import target_pb2_grpc
 from tests.paths import DEMO_TARGET
 from tests.service.clients import complete, until
+from tests.service.fake_rows import VOCABULARY_SIZE
 from tests.service.fakes import (
     MAX_LENGTH,
-    VOCABULARY_SIZE,
     FakeDraft,
     FakeTarget,
     cluster,

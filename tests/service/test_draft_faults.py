@@ -12,7 +12,8 @@ from tandem.serving.interceptors.handlers import Context
 from tandem.types import FinishReason, GenerationRequest
 from tandem.v1 import draft_pb2, types_pb2
 from tests.service.clients import complete, until
-from tests.service.fakes import VOCABULARY_SIZE, FakeDraft, FakeTarget, cluster, refusal
+from tests.service.fake_rows import VOCABULARY_SIZE
+from tests.service.fakes import FakeDraft, FakeTarget, cluster, refusal
 
 PATIENCE_SECONDS = 0.05
 TEST_SECONDS = 30.0

@@ -178,7 +178,7 @@ async def test_what_is_closed_says_why_and_what_runs_goes_on() -> None:
         running = asyncio.create_task(cluster.http.post("/v1/completions", json=body))
         await until(lambda: target.running == 1, SECONDS)
         assert len(cluster.calls) == 1
-        cluster.gate.closed_because = "the coordinator service is draining"
+        cluster.readiness.closed_because = "the coordinator service is draining"
         assert await post(cluster, **body) == (
             503,
             {

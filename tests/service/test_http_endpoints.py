@@ -89,7 +89,7 @@ async def test_what_watchers_ask() -> None:
         assert (await cluster.http.get("/load")).status_code == 401
         headers = {"authorization": "Bearer a-token-of-many-characters"}
         assert (await cluster.http.get("/load", headers=headers)).json() == {"server_load": 0}
-        cluster.gate.closed_because = "draining"
+        cluster.readiness.closed_because = "draining"
         assert (await cluster.http.get("/ping")).status_code == 503
 
 

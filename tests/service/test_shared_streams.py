@@ -158,15 +158,15 @@ async def test_an_old_stream_takes_nobody_more(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_server_that_drains_takes_no_sequence_and_ends_none() -> None:
-    gate, calls = ReadinessInterceptor(""), RunningCalls()
+    readiness, calls = ReadinessInterceptor(""), RunningCalls()
     async with ends() as both:
-        both.service.shared.stand_behind(gate, calls, max_calls=2)
+        both.service.shared.apply_limits(readiness, calls, max_calls=2)
         first, second, third = both.sequences(3)
         held = [asyncio.create_task(asked(sequence, HOLD)) for sequence in (first, second)]
         await until(lambda: both.service.running == 2, SECONDS)
         with pytest.raises(CapacityError, match="2 calls run already, which is the most; try again"):
             await asked(third, 1)
-        gate.closed_because = "the target service is draining"
+        readiness.closed_because = "the target service is draining"
         late = both.streams.stream()
         with pytest.raises(ServiceUnavailableError, match="the target service is draining"):
             await asked(late, 1)
@@ -209,7 +209,7 @@ async def test_whatever_the_others_do_each_gets_its_own_answers(acts: list[tuple
     async with ends() as both:
         sequences = [both.streams.stream() for _ in range(6)]
 
-        async def play(own: int) -> None:
+        async def run_sequence(own: int) -> None:
             is_of_use = True
             for turn, (number, act) in enumerate(acts):
                 if number == own and is_of_use:
@@ -218,7 +218,7 @@ async def test_whatever_the_others_do_each_gets_its_own_answers(acts: list[tuple
                 assert await asked(sequences[own], own) == own
             sequences[own].cancel()
 
-        await asyncio.gather(*map(play, range(6)))
+        await asyncio.gather(*map(run_sequence, range(6)))
         await until(lambda: both.service.running == 0, SECONDS)
 
 
@@ -230,7 +230,7 @@ async def test_a_services_gate_stands_before_its_shared_streams(role: str) -> No
         if role == "target"
         else DraftService(DraftSettings(model=DEMO_DRAFT))
     )
-    service.open_other_ways(ReadinessInterceptor("it is closed"), RunningCalls())
+    service.open_other_endpoints(ReadinessInterceptor("it is closed"), RunningCalls())
     async with (
         asyncio.timeout(SECONDS),
         serving(service.register) as (address, _),

@@ -4,34 +4,37 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from coordinator.http.openai.logprobs import chat_logprobs, completion_logprobs
+from coordinator.http.json_parts import JsonList
+from coordinator.http.openai.logprobs import COMPLETION_COLUMNS, chat_logprobs, completion_logprobs
 from coordinator.stats.speculation import add, describe_with_state
 from tandem.speculation_state import SpeculationState
 from tandem.types import Chunk, SpeculationStats, Summary
+
+_IDS = ("token_ids", "drafted", "text_lengths", "proposed", "drafted_ahead")
 
 
 @dataclass(slots=True)
 class Choice:
     """One of the completions of a request, as far as it has come."""
 
-    chunks: list[Chunk] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    """The text of each piece."""
     characters: int = 0
+    summary: Summary | None = None
+    """How it ended; None while it runs."""
+    columns: defaultdict[str, JsonList] = field(default_factory=lambda: defaultdict(JsonList))
+    """What a whole answer says of each token, by name."""
 
     @property
     def text(self) -> str:
         """All of its text."""
-        return "".join(chunk.text for chunk in self.chunks)
-
-    @property
-    def summary(self) -> Summary | None:
-        """How it ended; None while it runs."""
-        return self.chunks[-1].summary if self.chunks else None
+        return "".join(self.texts)
 
 
 class Answer(ABC):
@@ -69,13 +72,25 @@ class Answer(ABC):
 
     def add(self, index: int, chunk: Chunk) -> None:
         """Note a piece of one of the completions."""
-        self.choices[index].chunks.append(chunk)
-        self.choices[index].characters += len(chunk.text)
+        choice = self.choices[index]
+        choice.texts.append(chunk.text)
+        choice.characters += len(chunk.text)
+        choice.summary = chunk.summary
+
+    def keep(self, index: int, chunk: Chunk) -> int:
+        """Note a piece for the whole answer: the number of bytes that it takes."""
+        self.add(index, chunk)
+        choice, kept = self.choices[index], len(chunk.text.encode("utf-8", "replace"))
+        columns = self._columns(choice, chunk) | (_ids(chunk) if self._with_ids else {})
+        for name, items in columns.items():
+            kept += choice.columns[name].extend(items)
+        return kept
 
     def whole(self) -> dict[str, Any]:
-        """The whole answer, once every completion has ended."""
+        """The whole answer, once every completion has ended. Every piece of it was kept."""
         choices = [
-            {**self._choice(choice, choice.chunks, is_piece=False), **self._ending(index, choice.chunks)}
+            {**self._whole(choice), **self._ending(index, choice.summary)}
+            | ({name: choice.columns[name] for name in _IDS} if self._with_ids else {})
             for index, choice in enumerate(self.choices)
         ]
         return {**self._head, "object": self.whole_object, "choices": choices, **self.account()}
@@ -83,9 +98,11 @@ class Answer(ABC):
     def piece(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
         """The piece that was added last, as an event; None when it says nothing to the client."""
         choice = self.choices[index]
-        if not (chunk.text or chunk.summary or chunk.logprobs or self._with_ids or len(choice.chunks) == 1):
+        if not (chunk.text or chunk.summary or chunk.logprobs or self._with_ids or len(choice.texts) == 1):
             return None
-        described = {**self._choice(choice, [chunk], is_piece=True), **self._ending(index, [chunk])}
+        described = {**self._piece(choice, chunk), **self._ending(index, chunk.summary)}
+        if self._with_ids:
+            described |= _ids(chunk)
         return {**self._head, "object": self.piece_object, "choices": [described]}
 
     def last_piece(self) -> dict[str, Any]:
@@ -118,28 +135,27 @@ class Answer(ABC):
             "speculation": describe_with_state(total, state),
         }
 
-    def _ending(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        summary = chunks[-1].summary
+    def _ending(self, index: int, summary: Summary | None) -> dict[str, Any]:
         described: dict[str, Any] = {
             "index": index,
             "finish_reason": None if summary is None else summary.finish_reason.value,
             "stop_reason": None if summary is None else summary.stop_reason,
         }
-        if self._with_ids:
-            described |= {
-                "token_ids": [token_id for chunk in chunks for token_id in chunk.token_ids],
-                "drafted": [drafted for chunk in chunks for drafted in chunk.drafted],
-                "text_lengths": [length for chunk in chunks for length in chunk.text_lengths],
-                "proposed": [chunk.proposed for chunk in chunks],
-                "drafted_ahead": [chunk.drafted_ahead for chunk in chunks],
-            }
-            if summary is not None:
-                described["seed"] = summary.seed
+        if self._with_ids and summary is not None:
+            described["seed"] = summary.seed
         return described
 
     @abstractmethod
-    def _choice(self, choice: Choice, chunks: Sequence[Chunk], *, is_piece: bool) -> dict[str, Any]:
-        """Convert the chunks to the endpoint's form."""
+    def _columns(self, choice: Choice, chunk: Chunk) -> dict[str, list[Any]]:
+        """The chunk's log probabilities as lists, of which those of all chunks follow each other."""
+
+    @abstractmethod
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        """The completion in the endpoint's form."""
+
+    @abstractmethod
+    def _piece(self, choice: Choice, chunk: Chunk) -> dict[str, Any]:
+        """The completion's last chunk in the form of the endpoint's events."""
 
 
 class CompletionAnswer(Answer):
@@ -148,10 +164,18 @@ class CompletionAnswer(Answer):
     whole_object = piece_object = "text_completion"
     prefix = "cmpl"
 
-    def _choice(self, choice: Choice, chunks: Sequence[Chunk], *, is_piece: bool) -> dict[str, Any]:
-        text = "".join(chunk.text for chunk in chunks)
-        offset = choice.characters - len(text)
-        return {"text": text, "logprobs": completion_logprobs(chunks, self._tokenizer, offset)}
+    def _columns(self, choice: Choice, chunk: Chunk) -> dict[str, list[Any]]:
+        return self._logprobs(choice, chunk) or {}
+
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        columns = {name: choice.columns[name] for name in COMPLETION_COLUMNS if name in choice.columns}
+        return {"text": choice.text, "logprobs": columns or None}
+
+    def _piece(self, choice: Choice, chunk: Chunk) -> dict[str, Any]:
+        return {"text": chunk.text, "logprobs": self._logprobs(choice, chunk)}
+
+    def _logprobs(self, choice: Choice, chunk: Chunk) -> dict[str, list[Any]] | None:
+        return completion_logprobs(chunk, self._tokenizer, choice.characters - len(chunk.text))
 
 
 class ChatAnswer(Answer):
@@ -160,13 +184,27 @@ class ChatAnswer(Answer):
     whole_object, piece_object = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
 
-    def _choice(self, choice: Choice, chunks: Sequence[Chunk], *, is_piece: bool) -> dict[str, Any]:
-        text = "".join(chunk.text for chunk in chunks)
-        logprobs = chat_logprobs(chunks, self._tokenizer)
-        if not is_piece:
-            return {"message": {"role": "assistant", "content": text, "refusal": None}, "logprobs": logprobs}
-        is_first = len(choice.chunks) == 1
+    def _columns(self, choice: Choice, chunk: Chunk) -> dict[str, list[Any]]:
+        entries = chat_logprobs(chunk, self._tokenizer)
+        return {"content": entries} if entries else {}
+
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        entries = choice.columns.get("content")
         return {
-            "delta": {**({"role": "assistant"} if is_first else {}), "content": text},
-            "logprobs": logprobs,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": None if entries is None else {"content": entries, "refusal": None},
         }
+
+    def _piece(self, choice: Choice, chunk: Chunk) -> dict[str, Any]:
+        entries = chat_logprobs(chunk, self._tokenizer)
+        is_first = len(choice.texts) == 1
+        return {
+            "delta": {**({"role": "assistant"} if is_first else {}), "content": chunk.text},
+            "logprobs": {"content": entries, "refusal": None} if entries else None,
+        }
+
+
+def _ids(chunk: Chunk) -> dict[str, list[Any]]:
+    """What `return_token_ids` asks for."""
+    said = (chunk.token_ids, chunk.drafted, chunk.text_lengths, (chunk.proposed,), (chunk.drafted_ahead,))
+    return dict(zip(_IDS, map(list, said), strict=True))

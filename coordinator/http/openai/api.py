@@ -15,12 +15,14 @@ from starlette.responses import JSONResponse, Response
 from coordinator.http.body import BodyBounds, read_body
 from coordinator.http.chat.template import ChatTemplate
 from coordinator.http.errors import ModelNotFoundError
+from coordinator.http.held_bytes import HttpMemory, Share
 from coordinator.http.openai.answers import Answer, ChatAnswer, CompletionAnswer
 from coordinator.http.openai.prompts import requests_of
 from coordinator.http.openai.rules import Body
 from coordinator.http.openai.schema import ChatBody, CompletionBody
 from coordinator.http.openai.streaming import EventStream
-from coordinator.http.tasks import ClientGoneError, merged, while_connected
+from coordinator.http.openai.whole import WholeAnswer
+from coordinator.http.tasks import merged
 from coordinator.http.unknown_fields import UnknownFields, ignored_header
 from coordinator.requests.peers import peer_of_host
 from coordinator.requests.plan import Models
@@ -78,7 +80,7 @@ class OpenAIApi:
         backend: Backend,
         calls: RunningCalls,
         model_name: str | None,
-        max_body_bytes: int,
+        memory: HttpMemory,
         unknown_fields: UnknownFields,
     ) -> None:
         """Over this backend; the model is served under `model_name`, or under its own."""
@@ -86,7 +88,7 @@ class OpenAIApi:
         self._unknown_fields = unknown_fields
         self.calls = calls
         self._model_name = model_name
-        self._most_body_bytes = max_body_bytes
+        self._memory = memory
         self._created = int(time.time())
 
     @property
@@ -116,13 +118,15 @@ class OpenAIApi:
 
         Raises:
             HttpError: its content type is not JSON, or it is too large or too slow.
+            CapacityError: too many bytes of bodies are held.
             InvalidRequestError: it is not valid JSON, or not valid for the model class.
         """
         backend = self.backend
         bounds = BodyBounds.of(
-            self._most_body_bytes, backend.models.target.max_length, backend.bounds.max_logit_biases
+            self._memory.max_body_bytes, backend.models.target.max_length, backend.bounds.max_logit_biases
         )
-        return await read_body(request, model, bounds, self.backend.turns, self._unknown_fields)
+        with self._memory.bodies.share() as share:
+            return await read_body(request, model, bounds, backend.turns, self._unknown_fields, share)
 
     def _model(self) -> dict[str, Any]:
         target = self.backend.models.target
@@ -152,7 +156,7 @@ class OpenAIApi:
         if body.stream:
             with_usage = body.stream_options is not None and body.stream_options.include_usage
             return EventStream(_events(answer, chunks, with_usage=with_usage), self.calls, headers)
-        return await self.whole(request, answer, chunks, answer.whole, headers)
+        return self.whole(answer, chunks, answer.whole, headers)
 
     async def begin(
         self, request: Request, body: Body, form: type[Answer]
@@ -182,25 +186,21 @@ class OpenAIApi:
         )
         return answer, chunks
 
-    async def whole(
+    def whole(
         self,
-        request: Request,
         answer: Answer,
         chunks: AsyncGenerator[tuple[int, Chunk]],
         make_body: Callable[[], dict[str, Any]],
         headers: Mapping[str, str],
     ) -> Response:
         """Collect all chunks, unless the client leaves first, and build the answer."""
-        try:
-            await while_connected(request.receive, self._gather(answer, chunks))
-        except ClientGoneError:
-            return Response(status_code=499)  # the client has left
-        return JSONResponse(make_body(), headers=headers)
 
-    async def _gather(self, answer: Answer, chunks: AsyncGenerator[tuple[int, Chunk]]) -> None:
-        async with self.calls.running(), aclosing(chunks):
-            async for index, chunk in chunks:
-                answer.add(index, chunk)
+        async def gather(share: Share) -> None:
+            async with self.calls.running(), aclosing(chunks):
+                async for index, chunk in chunks:
+                    share.add(answer.keep(index, chunk))
+
+        return WholeAnswer(gather, make_body, self._memory.answers, headers)
 
     def _chunks(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -16,36 +15,38 @@ _REPLACEMENT = "\ufffd"
 _SENTENCEPIECE_SPACE = "\u2581"
 
 
+COMPLETION_COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
 def completion_logprobs(
-    chunks: Sequence[Chunk], tokenizer: Tokenizer, text_offset: int = 0
-) -> dict[str, Any] | None:
+    chunk: Chunk, tokenizer: Tokenizer, text_offset: int = 0
+) -> dict[str, list[Any]] | None:
     """Log probabilities in the form of `/v1/completions`; None when the request did not ask for them.
 
     Args:
-        chunks: The chunks that they belong to.
+        chunk: The chunk that they belong to.
         tokenizer: Decodes the tokens.
-        text_offset: Number of characters before the first chunk.
+        text_offset: Number of characters before the chunk.
     """
-    offsets = []
-    for chunk in chunks:
-        for length in chunk.text_lengths:
-            offsets.append(text_offset)
-            text_offset += length
-    tokens = [token_id for chunk in chunks for token_id in chunk.token_ids]
-    positions = [position for chunk in chunks for position in chunk.logprobs]
+    positions = chunk.logprobs
     if not positions:
         return None
-    return {
-        "tokens": [token_text(tokenizer, token_id) for token_id in tokens],
-        "token_logprobs": [_number(position.logprob) for position in positions],
-        "top_logprobs": [_top(tokenizer, position) for position in positions],
-        "text_offset": offsets,
-    }
+    offsets = []
+    for length in chunk.text_lengths:
+        offsets.append(text_offset)
+        text_offset += length
+    columns = (
+        [token_text(tokenizer, token_id) for token_id in chunk.token_ids],
+        [_number(position.logprob) for position in positions],
+        [_top(tokenizer, position) for position in positions],
+        offsets,
+    )
+    return dict(zip(COMPLETION_COLUMNS, columns, strict=True))
 
 
-def chat_logprobs(chunks: Sequence[Chunk], tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """Those of `/v1/chat/completions`; None when none were asked for."""
-    content = [
+def chat_logprobs(chunk: Chunk, tokenizer: Tokenizer) -> list[Any]:
+    """Those of `/v1/chat/completions`, an entry for each token; empty when none were asked for."""
+    return [
         {
             **_entry(tokenizer, token_id, position.logprob),
             "top_logprobs": [
@@ -53,10 +54,8 @@ def chat_logprobs(chunks: Sequence[Chunk], tokenizer: Tokenizer) -> dict[str, An
                 for top_id, logprob in zip(position.top_token_ids, position.top_logprobs, strict=True)
             ],
         }
-        for chunk in chunks
         for token_id, position in zip(chunk.token_ids, chunk.logprobs, strict=False)
     ]
-    return {"content": content, "refusal": None} if content else None
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:

@@ -40,7 +40,7 @@ class Responses:
         headers = ignored_header(request.state.ignored_fields, ("tools",) if body.tools else ())
         if body.stream:
             return _ResponseStream(_events(described, answer, chunks), self._api.calls, headers)
-        return await self._api.whole(request, answer, chunks, lambda: described.ended(answer), headers)
+        return self._api.whole(answer, chunks, lambda: described.ended(answer), headers)
 
 
 class _ResponseStream(EventStream):

@@ -18,7 +18,7 @@ from tandem.types import FloatArray, IntArray, Proposal, SamplingParams, SparseD
 
 
 def draft_support(proposal: Proposal, index: int) -> IntArray | None:
-    """The ids that may have a draft probability at `index`, shape [S]; None when the whole vocabulary may."""
+    """Return the ids with a draft probability at `index`, shape [S]; None for the whole vocabulary."""
     if not proposal.distributions:
         return np.array([proposal.token_ids[index]], dtype=np.int64)
     distribution = proposal.distributions[index]
@@ -34,13 +34,13 @@ class JointRow:
     """The draft's probabilities on the target's support, shape [S]."""
 
     def ratio(self, token_id: int) -> float:
-        """Target's probability of a token over the draft's.
+        """Return the target's probability of a token divided by the draft's.
 
-        0 when the draft's is zero or not a number: the draft cannot have drawn such a token honestly, and
-        rejecting it leaves a sample of the residual, which is always one of the target's tokens.
+        The ratio is 0 when the draft's probability is zero or NaN: an honest draft cannot have drawn such a token,
+        and rejecting it is safe, because a sample of the residual always has target probability.
 
         Raises:
-            RowError: The target's row tells nothing of the token, or no number.
+            RowError: The target's row leaves the token out, or holds NaN for it.
         """
         index = self.target.index(token_id)
         target_prob, draft_prob = float(self.target.probs[index]), float(self.draft_probs[index])
@@ -52,7 +52,7 @@ class JointRow:
 def joint_row(
     proposal: Proposal, verification: Verification, index: int, sampling: SamplingParams
 ) -> JointRow:
-    """Target and draft at `index`.
+    """Join target and draft at `index`.
 
     Raises:
         RowError: The target's support leaves out a token that the draft could have proposed. Rejection
@@ -78,7 +78,7 @@ def _draft_distribution(
 
 
 def _align(token_ids: IntArray, probs: FloatArray, support: IntArray) -> FloatArray:
-    """The probabilities in the order of another support, zero where it says more."""
+    """Reorder the probabilities to another support, with zeros for ids that the draft lacks."""
     aligned = np.zeros(support.size)
     for token_id, prob in zip(token_ids, probs, strict=True):
         index = find_id(support, int(token_id))
@@ -90,11 +90,11 @@ def _align(token_ids: IntArray, probs: FloatArray, support: IntArray) -> FloatAr
 
 
 def check_rows(proposal: Proposal, verification: Verification) -> None:
-    """Raises RowError unless the verification answers the proposal and both are complete."""
+    """Raise RowError unless the verification answers the proposal and both are complete."""
     if verification.base_length != proposal.base_length:
         raise RowError(
-            f"the verification is of a sequence of {verification.base_length} tokens, "
-            f"the proposal of one of {proposal.base_length}"
+            f"the verification extends a sequence of {verification.base_length} tokens, "
+            f"the proposal one of {proposal.base_length}"
         )
     if len(verification.rows) != len(proposal) + 1:
         raise RowError(f"{len(proposal)} proposed tokens need one row more, not {len(verification.rows)}")

@@ -1,4 +1,4 @@
-"""The target's distribution at one position, whichever kind of row tells it, and how a token of it is drawn."""
+"""The target's distribution at one position, from any kind of row, and sampling from it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from coordinator.rejection.errors import RowError
 from coordinator.rejection.uniforms import Uniforms, invert
-from tandem.sampling.noise import race, target_keys
+from tandem.sampling.noise import sample, target_keys
 from tandem.sampling.warping import warp
 from tandem.types import (
     DenseRow,
@@ -37,42 +37,43 @@ class TargetDistribution(ABC):
 
     @abstractmethod
     def outside_token_id(self) -> int:
-        """A sample of the distribution restricted to outside the support; -1 when there is no mass."""
+        """Return a sample of the distribution outside the support; -1 when it has no mass there."""
 
     @abstractmethod
     def candidates(self, weights: FloatArray, scale: float) -> tuple[IntArray, FloatArray] | None:
-        """Tokens that race when the support has these weights and all else scale * target: ids and weights, [N] each.
+        """Return the candidates to sample from when the support has these weights and all else scale * target.
 
-        None when the row tells too little for a race, as an older target's does.
+        Returns:
+            Ids and weights, [N] each; None when the row lacks `outside_prob`, as that of an older target does.
         """
 
     @abstractmethod
     def statistics(self) -> RowStatistics:
-        """Figures of the whole distribution. Raises RowError when they were not sent."""
+        """Return statistics of the whole distribution. Raises RowError when the target sent none."""
 
     def index(self, token_id: int) -> int:
-        """Index of `token_id` in the support. Raises RowError when it is absent."""
+        """Return the index of `token_id` in the support. Raises RowError when it is absent."""
         index = find_id(self.token_ids, token_id)
         if index < 0:
-            raise RowError(f"the target's row says nothing of token {token_id}, which the draft proposed")
+            raise RowError(f"the target's row leaves out token {token_id}, which the draft proposed")
         return index
 
     def prob(self, token_id: int) -> float:
-        """Probability of a token of the support."""
+        """Return the probability of a token of the support."""
         return float(self.probs[self.index(token_id)])
 
     def sample(self, uniform: float) -> int:
-        """A token of the distribution. Raises RowError when it has no mass, or is not a number."""
+        """Draw a token of the distribution by inversion. Raises RowError when its mass is zero or NaN."""
         token_id = self._draw(self.probs, self.outside_mass, uniform)
         if token_id < 0:
             raise RowError(NO_DISTRIBUTION)
         return token_id
 
     def sample_next(self, uniforms: Uniforms, index: int) -> int:
-        """A token of the distribution, raced where the row allows it, after `index` accepted ones.
+        """Draw the token after `index` accepted ones, with the recovery keys where the row allows it.
 
         Raises:
-            RowError: The row has no mass, or is not a number.
+            RowError: The mass of the row is zero or NaN.
         """
         token_id = self._choose(self.probs, 1.0, uniforms, index)
         if token_id < 0:
@@ -80,22 +81,22 @@ class TargetDistribution(ABC):
         return token_id
 
     def residual_mass(self, draft_probs: FloatArray, scale: float) -> float:
-        """Sum of max(scale * target - draft, 0) over the vocabulary."""
+        """Return the sum of max(scale * target - draft, 0) over the vocabulary."""
         return float(self._residual(draft_probs, scale).sum()) + scale * self.outside_mass
 
     def sample_residual(
         self, draft_probs: FloatArray, uniforms: Uniforms, index: int, scale: float = 1.0
     ) -> int:
-        """A token of the distribution in proportion to max(scale * target - draft, 0).
+        """Draw a token in proportion to max(scale * target - draft, 0).
 
-        Where that is zero everywhere, draft and target are equal and nothing is ever rejected, but for the
-        rounding of probabilities on the wire; a token of the target's distribution is then right.
+        If that is zero everywhere, draft and target are equal, and only the rounding of probabilities on the wire
+        can have caused a rejection: a token of the target's distribution is then correct.
 
         Args:
             draft_probs: The draft's probabilities on the support, shape [S]; it has none outside.
-            uniforms: Of the round.
-            index: How many tokens were accepted.
-            scale: What the target's probabilities are multiplied by; 1 for token-by-token rules.
+            uniforms: The round's random numbers.
+            index: Number of accepted tokens.
+            scale: Factor of the target's probabilities; 1 for token-by-token rules.
         """
         token_id = self._choose(self._residual(draft_probs, scale), scale, uniforms, index)
         return token_id if token_id >= 0 else self.sample_next(uniforms, index)
@@ -106,11 +107,11 @@ class TargetDistribution(ABC):
         return np.maximum(weights, 0.0, out=weights)
 
     def _choose(self, weights: FloatArray, scale: float, uniforms: Uniforms, index: int) -> int:
-        """By a race, or with the round's uniform; -1 when the weights do not add up to a positive number."""
+        """Choose with the recovery keys or by inversion; -1 when the sum of the weights is not a positive number."""
         candidates = self.candidates(weights, scale)
         if candidates is None:
             return self._draw(weights, scale * self.outside_mass, float(uniforms.recover[index]))
-        return uniforms.race(index, *candidates)
+        return uniforms.sample(index, *candidates)
 
     def _draw(self, weights: FloatArray, outside_mass: float, uniform: float) -> int:
         index = invert(weights, outside_mass, uniform)
@@ -135,7 +136,7 @@ class _SupportTarget(TargetDistribution):
             return None
         if row.outside_token_id < 0:
             return self.token_ids, weights
-        # The target ran the race outside the support with the same noise: its winner stands for all of them.
+        # The target sampled outside the support with the same noise, so its sample stands for all tokens there.
         return np.append(self.token_ids, row.outside_token_id), np.append(weights, scale * row.outside_prob)
 
     def statistics(self) -> RowStatistics:
@@ -158,7 +159,7 @@ class _DenseTarget(TargetDistribution):
 
     def outside_token_id(self) -> int:
         keys = target_keys(self._sampling.seed, self._position, 1)
-        return int(race(self._outside_probs[None, :], keys)[0])
+        return int(sample(self._outside_probs[None, :], keys)[0])
 
     def candidates(self, weights: FloatArray, scale: float) -> tuple[IntArray, FloatArray] | None:
         all_weights = scale * self._all_probs
@@ -180,16 +181,16 @@ class _DenseTarget(TargetDistribution):
 def target_distribution(
     verification: Verification, index: int, token_ids: IntArray, sampling: SamplingParams
 ) -> TargetDistribution:
-    """The target's distribution that row `index` tells.
+    """Return the target's distribution of row `index`.
 
     Args:
         verification: The target's answer.
-        index: Which of its rows.
-        token_ids: The support to bring a dense row to, shape [S]. A support row keeps its own.
-        sampling: What to make of a dense row's logits, and the seed of its sample.
+        index: Index of the row.
+        token_ids: The support to use for a dense row, shape [S]. A support row keeps its own.
+        sampling: Warps a dense row's logits, and has the seed of its sample.
 
     Raises:
-        RowError: The row is a token row, which tells no probability.
+        RowError: The row is a token row, which contains no probabilities.
     """
     row = verification.rows[index]
     if isinstance(row, SupportRow):
@@ -200,7 +201,7 @@ def target_distribution(
 
 
 def sample_target(verification: Verification, index: int, sampling: SamplingParams, uniform: float) -> int:
-    """A token of the target's distribution at row `index`, whichever kind of row it is."""
+    """Draw a token of the target's distribution at row `index`, of any kind."""
     row = verification.rows[index]
     if isinstance(row, TokenRow):
         return row.token_id
@@ -208,7 +209,7 @@ def sample_target(verification: Verification, index: int, sampling: SamplingPara
 
 
 def sample_bonus(verification: Verification, sampling: SamplingParams, uniforms: Uniforms, index: int) -> int:
-    """The token after all `index` proposed ones, for rules that race: a sample of the target at the last row."""
+    """Sample the token after all `index` proposed ones from the last row, for rules that use the recovery keys."""
     row = verification.rows[index]
     if isinstance(row, TokenRow):
         return row.token_id
@@ -216,25 +217,23 @@ def sample_bonus(verification: Verification, sampling: SamplingParams, uniforms:
 
 
 def target_argmax(verification: Verification, index: int, sampling: SamplingParams) -> int:
-    """The target's most probable token at row `index`, the lowest id among equals.
+    """Return the target's argmax at row `index`, the lowest id among equals.
 
     Raises:
         RowError: A token row at a temperature other than 0 is a sample; a support row needs statistics.
     """
     row = verification.rows[index]
     if isinstance(row, DenseRow):
-        # Of tokens that tie for the highest logit, top-p may leave out the first.
+        # Top-p may drop the first of several tokens that tie for the maximum logit.
         return int((row.logits if sampling.is_greedy else warp(row.logits[None, :], [sampling])).argmax())
     if isinstance(row, SupportRow):
         return _SupportTarget(row).statistics().argmax_token_id
     if not sampling.is_greedy:
-        raise RowError(
-            "the target's tokens are samples, and the acceptance rule needs its most probable ones"
-        )
+        raise RowError("the target's tokens are samples, and the acceptance rule needs its argmax")
     return row.token_id
 
 
 def find_id(token_ids: IntArray, token_id: int) -> int:
-    """Index of an id among distinct ids, -1 when absent."""
+    """Return the index of an id among distinct ids, -1 when absent."""
     index = int((token_ids == token_id).argmax()) if token_ids.size else 0
     return index if token_ids.size and token_ids[index] == token_id else -1

@@ -53,7 +53,7 @@ class Sampler(Protocol):
         ...
 
     def sample(self, probs: Tensor, keys: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """One column per row, int64 [R]; see `tandem.sampling.noise.race`.
+        """One column per row, int64 [R]; see `tandem.sampling.noise.sample`.
 
         Args:
             probs: float64 [R, V].

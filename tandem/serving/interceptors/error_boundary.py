@@ -79,7 +79,7 @@ class ErrorBoundary(Interceptor):
     """Stands before every method of a server: its errors, its unreadable requests, and readers that take nothing."""
 
     def __init__(self, calls: RunningCalls, stalled_reader_timeout_seconds: float | None = None) -> None:
-        """Stand before the methods of a server.
+        """Guard the methods of a server.
 
         Args:
             calls: Where to count the calls.
@@ -89,7 +89,7 @@ class ErrorBoundary(Interceptor):
         self._readers = SlowReaderWatchdog(stalled_reader_timeout_seconds)
 
     def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
-        """The call's own handler behind the edge."""
+        """Wrap the call's handler in the error boundary."""
         inner = behaviour_of(handler)
         counted = nullcontext if details.method.startswith(_NOT_COUNTED) else self._calls.running
         behaviour = (self._streaming if handler.response_streaming else self._single)(inner, counted)

@@ -55,19 +55,19 @@ class MultiplexedStreams:
     """A server's multiplexed streams. Each of their sequences passes the readiness check and counts as a call."""
 
     def __init__(self) -> None:
-        self._gate = ReadinessInterceptor("")
+        self._readiness = ReadinessInterceptor("")
         self._calls = RunningCalls()
         self._max_calls = 1 << 30
 
-    def stand_behind(self, gate: ReadinessInterceptor, calls: RunningCalls, max_calls: int) -> None:
+    def apply_limits(self, readiness: ReadinessInterceptor, calls: RunningCalls, max_calls: int) -> None:
         """Apply the server's limits on calls to sequences.
 
         Args:
-            gate: Admits calls.
+            readiness: Admits or refuses calls.
             calls: Counts them.
             max_calls: Maximum calls at once.
         """
-        self._gate, self._calls, self._max_calls = gate, calls, max_calls
+        self._readiness, self._calls, self._max_calls = readiness, calls, max_calls
 
     async def serve(
         self,
@@ -102,7 +102,7 @@ class MultiplexedStreams:
             ServiceUnavailableError: the server accepts no new calls.
             CapacityError: it has the maximum.
         """
-        if because := self._gate.closed_because:
+        if because := self._readiness.closed_because:
             raise ServiceUnavailableError(because)
         if len(self._calls) >= self._max_calls:
             raise CapacityError(f"{len(self._calls)} calls run already, which is the most; try again")

@@ -13,7 +13,7 @@ from draft_service.proposers.drafting import Drafting
 from tandem.engine.core.jobs import Continue, Done, Failed, Job
 from tandem.engine.kv_cache.extents import Extent
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
-from tandem.sampling.noise import race, target_keys
+from tandem.sampling.noise import sample, target_keys
 from tandem.sampling.warping import warp
 from tandem.types import (
     Delta,
@@ -84,7 +84,7 @@ def test_it_meets_the_targets_noise_position_by_position() -> None:
     assert isinstance(outcome, Done)
     logits = torch.cat([logits_of(1, step) for step in range(3)])
     keys = torch.from_numpy(target_keys(SAMPLED.seed, 12, 3))
-    assert outcome.result.token_ids == tuple(race(warp(logits, [SAMPLED] * 3), keys).tolist())
+    assert outcome.result.token_ids == tuple(sample(warp(logits, [SAMPLED] * 3), keys).tolist())
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.sampling.noise import race, recovery_keys, target_keys
+from tandem.sampling.noise import recovery_keys, sample, target_keys
 from tandem.sampling.warping import warp
 from tandem.types import (
     Delta,
@@ -62,7 +62,7 @@ def test_sampled_token_rows_are_drawn_with_the_shared_noise() -> None:
     logits = logits_of(3)
     (verification,) = verified([request(RowKind.TOKEN, 3, WARPED)], logits)
     keys = torch.from_numpy(target_keys(WARPED.seed, verification.base_length, 3))
-    expected = race(warp(logits, [WARPED] * 3), keys).tolist()
+    expected = sample(warp(logits, [WARPED] * 3), keys).tolist()
     assert verification.rows == tuple(TokenRow(token_id) for token_id in expected)
 
 
@@ -118,7 +118,7 @@ def test_a_race_for_recovery_is_run_with_the_keys_of_the_round() -> None:
         outside[row, support] = 0.0
     keys = torch.from_numpy(recovery_keys(WARPED.seed, 11, 3))
     assert verification.base_length == 11
-    winners = race(outside, keys).tolist()
+    winners = sample(outside, keys).tolist()
     told = [row for row in verification.rows if isinstance(row, SupportRow)]
     assert [row.outside_token_id for row in told] == winners
     assert [row.outside_prob for row in told] == probs[range(3), winners].tolist()

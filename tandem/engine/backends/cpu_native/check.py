@@ -17,7 +17,7 @@ from tandem.engine.kv_cache.extents import Extent
 from tandem.engine.kv_cache.segment import Segment
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.models.attention import grouped_attention
-from tandem.sampling.noise import race
+from tandem.sampling.noise import sample
 from tandem.sampling.warping import warp
 from tandem.types import SamplingParams
 
@@ -35,7 +35,7 @@ _EXTENT_TOKENS = 64
 _VARIANTS = ((None, None), (7, None), (None, 5.0))
 """Windows and soft caps."""
 _TEMPERATURES = (0.4, 1.0, 1.7)
-_VOCABULARY, _HIGHEST = 301, 20
+_VOCABULARY, _TOP_K = 301, 20
 
 
 def mismatch(kernels: Kernels) -> str:
@@ -104,12 +104,13 @@ def _sampling_agrees(kernels: Kernels, dtype: torch.dtype, generator: torch.Gene
     sampling = [SamplingParams(temperature) for temperature in _TEMPERATURES]
     probs = warp(logits, sampling)
     keys = torch.randint(1 << 62, (len(sampling),), generator=generator)
-    values, columns = kernels.topk(logits, _HIGHEST)
+    values, columns = kernels.topk(logits, _TOP_K)
+    some_probs = probs[:, columns[0]]
     return (
         torch.allclose(kernels.probabilities(logits, _TEMPERATURES), probs, rtol=1e-12, atol=0.0)
-        and torch.equal(kernels.race(probs, keys), race(probs, keys))
-        and torch.equal(kernels.race(probs[:, columns[0]], keys, columns), race(probs[:, columns[0]], keys, columns))
-        and torch.equal(values, logits.float().topk(_HIGHEST).values)
+        and torch.equal(kernels.sample(probs, keys), sample(probs, keys))
+        and torch.equal(kernels.sample(some_probs, keys, columns), sample(some_probs, keys, columns))
+        and torch.equal(values, logits.float().topk(_TOP_K).values)
         and torch.equal(values, logits.float().gather(1, columns))
     )  # fmt: skip
 

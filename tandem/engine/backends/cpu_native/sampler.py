@@ -27,7 +27,7 @@ class KernelSampler(TorchSampler):
 
     def sample(self, probs: Tensor, keys: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """See `Sampler`."""
-        return self._kernels.race(probs, keys, token_ids)
+        return self._kernels.sample(probs, keys, token_ids)
 
     def argmax(self, logits: Tensor) -> list[int]:
         """See `Sampler`."""

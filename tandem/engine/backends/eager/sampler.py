@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tandem.sampling.noise import race
+from tandem.sampling.noise import sample
 from tandem.sampling.warping import warp
 from tandem.types import SamplingParams
 
@@ -22,7 +22,7 @@ class TorchSampler:
 
     def sample(self, probs: Tensor, keys: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """See `Sampler`."""
-        winners: Tensor = race(probs, keys, token_ids)
+        winners: Tensor = sample(probs, keys, token_ids)
         return winners
 
     def sample_tokens(self, probs: Tensor, keys: Tensor) -> list[int]:

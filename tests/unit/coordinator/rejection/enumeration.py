@@ -80,7 +80,7 @@ class RacesByLaw(Uniforms):
     laws: dict[int, Distribution] = field(default_factory=dict)
     """For each number of accepted tokens, the probability of each token."""
 
-    def race(self, index: int, token_ids: IntArray, weights: FloatArray) -> int:
+    def sample(self, index: int, token_ids: IntArray, weights: FloatArray) -> int:
         """See `Uniforms`."""
         total = float(weights.sum())
         if not total > 0.0:

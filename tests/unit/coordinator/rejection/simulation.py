@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 
 from coordinator.rejection import AcceptanceRule, draw_uniforms
-from tandem.sampling.noise import proposal_keys, race, recovery_keys, target_keys
+from tandem.sampling.noise import proposal_keys, recovery_keys, sample, target_keys
 from tandem.sampling.warping import warp
 from tandem.types import (
     Acceptance,
@@ -67,15 +67,15 @@ def propose(
         logits = model.logits((*tokens, *token_ids))
         probs = warp(logits[None], [sampling])
         if kind is RowKind.TOKEN:
-            token = int(race(probs, shared_keys[index : index + 1])[0])
+            token = int(sample(probs, shared_keys[index : index + 1])[0])
         elif kind is RowKind.DENSE:
-            token = int(race(probs, own_keys[index : index + 1])[0])
+            token = int(sample(probs, own_keys[index : index + 1])[0])
             distributions.append(DenseLogits(logits))
         else:
             ids = np.argsort(-probs[0])[:draft_top_k]
             ids = ids[probs[0, ids] > 0]
             kept = probs[:, ids] / probs[0, ids].sum()
-            token = int(ids[race(kept, own_keys[index : index + 1], ids)[0]])
+            token = int(ids[sample(kept, own_keys[index : index + 1], ids)[0]])
             distributions.append(SparseDistribution(ids, kept[0].astype(np.float32).astype(np.float64)))
         token_ids.append(token)
         logits_told.append(float(logits[token]))
@@ -103,16 +103,16 @@ def verify(
         if kind is RowKind.DENSE:
             rows.append(DenseRow(logits))
         elif kind is RowKind.TOKEN:
-            rows.append(TokenRow(int(race(probs[None], key)[0])))
+            rows.append(TokenRow(int(sample(probs[None], key)[0])))
         else:
             support = supports[index] if index < len(supports) else NO_IDS
             outside = probs.copy()
             outside[support] = 0
             mass = float(outside.sum())
-            sample = int(race(outside[None], key)[0]) if mass > 0 else -1
-            chance = (float(outside[sample]) if mass > 0 else 0.0) if raced else None
-            told = _statistics(logits, probs, support)
-            rows.append(SupportRow(support, probs[support], mass, sample, told, chance))
+            outside_id = int(sample(outside[None], key)[0]) if mass > 0 else -1
+            outside_prob = (float(outside[outside_id]) if mass > 0 else 0.0) if raced else None
+            statistics = _statistics(logits, probs, support)
+            rows.append(SupportRow(support, probs[support], mass, outside_id, statistics, outside_prob))
     return Verification(len(tokens), tuple(rows))
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from coordinator.rejection import AcceptanceRule, RejectionOptions, draw_uniforms, resolve
-from tandem.sampling.noise import Purpose, proposal_keys, race, stream_key, target_keys, token_uniforms
+from tandem.sampling.noise import Purpose, proposal_keys, sample, stream_key, target_keys, token_uniforms
 from tandem.sampling.warping import warp
 from tandem.types import (
     Acceptance,
@@ -77,7 +77,7 @@ def propose(seed: int, tokens: Tokens, count: int = TOKEN_COUNT) -> Proposal:
     told = []
     for key in proposal_keys(seed, len(tokens), count):
         ids, probs = DRAFT[(*tokens, *said)[-1]]
-        said += (int(ids[race(probs[None], key[None], ids)[0]]),)
+        said += (int(ids[sample(probs[None], key[None], ids)[0]]),)
         told.append(SparseDistribution(ids, probs))
     return Proposal(len(tokens), said, tuple(told))
 
@@ -258,5 +258,5 @@ def test_a_target_that_does_not_race_is_drawn_from_with_uniforms(name: str) -> N
             last = (*PROMPT, *proposal.token_ids)[len(PROMPT) + count - 1]
             rest = TARGET_PROBS[last].copy()
             rest[row.token_ids] = 0.0
-            assert acceptance.next_token_id == race(rest[None], outside[None])[0]
+            assert acceptance.next_token_id == sample(rest[None], outside[None])[0]
     assert differing > 50

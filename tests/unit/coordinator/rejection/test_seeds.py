@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from coordinator.rejection import STRATEGIES, RejectionOptions, draw_uniforms, resolve
-from tandem.sampling.noise import race, target_keys
+from tandem.sampling.noise import sample, target_keys
 from tandem.sampling.warping import warp
 from tandem.types import RowKind, SamplingParams
 from tests.unit.coordinator.rejection.simulation import Tokens, ToyModel, generate, one_round
@@ -24,7 +24,7 @@ def _target_alone(sampling: SamplingParams) -> Tokens:
     tokens: Tokens = ()
     for position in range(LENGTH):
         probs = warp(TARGET.logits(tokens)[None], [sampling])
-        tokens += (int(race(probs, target_keys(sampling.seed, position, 1))[0]),)
+        tokens += (int(sample(probs, target_keys(sampling.seed, position, 1))[0]),)
     return tokens
 
 

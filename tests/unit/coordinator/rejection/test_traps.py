@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from coordinator.rejection import RowError, block, draw_uniforms, residual
-from tandem.sampling.noise import Purpose, proposal_keys, race, token_uniforms
+from tandem.sampling.noise import Purpose, proposal_keys, sample, token_uniforms
 from tandem.sampling.warping import warp
 from tandem.types import (
     Acceptance,
@@ -152,7 +152,7 @@ def test_proposals_are_drawn_with_noise_of_their_own(accept: Accept) -> None:
     rows = verification(SupportRow(ids, target_probs, 0.0, -1), bonus_row(0), base_length=9)
     outcomes = np.zeros(3)
     for seed in range(count):
-        token = int(race(draft_probs[None], proposal_keys(seed, 9, 1))[0])
+        token = int(sample(draft_probs[None], proposal_keys(seed, 9, 1))[0])
         given = Proposal(9, (token,), told)
         acceptance = accept(given, rows, SAMPLED, draw_uniforms(seed, 9, 1))
         outcomes[token if acceptance.accepted_count else acceptance.next_token_id] += 1

@@ -19,7 +19,9 @@ def begun(controller: SpeculationController, *, is_adaptive: bool = True) -> Req
     return request
 
 
-def play(request: RequestSpeculation, rounds: int, draft: float, accepted: int, load: int = 1) -> list[int]:
+def simulate(
+    request: RequestSpeculation, rounds: int, draft: float, accepted: int, load: int = 1
+) -> list[int]:
     """Lengths of rounds whose verification takes 10 ms and each proposed token so much of that."""
     lengths = []
     for _ in range(rounds):
@@ -41,16 +43,16 @@ def test_few_begin_as_asked_and_many_with_the_target_alone() -> None:
 def test_a_useless_draft_is_left_out_and_a_useful_one_is_not() -> None:
     for accepted, expected in ((0, 0), (K, K)):
         request = begun(SpeculationController())
-        play(request, 60, 0.2, accepted)
-        lengths = play(request, 200, 0.2, accepted)
+        simulate(request, 60, 0.2, accepted)
+        lengths = simulate(request, 200, 0.2, accepted)
         assert lengths.count(expected) > 0.9 * len(lengths)
 
 
 def test_a_request_that_must_not_depend_on_time_keeps_its_length_and_teaches_the_others() -> None:
     controller = SpeculationController()
     fixed = begun(controller, is_adaptive=False)
-    assert set(play(fixed, 300, 0.5, 0)) == {K}
-    assert play(begun(controller), 20, 0.5, 0).count(0) > 15
+    assert set(simulate(fixed, 300, 0.5, 0)) == {K}
+    assert simulate(begun(controller), 20, 0.5, 0).count(0) > 15
 
 
 def test_late_requests_of_a_burst_open_no_draft_in_their_first_round() -> None:
@@ -80,7 +82,7 @@ def test_requests_of_one_temperature_range_share_acceptance() -> None:
 
 def test_a_new_temperature_range_begins_with_the_nearest_ones_first_rate() -> None:
     controller = SpeculationController()
-    play(begun(controller, is_adaptive=False), 100, 0.1, 0)
+    simulate(begun(controller, is_adaptive=False), 100, 0.1, 0)
     near = request_kind("draft", "residual", 0.7)
     far = request_kind("other draft", "residual", 1.0)
     assert controller.gains(near).rates(1)[0] < 0.1
@@ -105,7 +107,7 @@ def test_the_reason_is_one_line() -> None:
     (unknown,) = controller.decisions()
     assert unknown.reason == f"batch 1: K = {K}, nothing was measured yet"
     request = begun(controller)
-    play(request, 300, 0.5, 0)
+    simulate(request, 300, 0.5, 0)
     (known,) = controller.decisions()
     assert known.num_speculative_tokens == 0
     assert known.reason.startswith("batch 1: K = 0, predicted 0.")
@@ -125,8 +127,8 @@ def test_each_target_is_judged_by_itself() -> None:
     controller = SpeculationController()
     slow, fast = begun(controller), begun(controller)
     slow.target, fast.target = "slow", "fast"
-    play(slow, 300, 0.05, 2)
-    lengths = play(fast, 300, 2.0, 2)
+    simulate(slow, 300, 0.05, 2)
+    lengths = simulate(fast, 300, 2.0, 2)
     assert lengths[-40:].count(0) > 35
     assert slow.begin_round(1) > 0
 
@@ -141,7 +143,7 @@ def test_auto_takes_the_rule_that_makes_the_most_tokens_once_each_is_known() -> 
         chosen.append(name)
         request = controller.request(request_kind("draft", name, 1.0), K, is_adaptive=False)
         request.target = "target"
-        play(request, 60, 0.05, accepted[name])
+        simulate(request, 60, 0.05, accepted[name])
         request.end()
     assert set(chosen[:3]) == set(names)
     assert set(chosen[3:]) == {"strict"}

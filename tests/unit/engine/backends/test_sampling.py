@@ -10,7 +10,7 @@ from tandem.engine.backends.cpu_native.load import load_kernels
 from tandem.engine.backends.cpu_native.sampler import KernelSampler
 from tandem.engine.backends.eager.sampler import TORCH_SAMPLER
 from tandem.engine.backends.interface import Sampler
-from tandem.sampling.noise import race
+from tandem.sampling.noise import sample
 from tandem.sampling.warping import warp
 from tandem.types import SamplingParams
 
@@ -69,8 +69,8 @@ def test_the_same_columns_win(sampler: Sampler, width: int) -> None:
     keys = keys_of(rows)
     generator = torch.Generator().manual_seed(3)
     ids = torch.stack([torch.randperm(2 * width, generator=generator)[:width] for _ in range(rows)])
-    assert torch.equal(sampler.sample(probs, keys), race(probs, keys))
-    assert torch.equal(sampler.sample(probs, keys, ids), race(probs, keys, ids))
+    assert torch.equal(sampler.sample(probs, keys), sample(probs, keys))
+    assert torch.equal(sampler.sample(probs, keys, ids), sample(probs, keys, ids))
 
 
 def test_what_has_no_probability_never_wins(sampler: Sampler) -> None:
@@ -113,5 +113,5 @@ def test_what_the_kernels_do_not_know_is_left_to_torch(sampler: Sampler, samplin
 def test_without_kernels_torch_does_it() -> None:
     logits = logits_of(3, 300, torch.float32)
     probs = TORCH_SAMPLER.probabilities(logits, [SamplingParams()] * 3)
-    assert torch.equal(TORCH_SAMPLER.sample(probs, keys_of(3)), race(probs, keys_of(3)))
+    assert torch.equal(TORCH_SAMPLER.sample(probs, keys_of(3)), sample(probs, keys_of(3)))
     assert torch.equal(TORCH_SAMPLER.topk(logits, 4)[0], logits.topk(4).values)

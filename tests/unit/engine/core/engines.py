@@ -14,7 +14,7 @@ from tandem.engine.core.jobs import Continue, Done, Job
 _PROMPT = [5, 17, 80, 3, 44]
 
 
-class _Gate:
+class _BlockingHead:
     """A head that waits to be let through, so that a test can act while a step is in progress."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ from tandem.errors import (
 )
 from tandem.types import Delta
 from tests.unit.engine.conftest import TinyModel
-from tests.unit.engine.core.engines import _PROMPT, _Gate
+from tests.unit.engine.core.engines import _PROMPT, _BlockingHead
 from tests.unit.engine.greedy import (
     Generation,
     GreedyHead,
@@ -66,8 +66,8 @@ async def test_a_step_that_fails_is_not_the_end(llama: TinyModel, error: Excepti
 
 
 async def test_closing_ends_every_wait(llama: TinyModel) -> None:
-    gate = _Gate()
-    engine: Engine[Any, Any] = Engine(llama.loaded, gate, EngineSettings(max_sequences=1))
+    head = _BlockingHead()
+    engine: Engine[Any, Any] = Engine(llama.loaded, head, EngineSettings(max_sequences=1))
     with pytest.raises(ServiceUnavailableError):
         await engine.open(8)
     await engine.close()  # never started
@@ -75,10 +75,10 @@ async def test_closing_ends_every_wait(llama: TinyModel) -> None:
     sequence = await engine.open(190)
     job = asyncio.create_task(engine.run(Job(sequence, Delta(0, _PROMPT), 1, "forever")))
     waiting = asyncio.create_task(engine.open(8))
-    await gate.wait_entered()
+    await head.wait_entered()
     closing = asyncio.create_task(engine.close())
     await asyncio.sleep(0)
-    gate.may_leave.set()
+    head.may_leave.set()
     await closing
     await engine.close()
     for task in (job, waiting):

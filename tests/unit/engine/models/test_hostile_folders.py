@@ -1,10 +1,9 @@
-"""Model folders that a stranger made: each is refused in one sentence, before anything of its size is built."""
+"""Hostile model folders are refused in one sentence, before anything of the size they claim is allocated."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import struct
 from collections.abc import Callable, Sequence
@@ -13,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tandem.engine.backends.selection import choose_backends
@@ -24,23 +21,10 @@ from tandem.engine.models.checkpoint import open_checkpoint
 from tandem.engine.models.loading import load_model
 from tandem.engine.settings import EngineSettings
 from tandem.errors import ModelFolderError, NonFiniteLogitsError
-from tests.unit.engine.conftest import TinyModel
+from tests.unit.engine.models.folders import INDEX, WEIGHTS, assert_one_sentence, set_config
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 DEEP = 100_000
-"""Levels of nesting that no parser that recurses survives."""
-
-
-@pytest.fixture
-def folder(llama: TinyModel, tmp_path: Path) -> Path:
-    """A good checkpoint that a test may spoil."""
-    return Path(shutil.copytree(llama.folder, tmp_path / "model"))
-
-
-def set_config(folder: Path, **values: object) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+"""Levels of nesting that overflow the stack of a recursive parser."""
 
 
 def write_weights(folder: Path, header: object, data: bytes = b"") -> None:
@@ -64,7 +48,7 @@ def tensor(begin: int, end: int, shape: object, dtype: str = "F32") -> dict[str,
 
 
 def sparse(path: Path, header_bytes: int) -> None:
-    """A file whose header is said, and is, as long as that; it takes no room on the disk."""
+    """Write a sparse file whose header has this length; it takes no space on the disk."""
     with path.open("wb") as file:
         file.write(struct.pack("<Q", header_bytes))
         file.truncate(8 + header_bytes)
@@ -81,7 +65,7 @@ def replace_by_link(path: Path, to: str) -> None:
 
 
 def replace_by_pipe(path: Path) -> None:
-    """Opening it to read would wait for ever."""
+    """Replace the file by a named pipe: opening one to read blocks forever."""
     path.unlink()
     os.mkfifo(path)
 
@@ -163,27 +147,27 @@ NUMBERS: list[tuple[str, object]] = [
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_a_file_is_refused_by_what_it_is(folder: Path, case: str) -> None:
-    spoil, said = FILES[case]
-    spoil(folder)
-    with pytest.raises(ModelFolderError, match=said) as raised:
+def test_a_hostile_file_is_refused_when_the_folder_is_opened(folder: Path, case: str) -> None:
+    damage, sentence = FILES[case]
+    damage(folder)
+    with pytest.raises(ModelFolderError, match=sentence) as raised:
         open_checkpoint(folder)
-    assert_sentence(raised.value)
+    assert_one_sentence(raised.value)
 
 
 @pytest.mark.parametrize(("name", "value"), NUMBERS)
-def test_a_size_that_no_model_has(folder: Path, name: str, value: object) -> None:
+def test_an_impossible_size_is_refused(folder: Path, name: str, value: object) -> None:
     set_config(folder, **{name: value})
     with pytest.raises(ModelFolderError, match=f"{name} is .* and must be a whole number from") as raised:
         open_checkpoint(folder)
-    assert_sentence(raised.value)
+    assert_one_sentence(raised.value)
 
 
-def test_all_sizes_that_are_wrong_are_told_at_once(folder: Path) -> None:
+def test_one_error_names_all_wrong_sizes(folder: Path) -> None:
     set_config(folder, hidden_size=0, text_config={"num_attention_heads": "x"})
     with pytest.raises(ModelFolderError, match=r"hidden_size is .*; num_attention_heads is") as raised:
         open_checkpoint(folder)
-    assert_sentence(raised.value)
+    assert_one_sentence(raised.value)
 
 
 LOADED: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -211,18 +195,16 @@ LOADED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", LOADED)
-def test_a_model_is_refused_by_what_it_comes_to(folder: Path, case: str) -> None:
-    spoil, said = LOADED[case]
-    spoil(folder)
-    with pytest.raises(ModelFolderError, match=said) as raised:
+def test_an_inconsistent_model_is_refused_when_it_is_loaded(folder: Path, case: str) -> None:
+    damage, sentence = LOADED[case]
+    damage(folder)
+    with pytest.raises(ModelFolderError, match=sentence) as raised:
         load_model(folder)
-    assert_sentence(raised.value)
+    assert_one_sentence(raised.value)
 
 
 @pytest.mark.parametrize("kernels", ["off", "auto"])
-async def test_a_model_that_computes_no_numbers_is_refused_when_it_warms_up(
-    folder: Path, kernels: str
-) -> None:
+async def test_a_model_with_non_finite_logits_is_refused_at_warm_up(folder: Path, kernels: str) -> None:
     set_config(folder, rms_norm_eps=-1e9)  # the root of a negative number
     model = load_model(folder, dtype="float32")
     backends = choose_backends(model, compile_mode=kernels)
@@ -236,17 +218,17 @@ async def test_a_model_that_computes_no_numbers_is_refused_when_it_warms_up(
 
 
 def refuse(ready: Sequence[Job[Any]], logits: torch.Tensor) -> list[Failed]:
-    raise AssertionError("the head is not asked at the start")
+    raise AssertionError("warm-up must not call the head")
 
 
-def test_weights_that_only_overflow_the_chosen_dtype(folder: Path) -> None:
+def test_weights_that_overflow_the_chosen_dtype_are_refused(folder: Path) -> None:
     set_tensor(folder, "lm_head.weight", lambda weights: weights * 1e6)
     assert load_model(folder, dtype="float32").info.vocabulary_size == 97
     with pytest.raises(ModelFolderError, match=r"as torch\.float16: lm_head\.weight"):
         load_model(folder, dtype="float16")
 
 
-def test_an_end_id_beyond_the_vocabulary_is_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_end_id_beyond_the_vocabulary_is_ignored(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 97]}')
     assert load_model(folder).info.eos_token_ids == (2,)
     assert "an eos_token_id is beyond the vocabulary, so no text ends with it" in caplog.messages
@@ -257,82 +239,3 @@ def test_a_link_to_a_file_elsewhere_is_followed(folder: Path, tmp_path: Path) ->
     shutil.move(folder / WEIGHTS, tmp_path / "blob")
     (folder / WEIGHTS).symlink_to(tmp_path / "blob")
     assert open_checkpoint(folder).weights.tensor_count == 21
-
-
-def assert_sentence(error: ModelFolderError) -> None:
-    text = str(error)
-    assert "\n" not in text
-    assert "Traceback" not in text
-    assert len(text) < 1000
-    assert not text.endswith(".")
-
-
-VALUES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-3, 3),
-    st.sampled_from([97, 10**7, -(10**7), 1 << 31, 1 << 63, 0.5, float("nan"), float("inf")]),
-    st.sampled_from(["abc", "", [], {}, [1], [[]]]),
-)
-KEYS = [
-    "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-    "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings", "rope_theta", "rope_scaling",
-    "rope_parameters", "hidden_act", "tie_word_embeddings", "eos_token_id", "bos_token_id", "pad_token_id",
-    "layer_types", "sliding_window", "attention_bias", "rms_norm_eps", "initializer_range", "dtype", "torch_dtype",
-    "quantization_config", "attn_implementation", "_attn_implementation", "text_config", "auto_map", "use_cache",
-    "mlp_bias", "is_encoder_decoder", "transformers_weights", "_name_or_path", "num_experts", "id2label", "num_labels",
-]  # fmt: skip
-
-
-@settings(
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(changes=st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3))
-def test_any_config_is_served_or_refused_in_a_sentence(
-    llama: TinyModel, tmp_path: Path, changes: dict[str, Any]
-) -> None:
-    folder = Path(shutil.copytree(llama.folder, tmp_path / "model", dirs_exist_ok=True))
-    set_config(folder, **changes)
-    try:
-        load_model(folder, dtype="float32")
-    except ModelFolderError as error:
-        assert_sentence(error)
-
-
-@settings(
-    max_examples=80,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(
-    name=st.sampled_from(["config.json", "generation_config.json", WEIGHTS, INDEX, "tokenizer.json"]),
-    seed=st.integers(0, 1 << 32),
-)
-def test_any_damage_to_a_file_is_told_or_harmless(
-    llama: TinyModel, tmp_path: Path, name: str, seed: int
-) -> None:
-    folder = Path(shutil.copytree(llama.folder, tmp_path / "model", dirs_exist_ok=True))
-    path, chance = folder / name, random.Random(seed)
-    content = bytearray(path.read_bytes() if path.exists() else b'{"weight_map": {"a": "model.safetensors"}}')
-    for _ in range(chance.randrange(1, 4)):
-        place = chance.randrange(min(len(content), 3000) + 1) - 1
-        match chance.randrange(3):
-            case 0 if content:
-                content[place] = chance.randrange(256)
-            case 1:
-                del content[place : place + chance.randrange(1, 40)]
-            case _:
-                content[place:place] = chance.choice(
-                    [b"null", b"-1", b"[[", b"1e999", b'"', b"\xff", b"9" * 30]
-                )
-    path.write_bytes(content)
-    if name == INDEX:
-        (folder / WEIGHTS).unlink()
-    try:
-        open_checkpoint(folder)
-    except ModelFolderError as error:
-        assert_sentence(error)

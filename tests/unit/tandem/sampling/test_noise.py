@@ -18,8 +18,8 @@ from tandem.sampling.noise import (
     _unit_interval,
     gumbel,
     proposal_keys,
-    race,
     recovery_keys,
+    sample,
     stream_key,
     stream_keys,
     target_keys,
@@ -233,13 +233,13 @@ def test_race_is_the_gumbel_max_trick() -> None:
     keys = _keys(500)
     probs = np.random.default_rng(0).dirichlet(np.ones(50), 500)
     expected = np.argmax(np.log(probs) + gumbel(keys, 50), axis=1)
-    np.testing.assert_array_equal(race(probs, keys), expected)
+    np.testing.assert_array_equal(sample(probs, keys), expected)
 
 
 def test_race_draws_by_probability() -> None:
     probs = np.array([0.5, 0.0, 0.3, 0.15, 0.05])
     count = 40_000
-    winners = race(np.tile(probs, (count, 1)), _keys(count))
+    winners = sample(np.tile(probs, (count, 1)), _keys(count))
     counts = np.bincount(winners, minlength=5)
     assert counts[1] == 0
     spread = np.sqrt(count * probs * (1 - probs))
@@ -250,12 +250,12 @@ def test_race_draws_by_probability() -> None:
 def test_race_never_draws_what_is_impossible() -> None:
     probs = np.zeros((100, 1000))
     probs[:, 613] = 1e-30
-    assert set(race(probs, _keys(100)).tolist()) == {613}
+    assert set(sample(probs, _keys(100)).tolist()) == {613}
 
 
 def test_race_needs_no_normalised_probabilities() -> None:
     probs = np.random.default_rng(1).dirichlet(np.ones(20), 200)
-    np.testing.assert_array_equal(race(probs, _keys(200)), race(probs * 0.125, _keys(200)))
+    np.testing.assert_array_equal(sample(probs, _keys(200)), sample(probs * 0.125, _keys(200)))
 
 
 def test_race_of_some_ids_is_that_of_all_restricted_to_them() -> None:
@@ -264,13 +264,15 @@ def test_race_of_some_ids_is_that_of_all_restricted_to_them() -> None:
     ids = np.array([31, 2, 17, 5])
     restricted = np.zeros_like(probs)
     restricted[:, ids] = probs[:, ids]
-    np.testing.assert_array_equal(ids[race(probs[:, ids], keys, ids)], race(restricted, keys))
+    np.testing.assert_array_equal(ids[sample(probs[:, ids], keys, ids)], sample(restricted, keys))
 
 
 def test_race_of_torch_is_that_of_numpy() -> None:
     keys = _keys(300)
     probs = np.random.default_rng(3).dirichlet(np.ones(40), 300)
-    np.testing.assert_array_equal(race(torch.tensor(probs), torch.tensor(keys)).numpy(), race(probs, keys))
+    np.testing.assert_array_equal(
+        sample(torch.tensor(probs), torch.tensor(keys)).numpy(), sample(probs, keys)
+    )
 
 
 def test_models_that_share_noise_agree_as_often_as_promised() -> None:
@@ -279,7 +281,7 @@ def test_models_that_share_noise_agree_as_often_as_promised() -> None:
     target_probs, draft_probs = rng.dirichlet(np.ones(8)), rng.dirichlet(np.ones(8))
     distance = np.abs(target_probs - draft_probs).sum() / 2
     keys = _keys(count)
-    winners = [race(np.tile(probs, (count, 1)), keys) for probs in (target_probs, draft_probs)]
+    winners = [sample(np.tile(probs, (count, 1)), keys) for probs in (target_probs, draft_probs)]
     agreement = float(np.mean(winners[0] == winners[1]))
     bound = (1 - distance) / (1 + distance)
     assert agreement > bound - SIGMAS * math.sqrt(bound * (1 - bound) / count)

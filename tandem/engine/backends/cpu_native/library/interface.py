@@ -1,7 +1,8 @@
 """The interface between Python and a compiled library, compared when the library is loaded.
 
 Structures and enumerations are declared twice, in the C++ sources and in `calls`. A library that was compiled from
-other sources would read the wrong memory, so it says what it was compiled with, and one that disagrees is not used.
+other sources would read the wrong memory, so each library states its interface, and a library with another one is
+not used.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from tandem.engine.backends.cpu_native.library.calls import (
     RoutineCall,
 )
 
-VERSION: Final = 2
-"""`INTERFACE_VERSION` of kernels.cpp. It rises with every change of a structure, an enumeration or a function's
-arguments."""
+VERSION: Final = 3
+"""`INTERFACE_VERSION` of kernels.cpp. It rises with every change of a structure, an enumeration, or a
+function's name or arguments."""
 
 EXPECTED: Final = {
     "interface version": VERSION,
@@ -46,20 +47,20 @@ EXPECTED: Final = {
 
 
 def check_interface(library: ctypes.CDLL) -> None:
-    """Compares a loaded library's numbers with `EXPECTED`.
+    """Compare a loaded library's numbers with `EXPECTED`.
 
     Raises:
-        BuildError: the library says other numbers, or none.
+        BuildError: the library states other numbers, or none.
     """
     try:
         describe: Any = library.tandem_interface
     except AttributeError:
-        raise BuildError("the compiled kernels do not say their interface version") from None
+        raise BuildError("the compiled kernels do not state their interface version") from None
     describe.argtypes = (ctypes.c_void_p, ctypes.c_int64)
     describe.restype = ctypes.c_int64
     numbers = (ctypes.c_int64 * len(EXPECTED))()
     count = describe(numbers, len(EXPECTED))
-    # The version is the first number of every library; the others mean the same only where it is equal.
+    # The version comes first in every library; the meaning of the other numbers depends on it.
     for (name, expected), found in zip(EXPECTED.items(), numbers, strict=True):
         if found != expected:
             raise BuildError(

@@ -30,10 +30,10 @@ class Kernels:
     """One loaded library. Its functions release the GIL while they run."""
 
     def __init__(self, library: Path) -> None:
-        """Loads it.
+        """Load the library.
 
         Raises:
-            BuildError: it does not load, or it was compiled from other sources.
+            BuildError: the library does not load, or was compiled from other sources.
         """
         try:
             loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_LOCAL)
@@ -45,17 +45,17 @@ class Kernels:
         loaded.tandem_block.restype = _INTEGER
         self.block: int = loaded.tandem_block()
         """Outputs of a linear layer that are packed side by side."""
-        self._play = loaded.tandem_play
-        self._play.argtypes = (_POINTER, _INTEGER)
-        self._play.restype = _INTEGER
+        self._replay = loaded.tandem_replay
+        self._replay.argtypes = (_POINTER, _INTEGER)
+        self._replay.restype = _INTEGER
         self._probabilities = loaded.tandem_probabilities
         self._probabilities.argtypes = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER)
         self._probabilities.restype = None
-        self._race = loaded.tandem_race
-        self._race.argtypes = (_POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER, _INTEGER)
-        self._race.restype = None
-        self._highest = loaded.tandem_highest
-        self._highest.argtypes = (
+        self._sample = loaded.tandem_sample
+        self._sample.argtypes = (_POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER, _INTEGER)
+        self._sample.restype = None
+        self._topk = loaded.tandem_topk
+        self._topk.argtypes = (
             _POINTER,
             _INTEGER,
             _INTEGER,
@@ -65,7 +65,7 @@ class Kernels:
             _POINTER,
             _INTEGER,
         )
-        self._highest.restype = None
+        self._topk.restype = None
 
     def linear(
         self,
@@ -75,7 +75,7 @@ class Kernels:
         output_width: int,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Inputs times packed weights.
+        """Multiply inputs by packed weights.
 
         Args:
             inputs: [..., input_width], float32 or bfloat16.
@@ -92,7 +92,7 @@ class Kernels:
         return outputs
 
     def run(self, *calls: KernelCall) -> None:
-        """Runs calls one after the other. Their memory must belong to live tensors.
+        """Run calls one after the other. Their memory must belong to live tensors.
 
         Raises:
             IndexError: a look-up is out of its table's range.
@@ -100,11 +100,11 @@ class Kernels:
         self.joined(calls)()
 
     def joined(self, calls: SequenceOf[KernelCall]) -> JoinedCalls:
-        """A call without arguments, valid while the memory lives."""
-        return JoinedCalls(self._play, calls)
+        """Join calls into one without arguments, valid while their tensors live."""
+        return JoinedCalls(self._replay, calls)
 
     def probabilities(self, logits: Tensor, temperatures: SequenceOf[float]) -> Tensor:
-        """Softmax of logits over temperatures.
+        """Compute the softmax of logits divided by temperatures.
 
         Args:
             logits: [R, V], float32 or bfloat16; each row has a finite entry.
@@ -122,8 +122,8 @@ class Kernels:
         )  # fmt: skip
         return probs
 
-    def race(self, probs: Tensor, keys: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """Sample as `tandem.sampling.noise.race` does.
+    def sample(self, probs: Tensor, keys: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """Sample as `tandem.sampling.noise.sample` does.
 
         Args:
             probs: float64 [R, V].
@@ -135,15 +135,15 @@ class Kernels:
         """
         probs, keys = probs.contiguous(), keys.contiguous()
         token_ids = None if token_ids is None else token_ids.contiguous()
-        winners = torch.empty(probs.shape[0], dtype=torch.int64)
-        self._race(
+        samples = torch.empty(probs.shape[0], dtype=torch.int64)
+        self._sample(
             probs.data_ptr(), probs.shape[0], probs.shape[1], keys.data_ptr(),
-            None if token_ids is None else token_ids.data_ptr(), winners.data_ptr(), torch.get_num_threads(),
+            None if token_ids is None else token_ids.data_ptr(), samples.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
-        return winners
+        return samples
 
     def topk(self, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The highest numbers of each row, highest first; of equal ones those of the lowest columns.
+        """Find the largest numbers of each row in descending order; ties go to the lowest columns.
 
         Args:
             values: [R, V], float32 or bfloat16.
@@ -156,7 +156,7 @@ class Kernels:
         rows, width = values.shape
         found = torch.empty(rows, count, dtype=torch.float32)
         columns = torch.empty(rows, count, dtype=torch.int64)
-        self._highest(
+        self._topk(
             values.data_ptr(), kind_of(values.dtype), rows, width, count, found.data_ptr(), columns.data_ptr(),
             torch.get_num_threads(),
         )  # fmt: skip
@@ -166,22 +166,22 @@ class Kernels:
 class JoinedCalls:
     """Kernels that run one after the other, as one call without arguments."""
 
-    def __init__(self, play: Callable[[int, int], int], calls: SequenceOf[KernelCall]) -> None:
-        self._play = play
-        self._calls = calls  # they are known by address only
+    def __init__(self, replay: Callable[[int, int], int], calls: SequenceOf[KernelCall]) -> None:
+        self._replay = replay
+        self._calls = calls  # keeps them alive: the library knows only addresses
         self._steps = (RoutineCall * len(calls))(
             *(RoutineCall(call.routine, ctypes.addressof(call.arguments)) for call in calls)
         )
         self._address = ctypes.addressof(self._steps)
 
     def __call__(self) -> None:
-        """Runs them.
+        """Run them.
 
         Raises:
             IndexError: a look-up is out of its table's range.
         """
         count = len(self._calls)
-        if self._play(self._address, count) != count:
+        if self._replay(self._address, count) != count:
             raise IndexError("an id is not in the table that is looked up")
 
 

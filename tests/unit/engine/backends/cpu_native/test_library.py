@@ -160,7 +160,7 @@ def test_kernels_of_another_interface_are_refused(numbers: list[int], reason: st
 @needs_compiler
 def test_a_library_that_states_no_interface_is_refused(tmp_path: Path) -> None:
     library = _small_library(tmp_path, 'extern "C" long tandem_block() { return 16; }')
-    with pytest.raises(BuildError, match="do not say their interface version"):
+    with pytest.raises(BuildError, match="do not state their interface version"):
         check_interface(ctypes.CDLL(str(library)))
 
 

@@ -1,4 +1,4 @@
-// Probabilities, draws and the highest logits of a row.
+// Softmax, sampling and top-k of rows of logits.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 #include "vectors.h"
 
 constexpr int HALF = LANES / 2;
-constexpr int64_t PRODUCTS_PER_PROBABILITY = 4;  // what an exponential or a draw takes, in products of a linear layer
+constexpr int64_t PRODUCTS_PER_PROBABILITY = 4;  // cost of an exponential or a sample, in products of a linear layer
 
 typedef double Doubles __attribute__((vector_size(8 * HALF)));
 typedef uint64_t Longs __attribute__((vector_size(8 * HALF)));
@@ -19,7 +19,7 @@ typedef uint64_t LooseLongs __attribute__((vector_size(8 * HALF), aligned(8), ma
 
 static inline Doubles filled(double value) { return value - Doubles{}; }
 
-// Whether a comparison holds anywhere: halves are laid on each other until one number is left.
+// True if a comparison holds in any lane: combines halves until one number is left.
 static inline bool any_of(SignedLongs found) {
 #if defined(__AVX512F__)
     typedef int64_t Four __attribute__((vector_size(32)));
@@ -34,13 +34,13 @@ static inline bool any_of(SignedLongs found) {
 #endif
 }
 
-// e to the x, for x at most 0: 2 to the whole part by its exponent, the rest by its series, which ends below the last
-// bit of a double.
+// exp(x) for x <= 0: 2 to the integer part through the exponent bits, times a Taylor series of the remainder that is exact
+// to the last bit of a double.
 static inline Doubles exponential(Doubles x) {
-    const Doubles least = filled(-700.0);
-    const auto vanishes = x < least;
-    x = vanishes ? least : x;
-    const Doubles rounder = filled(6755399441055744.0);  // 1.5 * 2**52: what is added to it is rounded to a whole number
+    const Doubles smallest = filled(-700.0);
+    const auto vanishes = x < smallest;
+    x = vanishes ? smallest : x;
+    const Doubles rounder = filled(6755399441055744.0);  // 1.5 * 2**52: adding it rounds to an integer
     const Doubles shifted = x * 1.4426950408889634 + rounder;
     const Doubles whole = shifted - rounder;
     const Doubles rest = (x - whole * 0.693147180369123816490) - whole * 1.90821492927058770002e-10;
@@ -56,31 +56,31 @@ static inline Doubles exponential(Doubles x) {
 template <typename Number>
 static void probabilities(const Number* logits, int64_t width, double temperature, double* probs) {
     for (int64_t i = 0; i < width; i++) probs[i] = double(widened(logits[i])) / temperature;
-    double highest = -INFINITY;
-    Doubles most = filled(highest);
+    double maximum = -INFINITY;
+    Doubles maxima = filled(maximum);
     int64_t i = 0;
     for (; i + HALF <= width; i += HALF) {
         const Doubles scores = *(const LooseDoubles*)(probs + i);
-        most = scores > most ? scores : most;
+        maxima = scores > maxima ? scores : maxima;
     }
-    for (int lane = 0; lane < HALF; lane++) highest = most[lane] > highest ? most[lane] : highest;
-    for (; i < width; i++) highest = probs[i] > highest ? probs[i] : highest;
+    for (int lane = 0; lane < HALF; lane++) maximum = maxima[lane] > maximum ? maxima[lane] : maximum;
+    for (; i < width; i++) maximum = probs[i] > maximum ? probs[i] : maximum;
     Doubles totals = {};
     for (i = 0; i + HALF <= width; i += HALF) {
-        const Doubles weights = exponential(*(const LooseDoubles*)(probs + i) - highest);
+        const Doubles weights = exponential(*(const LooseDoubles*)(probs + i) - maximum);
         *(LooseDoubles*)(probs + i) = weights;
         totals += weights;
     }
     double total = 0;
     for (int lane = 0; lane < HALF; lane++) total += totals[lane];
     for (; i < width; i++) {
-        probs[i] = exponential(filled(probs[i] - highest))[0];
+        probs[i] = exponential(filled(probs[i] - maximum))[0];
         total += probs[i];
     }
     for (i = 0; i < width; i++) probs[i] /= total;
 }
 
-// The bits of `tandem/noise.py`: SplitMix64's finaliser.
+// The same bits as `tandem/sampling/noise.py`: SplitMix64's finaliser.
 template <typename Bits>
 static inline Bits mixed(Bits bits) {
     bits ^= bits >> 30;
@@ -90,17 +90,17 @@ static inline Bits mixed(Bits bits) {
     return bits ^ (bits >> 31);
 }
 
-// Which column wins: the highest prob / -log(u), u being the uniform that the key gives to the column's id. As -log(u) is
-// never less than 1 - u, a column whose prob / (1 - u) is not above the best so far needs no logarithm.
-static int64_t raced(const double* probs, int64_t width, uint64_t key, const int64_t* ids) {
+// Samples a column: the argmax of prob / -log(u), where u is the uniform that the key gives to the column's id. Since
+// -log(u) >= 1 - u, a column whose prob / (1 - u) does not exceed the maximum so far needs no logarithm.
+static int64_t sample(const double* probs, int64_t width, uint64_t key, const int64_t* ids) {
     constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u;
     constexpr double UNIT = 1.0 / 9007199254740992.0;  // 2**-53
     constexpr double SLACK = 1.0 + 1e-9;
-    double best = 0.0;
-    int64_t winner = 0;
+    double maximum = 0.0;
+    int64_t argmax = 0;
     const auto try_one = [&](int64_t column, uint64_t odd) {
         const double value = probs[column] / -std::log(double(odd) * UNIT);
-        if (value > best) best = value, winner = column;
+        if (value > maximum) maximum = value, argmax = column;
     };
     const auto odd_bits = [&](auto id) { return (mixed(key + (id + 1) * GOLDEN) >> 11) | 1; };
     Longs in_order;
@@ -108,18 +108,18 @@ static int64_t raced(const double* probs, int64_t width, uint64_t key, const int
     int64_t i = 0;
     for (; i + HALF <= width; i += HALF, in_order += HALF) {
         const Longs odd = odd_bits(ids ? *(const LooseLongs*)(ids + i) : in_order);
-        // Of odd multiples of 2**-53 as of these: their signed conversion is exact, and the one that processors have.
+        // The signed conversion is exact for these numbers, and processors have an instruction for it.
         const Doubles missing = 1.0 - __builtin_convertvector((SignedLongs)odd, Doubles) * UNIT;
-        const SignedLongs may_win = *(const LooseDoubles*)(probs + i) * SLACK > best * missing;
+        const SignedLongs may_win = *(const LooseDoubles*)(probs + i) * SLACK > maximum * missing;
         if (any_of(may_win))
             for (int lane = 0; lane < HALF; lane++)
                 if (may_win[lane]) try_one(i + lane, odd[lane]);
     }
     for (; i < width; i++) try_one(i, odd_bits(uint64_t(ids ? ids[i] : i)));
-    return winner;
+    return argmax;
 }
 
-// A number and its column in one word that sorts as they do: the higher number first, of equal ones the lower column.
+// Packs a number and its column into a word whose ascending order is that of descending numbers, then ascending columns.
 static inline uint64_t ranked(float value, int64_t column) {
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
@@ -135,32 +135,32 @@ static inline float number_of(uint64_t rank) {
     return value;
 }
 
-// The `count` highest numbers of a row and where they are, highest first; of equal ones those that come first.
+// Finds the `count` largest numbers of a row and their columns, in descending order; ties go to the lowest columns.
 template <typename Number>
-static void highest(const Number* values, int64_t width, int64_t count, float* found, int64_t* columns) {
+static void topk(const Number* values, int64_t width, int64_t count, float* found, int64_t* columns) {
     static thread_local std::vector<uint64_t> buffer;
-    const int64_t most = 2 * count;
-    buffer.resize(most);
+    const int64_t capacity = 2 * count;
+    buffer.resize(capacity);
     uint64_t* kept = buffer.data();
     const auto number = [&](int64_t i) {
         const float value = widened(values[i]);
         return value == value ? value + 0.0f : -INFINITY;  // -0.0 equals 0.0
     };
     for (int64_t i = 0; i < count; i++) kept[i] = ranked(number(i), i);
-    float least = number_of(*std::max_element(kept, kept + count));
+    float smallest_kept = number_of(*std::max_element(kept, kept + count));
     int64_t end = count;
     const auto keep = [&](int64_t i) {
         const float value = number(i);
-        if (!(value > least)) return;
+        if (!(value > smallest_kept)) return;
         kept[end++] = ranked(value, i);
-        if (end < most) return;
+        if (end < capacity) return;
         std::nth_element(kept, kept + (count - 1), kept + end);
         end = count;
-        least = number_of(kept[count - 1]);
+        smallest_kept = number_of(kept[count - 1]);
     };
     int64_t i = count;
     for (; i + LANES <= width; i += LANES) {
-        const SignedWords above = widened_lanes(values + i) > least;
+        const SignedWords above = widened_lanes(values + i) > smallest_kept;
         if (any_of((SignedLongs)above))
             for (int lane = 0; lane < LANES; lane++) keep(i + lane);
     }

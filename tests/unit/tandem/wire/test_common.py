@@ -1,0 +1,81 @@
+"""Sampling parameters, model descriptions and tensors survive a trip over the wire; invalid ones are refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tandem.errors import InvalidRequestError, ProtocolError
+from tandem.types import ModelInfo, SamplingParams
+from tandem.v1 import types_pb2
+from tandem.wire import common
+
+SAMPLING = SamplingParams(0.7, 20, 0.9, 0.05, -(2**62))
+
+
+def test_sampling_survives_in_double_precision() -> None:
+    """With binary32 the target would warp with another temperature than the coordinator."""
+    assert common.sampling_from_proto(common.sampling_to_proto(SAMPLING)) == SAMPLING
+
+
+@pytest.mark.parametrize(
+    ("sampling", "sentence"),
+    [
+        (
+            SamplingParams(5e-324),
+            "temperature is 4.94066e-324; it must be 0 (greedy) or a finite number >= 0.0001",
+        ),
+        (SamplingParams(-1.0), "temperature is -1; it must be 0 (greedy) or a finite number >= 0.0001"),
+        (
+            SamplingParams(float("nan")),
+            "temperature is nan; it must be 0 (greedy) or a finite number >= 0.0001",
+        ),
+        (
+            SamplingParams(float("inf")),
+            "temperature is inf; it must be 0 (greedy) or a finite number >= 0.0001",
+        ),
+        (SamplingParams(top_k=-1), "top_k is -1; it must be an integer >= 0 (0 keeps all tokens)"),
+        (SamplingParams(top_p=0.0), "top_p is 0; it must be in (0, 1]"),
+        (
+            SamplingParams(top_p=1.5, min_p=2.0),
+            "top_p is 1.5; it must be in (0, 1]; min_p is 2; it must be in [0, 1]",
+        ),
+    ],
+)
+def test_sampling_out_of_range_is_refused_with_every_reason(sampling: SamplingParams, sentence: str) -> None:
+    with pytest.raises(InvalidRequestError) as refusal:
+        common.sampling_from_proto(common.sampling_to_proto(sampling))
+    assert str(refusal.value) == sentence
+
+
+def test_a_model_s_description_survives() -> None:
+    info = ModelInfo("m", "LlamaForCausalLM", 128, "abc", 1024, "float32", (0, 7), "0.1.0", 10**10)
+    assert common.model_info_from_proto(common.model_info_to_proto(info)) == info
+
+
+@pytest.mark.parametrize(
+    ("data_type", "data"),
+    [
+        (types_pb2.DATA_TYPE_FLOAT16, np.array([1.5, -2.0], dtype="<f2").tobytes()),
+        (types_pb2.DATA_TYPE_BFLOAT16, bytes.fromhex("c03f00c0")),
+        (types_pb2.DATA_TYPE_FLOAT32, np.array([1.5, -2.0], dtype="<f4").tobytes()),
+    ],
+)
+def test_logits_of_every_type(data_type: types_pb2.DataType.ValueType, data: bytes) -> None:
+    tensor = types_pb2.Tensor(data_type=data_type, shape=[1, 2], data=data)
+    assert common.logits_from_tensor(tensor, "rows").tolist() == [[1.5, -2.0]]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (
+            types_pb2.Tensor(data_type=types_pb2.DATA_TYPE_FLOAT32, shape=[2, 3], data=b"1234"),
+            "holds 4 bytes; its shape \\(2, 3\\) needs 24",
+        ),
+        (types_pb2.Tensor(shape=[1], data=b"12"), "has data type 0"),
+    ],
+)
+def test_impossible_tensors_are_refused(tensor: types_pb2.Tensor, words: str) -> None:
+    with pytest.raises(ProtocolError, match=words):
+        common.logits_from_tensor(tensor, "dense_rows")

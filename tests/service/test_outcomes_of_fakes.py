@@ -4,6 +4,8 @@ The target counts, so that an honest draft knows every outcome: the whole propos
 follows.
 """
 
+# ruff: noqa: N802 - gRPC looks a method up by the name that it has in the proto.
+
 from __future__ import annotations
 
 import asyncio

@@ -49,13 +49,13 @@ An option can be given in four places; the first that names it decides:
 2. the environment: `TANDEM_NUM_SPECULATIVE_TOKENS=4` for every service, `TANDEM_COORDINATOR_...`, `TANDEM_DRAFT_...`
    and `TANDEM_TARGET_...` for one of them, which is stronger and sets any option of it; an empty variable counts as not
    set;
-3. for the coordinator and the draft service a TOML or YAML file: `--config-file tandem.toml`, of which
+3. for the coordinator and the draft service a TOML, YAML or JSON file: `--config-file tandem.toml`, of which
    `--section-name` takes one section;
 4. the default.
 
 In Python: `SpeculativeConfig(speculative_method="ngram", num_speculative_tokens=4)` from `tandem.config`.
 What is no option is refused in each of these places. `tandem config show` prints every value and where it comes from;
-`tandem config check FILE` tells every rule that a file breaks, and exits 0 or 2. Services that share a file or an
+`tandem config check FILE|JSON` tells every rule that they break, and exits 0 or 2. Services that share a file or an
 environment each take what is theirs of the options of speculative decoding: those of the first four tables below, and
 `enforce_eager`, which is the draft and target services'. For every service there are no other variables; a file may
 hold others, which whoever reads it must have: what one service alone has goes into a section of its own."""

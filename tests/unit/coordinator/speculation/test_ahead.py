@@ -12,7 +12,6 @@ from coordinator.speculation.ahead import (
     OutcomeHits,
     RequestAhead,
     branches,
-    tokens_after_miss,
 )
 from coordinator.speculation.choice import Choice
 from coordinator.speculation.cost_model import CostModel
@@ -51,18 +50,6 @@ def test_outcomes_that_never_come_are_not_drafted_for() -> None:
         costs.add(count, seconds)
     assert hits.share(1) > 0.9
     assert _branches(1.0e-3, hits, costs) == 1
-
-
-@pytest.mark.parametrize(
-    ("draft_ms", "tokens_per_second", "count"), [(0.1, 300.0, 4), (1.2, 300.0, 3), (4.0, 300.0, 0)]
-)
-def test_after_a_miss_the_draft_is_awaited_while_that_gains(
-    draft_ms: float, tokens_per_second: float, count: int
-) -> None:
-    found = tokens_after_miss(
-        _EXPECTED, draft_seconds=draft_ms / 1e3, wait_seconds=0.5e-3, tokens_per_second=tokens_per_second
-    )
-    assert found == count
 
 
 def test_shares_follow_the_observed_outcomes() -> None:

@@ -50,6 +50,27 @@ def test_the_actual_outcome_is_found_with_its_rank_and_all_its_tokens() -> None:
     assert whole.distributions == ()
 
 
+def test_a_continuation_that_the_draft_still_drafts_says_when_its_next_token_is_due() -> None:
+    outcomes = PendingOutcomes(VOCABULARY_SIZE, RowKind.TOKEN)
+    outcomes.expect(BASE, PROPOSED, BUDGET)
+    came = (*PREFIX, *PROPOSED, 10)
+    outcomes.add(FIRST, 1.0)
+    assert outcomes.unfinished(came, 1.1) is None, "no step has been timed"
+    outcomes.add(SECOND, 1.4)
+    unfinished = outcomes.unfinished(came, 1.5)
+    assert unfinished is not None
+    assert unfinished == pytest.approx((2, BUDGET.token_count, 0.3, 0.4))
+    late = outcomes.unfinished(came, 9.0)
+    assert late is not None
+    assert late.due_seconds == 0.0
+    assert outcomes.unfinished((*PREFIX, 1, 1), 1.5) is None, "the draft gave it up after one token"
+    assert outcomes.unfinished((*PREFIX, 2), 1.5) is None, "the outcome was not drafted for"
+    outcomes.add(DraftedOutcomes(BASE, 2, (9,)), 1.8)
+    assert outcomes.unfinished(came, 1.9) is None, "it is complete"
+    outcomes.expect(BASE + 4, (4, 7, 9), BUDGET)
+    assert outcomes.unfinished((*came, 4, 7, 9, 11), 2.0) is None, "nothing has arrived in this round"
+
+
 @pytest.mark.parametrize(
     "token_ids",
     [

@@ -14,7 +14,7 @@ ARGS ?=
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos test test-fast soak lint format docs observe-check demo demo-models exactness bench bench-results clean
+.PHONY: help setup protos test test-fast soak lint format docs screenshots observe-check demo demo-models exactness bench bench-results clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +62,10 @@ format: setup ## Apply the style
 
 docs: setup ## Write docs/configuration.md from the settings classes and the rules
 	$(BIN)/python docs/generate.py
+
+# Needs Debian's chromium.
+screenshots: setup ## Take the pictures of the page in docs/images again
+	$(BIN)/python -m tests.end_to_end.screenshots
 
 # Needs Debian's prometheus, and root; what is missing is said.
 observe-check: setup ## Ask a real Prometheus every query of the dashboard, beside the cluster of docker-compose.yml

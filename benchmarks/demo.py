@@ -49,19 +49,19 @@ async def main(model: str, prompt_count: int, max_tokens: int) -> None:
     else:
         named = f"{model}, drafted by suffix decoding"
         prompts = await chat_prompts(find_model(model), prompt_count)
-    console.print(f"Starting a draft service, a target service and a coordinator with {named} ...")
+    console.print(f"Starting the three services with {named} ...")
     async with cluster("--model", model, "--no-http") as address, Client(address) as client:
         await _complete_one(console, client, prompts[0], max_tokens)
         console.print(
-            f"\nThe same {len(prompts)} prompts, {max_tokens} tokens each, by the target alone and with "
-            f"{NUM_SPECULATIVE_TOKENS} speculative tokens, in turn:\n"
+            f"\n{len(prompts)} prompts, {max_tokens} tokens each, in turn without and with up to "
+            f"{NUM_SPECULATIVE_TOKENS} proposed tokens:\n"
         )
         console.print(await _comparison(client, prompts, max_tokens))
     options = "" if model == DEMO else f" --model {model}"
     console.print(
-        "\naccepted: share of the proposed tokens; tokens/pass: tokens for each pass of the target.\n"
-        f"Next: [bold].venv/bin/tandem up{options}[/bold], and in another terminal "
-        '[bold].venv/bin/tandem generate "def main("[/bold]'
+        "\naccepted: share of the proposed tokens; tokens/pass: tokens per target pass.\n"
+        f"\nNext: [bold].venv/bin/tandem up{options}[/bold]"
+        '\nand in another terminal: [bold].venv/bin/tandem generate "def main("[/bold]'
     )
 
 

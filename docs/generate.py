@@ -17,7 +17,7 @@ from coordinator.http.openai.rules import HTTP_RULES
 from coordinator.replicas.compatibility import MODEL_RULES
 from coordinator.requests.bounds import BOUND_RULES
 from coordinator.requests.validation import REQUEST_RULES
-from coordinator.settings.coordinator import COORDINATOR_RULES, CoordinatorSettings, GuardedConfig
+from coordinator.settings.coordinator import COORDINATOR_RULES, CheckedSpeculativeConfig, CoordinatorSettings
 from coordinator.settings.http import HTTP_OPTION_RULES, HttpOptions
 from coordinator.settings.request_bounds import RequestBounds
 from coordinator.settings.service_access import ServiceAccessOptions
@@ -49,13 +49,13 @@ An option can be given in four places; the first that names it decides:
 2. the environment: `TANDEM_NUM_SPECULATIVE_TOKENS=4` for every service, `TANDEM_COORDINATOR_...`, `TANDEM_DRAFT_...`
    and `TANDEM_TARGET_...` for one of them, which is stronger and sets any option of it; an empty variable counts as not
    set;
-3. for the coordinator and the draft service a TOML or YAML file: `--config-file tandem.toml`, of which
+3. for the coordinator and the draft service a TOML, YAML or JSON file: `--config-file tandem.toml`, of which
    `--section-name` takes one section;
 4. the default.
 
 In Python: `SpeculativeConfig(speculative_method="ngram", num_speculative_tokens=4)` from `tandem.config`.
 What is no option is refused in each of these places. `tandem config show` prints every value and where it comes from;
-`tandem config check FILE` tells every rule that a file breaks, and exits 0 or 2. Services that share a file or an
+`tandem config check FILE|JSON` tells every rule that they break, and exits 0 or 2. Services that share a file or an
 environment each take what is theirs of the options of speculative decoding: those of the first four tables below, and
 `enforce_eager`, which is the draft and target services'. For every service there are no other variables; a file may
 hold others, which whoever reads it must have: what one service alone has goes into a section of its own."""
@@ -148,7 +148,7 @@ def _rules() -> Iterator[str]:
     yield "## Rules\n\nWhoever breaks several is told of all at once."
     yield (
         "### Of the configuration alone\n\nWherever it is read: exit code 2.\n\n"
-        + _rule_table(GuardedConfig.rules())
+        + _rule_table(CheckedSpeculativeConfig.rules())
     )
     yield (
         "### Of a server\n\nWhen it starts: exit code 2.\n\n"

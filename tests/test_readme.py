@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,7 @@ def running(command: str) -> Iterator[None]:
     assert process.returncode == 0, command
 
 
+@cache
 def run(command: str) -> str:
     return execute(*words_of(command), *ARGUMENTS.get(command, []))
 
@@ -93,6 +95,23 @@ def test_every_shell_command_works(services: Sequence[str], commands: Sequence[s
             running_services.enter_context(running(command))
         for command in commands:
             assert run(command).strip(), f"{command} printed nothing"
+
+
+def words_around_figures(text: str) -> list[str]:
+    """The demo's lines without its figures, its completion and the widths of its columns."""
+    before, _, after = text.partition("\n\nparse: ")
+    heading, _, after = after.partition("\n")
+    _, _, after = after.partition(" proposed tokens:\n")
+    return [re.sub(r"[\d.]+", "N", " ".join(line.split())) for line in (before, heading, *after.splitlines())]
+
+
+@pytest.mark.slow
+def test_the_readme_shows_what_the_demo_prints() -> None:
+    (shown,) = re.findall(r"```text\n(Starting .*?)```", README, re.DOTALL)
+    printed = run("make demo")
+    printed = printed[printed.index("Starting ") :]
+    assert words_around_figures(shown) == words_around_figures(printed)
+    assert max(map(len, [*shown.splitlines(), *printed.splitlines()])) <= 80
 
 
 def test_every_link_leads_somewhere() -> None:

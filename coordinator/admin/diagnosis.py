@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from coordinator.rejection.strategies import STRATEGIES
 from coordinator.replicas.compatibility import MODEL_RULES, Deployment
 from coordinator.settings.coordinator import CoordinatorSettings
+from coordinator.speculation.report import NOT_MEASURED
 from coordinator.stats.speculation import acceptance_rate, cumulative_rates
 from tandem import __version__
 from tandem.acceptance_names import AUTO, AUTO_NAMES
@@ -90,6 +91,8 @@ def _speculation(status: Status) -> Iterator[Finding]:
     if state.is_on:
         tokens = plural(state.num_speculative_tokens, "token")
         yield Finding("speculation", "", Severity.OK, f"on, {tokens} proposed per round")
+    elif state.reason == NOT_MEASURED:
+        yield Finding("speculation", "", Severity.OK, f"off: {state.explanation}")
     elif state.figures:  # a setting or an absence has a finding of its own
         yield Finding("speculation", "", Severity.WARNING, f"off: {state.explanation}", _FASTER_DRAFT)
 
@@ -213,7 +216,7 @@ def acceptance(status: Status) -> Finding:
     rates = cumulative_rates(stats)
     best = max(range(len(rates) + 1), key=lambda count: gain(rates[:count], cost))
     now = gain(rates[: status.settings.num_speculative_tokens], cost)
-    words = f"{words}; about {now:.2f} times the speed of the target alone"
+    words = f"{words}; step times allow about {now:.2f} times the speed of the target alone"
     if gain(rates[:best], cost) < WORTHWHILE * now or best == status.settings.num_speculative_tokens:
         return Finding("acceptance", "", Severity.OK if now > 1.0 else Severity.WARNING, words)
     if best == 0:

@@ -6,14 +6,13 @@ import inspect
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from pydantic import ValidationError
 from rich.table import Table
 
-from coordinator.cli.command import errors_to_exit, new_app
+from coordinator.cli.command import command, errors_to_exit, new_app
 from coordinator.cli.output import OutputForm, OutputOptions, plain_table
 from coordinator.settings.coordinator import ConfigSettings
 from tandem.config.layers import Origin, merged, origins, read_layers
@@ -90,15 +89,26 @@ def _names(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return [word.replace("-", "_") for word in words[:count]], [*words[count:]]
 
 
-@config.command()
+@command(
+    config,
+    "tandem config check tandem.toml --section-name speculation",
+    """tandem config check '{"method": "ngram", "num_speculative_tokens": 4}'""",
+)
 def check(
-    file: Annotated[Path, typer.Argument(help="TOML, YAML or JSON file.")],
+    source: Annotated[
+        str,
+        typer.Argument(metavar="FILE|JSON", help="TOML, YAML or JSON file, or options as one JSON object."),
+    ],
     section_name: Annotated[str | None, typer.Option(help="Section that holds the options.")] = None,
 ) -> None:
-    """Check a config file alone, without a service. Exits 0, or 2 with one line for each broken rule."""
+    """Check a config file or a JSON object alone, without a service.
+
+    Exits 0, or 2 with one line for each broken rule.
+    """
+    option = "--speculative-config" if source.lstrip().startswith("{") else "--config-file"
     section = [] if section_name is None else ["--section-name", section_name]
-    _read(["--config-file", str(file), *section], {})
-    sys.stdout.write(f"{file}: ok\n")
+    _read([option, source, *section], {})
+    sys.stdout.write("ok\n" if option == "--speculative-config" else f"{source}: ok\n")
 
 
 def _read(arguments: list[str], environment: Mapping[str, str]) -> tuple[ConfigSettings, dict[str, Origin]]:

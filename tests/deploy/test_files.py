@@ -1,4 +1,4 @@
-"""What can be told of the Dockerfile and the compose files without running them."""
+"""Checks of the Dockerfile and the compose files that need no container."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def seconds(duration: str) -> int:
     return int(duration.removesuffix("s"))
 
 
-def run(tool: str, *arguments: str) -> None:
+def assert_passes(tool: str, *arguments: str) -> None:
+    """Run a checker, and assert that it finds nothing."""
     done = subprocess.run(
         [str(Path(sys.executable).with_name(tool)), *arguments], capture_output=True, text=True, check=False
     )
@@ -39,15 +40,15 @@ def everything() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", COMPOSE_FILES, ids=lambda path: path.name)
-def test_compose_files_keep_the_schema(path: Path, tmp_path: Path) -> None:
-    run("check-jsonschema", "--builtin-schema", "vendor.compose-spec", str(path))
+def test_compose_files_follow_the_schema(path: Path, tmp_path: Path) -> None:
+    assert_passes("check-jsonschema", "--builtin-schema", "vendor.compose-spec", str(path))
     filled = tmp_path / path.name
     filled.write_text(yaml.safe_dump(interpolated(yaml.safe_load(path.read_text()), {})))
-    run("check-jsonschema", "--builtin-schema", "vendor.compose-spec", str(filled))
+    assert_passes("check-jsonschema", "--builtin-schema", "vendor.compose-spec", str(filled))
 
 
-def test_the_dockerfile_keeps_the_rules_of_hadolint() -> None:
-    run("hadolint", "--failure-threshold", "style", str(DOCKERFILE))
+def test_the_dockerfile_follows_hadolint() -> None:
+    assert_passes("hadolint", "--failure-threshold", "style", str(DOCKERFILE))
 
 
 def test_every_image_has_an_exact_tag(everything: dict[str, dict[str, Any]]) -> None:
@@ -58,21 +59,21 @@ def test_every_image_has_an_exact_tag(everything: dict[str, dict[str, Any]]) -> 
 
 
 @pytest.mark.parametrize("profiles", PROFILES, ids="+".join)
-def test_every_profile_is_whole(profiles: tuple[str, ...]) -> None:
-    """`services` fails when something that is needed is off."""
+def test_every_profile_is_complete(profiles: tuple[str, ...]) -> None:
+    """`services` raises if a dependency is not in the profile."""
     chosen = services(*profiles)
     assert "coordinator" in chosen
     kinds = {name.removesuffix("_gpu") for name in chosen["coordinator"]["depends_on"]}
     assert kinds == {"draft_service", "target_service"}
 
 
-def test_the_profile_of_docker_compose_up_is_cpu() -> None:
+def test_docker_compose_up_chooses_the_cpu_profile() -> None:
     lines = (ROOT / ".env").read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if line and not line.startswith("#")] == ["COMPOSE_PROFILES=cpu"]
     assert services("cpu").keys() == {"draft_service", "target_service", "coordinator"}
 
 
-def test_observe_env_turns_on_what_it_says() -> None:
+def test_observe_env_adds_the_observability_services() -> None:
     lines = (ROOT / "deploy" / "observe.env").read_text(encoding="utf-8").splitlines()
     variables = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
     chosen = services(*variables["COMPOSE_PROFILES"].split(","), variables=variables)

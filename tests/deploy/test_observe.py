@@ -1,4 +1,4 @@
-"""A real Prometheus finds every replica by itself, and every query of the dashboard has an answer after a load."""
+"""A real Prometheus discovers every replica, and every dashboard query returns data after a load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.end_to_end.processes import until
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why := why_not_observed()), reason=why)]
 
 SECONDS = float(os.environ.get("OBSERVE_SECONDS", "8"))
-"""How long the load lasts: `make observe-check` takes longer."""
+"""Duration of the load; `make observe-check` sets a longer one."""
 
 
 @pytest.fixture(scope="module")
@@ -26,23 +26,21 @@ def cluster(images: dict[str, Image], tmp_path_factory: pytest.TempPathFactory) 
         yield running
 
 
-def test_prometheus_finds_every_service_by_its_name(cluster: Cluster) -> None:
+def test_prometheus_discovers_every_service(cluster: Cluster) -> None:
     def healthy() -> set[str]:
         (answer,) = ask(cluster["coordinator"], [("api/v1/targets", {"state": "active"})])
         return {
             target["labels"]["job"] for target in answer["data"]["activeTargets"] if target["health"] == "up"
         }
 
-    until(
-        lambda: healthy() == {"coordinator", "draft", "target"},
-        30.0,
-        lambda: cluster["prometheus"].process.story,
-    )
+    jobs = {"coordinator", "draft", "target"}
+    until(lambda: healthy() == jobs, 30.0, lambda: cluster["prometheus"].process.story)
+    assert healthy() == jobs, "and it stays so"
 
 
-def test_every_query_of_the_dashboard_has_an_answer(cluster: Cluster) -> None:
+def test_every_dashboard_query_returns_data(cluster: Cluster) -> None:
     load(cluster["coordinator"], SECONDS)
-    silent = []
+    empty = []
     for panel in shown(cluster["coordinator"], "1m", SECONDS):
         for target in panel.get("targets", []):
             values = [
@@ -51,11 +49,11 @@ def test_every_query_of_the_dashboard_has_an_answer(cluster: Cluster) -> None:
                 for _, value in series.get("values", [series.get("value")])
             ]
             if not [value for value in values if math.isfinite(value)]:
-                silent.append(f"{panel['title']}: {target['expr']}")
-    assert not silent, json.dumps(silent, indent=2)
+                empty.append(f"{panel['title']}: {target['expr']}")
+    assert not empty, json.dumps(empty, indent=2)
 
 
-def test_a_request_is_one_trace_of_all_three_services(cluster: Cluster) -> None:
+def test_one_trace_spans_all_three_services(cluster: Cluster) -> None:
     collector = cluster["collector"].process
 
     def traces() -> dict[str, set[str]]:
@@ -67,10 +65,11 @@ def test_a_request_is_one_trace_of_all_three_services(cluster: Cluster) -> None:
 
     whole = {"tandem-coordinator", "tandem-draft", "tandem-target"}
     until(lambda: whole in traces().values(), 30.0, lambda: collector.story)
+    assert set.union(*traces().values()) == whole, "no other service sends spans"
 
 
-def test_the_dashboard_tells_what_the_log_tells(cluster: Cluster) -> None:
-    """The counters behind the acceptance rate are those of the log line, not merely present."""
+def test_the_counters_agree_with_the_log(cluster: Cluster) -> None:
+    """The counters behind the acceptance rate have the values of the log line."""
     names = ("tandem_spec_decode_num_accepted_tokens_total", "tandem_spec_decode_num_draft_tokens_total")
     questions = [("api/v1/query", {"query": f"sum({name})"}) for name in names]
     accepted, drafted = (

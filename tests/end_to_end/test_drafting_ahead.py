@@ -83,7 +83,7 @@ async def under_way(streams: Sequence[Stream], chance: random.Random) -> None:
 
 @RUNS
 @AHEAD
-async def test_the_only_draft_is_killed(
+async def test_streams_survive_a_kill_of_the_only_draft(
     runs: int,
     ahead: str,
     targets: list[Nursling],
@@ -183,7 +183,7 @@ async def test_the_only_draft_stays_stopped(
 
 @RUNS
 @AHEAD
-async def test_one_of_two_targets_is_killed(
+async def test_streams_survive_a_kill_of_one_of_two_targets(
     runs: int,
     ahead: str,
     targets: list[Nursling],

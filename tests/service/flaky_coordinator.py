@@ -23,7 +23,7 @@ from tandem.types import Chunk, FinishReason, SpeculationStats, Summary
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 from tandem.wire.generation import chunk_to_proto
 from tandem.wire.status import Ending
-from tests.chatless import Chatless
+from tests.generate_only import GenerateOnly
 from tests.service.fakes import serving
 
 SECONDS = 20.0
@@ -59,7 +59,7 @@ def completer(kind: str, address: str, **options: Any) -> Complete:
     return complete if kind == "async" else complete_on_a_thread
 
 
-class FlakyCoordinator(Chatless):
+class FlakyCoordinator(GenerateOnly):
     """A coordinator that fails with each of these status codes in turn before it answers."""
 
     def __init__(self, *codes: grpc.StatusCode, after: int = 0, hint: float | None = 0.05) -> None:

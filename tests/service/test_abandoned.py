@@ -37,13 +37,13 @@ from tests.service.fakes import coordinating, serving
 
 GONE_SECONDS = 1.0
 STEP_SECONDS = 0.02
-"""What a step takes at least, so that a request of LONG tokens outlasts every test by far."""
+"""Minimum duration of a step; it makes a LONG request outlast every test."""
 LONG = GenerationRequest((5, 6, 7), max_tokens=1000, temperature=1.0, seed=1, ignore_eos=True)
 MAX_SEQUENCES = 2
 GRPC_CALL = "_handle_exceptions"
-"""What the task of a call runs in grpc's own server."""
+"""The coroutine that grpc's server runs for each call."""
 WATCHES = 2
-"""Calls that last: the coordinator watches the health of both services."""
+"""Permanent calls: the coordinator watches the health of both services."""
 
 CLIENT = """
 import asyncio, sys
@@ -77,11 +77,11 @@ class Cluster:
     draft_address: str
     address: str
     idle_tasks: Counter[str]
-    """What runs while there is no request."""
+    """Tasks that run while there is no request."""
 
     @property
     def leftovers(self) -> list[str]:
-        """What there is now that was not there while there was no request."""
+        """Sequences, reservations and tasks that an idle cluster does not have."""
         usages = {"target": self.target.usage, "draft": self.draft.usage}
         held = [
             f"{name}: {usage}"
@@ -92,16 +92,16 @@ class Cluster:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request has come through to both services."""
+        """True if both services compute a request."""
         return self.target.usage.used_tokens > 0 and self.draft.usage.used_tokens > 0
 
-    async def becomes_idle(self) -> None:
-        """Fails when anything of a request is left after a second."""
+    async def assert_idle_soon(self) -> None:
+        """Assert that within a second both engines are empty and only the idle tasks run."""
         await until(lambda: not self.leftovers, GONE_SECONDS, lambda: "\n".join(self.leftovers))
 
 
 def _running_tasks() -> Counter[str]:
-    """How many tasks run each coroutine, this test's own not counted."""
+    """Count the tasks by coroutine, without the test's own."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     return Counter(getattr(task.get_coro(), "__qualname__", repr(task.get_coro())) for task in tasks)
 
@@ -151,41 +151,42 @@ def _tokenizer_file() -> Path:
     return ROOT / "models" / "demo" / "target" / "tokenizer.json"
 
 
-async def test_a_completion_leaves_nothing_behind(cluster: Cluster) -> None:
+async def test_a_completed_request_leaves_nothing_behind(cluster: Cluster) -> None:
     async with Client(cluster.address) as client:
-        await complete(client, GenerationRequest((5, 6, 7), max_tokens=8))
-    await cluster.becomes_idle()
+        assert len((await complete(client, GenerationRequest((5, 6, 7), max_tokens=8))).token_ids) <= 8
+    await cluster.assert_idle_soon()
 
 
-async def test_a_client_that_leaves_the_loop(cluster: Cluster) -> None:
+async def test_leaving_the_client_s_loop_leaves_nothing_behind(cluster: Cluster) -> None:
     async with Client(cluster.address) as client:
         async for _ in client.generate(LONG):
             if cluster.is_busy:
                 break
-        await cluster.becomes_idle()
+        await cluster.assert_idle_soon()
 
 
-async def test_a_client_that_cancels_before_the_first_token(cluster: Cluster) -> None:
+async def test_cancelling_before_the_first_token_leaves_nothing_behind(cluster: Cluster) -> None:
     async with Client(cluster.address) as client:
         task = asyncio.create_task(complete(client, LONG))
         await until(lambda: cluster.target.usage.sequence_count > 0, 10.0)
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await cluster.becomes_idle()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await cluster.assert_idle_soon()
 
 
-async def test_a_client_that_cancels_while_it_waits_for_room(cluster: Cluster) -> None:
+async def test_cancelling_while_waiting_for_room_leaves_nothing_behind(cluster: Cluster) -> None:
     async with Client(cluster.address) as client:
         tasks = [asyncio.create_task(complete(client, LONG)) for _ in range(MAX_SEQUENCES + 1)]
         await until(lambda: cluster.target.usage.waiting_count > 0, 10.0)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await cluster.becomes_idle()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(end, asyncio.CancelledError) for end in ends)
+        await cluster.assert_idle_soon()
 
 
-async def test_one_of_several_clients(cluster: Cluster) -> None:
-    """The others go on."""
+async def test_one_client_that_leaves_does_not_disturb_another(cluster: Cluster) -> None:
     async with Client(cluster.address) as leaving, Client(cluster.address) as staying:
         other = staying.generate(LONG)
         await anext(other)
@@ -199,15 +200,15 @@ async def test_one_of_several_clients(cluster: Cluster) -> None:
         await other.aclose()
 
 
-async def test_a_deadline(cluster: Cluster) -> None:
+async def test_a_deadline_leaves_nothing_behind(cluster: Cluster) -> None:
     async with Client(cluster.address) as client:
         with pytest.raises(DeadlineError):
             async for _ in client.generate(LONG, timeout_seconds=0.5):
                 pass
-        await cluster.becomes_idle()
+        await cluster.assert_idle_soon()
 
 
-async def test_a_client_process_that_is_killed(cluster: Cluster) -> None:
+async def test_a_killed_client_process_leaves_nothing_behind(cluster: Cluster) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", CLIENT, cluster.address, stdout=asyncio.subprocess.PIPE, cwd=ROOT
     )
@@ -218,11 +219,11 @@ async def test_a_client_process_that_is_killed(cluster: Cluster) -> None:
     finally:
         process.send_signal(signal.SIGKILL)
     await process.wait()
-    await cluster.becomes_idle()
+    await cluster.assert_idle_soon()
 
 
-async def test_a_coordinator_process_that_is_killed(cluster: Cluster) -> None:
-    """To the services the coordinator is a client like any other."""
+async def test_a_killed_coordinator_process_leaves_nothing_behind(cluster: Cluster) -> None:
+    """To the services the coordinator is a client."""
     arguments = (
         "--port",
         "0",
@@ -246,7 +247,7 @@ async def test_a_coordinator_process_that_is_killed(cluster: Cluster) -> None:
             with pytest.raises(ServiceUnavailableError):
                 await anext(chunks)
             await chunks.aclose()
-        await cluster.becomes_idle()
+        await cluster.assert_idle_soon()
     finally:
         if process.returncode is None:
             process.kill()

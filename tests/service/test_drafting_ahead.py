@@ -329,7 +329,7 @@ async def test_the_tokens_are_distributed_as_the_targets(
     assert hits(completed) > seeds / 4
     drafted = sum(each.stats.drafted for each in completed)
     accepted = sum(each.stats.accepted for each in completed)
-    assert 0.1 < accepted / drafted < 0.9, "both what is accepted and what is recovered must matter"
+    assert 0.1 < accepted / drafted < 0.9, "the test needs both accepted and recovered tokens"
     counts = Counter(each.token_ids[PLACES] for each in completed)
     expected = exact(reference, request)
     assert set(counts) <= set(expected)

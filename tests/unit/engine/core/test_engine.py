@@ -139,7 +139,7 @@ async def test_the_event_loop_stays_free_while_the_model_runs(llama: TinyModel) 
         assert await task == "done"
 
 
-async def test_steps_are_told_of(llama: TinyModel) -> None:
+async def test_every_step_is_recorded(llama: TinyModel) -> None:
     records: list[StepRecord] = []
     engine: Engine[Any, Any] = Engine(
         llama.loaded, GreedyHead(), EngineSettings(prefill_chunk_tokens=3), on_step=records.append
@@ -158,17 +158,17 @@ async def test_steps_are_told_of(llama: TinyModel) -> None:
 
 
 async def _one_by_one(engine: Engine[Any, Any], count: int, max_length: int = 60) -> Sequence:
-    """A sequence that was asked for one row after the other, each once the last was answered."""
+    """Open a sequence and request its rows one after the other."""
     sequence = await engine.open(max_length)
     for length in range(1, count + 1):
         await engine.run(Job(sequence, Delta(0, (length,) * length), 1, None))
     return sequence
 
 
-async def test_a_step_waits_for_those_that_the_last_one_answered(
+async def test_a_step_waits_for_the_sequences_of_the_last_one(
     llama: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # So long that nothing depends on how fast this machine is: only a return ends a wait.
+    # Without a timeout, only a returning sequence ends a wait, however slow the machine is.
     monkeypatch.setattr("tandem.engine.core.rejoin._PATIENCE", 1e6)
     records: list[StepRecord] = []
     engine = Engine(llama.loaded, RowsHead(), EngineSettings(), records.append)
@@ -183,9 +183,7 @@ async def test_a_step_waits_for_those_that_the_last_one_answered(
     finally:
         await engine.close()
     together = [record.sequence_count for record in records]
-    assert together[2:] == [3] * len(together[2:]), (
-        "from the first steps on, which begin with whoever is first"
-    )
+    assert together[2:] == [3] * len(together[2:]), "all steps but the first two hold all sequences"
     assert len(together) <= 22
 
 
@@ -198,14 +196,15 @@ async def test_a_step_does_not_wait_for_a_sequence_that_was_released(
             first, second = await _one_by_one(engine, 1), await engine.open(60)
             waiting = asyncio.create_task(engine.run(Job(second, Delta(0, (9,) * 9), 1, None)))
             await asyncio.sleep(0.05)
-            assert not waiting.done(), "it waits for the first"
+            assert not waiting.done(), "the step waits for the first sequence"
             engine.release(first)
-            await waiting
+            assert len(await waiting) == 1
 
 
-async def test_a_step_waits_only_for_a_while(llama: TinyModel) -> None:
+async def test_a_step_stops_waiting_for_a_silent_sequence(llama: TinyModel) -> None:
     async with running(llama.backends, RowsHead()) as engine:
         async with asyncio.timeout(10):
             _, second = await asyncio.gather(_one_by_one(engine, 3), _one_by_one(engine, 3))
-            for length in range(4, 40):  # the first, still open, has gone silent
-                await engine.run(Job(second, Delta(0, (length,) * length), 1, None))
+            for length in range(4, 40):  # the first, still open, sends nothing more
+                row = await engine.run(Job(second, Delta(0, (length,) * length), 1, None))
+                assert len(row) == 1

@@ -86,6 +86,18 @@ def test_check_takes_json(tmp_path: Path) -> None:
     assert "it is not valid json" in result.stderr
 
 
+def test_check_takes_json_without_a_file() -> None:
+    good = RUNNER.invoke(app, ["config", "check", '{"method": "ngram", "num_speculative_tokens": 4}'])
+    assert (good.exit_code, good.stdout) == (0, "ok\n")
+    bad = RUNNER.invoke(
+        app, ["config", "check", '{"method": "ngram", "num_speculative_tokens": 0, "foo": 1}']
+    )
+    assert (bad.exit_code, bad.stderr.splitlines()) == (
+        2,
+        ["error: foo is not an option", "error: num_speculative_tokens is 0; it must be at least 1"],
+    )
+
+
 def test_check_tells_every_broken_rule_on_a_line_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(

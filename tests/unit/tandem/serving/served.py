@@ -1,4 +1,4 @@
-"""A server with one scripted method, in the test's own loop, with whatever protects it."""
+"""A server with one scripted method and all interceptors, in the test's event loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.serving.interceptors.handlers import Context
 from tandem.serving.server import serve
 from tandem.settings import ServerSettings
 from tandem.v1 import generation_pb2, generation_pb2_grpc
-from tests.chatless import Chatless
+from tests.generate_only import GenerateOnly
 
 Answer = Callable[[], AsyncIterator[generation_pb2.GenerateResponse]]
 SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
@@ -26,8 +26,8 @@ async def says_hello() -> AsyncIterator[generation_pb2.GenerateResponse]:
     yield generation_pb2.GenerateResponse(text="hello")
 
 
-class Scripted(Chatless):
-    """A service whose one method answers by a script."""
+class Scripted(GenerateOnly):
+    """A service whose only method returns a scripted answer."""
 
     name = "fake"
     full_names = (SERVICE_NAME,)
@@ -36,7 +36,7 @@ class Scripted(Chatless):
         self.answer = answer
         self.request_drain: Callable[[], None]
         self.ended = 0
-        """Answers that came to their end, whatever it was."""
+        """Number of calls that ended, successfully or not."""
 
     def register(self, server: grpc.aio.Server) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
@@ -61,41 +61,41 @@ class Scripted(Chatless):
 async def running(
     service: Scripted, capsys: pytest.CaptureFixture[str], **options: object
 ) -> AsyncIterator[str]:
-    """Serve until the block ends: the address."""
+    """Serve during the block, yielding the address; then drain, and assert that the server ends by itself."""
     task = asyncio.create_task(serve(ServerSettings.model_validate(options), service))
-    said = ""
-    while "ready on" not in said:
+    output = ""
+    while "ready on" not in output:
         assert not task.done(), task.exception()
         await asyncio.sleep(0.01)
-        said += capsys.readouterr().out
+        output += capsys.readouterr().out
     try:
-        yield said.partition("ready on ")[2].split()[0]
+        yield output.partition("ready on ")[2].split()[0]
     finally:
         service.request_drain()
-        assert await task
+        assert await task, "the server was never ready"
 
 
-async def said_by(address: str, credentials: Credentials = PLAIN) -> list[str]:
-    """What the method says on a connection of its own."""
+async def texts_from(address: str, credentials: Credentials = PLAIN) -> list[str]:
+    """Call the method on a new connection, and return the texts."""
     async with open_channel(address, credentials=credentials) as channel:
-        return await said_on(channel)
+        return await texts_on(channel)
 
 
-async def said_on(channel: grpc.aio.Channel) -> list[str]:
-    """What the method says on a channel."""
+async def texts_on(channel: grpc.aio.Channel) -> list[str]:
+    """Call the method on this channel, and return the texts."""
     call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(generation_pb2.GenerateRequest())
     return [response.text async for response in call]
 
 
 async def refusal(address: str, credentials: Credentials = PLAIN) -> grpc.aio.AioRpcError:
-    """How a call is refused."""
+    """Call the method, which must be refused, and return the error."""
     with pytest.raises(grpc.aio.AioRpcError) as error:
-        await said_by(address, credentials)
+        await texts_from(address, credentials)
     return error.value
 
 
 async def health_of(address: str, credentials: Credentials = PLAIN) -> str:
-    """What the standard health service says."""
+    """Return the status that the standard health service reports."""
     async with open_channel(address, credentials=credentials) as channel:
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
     name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)

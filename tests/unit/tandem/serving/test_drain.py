@@ -28,7 +28,7 @@ import asyncio, sys
 from tandem.rpc.channels import open_channel
 from tandem.serving.server import serve
 from tandem.settings import ServerSettings
-from tests.unit.tandem.serving.served import Scripted, said_by
+from tests.unit.tandem.serving.served import Scripted, texts_from
 
 async def forever():
     await asyncio.Event().wait()
@@ -38,7 +38,7 @@ async def main():
     port = int(sys.argv[1])
     server = asyncio.create_task(serve(ServerSettings(port=port, drain_timeout_seconds=60), Scripted(forever)))
     await asyncio.sleep(0.5)
-    asyncio.create_task(said_by(f"127.0.0.1:{port}"))
+    asyncio.create_task(texts_from(f"127.0.0.1:{port}"))
     await asyncio.sleep(0.5)
     print("stuck", flush=True)
     await server

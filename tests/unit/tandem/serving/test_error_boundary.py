@@ -18,7 +18,7 @@ from tandem.wire.status import retry_after_seconds
 from target_service.servicer import TargetServicer
 from tests.service.clients import until
 from tests.service.fakes import serving
-from tests.unit.tandem.serving.served import Scripted, refusal, running, said_by
+from tests.unit.tandem.serving.served import Scripted, refusal, running, texts_from
 
 GENERATE = "/tandem.v1.GenerationService/Generate"
 NOT_PROTOBUF = b"\xff\xff\xff\xff"
@@ -40,7 +40,7 @@ async def test_bytes_that_are_no_message(capsys: pytest.CaptureFixture[str]) -> 
             assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert "a message cannot be read" in (await call.details() or "")
         assert service.ended == 0, "the method was never called"
-        assert await said_by(address) == ["hello"]
+        assert await texts_from(address) == ["hello"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.rpc.credentials import Credentials
 from tandem.serving.interceptors import anonymous_calls as open_calls
-from tests.unit.tandem.serving.served import Scripted, health_of, running, said_by
+from tests.unit.tandem.serving.served import Scripted, health_of, running, texts_from
 
 SECONDS = 10.0
 TOKEN = "the-token-of-clients"
@@ -53,7 +53,7 @@ async def test_watchers_of_health_are_few_and_keep_nobody_out(
         for _ in range(5):
             assert not await is_told(watch(channel))
         assert await health_of(address) == "SERVING"
-        assert await said_by(address, Credentials(token=TOKEN)) == ["hello"]
+        assert await texts_from(address, Credentials(token=TOKEN)) == ["hello"]
         watchers[0].cancel()
         async with asyncio.timeout(SECONDS):
             while not await is_told(watch(channel)):
@@ -72,7 +72,7 @@ async def test_a_call_for_health_that_never_asks_is_ended(
                 calls.callback(call.cancel)
                 assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
                 assert "no message" in (await call.details() or "")
-        assert await said_by(address) == ["hello"]
+        assert await texts_from(address) == ["hello"]
 
 
 async def test_a_call_for_health_that_ends_without_a_message(capsys: pytest.CaptureFixture[str]) -> None:

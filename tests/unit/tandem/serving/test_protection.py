@@ -16,7 +16,7 @@ from tandem.rpc.channels import open_channel
 from tandem.rpc.credentials import PLAIN, Credentials
 from tandem.serving.tls import server_credentials
 from tests.certificates import Files, issued
-from tests.unit.tandem.serving.served import Scripted, health_of, refusal, running, said_by, said_on
+from tests.unit.tandem.serving.served import Scripted, health_of, refusal, running, texts_from, texts_on
 
 TOKEN = "the-token-of-clients"
 UNAVAILABLE, UNAUTHENTICATED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED
@@ -47,20 +47,20 @@ async def test_tls_and_a_token(files: Files, strangers: Files, capsys: pytest.Ca
         "plain text": (Credentials(token=TOKEN), UNAVAILABLE, ""),
     }
     async with running(Scripted(), capsys, **tls_options(files), auth_token=TOKEN) as address:
-        assert await said_by(address, right) == ["hello"]
+        assert await texts_from(address, right) == ["hello"]
         for case, (credentials, code, words) in refused.items():
             error = await refusal(address, credentials)
             assert error.code() is code, case
             assert words in (error.details() or ""), case
             assert TOKEN not in (error.details() or ""), case
-        assert await said_by(address, right) == ["hello"]
+        assert await texts_from(address, right) == ["hello"]
 
 
 async def test_mutual_tls(files: Files, strangers: Files, capsys: pytest.CaptureFixture[str]) -> None:
     trusting = Credentials(ca_file=files.ca)
     async with running(Scripted(), capsys, **tls_options(files), tls_client_ca_file=files.ca) as address:
         known = replace(trusting, cert_file=files.cert, key_file=files.key)
-        assert await said_by(address, known) == ["hello"]
+        assert await texts_from(address, known) == ["hello"]
         assert (await refusal(address, trusting)).code() is UNAVAILABLE, "no certificate"
         stranger = replace(trusting, cert_file=strangers.cert, key_file=strangers.key)
         assert (await refusal(address, stranger)).code() is UNAVAILABLE
@@ -92,16 +92,16 @@ async def test_a_renewed_certificate_is_served_without_a_restart(
         before = Credentials(ca_file=first.ca, token=TOKEN)
         after = Credentials(ca_file=served.ca, token=TOKEN)
         async with open_channel(address, credentials=before) as connected:
-            assert await said_on(connected) == ["hello"]
+            assert await texts_on(connected) == ["hello"]
             # The key alone, as in the middle of a renewal: the pair makes no sense, so the old one stays.
             old_key = served.key.read_bytes()
             served.key.write_bytes(files.key.read_bytes())
-            assert await said_by(address, before) == ["hello"]
+            assert await texts_from(address, before) == ["hello"]
             served.key.write_bytes(old_key)
             issued(tmp_path / "served")
-            assert await said_by(address, after) == ["hello"]
+            assert await texts_from(address, after) == ["hello"]
             assert (await refusal(address, before)).code() is UNAVAILABLE
-            assert await said_on(connected) == ["hello"], "who is connected stays connected"
+            assert await texts_on(connected) == ["hello"], "who is connected stays connected"
 
 
 def renew_once_half_is_read(monkeypatch: pytest.MonkeyPatch, served: Files, renewal: Files) -> None:
@@ -128,10 +128,10 @@ async def test_certificate_and_key_of_two_renewals_are_never_served(
     async with running(Scripted(), capsys, **tls_options(served), auth_token=TOKEN) as address:
         served.cert.touch()
         renew_once_half_is_read(monkeypatch, served, next_)
-        assert await said_by(address, before) == ["hello"], (
+        assert await texts_from(address, before) == ["hello"], (
             "the old pair holds while the new one is half read"
         )
-        assert await said_by(address, Credentials(ca_file=served.ca, token=TOKEN)) == ["hello"]
+        assert await texts_from(address, Credentials(ca_file=served.ca, token=TOKEN)) == ["hello"]
 
 
 async def test_renewed_tokens_hold_from_the_next_call_on(
@@ -145,16 +145,16 @@ async def test_renewed_tokens_hold_from_the_next_call_on(
         running(Scripted(), capsys, auth_token_file=served) as address,
         open_channel(address, credentials=Credentials(token_file=shown)) as channel,
     ):
-        assert await said_on(channel) == ["hello"]
+        assert await texts_on(channel) == ["hello"]
         served.write_text(f"{TOKEN}\n{new}\n", encoding="utf-8")
-        assert await said_on(channel) == ["hello"], "both hold while they are exchanged"
+        assert await texts_on(channel) == ["hello"], "both hold while they are exchanged"
         shown.write_text(new, encoding="utf-8")
-        assert await said_on(channel) == ["hello"]
+        assert await texts_on(channel) == ["hello"]
         served.write_text(f"{new}\n", encoding="utf-8")
-        assert await said_on(channel) == ["hello"]
+        assert await texts_on(channel) == ["hello"]
         assert (await refusal(address, Credentials(token=TOKEN))).code() is UNAUTHENTICATED
         served.write_text("", encoding="utf-8")
-        assert await said_on(channel) == ["hello"], "an empty file is a mistake, not an open door"
+        assert await texts_on(channel) == ["hello"], "an empty file is a mistake, not an open door"
         assert (await refusal(address)).code() is UNAUTHENTICATED
 
 

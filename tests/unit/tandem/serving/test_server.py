@@ -20,13 +20,13 @@ from tandem.serving.interceptors.handlers import Context
 from tandem.serving.server import serve
 from tandem.settings import ServerSettings
 from tandem.v1 import generation_pb2, generation_pb2_grpc
-from tests.chatless import Chatless
+from tests.generate_only import GenerateOnly
 
 SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 Answer = Callable[[], AsyncIterator[generation_pb2.GenerateResponse]]
 
 
-class Servicer(Chatless):
+class Servicer(GenerateOnly):
     answer: Answer
 
     async def Generate(  # noqa: N802 - the protocol's name

@@ -12,7 +12,7 @@ from tandem.types import AheadBudget, DraftDistribution, DraftedOutcomes, Propos
 
 _NO_OUTCOME = -1, -1
 _MAX_STEPS = 64
-"""Steps that are kept until they are asked for."""
+"""Maximum number of steps kept for `take_steps`."""
 _MAX_STALE = 2
 """Rounds whose outcomes may still arrive once they are out of date: those that were on their way."""
 _MAX_SUPPORT_IDS = 1 << 16
@@ -81,7 +81,7 @@ class PendingOutcomes:
         return self._budget is not None and self._outcome(token_ids) != _NO_OUTCOME
 
     def take_steps(self) -> list[tuple[int, float]]:
-        """Steps of branches since this was last asked: their number, and the seconds that the draft measured."""
+        """Return the branch steps since the last call: number of branches, and seconds as the draft measured them."""
         steps, self._steps = self._steps, []
         return steps
 
@@ -178,11 +178,11 @@ class PendingOutcomes:
                 f"draft service: it pushed depth {drafted.depth} of its outcomes; depth {len(self._columns)} must "
                 f"follow, below the {budget.token_count} that were granted"
             )
-        most = len(self._columns[-1].token_ids) if self._columns else budget.branch_count
+        maximum = len(self._columns[-1].token_ids) if self._columns else budget.branch_count
         count = len(drafted.token_ids)
-        if not 0 < count <= most:
+        if not 0 < count <= maximum:
             raise ProtocolError(
-                f"draft service: it pushed {count} tokens at depth {drafted.depth}; it must be 1 to {most}"
+                f"draft service: it pushed {count} tokens at depth {drafted.depth}; it must be 1 to {maximum}"
             )
         if drafted.depth == 0:
             self._check_keys(drafted)

@@ -54,7 +54,7 @@ class BackgroundJob(Protocol):
         """
 
     def advance(self, logits: Tensor) -> BranchStep | None:
-        """Take the logits that follow each branch, [branches, vocabulary_size], and say what to run next."""
+        """Take the logits that follow each branch, [branches, vocabulary_size], and return what to run next."""
 
     def count_step(self, record: StepRecord) -> None:
         """A step of branches has ended, with what `advance` made of it."""
@@ -111,7 +111,7 @@ class BackgroundWork:
         self._waiting[job.sequence] = job
 
     def drop(self, sequence: Sequence) -> None:
-        """Do no more for a sequence. Its tokens are then what its last job's delta says."""
+        """Do no more for a sequence. Its tokens are then those of its last job's delta."""
         self._begun.pop(sequence, None)
         job = self._waiting.pop(sequence, None)
         if job is not None and not sequence.is_released:

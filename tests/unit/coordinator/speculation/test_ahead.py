@@ -1,4 +1,4 @@
-"""Whether drafting ahead pays, and for how many outcomes."""
+"""The gain of drafting ahead, and the number of outcomes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_outcomes_that_never_come_are_not_drafted_for() -> None:
     assert _branches(1.0e-3, hits, costs) == 1
 
 
-def test_shares_follow_what_came() -> None:
+def test_shares_follow_the_observed_outcomes() -> None:
     hits, chance = OutcomeHits(), random.Random(1)
     for _ in range(4000):
         rank = chance.choices([0, 1, 2, 3, None], [0.4, 0.2, 0.1, 0.1, 0.2])[0]
@@ -75,14 +75,14 @@ def _simulated(choice: AheadChoice, rounds: int, on_seconds: float, off_seconds:
 
 
 @pytest.mark.parametrize(("on", "off", "low", "high"), [(7.0, 10.0, 0.95, 1.0), (12.0, 10.0, 0.0, 0.08)])
-def test_the_better_way_gets_nearly_all_rounds(on: float, off: float, low: float, high: float) -> None:
+def test_the_faster_mode_gets_nearly_all_rounds(on: float, off: float, low: float, high: float) -> None:
     choice = AheadChoice(1)
     assert low <= _simulated(choice, 3000, on, off) <= high
     assert choice.is_on == (on < off)
     assert choice.gain == pytest.approx(off / on, rel=0.1)
 
 
-def test_it_changes_its_mind_when_the_machine_does() -> None:
+def test_the_choice_follows_a_change_of_the_machine() -> None:
     choice = AheadChoice(1)
     _simulated(choice, 1000, 7.0, 10.0)
     assert choice.is_on
@@ -91,7 +91,7 @@ def test_it_changes_its_mind_when_the_machine_does() -> None:
 
 
 def test_a_long_proposal_grants_no_more_than_a_draft_takes() -> None:
-    """Proposals may have 128 tokens, budgets 64; a draft refuses a sequence that asks for more."""
+    """Proposals may have 128 tokens, budgets 64; a draft refuses larger budgets."""
     ahead = RequestAhead(8, OutcomeHits(), BranchCosts())
     assert ahead.max_budget(128) == AheadBudget(8, MAX_AHEAD_TOKENS)
     choice = Choice(CostModel(), AcceptanceModel(), load=1, max_tokens=128)

@@ -127,7 +127,13 @@ class DraftSequence:
             await asyncio.wait({self._arrival}, timeout=left)
 
     def go_on(self, completion: Completion, proposal: Proposal, budget: AheadBudget | None) -> None:
-        """Tell the draft what is being verified, so that it drafts ahead of that. Nothing is waited for."""
+        """Tell the draft what is being verified, so that it drafts ahead of that. Nothing is waited for.
+
+        A draft that has not read the message before is granted nothing: the next round asks it, and notices that it is
+        late.
+        """
+        if self._sender is not None and not self._sender.done():
+            budget = None
         self._outcomes.expect(completion.length, proposal.token_ids, budget)
         if budget is None:
             return

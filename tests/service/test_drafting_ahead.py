@@ -79,16 +79,17 @@ async def test_sequences_that_share_a_stream_have_the_same_texts(
         await until(lambda: not both.draft.running, SECONDS)
 
 
+@pytest.mark.parametrize("ahead", AHEAD)
 @pytest.mark.parametrize("fault", ["breaks_at", "leaves_at"])
 async def test_losing_the_draft_during_pushes_costs_no_token(
-    fault: str, target_model: LoadedModel, draft_model: LoadedModel
+    fault: str, ahead: DraftAhead, target_model: LoadedModel, draft_model: LoadedModel
 ) -> None:
     requests = [REQUESTS["greedy"], REQUESTS["strict"]]
     requests = [replace(request, max_tokens=60) for request in requests]
     async with pair(target_model, draft_model) as both:
         before = await both.completed("off", *requests)
         getattr(both.draft, fault).update({1, 2, 5, 9, 20})
-        completed = await both.completed(16, *requests)
+        completed = await both.completed(ahead, *requests)
         assert both.draft.pushes >= 5
         assert [each.token_ids for each in completed] == [each.token_ids for each in before]
         await until(lambda: not both.draft.running, SECONDS)

@@ -1,4 +1,4 @@
-"""A drain tells at once that it drains, waits for calls and for nothing else, and a second signal ends it."""
+"""A drain is announced at once and waits only for calls; a second signal ends the process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ asyncio.run(main())
 
 
 class Slow:
-    """Says a word, waits until it may go on, and says another."""
+    """Sends a message, waits to be released, and sends another."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()
@@ -61,7 +61,7 @@ class Slow:
         yield generation_pb2.GenerateResponse(text="b")
 
 
-async def test_an_admins_drain_is_told_to_all_and_waits_for_calls_but_not_for_watchers(
+async def test_a_drain_is_announced_to_all_and_waits_for_calls_but_not_for_watchers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     slow = Slow()
@@ -93,7 +93,7 @@ async def test_an_admins_drain_is_told_to_all_and_waits_for_calls_but_not_for_wa
         assert time.monotonic() - began < QUICK_SECONDS, "the watcher was not waited for"
 
 
-async def test_what_outlives_a_drain_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_calls_that_outlast_the_drain_get_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     service = Scripted(slow := Slow())
     server = asyncio.create_task(serve(ServerSettings(drain_timeout_seconds=0.1), service))
     said = ""

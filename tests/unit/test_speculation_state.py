@@ -27,8 +27,8 @@ def test_the_explanation_is_the_reason_and_its_numbers() -> None:
 
 def test_it_is_of_types_that_json_has() -> None:
     state = SpeculationState(False, 0, "it is slower", (DecidingFigure("alone", 114.1, "tokens/s"),))
-    told = json.loads(json.dumps(state.as_dict()))
-    assert told == {
+    fields = json.loads(json.dumps(state.as_dict()))
+    assert fields == {
         "is_on": False,
         "num_speculative_tokens": 0,
         "reason": "it is slower",

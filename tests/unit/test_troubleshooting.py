@@ -93,8 +93,10 @@ def test_a_command_prints_the_sentence(sentence: str, commands: Commands, http_p
     how = printing(sentence)
     assert how is not None
     code, command = how
-    said = commands.fail(code, *(f"127.0.0.1:{http_port}" if word == HTTP_PORT else word for word in command))
-    assert pattern(sentence).match(said), said
+    printed = commands.fail(
+        code, *(f"127.0.0.1:{http_port}" if word == HTTP_PORT else word for word in command)
+    )
+    assert pattern(sentence).match(printed), printed
 
 
 @pytest.mark.parametrize("sentence", [each for each in SENTENCES if not printing(each)])

@@ -171,9 +171,9 @@ def test_the_oldest_response_is_forgotten_first() -> None:
     known: list[list[list[int]]] = []
     for number in range(1, 5):
         add(cache, [10 * number, 10 * number + 1])
-        asked = ([10 * i] for i in range(1, 5))
+        contexts = ([10 * i] for i in range(1, 5))
         known.append(
-            [list(best_continuation(cache.tree, array("i", c), 1, options).token_ids) for c in asked]
+            [list(best_continuation(cache.tree, array("i", c), 1, options).token_ids) for c in contexts]
         )
     assert known == [
         [[11], [], [], []],

@@ -142,8 +142,8 @@ def test_a_support_row_gives_a_suppressed_token_no_probability() -> None:
     wanted = Adjustments(LogitAdjustments({}, 3, ENDS), PROMPT_LENGTH, CPU)
     supports = tuple(np.array(ENDS) for _ in range(ROW_COUNT))
     step = VerifyStep(Delta(BASE_LENGTH, TOKENS[BASE_LENGTH:]), RowKind.SUPPORT, ROW_COUNT, supports)
-    (told,) = told_of([RowRequest(step, sampled, None, wanted)], logits_of())
-    masses = [float(row.probs.sum()) for row in told.rows if isinstance(row, SupportRow)]
+    (verification,) = told_of([RowRequest(step, sampled, None, wanted)], logits_of())
+    masses = [float(row.probs.sum()) for row in verification.rows if isinstance(row, SupportRow)]
     assert [mass > 0.0 for mass in masses] == [False, False, True, True]
 
 

@@ -47,13 +47,13 @@ def test_frequency_and_presence_count_the_completion_alone(frequency: float, pre
     logits = logits_of()
     sampling = SamplingParams(frequency_penalty=frequency, presence_penalty=presence)
     actual = penalized(logits, History(PROMPT_LENGTH, TOKENS), sampling)
-    for row, seen, told in zip(logits.tolist(), contexts(), actual.tolist(), strict=True):
+    for row, seen, adjusted in zip(logits.tolist(), contexts(), actual.tolist(), strict=True):
         counts = Counter(seen[PROMPT_LENGTH:])
         expected = [
             logit - frequency * counts[token] - presence * (counts[token] > 0)
             for token, logit in enumerate(row)
         ]
-        assert told == pytest.approx(expected, abs=1e-5)
+        assert adjusted == pytest.approx(expected, abs=1e-5)
 
 
 def test_repetition_comes_before_the_others() -> None:

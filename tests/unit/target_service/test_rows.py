@@ -119,9 +119,9 @@ def test_raced_recovery_samples_with_the_keys_of_the_round() -> None:
     keys = torch.from_numpy(recovery_keys(WARPED.seed, 11, 3))
     assert verification.base_length == 11
     winners = sample(outside, keys).tolist()
-    told = [row for row in verification.rows if isinstance(row, SupportRow)]
-    assert [row.outside_token_id for row in told] == winners
-    assert [row.outside_prob for row in told] == probs[range(3), winners].tolist()
+    found = [row for row in verification.rows if isinstance(row, SupportRow)]
+    assert [row.outside_token_id for row in found] == winners
+    assert [row.outside_prob for row in found] == probs[range(3), winners].tolist()
     for other in (before, after):
         assert [row.outside_prob for row in other.rows if isinstance(row, SupportRow)] == [None] * 3
 
@@ -150,8 +150,8 @@ def test_statistics_are_those_of_the_whole_row() -> None:
     logits = logits_of(1)
     sampling = SamplingParams(temperature=1.3)
     support = np.array([4, 30])
-    asked = request(RowKind.SUPPORT, 1, sampling, (support,), with_statistics=True)
-    (verification,) = verified([asked], logits)
+    kind = request(RowKind.SUPPORT, 1, sampling, (support,), with_statistics=True)
+    (verification,) = verified([kind], logits)
     (row,) = verification.rows
     assert isinstance(row, SupportRow)
     assert row.statistics is not None
@@ -178,11 +178,11 @@ def test_rows_do_not_depend_on_the_batch() -> None:
         request(RowKind.TOKEN, 1, SamplingParams(temperature=1.0, seed=8)),
         request(RowKind.SUPPORT, 2, SamplingParams(temperature=0.5, min_p=0.1, seed=9), with_statistics=True),
     ]
-    logits = logits_of(sum(asked.step.row_count for asked in requests))
-    blocks = torch.split(logits, [asked.step.row_count for asked in requests])
+    logits = logits_of(sum(kind.step.row_count for kind in requests))
+    blocks = torch.split(logits, [kind.step.row_count for kind in requests])
     together = verified(requests, logits)
-    for asked, block, verification in zip(requests, blocks, together, strict=True):
-        (alone,) = verified([asked], block)
+    for kind, block, verification in zip(requests, blocks, together, strict=True):
+        (alone,) = verified([kind], block)
         assert alone.base_length == verification.base_length
         assert [_plain(row) for row in alone.rows] == [_plain(row) for row in verification.rows]
 
@@ -209,29 +209,29 @@ ASKED = {
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("asked", ASKED)
-def test_non_finite_logits_affect_only_their_own_request(asked: str, number: float) -> None:
+@pytest.mark.parametrize("kind", ASKED)
+def test_non_finite_logits_affect_only_their_own_request(kind: str, number: float) -> None:
     logits = logits_of(9)
-    expected = verifications([ASKED[asked]] * 3, logits)
+    expected = verifications([ASKED[kind]] * 3, logits)
     for row in range(3, 6):
         spoilt = logits.clone()
         spoilt[row] = number
-        told = verifications([ASKED[asked]] * 3, spoilt)
-        assert told[1] is None
+        found = verifications([ASKED[kind]] * 3, spoilt)
+        assert found[1] is None
         for index in (0, 2):
-            assert repr(told[index]) == repr(expected[index])
+            assert repr(found[index]) == repr(expected[index])
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
-@pytest.mark.parametrize("asked", ASKED)
-def test_a_single_non_finite_logit_fails_the_request(asked: str, number: float) -> None:
+@pytest.mark.parametrize("kind", ASKED)
+def test_a_single_non_finite_logit_fails_the_request(kind: str, number: float) -> None:
     logits = logits_of(3)
     logits[2, 40] = number
-    assert verifications([ASKED[asked]], logits) == [None]
+    assert verifications([ASKED[kind]], logits) == [None]
 
 
-@pytest.mark.parametrize("asked", ASKED)
-def test_tokens_with_minus_infinity_are_valid(asked: str) -> None:
+@pytest.mark.parametrize("kind", ASKED)
+def test_tokens_with_minus_infinity_are_valid(kind: str) -> None:
     logits = logits_of(3)
     logits[:, 20:] = -torch.inf
-    assert None not in verifications([ASKED[asked]], logits)
+    assert None not in verifications([ASKED[kind]], logits)

@@ -21,11 +21,11 @@ def test_show_prints_each_value_and_its_origin(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TANDEM_RELAXED_TOPK", "4")
     result = RUNNER.invoke(app, ["config", "show", "--json", "--num-speculative-tokens", "5"])
     assert result.exit_code == 0
-    told = json.loads(result.stdout)
-    assert told["num_speculative_tokens"] == {"value": 5, "from": "command line"}
-    assert told["relaxed_topk"] == {"value": 4, "from": "environment"}
-    assert told["relaxed_delta"] == {"value": 0.6, "from": "default"}
-    assert set(told) == set(ConfigSettings.model_fields)
+    printed = json.loads(result.stdout)
+    assert printed["num_speculative_tokens"] == {"value": 5, "from": "command line"}
+    assert printed["relaxed_topk"] == {"value": 4, "from": "environment"}
+    assert printed["relaxed_delta"] == {"value": 0.6, "from": "default"}
+    assert set(printed) == set(ConfigSettings.model_fields)
 
 
 def test_show_prints_a_table() -> None:
@@ -37,8 +37,8 @@ def test_show_prints_a_table() -> None:
 
 def test_show_prints_the_named_options() -> None:
     words = ["config", "show", "num-speculative-tokens", "relaxed_topk", "-o", "json", "--relaxed-topk", "3"]
-    told = json.loads(RUNNER.invoke(app, words).stdout)
-    assert told == {
+    printed = json.loads(RUNNER.invoke(app, words).stdout)
+    assert printed == {
         "num_speculative_tokens": {"value": 2, "from": "default"},
         "relaxed_topk": {"value": 3, "from": "command line"},
     }

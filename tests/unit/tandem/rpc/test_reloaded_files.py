@@ -30,7 +30,7 @@ def renewed(file: Path, caplog: pytest.LogCaptureFixture) -> ReloadedFile[str]:
     return ReloadedFile([file], lambda contents: word(contents[0]))
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     messages = caplog.messages.copy()
     caplog.clear()
     return messages
@@ -48,13 +48,13 @@ def test_a_missing_file_is_logged_once(
     kept = file.with_name("kept")
     file.rename(kept)
     assert [renewed.value for _ in range(100)] == ["first"] * 100
-    assert said(caplog) == [GONE]
+    assert messages(caplog) == [GONE]
     kept.rename(file)
     assert [renewed.value for _ in range(100)] == ["first"] * 100
-    assert said(caplog) == ["files renewed"], "its return is logged as well"
+    assert messages(caplog) == ["files renewed"], "its return is logged as well"
     file.unlink()
     assert renewed.value == "first"
-    assert said(caplog) == [GONE]
+    assert messages(caplog) == [GONE]
     file.write_bytes(b"second")
     assert renewed.value == "second"
 
@@ -64,4 +64,4 @@ def test_an_invalid_file_is_logged_once(
 ) -> None:
     file.write_bytes(b"")
     assert [renewed.value for _ in range(100)] == ["first"] * 100
-    assert said(caplog) == [REFUSED]
+    assert messages(caplog) == [REFUSED]

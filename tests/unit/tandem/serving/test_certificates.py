@@ -27,7 +27,7 @@ def words(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("ends", "told"),
+    ("ends", "expected"),
     [
         (NOW - DAY, ["certificate has expired"]),
         (NOW + DAY, ["certificate expires soon"]),
@@ -36,13 +36,13 @@ def words(caplog: pytest.LogCaptureFixture) -> list[str]:
 )
 async def test_a_server_warns_at_startup(
     ends: datetime,
-    told: list[str],
+    expected: list[str],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     async with running(Scripted(), capsys, **issue(tmp_path, ends)):
-        assert words(caplog) == told
+        assert words(caplog) == expected
 
 
 def test_the_warning_is_repeated_daily_and_at_expiry(

@@ -67,11 +67,11 @@ async def test_a_drain_is_announced_to_all_and_waits_for_calls_but_not_for_watch
     slow = Slow()
     service = Scripted(slow)
     server = asyncio.create_task(serve(ServerSettings(drain_timeout_seconds=LONG_SECONDS), service))
-    said = ""
-    while "ready on" not in said:
+    output = ""
+    while "ready on" not in output:
         await asyncio.sleep(0.01)
-        said += capsys.readouterr().out
-    address = said.partition("ready on ")[2].split()[0]
+        output += capsys.readouterr().out
+    address = output.partition("ready on ")[2].split()[0]
     async with open_channel(address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
@@ -96,11 +96,11 @@ async def test_a_drain_is_announced_to_all_and_waits_for_calls_but_not_for_watch
 async def test_calls_that_outlast_the_drain_get_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     service = Scripted(slow := Slow())
     server = asyncio.create_task(serve(ServerSettings(drain_timeout_seconds=0.1), service))
-    said = ""
-    while "ready on" not in said:
+    output = ""
+    while "ready on" not in output:
         await asyncio.sleep(0.01)
-        said += capsys.readouterr().out
-    async with open_channel(said.partition("ready on ")[2].split()[0]) as channel:
+        output += capsys.readouterr().out
+    async with open_channel(output.partition("ready on ")[2].split()[0]) as channel:
         call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(generation_pb2.GenerateRequest())
         await slow.begun.wait()
         await call.read()

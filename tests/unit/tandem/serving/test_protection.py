@@ -159,16 +159,16 @@ async def test_renewed_tokens_apply_from_the_next_call_on(
 
 
 @pytest.mark.parametrize(
-    ("cert", "key", "said"),
+    ("cert", "key", "sentence"),
     [
         ("cert", "ca", "are not a certificate and its key"),
         ("key", "key", "are not a certificate and its key"),
         ("nowhere", "key", "nowhere cannot be read: no such file or directory"),
     ],
 )
-def test_invalid_files_are_refused(files: Files, cert: str, key: str, said: str) -> None:
+def test_invalid_files_are_refused(files: Files, cert: str, key: str, sentence: str) -> None:
     paths = {"cert": files.cert, "key": files.key, "ca": files.ca, "nowhere": files.cert.with_name("nowhere")}
-    with pytest.raises(ConfigurationError, match=said):
+    with pytest.raises(ConfigurationError, match=sentence):
         server_credentials(paths[cert], paths[key])
 
 

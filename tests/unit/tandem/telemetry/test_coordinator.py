@@ -85,8 +85,8 @@ async def test_a_large_fleet_is_counted_completely_and_listed_partly() -> None:
     registry.register(StateCollector(lambda: State("m", 3, 4, replicas, SpeculationStats())))
     labels = {"model_name": "m", "role": "draft"}
     assert registry.get_sample_value("tandem_replicas", labels | {"state": "ready"}) == 500
-    told = [family for family in registry.collect() if family.name == "tandem_replica_ready"]
-    assert len(told[0].samples) == 128
+    listed = [family for family in registry.collect() if family.name == "tandem_replica_ready"]
+    assert len(listed[0].samples) == 128
     assert registry.get_sample_value("tandem_num_requests_waiting", {"model_name": "m"}) == 4
     at = labels | {"address": "10.0.0.7:1"}
     assert registry.get_sample_value("tandem_replica_accepted_tokens_total", at) == 1
@@ -178,12 +178,12 @@ def test_spans_report_drafting_ahead(memory: InMemorySpanExporter) -> None:
     spans.round(round_result(4, 2, awaited=True, rank=0, saved=0.01))
     spans.finished(SpeculationStats(3, ahead=AheadStats(2, 1, [1], 0.01)), {}, None)
     *rounds, request = (dict(span.attributes or {}) for span in memory.get_finished_spans())
-    told = [
+    listed = [
         (each.get("tandem.ahead.hit"), each.get("tandem.ahead.rank"))
         for each in rounds
         if "tandem.round" in each
     ]
-    assert told == [(None, None), (False, None), (True, 1)]
+    assert listed == [(None, None), (False, None), (True, 1)]
     assert request["tandem.ahead.awaited"] == 2
     assert request["tandem.ahead.hits_by_rank"] == (1,)
     assert request["tandem.ahead.saved_seconds"] == 0.01

@@ -147,7 +147,7 @@ async def test_the_memory_of_large_answers_is_bounded(template: Path) -> None:
             refused = await cluster.http.post(path, json=BODIES[path])
             assert refused.status_code == 429
             assert refused.json()["error"]["message"] == (
-                "large answers that are not streamed hold 1048576 bytes, which is the most at once; set stream, ask "
+                "large answers that are not streamed hold 1048576 bytes, which is the maximum; set stream, ask "
                 "for fewer completions, tokens or logprobs, or try again"
             )
             assert refused.headers["retry-after"] == "1"
@@ -172,7 +172,7 @@ async def test_the_memory_of_bodies_is_bounded() -> None:
             refused = await cluster.http.post("/v1/completions", content=body, headers=JSON)
             assert refused.status_code == 429
             assert refused.json()["error"]["message"] == (
-                "large bodies that have not come whole hold 8388608 bytes, which is the most at once; try again"
+                "large bodies that have not arrived completely hold 8388608 bytes, which is the maximum; try again"
             )
             for connection in connections:
                 await asyncio.get_running_loop().sock_sendall(connection, body[-1:])

@@ -17,7 +17,7 @@ from coordinator.http.openai.rules import HTTP_RULES
 from coordinator.replicas.compatibility import MODEL_RULES
 from coordinator.requests.bounds import BOUND_RULES
 from coordinator.requests.validation import REQUEST_RULES
-from coordinator.settings.coordinator import COORDINATOR_RULES, CoordinatorSettings, GuardedConfig
+from coordinator.settings.coordinator import COORDINATOR_RULES, CheckedSpeculativeConfig, CoordinatorSettings
 from coordinator.settings.http import HTTP_OPTION_RULES, HttpOptions
 from coordinator.settings.request_bounds import RequestBounds
 from coordinator.settings.service_access import ServiceAccessOptions
@@ -148,7 +148,7 @@ def _rules() -> Iterator[str]:
     yield "## Rules\n\nWhoever breaks several is told of all at once."
     yield (
         "### Of the configuration alone\n\nWherever it is read: exit code 2.\n\n"
-        + _rule_table(GuardedConfig.rules())
+        + _rule_table(CheckedSpeculativeConfig.rules())
     )
     yield (
         "### Of a server\n\nWhen it starts: exit code 2.\n\n"

@@ -1,4 +1,4 @@
-"""The draft service: proposes tokens that a target model is likely to say next."""
+"""The draft service: proposes tokens that a target model is likely to produce next."""
 
 from tandem.serving.polling import wait_in_one_thread
 

@@ -38,7 +38,7 @@ class DraftServicer(DraftServiceServicer):
                 stream.opened()
 
                 async def answer(request: draft_pb2.ProposeRequest) -> draft_pb2.ProposeResponse | None:
-                    stream.asked()
+                    stream.step_arrived()
                     proposal = await sequence.propose(wire.step_from_proto(request.step))
                     stream.answered(0 if proposal is None else len(proposal))
                     return None if proposal is None else wire.proposal_to_proto(proposal)

@@ -57,7 +57,7 @@ class RowRequest:
 
     @property
     def races_recovery(self) -> bool:
-        """True if the coordinator races on with the noise that drew the rows' samples."""
+        """True if the rows' samples must use the recovery keys, with which the coordinator goes on."""
         return self.step.raced_recovery and self.step.row_kind is RowKind.SUPPORT
 
     @property
@@ -135,8 +135,8 @@ def _argmax_tokens(requests: Sequence[RowRequest], logits: Tensor, sampler: Samp
 
 def _drawn_tokens(requests: Sequence[RowRequest], logits: Tensor, sampler: Sampler) -> list[_Rows]:
     probs = sampler.probabilities(logits, _sampling(requests))
-    drawn = sampler.sample_tokens(probs, _keys(requests, logits))
-    return _parts(requests, [_token_row(token_id) for token_id in drawn])
+    samples = sampler.sample_tokens(probs, _keys(requests, logits))
+    return _parts(requests, [_token_row(token_id) for token_id in samples])
 
 
 def _token_row(token_id: int) -> TokenRow | None:
@@ -163,51 +163,58 @@ def _sampling(requests: Sequence[RowRequest]) -> list[SamplingParams]:
 
 
 def _keys(requests: Sequence[RowRequest], logits: Tensor) -> Tensor:
-    """Of each row, int64 [R] on the device of the logits."""
+    """Return the key of each row, int64 [R] on the device of the logits."""
     keys = [_own_keys(request) for request in requests]
     return torch.from_numpy(np.concatenate(keys)).to(logits.device)
 
 
 def _own_keys(request: RowRequest) -> IntArray:
-    """Of the request's rows, int64 [row_count]."""
+    """Return the keys of the request's rows, int64 [row_count]."""
     keys_of = recovery_keys if request.races_recovery else target_keys
     return keys_of(request.sampling.seed, request.base_length, request.step.row_count)
 
 
 def _support_rows(requests: Sequence[RowRequest], logits: Tensor, sampler: Sampler) -> list[_Rows]:
-    """Probabilities on the supports, and a token of all outside them."""
+    """Compute the probabilities on the supports, and sample a token outside each."""
     probs = sampler.probabilities(logits, _sampling(requests))
     supports = [support for request in requests for support in _supports(request)]
-    asked = [request.step.with_statistics for request in requests for _ in range(request.step.row_count)]
-    figures = _statistics(asked, logits, probs, supports)
+    wants_statistics = [
+        request.step.with_statistics for request in requests for _ in range(request.step.row_count)
+    ]
+    statistics_tensors = _statistics(wants_statistics, logits, probs, supports)
     inside, outside = _inside_and_outside(probs, supports)
-    drawn = sampler.sample(outside, _keys(requests, logits))
-    won = outside.gather(1, drawn[:, None])
-    inside_probs, ids, winners, masses, highest, *statistics_parts = _to_host(
-        [inside, drawn, won, outside.sum(dim=-1), _max_logits_of_greedy(requests, logits), *figures]
+    samples = sampler.sample(outside, _keys(requests, logits))
+    sample_probs = outside.gather(1, samples[:, None])
+    greedy_max_logits = _max_logits_of_greedy(requests, logits)
+    inside_probs, ids, outside_probs, masses, max_logits, *statistics_parts = _to_host(
+        [inside, samples, sample_probs, outside.sum(dim=-1), greedy_max_logits, *statistics_tensors]
     )
     raced = [request.races_recovery for request in requests for _ in range(request.step.row_count)]
     sizes = np.cumsum([len(support) for support in supports])[:-1]
-    statistics = _read_statistics(asked, statistics_parts, sizes)
+    statistics = _read_statistics(wants_statistics, statistics_parts, sizes)
     rows = [
         SupportRow(
             support,
-            chances,
+            support_probs,
             masses[i],
             int(ids[i]) if masses[i] > 0.0 else -1,
             statistics[i],
-            winners[i] if raced[i] else None,
+            outside_probs[i] if raced[i] else None,
         )
-        if isfinite(masses[i] + chances.sum()) and isfinite(highest[i])
+        if isfinite(masses[i] + support_probs.sum()) and isfinite(max_logits[i])
         else None
-        for i, (support, chances) in enumerate(zip(supports, np.split(inside_probs, sizes), strict=True))
+        for i, (support, support_probs) in enumerate(
+            zip(supports, np.split(inside_probs, sizes), strict=True)
+        )
     ]
     return _parts(requests, rows)
 
 
 def _max_logits_of_greedy(requests: Sequence[RowRequest], logits: Tensor) -> Tensor:
-    """The highest logit of each row, [R], where a row is greedy: one-hot, it has probabilities whatever its logits are.
-    Of the others the probabilities tell."""
+    """Return the maximum logit of each row, [R], if a row is greedy.
+
+    One-hot probabilities hide logits that are not finite; in other rows the probabilities show them.
+    """
     if any(request.sampling.is_greedy for request in requests):
         return logits.amax(dim=-1)
     return logits.new_zeros(len(logits))
@@ -244,33 +251,36 @@ def _places(supports: Sequence[IntArray], device: torch.device) -> tuple[Tensor,
 
 
 def _statistics(
-    asked: Sequence[bool], logits: Tensor, probs: Tensor, supports: Sequence[IntArray]
+    wants_statistics: Sequence[bool], logits: Tensor, probs: Tensor, supports: Sequence[IntArray]
 ) -> tuple[Tensor, ...]:
-    """Figures of whole rows, if any row's are asked for: entropy, highest probability and its id [R] each, then rank
-    and logit of each id of the supports."""
-    if not any(asked):
+    """Compute statistics of whole rows if any row needs them.
+
+    Returns:
+        Entropy, maximum probability and argmax, [R] each, then rank and logit of each id of the supports.
+    """
+    if not any(wants_statistics):
         return ()
-    highest, argmaxes = probs.max(dim=-1)
+    max_probs, argmaxes = probs.max(dim=-1)
     rows, token_ids = _places(supports, probs.device)
     own = probs[rows, token_ids]
     # A row at a time: all at once would need ids times vocabulary.
     ranks = [(probs[row] > part[:, None]).sum(dim=-1)
              for row, part in enumerate(torch.split(own, [len(support) for support in supports]))]  # fmt: skip
     entropies = torch.special.entr(probs).sum(dim=-1)
-    return entropies, highest, argmaxes, torch.cat(ranks), logits[rows, token_ids].float()
+    return entropies, max_probs, argmaxes, torch.cat(ranks), logits[rows, token_ids].float()
 
 
 def _read_statistics(
-    asked: Sequence[bool], statistics_parts: Sequence[FloatArray], sizes: IntArray
+    wants_statistics: Sequence[bool], statistics_parts: Sequence[FloatArray], sizes: IntArray
 ) -> list[RowStatistics | None]:
     """Statistics of `_statistics` for the rows that were requested."""
     if not statistics_parts:
-        return [None] * len(asked)
-    entropies, highest, argmaxes, ranks, logits = statistics_parts
+        return [None] * len(wants_statistics)
+    entropies, max_probs, argmaxes, ranks, logits = statistics_parts
     return [
         RowStatistics(
             entropy=float(entropies[i]),
-            max_prob=float(highest[i]),
+            max_prob=float(max_probs[i]),
             argmax_token_id=int(argmaxes[i]),
             ranks=own_ranks.astype(np.int64),
             logits=own_logits.astype(np.float32),
@@ -278,6 +288,6 @@ def _read_statistics(
         if wanted
         else None
         for i, (wanted, own_ranks, own_logits) in enumerate(
-            zip(asked, np.split(ranks, sizes), np.split(logits, sizes), strict=True)
+            zip(wants_statistics, np.split(ranks, sizes), np.split(logits, sizes), strict=True)
         )
     ]

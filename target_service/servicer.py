@@ -41,7 +41,7 @@ class TargetServicer(TargetServiceServicer):
             async with self.verifier.sequence(options) as sequence:
                 stream.opened()
                 async for request in steps(request_iterator):
-                    stream.asked()
+                    stream.step_arrived()
                     verification = await sequence.verify(wire.step_from_proto(request.step))
                     stream.answered(len(verification.rows))
                     yield wire.verification_to_proto(verification)

@@ -5,10 +5,10 @@ They sleep, so that two cores can simulate two devices. `tandem bench --pace VER
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from benchmarks.timing.sleeping import sleep as sleep_exactly
 from tandem.engine.core.events import StepRecord
 from tandem.telemetry.streams import OnStep
 
@@ -45,7 +45,7 @@ class Pace:
         return one * (1.0 + self.per_8_rows * (tokens - 1) / 8.0)
 
     def paced(
-        self, role: str, on_step: OnStep = None, sleep: Callable[[float], None] = time.sleep
+        self, role: str, on_step: OnStep = None, sleep: Callable[[float], None] = sleep_exactly
     ) -> Callable[[StepRecord], None]:
         """A step observer that sleeps before the results are delivered, so that steps take at least this long."""
 

@@ -188,7 +188,7 @@ async def _start(pair: LocalPair) -> None:
 
 async def _run(pair: LocalPair, workload: Workload) -> Outcome:
     stopwatch = Stopwatch()
-    figures = SpeculationStats()
+    stats = SpeculationStats()
     started = time.perf_counter()
 
     async def one(index: int) -> Answer:
@@ -206,14 +206,12 @@ async def _run(pair: LocalPair, workload: Workload) -> Outcome:
             known = prompt_length + len(answer.token_ids)
             answer.add(time.perf_counter() - started, completion.token_ids[known:])
         if completion is not None:
-            add(figures, completion.stats)
+            add(stats, completion.stats)
         return answer
 
     answers = await asyncio.gather(*map(one, range(len(workload.prompts))))
     seconds = time.perf_counter() - started
-    return Outcome(
-        answers, seconds, figures.rounds, figures.drafted, figures.accepted, dict(stopwatch.seconds)
-    )
+    return Outcome(answers, seconds, stats.rounds, stats.drafted, stats.accepted, dict(stopwatch.seconds))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import threading
 import time
 from contextlib import suppress
 
+from benchmarks.timing.sleeping import sleep_until
+
 _CHUNK_BYTES = 1 << 16
 
 _Chunks = queue.SimpleQueue[tuple[float, bytes]]
@@ -55,8 +57,7 @@ def _read(source: socket.socket, chunks: _Chunks, seconds: float) -> None:
 def _write(sink: socket.socket, chunks: _Chunks) -> None:
     while True:
         due, data = chunks.get()
-        if (left := due - time.perf_counter()) > 0.0:
-            time.sleep(left)
+        sleep_until(due)
         try:
             if not data:
                 sink.shutdown(socket.SHUT_WR)

@@ -31,6 +31,10 @@ _MAX_UNREAD = 32
 _ABANDON_SECONDS = 1.0
 """A request abandons a draft that is late by more than this if another is ready. It stays with one that never answered:
 leaving would lose its place in that draft's queue."""
+_DEPTH_PATIENCE = 1.5
+"""Times the expected time until the continuation of an outcome is long enough that a round waits for it."""
+_MIN_DEPTH_SECONDS = 0.001
+"""It waits so much longer still: an arrival is not told more exactly than the event loop wakes up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -148,6 +152,7 @@ class FailoverDrafter:
     async def _asked(self, place: _Place, completion: Completion, count: int) -> Proposal | None:
         sequence, budget = place.sequence, self._speculation.ahead_budget
         if sequence.awaits_outcome(completion):
+            await self._wait_for_more(sequence, completion, count)
             drafted = self._drafted_ahead(place, completion, count)
             if drafted is not None:
                 sequence.go_on(completion, drafted, budget)
@@ -178,6 +183,17 @@ class FailoverDrafter:
             place.member.step.add(seconds)
         self._answered(place)
         return proposal
+
+    async def _wait_for_more(self, sequence: DraftSequence, completion: Completion, count: int) -> None:
+        """Wait for the draft to go on with the continuation of the outcome that came, as far as that pays."""
+        unfinished = sequence.unfinished(completion)
+        if unfinished is None:
+            return
+        ready, _, due_seconds, step_seconds = unfinished
+        tokens = self._speculation.tokens_after_hit(unfinished, count)
+        if tokens > ready:
+            expected_seconds = due_seconds + (tokens - ready - 1) * step_seconds
+            await sequence.reach_depth(tokens, _DEPTH_PATIENCE * expected_seconds + _MIN_DEPTH_SECONDS)
 
     def _drafted_ahead(self, place: _Place, completion: Completion, count: int) -> Proposal | None:
         """The proposal of this round, if the draft made it while the target verified the last one."""

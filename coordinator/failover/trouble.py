@@ -16,7 +16,7 @@ class RoundTrouble:
     began: float | None = None
     """Time of the first failure, by the monotonic clock; None before it."""
     losses: int = 0
-    """Targets lost after they were asked."""
+    """Targets that were lost during a request to them."""
     is_reported: bool = False
     """True if a loss was reported to the observer."""
     avoided: set[Member[TargetClient]] = field(default_factory=set)

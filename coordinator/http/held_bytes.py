@@ -17,13 +17,13 @@ _RETRY_SECONDS = 1.0
 class HeldBytes:
     """The bytes of one kind, such as request bodies, that are held at once over all connections."""
 
-    def __init__(self, most: int, advice: str) -> None:
+    def __init__(self, max_bytes: int, advice: str) -> None:
         """
         Args:
-            most: Maximum bytes, beside the free ones of each connection.
-            advice: What the sentence of a refusal says, with `{most}` for the maximum.
+            max_bytes: Maximum bytes, besides the free ones of each connection.
+            advice: The sentence of a refusal, with `{max_bytes}` for the maximum.
         """
-        self._most = most
+        self._max_bytes = max_bytes
         self._advice = advice
         self.held = 0
         """Bytes that are held now, without the free ones."""
@@ -43,8 +43,8 @@ class HeldBytes:
         Raises:
             CapacityError: there is no room for them. They are not counted.
         """
-        if count > 0 and self.held + count > self._most:
-            raise CapacityError(self._advice.format(most=self._most), _RETRY_SECONDS)
+        if count > 0 and self.held + count > self._max_bytes:
+            raise CapacityError(self._advice.format(max_bytes=self._max_bytes), _RETRY_SECONDS)
         self.held += count
 
 
@@ -92,11 +92,11 @@ class HttpMemory:
         """The bounds that the options set."""
         bodies = HeldBytes(
             settings.http_max_held_body_bytes,
-            "large bodies that have not come whole hold {most} bytes, which is the most at once; try again",
+            "large bodies that have not come whole hold {max_bytes} bytes, which is the maximum; try again",
         )
         answers = HeldBytes(
             settings.http_max_held_answer_bytes,
-            "large answers that are not streamed hold {most} bytes, which is the most at once; set stream, ask for "
+            "large answers that are not streamed hold {max_bytes} bytes, which is the maximum; set stream, ask for "
             "fewer completions, tokens or logprobs, or try again",
         )
         return cls(settings.http_max_body_bytes, bodies, answers)

@@ -72,12 +72,12 @@ def too_long(token_count: int, max_length: int) -> Iterator[str]:
 
 
 def _rule(
-    name: str, requirement: str, most: Callable[[BoundedRequest], tuple[str, int, str, int]]
+    name: str, requirement: str, limit_of: Callable[[BoundedRequest], tuple[str, int, str, int]]
 ) -> Rule[BoundedRequest]:
     """A rule for an upper bound: what it counts, how to count it, the unit, and the bound."""
 
     def check(subject: BoundedRequest) -> Iterator[str]:
-        what, count, unit, limit = most(subject)
+        what, count, unit, limit = limit_of(subject)
         if count > limit:
             yield f"{what} {count}{unit}; it must be at most {limit}"
 
@@ -120,8 +120,8 @@ def _stop_token_ids(subject: BoundedRequest) -> tuple[str, int, str, int]:
 
 
 def _speculative_tokens(subject: BoundedRequest) -> tuple[str, int, str, int]:
-    most = max(MAX_SPECULATIVE_TOKENS, subject.num_speculative_tokens)
-    return "num_speculative_tokens is", subject.request.num_speculative_tokens or 0, "", most
+    maximum = max(MAX_SPECULATIVE_TOKENS, subject.num_speculative_tokens)
+    return "num_speculative_tokens is", subject.request.num_speculative_tokens or 0, "", maximum
 
 
 BOUND_RULES: tuple[Rule[BoundedRequest], ...] = (

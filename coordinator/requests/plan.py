@@ -96,7 +96,7 @@ class Plan:
     @property
     def details(self) -> dict[str, EventValue]:
         """Attributes for observers."""
-        asked = {"top_p": self.request.top_p, "top_k": self.request.top_k}
+        given = {"top_p": self.request.top_p, "top_k": self.request.top_k}
         return {
             "model": self.model_name,
             "rule": self.rule.name,
@@ -105,7 +105,7 @@ class Plan:
             "max_tokens": self.limits.max_tokens,
             "temperature": self.sampling.temperature,
             "seed": self.sampling.seed,
-            **{name: value for name, value in asked.items() if value is not None},
+            **{name: value for name, value in given.items() if value is not None},
         }
 
     def begin(self, tokenizer: Tokenizer) -> Completion:

@@ -39,7 +39,7 @@ _STRATEGY = "rejection_sampling_strategy"
 COMBINATION_RULES: tuple[Rule[SpeculativeConfig], ...] = (
     Rule(
         "relaxed-acceptance",
-        "`use_relaxed_acceptance_for_thinking` goes with a rule that decides by probabilities, token by token.",
+        "`use_relaxed_acceptance_for_thinking` goes with a rule that compares probabilities token by token.",
         _combination(relaxed_problems),
         (_STRATEGY, "use_relaxed_acceptance_for_thinking"),
     ),

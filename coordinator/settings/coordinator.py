@@ -37,7 +37,7 @@ Addresses = Annotated[str, BeforeValidator(_one_text), AfterValidator(_checked)]
 """Addresses of a service's replicas with commas between them; a list becomes such a text."""
 
 
-class GuardedConfig(SpeculativeConfig):
+class CheckedSpeculativeConfig(SpeculativeConfig):
     """`SpeculativeConfig`, checked as far as possible without a service."""
 
     @classmethod
@@ -47,7 +47,7 @@ class GuardedConfig(SpeculativeConfig):
 
 
 class CoordinatorSettings(
-    GuardedConfig, RequestBounds, ServiceAccessOptions, HttpOptions, AdminOptions, ServerSettings
+    CheckedSpeculativeConfig, RequestBounds, ServiceAccessOptions, HttpOptions, AdminOptions, ServerSettings
 ):
     """Join a draft service and a target service."""
 

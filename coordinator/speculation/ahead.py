@@ -103,7 +103,8 @@ def branches(
     """The number of outcomes with the highest predicted tokens per second.
 
     While one verification runs, the draft reads the proposal in one step and then makes a step of all branches for each
-    token. A hit costs a verification, with as many tokens to verify as were made in time; a miss costs a whole round.
+    token. A hit costs a verification, or the draft's steps where these take longer: a round waits for as many tokens as
+    are worth it. A miss costs a whole round.
 
     Args:
         hits: How often which outcome comes.
@@ -117,36 +118,17 @@ def branches(
 
     def speed(count: int) -> float:
         step = max(costs.seconds(count, draft_seconds), 1e-9)
-        depth = min(tokens, int((verify_seconds - draft_seconds) / step))
-        share = hits.share(count) if depth > 0 else 0.0
+        share = hits.share(count)
         miss = verify_seconds + rest_seconds + tokens * draft_seconds
-        hit = verify_seconds + rest_seconds / 2
-        made = share * expected[max(depth, 0)] + (1.0 - share) * expected[tokens]
-        return made / (share * hit + (1.0 - share) * miss)
+
+        def speed_at(depth: int) -> float:
+            hit = max(verify_seconds, draft_seconds + depth * step) + rest_seconds / 2
+            made = share * expected[depth] + (1.0 - share) * expected[tokens]
+            return made / (share * hit + (1.0 - share) * miss)
+
+        return max(map(speed_at, range(1, tokens + 1)))
 
     return max(BRANCHES, key=speed)
-
-
-def tokens_after_miss(
-    expected: Sequence[float], *, draft_seconds: float, wait_seconds: float, tokens_per_second: float
-) -> int:
-    """How many tokens to wait for when another outcome came than those that were drafted for; 0: the target goes on.
-
-    Each further token is worth its step of the draft while it is expected to bring more than the same time brings
-    otherwise.
-
-    Args:
-        expected: Expected tokens of a round with a proposal of 0, 1, ... tokens.
-        draft_seconds: Of a draft step.
-        wait_seconds: Of asking the draft, beside its steps.
-        tokens_per_second: What rounds make now.
-    """
-
-    def advantage(count: int) -> float:
-        waited = wait_seconds + count * draft_seconds if count else 0.0
-        return expected[count] - tokens_per_second * waited
-
-    return max(range(len(expected)), key=advantage)
 
 
 class AheadChoice:
@@ -285,7 +267,8 @@ class RequestAhead:
             self._costs,
             tokens=tokens,
             expected=choice.expected,
-            verify_seconds=costs.verify_seconds(load, load * (tokens + 1)) / load,
-            draft_seconds=costs.draft_seconds(1),
+            # The draft drafts for all sequences of the target in the same steps.
+            verify_seconds=costs.verify_seconds(load, load * (tokens + 1)),
+            draft_seconds=costs.draft_seconds(load),
             rest_seconds=costs.rest_seconds(load, tokens),
         )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from coordinator.speculation.ahead import AheadChoice, RequestAhead, tokens_after_miss
+from coordinator.speculation.ahead import AheadChoice, RequestAhead
 from coordinator.speculation.choice import TRIAL_ROUNDS, Choice
 from coordinator.speculation.gain_model import RequestAcceptance, expected_tokens
 from coordinator.speculation.kinds import RequestKind
+from coordinator.speculation.waiting import Unfinished, tokens_after_hit, tokens_after_miss
 from coordinator.stats.rounds import RoundResult
 from tandem.types import AheadBudget
 
@@ -152,6 +153,18 @@ class RequestSpeculation:
             choice.expected[: count + 1],
             draft_seconds=costs.draft_seconds(load),
             wait_seconds=max(costs.rest_seconds(load, count) - costs.rest_seconds(load, 0), 0.0),
+            tokens_per_second=max(choice.tokens_per_second, default=0.0),
+        )
+
+    def tokens_after_hit(self, unfinished: Unfinished, count: int) -> int:
+        """How many tokens of a continuation to wait for, `count` at most, where the draft is still drafting it."""
+        choice = self._choice
+        most = min(count, unfinished.max_tokens)
+        if choice is None or len(choice.expected) <= most:
+            return unfinished.ready
+        return tokens_after_hit(
+            choice.expected[: most + 1],
+            unfinished,
             tokens_per_second=max(choice.tokens_per_second, default=0.0),
         )
 

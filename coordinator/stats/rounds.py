@@ -13,10 +13,10 @@ class RoundTimes(NamedTuple):
 
     began: float
     """The acceptance rule decided the previous round; the rounds of a request leave no gap."""
-    asked: float
-    """The draft was asked."""
+    requested: float
+    """The coordinator requested the proposal."""
     proposed: float
-    """The draft answered, and the target was asked."""
+    """The draft answered, and the coordinator requested the verification."""
     verified: float
     """The target answered."""
     decided: float
@@ -30,16 +30,16 @@ class RoundTimes(NamedTuple):
     @property
     def wait(self) -> float:
         """Seconds of detokenization, of the client that reads, and of the event loop's other work."""
-        return self.asked - self.began
+        return self.requested - self.began
 
     @property
     def draft(self) -> float:
-        """Seconds in which the draft was asked."""
-        return self.proposed - self.asked
+        """Seconds from the request for a proposal to its answer."""
+        return self.proposed - self.requested
 
     @property
     def verify(self) -> float:
-        """Seconds in which the target was asked."""
+        """Seconds from the request for a verification to its answer."""
         return self.verified - self.proposed
 
     @property

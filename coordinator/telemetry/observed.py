@@ -155,8 +155,8 @@ class ObservedRequest:
             self._first_token = timed.decided
             self._metrics.first_token.observe(timed.decided - self._began)
         if self._rounds == 1:
-            self._seconds["prefill"] = timed.decided - timed.asked
-            self._metrics.prefill.observe(timed.decided - timed.asked)
+            self._seconds["prefill"] = timed.decided - timed.requested
+            self._metrics.prefill.observe(timed.decided - timed.requested)
         else:
             seconds = self._seconds
             seconds["draft"] += timed.draft

@@ -6,6 +6,7 @@ import asyncio
 import time
 
 from coordinator.decoding.completion import Completion
+from coordinator.speculation.waiting import Unfinished
 from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
 from coordinator.transport.outcomes import PendingOutcomes
 from coordinator.transport.proposal_checks import DraftLimits, check_proposal
@@ -24,8 +25,8 @@ class DraftSequence:
     """Asks a draft service for proposals, for as long as the sequence stays there.
 
     It begins by letting the draft read the sequence while the target does, without waiting for it. One step at a time
-    is under way; while its answer is late, no other is asked for. What the draft drafts ahead arrives between answers
-    and is kept until the next round begins.
+    is under way; while its answer is late, no other is asked for. One task reads all that comes. What the draft drafts
+    ahead arrives between answers and is kept until the next round begins.
     """
 
     def __init__(
@@ -47,8 +48,11 @@ class DraftSequence:
         """Lengths at which the target went on alone since the last answer. A draft that knows budgets answers none."""
         self._knows_budgets = True
         self._answer: asyncio.Future[Proposal] | None = None
+        """To the last question, until somebody has taken it."""
         self._sender: asyncio.Task[None] | None = None
         self._reader: asyncio.Task[None] | None = None
+        self._arrival: asyncio.Future[None] | None = None
+        """Whoever waits for the next depth of the continuations."""
         self._error: TandemError | None = None
         self._is_open = False
         self._late_since: float | None = None
@@ -106,8 +110,30 @@ class DraftSequence:
             return None
         return self._outcomes.find(completion.token_ids)
 
+    def unfinished(self, completion: Completion) -> Unfinished | None:
+        """The continuation of the outcome that came, while the draft is still at it; None otherwise."""
+        return self._outcomes.unfinished(completion.token_ids, time.monotonic())
+
+    async def reach_depth(self, tokens: int, seconds: float) -> None:
+        """Wait until the continuations have so many tokens, but not longer than so many seconds.
+
+        A failure of the draft ends the wait; `drafted_ahead` says which.
+        """
+        until = time.monotonic() + seconds
+        while (
+            self._outcomes.depth < tokens and self._error is None and (left := until - time.monotonic()) > 0.0
+        ):
+            self._arrival = asyncio.get_running_loop().create_future()
+            await asyncio.wait({self._arrival}, timeout=left)
+
     def go_on(self, completion: Completion, proposal: Proposal, budget: AheadBudget | None) -> None:
-        """Tell the draft what is being verified, so that it drafts ahead of that. Nothing is waited for."""
+        """Tell the draft what is being verified, so that it drafts ahead of that. Nothing is waited for.
+
+        A draft that has not read the message before is granted nothing: the next round asks it, and notices that it is
+        late.
+        """
+        if self._sender is not None and not self._sender.done():
+            budget = None
         self._outcomes.expect(completion.length, proposal.token_ids, budget)
         if budget is None:
             return
@@ -156,10 +182,8 @@ class DraftSequence:
         """End the sequence; the service lets go of it at once."""
         if self._answer is not None:
             return
-        if self._reader is None:
-            await self._stream.finish(wire.finish_to_proto())
-            return
         self._send(wire.finish_to_proto())
+        assert self._reader is not None, "sending makes sure that somebody reads"
         await asyncio.wait({self._reader}, timeout=_FINISH_SECONDS)
 
     def cancel(self) -> None:
@@ -181,9 +205,6 @@ class DraftSequence:
     ) -> None:
         step = ProposeStep(self._remote.delta_to(completion.token_ids), count, budget if count else None)
         messages = (*opening, wire.step_to_proto(step))
-        if self._options.ahead is None:
-            self._answer = asyncio.create_task(self._exchange(*messages))
-            return
         self._outcomes.expect(completion.length, (), None)
         self._granted = step.ahead
         self._answer = asyncio.get_running_loop().create_future()
@@ -201,11 +222,6 @@ class DraftSequence:
         proposal = answer.result()
         self._is_open = True
         return proposal
-
-    async def _exchange(self, *messages: draft_pb2.ProposeRequest) -> Proposal:
-        return wire.proposal_from_proto(await self._stream.ask(*messages))
-
-    # ---- where outcomes are pushed, somebody always reads
 
     def _send(self, *messages: Message) -> None:
         if self._reader is None:
@@ -226,11 +242,16 @@ class DraftSequence:
             while True:
                 answer = wire.answer_from_proto(await self._stream.receive())
                 if isinstance(answer, DraftedOutcomes):
-                    self._outcomes.add(answer)
+                    self._outcomes.add(answer, time.monotonic())
+                    self._notify_arrival()
                 else:
                     self._take(answer)
         except TandemError as error:
             self._fail(error)
+
+    def _notify_arrival(self) -> None:
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
 
     def _take(self, proposal: Proposal) -> None:
         """An answer has come. Outcomes of it may follow at once, before anybody looks at it."""
@@ -248,6 +269,7 @@ class DraftSequence:
     def _fail(self, error: TandemError) -> None:
         self._error = self._error or error
         self._outcomes.expect(0, (), None)
+        self._notify_arrival()
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
 

@@ -4,17 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from coordinator.speculation.waiting import Unfinished
+from coordinator.stats.moving_average import MovingAverage
 from coordinator.transport.proposal_checks import check_distribution
 from tandem.errors import ProtocolError
 from tandem.types import AheadBudget, DraftDistribution, DraftedOutcomes, Proposal, RowKind
 
 _NO_OUTCOME = -1, -1
 _MAX_STEPS = 64
-"""Steps that are kept until they are asked for."""
+"""Maximum number of steps kept for `take_steps`."""
 _MAX_STALE = 2
 """Rounds whose outcomes may still arrive once they are out of date: those that were on their way."""
 _MAX_SUPPORT_IDS = 1 << 16
 """Ids in all supports of a round: a mebibyte in memory, and over ten times what a draft of ours pushes."""
+
+
+class DepthTimes:
+    """When the depths of a round arrive. No clock."""
+
+    def __init__(self) -> None:
+        self._step = MovingAverage()
+        self._draft_step: float | None = None
+        self._last: float | None = None
+
+    def begin(self) -> None:
+        """A round begins."""
+        self._last = None
+
+    def arrived(self, now: float, draft_seconds: float | None) -> None:
+        """The next depth of the round is there, by a step that took the draft so long; None: it does not say.
+
+        The draft's own figure counts until two depths of one round have arrived. Where verifications are short, that
+        never happens.
+        """
+        if self._last is not None:
+            self._step.add(now - self._last)
+        self._last, self._draft_step = now, draft_seconds
+
+    def following(self, ready: int, max_tokens: int, now: float) -> Unfinished | None:
+        """The continuation that is so long now; None while nothing is known of the round or of steps."""
+        step_seconds = self._step.value or self._draft_step
+        if self._last is None or step_seconds is None:
+            return None
+        return Unfinished(ready, max_tokens, max(self._last + step_seconds - now, 0.0), step_seconds)
 
 
 class PendingOutcomes:
@@ -37,13 +69,19 @@ class PendingOutcomes:
         self._stale_messages = 0
         self._max_stale = 0
         self._support_ids = 0
+        self._times = DepthTimes()
+
+    @property
+    def depth(self) -> int:
+        """Depths of the round that are there: tokens of the longest continuations."""
+        return len(self._columns)
 
     def awaits(self, token_ids: Sequence[int]) -> bool:
         """True if a budget was granted for the round whose outcome this sequence is."""
         return self._budget is not None and self._outcome(token_ids) != _NO_OUTCOME
 
     def take_steps(self) -> list[tuple[int, float]]:
-        """Steps of branches since this was last asked: their number, and the seconds that the draft measured."""
+        """Return the branch steps since the last call: number of branches, and seconds as the draft measured them."""
         steps, self._steps = self._steps, []
         return steps
 
@@ -62,11 +100,12 @@ class PendingOutcomes:
         self._base_length, self._proposed, self._budget = base_length, tuple(proposed), budget
         self._ranks.clear()
         self._columns.clear()
+        self._times.begin()
         self._support_ids = 0
         del self._steps[:-_MAX_STEPS]
 
-    def add(self, drafted: DraftedOutcomes) -> None:
-        """Take one depth of the outcomes. What belongs to an earlier round is dropped.
+    def add(self, drafted: DraftedOutcomes, now: float = 0.0) -> None:
+        """Take one depth of the outcomes, which has arrived now. What belongs to an earlier round is dropped.
 
         Raises:
             ProtocolError: it is more than was granted, or does not fit what came before.
@@ -89,6 +128,7 @@ class PendingOutcomes:
             keys = zip(drafted.accepted_counts, drafted.next_token_ids, strict=True)
             self._ranks = {key: rank for rank, key in enumerate(keys)}
         self._columns.append(drafted)
+        self._times.arrived(now, drafted.cost.seconds if drafted.cost else None)
         if drafted.cost is not None:
             self._steps.append((len(drafted.token_ids), drafted.cost.seconds))
 
@@ -108,6 +148,20 @@ class PendingOutcomes:
         tokens = tuple(column.token_ids[rank] for column in columns)
         return Proposal(len(token_ids), tokens, distributions, outcome_rank=rank)
 
+    def unfinished(self, token_ids: Sequence[int], now: float) -> Unfinished | None:
+        """The continuation of the outcome that came, while the draft is still at it; None otherwise.
+
+        Args:
+            token_ids: The sequence as it is now.
+            now: The time, on the clock of `add`.
+        """
+        rank, ready = self._ranks.get(self._outcome(token_ids)), self.depth
+        if rank is None or self._budget is None or ready >= self._budget.token_count:
+            return None
+        if rank >= len(self._columns[-1].token_ids):
+            return None  # the draft has given it up
+        return self._times.following(ready, self._budget.token_count, now)
+
     def _outcome(self, token_ids: Sequence[int]) -> tuple[int, int]:
         """Number of accepted tokens and the token after them; `_NO_OUTCOME` where it is of another round."""
         following = token_ids[self._base_length :]
@@ -124,11 +178,11 @@ class PendingOutcomes:
                 f"draft service: it pushed depth {drafted.depth} of its outcomes; depth {len(self._columns)} must "
                 f"follow, below the {budget.token_count} that were granted"
             )
-        most = len(self._columns[-1].token_ids) if self._columns else budget.branch_count
+        maximum = len(self._columns[-1].token_ids) if self._columns else budget.branch_count
         count = len(drafted.token_ids)
-        if not 0 < count <= most:
+        if not 0 < count <= maximum:
             raise ProtocolError(
-                f"draft service: it pushed {count} tokens at depth {drafted.depth}; it must be 1 to {most}"
+                f"draft service: it pushed {count} tokens at depth {drafted.depth}; it must be 1 to {maximum}"
             )
         if drafted.depth == 0:
             self._check_keys(drafted)

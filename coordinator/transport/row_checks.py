@@ -30,8 +30,8 @@ def check_rows(verification: Verification, vocabulary_size: int, *, with_statist
             _check_dense_row(row, vocabulary_size)
 
 
-def _check_id(token_id: int, lowest: int, vocabulary_size: int) -> None:
-    if not lowest <= token_id < vocabulary_size:
+def _check_id(token_id: int, minimum: int, vocabulary_size: int) -> None:
+    if not minimum <= token_id < vocabulary_size:
         raise ProtocolError(
             f"target service: it sent token id {token_id}; ids must be in 0..{vocabulary_size - 1}"
         )
@@ -41,11 +41,11 @@ def _check_support_row(row: SupportRow, vocabulary_size: int) -> None:
     # -1 stands for no token outside the support; then the mass there does not count.
     _check_id(row.outside_token_id, -1, vocabulary_size)
     outside = row.outside_mass if row.outside_token_id >= 0 else 0.0
-    lowest, mass = float(row.probs.min(initial=0.0)), float(row.probs.sum()) + outside
+    minimum, mass = float(row.probs.min(initial=0.0)), float(row.probs.sum()) + outside
     # Comparisons with NaN are false. The sum may exceed 1: the support may name a token twice.
-    if not (lowest >= 0.0 and outside >= 0.0 and 0.0 < mass < math.inf):
+    if not (minimum >= 0.0 and outside >= 0.0 and 0.0 < mass < math.inf):
         raise ProtocolError(
-            f"target service: a row's lowest probability is {min(lowest, outside):g} and their sum is {mass:g}; no "
+            f"target service: a row's lowest probability is {min(minimum, outside):g} and their sum is {mass:g}; no "
             "probability may be negative, and the sum must be a positive number"
         )
     # A token's probability is at most the mass that holds it, before and after rounding.
@@ -60,15 +60,15 @@ def _check_support_row(row: SupportRow, vocabulary_size: int) -> None:
 
 def _check_statistics(statistics: RowStatistics, vocabulary_size: int) -> None:
     _check_id(statistics.argmax_token_id, 0, vocabulary_size)
-    highest = float(statistics.logits.max(initial=-math.inf))
+    maximum = float(statistics.logits.max(initial=-math.inf))
     numbers = {"entropy": statistics.entropy, "highest probability": statistics.max_prob}
     for name, value in numbers.items():
         # Rounding may leave an entropy just below zero.
         if not math.isfinite(value):
             raise ProtocolError(f"target service: a row's {name} is {value:g}; it must be a finite number")
-    if not highest < math.inf:
+    if not maximum < math.inf:
         raise ProtocolError(
-            f"target service: a row's highest logit in its support is {highest:g}; it must be a number below infinity"
+            f"target service: a row's highest logit in its support is {maximum:g}; it must be a number below infinity"
         )
 
 
@@ -79,8 +79,8 @@ def _check_dense_row(row: DenseRow, vocabulary_size: int) -> None:
             "each token of the vocabulary"
         )
     # One pass is enough: max() returns NaN wherever there is one. Models forbid single tokens by minus infinity.
-    highest = float(row.logits.max())
-    if not math.isfinite(highest):
+    maximum = float(row.logits.max())
+    if not math.isfinite(maximum):
         raise ProtocolError(
-            f"target service: a dense row's highest logit is {highest:g}; it must be a finite number"
+            f"target service: a dense row's highest logit is {maximum:g}; it must be a finite number"
         )

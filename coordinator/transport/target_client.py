@@ -127,7 +127,7 @@ class RowChoice:
     """The target's; ids in its answers must be below it, and dense rows hold as many logits."""
     with_statistics: bool = False
     races_recovery: bool = False
-    """True if the target is to race for the token after the accepted run."""
+    """True if the target is to sample outside the supports with the recovery keys."""
 
     def kind_for(self, proposal: Proposal) -> RowKind:
         """With nothing proposed, a support row would hold only a sample of the target, which a token row holds too."""

@@ -12,7 +12,15 @@ from tandem.engine.backends.interface import Sampler
 from tandem.engine.core.engine import Engine
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.errors import InvalidRequestError, TandemError
-from tandem.types import Delta, DraftedOutcomes, DraftOptions, Proposal, ProposeStep, RowKind
+from tandem.types import (
+    MAX_AHEAD_TOKENS,
+    Delta,
+    DraftedOutcomes,
+    DraftOptions,
+    Proposal,
+    ProposeStep,
+    RowKind,
+)
 
 Pushed = asyncio.Queue[DraftedOutcomes | Exception]
 """Messages that go to the coordinator unasked; an error ends the sequence."""
@@ -72,6 +80,8 @@ class AheadDrafter:
         """Draft ahead of the verification of the last tokens of the sequence."""
         if step.ahead is None or self._options.row_kind not in _KINDS or self._options.with_token_logits:
             return
+        if proposed_count > MAX_AHEAD_TOKENS:
+            return  # reading it takes a row of the vocabulary for each token
         if step.is_answered and delta.length > self._cached.max_length:
             return  # the longest proposal has one token more than the sequence can hold
         self._token_ids[delta.base_length :] = delta.token_ids

@@ -64,7 +64,7 @@ class BranchDrafting:
     push: Callable[[DraftedOutcomes | TandemError], None]
     """Called on the engine's thread."""
     ranking: Ranking | None = None
-    """Set once the trunk was read; for the history, which is told on the event loop what came of the round."""
+    """Set once the trunk was read; for the history, which learns the outcome of the round on the event loop."""
     _outcomes: list[tuple[int, int]] = field(default_factory=list)
     _branches: list[Drafting] = field(default_factory=list)
     _depth: int = 0
@@ -105,7 +105,7 @@ class BranchDrafting:
     def advance(self, logits: Tensor) -> BranchStep | None:
         """See `BackgroundJob`."""
         if any(isinstance(outcome, Failed) for outcome in extended(self._branches, logits, self.sampler)):
-            return None  # whoever asks in earnest is told
+            return None  # an explicit request for this proposal raises the error
         self._keep_within_bytes()
         if not self._branches:
             return None
@@ -146,14 +146,14 @@ class BranchDrafting:
 
     def _told(self) -> DraftedOutcomes:
         is_first = self._depth == 0
-        told = self._outcomes[: len(self._branches)] if is_first else []
+        named = self._outcomes[: len(self._branches)] if is_first else []
         supports = [branch.distributions[-1] for branch in self._branches if branch.distributions]
         return DraftedOutcomes(
             base_length=self.base_length,
             depth=self._depth,
             token_ids=tuple(branch.token_ids[-1] for branch in self._branches),
-            accepted_counts=tuple(accepted for accepted, _ in told),
-            next_token_ids=tuple(token_id for _, token_id in told),
+            accepted_counts=tuple(accepted for accepted, _ in named),
+            next_token_ids=tuple(token_id for _, token_id in named),
             distributions=tuple(support for support in supports if isinstance(support, SparseDistribution)),
         )
 

@@ -1,4 +1,4 @@
-"""A draft model of its own: a small language model that guesses what the target would say (vLLM: draft_model)."""
+"""A standalone draft model: a small language model that predicts the target's next tokens (vLLM: draft_model)."""
 
 from __future__ import annotations
 

@@ -47,14 +47,14 @@ def _itself(subject: object) -> object:
 
 
 def at_least(
-    option: str, least: float, *, words: str = "", of: Callable[[SubjectT], object] = _itself
+    option: str, minimum: float, *, words: str = "", of: Callable[[SubjectT], object] = _itself
 ) -> Rule[SubjectT]:
     """The rule that an option is not below a number. None keeps it."""
-    allowed = f"at least {least:g}{words}"
+    allowed = f"at least {minimum:g}{words}"
 
     def check(subject: SubjectT) -> Iterator[str]:
         value = getattr(of(subject), option)
-        if value is not None and not value >= least:
+        if value is not None and not value >= minimum:
             yield f"{option} is {spelled(value)}; it must be {allowed}"
 
     return Rule(_name(option), f"`{option}` is {allowed}.", check, (option,))

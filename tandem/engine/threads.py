@@ -1,4 +1,4 @@
-"""How threads wait, which must be said before torch is imported; this module does not import it."""
+"""How threads wait, which must be set before torch is imported; this module does not import it."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ another service needs. Measured with two threads on two busy cores, a product of
 
 
 def wait_asleep() -> None:
-    """Makes idle threads of this process give up their core at once, unless the environment says otherwise."""
+    """Makes idle threads of this process give up their core at once, unless the environment sets it otherwise."""
     os.environ.setdefault(_SPIN_VARIABLE, str(_SPINS))

@@ -55,7 +55,7 @@ class OtlpExports:
         endpoint = options.otlp_endpoint
         self._failures = Failures(registry)
         self._spans = BatchSpanProcessor(
-            GuardedSpanExporter(OTLPSpanExporter(endpoint=endpoint, timeout=timeout), self._failures)
+            CountingSpanExporter(OTLPSpanExporter(endpoint=endpoint, timeout=timeout), self._failures)
         )
         # The SDK's own exit hook would wait for the collector.
         provider = TracerProvider(
@@ -112,7 +112,7 @@ class Failures:
                        extra={"signal": signal})  # fmt: skip
 
 
-class GuardedSpanExporter(SpanExporter):
+class CountingSpanExporter(SpanExporter):
     """An exporter that counts its failures."""
 
     def __init__(self, exporter: SpanExporter, failures: Failures) -> None:

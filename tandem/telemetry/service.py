@@ -100,7 +100,7 @@ class ObservedStream:
         """The sequence has its place."""
         self._queue_seconds = time.perf_counter() - self._began
 
-    def asked(self) -> None:
+    def step_arrived(self) -> None:
         """A step arrived."""
         self._asked = time.perf_counter()
         if self._steps == 0 and self._tracer is not None and self._span.is_recording():

@@ -23,7 +23,7 @@ class StreamObserver(Protocol):
     def opened(self) -> None:
         """The sequence has its place."""
 
-    def asked(self) -> None:
+    def step_arrived(self) -> None:
         """A step arrived."""
 
     def answered(self, token_count: int) -> None:
@@ -76,7 +76,7 @@ class NoServiceObserver:
     def opened(self) -> None:
         """Do nothing."""
 
-    def asked(self) -> None:
+    def step_arrived(self) -> None:
         """Do nothing."""
 
     def answered(self, token_count: int) -> None:

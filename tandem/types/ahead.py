@@ -32,7 +32,7 @@ class DraftedOutcomes:
     base_length: int
     """Length of the sequence that the round's proposal extends."""
     depth: int
-    """Number of tokens of each continuation that were told before."""
+    """Number of tokens of each continuation that were pushed before."""
     token_ids: tuple[int, ...]
     """The next token of each continuation; fewer than outcomes where the last ones were given up."""
     accepted_counts: tuple[int, ...] = ()

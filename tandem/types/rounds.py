@@ -29,7 +29,7 @@ class RowKind(Enum):
     """Kind of row: how much of a distribution travels for one position."""
 
     TOKEN = "token"
-    """One id: the highest logit at temperature 0, else a sample made with the noise both models share."""
+    """One id: the argmax at temperature 0, else a sample made with the noise that both models share."""
     SUPPORT = "support"
     """Probabilities on a small support, and what exact rejection sampling needs to know of the rest."""
     DENSE = "dense"
@@ -72,7 +72,7 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Proposal:
-    """Tokens that the draft expects the target to say next."""
+    """Tokens that the draft expects the target to produce next."""
 
     base_length: int
     """Length of the sequence that the proposal extends."""
@@ -82,11 +82,11 @@ class Proposal:
     """Distribution that each token was drawn from. Empty for a deterministic proposal, whose distributions are
     one-hot."""
     token_logits: Float32Array | None = None
-    """Each token's logit before temperature, shape [K]. None unless it was asked for."""
+    """Each token's logit before temperature, shape [K]. None unless the step requested it."""
     cost: StepCost | None = None
     """Cost of drafting; None where it was not measured."""
     outcome_rank: int | None = None
-    """Place, from 0 on, among the outcomes that were drafted ahead; None for a proposal that was asked for."""
+    """Place, from 0 on, among the outcomes that were drafted ahead; None for a proposal that was requested."""
 
     def cut(self, count: int) -> Proposal:
         """Its first `count` tokens, without a cost: a proposal of fewer tokens begins alike."""
@@ -132,7 +132,7 @@ class SupportRow:
     """
 
     token_ids: IntArray
-    """The support that was asked for, shape [support_size]; empty for a position past the proposal."""
+    """The requested support, shape [support_size]; empty for a position past the proposal."""
     probs: FloatArray
     """The target's probabilities there, shape [support_size]."""
     outside_mass: float
@@ -140,10 +140,10 @@ class SupportRow:
     outside_token_id: int
     """A sample of the target restricted to outside the support; -1 when there is no mass there."""
     statistics: RowStatistics | None = None
-    """Set when the step asked for it."""
+    """Set when the step requested it."""
     outside_prob: float | None = None
-    """Probability of `outside_token_id`, 0 when there is none, where the sample won the race of `RECOVERY` keys that
-    the step asked for. None: it is a sample made with `TARGET` keys."""
+    """Probability of `outside_token_id`, 0 when there is none, if the step requested a sample with
+    `RECOVERY` keys. None: it is a sample with `TARGET` keys."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

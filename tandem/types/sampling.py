@@ -37,7 +37,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """True if the highest logit always wins."""
+        """True if the argmax is always chosen."""
         return self.temperature == 0.0
 
     @property

@@ -74,7 +74,7 @@ class VerifyStep:
     """For RowKind.SUPPORT, the ids of each row's support; rows past the end of the list have an empty one."""
     with_statistics: bool = False
     raced_recovery: bool = False
-    """For RowKind.SUPPORT, sample outside the supports by a race with `recovery_keys`, and send the winners'
+    """For RowKind.SUPPORT, sample outside the supports with `recovery_keys`, and send the samples'
     probabilities."""
 
 

@@ -157,11 +157,11 @@ def verification_from_proto(message: target_pb2.VerifyResponse, step: VerifyStep
     """The verification that answers `step`.
 
     Raises:
-        ProtocolError: it does not have the rows that were asked for.
+        ProtocolError: it does not have the rows that were requested.
     """
     rows = _rows_from_proto(message, step)
     if len(rows) != step.row_count:
-        raise ProtocolError(f"{len(rows)} rows came for {step.row_count} that were asked for")
+        raise ProtocolError(f"{len(rows)} rows came for {step.row_count} that were requested")
     cost = cost_from_proto(message.cost) if message.HasField("cost") else None
     return Verification(message.base_length, rows, cost)
 
@@ -179,8 +179,8 @@ def _rows_from_proto(message: target_pb2.VerifyResponse, step: VerifyStep) -> tu
             return _dense_rows_from_proto(message.dense_rows)
         case None, _:
             return ()
-        case kind, asked:
-            raise ProtocolError(f"{kind} came where {asked.value} rows were asked for")
+        case kind, expected:
+            raise ProtocolError(f"{kind} came where {expected.value} rows were requested")
 
 
 def _dense_rows_from_proto(tensor: types_pb2.Tensor) -> tuple[DenseRow, ...]:

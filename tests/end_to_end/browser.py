@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over its own debugging pipe: nothing to install beside the browser itself."""
+"""A headless Chromium, driven over its debugging pipe, so that only the browser itself must be installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any, Literal
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
-"""The browser of this machine; None when it has none."""
+"""Return the path of this machine's browser; None without one."""
 
 START_SECONDS = 60.0
 CALL_SECONDS = 30.0
@@ -27,7 +27,7 @@ _POLL_SECONDS = 0.05
 
 _OPTIONS = (
     "--headless=new",
-    "--no-sandbox",  # tests may run as root, where the sandbox refuses to
+    "--no-sandbox",  # tests may run as root, and the sandbox does not
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--disable-background-networking",
@@ -60,7 +60,7 @@ class Page:
         self._calls = 0
         self._session: str | None = None
         self.errors: list[str] = []
-        """What the page logged as an error, or threw."""
+        """Errors that the page logged or threw."""
 
     def attach(self) -> None:
         """Open the page."""
@@ -77,7 +77,7 @@ class Page:
         self.until("document.readyState === 'complete'")
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression, a promise's result included."""
+        """Return the value of a JavaScript expression, awaiting promises."""
         answer = self._call(
             "Runtime.evaluate", {"expression": expression, "returnByValue": True, "awaitPromise": True}
         )
@@ -92,11 +92,11 @@ class Page:
             time.sleep(_POLL_SECONDS)
 
     def text(self) -> str:
-        """All that the page shows as text."""
+        """Return all visible text."""
         return str(self.evaluate("document.body.innerText"))
 
     def type(self, selector: str, text: str) -> None:
-        """Replace what an input holds, by the keyboard."""
+        """Replace the text of an input by typing."""
         self.evaluate(f"document.querySelector({json.dumps(selector)}).select()")
         self._call("Input.insertText", {"text": text})
 
@@ -110,7 +110,7 @@ class Page:
             self._call("Input.dispatchMouseEvent", {"type": kind, "button": "left", "clickCount": 1, **place})
 
     def prefer(self, scheme: Literal["light", "dark"]) -> None:
-        """As which the user has set his system."""
+        """Emulate the user's colour scheme."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self._call("Emulation.setEmulatedMedia", {"features": features})
 
@@ -120,7 +120,7 @@ class Page:
         self._call("Emulation.setDeviceMetricsOverride", size)
 
     def screenshot(self, path: Path) -> None:
-        """Write a picture of all of the page."""
+        """Save a screenshot of the whole page."""
         answer = self._call("Page.captureScreenshot", {"format": "png", "captureBeyondViewport": True})
         path.write_bytes(base64.b64decode(answer["data"]))
 
@@ -162,7 +162,7 @@ class Page:
 
 @contextmanager
 def chromium() -> Iterator[Page]:
-    """A page of a browser that keeps nothing."""
+    """A page in a fresh browser profile."""
     assert CHROMIUM is not None
     command_read, command_write = os.pipe()
     answer_read, answer_write = os.pipe()

@@ -1,4 +1,4 @@
-"""Pearson's chi-square test, and what it can see."""
+"""Pearson's chi-square test and its power."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TypeVar
 CellT = TypeVar("CellT", bound=Hashable)
 
 MIN_EXPECTED = 10.0
-"""Cells with less than this are pooled: the statistic's distribution is known only where every cell expects some."""
+"""Cells with a smaller expected count are pooled, because the chi-square approximation needs enough counts in each."""
 
 _Z_ONE_IN_10_000 = 3.719
 _Z_99_PERCENT = 2.326
 
 
 def statistic(counts: Counter[CellT], probs: Mapping[CellT, float]) -> tuple[float, int]:
-    """The statistic of the counts if the probabilities were right, and its degrees of freedom."""
+    """Return the chi-square statistic of the counts under these probabilities, and its degrees of freedom."""
     total = counts.total()
     large = {cell: prob * total for cell, prob in probs.items() if prob * total >= MIN_EXPECTED}
     cells = [(counts[cell], expected) for cell, expected in large.items()]
@@ -28,7 +28,7 @@ def statistic(counts: Counter[CellT], probs: Mapping[CellT, float]) -> tuple[flo
 
 
 def critical_value(freedom: int) -> float:
-    """What the statistic exceeds once in 10 000 times when the probabilities are right.
+    """Return the value that the statistic exceeds once in 10 000 times if the probabilities are correct.
 
     Wilson and Hilferty 1931: the cube root of chi-square over its degrees of freedom is nearly normal.
     """
@@ -37,7 +37,7 @@ def critical_value(freedom: int) -> float:
 
 
 def visible_distance(total: int, freedom: int) -> float:
-    """Total variation distance of which any deviation is seen with a probability above 0.99.
+    """Return the total variation distance from which a deviation is detected with a probability above 0.99.
 
     The statistic of a wrong distribution at distance d is noncentral with at least 4 * total * d^2 (Cauchy-Schwarz).
     """

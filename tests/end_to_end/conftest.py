@@ -16,13 +16,13 @@ from tests.paths import DEMO_DRAFT, DEMO_TARGET, HELD_OUT_PROMPTS
 
 @pytest.fixture(scope="session")
 def prompts() -> list[str]:
-    """Beginnings of real functions that neither model was trained on."""
+    """Prompts: beginnings of real functions that neither model was trained on."""
     return [entry["prompt"] for entry in json.loads(HELD_OUT_PROMPTS.read_text(encoding="utf-8"))]
 
 
 @pytest.fixture(scope="session")
 def random_draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A draft that knows nothing: the demo draft's configuration and tokenizer, random weights."""
+    """An untrained draft: the demo draft's configuration and tokenizer with random weights."""
     return save_model(random_model(seed=1), tmp_path_factory.mktemp("random-draft"))
 
 
@@ -50,14 +50,14 @@ def random_draft_address(services: Nursery, random_draft_folder: Path) -> str:
 
 @pytest.fixture(scope="session")
 def address(target_address: str, draft_address: str) -> Iterator[str]:
-    """A coordinator over the demo pair. It drafts whether or not that pays on this machine, in this moment."""
+    """A coordinator over the demo pair that always speculates."""
     with coordinator(target_address, draft_address) as process:
         yield address_of(process)
 
 
 @pytest.fixture(scope="session")
 def paced_pair(services: Nursery) -> tuple[str, str]:
-    """Addresses of the demo pair with steps that take so long that any machine drafts ahead of them."""
+    """Addresses of the demo pair with slowed steps, so that any machine has time to draft ahead."""
     roles = (("target", DEMO_TARGET), ("draft", DEMO_DRAFT))
     made = [services.paced_service(role, model, "25,1") for role, model in roles]
     for each in made:
@@ -70,13 +70,13 @@ def paced_pair(services: Nursery) -> tuple[str, str]:
 
 @pytest.fixture(scope="session")
 def adaptive_address(target_address: str, draft_address: str) -> Iterator[str]:
-    """A coordinator over the demo pair that proposes as much as pays, which is the default."""
+    """A coordinator over the demo pair with the default, adaptive policy."""
     with coordinator(target_address, draft_address, "--speculation-policy", "adaptive") as process:
         yield address_of(process)
 
 
 @pytest.fixture(scope="session")
 def random_draft_coordinator(target_address: str, random_draft_address: str) -> Iterator[str]:
-    """A coordinator over the demo target and the draft that knows nothing, which drafts all the same."""
+    """A coordinator over the demo target and the untrained draft that always speculates."""
     with coordinator(target_address, random_draft_address) as process:
         yield address_of(process)

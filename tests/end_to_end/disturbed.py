@@ -14,11 +14,11 @@ from tests.end_to_end.nurslings import Nursling
 from tests.end_to_end.processes import Process, address_of, coordinator
 
 MAX_TOKENS = 400
-"""At least a third of a second on the fastest machines: what is to be disturbed must not be over before."""
+"""Length of a stream that takes at least a third of a second, so that it still runs when it is disturbed."""
 
 
 def request(prompt: str, rule: str, max_tokens: int = MAX_TOKENS) -> GenerationRequest:
-    """Greedy, or strict with a seed: in both the text is a function of the target alone."""
+    """Requests whose text is a function of the target alone: greedy, or strict with a seed."""
     if rule == "greedy":
         return GenerationRequest(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     return GenerationRequest(
@@ -29,7 +29,7 @@ def request(prompt: str, rule: str, max_tokens: int = MAX_TOKENS) -> GenerationR
 
 @dataclass
 class Stream:
-    """A completion as its client sees it come."""
+    """A completion as its client receives it."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -68,7 +68,7 @@ async def streamed(client: Client, wanted: GenerationRequest) -> Stream:
 
 @dataclass
 class Disturbance:
-    """Streams that have begun, and what they are to be."""
+    """Streams that have begun, and their expected text."""
 
     streams: list[Stream]
     tasks: list[asyncio.Task[None]]
@@ -86,7 +86,7 @@ class Disturbance:
 async def begun(
     client: Client, requests: Sequence[GenerationRequest], expected: Sequence[Stream]
 ) -> AsyncIterator[Disturbance]:
-    """These requests, each with its first piece delivered; at the end of the block they are awaited and compared."""
+    """Start these requests and wait for the first chunk of each; await and compare them at the end of the block."""
     streams = [Stream() for _ in requests]
     events = [asyncio.Event() for _ in requests]
     tasks = [
@@ -114,7 +114,7 @@ def started(nurslings: Iterable[Nursling]) -> list[Nursling]:
 
 
 def revived(nurslings: Sequence[Nursling]) -> None:
-    """Start again what a test has ended."""
+    """Restart the services that a test has ended."""
     for each in nurslings:
         if not each.is_alive:
             each.start()
@@ -126,7 +126,7 @@ def revived(nurslings: Sequence[Nursling]) -> None:
 async def joined(
     targets: Sequence[Nursling], drafts: Sequence[Nursling], *arguments: str
 ) -> AsyncIterator[Client]:
-    """A client of a coordinator over these."""
+    """A client of a coordinator over these services."""
     with joining(targets, drafts, *arguments) as process:
         async with Client(address_of(process)) as client:
             yield client
@@ -134,9 +134,9 @@ async def joined(
 
 @contextmanager
 def joining(targets: Sequence[Nursling], drafts: Sequence[Nursling], *arguments: str) -> Iterator[Process]:
-    """A coordinator over these, all of which run."""
+    """A coordinator over these services, all of them ready."""
     revived([*targets, *drafts])
-    # On a machine that others use, drafting may well be measured not to pay.
+    # On a busy machine the adaptive policy may stop speculating.
     fixed = ("--speculation-policy", "fixed")
     with coordinator(_addresses(targets), _addresses(drafts), *fixed, *arguments) as process:
         yield process

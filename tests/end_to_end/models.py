@@ -1,4 +1,4 @@
-"""Checkpoints made for a test, and models as transformers runs them: the reference for everything we serve."""
+"""Checkpoints made for tests, and reference models run by transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.paths import DEMO_DRAFT
 
 def load_reference(folder: Path) -> Any:
     """The model in float32, as transformers runs it."""
-    # Threads that wait for each other by spinning cost far more than they help on a machine that others use.
+    # Spinning threads cost far more than they gain on a busy machine.
     torch.set_num_threads(1)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.eval()

@@ -1,10 +1,10 @@
-"""Starts services that live a short life: real processes of the real code, which share only what they have imported.
+"""Starts short-lived services quickly: real processes that share nothing but their imports.
 
 Most of a model service's start is the import of torch. This process does it once, and forks for each service: a test
 can then end a hundred of them without waiting for minutes. Run as `python -m tests.end_to_end.nursery`.
 
 Each line of stdin is a JSON list: the folder for the service's output, its package and its arguments. Each is answered
-with the process's id on stdout. The end of stdin is the end of the nursery and of all that it started.
+with the process's id on stdout. At the end of stdin the nursery ends with all its services.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tests.end_to_end.processes import descendants
 def main() -> None:
     """Serve the lines of stdin."""
     starts = _starts()
-    # Each child collects its garbage before it is ready; what all share is nobody's.
+    # Each child collects its garbage at startup; freezing keeps the shared objects out of that.
     gc.freeze()
-    # A child that has ended is not waited for by anyone.
+    # Nobody waits for ended children.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         folder, package, *arguments = json.loads(line)
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _starts() -> dict[str, Callable[[list[str]], None]]:
-    """What runs each service, with everything imported that it needs."""
+    """Import everything that the services need, and return the function that runs each."""
     import torch
 
     import benchmarks.models.paced_services
@@ -62,7 +62,7 @@ def _starts() -> dict[str, Callable[[list[str]], None]]:
 
 
 def _become(folder: Path, start: Callable[[], None]) -> None:
-    """Be that service, and nothing of the nursery any more."""
+    """Become that service."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     for name, number in (("stdout", 1), ("stderr", 2)):

@@ -1,4 +1,4 @@
-"""The services that a nursery starts, seen by a test."""
+"""Handles of the services that a nursery starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.end_to_end.processes import START_SECONDS, clean_environment, is_aliv
 from tests.paths import ROOT
 
 _FIRST_PORT = 20_000
-"""Well above what is known by a number."""
+"""Above the ports of well-known services."""
 
 
 class Nursling:
@@ -61,7 +61,7 @@ class Nursling:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it as nothing can be ended more suddenly."""
+        """Kill the service with SIGKILL."""
         if self.is_alive:
             with suppress(ProcessLookupError):
                 self.signal(signal.SIGKILL)
@@ -73,7 +73,7 @@ class Nursling:
 
 
 class Nursery:
-    """Forks services, and ends what is left of them."""
+    """Forks services, and ends those that are left."""
 
     def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
         self._process = process
@@ -82,22 +82,22 @@ class Nursery:
         self._nurslings: list[Nursling] = []
 
     def nursling(self, package: str, *arguments: str) -> Nursling:
-        """A service that is yet to be started."""
+        """Create a service without starting it."""
         made = Nursling(self, package, arguments)
         self._nurslings.append(made)
         return made
 
     def model_service(self, package: str, model: Path, *arguments: str) -> Nursling:
-        """One with a model, on one thread: the machine is shared."""
+        """Create a service with a model, on one thread."""
         return self.nursling(package, "--model", str(model), "--threads", "1", *arguments)
 
     def paced_service(self, role: str, model: Path, pace: str) -> Nursling:
-        """A target or draft whose steps take at least so long: `VERIFY_MS,DRAFT_STEP_MS`."""
+        """Create a target or draft whose steps have a minimum duration: `VERIFY_MS,DRAFT_STEP_MS`."""
         paced = ("--role", role, "--pace", pace)
         return self.model_service("benchmarks.models.paced_services", model, *paced)
 
     def started(self, package: str, model: Path, *arguments: str) -> Nursling:
-        """One with a model that is ready, and lives as long as the nursery unless it is ended."""
+        """Start a service with a model, and wait until it is ready. It lives until the nursery ends."""
         made = self.model_service(package, model, *arguments)
         made.start()
         made.await_ready()
@@ -116,12 +116,12 @@ class Nursery:
     def close(self) -> None:
         for nursling in self._nurslings:
             nursling.kill()
-        self._process.communicate()  # the end of its stdin is its end
+        self._process.communicate()  # the nursery ends at the end of its stdin
 
 
 @contextmanager
 def nursery() -> Iterator[Nursery]:
-    """A nursery for as long as the block lasts."""
+    """Run a nursery during the block."""
     with TemporaryDirectory(prefix="tandem-nursery-") as name:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "tests.end_to_end.nursery"],
@@ -139,10 +139,10 @@ def nursery() -> Iterator[Nursery]:
 
 
 def free_port() -> int:
-    """A port that nothing listens on, and that no connection is given: the service that has it may come back to it.
+    """Return a free port outside the range of outgoing connections, to which a service can return.
 
-    Of the ports that the system hands out, one may have become some connection's meanwhile: even that of whoever tries
-    to reach the service that is gone.
+    A port of the ephemeral range may have gone to a connection in the meantime: even to one that tries
+    to reach the stopped service.
     """
     chance = random.SystemRandom()
     for _ in range(100):

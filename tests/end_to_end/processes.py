@@ -21,12 +21,12 @@ AHEAD = ("--speculation-policy", "fixed", "--draft-ahead", "8")
 """Options of a coordinator that always drafts ahead."""
 
 START_SECONDS = 90.0
-"""Bound on a start: importing torch takes seconds, on two busy cores many."""
+"""Bound on a start; importing torch takes many seconds on two busy cores."""
 _POLL_SECONDS = 0.02
 
 
 class Process:
-    """A child process and what it wrote, which goes to files: nothing has to read along, and nothing is lost."""
+    """A child process and its output, which goes to files, so that nobody has to read it meanwhile."""
 
     def __init__(self, popen: subprocess.Popen[bytes], folder: Path) -> None:
         self._popen = popen
@@ -52,26 +52,26 @@ class Process:
         self._popen.send_signal(number)
 
     def wait(self, seconds: float) -> int:
-        """The exit code; fails when there is none within the time."""
+        """Return the exit code; fail if the process does not end within the time."""
         try:
             return self._popen.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {seconds:g} s\n{self.story}") from None
 
     def stop(self, seconds: float = 40.0) -> int:
-        """The exit code after a SIGTERM."""
+        """Send SIGTERM, and return the exit code."""
         self.signal(signal.SIGTERM)
         return self.wait(seconds)
 
     def line(self, mark: str, seconds: float = START_SECONDS) -> str:
-        """What follows the mark on the first line of stdout that has it; fails when the process ends without."""
+        """Return the text after the mark on the first line of stdout that contains it; fail if there is none."""
         until(lambda: mark in self._whole_lines() or self.has_ended, seconds, lambda: self.story)
         assert mark in self._whole_lines(), f"ended without {mark!r} on stdout\n{self.story}"
         return self._whole_lines().partition(mark)[2].partition("\n")[0]
 
     @property
     def story(self) -> str:
-        """Everything there is to know about a failure."""
+        """Everything that helps to explain a failure."""
         return f"exit code {self._popen.poll()}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
 
     def _whole_lines(self) -> str:
@@ -89,7 +89,7 @@ class Process:
 def running(
     *command: str, environment: dict[str, str] | None = None, stdin: str = "", working_folder: Path = ROOT
 ) -> Iterator[Process]:
-    """Run a command for as long as the block lasts."""
+    """Run a command during the block."""
     with TemporaryDirectory(prefix="tandem-process-") as name:
         folder = Path(name)
         (folder / "stdin").write_text(stdin, encoding="utf-8")
@@ -116,27 +116,27 @@ def running(
 
 @contextmanager
 def service(package: str, *arguments: str) -> Iterator[Process]:
-    """Run a service, on a free port unless told otherwise, for as long as the block lasts."""
+    """Run a service during the block, by default on a free port."""
     port = () if "--port" in arguments else ("--port", "0")
     with running(sys.executable, "-P", "-m", package, *port, *arguments) as process:
         yield process
 
 
 def address_of(process: Process) -> str:
-    """Where a service listens, once it is ready."""
+    """Wait until a service is ready, and return its address."""
     return process.line("ready on ")
 
 
 @contextmanager
 def model_service(package: str, model: Path, *arguments: str) -> Iterator[Process]:
-    """Run a model's service on one thread: the machine is shared."""
+    """Run a model's service on one thread."""
     with service(package, "--model", str(model), "--threads", "1", *arguments) as process:
         yield process
 
 
 @contextmanager
 def coordinator(target: str, draft: str | None, *arguments: str) -> Iterator[Process]:
-    """Run a coordinator over services at these addresses, whose rounds do not depend on how busy the machine is."""
+    """Run a coordinator over services at these addresses, with rounds that do not depend on the machine's load."""
     drafts = () if draft is None else ("--draft-address", draft)
     timeless = ("--speculation-policy", "fixed", "--draft-ahead", "off")
     policy = () if "--speculation-policy" in arguments else timeless
@@ -145,14 +145,14 @@ def coordinator(target: str, draft: str | None, *arguments: str) -> Iterator[Pro
 
 
 def run(*command: str, seconds: float = START_SECONDS, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """What a command that ends by itself did."""
+    """Run a command to its end."""
     with running(*command, stdin=stdin) as process:
         code = process.wait(seconds)
         return subprocess.CompletedProcess(command, code, process.stdout, process.stderr)
 
 
 def until(holds: Callable[[], bool], seconds: float, why: Callable[[], str] = lambda: "") -> None:
-    """Wait until it holds; fail when it does not within the time."""
+    """Wait until the condition holds; fail if it does not within the time."""
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, f"not within {seconds:g} s\n{why()}"
@@ -160,7 +160,7 @@ def until(holds: Callable[[], bool], seconds: float, why: Callable[[], str] = la
 
 
 def descendants(pid: int) -> list[int]:
-    """Children of a process, their children and so on."""
+    """Return the ids of a process's children, their children and so on."""
     parents = {
         int(folder.name): _parent(folder) for folder in Path("/proc").iterdir() if folder.name.isdigit()
     }
@@ -173,7 +173,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs. A zombie does not, unless it has threads that still end: they hold its port."""
+    """Return True if a process runs. A zombie counts while threads of it still end, because they hold its port."""
     folder = Path(f"/proc/{pid}")
     try:
         return _stat(folder)[0] != "Z" or len(list((folder / "task").iterdir())) > 1
@@ -189,7 +189,7 @@ def _parent(folder: Path) -> int:
 
 
 def _stat(folder: Path) -> list[str]:
-    """State, parent and so on: what follows the name, which may hold anything, in the process's stat."""
+    """Return the fields of the process's stat after its name: state, parent and so on."""
     return (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
 
 
@@ -199,7 +199,7 @@ def _kill(pid: int) -> None:
 
 
 def clean_environment() -> dict[str, str]:
-    """Ours, without what would change an option or a colour behind a test's back."""
+    """Return this environment without variables that set options or colours."""
     hidden = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "TERM", "COLUMNS")
     kept = {
         name: value

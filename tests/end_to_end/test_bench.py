@@ -1,4 +1,4 @@
-"""`tandem bench`, whole but tiny."""
+"""`tandem bench` from end to end, with tiny settings."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PAIR = "shaped:1M:1:0.7"
 
 
 @pytest.mark.slow
-def test_one_command_measures_ours_and_theirs(tmp_path: Path) -> None:
+def test_bench_measures_tandem_and_its_peers(tmp_path: Path) -> None:
     files = {name: tmp_path / f"bench.{name}" for name in ("json", "svg", "markdown")}
     with running(
         *(TANDEM, "bench", "--pair", PAIR, "--cache-folder", str(tmp_path / "cache")),
         *("--contenders", "target-alone,speculative,one-process,transformers,vllm"),
         *("--rounds", "1", "--max-tokens", "4", "--batch", "2", "--threads", "1", "--dtype", "float32"),
         *[word for name, file in files.items() for word in (f"--{name}", str(file))],
-        # The adaptive policy may well decide that four tokens are too few to draft for.
+        # The adaptive policy may decide that speculation does not pay for four tokens.
         environment={"TANDEM_COORDINATOR_SPECULATION_POLICY": "fixed"},
     ) as process:
         assert process.wait(BENCH_SECONDS) == 0, process.story
@@ -47,7 +47,7 @@ def test_one_command_measures_ours_and_theirs(tmp_path: Path) -> None:
     assert "## To be reached" in files["markdown"].read_text()
 
 
-def test_without_the_repository_it_says_so(tmp_path: Path) -> None:
+def test_bench_without_the_repository_is_a_clear_error(tmp_path: Path) -> None:
     # As where only the wheel is installed: the packages are there, `benchmarks` is not.
     code = (
         "import importlib.util as u, sys; real = u.find_spec\n"

@@ -1,6 +1,6 @@
-"""Drafts and targets are killed, stopped and restarted at random under many streams; clients see pauses and no more.
+"""Drafts and targets are killed, stopped and restarted at random under many streams; clients see only pauses.
 
-Each stream is greedy, or strict with a seed, so its text is a function of the target alone: a token that was lost,
+Each stream is greedy, or strict with a seed, so its text is a function of the target alone, and a token that is lost,
 doubled or different shows.
 """
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 STREAMS = 16
 TOKENS = 60
 PAUSE_SECONDS = 6.0
-"""Longest pause while one target lives; a stopped one is noticed within 5 s, and the rest is for reading all tokens."""
+"""Longest allowed pause while one target lives: 5 s to notice a stopped one, and the rest to read all tokens."""
 PROGRESS_SECONDS = 120.0
 END_SECONDS = 45.0
 """Bound on an end after a drain."""
@@ -41,18 +41,18 @@ _TELL_EVERY = 20
 
 @dataclass
 class Record:
-    """What clients saw."""
+    """Pauses that clients saw."""
 
     completed: int = 0
     chunks: list[int] = field(default_factory=lambda: [0] * STREAMS)
-    """Of each of the streams that follow each other."""
+    """Number of chunks of each stream."""
     pauses: list[tuple[float, float]] = field(default_factory=list)
-    """The longer ones, with their beginnings and ends."""
+    """The longer pauses, with their begin and end."""
     outages: list[tuple[float, float]] = field(default_factory=list)
-    """When no target lived."""
+    """Intervals without a live target."""
 
     def longest_pause(self, *, with_target: bool) -> float:
-        """In seconds, of those while a target lived, or of those while there was a time without any."""
+        """Return the durations in seconds of pauses with a live target, or of those in an interval without one."""
         return max(
             (
                 end - start
@@ -64,7 +64,7 @@ class Record:
 
 
 class Campaign:
-    """Does harm at random, and makes it good."""
+    """Disturbs replicas at random, and restores them."""
 
     def __init__(
         self, chance: random.Random, drafts: Sequence[Nursling], targets: Sequence[Nursling], record: Record
@@ -78,11 +78,11 @@ class Campaign:
 
     @property
     def strikes(self) -> int:
-        """How many there were."""
+        """Number of disturbances."""
         return self.done.total()
 
     def tell(self) -> None:
-        """Log what was done and what clients saw of it."""
+        """Log the disturbances and the pauses of clients."""
         logger.info(
             "%d strikes in %.0f s, %d streams completed; longest pause %.2f s, with a time without target %.2f s: %s",
             self.strikes,
@@ -132,7 +132,7 @@ class Campaign:
 
     @contextmanager
     def _outage(self, victims: Sequence[Nursling]) -> Iterator[None]:
-        """Notes the time without any target, until the coordinator can have met one again."""
+        """Record an interval without any target, until the coordinator can have reached one again."""
         since = time.monotonic()
         yield
         if set(self._targets) <= set(victims):
@@ -158,7 +158,7 @@ def _await_ends(victims: Sequence[Nursling]) -> None:
 async def streaming(
     client: Client, requests: Sequence[GenerationRequest], record: Record, over: asyncio.Event
 ) -> AsyncIterator[None]:
-    """As many streams as there are requests, each followed by the same again; all are awaited at the end."""
+    """Run one stream per request, repeated without a pause; await all at the end."""
     expected = [await streamed(client, each) for each in requests]
 
     async def keep_streaming(number: int) -> None:
@@ -186,7 +186,7 @@ async def streaming(
 
 
 async def all_progress(record: Record) -> None:
-    """Return once every stream has had another piece: none must lose three targets over the same tokens."""
+    """Return once every stream has received another chunk, so that none loses three targets over the same tokens."""
     before = list(record.chunks)
     async with asyncio.timeout(PROGRESS_SECONDS):
         while any(now == then for now, then in zip(record.chunks, before, strict=True)):  # noqa: ASYNC110
@@ -196,7 +196,9 @@ async def all_progress(record: Record) -> None:
 @pytest.mark.parametrize(
     "strikes", [pytest.param(4, id="short"), pytest.param(300, id="long", marks=pytest.mark.soak)]
 )
-async def test_kills_stops_and_restarts(strikes: int, services: Nursery, prompts: list[str]) -> None:
+async def test_kills_stops_and_restarts_lose_no_token(
+    strikes: int, services: Nursery, prompts: list[str]
+) -> None:
     targets = started(services.model_service("target_service", DEMO_TARGET) for _ in range(2))
     drafts = started(services.model_service("draft_service", DEMO_DRAFT) for _ in range(2))
     requests = [

@@ -58,7 +58,7 @@ def expected(address: str) -> Any:
     return json.loads(result.stdout)
 
 
-def test_json_says_everything(expected: Any) -> None:
+def test_json_contains_every_field(expected: Any) -> None:
     token_ids = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json")).encode(PROMPT).ids
     assert {"text", "token_ids", "finish_reason", "usage", "speculation", "timing"} <= set(expected)
     assert expected["text"]
@@ -88,7 +88,7 @@ def test_a_prompt_may_come_from_anywhere(address: str, expected: Any, tmp_path: 
     assert [way["usage"] for way in ways] == [expected["usage"]] * 3
 
 
-def test_without_speculation_the_target_says_the_same(address: str, expected: Any) -> None:
+def test_the_text_is_the_same_without_speculation(address: str, expected: Any) -> None:
     alone = generated(address, PROMPT, "--no-speculation")
     assert alone["token_ids"] == expected["token_ids"]
     assert alone["speculation"]["drafted"] == 0 < expected["speculation"]["drafted"]
@@ -100,13 +100,13 @@ def test_a_seed_makes_a_completion_reproducible(address: str) -> None:
     assert first["token_ids"] == again["token_ids"] != other["token_ids"]
 
 
-def test_what_is_not_a_terminal_gets_the_text_alone(address: str, expected: Any) -> None:
+def test_a_pipe_gets_the_text_alone(address: str, expected: Any) -> None:
     result = generate(address, PROMPT, "--quiet")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == expected["text"] + "\n"
 
 
-def test_the_closing_line_tells_what_the_draft_gained(address: str, expected: Any) -> None:
+def test_the_closing_line_reports_the_gain_of_the_draft(address: str, expected: Any) -> None:
     result = generate(address, PROMPT)
     assert result.stdout == expected["text"] + "\n"
     (line,) = result.stderr.splitlines()
@@ -137,13 +137,13 @@ def test_several_completions_follow_one_another(address: str) -> None:
     assert shown.stderr.startswith("48 tokens in ")
 
 
-def test_a_chat_is_made_a_prompt_by_the_models_template(address: str, expected: Any) -> None:
-    # The demo pair's template is the message's content, so this answers what the prompt itself is answered.
+def test_the_models_template_renders_a_chat(address: str, expected: Any) -> None:
+    # The demo pair's template is the message's content, so the answer is that of the plain prompt.
     assert generated(address, PROMPT, "--chat")["token_ids"] == expected["token_ids"]
     assert generated(address, PROMPT, "--chat", "--system", "x = 1")["token_ids"] != expected["token_ids"]
 
 
-def test_log_probabilities_are_told_for_each_token(address: str, expected: Any) -> None:
+def test_log_probabilities_are_printed_for_each_token(address: str, expected: Any) -> None:
     told = generated(address, PROMPT, "--logprobs", "2")
     assert told["token_ids"] == expected["token_ids"]
     assert [entry["token_id"] for entry in told["logprobs"]] == expected["token_ids"]
@@ -158,11 +158,11 @@ def test_log_probabilities_are_told_for_each_token(address: str, expected: Any) 
 
 def test_a_terminal_shows_accepted_tokens_in_colour(address: str, expected: Any) -> None:
     shown = on_a_terminal(TANDEM, "generate", PROMPT, "--address", address, *OPTIONS)
-    assert expected["speculation"]["accepted"] > 0, "there must be something to colour"
+    assert expected["speculation"]["accepted"] > 0, "some tokens must be accepted"
     assert COLOURED.search(shown)
     assert ESCAPE.sub("", shown).replace("\r\n", "\n").startswith(expected["text"])
     plain = "".join(COLOURED.split(shown))
-    assert plain.strip(), "what the target supplied is not coloured"
+    assert plain.strip(), "the target's tokens are not coloured"
 
 
 def test_tokens_that_were_drafted_ahead_are_bold(paced_pair: tuple[str, str]) -> None:
@@ -175,13 +175,13 @@ def test_tokens_that_were_drafted_ahead_are_bold(paced_pair: tuple[str, str]) ->
     assert 0 < len(marked) == ahead["hits"] <= ahead["awaited"] < len(told["rounds"])
     assert all(each["proposed"] for each in marked)
     assert BOLD.search(shown)
-    assert GREEN.search(shown), "the first proposal was asked for"
+    assert GREEN.search(shown), "the first proposal was requested"
     assert ESCAPE.sub("", shown).replace("\r\n", "\n").startswith(told["text"])
     assert re.search(r"; \d+\.\d% of \d+ rounds drafted ahead", shown)
 
 
 def on_a_terminal(*command: str) -> str:
-    """What a command writes to a terminal."""
+    """Run a command in a terminal, and return its output."""
     ours, theirs = os.openpty()
     environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
     with subprocess.Popen(
@@ -206,7 +206,7 @@ def _read(terminal: int) -> bytes:
     try:
         return os.read(terminal, 4096)
     except OSError as error:
-        if error.errno == errno.EIO:  # the other side is closed
+        if error.errno == errno.EIO:  # the command has closed the terminal
             return b""
         raise
 
@@ -235,7 +235,7 @@ def test_a_coordinator_that_is_not_there() -> None:
         (("",), "the prompt is empty"),
     ],
 )
-def test_a_request_that_is_refused(address: str, arguments: tuple[str, ...], sentence: str) -> None:
+def test_a_refused_request_is_one_sentence(address: str, arguments: tuple[str, ...], sentence: str) -> None:
     assert_refused(generate(address, *arguments), 5, sentence)
 
 
@@ -252,18 +252,18 @@ def test_a_request_that_is_refused(address: str, arguments: tuple[str, ...], sen
         ((PROMPT, "-n", "2", "--seed", str((1 << 63) - 1)), f"seed is {1 << 63}; it must be from "),
     ],
 )
-def test_a_wrong_call_is_usage(arguments: tuple[str, ...], sentence: str) -> None:
+def test_a_wrong_call_exits_with_the_usage_code(arguments: tuple[str, ...], sentence: str) -> None:
     assert_refused(generate("127.0.0.1:1", *arguments), 2, sentence)
 
 
-def test_the_port_of_the_page_is_not_taken_for_the_one_of_grpc(target_address: str) -> None:
+def test_the_http_port_is_recognized_as_the_wrong_one(target_address: str) -> None:
     with coordinator(target_address, None, "--http-port", "0") as process:
         address_of(process)
         port = process.line("http on ").rpartition(":")[2]
         assert_refused(generate(f"127.0.0.1:{port}", PROMPT), 4, "an HTTP server answers there")
 
 
-def test_an_option_that_does_not_exist(address: str) -> None:
+def test_an_unknown_option_is_refused(address: str) -> None:
     result = generate(address, PROMPT, "--no-such-option")
     assert result.returncode == 2
     assert "--no-such-option" in result.stderr
@@ -279,8 +279,8 @@ def test_ctrl_c_ends_without_a_traceback(address: str) -> None:
         assert "Traceback" not in process.stderr
 
 
-def test_the_module_is_the_command(address: str, expected: Any) -> None:
-    """For where the console script is not on the path."""
+def test_python_m_runs_the_command(address: str, expected: Any) -> None:
+    """`python -m` works where the console script is not on the path."""
     result = run(
         sys.executable,
         "-P",

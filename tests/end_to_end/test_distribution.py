@@ -1,9 +1,9 @@
-"""What comes out is distributed as the target's own tokens are, over many seeds.
+"""Over many seeds, the output has the distribution of the target's own tokens.
 
 Each case compares the first three tokens of 800 or more completions with the target's exact distribution, enumerated
-with transformers. Any deviation of a total variation distance of 0.15 is seen with a probability above 0.99, and a
-right implementation fails with a probability of 1 in 10 000: once and for all, for the seeds are fixed.
-The first token is always the target's own, so the tokens after it are those that speculation could get wrong.
+with transformers. A deviation by a total variation distance of 0.15 is detected with a probability above 0.99, and a
+correct implementation fails with a probability of 1 in 10 000, decided once because the seeds are fixed.
+The first token is always the target's own, so only later tokens can show an error of speculation.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def small_address(services: Nursery, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def exact(model: Any, request: GenerationRequest) -> Distribution:
-    """The distribution of the first tokens of a completion, by transformers' own definition of each parameter."""
+    """Return the distribution of the first tokens of a completion, by transformers' definition of each parameter."""
     ends = [*request.stop_token_ids, model.config.eos_token_id]
     warpers: Any = LogitsProcessorList(
         [
@@ -109,7 +109,7 @@ def _biases(request: GenerationRequest) -> list[list[Any]]:
 
 
 async def sampled(address: str, request: GenerationRequest, seeds: int) -> Counter[tuple[int, ...]]:
-    """How often each beginning came, over the seeds."""
+    """Count the first tokens of completions over the seeds."""
     requests = [
         replace(
             request,
@@ -125,12 +125,12 @@ async def sampled(address: str, request: GenerationRequest, seeds: int) -> Count
     drafted = sum(completion.stats.drafted for completion in completed)
     accepted = sum(completion.stats.accepted for completion in completed)
     rate = accepted / drafted
-    assert 0.1 < rate < 0.9, "both what is accepted and what is recovered must matter"
+    assert 0.1 < rate < 0.9, "the test needs both accepted and recovered tokens"
     return Counter(completion.token_ids[:LENGTH] for completion in completed)
 
 
 def assert_distributed_as(counts: Counter[tuple[int, ...]], expected: Distribution) -> None:
-    assert set(counts) <= set(expected), "a token came that the target gives no probability"
+    assert set(counts) <= set(expected), "a token without target probability was emitted"
     value, freedom = statistic(counts, expected)
     assert value < critical_value(freedom)
     assert visible_distance(counts.total(), freedom) < VISIBLE_DISTANCE
@@ -144,17 +144,19 @@ def assert_distributed_as(counts: Counter[tuple[int, ...]], expected: Distributi
         ("block", RowKind.SUPPORT),
     ],
 )
-async def test_the_first_tokens_are_the_targets(small_address: str, strategy: str, row_kind: RowKind) -> None:
+async def test_the_first_tokens_have_the_targets_distribution(
+    small_address: str, strategy: str, row_kind: RowKind
+) -> None:
     request = GenerationRequest(
         (3, 4), temperature=1.0, top_k=4, rejection_sampling_strategy=strategy, row_kind=row_kind
     )
     counts = await sampled(small_address, request, SEEDS)
     assert_distributed_as(counts, exact(small_target(), request))
     wrong_value, freedom = statistic(counts, exact(small_draft(), request))
-    assert wrong_value > critical_value(freedom), "the test must see when tokens are the draft's"
+    assert wrong_value > critical_value(freedom), "the test must detect the draft's distribution"
 
 
-async def test_biased_tokens_are_those_of_the_biased_target(small_address: str) -> None:
+async def test_biased_tokens_have_the_biased_targets_distribution(small_address: str) -> None:
     """A minimum of two tokens ends inside a proposal, and the draft knows of neither."""
     request = GenerationRequest(
         (3, 4),
@@ -169,12 +171,14 @@ async def test_biased_tokens_are_those_of_the_biased_target(small_address: str) 
     assert_distributed_as(counts, exact(small_target(), request))
     for wrong in (replace(request, logit_bias={}), replace(request, min_tokens=0)):
         wrong_value, freedom = statistic(counts, exact(small_target(), wrong))
-        assert wrong_value > critical_value(freedom), "the test must see what the request changes"
+        assert wrong_value > critical_value(freedom), "the test must detect a missing adjustment"
 
 
 @pytest.mark.parametrize(("strategy", "temperature"), [("residual", 0.7), ("block", 1.0)])
-async def test_the_first_tokens_of_the_demo_target(address: str, strategy: str, temperature: float) -> None:
-    """With everything that truncates a distribution, and with what a trained pair makes of it."""
+async def test_the_demo_pairs_first_tokens_have_the_targets_distribution(
+    address: str, strategy: str, temperature: float
+) -> None:
+    """With all truncating parameters, and a trained pair."""
     request = GenerationRequest(
         (300, 301), temperature=temperature, top_k=20, top_p=0.9, rejection_sampling_strategy=strategy
     )

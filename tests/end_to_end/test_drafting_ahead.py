@@ -26,11 +26,12 @@ pytestmark = pytest.mark.slow
 
 logger = logging.getLogger(__name__)
 
-PACE = "25,1"
+PACE = "60,1"
+"""A step of 16 branches of 8 streams takes half of that where others use the machine."""
 FAR_PACE = "90,1"
 """A verification outlasts a round trip of 40 ms and the draft's steps."""
 STREAMS = 8
-TOKENS = 240
+TOKENS = 160
 FAR_TOKENS = 60
 SECONDS = 60.0
 RUNS = pytest.mark.parametrize(
@@ -76,13 +77,13 @@ def hits(streams: Sequence[Stream]) -> int:
 
 async def under_way(streams: Sequence[Stream], chance: random.Random) -> None:
     """Wait until hits are usual, and then for a moment anywhere in a round: outcomes are outstanding in all of them."""
-    await until(lambda: hits(streams) > 2 * STREAMS, SECONDS)
+    await until(lambda: hits(streams) > STREAMS, SECONDS, lambda: f"{hits(streams)} hits")
     await asyncio.sleep(chance.uniform(0.0, 0.2))
 
 
 @RUNS
 @AHEAD
-async def test_the_only_draft_is_killed(
+async def test_streams_survive_a_kill_of_the_only_draft(
     runs: int,
     ahead: str,
     targets: list[Nursling],
@@ -147,13 +148,18 @@ async def test_the_only_draft_is_stopped_and_goes_on(
                         await until(lambda late=late: process.story.count("draft late") > late, SECONDS)  # type: ignore[misc]
                         await asyncio.sleep(chance.uniform(0.0, 0.5))
                         assert not any(task.done() for task in disturbed.tasks)
+                        assert process.story.count("draft late") - late <= STREAMS
                         stopped = hits(disturbed.streams)
                     finally:
                         drafts[0].signal(signal.SIGCONT)
                     await until(lambda stopped=stopped: hits(disturbed.streams) > stopped, SECONDS)  # type: ignore[misc]
-                assert process.story.count("draft late") - late <= STREAMS
                 pause = max(each.longest_pause_seconds for each in disturbed.streams)
-                logger.info("run %d: longest pause with a stopped draft: %.2f s", run, pause)
+                logger.info(
+                    "run %d: longest pause with a stopped draft: %.2f s; %d hits",
+                    run,
+                    pause,
+                    hits(disturbed.streams),
+                )
 
 
 @AHEAD
@@ -177,7 +183,7 @@ async def test_the_only_draft_stays_stopped(
 
 @RUNS
 @AHEAD
-async def test_one_of_two_targets_is_killed(
+async def test_streams_survive_a_kill_of_one_of_two_targets(
     runs: int,
     ahead: str,
     targets: list[Nursling],

@@ -1,4 +1,4 @@
-"""Real services come and go, by signals, and streams that run go on: the text is that of the undisturbed run."""
+"""Signals end, stop and restart real services, and running streams continue with the text of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 logger = logging.getLogger(__name__)
 
 PASSING_TOKENS = 40
-"""Of completions that come and go."""
+"""Length of short completions that run beside the others."""
 DRAFT_STALL_SECONDS = 1.0
 TARGET_STALL_SECONDS = 8.0
 SHORT, LONG = 3, 100
@@ -41,12 +41,12 @@ def drafts(services: Nursery) -> list[Nursling]:
 
 
 def jitter(chance: random.Random) -> float:
-    """Seconds that end anywhere in a round."""
+    """Delays that end at different points of a round."""
     return chance.uniform(0.0, 0.06)
 
 
 @RUNS
-async def test_the_only_draft_is_killed(
+async def test_streams_survive_a_kill_of_the_only_draft(
     runs: int, targets: list[Nursling], drafts: list[Nursling], prompts: list[str]
 ) -> None:
     chance = random.Random(1)
@@ -61,10 +61,10 @@ async def test_the_only_draft_is_killed(
 
 
 @RUNS
-async def test_one_of_two_targets_is_killed(
+async def test_streams_survive_a_kill_of_one_of_two_targets(
     runs: int, targets: list[Nursling], drafts: list[Nursling], prompts: list[str]
 ) -> None:
-    """Each stream is on one of them, and either may be hit."""
+    """Each stream runs on one of them, and either may be killed."""
     chance = random.Random(2)
     requests = [request(prompts[0], "greedy"), request(prompts[1], "strict")]
     async with joined(targets, drafts[:1]) as client:
@@ -79,7 +79,7 @@ async def test_one_of_two_targets_is_killed(
 async def test_drafting_resumes_when_a_draft_returns(
     targets: list[Nursling], drafts: list[Nursling], prompts: list[str]
 ) -> None:
-    """One of two drafts is killed and started again: what it did for the streams, the other does, and then both."""
+    """One of two drafts is killed and restarted: the other takes over its streams, and later both draft."""
     requests = [request(prompt, "greedy") for prompt in prompts[:2]]
     async with joined(targets[:1], drafts) as client:
         expected = [await streamed(client, each) for each in requests]
@@ -91,13 +91,13 @@ async def test_drafting_resumes_when_a_draft_returns(
         drafts[1].kill()
         again = await streamed(client, requests[0])
         assert again.text == expected[0].text
-        assert sum(again.drafted) > 0.9 * sum(expected[0].drafted), "the one that returned is used"
+        assert sum(again.drafted) > 0.9 * sum(expected[0].drafted), "the restarted draft is used"
 
 
-async def test_a_draft_that_stops_answering(
+async def test_streams_survive_a_draft_that_stops_answering(
     targets: list[Nursling], drafts: list[Nursling], prompts: list[str]
 ) -> None:
-    """Stopped, not ended: no connection tells of it."""
+    """The process is stopped, not ended, so that no connection breaks."""
     requests = [request(prompts[0], "greedy"), request(prompts[1], "strict")]
     async with joined(targets[:1], drafts[:1]) as client:
         expected = [await streamed(client, each) for each in requests]
@@ -110,10 +110,10 @@ async def test_a_draft_that_stops_answering(
         logger.info("longest pauses with a stopped draft: %.2f and %.2f s", *pauses)
         assert max(pauses) < DRAFT_STALL_SECONDS
         for stream, undisturbed in zip(disturbed.streams, expected, strict=True):
-            assert sum(stream.drafted) < sum(undisturbed.drafted), "it was stopped in time"
+            assert sum(stream.drafted) < sum(undisturbed.drafted), "the draft was stopped too late"
 
 
-async def test_a_target_that_stops_answering(
+async def test_streams_survive_a_target_that_stops_answering(
     targets: list[Nursling], drafts: list[Nursling], prompts: list[str]
 ) -> None:
     requests = [request(prompts[0], "greedy"), request(prompts[1], "strict")]
@@ -132,10 +132,10 @@ async def test_a_target_that_stops_answering(
 @pytest.mark.parametrize(
     "count", [pytest.param(8, id="short"), pytest.param(32, id="long", marks=pytest.mark.soak)]
 )
-async def test_every_replica_is_restarted_by_drain(
+async def test_every_replica_can_be_restarted_by_draining(
     count: int, targets: list[Nursling], drafts: list[Nursling], prompts: list[str]
 ) -> None:
-    """One after the other, each with a SIGTERM, while streams come and go."""
+    """Each gets a SIGTERM, one after the other, while streams begin and end."""
     over = asyncio.Event()
     completed = 0
 

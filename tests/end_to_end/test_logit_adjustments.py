@@ -1,4 +1,4 @@
-"""Biases and a least number of tokens through all three services: what transformers makes of the target."""
+"""Logit biases and min_tokens through all three services agree with transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ MIN_TOKENS = 17
 
 
 @pytest.mark.parametrize("speculation", [False, True])
-async def test_greedy_is_that_of_transformers(address: str, prompts: list[str], speculation: bool) -> None:
+async def test_greedy_completions_agree_with_transformers(
+    address: str, prompts: list[str], speculation: bool
+) -> None:
     model, tokenizer = load_reference(DEMO_TARGET), AutoTokenizer.from_pretrained(DEMO_TARGET)
     newline = int(tokenizer("\n").input_ids[-1])
     options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "temperature": 0.0, "num_speculative_tokens": 4}
@@ -64,7 +66,7 @@ async def test_greedy_is_that_of_transformers(address: str, prompts: list[str], 
     assert any(completion.stats.accepted for completion in completed) == speculation
 
 
-def test_the_command_passes_them_on(address: str) -> None:
+def test_the_command_sends_the_options(address: str) -> None:
     command = ("generate", "def f", "--address", address, "--temperature", "0", "--max-tokens", "4")
     plain = run_here(*command, "--logit-bias", "300:100", "--min-tokens", "2", "--stop-token-id", "300")
     assert plain.returncode == 0

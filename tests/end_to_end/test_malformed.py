@@ -1,4 +1,4 @@
-"""Whatever is sent to a service: it answers with a sentence or an answer, in time, and goes on serving."""
+"""Malformed messages: every service answers or refuses them in time, and continues to serve."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CALL_SECONDS = 20.0
 ENOUGH = 4
 REFUSALS = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
 WORDS_OF_OURS = ("Traceback", "Error:", "site-packages", ".py", "0x")
-"""None of these belongs in a sentence for a client."""
+"""Words that must not appear in errors for clients."""
 
 GENERATE = generation_pb2.GenerateRequest(text="def f(", max_tokens=3, temperature=0.5, seed=1, stop=["\n\n"])
 SAMPLING = types_pb2.SamplingParams(
@@ -68,12 +68,12 @@ VERIFY = (
 
 
 def many(messages: Sequence[Message]) -> list[types_pb2.SequencePart]:
-    """The same, said of a sequence that shares its stream."""
+    """The same statuses, for a sequence on a shared stream."""
     return [types_pb2.SequencePart(sequence=1, message=each.SerializeToString()) for each in messages]
 
 
 DROP = types_pb2.SequencePart(sequence=2, end=types_pb2.SequenceEnd())
-"""Of a sequence that is not there; once it was changed, perhaps of one that is."""
+"""A message for an unknown sequence; after mutation it may name a known one."""
 PROPOSE_MANY = (
     *(draft_pb2.ProposeManyRequest(parts=[part]) for part in many(PROPOSE)),
     draft_pb2.ProposeManyRequest(parts=[DROP]),
@@ -86,20 +86,20 @@ VERIFY_MANY = (
 
 @dataclass(frozen=True)
 class Served:
-    """A service's process, and its main method without any protobuf on our side."""
+    """A service's process, and its main method called with raw bytes."""
 
     process: Process
     call: Callable[[list[bytes]], Any]
     good: list[bytes]
 
     def answers(self, messages: list[bytes]) -> int:
-        """Send the messages: how many answers came. Fails unless the end is a good one."""
+        """Send the messages, and return the number of answers; fail unless the call ends properly."""
         call = self.call(messages)
         count = 0
         try:
             for _ in call:
                 count += 1
-                if count == ENOUGH:  # it makes sense after all, and may go on for long
+                if count == ENOUGH:  # it is valid after all, and may run for long
                     call.cancel()
                     return count
         except grpc.RpcError:
@@ -170,10 +170,10 @@ def verifying_many(target: Process) -> Iterator[Served]:
 
 
 def check(service: Served, sent: st.SearchStrategy[list[bytes]], examples: int) -> None:
-    """Send so many malformed streams, and then a good one."""
+    """Send this many malformed streams, and then a valid one."""
     health = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
-    # No shrinking: what hangs would hang for each smaller form as well.
+    # No shrinking: an example that hangs would hang again in each smaller form.
     @settings(
         phases=[Phase.generate],
         max_examples=examples,
@@ -194,31 +194,35 @@ COUNTS = pytest.mark.parametrize("examples", [EXAMPLES, pytest.param(SOAK_EXAMPL
 
 
 @COUNTS
-def test_at_the_coordinator(generation: Served, examples: int) -> None:
+def test_the_coordinator_survives_malformed_messages(generation: Served, examples: int) -> None:
     check(generation, contents(GENERATE).map(lambda content: [content]), examples)
 
 
 @COUNTS
-def test_at_the_draft_service(proposing: Served, examples: int) -> None:
+def test_the_draft_service_survives_malformed_messages(proposing: Served, examples: int) -> None:
     check(proposing, streams(PROPOSE), examples)
 
 
 @COUNTS
-def test_at_the_target_service(verifying: Served, examples: int) -> None:
+def test_the_target_service_survives_malformed_messages(verifying: Served, examples: int) -> None:
     check(verifying, streams(VERIFY), examples)
 
 
 @COUNTS
-def test_at_the_draft_service_on_a_shared_stream(proposing_many: Served, examples: int) -> None:
+def test_the_draft_service_survives_malformed_messages_on_a_shared_stream(
+    proposing_many: Served, examples: int
+) -> None:
     check(proposing_many, streams(PROPOSE_MANY), examples)
 
 
 @COUNTS
-def test_at_the_target_service_on_a_shared_stream(verifying_many: Served, examples: int) -> None:
+def test_the_target_service_survives_malformed_messages_on_a_shared_stream(
+    verifying_many: Served, examples: int
+) -> None:
     check(verifying_many, streams(VERIFY_MANY), examples)
 
 
-def test_messages_that_are_too_large(
+def test_messages_above_the_limit_are_refused(
     generation: Served, proposing: Served, verifying: Served, verifying_many: Served
 ) -> None:
     for service in (generation, proposing, verifying, verifying_many):

@@ -1,4 +1,4 @@
-"""Drafts without a model, on real source code: the text is the target's own, and they do propose."""
+"""Drafts without a model propose tokens of real source code, and the text stays the target's own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_greedy_completions_are_the_targets_own(model_free_address: str, p
     def requests(*, speculation: bool) -> list[GenerationRequest]:
         return [
             GenerationRequest(
-                # A copy of the beginning is asked for: what was said before is said again.
+                # The prompt asks for a copy of the beginning, so that text repeats.
                 f"{prompt}\n\n{prompt.splitlines()[0]}\n",
                 max_tokens=MAX_TOKENS,
                 temperature=0.0,
@@ -51,7 +51,9 @@ async def test_greedy_completions_are_the_targets_own(model_free_address: str, p
     assert sum(completion.stats.accepted for completion in drafted) > 0
 
 
-async def test_sampled_completions_end_as_they_should(model_free_address: str, prompts: list[str]) -> None:
+async def test_sampled_completions_have_the_requested_length(
+    model_free_address: str, prompts: list[str]
+) -> None:
     request = GenerationRequest(prompts[0], max_tokens=MAX_TOKENS, temperature=0.8, seed=1, ignore_eos=True)
     (completed,) = await complete_all(model_free_address, [request])
     assert len(completed.token_ids) == MAX_TOKENS

@@ -54,7 +54,7 @@ def open_sequences(url: str) -> int:
     return sum(replica["open_sequences"] for replica in replicas)
 
 
-def test_the_same_text_every_way(client: OpenAI, process: Process) -> None:
+def test_every_endpoint_returns_the_same_text(client: OpenAI, process: Process) -> None:
     with SyncClient(address_of(process)) as grpc_client:
         expected = grpc_client.complete(PROMPT, max_tokens=24, temperature=0.0)
     whole = client.completions.create(model="target", prompt=PROMPT, max_tokens=24, temperature=0)
@@ -90,7 +90,7 @@ def test_the_same_text_every_way(client: OpenAI, process: Process) -> None:
     )
 
 
-def test_log_probabilities_are_the_models(client: OpenAI) -> None:
+def test_log_probabilities_are_those_of_the_model(client: OpenAI) -> None:
     import torch
 
     from tests.end_to_end.models import load_reference
@@ -115,7 +115,7 @@ def test_log_probabilities_are_the_models(client: OpenAI) -> None:
     assert choice.logprobs.token_logprobs == pytest.approx(expected, abs=1e-3)
 
 
-def test_sampling_is_reproducible_and_stops_where_told(client: OpenAI) -> None:
+def test_sampling_is_reproducible_and_ends_at_the_stop_string(client: OpenAI) -> None:
     def text(seed: int, **options: Any) -> str:
         answer = client.completions.create(
             model="target",
@@ -156,7 +156,7 @@ def test_refusals(client: OpenAI) -> None:
         client.completions.create(model="gpt-4", prompt=PROMPT)
 
 
-def test_a_drain_lets_a_stream_end_and_refuses_new_ones(target_address: str, draft_address: str) -> None:
+def test_a_drain_finishes_a_stream_and_refuses_new_ones(target_address: str, draft_address: str) -> None:
     with coordinator(target_address, draft_address, "--http-port", "0") as process:
         address_of(process)
         url = process.line("http on ")

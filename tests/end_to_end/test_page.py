@@ -1,4 +1,4 @@
-"""The page in a real browser: a prompt is typed, tokens appear, figures move."""
+"""The page in a real browser: a prompt is typed, tokens appear, numbers change."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_prompt_is_typed_and_tokens_appear(url: str, browser: Page, tmp_path: 
     assert browser.evaluate("document.querySelectorAll('#positions tbody tr').length") == 3
     for figure in ("acceptance", "length", "first", "speedup", "rate", "alone-rate"):
         assert any(character.isdigit() for character in shown(browser, figure))
-    # The page counted each round as the coordinator did.
+    # The page counts rounds as the coordinator does.
     status = browser.evaluate("fetch('/tandem/status').then((response) => response.json())")
     rounds = browser.evaluate("document.querySelectorAll('.round').length")
     accepted = browser.evaluate("document.querySelectorAll('.round .yes').length")
@@ -110,7 +110,7 @@ def test_rounds_that_were_drafted_ahead_are_marked(paced_pair: tuple[str, str], 
         assert browser.errors == []
 
 
-def test_figures_move_while_it_runs_and_stopping_stops(url: str, browser: Page) -> None:
+def test_numbers_update_during_a_completion_and_stop_ends_it(url: str, browser: Page) -> None:
     browser.open(url)
     browser.type("#max-tokens", "900")
     browser.type("#temperature", "1")
@@ -137,7 +137,7 @@ def test_a_refusal_is_shown_in_the_coordinators_words(url: str, browser: Page) -
     settle(browser)
 
 
-def test_nothing_of_the_completion_before_is_left_when_a_request_is_refused(url: str, browser: Page) -> None:
+def test_a_refused_request_clears_the_previous_completion(url: str, browser: Page) -> None:
     browser.open(url)
     browser.type("#max-tokens", "8")
     browser.click("#run")
@@ -154,7 +154,7 @@ def test_nothing_of_the_completion_before_is_left_when_a_request_is_refused(url:
     assert shown(browser, "speedup-note") == HINT
 
 
-def test_a_slowdown_looks_different_from_a_speed_up_and_says_why(url: str, browser: Page) -> None:
+def test_a_slowdown_is_marked_with_its_reason(url: str, browser: Page) -> None:
     browser.open(url)
     show = (
         "import('/page.js').then((page) => page.showSpeedUp(%s, {perSecond: 80, passMs: 12.5, perPass: 1}))"
@@ -178,7 +178,7 @@ def test_a_slowdown_looks_different_from_a_speed_up_and_says_why(url: str, brows
     )
 
 
-def test_a_sample_is_tried_as_text_and_as_chat(url: str, browser: Page) -> None:
+def test_a_sample_prompt_works_as_text_and_as_chat(url: str, browser: Page) -> None:
     browser.open(url)
     browser.until("!document.getElementById('modes').hidden")
     browser.evaluate("document.querySelectorAll('#samples button')[1].click()")
@@ -199,7 +199,7 @@ def test_a_sample_is_tried_as_text_and_as_chat(url: str, browser: Page) -> None:
 
 
 @pytest.mark.parametrize("mode", ["text", "chat"])
-def test_the_code_that_is_shown_does_what_the_page_does(url: str, browser: Page, mode: str) -> None:
+def test_the_displayed_code_does_the_same_as_the_page(url: str, browser: Page, mode: str) -> None:
     browser.open(url)
     browser.until("!document.getElementById('modes').hidden")
     browser.click(f"#{mode}")
@@ -220,7 +220,7 @@ def test_the_code_that_is_shown_does_what_the_page_does(url: str, browser: Page,
     assert run(sys.executable, "-c", python).stdout == expected + "\n"
 
 
-def test_on_a_phone_figures_stand_above_the_text_and_nothing_is_cut_off(url: str, browser: Page) -> None:
+def test_on_a_phone_the_numbers_are_above_the_text_and_nothing_is_cut_off(url: str, browser: Page) -> None:
     browser.open(url)
     browser.until("document.getElementById('state').textContent === 'ready'")
     top = "document.getElementById('%s').getBoundingClientRect().top"
@@ -233,7 +233,7 @@ def test_on_a_phone_figures_stand_above_the_text_and_nothing_is_cut_off(url: str
     assert browser.evaluate("document.documentElement.scrollWidth") <= 1280
 
 
-def test_bars_and_strip_share_their_colours_and_plain_text_is_plain(url: str, browser: Page) -> None:
+def test_bars_and_strip_share_their_colours(url: str, browser: Page) -> None:
     browser.open(url)
     browser.type("#max-tokens", "24")
     browser.evaluate("document.getElementById('compare').checked = false")
@@ -251,7 +251,7 @@ def test_bars_and_strip_share_their_colours_and_plain_text_is_plain(url: str, br
     assert browser.evaluate(style % ("#output .supplied", "textDecorationLine")) == "none"
 
 
-def test_the_page_says_whether_speculation_works(target_address: str, url: str, browser: Page) -> None:
+def test_the_page_shows_the_state_of_speculation(target_address: str, url: str, browser: Page) -> None:
     browser.open(url)
     browser.until("document.getElementById('speculation').textContent.startsWith('Speculation is on: ')")
     with coordinator(target_address, None, "--http-port", "0") as process:
@@ -261,7 +261,7 @@ def test_the_page_says_whether_speculation_works(target_address: str, url: str, 
         assert shown(browser, "speculation").startswith("Speculation is off: the coordinator has no draft")
 
 
-def test_it_asks_for_a_token_where_one_is_needed(target_address: str, browser: Page) -> None:
+def test_the_page_asks_for_a_required_token(target_address: str, browser: Page) -> None:
     with coordinator(target_address, None, "--http-port", "0", "--auth-token", TOKEN) as process:
         address_of(process)
         browser.open(process.line("http on "))
@@ -274,7 +274,7 @@ def test_it_asks_for_a_token_where_one_is_needed(target_address: str, browser: P
         assert shown(browser, "problem") == ""
 
 
-def test_nothing_of_it_comes_from_elsewhere(url: str, browser: Page) -> None:
+def test_the_page_loads_nothing_from_other_hosts(url: str, browser: Page) -> None:
     browser.open(url)
     browser.until("document.getElementById('state').textContent === 'ready'")
     names = browser.evaluate("performance.getEntriesByType('resource').map((entry) => entry.name)")

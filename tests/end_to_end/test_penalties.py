@@ -1,4 +1,4 @@
-"""Penalties through all three services: what transformers makes of the target, with and without a draft."""
+"""Penalties through all three services agree with transformers, with and without a draft."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ngram_address(target_address: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def expected(prompts: list[str]) -> list[tuple[int, ...]]:
-    """What `transformers.generate` says with the repetition penalty, which counts the prompt too."""
+    """Return the tokens of `transformers.generate` with the repetition penalty, which counts the prompt too."""
     model, tokenizer = load_reference(DEMO_TARGET), AutoTokenizer.from_pretrained(DEMO_TARGET)
     continuations = []
     for prompt in prompts[:PROMPTS]:
@@ -54,7 +54,7 @@ def expected(prompts: list[str]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("speculation", [False, True])
-async def test_greedy_with_a_repetition_penalty_is_that_of_transformers(
+async def test_greedy_completions_with_a_repetition_penalty_agree_with_transformers(
     ngram_address: str, prompts: list[str], expected: list[tuple[int, ...]], speculation: bool
 ) -> None:
     requests = [
@@ -74,7 +74,7 @@ async def test_greedy_with_a_repetition_penalty_is_that_of_transformers(
     assert any(completion.stats.drafted for completion in completed) == speculation
 
 
-async def test_penalties_of_the_completion_change_nothing_with_a_draft(
+async def test_a_draft_does_not_change_completions_with_penalties(
     ngram_address: str, prompts: list[str]
 ) -> None:
     def requests(*, speculation: bool) -> list[GenerationRequest]:
@@ -98,14 +98,14 @@ async def test_penalties_of_the_completion_change_nothing_with_a_draft(
     assert sum(completion.stats.accepted for completion in drafted) > 0
 
 
-async def test_a_draft_model_refuses_them(address: str, prompts: list[str]) -> None:
+async def test_penalties_are_refused_with_a_draft_model(address: str, prompts: list[str]) -> None:
     with pytest.raises(
         InvalidRequestError, match="with a separate draft model it must be 1: use a draft service"
     ):
         await complete_all(address, [GenerationRequest(prompts[0], repetition_penalty=PENALTY)])
 
 
-def test_the_command_passes_them_on(address: str) -> None:
+def test_the_command_sends_the_options(address: str) -> None:
     ended = run_here("generate", "x", "--address", address, "--presence-penalty", "1")
     assert ended.returncode == 5
     assert "presence_penalty is 1.0; with a separate draft model it must be 0" in ended.stderr

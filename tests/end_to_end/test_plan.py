@@ -13,8 +13,8 @@ from tests.end_to_end.processes import TANDEM, run
 pytestmark = pytest.mark.slow
 
 
-async def test_a_plan_rests_on_the_rounds_and_the_acceptance_of_the_pair(address: str) -> None:
-    """No times are compared: only that every length has some, and that the demo draft is often right."""
+async def test_a_plan_measures_every_length_and_the_acceptance(address: str) -> None:
+    """No times are compared: every length must have one, and the demo draft must often be right."""
     measured = await measured_through(address, [1, 2], 4, 0.0)
     assert set(measured) == {1, 2}
     for batch, times in measured.items():
@@ -26,7 +26,7 @@ async def test_a_plan_rests_on_the_rounds_and_the_acceptance_of_the_pair(address
         assert [row.tokens for row in plan(times, batch, 4).rows] == [0, 1, 2, 3, 4]
 
 
-def test_a_pair_that_cannot_start_is_one_sentence(tmp_path: Path) -> None:
+def test_a_pair_that_cannot_start_is_reported_in_one_sentence(tmp_path: Path) -> None:
     result = run(TANDEM, "plan", "--target", str(tmp_path))
     assert result.returncode != 0
     assert result.stdout == ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.end_to_end.processes import service
 
 
-def test_rules_of_the_configuration() -> None:
+def test_broken_rules_of_the_configuration_end_the_start() -> None:
     options = ("--target-address", "127.0.0.1:1", "--num-speculative-tokens", "0", "--max-num-steps", "4")
     with service("coordinator", *options) as process:
         assert process.wait(60) == 2
@@ -15,7 +15,7 @@ def test_rules_of_the_configuration() -> None:
         )
 
 
-def test_rules_of_the_models(target_address: str) -> None:
+def test_broken_rules_of_the_models_end_the_start(target_address: str) -> None:
     options = ("--target-address", target_address, "--method", "ngram", "--max-length", "48")
     with service("coordinator", *options) as process:
         assert process.wait(60) == 2

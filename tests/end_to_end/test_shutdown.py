@@ -1,4 +1,4 @@
-"""The end of a process: what runs is finished within bounds, what is new is refused, and nothing is left."""
+"""Shutdown: running calls finish within bounds, new ones are refused, and no process is left."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from tests.service import clients
 pytestmark = pytest.mark.slow
 
 TOKENS = 900
-"""Takes about a second, so that it still runs when the signal comes and is done before the drain ends."""
+"""A request of about a second, which still runs at the signal and ends within the drain."""
 REQUEST = GenerationRequest("def f(", max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 END_SECONDS = 45.0
-"""Bound on an end after a drain: the drain timeout, 30 s unless set, and a noisy machine's time to exit."""
+"""Bound on an exit after a drain: the drain timeout, 30 s unless set, and the time to exit on a busy machine."""
 QUICK_SECONDS = 15.0
-"""Bound on an end with nothing to wait for."""
+"""Bound on an exit without running calls."""
 QUICK_DRAFT = ("--draft", "ngram")
-"""Of a cluster whose draft is only to be there: one without a model starts in a second."""
+"""Options of a cluster with a draft without a model, which starts in a second."""
 
 
 async def generation(client: Client) -> asyncio.Task[clients.Completed]:
-    """A completion that has begun."""
+    """Start a completion, and wait for its first token."""
     begun = asyncio.Event()
 
     async def complete() -> clients.Completed:
@@ -62,14 +62,14 @@ async def generation(client: Client) -> asyncio.Task[clients.Completed]:
 
 
 async def refused(address: str) -> None:
-    """A new request, on a connection of its own, must be refused."""
+    """Assert that a new request, on a new connection, is refused."""
     async with Client(address) as client:
         with pytest.raises(ServiceUnavailableError):
             await clients.complete(client, REQUEST)
 
 
 async def test_running_generations_finish_and_new_ones_are_refused() -> None:
-    """All services get the signal at once, as when a machine is shut down."""
+    """All services get the signal at once, as at the shutdown of a machine."""
     with (
         model_service("target_service", DEMO_TARGET) as target,
         model_service("draft_service", DEMO_DRAFT) as draft,
@@ -105,7 +105,7 @@ async def test_a_drain_is_bounded(target_address: str, draft_address: str) -> No
 @pytest.mark.parametrize(
     ("package", "number"), [("target_service", signal.SIGTERM), ("draft_service", signal.SIGINT)]
 )
-def test_a_signal_while_the_model_is_loading(package: str, number: signal.Signals) -> None:
+def test_a_signal_during_model_loading_ends_the_process(package: str, number: signal.Signals) -> None:
     with model_service(package, DEMO_TARGET) as process:
         process.line("listening on ")
         process.signal(number)
@@ -114,7 +114,7 @@ def test_a_signal_while_the_model_is_loading(package: str, number: signal.Signal
         assert "Traceback" not in process.stderr
 
 
-def test_a_signal_while_the_coordinator_waits_for_its_services() -> None:
+def test_a_signal_while_the_coordinator_waits_for_services_ends_it() -> None:
     with service("coordinator", "--target-address", "127.0.0.1:1") as process:
         process.line("listening on ")
         process.signal(signal.SIGTERM)
@@ -134,7 +134,7 @@ def cluster(*options: str) -> Iterator[Process]:
 
 
 def poison(folder: Path) -> None:
-    """Put what a service imports into a folder: modules, and packages that `python -m` would start."""
+    """Put modules with the names of the services' imports into a folder, and packages that `python -m` would start."""
     code = f"open({str(folder / 'ran')!r}, 'a').write(__file__)\nraise SystemExit(9)\n"
     for package in ("target_service", "draft_service", "coordinator"):
         (folder / package).mkdir()
@@ -153,15 +153,15 @@ def child(process: Process, package: str) -> int:
     return pid
 
 
-async def test_a_cluster_finishes_what_runs_and_leaves_no_process() -> None:
+async def test_a_cluster_finishes_running_requests_and_leaves_no_process() -> None:
     with cluster() as process:
         address = process.line("tandem up: ready on ")
         children = descendants(process.pid)
-        # Three services, and whatever they have started for themselves.
+        # Three services and their own children.
         assert len(children) >= 3
         async with Client(address) as client:
             task = await generation(client)
-            # As when a terminal closes: the system sends it, and then the shell.
+            # As when a terminal closes: the system sends the signal, and then the shell does.
             process.signal(signal.SIGHUP)
             process.signal(signal.SIGHUP)
             completed = await task
@@ -179,7 +179,7 @@ async def test_a_second_ctrl_c_ends_a_cluster_at_once() -> None:
             task = await generation(client)
 
             def impatient() -> bool:
-                """Press it again until it helps; two at once may count as one."""
+                """Repeat the signal until the process ends; two at once may count as one."""
                 process.signal(signal.SIGINT)
                 return process.has_ended
 
@@ -195,7 +195,7 @@ def test_no_service_outlives_its_cluster() -> None:
     with cluster(*QUICK_DRAFT) as process:
         process.line("tandem up: ready on ")
         children = descendants(process.pid)
-        # Three services, and whatever they have started for themselves.
+        # Three services and their own children.
         assert len(children) >= 3
         process.signal(signal.SIGKILL)
         until(lambda: not any(map(is_alive, children)), QUICK_SECONDS)
@@ -205,7 +205,7 @@ def test_ctrl_c_ends_a_cluster() -> None:
     with cluster(*QUICK_DRAFT) as process:
         process.line("tandem up: ready on ")
         children = descendants(process.pid)
-        # A terminal sends it to the whole foreground group.
+        # A terminal sends the signal to the whole foreground group.
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(END_SECONDS) == 0
         assert not any(map(is_alive, children))
@@ -226,7 +226,7 @@ def test_a_child_that_dies_ends_the_cluster(package: str) -> None:
         )
 
 
-def test_a_signal_while_a_cluster_is_starting() -> None:
+def test_a_signal_ends_a_starting_cluster() -> None:
     with cluster() as process:
         until(lambda: len(descendants(process.pid)) >= 2, START_SECONDS, lambda: process.story)
         children = descendants(process.pid)
@@ -234,9 +234,7 @@ def test_a_signal_while_a_cluster_is_starting() -> None:
         assert not any(map(is_alive, children))
 
 
-async def test_a_draft_process_that_is_killed_costs_only_its_speed_up(
-    services: Nursery, target_address: str
-) -> None:
+async def test_a_killed_draft_process_costs_only_the_speed_up(services: Nursery, target_address: str) -> None:
     draft = services.started("draft_service", DEMO_DRAFT)
     with coordinator(target_address, draft.address) as front:
         async with Client(address_of(front)) as client:

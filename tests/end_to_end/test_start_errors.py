@@ -1,4 +1,4 @@
-"""What cannot be started says so in one sentence and ends, within seconds and not with exit code 0."""
+"""A process that cannot start prints one sentence and exits within seconds, not with code 0."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from tests.paths import DEMO_DRAFT
 pytestmark = pytest.mark.slow
 
 END_SECONDS = 40.0
-"""Bound on an end, interpreter start and a noisy machine included. What has to load torch first takes longer."""
+"""Bound on an exit, including interpreter startup on a busy machine. Processes that load torch take longer."""
 
 LOADED_SECONDS = 120.0
 
 
 def refusal(*command: str, seconds: float = END_SECONDS) -> str:
-    """The one sentence of a command that must fail."""
+    """Run a command that must fail, and return its one sentence."""
     return sentence_of(run(*command, "--log-level", "error", seconds=seconds))
 
 
 def sentence_of(result: subprocess.CompletedProcess[str]) -> str:
-    """The only line on stderr, which must be an error's sentence."""
+    """Return the only line on stderr, which must be an error's sentence."""
     assert result.returncode != 0
     lines = result.stderr.splitlines()
     assert len(lines) == 1, result.stderr
@@ -100,7 +100,7 @@ def many_layers(folder: Path) -> Path:
 
 
 def no_numbers(folder: Path) -> Path:
-    """Only computing with it tells."""
+    """Only a computation shows it."""
     shutil.copytree(DEMO_DRAFT, folder / "model")
     set_config(folder / "model", rms_norm_eps=-1e9)
     return folder / "model"
@@ -126,7 +126,7 @@ def set_config(model: Path, **values: object) -> None:
         (many_layers, "num_hidden_layers is '10000000'"),
     ],
 )
-def test_a_folder_that_holds_no_model(make: Callable[[Path], Path], said: str, tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused(make: Callable[[Path], Path], said: str, tmp_path: Path) -> None:
     folder = make(tmp_path)
     options = ("--port", "0", "--model", str(folder), "--log-level", "error")
     result = run(sys.executable, "-P", "-m", "target_service", *options, seconds=END_SECONDS)
@@ -137,7 +137,7 @@ def test_a_folder_that_holds_no_model(make: Callable[[Path], Path], said: str, t
 
 
 @pytest.mark.parametrize("service", [pytest.param("target_service", marks=pytest.mark.soak), "draft_service"])
-def test_a_model_that_computes_no_numbers(service: str, tmp_path: Path) -> None:
+def test_a_model_with_non_finite_logits_is_refused(service: str, tmp_path: Path) -> None:
     """Both services load models by the same code."""
     options = ("--port", "0", "--model", str(no_numbers(tmp_path)), "--log-level", "error", "--threads", "1")
     result = run(sys.executable, "-P", "-m", service, *options, seconds=LOADED_SECONDS)
@@ -167,7 +167,7 @@ def used_port() -> Iterator[int]:
     ],
     ids=lambda command: command[0],
 )
-def test_a_port_in_use(command: tuple[str, ...], used_port: int) -> None:
+def test_a_port_in_use_is_reported(command: tuple[str, ...], used_port: int) -> None:
     sentence = refusal(sys.executable, "-P", "-m", *command, "--port", str(used_port))
     assert f"cannot listen on 127.0.0.1:{used_port}" in sentence
 
@@ -188,26 +188,28 @@ def test_a_port_in_use(command: tuple[str, ...], used_port: int) -> None:
     ],
     ids=lambda service: service[0],
 )
-def test_an_option_that_is_wrong(service: tuple[str, ...], options: tuple[str, ...], said: str) -> None:
+def test_an_invalid_option_is_refused(service: tuple[str, ...], options: tuple[str, ...], said: str) -> None:
     result = run_here("serve", *service, *options)
     assert result.returncode == 2
     assert said in sentence_of(result)
 
 
-def test_a_service_that_does_not_exist() -> None:
+def test_an_unknown_service_is_refused() -> None:
     sentence = sentence_of(run_here("serve", "nothing"))
     assert "'nothing'" in sentence
 
 
-def test_a_target_that_does_not_answer() -> None:
+def test_a_target_that_does_not_answer_ends_the_start() -> None:
     address = "127.0.0.1:1"
     options = ("--port", "0", "--target-address", address, "--start-timeout-seconds", "2")
     sentence = refusal(sys.executable, "-P", "-m", "coordinator", *options)
     assert f"the target service at {address} was not ready within 2 s" in sentence
 
 
-def test_a_draft_of_another_vocabulary(services: Nursery, target_address: str, tmp_path: Path) -> None:
-    """Every rule that the pair breaks is told at once."""
+def test_a_draft_with_another_vocabulary_is_refused(
+    services: Nursery, target_address: str, tmp_path: Path
+) -> None:
+    """The error names every rule that the pair breaks."""
     folder = save_model(
         random_model(1, vocab_size=2056, num_hidden_layers=1, max_position_embeddings=512), tmp_path
     )
@@ -224,8 +226,8 @@ def test_a_draft_of_another_vocabulary(services: Nursery, target_address: str, t
     assert "max_length is 512 for the draft" in sentence
 
 
-def test_a_cluster_whose_model_folder_is_empty(tmp_path: Path) -> None:
-    """Each child that fails says why, and then `tandem up` what became of the rest."""
+def test_a_cluster_with_an_empty_model_folder_ends(tmp_path: Path) -> None:
+    """Each failing child prints its reason, and then `tandem up` reports the end of the others."""
     models = ("--target", str(tmp_path), "--draft", str(DEMO_DRAFT))
     result = run(TANDEM, "up", *models, "--port", "0", "--threads", "1", "--log-level", "error")
     assert result.returncode != 0

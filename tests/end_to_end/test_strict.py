@@ -1,4 +1,4 @@
-"""`strict`: the seed and the target alone decide the tokens, whatever drafts for it and however far."""
+"""`strict`: the seed and the target alone decide the tokens, with any draft and any proposal length."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def requests(
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"), [(0.5, None, None), (1.0, None, None), (0.7, 20, 0.9), (1.0, 20, 0.9)]
 )
-async def test_the_draft_and_the_length_of_its_proposals_change_nothing(
+async def test_the_draft_and_its_proposal_length_change_nothing(
     address: str,
     random_draft_coordinator: str,
     prompts: list[str],
@@ -65,13 +65,13 @@ async def test_the_draft_and_the_length_of_its_proposals_change_nothing(
         assert [completion.token_ids for completion in completed] == expected * 4
         assert all(completion.stats.drafted for completion in completed)
         accepted.append(sum(completion.stats.accepted for completion in completed))
-    assert accepted[0] > accepted[1], "the two drafts must differ for the test to say anything"
+    assert accepted[0] > accepted[1], "the two drafts must differ in what is accepted"
 
 
-async def test_proposals_that_become_shorter_change_nothing(
+async def test_shrinking_proposals_change_nothing(
     target_address: str, random_draft_address: str, prompts: list[str]
 ) -> None:
-    """Sixteen at once with a draft that knows nothing: soon they propose less, and then nothing."""
+    """Sixteen requests at once with an untrained draft: proposals soon become shorter, and then empty."""
     adaptive = ("--speculation-policy", "adaptive")
     with coordinator(target_address, random_draft_address, *adaptive) as process:
         address = address_of(process)
@@ -80,8 +80,8 @@ async def test_proposals_that_become_shorter_change_nothing(
     assert [completion.token_ids for completion in completed] == 8 * [
         completion.token_ids for completion in alone
     ]
-    figures = [completion.stats for completion in completed]
-    assert 0 < sum(each.drafted for each in figures) < 0.75 * 4 * sum(each.rounds for each in figures)
+    stats = [completion.stats for completion in completed]
+    assert 0 < sum(each.drafted for each in stats) < 0.75 * 4 * sum(each.rounds for each in stats)
 
 
 async def test_no_policy_changes_a_seeded_text(

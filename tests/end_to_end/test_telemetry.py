@@ -1,4 +1,4 @@
-"""One request through three real processes is one trace; their metrics are told both ways; a collector may die."""
+"""One request through three real processes is one trace; metrics are pushed and scraped; a collector may die."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Cluster:
         return address_of(self.processes["coordinator"])
 
     def scraped(self, service: str) -> str:
-        """What Prometheus would read of it."""
+        """Return the metrics that Prometheus would scrape."""
         found = re.search(r"metrics served address=(\S+)", self.processes[service].stderr)
         assert found, self.processes[service].story
         with urllib.request.urlopen(f"http://{found[1]}/metrics", timeout=10) as response:
@@ -62,7 +62,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def path(span: ReceivedSpan, spans: dict[bytes, ReceivedSpan]) -> tuple[str, ...]:
-    """Services and names from the root down to the span."""
+    """Return services and names from the root down to the span."""
     above = () if span.span.parent_span_id not in spans else path(spans[span.span.parent_span_id], spans)
     return (*above, f"{span.service} {span.span.name}")
 
@@ -100,7 +100,7 @@ async def test_a_request_is_one_trace_across_all_services(cluster: Cluster) -> N
     assert told["gen_ai.usage.output_tokens"] == 32
 
 
-async def test_metrics_are_told_by_otlp_and_to_prometheus_alike(cluster: Cluster) -> None:
+async def test_otlp_and_prometheus_get_the_same_metrics(cluster: Cluster) -> None:
     async with Client(cluster.address) as client:
         await complete(client, REQUEST)
     scraped = {service: cluster.scraped(service) for service in SERVICES}
@@ -128,7 +128,7 @@ async def test_metrics_are_told_by_otlp_and_to_prometheus_alike(cluster: Cluster
     assert 'tandem_replicas{model_name="target",role="draft",state="ready"} 1.0' in scraped["coordinator"]
 
 
-def test_a_trace_that_a_browser_began_goes_on(cluster: Cluster) -> None:
+def test_a_trace_of_a_browser_continues(cluster: Cluster) -> None:
     trace_id = "0123456789abcdef0123456789abcdef"
     url = cluster.processes["coordinator"].line("http on ").strip()
     request = urllib.request.Request(
@@ -147,8 +147,8 @@ def test_a_trace_that_a_browser_began_goes_on(cluster: Cluster) -> None:
         assert "tandem_generation_tokens_total" in response.read().decode()
 
 
-async def test_a_collector_that_dies_in_the_middle_takes_nothing_with_it(cluster: Cluster) -> None:
-    """The last test of the module: it ends the collector, and then the processes."""
+async def test_a_dying_collector_disturbs_no_request(cluster: Cluster) -> None:
+    """This must be the last test of the module: it ends the collector, and then the processes."""
     async with Client(cluster.address) as client:
         whole = await complete(client, REQUEST)
         token_ids: list[int] = []

@@ -1,4 +1,4 @@
-"""Whole completions, one or many at once, and waiting for what they leave behind."""
+"""Runs completions, one or many at once, and waits for conditions."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tandem.clients.aio import Client
 from tandem.types import FinishReason, GenerationRequest, SpeculationStats, Summary
 
 AT_ONCE = 16
-"""How many requests run side by side where it is not the point."""
+"""Default number of requests that run at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """A completion that came to its end."""
+    """A finished completion."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -35,7 +35,7 @@ class Completed:
 async def complete(
     client: Client, request: GenerationRequest, begun: asyncio.Event | None = None
 ) -> Completed:
-    """Read a completion to its end; set the event when the draft has had a part in it."""
+    """Read a completion to its end; set the event at the first token that the draft proposed."""
     chunks = []
     async for chunk in client.generate(request):
         chunks.append(chunk)
@@ -69,7 +69,7 @@ async def complete_all(
 
 
 async def until(holds: Callable[[], bool], seconds: float, why: Callable[[], str] = str) -> None:
-    """Wait until it holds; fail when it does not within the time."""
+    """Wait until the condition holds; fail if it does not within the time."""
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, f"not within {seconds:g} s\n{why()}"

@@ -22,17 +22,17 @@ from tests.service.fakes import FakeTarget, refusal, serving
 
 SECONDS = 20.0
 HOLD, REFUSE, FAIL, LEAVE = 1001, 1002, 1003, 1004
-"""Steps that are not answered at once."""
+"""Steps that are answered late."""
 
 
 class Echo(FakeTarget):
-    """Answers a step with its own base length, but for some."""
+    """Answers each step with its base length, except for some steps."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
         self.messages: list[int] = []
-        """How many parts each message of a shared stream had."""
+        """Number of parts of each message of a shared stream."""
         self.released = asyncio.Event()
 
     async def Verify(
@@ -87,7 +87,7 @@ class Ends:
     address: str
 
     def sequences(self, count: int) -> list[SequenceStream[target_pb2.VerifyResponse]]:
-        """One on a stream of its own, and so many that share one."""
+        """Open one sequence on a dedicated stream, and this many on a shared one."""
         alone, *shared = [self.streams.stream() for _ in range(count + 1)]
         assert isinstance(alone, DedicatedStream)
         assert all(isinstance(sequence, MultiplexedSequence) for sequence in shared)
@@ -130,7 +130,7 @@ async def asked(sequence: SequenceStream[target_pb2.VerifyResponse], base_length
 async def read(
     call: grpc.aio.StreamStreamCall[target_pb2.VerifyManyRequest, target_pb2.VerifyManyResponse], count: int
 ) -> list[SequencePart]:
-    """The next parts, in however many messages."""
+    """Return the next parts, from any number of messages."""
     parts: list[SequencePart] = []
     while len(parts) < count:
         response = await call.read()

@@ -1,4 +1,4 @@
-"""Services with a real engine and a model of a few thousand weights, which fail where a test says."""
+"""Services with a real engine and a tiny model, with scripted faults."""
 
 # ruff: noqa: N802 - gRPC looks a method up by the name that it has in the proto.
 
@@ -30,7 +30,7 @@ from tests.paths import DEMO_TARGET
 from tests.service.fakes import refusal, serving
 
 Fault = Callable[[target_pb2.VerifyResponse], None]
-"""Changes an answer for the worse."""
+"""Corrupts an answer."""
 
 
 def tiny_model(folder: Path, seed: int = 1) -> LoadedModel:
@@ -69,20 +69,20 @@ def _nothing(_: object) -> None:
 
 @dataclass
 class Faults:
-    """What goes wrong at which step, counted from 1 over all streams of a service."""
+    """The faults of a service by step, counted from 1 over all its streams."""
 
     before: set[int] = field(default_factory=set)
-    """The stream breaks before anything was computed."""
+    """Steps at which the stream breaks before the computation."""
     after: set[int] = field(default_factory=set)
-    """It breaks once all was computed, before the answer leaves."""
+    """Steps at which the stream breaks after the computation, before the answer is sent."""
     leaving: set[int] = field(default_factory=set)
-    """It ends as if all were well."""
+    """Steps at which the stream ends without an error."""
     garbled: dict[int, Fault] = field(default_factory=dict)
-    """The answer is nonsense."""
+    """Steps whose answer is corrupted."""
     asked: Callable[[target_pb2.VerifyRequest], None] = _nothing
-    """What it does to each message before it reads it, as an older service passes over fields that it does not know."""
+    """Changes each request before the servicer reads it; for instance removes fields that an older service ignores."""
     full: bool = False
-    """There is room for no new sequence."""
+    """True if there is no room for a new sequence."""
     code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
     steps: int = 0
     opened: int = 0
@@ -90,7 +90,7 @@ class Faults:
 
 
 class FaultyTarget(TargetServicer):
-    """A target that works but for its faults."""
+    """A target with faults."""
 
     def __init__(self, faults: Faults) -> None:
         super().__init__()

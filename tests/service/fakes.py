@@ -1,6 +1,6 @@
-"""Services without a model, on real gRPC servers, and a real coordinator in front of them.
+"""Fake services without a model on real gRPC servers, and a real coordinator in front of them.
 
-The target counts: after n it says n + 1. The draft counts along, unless a test makes it say something else.
+The target counts: n + 1 follows n. The draft counts along, unless a test gives it another rule.
 """
 
 # ruff: noqa: N802 - gRPC looks a method up by the name that it has in the proto.
@@ -56,30 +56,30 @@ from tests.paths import DEMO_TARGET
 from tests.service.fake_rows import VOCABULARY_SIZE, sure_row, sure_statistics
 
 NextToken = Callable[[Sequence[int]], int]
-"""What a fake model says after these tokens."""
+"""The token that a fake model continues these tokens with."""
 
 MAX_LENGTH = 64
 
 
 def counting(tokens: Sequence[int]) -> int:
-    """The number after the last one."""
+    """Return the number after the last token."""
     return tokens[-1] + 1
 
 
 def scripted(script: Sequence[int], prompt_length: int) -> NextToken:
-    """The script's tokens one after the other, and then zeros."""
+    """Produce the script's tokens one after the other, and then zeros."""
     return lambda tokens: [*script, *[0] * MAX_LENGTH][len(tokens) - prompt_length]
 
 
 def refusal(code: grpc.StatusCode, sentence: str) -> TandemError:
-    """What a service raises to end a sequence with this status, on a stream of its own or on one that it shares."""
+    """Return the error that ends a sequence with this status, on a dedicated or a shared stream."""
     meanings = (CapacityError, InvalidRequestError, ServiceUnavailableError)
     errors = (meaning(sentence) for meaning in meanings)
     return next(error for error in errors if status_code(error) is code)
 
 
 class Fake:
-    """What both services share: a model's description, and an account of their streams."""
+    """Base of both fakes: a model's description, and counts of streams."""
 
     def __init__(self, next_token: NextToken = counting, eos_token_ids: tuple[int, ...] = ()) -> None:
         self.next_token = next_token
@@ -98,7 +98,7 @@ class Fake:
         self.finished = 0
         self.running = 0
         self.longest = 0
-        """Most tokens that a sequence ever held."""
+        """Maximum number of tokens of a sequence so far."""
 
     def open(self, max_length: int) -> None:
         """Begin a sequence, which must not be longer than the model can read."""
@@ -106,7 +106,7 @@ class Fake:
         self.opened += 1
 
     def apply(self, tokens: list[int], delta: Delta) -> None:
-        """Do to the tokens what the delta says, which must not leave a gap."""
+        """Apply the delta to the tokens; it must not leave a gap."""
         assert delta.base_length <= len(tokens)
         tokens[delta.base_length :] = delta.token_ids
         self.longest = max(self.longest, len(tokens))
@@ -116,7 +116,7 @@ class FakeTarget(Fake, TargetServicer):
     """A target whose distributions are one-hot, at any temperature."""
 
     step_seconds = 0.0
-    """How long it takes over a step."""
+    """Duration of a step."""
 
     async def Verify(
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: Context
@@ -139,7 +139,7 @@ class FakeTarget(Fake, TargetServicer):
             self.running -= 1
 
     def verification(self, tokens: Sequence[int], step: VerifyStep) -> Verification:
-        """A row for each of the last positions."""
+        """Return a row for each of the last positions."""
         first = len(tokens) - step.row_count + 1
         assert all(0 <= token_id < VOCABULARY_SIZE for token_id in (*tokens, *chain(*step.supports)))
         said = [self.next_token(tokens[:length]) for length in range(first, len(tokens) + 1)]
@@ -176,21 +176,21 @@ class FakeTarget(Fake, TargetServicer):
 
 
 class FakeDraft(Fake, DraftServicer):
-    """A draft that is sure of what it says. Tests override `respond` to make it misbehave."""
+    """A draft with one-hot distributions. Tests override `respond` to make it misbehave."""
 
     def __init__(self, next_token: NextToken = counting) -> None:
         super().__init__(next_token)
         self.asked: list[int] = []
-        """How many tokens each step asked for."""
+        """Number of tokens that each step requested."""
 
     async def respond(
         self, tokens: Sequence[int], count: int, context: Context
     ) -> draft_pb2.ProposeResponse | None:
-        """The answer to a step; None ends the stream."""
+        """Return the answer to a step; None ends the stream."""
         return self.proposal(tokens, count)
 
     def proposal(self, tokens: Sequence[int], count: int) -> draft_pb2.ProposeResponse:
-        """What a well-behaved draft answers."""
+        """Return the correct proposal."""
         said: list[int] = []
         for _ in range(count):
             said.append(self.next_token([*tokens, *said]))
@@ -232,7 +232,7 @@ async def serving(
     *interceptors: grpc.aio.ServerInterceptor,
     auth_token: str | None = None,
 ) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
-    """A server with these servicers that is ready: its address, and itself."""
+    """Run a ready server with these servicers; yield its address and the server."""
     token = None if auth_token is None else SecretStr(auth_token)
     server = new_server(ServerSettings(auth_token=token), RunningCalls(), *interceptors)
     register(server)
@@ -249,7 +249,7 @@ async def serving(
 
 @asynccontextmanager
 async def coordinator(settings: CoordinatorSettings) -> AsyncIterator[tuple[str, CoordinatorService]]:
-    """A coordinator with these settings: its address, and itself."""
+    """Run a coordinator with these settings; yield its address and the service."""
     service = CoordinatorService(settings)
     await service.start()
     try:
@@ -261,7 +261,7 @@ async def coordinator(settings: CoordinatorSettings) -> AsyncIterator[tuple[str,
 
 @asynccontextmanager
 async def coordinating(settings: CoordinatorSettings) -> AsyncIterator[str]:
-    """A coordinator with these settings: its address."""
+    """Run a coordinator with these settings; yield its address."""
     async with coordinator(settings) as (address, _):
         yield address
 

@@ -1,4 +1,4 @@
-"""A coordinator over fakes that answers HTTP."""
+"""A coordinator over fakes with an HTTP server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.service.fakes import FakeDraft, FakeTarget, serving
 
 @dataclass(frozen=True)
 class HttpCluster:
-    """What a test holds of it."""
+    """The parts that tests use."""
 
     url: str
     http: httpx2.AsyncClient
@@ -32,7 +32,7 @@ class HttpCluster:
 async def http_cluster(
     target: FakeTarget, draft: FakeDraft | None = None, **options: Any
 ) -> AsyncIterator[HttpCluster]:
-    """A coordinator over these fakes, and a client of it that speaks HTTP."""
+    """Run a coordinator over these fakes with an HTTP server, and connect a client to it."""
     async with AsyncExitStack() as stack:
         target_address, _ = await stack.enter_async_context(
             serving(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(target, server))

@@ -12,7 +12,7 @@ from tandem.rpc.resolver import Resolver
 from tests.service.clients import until
 
 SECONDS = 20.0
-"""Bound on a change that is to come."""
+"""Bound on the wait for an expected change."""
 
 
 def settings(

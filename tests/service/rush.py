@@ -1,6 +1,6 @@
-"""Many requests in one write, from a sender that takes next to nothing of the processor.
+"""Sends many requests in one write, at almost no processor time.
 
-A `grpc.aio` client takes as long for a call as the coordinator does to refuse it: eighty of them in one process would
+A `grpc.aio` client takes as long for a call as the coordinator takes to refuse it: eighty of them in one process would
 measure themselves.
 """
 
@@ -20,26 +20,26 @@ from h2.events import DataReceived, Event, ResponseReceived, StreamEnded, Stream
 
 _LARGEST_READ = 1 << 20
 _PREFIX = struct.Struct("!?I")
-"""What stands before each message in gRPC: whether it is compressed, and its length."""
+"""The prefix of a gRPC message: a flag for compression, and the length."""
 
 
 @dataclass
 class Answer:
-    """What came back for a request."""
+    """The answer to a request."""
 
     seconds: float | None = None
-    """From the write to the end of the answer; None until then."""
+    """Time from the write to the end of the answer; None until then."""
     headers: dict[str, str] = field(default_factory=dict)
     content: bytes = b""
 
     @property
     def code(self) -> int:
-        """gRPC's."""
+        """The gRPC status code."""
         return int(self.headers["grpc-status"])
 
     @property
     def trailing_metadata(self) -> list[tuple[str, bytes]]:
-        """What is binary of it."""
+        """The binary trailing metadata."""
         return [
             (name, base64.b64decode(value + "=" * (-len(value) % 4)))
             for name, value in self.headers.items()
@@ -48,7 +48,7 @@ class Answer:
 
     @property
     def messages(self) -> Iterator[bytes]:
-        """What a stream of responses held."""
+        """The messages of the response stream."""
         content = self.content
         while content:
             _, length = _PREFIX.unpack_from(content)
@@ -66,7 +66,7 @@ class Rush:
         self._answers: dict[int, Answer] = {}
 
     async def ask(self, method: str, message: bytes, count: int) -> list[Answer]:
-        """Send the request so many times at once, and wait for all answers."""
+        """Send the request this many times at once, and wait for all answers."""
         headers = {
             ":method": "POST",
             ":scheme": "http",
@@ -108,7 +108,7 @@ class Rush:
 
 @asynccontextmanager
 async def rush(address: str) -> AsyncIterator[Rush]:
-    """Connect for as long as the block lasts."""
+    """Connect during the block."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:

@@ -22,7 +22,7 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 
 
 class Health(health.aio.HealthServicer):  # type: ignore[misc]  # the published stubs lack it
-    """Answers as it should, unless it hangs."""
+    """A health servicer that can hang."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def addresses(services: Sequence[Served], kind: type[Fake]) -> str:
 async def fleet(
     *fakes: Fake, patience_seconds: float | None = 30.0, is_adaptive: bool = False, ahead: DraftAhead = "auto"
 ) -> AsyncIterator[tuple[Client, list[Served]]]:
-    """A client of a coordinator over these fakes, any number of either kind, and the services that they are."""
+    """Run a coordinator over any number of these fakes; yield a client and the services."""
     async with AsyncExitStack() as stack:
         services = await stack.enter_async_context(served(*fakes))
         settings = CoordinatorSettings(

@@ -1,4 +1,4 @@
-"""A request that an administrator ends: its client is told why, and every service lets go of it."""
+"""An administrator aborts a request: its client gets the reason, and every service frees it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REQUEST = GenerationRequest((10,), max_tokens=40, temperature=0.0, num_speculati
 
 @asynccontextmanager
 async def coordinator(target: FakeTarget, draft: FakeDraft) -> AsyncIterator[CoordinatorService]:
-    """A coordinator over these fakes, from the inside."""
+    """Run a coordinator over these fakes; yield its service."""
     async with AsyncExitStack() as stack:
         target_address, _ = await stack.enter_async_context(
             serving(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(target, server))
@@ -40,7 +40,7 @@ async def coordinator(target: FakeTarget, draft: FakeDraft) -> AsyncIterator[Coo
         yield service
 
 
-async def test_while_a_service_works_the_client_is_told_at_once() -> None:
+async def test_an_abort_during_a_step_reaches_the_client_at_once() -> None:
     target, draft = FakeTarget(), FakeDraft()
     async with coordinator(target, draft) as service, serving(service.register) as (address, _):
         requests = service.completions.requests
@@ -64,8 +64,8 @@ async def test_while_a_service_works_the_client_is_told_at_once() -> None:
         assert target.finished == 1
 
 
-async def test_while_the_client_does_not_read_the_services_let_go() -> None:
-    """The generator stands where it hands over a piece: nobody is there to be cancelled."""
+async def test_an_abort_frees_the_services_while_the_client_does_not_read() -> None:
+    """The generator is suspended at a yield, where there is no task to cancel."""
     target, draft = FakeTarget(), FakeDraft()
     async with coordinator(target, draft) as service:
         requests = service.completions.requests
@@ -82,7 +82,7 @@ async def test_while_the_client_does_not_read_the_services_let_go() -> None:
         assert requests.outcomes.aborted == 1
 
 
-async def test_a_client_that_goes_away_is_not_an_abort() -> None:
+async def test_a_disconnecting_client_is_not_an_abort() -> None:
     target, draft = FakeTarget(), FakeDraft()
     async with coordinator(target, draft) as service, serving(service.register) as (address, _):
         requests = service.completions.requests
@@ -113,7 +113,7 @@ async def test_a_cancelled_task_stays_cancelled() -> None:
         assert requests.outcomes.cancelled == 1
 
 
-async def test_tokens_are_counted_as_they_come() -> None:
+async def test_tokens_are_counted_as_they_arrive() -> None:
     target, draft = FakeTarget(), FakeDraft()
     async with coordinator(target, draft) as service:
         requests = service.completions.requests

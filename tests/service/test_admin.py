@@ -1,4 +1,4 @@
-"""AdminService over services that count: what it shows, and what it steers."""
+"""AdminService over fake services: reports and changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REQUEST = GenerationRequest((10,), max_tokens=40, temperature=0.0, seed=1)
 
 
 async def reached(ask: Callable[[], Awaitable[AnswerT]], holds: Callable[[AnswerT], bool]) -> AnswerT:
-    """Ask until the answer is as it should be."""
+    """Repeat the call until the condition holds for its answer."""
     for _ in range(1000):
         if holds(answer := await ask()):
             return answer
@@ -37,7 +37,7 @@ async def reached(ask: Callable[[], Awaitable[AnswerT]], holds: Callable[[Answer
 
 
 class Cluster:
-    """Two targets, a draft, a coordinator, and how to talk to it."""
+    """Two targets, a draft, a coordinator, and clients of it."""
 
     def __init__(self) -> None:
         self.targets = (FakeTarget(), FakeTarget())
@@ -76,7 +76,7 @@ class Cluster:
                 yield admin, client
 
 
-async def test_the_status_tells_replicas_load_and_figures() -> None:
+async def test_the_status_reports_replicas_load_and_statistics() -> None:
     cluster = Cluster()
     async with cluster.running() as (admin, client):
         before = await admin.status()
@@ -96,7 +96,7 @@ async def test_the_status_tells_replicas_load_and_figures() -> None:
     assert after.throughput.last_10_seconds > 0
 
 
-async def test_a_running_request_can_be_seen_and_ended() -> None:
+async def test_a_running_request_can_be_shown_and_aborted() -> None:
     cluster = Cluster()
     async with cluster.running() as (admin, client):
         for target in cluster.targets:
@@ -122,14 +122,14 @@ async def test_a_running_request_can_be_seen_and_ended() -> None:
         assert (await admin.stats()).outcomes.aborted == 1
 
 
-async def test_an_id_must_say_which_request_is_meant() -> None:
+async def test_an_ambiguous_id_is_refused() -> None:
     cluster = Cluster()
     async with cluster.running() as (admin, client):
         for target in cluster.targets:
             target.step_seconds = 0.05
         work = [asyncio.create_task(complete(client, REQUEST)) for _ in range(17)]
         listed = await reached(admin.requests, lambda listed: len(listed) == len(work))
-        # Ids are hexadecimal: of seventeen, two begin alike.
+        # Ids are hexadecimal, so two of seventeen begin with the same digit.
         firsts = [report.request_id[0] for report in listed]
         common = next(first for first in firsts if firsts.count(first) > 1)
         with pytest.raises(InvalidRequestError, match="requests that run have an id that begins with"):
@@ -137,7 +137,7 @@ async def test_an_id_must_say_which_request_is_meant() -> None:
         await asyncio.gather(*work)
 
 
-async def test_a_change_holds_for_the_next_request_and_for_none_that_runs() -> None:
+async def test_a_change_applies_to_new_requests_only() -> None:
     cluster = Cluster()
     async with cluster.running() as (admin, client):
         for target in cluster.targets:
@@ -186,7 +186,7 @@ async def test_a_drained_replica_gets_nothing_new_until_it_is_resumed() -> None:
         drained, other = cluster.target_addresses
         assert (await admin.drain(drained)).state is ReplicaState.DRAINING
         status = await admin.status()
-        assert status.state is CoordinatorState.READY, "it was meant so"
+        assert status.state is CoordinatorState.READY, "the warning was overridden"
         opened = sum(target.opened for target in cluster.targets)
         await asyncio.gather(*(complete(client, REQUEST) for _ in range(4)))
         assert sorted(target.opened for target in cluster.targets) == [0, 4 + opened]
@@ -204,7 +204,7 @@ async def test_a_drained_replica_gets_nothing_new_until_it_is_resumed() -> None:
             await admin.resume("nobody:1")
 
 
-async def test_statistics_grow_while_they_are_watched() -> None:
+async def test_watched_statistics_grow() -> None:
     cluster = Cluster()
     async with cluster.running() as (admin, client):
         async with aclosing(admin.watch_stats(0.1)) as watch:
@@ -220,7 +220,7 @@ async def test_statistics_grow_while_they_are_watched() -> None:
     assert last.completion_tokens == 40
 
 
-async def test_statistics_never_go_back_while_requests_end() -> None:
+async def test_statistics_never_decrease_when_requests_end() -> None:
     cluster = Cluster()
     async with cluster.running() as (admin, client):
         work = [asyncio.create_task(complete(client, REQUEST)) for _ in range(24)]
@@ -244,7 +244,7 @@ async def test_the_doctor_finds_nothing_wrong_with_a_healthy_cluster() -> None:
 
 
 async def test_a_coordinator_that_does_not_answer_is_unavailable() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are made, and nobody takes them
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are established, and never accepted
         async with AdminClient(f"127.0.0.1:{silent.getsockname()[1]}", timeout_seconds=0.3) as admin:
             with pytest.raises(ServiceUnavailableError, match=r"no answer within 0\.3 s"):
                 await admin.status()

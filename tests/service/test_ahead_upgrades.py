@@ -1,4 +1,4 @@
-"""Both ways of a rolling upgrade of drafting ahead, with a real draft: either side may be too old to know of it."""
+"""A rolling upgrade of drafting ahead with a real draft: either side may be too old for it."""
 
 # ruff: noqa: N802 - gRPC looks a method up by the name that it has in the proto.
 
@@ -35,7 +35,7 @@ REQUESTS = [
 
 
 class OldDraft(DraftServicer):
-    """A draft service from before drafting ahead: it passes over the fields that it does not know."""
+    """A draft service without drafting ahead: it ignores the fields that it does not know."""
 
     def __init__(self) -> None:
         super().__init__()

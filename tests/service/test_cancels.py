@@ -1,4 +1,4 @@
-"""Requests that are cancelled at any moment: computing stops within a round, and nothing of them is left anywhere."""
+"""Requests are cancelled at any moment: computation stops within a round, and nothing of them is left."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.service.engines import tiny_model
 from tests.service.fakes import coordinating, serving
 
 logger = logging.getLogger(__name__)
-"""Figures for docs/reliability.md: `make soak` shows them."""
+"""Logs the numbers for docs/reliability.md; `make soak` shows them."""
 
 SPECULATIVE_TOKENS = 2
 STEPS_OF_A_ROUND = SPECULATIVE_TOKENS + 1
@@ -43,7 +43,7 @@ LONG = GenerationRequest(
     (5, 6, 7), max_tokens=400, seed=1, ignore_eos=True, num_speculative_tokens=SPECULATIVE_TOKENS
 )
 AT_ONCE = 12
-"""More than there are places in the KV caches, so that some are cancelled while they wait."""
+"""More requests than the KV caches have room for, so that some are cancelled while they wait."""
 MAX_SEQUENCES = 8
 GONE_SECONDS = 10.0
 WARM_UP = 48
@@ -57,7 +57,7 @@ class Cluster:
     address: str = ""
     engines: list[Engine[Any, Any]] = field(default_factory=list)
     steps: int = 0
-    """Of both engines."""
+    """The engines of both services."""
     step_seconds: float = 0.0
 
     def step(self, _record: object) -> None:
@@ -66,7 +66,7 @@ class Cluster:
 
     @property
     def held(self) -> list[str]:
-        """What the KV caches hold of requests."""
+        """Return the sequences and reservations in the KV caches."""
         usages = [engine.usage for engine in self.engines]
         return [
             str(usage)
@@ -117,7 +117,7 @@ async def cluster(model: LoadedModel) -> AsyncIterator[Cluster]:
 
 
 def tasks() -> Counter[str]:
-    """How many tasks run each coroutine."""
+    """Count the tasks by coroutine."""
     return Counter(getattr(task.get_coro(), "__qualname__", "?") for task in asyncio.all_tasks())
 
 
@@ -127,7 +127,7 @@ def resident_mebibytes() -> float:
 
 
 async def cancelled(client: Client, chance: random.Random) -> None:
-    """Begin a request and end it in one of the ways in which clients do, after a while."""
+    """Begin a request, and end it after a while in one of the ways of clients."""
     seconds = chance.choice([0.0, 0.002, 0.02, 0.1]) * chance.random()
     way = chance.randrange(3)
     if way == 0:
@@ -147,7 +147,7 @@ async def cancelled(client: Client, chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("count", [150, pytest.param(5000, marks=pytest.mark.soak)])
-async def test_nothing_is_left_of_requests_that_were_cancelled(cluster: Cluster, count: int) -> None:
+async def test_cancelled_requests_leave_nothing_behind(cluster: Cluster, count: int) -> None:
     cluster.step_seconds = 0.001
     chance = random.Random(count)
     async with Client(cluster.address) as client:
@@ -172,7 +172,7 @@ async def test_nothing_is_left_of_requests_that_were_cancelled(cluster: Cluster,
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 20])
-async def test_computing_stops_within_a_round(cluster: Cluster, tokens: int) -> None:
+async def test_computation_stops_within_a_round(cluster: Cluster, tokens: int) -> None:
     cluster.step_seconds = 0.03
     async with Client(cluster.address) as client:
         chunks = client.generate(LONG)

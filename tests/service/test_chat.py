@@ -1,4 +1,4 @@
-"""Chats over gRPC: the coordinator makes prompts of them, with HTTP or without."""
+"""Chats over gRPC: the coordinator renders them to prompts, with or without HTTP."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def chatting(template: Path | None) -> AsyncIterator[Client]:
         yield await stack.enter_async_context(Client(await stack.enter_async_context(coordinating(settings))))
 
 
-async def test_a_chat_is_made_a_prompt(tmp_path: Path) -> None:
+async def test_a_chat_is_rendered_to_a_prompt(tmp_path: Path) -> None:
     path = tmp_path / "chat.jinja"
     path.write_text(TEMPLATE)
     async with chatting(path) as client:
@@ -52,7 +52,7 @@ async def test_a_chat_is_made_a_prompt(tmp_path: Path) -> None:
                 await client.chat_prompt(messages)
 
 
-async def test_a_model_without_a_template_takes_no_chat() -> None:
+async def test_a_model_without_a_template_refuses_chats() -> None:
     async with chatting(None) as client:
         with pytest.raises(InvalidRequestError, match="the model fake has no chat template; send a prompt"):
             await client.chat_prompt([ChatMessage("user", "a")])

@@ -1,4 +1,4 @@
-"""How completions begin, run and end, seen by a client of a coordinator whose services count."""
+"""Completions from start to end, seen by a client of a coordinator over fake services."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def request(
 
 
 @TEMPERATURES
-async def test_all_of_a_proposal_is_accepted(temperature: float) -> None:
+async def test_a_proposal_is_accepted_completely(temperature: float) -> None:
     async with cluster(FakeTarget(), draft := FakeDraft()) as client:
         completed = await complete(client, request(temperature=temperature))
     assert completed.token_ids == tuple(range(11, 22))
@@ -68,7 +68,7 @@ async def test_all_of_a_proposal_is_accepted(temperature: float) -> None:
 
 
 @TEMPERATURES
-async def test_none_of_a_proposal_is_accepted(temperature: float) -> None:
+async def test_a_proposal_is_rejected_completely(temperature: float) -> None:
     async with cluster(FakeTarget(), FakeDraft(lambda tokens: 7)) as client:
         completed = await complete(client, request(temperature=temperature))
     assert completed.token_ids == tuple(range(11, 22))
@@ -96,7 +96,7 @@ async def test_without_a_draft_the_target_works_alone() -> None:
 
 @TEMPERATURES
 @pytest.mark.parametrize("eos", [11, 12, 13, 15, 16])
-async def test_what_follows_an_end_of_sequence_token_is_dropped(eos: int, temperature: float) -> None:
+async def test_tokens_after_an_end_of_sequence_are_dropped(eos: int, temperature: float) -> None:
     """The first token, the first of a proposal, one inside it, its last, and the bonus token."""
     async with cluster(FakeTarget(eos_token_ids=(3, eos)), FakeDraft()) as client:
         completed = await complete(client, request(temperature=temperature))
@@ -113,16 +113,16 @@ async def test_end_of_sequence_tokens_can_be_ignored() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 12))
-async def test_max_tokens_is_met_exactly_wherever_it_falls(max_tokens: int) -> None:
+async def test_max_tokens_is_exact_at_every_point_of_a_round(max_tokens: int) -> None:
     async with cluster(target := FakeTarget(), FakeDraft()) as client:
         completed = await complete(client, request(max_tokens=max_tokens))
     assert completed.token_ids == tuple(range(11, 11 + max_tokens))
     assert completed.finish_reason is FinishReason.LENGTH
-    assert target.longest <= max_tokens, "the last token is never sent to be read"
+    assert target.longest <= max_tokens, "the target never reads the last token"
 
 
 @pytest.mark.parametrize("max_tokens", [None, 10 * MAX_LENGTH])
-async def test_max_length_is_met_exactly(max_tokens: int | None) -> None:
+async def test_max_length_is_exact(max_tokens: int | None) -> None:
     async with cluster(target := FakeTarget(), draft := FakeDraft()) as client:
         completed = await complete(client, request(max_tokens=max_tokens))
     assert completed.token_ids == tuple(range(11, 10 + MAX_LENGTH))
@@ -158,7 +158,7 @@ async def test_a_prompt_that_cannot_be_completed_is_refused(
     async with cluster(target := FakeTarget(), draft := FakeDraft()) as client:
         with pytest.raises(InvalidRequestError, match=sentence):
             await complete(client, request(prompt))
-    assert target.opened == draft.opened == 0, "no service hears of it"
+    assert target.opened == draft.opened == 0, "no service receives it"
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 9))
@@ -185,7 +185,7 @@ async def test_a_stop_string_ends_the_completion_inside_an_accepted_run() -> Non
     assert len(completed.token_ids) < len(said)
 
 
-async def test_streams_are_finished_and_not_abandoned() -> None:
+async def test_streams_end_with_finish() -> None:
     async with cluster(target := FakeTarget(), draft := FakeDraft()) as client:
         await complete(client, request())
     assert (target.opened, target.finished, target.running) == (1, 1, 0)
@@ -193,7 +193,7 @@ async def test_streams_are_finished_and_not_abandoned() -> None:
 
 
 @TEMPERATURES
-async def test_log_probabilities_change_nothing_but_the_rows(temperature: float) -> None:
+async def test_log_probabilities_change_only_the_kind_of_row(temperature: float) -> None:
     async with cluster(FakeTarget(), FakeDraft()) as client:
         plain = [chunk async for chunk in client.generate(request(temperature=temperature))]
         chunks = [chunk async for chunk in client.generate(request(temperature=temperature, logprobs=2))]
@@ -206,14 +206,14 @@ async def test_log_probabilities_change_nothing_but_the_rows(temperature: float)
         assert [position.logprob for position in chunk.logprobs] == [0.0] * len(chunk.token_ids)
 
 
-async def test_each_piece_says_how_much_was_proposed_for_it() -> None:
+async def test_each_chunk_has_its_number_of_proposed_tokens() -> None:
     async with cluster(FakeTarget(), FakeDraft()) as client:
         chunks = [chunk async for chunk in client.generate(request())]
     assert [chunk.proposed for chunk in chunks] == [0, 4, 4]
 
 
-async def test_a_draft_without_a_model_has_no_logits_to_compare() -> None:
-    """Seen by what it says of itself: the coordinator is not told how its draft drafts."""
+async def test_logit_comparison_is_refused_for_a_draft_without_a_model() -> None:
+    """The coordinator reads the drafting method from the draft's model info."""
     draft = FakeDraft()
     draft.model_info = replace(draft.model_info, architecture="ngram", vocabulary_size=0, max_length=0)
     wrong = replace(request(temperature=1.0), rejection_sampling_strategy="logit-comparison")
@@ -243,7 +243,7 @@ async def test_log_probabilities_need_dense_rows() -> None:
     ],
     ids=["token ids", "text", "stop strings"],
 )
-async def test_what_is_too_large_is_refused_and_not_held_while_it_waits(
+async def test_too_large_requests_are_refused_before_they_wait(
     too_large: GenerationRequest, sentence: str
 ) -> None:
     target = FakeTarget()
@@ -261,6 +261,6 @@ async def test_what_is_too_large_is_refused_and_not_held_while_it_waits(
         await until(lambda: target.running == 1, 20.0)
         with pytest.raises(InvalidRequestError, match=sentence):
             await complete(client, too_large)
-        assert not running.done(), "it took its place before the other one was asked for"
+        assert not running.done(), "the small request ran first"
         assert service.completions.admission.queued == 0
         running.cancel()

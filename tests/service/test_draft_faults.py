@@ -1,4 +1,4 @@
-"""Whatever a draft does wrong costs the speed-up and never the request."""
+"""Faults of a draft cost the speed-up and never the request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.service.fakes import FakeDraft, FakeTarget, cluster, refusal
 
 PATIENCE_SECONDS = 0.05
 TEST_SECONDS = 30.0
-"""Bound on a completion that waits for nothing: it hangs or it does not."""
+"""Bound on a completion, which shows a hang."""
 
 
 class Hanging(FakeDraft):
@@ -28,7 +28,7 @@ class Hanging(FakeDraft):
 
 
 class HangingLater(FakeDraft):
-    """Stops answering in the middle."""
+    """Stops answering in the middle of a stream."""
 
     async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
         if len(self.asked) > 2:
@@ -46,14 +46,14 @@ class Late(FakeDraft):
 
 
 class Refusing(FakeDraft):
-    """Has no room."""
+    """Refuses sequences for lack of room."""
 
     async def respond(self, tokens: Sequence[int], count: int, context: Context) -> None:
         raise refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
 
 
 class Dying(FakeDraft):
-    """Fails in the middle."""
+    """Fails in the middle of a stream."""
 
     async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
         if len(self.asked) > 2:
@@ -62,7 +62,7 @@ class Dying(FakeDraft):
 
 
 class Leaving(FakeDraft):
-    """Ends the stream as if all were well."""
+    """Ends the stream without an error."""
 
     async def respond(
         self, tokens: Sequence[int], count: int, context: Context
@@ -71,7 +71,7 @@ class Leaving(FakeDraft):
 
 
 class Garbled(FakeDraft):
-    """Answers with something else than it should."""
+    """Sends invalid answers."""
 
     def __init__(self, garble: Callable[[draft_pb2.ProposeResponse], object]) -> None:
         super().__init__()
@@ -174,10 +174,10 @@ async def test_a_faulty_draft_leaves_the_targets_own_tokens(fault: str, temperat
     assert completed.finish_reason is FinishReason.LENGTH
 
 
-async def test_a_draft_that_was_late_is_asked_again_and_its_late_answer_not_used() -> None:
-    """The late answer guesses at what has been decided since; taken for a new one it would be refused."""
+async def test_a_late_answer_is_dropped_and_the_draft_is_used_again() -> None:
+    """The late answer proposes tokens of a finished round; as an answer to a later round it would be invalid."""
     target, draft = FakeTarget(), Late()
-    # The target must not be through before the draft has come round.
+    # The target must not finish before the draft answers again.
     target.step_seconds = PATIENCE_SECONDS / 2
     async with cluster(target, draft, PATIENCE_SECONDS) as client:
         completed = await complete(client, GenerationRequest((10,), max_tokens=50, temperature=0.0))
@@ -185,7 +185,7 @@ async def test_a_draft_that_was_late_is_asked_again_and_its_late_answer_not_used
     assert completed.stats.accepted == completed.stats.drafted > 0
 
 
-async def test_a_lost_draft_stream_is_let_go_of() -> None:
+async def test_a_lost_draft_stream_is_closed() -> None:
     draft = Hanging()
     async with cluster(FakeTarget(), draft, PATIENCE_SECONDS) as client:
         await complete(client, GenerationRequest((10,), max_tokens=5, temperature=0.0))
@@ -193,7 +193,7 @@ async def test_a_lost_draft_stream_is_let_go_of() -> None:
     assert draft.opened == 1
 
 
-async def test_a_draft_that_tells_no_logits_is_not_asked_where_they_are_compared() -> None:
+async def test_a_draft_without_logits_is_not_used_for_logit_comparison() -> None:
     request = GenerationRequest(
         (10,), max_tokens=30, temperature=1.0, seed=1, rejection_sampling_strategy="logit-comparison"
     )

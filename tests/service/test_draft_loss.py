@@ -1,4 +1,4 @@
-"""A draft that is lost, late or useless costs its speed-up for as long as that lasts; a draft that drains is left."""
+"""A lost, late or useless draft costs only the speed-up while that lasts; a draining draft is left."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def request(rule: str | None = None, temperature: float = 0.0, max_tokens: int =
 
 
 class Failing(FakeDraft):
-    """Fails at some of its steps, counted over all of its streams."""
+    """Fails at some steps, counted over all its streams."""
 
     def __init__(self, *steps: int, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class HangingFrom(FakeDraft):
 
 
 class Full(FakeDraft):
-    """Has no room as yet: it does not begin."""
+    """Has no room yet, and does not begin."""
 
     async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
         await asyncio.Event().wait()
@@ -63,7 +63,7 @@ class Full(FakeDraft):
 
 
 class Useless(FakeDraft):
-    """Takes its time and is always wrong."""
+    """A slow draft whose proposals are always rejected."""
 
     async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
         await asyncio.sleep(0.005)
@@ -85,7 +85,7 @@ async def test_another_draft_takes_over(code: grpc.StatusCode) -> None:
 
 
 @pytest.mark.parametrize(("step", "opened"), [(10, 1), (16, 0)])
-async def test_for_the_last_few_tokens_no_other_draft_reads_the_sequence(step: int, opened: int) -> None:
+async def test_no_other_draft_takes_over_for_the_last_few_tokens(step: int, opened: int) -> None:
     failing, other = Failing(*range(step, 99)), FakeDraft()
     async with asyncio.timeout(SECONDS), fleet(FakeTarget(), failing, other) as (client, _):
         completed = await complete(client, request())
@@ -95,7 +95,7 @@ async def test_for_the_last_few_tokens_no_other_draft_reads_the_sequence(step: i
 
 async def test_a_draft_that_returns_is_used_again() -> None:
     target, draft = FakeTarget(), Failing(3, 8)
-    # The target must not be through before the draft was asked how it is.
+    # The target must not finish before the draft's health was checked.
     target.step_seconds = 0.02
     async with asyncio.timeout(SECONDS), fleet(target, draft) as (client, _):
         completed = await complete(client, request())
@@ -105,7 +105,7 @@ async def test_a_draft_that_returns_is_used_again() -> None:
 
 
 async def completed_on(first: FakeDraft, other: FakeDraft) -> Completed:
-    """A completion that begins on the first draft, with another ready as soon as it has."""
+    """Start a completion on the first draft, and then another draft."""
     target = FakeTarget()
     target.step_seconds = 0.02
     async with (
@@ -113,7 +113,7 @@ async def completed_on(first: FakeDraft, other: FakeDraft) -> Completed:
         fleet(target, first, other, patience_seconds=0.05) as (client, services),
     ):
         await services[2].say(NOT_SERVING)
-        await asyncio.sleep(0.3)  # that the coordinator is told
+        await asyncio.sleep(0.3)  # time for the coordinator to notice
         task = asyncio.create_task(complete(client, request()))
         await until(lambda: first.opened == 1, SECONDS)
         await services[2].say(SERVING)
@@ -122,15 +122,15 @@ async def completed_on(first: FakeDraft, other: FakeDraft) -> Completed:
     return completed
 
 
-async def test_a_draft_that_hangs_is_given_up_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hanging_draft_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.failover.drafter._ABANDON_SECONDS", 0.1)
     hanging, other = HangingFrom(), FakeDraft()
     assert (await completed_on(hanging, other)).token_ids == EXPECTED
     assert other.opened == 1
 
 
-async def test_a_draft_that_has_yet_to_begin_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be full: whoever goes to another that is full as well has lost its place for nothing."""
+async def test_a_draft_that_waits_for_room_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be full; a request that moved to another full draft would lose its place in the queue."""
     monkeypatch.setattr("coordinator.failover.drafter._ABANDON_SECONDS", 0.1)
     full, other = Full(), FakeDraft()
     assert (await completed_on(full, other)).token_ids == EXPECTED
@@ -150,8 +150,8 @@ async def test_a_paused_request_leaves_a_draft_that_drains() -> None:
 
 
 @pytest.mark.parametrize("role", ["draft", "target"])
-async def test_what_drains_is_left_between_two_rounds(role: str) -> None:
-    """It still answers: nothing is lost, and it can end."""
+async def test_a_draining_draft_is_left_between_two_rounds(role: str) -> None:
+    """It still answers, so no proposal is lost."""
     fakes = (FakeTarget(), FakeTarget(), FakeDraft(), FakeDraft())
     for target in fakes[:2]:
         target.step_seconds = 0.02
@@ -186,7 +186,7 @@ async def test_a_useless_draft_is_not_paused_where_that_is_switched_off() -> Non
 
 
 @pytest.mark.parametrize("rule", ["residual", "block"])
-async def test_nor_where_a_seed_promises_a_text_that_depends_on_the_rounds(rule: str) -> None:
+async def test_a_useless_draft_is_not_paused_where_the_text_depends_on_the_rounds(rule: str) -> None:
     draft = useless()
     async with asyncio.timeout(SECONDS), fleet(FakeTarget(), draft, is_adaptive=True) as (client, _):
         await complete(client, request(rule, temperature=1.0))

@@ -1,4 +1,4 @@
-"""Clients that others wrote, unchanged.
+"""Third-party clients, unchanged.
 
 LangChain (chat and plain) runs in a process of its own, and so does LiteLLM, as a soak test: where nothing of it is
 compiled yet, importing it takes 20 s. The requests of LiteLLM 1.83.0 and lm-eval's `local-completions` 0.4.13 are
@@ -63,7 +63,7 @@ LITELLM_REQUESTS: dict[str, dict[str, Any]] = {
     },
     "/v1/completions": {"model": "fake", "prompt": "def f():", "max_tokens": 5, "temperature": 0},
 }
-"""What that script sends, but for the stream, which is the first with `stream: true`."""
+"""The request of that script; with `stream: true` for a stream."""
 
 LM_EVAL = """
 import json, sys
@@ -85,11 +85,11 @@ LM_EVAL_REQUEST: dict[str, Any] = {
     "stop": ["zzz"],
     "seed": 1234,
 }
-"""What that script of lm-eval 0.4.13 sends."""
+"""The request of that script of lm-eval 0.4.13."""
 
 
 async def answers(script: str, cluster: HttpCluster, python: str = sys.executable) -> dict[str, str]:
-    """What a client's script prints, with this coordinator to talk to and no way to anywhere else."""
+    """Run a client's script against this coordinator without any other network, and return its output."""
     process = await asyncio.create_subprocess_exec(
         python, "-W", "ignore", "-c", script, cluster.url,
         stdout=asyncio.subprocess.PIPE,
@@ -104,7 +104,7 @@ async def answers(script: str, cluster: HttpCluster, python: str = sys.executabl
 
 
 def after(prompt: str) -> str:
-    """What the counting target says in five tokens."""
+    """The counting target's text of five tokens."""
     last = TOKENIZER.encode(prompt).ids[-1]
     return text(last + 1, last + 5)
 
@@ -113,7 +113,7 @@ def after(prompt: str) -> str:
     ("package", "script"),
     [("langchain_openai", LANGCHAIN), pytest.param("litellm", LITELLM, marks=pytest.mark.soak)],
 )
-async def test_a_client_of_others(package: str, script: str, tmp_path: Path) -> None:
+async def test_a_third_party_client_completes(package: str, script: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     template = tmp_path / "template.jinja"

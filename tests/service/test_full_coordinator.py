@@ -1,4 +1,4 @@
-"""A coordinator that is full refuses a request before it has read it, counts it, and asks for the token first."""
+"""A full coordinator refuses a request before it reads it, counts it, and checks the token first."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SECONDS = 10.0
 
 @dataclass
 class Counter(NoObserver):
-    """What requests came, and what became of them."""
+    """Records requests and their outcomes."""
 
     begun: list[str] = field(default_factory=list)
     """The trace context of each."""
@@ -54,7 +54,7 @@ class Full:
     target: FakeTarget
     counter: Counter
     runs: asyncio.Task[object]
-    """The request that has it."""
+    """The request that takes the place."""
 
 
 @asynccontextmanager
@@ -88,7 +88,7 @@ async def full() -> AsyncIterator[Full]:
 async def unsent(
     address: str, *metadata: tuple[str, str]
 ) -> AsyncIterator[grpc.aio.StreamStreamCall[Any, Any]]:
-    """A request whose message never comes."""
+    """Start a request whose message is never sent."""
     async with grpc.aio.insecure_channel(address) as channel:
         method: Any = channel.stream_stream(GENERATE)
         yield method(metadata=metadata, timeout=SECONDS)
@@ -105,13 +105,13 @@ async def test_a_request_is_refused_unread() -> None:
         assert isinstance(error, CapacityError)
 
 
-async def test_without_the_token_nothing_is_told_of_the_load() -> None:
+async def test_without_the_token_the_load_stays_secret() -> None:
     async with full() as coordinator, unsent(coordinator.address) as call:
         assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
         assert len(coordinator.counter.begun) == 1
 
 
-async def test_the_next_one_is_let_in_once_there_is_room() -> None:
+async def test_the_next_request_is_admitted_once_there_is_room() -> None:
     async with full() as coordinator, Client(coordinator.address, Credentials(token=TOKEN)) as client:
         coordinator.runs.cancel()
         await until(lambda: coordinator.target.running == 0, SECONDS)

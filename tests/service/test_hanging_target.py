@@ -1,4 +1,4 @@
-"""A target that answers health but never a row: its requests go on elsewhere, and it gets no others until it works."""
+"""A target answers health checks but no steps: its requests continue elsewhere, and it gets no new ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXPECTED = list(range(4, 24))
 
 
 class HangingTarget(FakeTarget):
-    """Takes steps, and answers some number of them; the others wait."""
+    """Answers this many steps, and hangs on the others."""
 
     def __init__(self, answers: int) -> None:
         super().__init__()
@@ -78,17 +78,17 @@ async def four(client: Client) -> list[Completed]:
 
 
 @pytest.mark.parametrize("answers", [0, 3])
-async def test_requests_go_on_beside_one_that_hangs(answers: int) -> None:
-    """From its first step on, or in the middle of streams: no token is lost, none comes twice."""
+async def test_requests_continue_beside_a_hanging_target(answers: int) -> None:
+    """It hangs from its first step on, or in the middle of streams: no token is lost or repeated."""
     hanging, healthy = HangingTarget(answers), FakeTarget()
     async with fleet(hanging, healthy) as tried:
         assert [list(each.token_ids) for each in await four(tried.client)] == [EXPECTED] * 4
-        assert hanging.asked > answers, "it had a part in it"
+        assert hanging.asked > answers, "the target hung too early"
         assert tried.shot(hanging).state is ReplicaState.DOWN
         assert "probe" in tried.shot(hanging).reason
 
 
-async def test_it_gets_nothing_new_until_it_has_answered_a_probe() -> None:
+async def test_a_hung_target_gets_no_requests_until_it_answers_a_probe() -> None:
     hanging, healthy = HangingTarget(0), FakeTarget()
     async with fleet(hanging, healthy) as tried:
         await four(tried.client)
@@ -105,7 +105,7 @@ async def test_it_gets_nothing_new_until_it_has_answered_a_probe() -> None:
 
 
 async def test_the_only_target_may_be_slow() -> None:
-    """With nowhere to go, a sequence stays where it is, and nothing is computed again."""
+    """Without another target a sequence stays, and nothing is computed again."""
     slow = HangingTarget(2)
     async with fleet(slow) as tried:
         task = asyncio.create_task(complete(tried.client, REQUEST))
@@ -116,14 +116,14 @@ async def test_the_only_target_may_be_slow() -> None:
     assert slow.opened == 1
 
 
-async def test_the_only_target_may_not_hang_for_ever() -> None:
+async def test_the_only_target_must_not_hang_forever() -> None:
     hanging = HangingTarget(2)
     async with fleet(hanging, wait_seconds=0.2) as tried:
         with pytest.raises(ServiceUnavailableError, match="tokens had been delivered"):
             await complete(tried.client, REQUEST)
 
 
-async def test_a_loss_after_a_long_wait_is_still_made_good() -> None:
+async def test_a_loss_after_a_long_wait_is_recovered() -> None:
     """A prompt may take longer to read than a request waits for a target."""
     slow, other = HangingTarget(0), FakeTarget()
     async with fleet(slow, other, wait_seconds=0.3) as tried:

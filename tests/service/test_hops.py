@@ -1,4 +1,4 @@
-"""Each way in turn is slow, breaks at any byte, or falls silent: the text is the same, or the error has a name."""
+"""Each connection in turn is slow, breaks at any byte, or goes silent: the text is the same, or the error is typed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.service.engines import Faults, draft, target, tiny_model
 from tests.service.fakes import coordinating
 
 logger = logging.getLogger(__name__)
-"""Figures for docs/reliability.md: `make soak` shows them."""
+"""Logs the numbers for docs/reliability.md; `make soak` shows them."""
 
 GREEDY = GenerationRequest(
     "def f(", max_tokens=24, temperature=0.0, num_speculative_tokens=3, ignore_eos=True
@@ -31,14 +31,14 @@ GREEDY = GenerationRequest(
 STRICT = replace(GREEDY, temperature=1.0, seed=5, rejection_sampling_strategy="strict")
 HOPS = ("client", "draft", "target")
 CLIENT_SECONDS = 30.0
-"""The client's deadline: ample for everything but silence."""
+"""The client's deadline, ample for everything but silence."""
 SILENT_SECONDS = 4.0
 TEST_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
 class Hops:
-    """A client, a coordinator, a draft and two targets, with a proxy on each way but the one to the second target."""
+    """A client, a coordinator, a draft and two targets, with proxies between all but the second target."""
 
     client: Client
     proxies: dict[str, FaultProxy]
@@ -72,7 +72,7 @@ async def hops(model: LoadedModel, draft_model: LoadedModel, *, targets: int) ->
 
 
 @pytest.mark.parametrize("hop", HOPS)
-async def test_a_slow_way_changes_nothing_but_the_time(
+async def test_a_slow_connection_changes_only_the_time(
     model: LoadedModel, draft_model: LoadedModel, hop: str
 ) -> None:
     async with asyncio.timeout(TEST_SECONDS), hops(model, draft_model, targets=1) as cluster:
@@ -80,15 +80,17 @@ async def test_a_slow_way_changes_nothing_but_the_time(
         cluster.proxies[hop].delay_seconds = 0.05
         began = time.monotonic()
         slowed = [await complete(cluster.client, request) for request in (GREEDY, STRICT)]
-        assert time.monotonic() - began > 0.1, "the fault was there"
+        assert time.monotonic() - began > 0.1, "the fault did not occur"
     assert [one.token_ids for one in slowed] == [one.token_ids for one in expected]
     assert [one.text for one in slowed] == [one.text for one in expected]
 
 
 @pytest.mark.parametrize("runs", [12, pytest.param(300, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("hop", HOPS)
-async def test_a_reset_at_any_byte(model: LoadedModel, draft_model: LoadedModel, hop: str, runs: int) -> None:
-    """Between coordinator and services nothing of it is seen; the client, whose connection broke, is told so."""
+async def test_a_reset_at_any_byte_changes_no_text(
+    model: LoadedModel, draft_model: LoadedModel, hop: str, runs: int
+) -> None:
+    """Between coordinator and services the reset is invisible to clients; a client's own reset is a typed error."""
     chance = random.Random(f"{hop} {runs}")
     seen = 0
     async with asyncio.timeout(TEST_SECONDS + runs), hops(model, draft_model, targets=2) as cluster:
@@ -100,20 +102,20 @@ async def test_a_reset_at_any_byte(model: LoadedModel, draft_model: LoadedModel,
         for _ in range(runs):
             proxy.reset_after_bytes = chance.randrange(1, max(2, usual_bytes))
             before = proxy.resets
-            # Of two at once, each target has one: a single one goes to the faster, which may be the other every time.
+            # Of two requests at once each target gets one; a single one would always go to the faster target.
             texts = await asyncio.gather(
                 *(text_of(cluster.client, STRICT) for _ in range(1 + (hop == "target")))
             )
-            # Only the client's own connection may be seen to break.
+            # Only a reset of the client's own connection may be visible.
             assert set(texts) <= ({expected.text, None} if hop == "client" else {expected.text})
             seen += proxy.resets - before
             proxy.reset_after_bytes = None
-    assert seen > 0, "it hit a connection that was in use"
+    assert seen > 0, "the reset hit no connection in use"
     logger.info("%s: %d runs, %d resets while one ran", hop, runs, seen)
 
 
 async def text_of(client: Client, request: GenerationRequest) -> str | None:
-    """What it says; None when its connection breaks."""
+    """Return the completion; None if its connection breaks."""
     try:
         return (await complete(client, request)).text
     except ServiceUnavailableError:
@@ -121,20 +123,20 @@ async def text_of(client: Client, request: GenerationRequest) -> str | None:
 
 
 NOTICED = {"client": "", "draft": "draft late", "target": "target lost"}
-"""What the coordinator logs when it has seen the silence."""
+"""Log message of the coordinator once it detects the silence."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hop", HOPS)
-async def test_a_way_that_falls_silent(
+async def test_a_silent_connection_is_replaced_or_ends_with_a_typed_error(
     model: LoadedModel, draft_model: LoadedModel, hop: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Equal text, or an error with a name within the deadline: a half-open connection never ends by itself."""
+    """The text is equal, or a typed error comes within the deadline: a half-open connection never ends by itself."""
     seconds = SILENT_SECONDS if hop == "client" else CLIENT_SECONDS
     request = replace(STRICT, max_tokens=200)
     async with asyncio.timeout(TEST_SECONDS), hops(model, draft_model, targets=2) as cluster:
         expected = await complete(cluster.client, request)
-        # Two at once are on one target each.
+        # Of two requests at once each target gets one.
         running = [Running(cluster.client.generate(request, timeout_seconds=seconds)) for _ in range(2)]
         began = time.monotonic()
         for one in running:
@@ -148,7 +150,7 @@ async def test_a_way_that_falls_silent(
         assert all(one.error is not None for one in running)
     else:
         assert NOTICED[hop] in caplog.text
-        assert [one.error for one in running] == [None, None], "who is silent is replaced"
+        assert [one.error for one in running] == [None, None], "the silent replica was not replaced"
         assert [one.text for one in running] == [expected.text] * 2
     logger.info("%s: done %.1f s after silence fell", hop, took)
 

@@ -1,4 +1,4 @@
-"""The HTTP side over services that count: every path, every refusal, and what becomes of a client that goes."""
+"""The HTTP server over fake services: every path, every refusal, and disconnecting clients."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ async def test_chats_by_openais_client(template: Path) -> None:
 
 
 class Chatting(FakeTarget):
-    """Has a chat template among its files."""
+    """A target with a chat template among its files."""
 
     async def GetTokenizer(  # noqa: N802 - gRPC looks a method up by the name that it has in the proto
         self, request: Any, context: Any
@@ -115,7 +115,7 @@ class Chatting(FakeTarget):
             yield target_pb2.GetTokenizerResponse(file_name="chat_template.jinja", content=part.encode())
 
 
-async def test_the_chat_template_is_the_models_own() -> None:
+async def test_chats_use_the_models_own_template() -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "temperature": 0}
     async with http_cluster(Chatting()) as cluster:
         answer = await cluster.http.post("/v1/chat/completions", json=body)
@@ -143,7 +143,7 @@ async def test_several_completions_of_several_prompts() -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_a_client_that_goes_ends_the_targets_sequence(streams: bool) -> None:
+async def test_a_disconnecting_client_ends_the_targets_sequence(streams: bool) -> None:
     target, draft = FakeTarget(), FakeDraft()
     target.step_seconds = 0.05
     async with http_cluster(target, draft) as cluster:
@@ -154,7 +154,7 @@ async def test_a_client_that_goes_ends_the_targets_sequence(streams: bool) -> No
             assert target.running == 1
             task.cancel()
             await until(lambda: not target.running and not draft.running, SECONDS)
-    assert target.finished == 0, "it was dropped, not finished"
+    assert target.finished == 0, "the sequence was finished, not dropped"
     assert target.longest < MAX_LENGTH - 1
 
 
@@ -170,7 +170,7 @@ async def test_leaving_the_loop_ends_the_targets_sequence() -> None:
     assert target.longest < 20
 
 
-async def test_what_is_closed_says_why_and_what_runs_goes_on() -> None:
+async def test_a_draining_server_refuses_with_a_reason_and_finishes_running_requests() -> None:
     target = FakeTarget()
     target.step_seconds = 0.05
     async with http_cluster(target) as cluster:
@@ -194,7 +194,7 @@ async def test_what_is_closed_says_why_and_what_runs_goes_on() -> None:
         assert len(cluster.calls) == 0
 
 
-async def test_what_drains_for_too_long_is_cut_off_with_a_word() -> None:
+async def test_requests_that_outlast_the_drain_end_with_an_error() -> None:
     target = FakeTarget()
     target.step_seconds = 0.1
     async with http_cluster(target) as cluster, openai(cluster) as client:

@@ -1,4 +1,4 @@
-"""The endpoints beside completions and chats, CORS, and what is told of fields that were passed over."""
+"""Endpoints other than completions and chats, CORS, and the report of ignored fields."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def test_tokenizing_and_back(template: Path) -> None:
             assert sentence in refused.json()["error"]["message"]
 
 
-async def test_what_watchers_ask() -> None:
+async def test_ping_and_load_answer_monitoring() -> None:
     async with http_cluster(FakeTarget(), auth_token="a-token-of-many-characters") as cluster:
         for method in ("GET", "POST"):
             assert (await cluster.http.request(method, "/ping")).json() == {"status": "ok"}
@@ -107,7 +107,7 @@ async def test_the_api_is_described() -> None:
     assert "default-src 'none'; style-src 'sha256-" in page.headers["content-security-policy"]
 
 
-async def test_what_is_passed_over_is_said(template: Path) -> None:
+async def test_ignored_fields_are_reported(template: Path) -> None:
     tools: dict[str, Any] = {"tools": [{"type": "function"}], "tool_choice": "none"}
     async with http_cluster(FakeTarget(), chat_template=template, unknown_fields="ignore") as cluster:
         for stream in (False, True):
@@ -120,7 +120,7 @@ async def test_what_is_passed_over_is_said(template: Path) -> None:
         assert "x-tandem-ignored" not in plain.headers
 
 
-async def test_what_ended_a_completion_is_told() -> None:
+async def test_the_finish_reason_is_reported() -> None:
     async with http_cluster(FakeTarget()) as cluster:
         body: dict[str, Any] = {"prompt": [10], "temperature": 0, "max_tokens": 20}
         for more, reason, count in (
@@ -147,7 +147,7 @@ async def test_penalties_may_leave_the_draft_out() -> None:
         assert (await cluster.http.post("/v1/completions", json=body)).json()["speculation"]["drafted"] > 0
 
 
-async def test_pages_of_other_origins_are_let_in_only_by_name() -> None:
+async def test_other_origins_are_admitted_only_by_name() -> None:
     origin = "https://chat.example"
     asked = {"origin": origin, "access-control-request-method": "POST"}
     async with http_cluster(FakeTarget()) as cluster:

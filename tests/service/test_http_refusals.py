@@ -1,4 +1,4 @@
-"""What HTTP refuses, with which status, and for whom."""
+"""Refusals over HTTP, and their status codes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_refusals_have_openais_form() -> None:
         assert (status, error["code"]) == (404, "model_not_found")
 
 
-async def test_what_http_itself_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_invalid_http_requests_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_module, "BODY_SECONDS", 0.2)
     async with http_cluster(FakeTarget(), http_max_body_bytes=2000) as cluster:
         http = cluster.http
@@ -92,7 +92,7 @@ async def test_what_http_itself_refuses(monkeypatch: pytest.MonkeyPatch) -> None
         assert shown(late) == (408, "the body did not come within 0.2 s")
 
 
-async def test_too_many_requests_are_told_when_to_come_back() -> None:
+async def test_too_many_requests_get_a_retry_after_header() -> None:
     target = FakeTarget()
     target.step_seconds = 0.2
     bounds: dict[str, Any] = {"max_concurrent_requests": 1, "max_queued_requests": 0}
@@ -104,13 +104,13 @@ async def test_too_many_requests_are_told_when_to_come_back() -> None:
         running.cancel()
         assert float(refusal.value.response.headers["retry-after"]) >= 1
         assert float(refusal.value.response.headers["retry-after-ms"]) >= 100
-        # With its retries on, the client comes back by itself.
+        # With retries on, the client tries again by itself.
         async with openai(cluster, max_retries=5) as patient:
             answer = await patient.completions.create(model="fake", prompt=[10], max_tokens=1)
         assert answer.choices[0].text == text(11, 11)
 
 
-async def test_a_deadline_is_kept() -> None:
+async def test_a_request_ends_at_its_deadline() -> None:
     target = FakeTarget()
     target.step_seconds = 0.3
     async with http_cluster(target) as cluster, openai(cluster) as client:
@@ -142,7 +142,7 @@ async def test_tokens() -> None:
             assert refusal.value.status_code == 401
 
 
-async def test_a_page_that_calls_itself_this_machine_reads_nothing() -> None:
+async def test_dns_rebinding_is_refused() -> None:
     async with http_cluster(FakeTarget()) as cluster:
         hosts = {"evil.example": 403, "evil.example:80": 403, "[": 403, "localhost:1": 200, "[::1]": 200}
         for host, status in hosts.items():
@@ -152,7 +152,7 @@ async def test_a_page_that_calls_itself_this_machine_reads_nothing() -> None:
         assert (await cluster.http.get("/v1/models", headers=headers)).status_code == 200
 
 
-async def test_a_port_that_is_taken_is_told_at_once() -> None:
+async def test_a_port_in_use_is_reported_at_once() -> None:
     async with http_cluster(FakeTarget()) as cluster:
         port = int(cluster.url.rpartition(":")[2])
         with pytest.raises(ConfigurationError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*--http-port"):
@@ -160,7 +160,7 @@ async def test_a_port_that_is_taken_is_told_at_once() -> None:
                 pass
 
 
-def test_other_machines_are_not_served_unprotected() -> None:
+def test_unprotected_http_is_refused_on_public_addresses() -> None:
     with pytest.raises(ValueError, match=r"http_host is 0\.0\.0\.0, which other machines reach"):
         CoordinatorSettings(target_address="127.0.0.1:1", http_port=0, http_host="0.0.0.0")
     CoordinatorSettings(target_address="127.0.0.1:1", http_host="0.0.0.0")

@@ -1,4 +1,4 @@
-"""HTTP with TLS: the same files as gRPC's, read again when they change."""
+"""HTTP with TLS uses gRPC's certificate files, and reloads them when they change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.service.http_cluster import http_cluster
 
 
 async def serial(url: str, ca: Path) -> int:
-    """The serial number of the certificate that a new connection is shown."""
+    """Return the serial number of the certificate that a new connection gets."""
     context = ssl.create_default_context(cafile=str(ca))
     async with httpx2.AsyncClient(verify=context) as client, client.stream("GET", f"{url}/health") as answer:
         assert answer.status_code == 200

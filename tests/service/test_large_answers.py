@@ -1,4 +1,4 @@
-"""Answers that are not streamed, and bodies that come slowly: what all connections hold together is bounded."""
+"""The memory of unstreamed answers and slow bodies is bounded over all connections together."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class Ticker:
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_others_run_while_a_large_answer_is_built(
+async def test_the_event_loop_runs_while_a_large_answer_is_built(
     path: str, template: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No turn of the event loop renders more than one piece of one completion: a few tokens."""
+    """Each turn of the event loop renders at most one chunk of one completion."""
     rendered: Counter[int] = Counter()
     token_text = logprobs.token_text
     async with http_cluster(FakeTarget(), chat_template=template) as cluster:
@@ -78,11 +78,11 @@ async def test_others_run_while_a_large_answer_is_built(
     choices = answer.json()["choices"]
     assert [len(choice["token_ids"]) for choice in choices] == [TOKENS] * CHOICES
     assert rendered.total() >= CHOICES * TOKENS * TOPS
-    assert max(rendered.values()) <= 2 * (TOPS + 1), "all of it is rendered at once"
+    assert max(rendered.values()) <= 2 * (TOPS + 1), "the whole answer was rendered in one turn"
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_whole_answer_says_what_a_stream_says(path: str, template: Path) -> None:
+async def test_a_whole_answer_equals_the_streamed_one(path: str, template: Path) -> None:
     body = BODIES[path] | {"n": 1}
     async with http_cluster(FakeTarget(), chat_template=template) as cluster:
         whole = await cluster.http.post(path, json=body)
@@ -112,7 +112,7 @@ async def test_a_whole_answer_says_what_a_stream_says(path: str, template: Path)
 
 @contextmanager
 def unread(cluster: HttpCluster, path: str, body: bytes, left_out: int = 0) -> Iterator[socket.socket]:
-    """A connection that has sent a request, but for its last bytes, and reads nothing."""
+    """Open a connection, send a request without its last bytes, and read nothing."""
     host, _, port = cluster.url.rpartition("/")[2].rpartition(":")
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -130,8 +130,8 @@ async def status_of(connection: socket.socket) -> int:
     return int(first.split()[1])
 
 
-async def test_what_large_answers_hold_together_is_bounded(template: Path) -> None:
-    """Clients that read nothing: some answers wait for them, and the rest are refused, but small ones are not."""
+async def test_the_memory_of_large_answers_is_bounded(template: Path) -> None:
+    """Clients read nothing: some answers wait for them, further large ones are refused, small ones are not."""
     path = "/v1/chat/completions"
     content = json.dumps(BODIES[path]).encode()
     options: dict[str, Any] = {"http_max_held_answer_bytes": 1 << 20, "chat_template": template}
@@ -158,8 +158,8 @@ async def test_what_large_answers_hold_together_is_bounded(template: Path) -> No
         assert (await cluster.http.post(path, json=BODIES[path])).status_code == 200
 
 
-async def test_what_bodies_hold_together_is_bounded() -> None:
-    """64 clients that send all of a large body but its end: most are refused, and a small one is answered meanwhile."""
+async def test_the_memory_of_bodies_is_bounded() -> None:
+    """64 clients send a large body without its end: most are refused, and a small request is answered meanwhile."""
     body = json.dumps({"prompt": "a" * (1 << 20)}).encode()
     options: dict[str, Any] = {"http_max_body_bytes": 2 << 20, "http_max_held_body_bytes": 8 << 20}
     async with http_cluster(FakeTarget(), **options) as cluster:
@@ -177,7 +177,7 @@ async def test_what_bodies_hold_together_is_bounded() -> None:
             for connection in connections:
                 await asyncio.get_running_loop().sock_sendall(connection, body[-1:])
             statuses = Counter([await status_of(connection) for connection in connections])
-            # What is taken is then refused for its text.
+            # Accepted bodies are then refused for their text.
             assert set(statuses) == {400, 429}
             assert 4 <= statuses[400] <= 8
         taken = await cluster.http.post("/v1/completions", content=body, headers=JSON)

@@ -1,4 +1,4 @@
-"""What a stranger may send: many completions, many prompts, much of anything. Refused before anything is built."""
+"""Oversized requests (many completions, prompts or values) are refused before anything is allocated for them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ JSON = {"content-type": "application/json"}
 SECONDS = 20.0
 
 
-async def test_any_number_of_completions_is_refused_before_one_is_made(
+async def test_too_many_completions_are_refused_before_one_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = 0
@@ -36,7 +36,7 @@ async def test_any_number_of_completions_is_refused_before_one_is_made(
     def counted(*arguments: object) -> GenerationRequest:
         nonlocal made
         made += 1
-        assert made < 10, "a request for each of them is built"
+        assert made < 10, "a request was built for each of them"
         return make(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(prompts_module, "_request", counted)
@@ -97,7 +97,7 @@ async def test_a_text_that_cannot_fit_is_not_tokenized(monkeypatch: pytest.Monke
 
 @asynccontextmanager
 async def generating() -> AsyncIterator[str]:
-    """A coordinator over a fake target: its address."""
+    """Run a coordinator over a fake target; yield its address."""
     async with AsyncExitStack() as stack:
         target = FakeTarget()
         address, _ = await stack.enter_async_context(
@@ -107,7 +107,7 @@ async def generating() -> AsyncIterator[str]:
 
 
 async def refused(address: str, content: bytes) -> tuple[grpc.StatusCode, str]:
-    """How a request of these bytes is refused."""
+    """Send these bytes as a request, and return the refusal."""
     async with grpc.aio.insecure_channel(address) as channel:
         method: Any = channel.unary_stream(large_requests.GENERATE)
         call = method(content, timeout=SECONDS)
@@ -143,8 +143,8 @@ async def test_large_messages_are_bounded_before_they_are_parsed(monkeypatch: py
         )
 
 
-async def test_a_large_request_that_keeps_its_bounds_is_answered() -> None:
-    # Fields that do not exist here are skipped, so a message may be large without asking for much.
+async def test_a_large_request_within_the_bounds_is_answered() -> None:
+    # Unknown fields are skipped, so a large message may be a small request.
     content = generation_pb2.GenerateRequest(text="a", max_tokens=2).SerializeToString()
     unknown = b"\xfa\xff\x01" + b"\x80\x90\x01" + bytes(18 << 10)
     async with generating() as address, grpc.aio.insecure_channel(address) as channel:
@@ -154,7 +154,7 @@ async def test_a_large_request_that_keeps_its_bounds_is_answered() -> None:
     assert answers[-1].summary.usage.completion_token_count == 2
 
 
-async def test_large_work_takes_turns() -> None:
+async def test_large_requests_are_processed_one_at_a_time() -> None:
     turns, inside, order = Turns(), 0, []
 
     async def work(number: int) -> None:
@@ -172,13 +172,13 @@ async def test_large_work_takes_turns() -> None:
 @pytest.mark.parametrize(
     "host", ["x@127.0.0.1", "127.0.0.1#.x", "127.0.0.1?x", "127.0.0.1/", "[::1]x", "127.0.0.1:80:1"]
 )
-async def test_a_host_that_only_ends_or_begins_like_this_machine_is_refused(host: str) -> None:
+async def test_a_host_header_that_resembles_this_machine_is_refused(host: str) -> None:
     async with http_cluster(FakeTarget()) as cluster:
         answer = await cluster.http.get("/v1/models", headers={"host": host})
         assert answer.status_code == 403
 
 
-async def test_a_request_with_two_lengths_closes_its_connection() -> None:
+async def test_a_request_with_two_content_lengths_closes_its_connection() -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     smuggled = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
     async with http_cluster(FakeTarget()) as cluster:
@@ -193,7 +193,7 @@ async def test_a_request_with_two_lengths_closes_its_connection() -> None:
     assert said.count(b"HTTP/1.1 ") == 1
 
 
-def test_metrics_for_other_machines_need_consent() -> None:
+def test_metrics_on_public_addresses_need_an_option() -> None:
     options: dict[str, Any] = {"target_address": "127.0.0.1:1", "prometheus_host": "0.0.0.0"}
     with pytest.raises(ValueError, match=r"prometheus_host is 0\.0\.0\.0, which other machines reach"):
         CoordinatorSettings(**options, prometheus_port=0)

@@ -1,4 +1,4 @@
-"""A model that computes what are no numbers: the target's request ends with INTERNAL, the draft's goes on without."""
+"""A model with non-finite logits: a target ends the request with INTERNAL, a draft costs only the speed-up."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 class Spoilt:
-    """A head that sees NaN from its `first` call on."""
+    """A head that replaces logits by NaN from its `first` call on."""
 
     def __init__(self, head: Any, first: int) -> None:
         self._head = head
@@ -71,7 +71,7 @@ async def cluster(model: LoadedModel) -> AsyncIterator[Client]:
 
 
 @pytest.mark.parametrize("rule", REQUESTS)
-async def test_of_the_target_it_ends_the_request_with_internal(
+async def test_non_finite_logits_of_the_target_end_the_request_with_internal(
     rule: str, model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engines, "verify_head", Spoilt(verify_head, first=3))
@@ -86,7 +86,7 @@ async def test_of_the_target_it_ends_the_request_with_internal(
 
 
 @pytest.mark.parametrize("rule", REQUESTS)
-async def test_of_the_draft_it_costs_the_speed_up_alone(
+async def test_non_finite_logits_of_the_draft_cost_only_the_speed_up(
     rule: str, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = REQUESTS[rule]
@@ -99,5 +99,5 @@ async def test_of_the_draft_it_costs_the_speed_up_alone(
     assert spoilt.calls > 0
     assert completed.stats.drafted == 0
     assert len(completed.token_ids) == len(undisturbed.token_ids)
-    if rule != "residual":  # whose text depends on where rounds begin
+    if rule != "residual":  # its text depends on where rounds begin
         assert completed.text == undisturbed.text

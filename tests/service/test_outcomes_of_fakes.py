@@ -4,15 +4,22 @@ The target counts, so that an honest draft knows every outcome: the whole propos
 follows.
 """
 
+# ruff: noqa: N802 - gRPC looks a method up by the name that it has in the proto.
+
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
-from tandem.types import GenerationRequest
-from tests.service.ahead_draft import AheadDraft, completed
+from tandem.serving.interceptors.handlers import Context
+from tandem.types import GenerationRequest, ProposeStep, StepCost
+from tandem.v1 import draft_pb2
+from tandem.wire import draft as wire
+from tests.service.ahead_draft import AheadDraft, Pushes, completed
 from tests.service.clients import complete, until
 from tests.service.fakes import FakeDraft, FakeTarget
 from tests.service.served import NOT_SERVING, fleet
@@ -21,11 +28,28 @@ SECONDS = 60.0
 TOKENS = 50
 EXPECTED = tuple(range(11, 11 + TOKENS))
 REQUEST = GenerationRequest((10,), max_tokens=TOKENS, temperature=0.0, num_speculative_tokens=2)
+STEP_SECONDS = 0.02
 
 
 def proposal_requests(draft: FakeDraft) -> int:
     """Count the steps that ask for a proposal; others only let the draft read the sequence."""
     return sum(count > 0 for count in draft.asked)
+
+
+class StepwiseDraft(AheadDraft):
+    """Takes so long for each depth of its outcomes."""
+
+    def pushes(self, tokens: list[int], step: ProposeStep) -> Pushes:
+        for each in self.honest(tokens, step):
+            yield wire.outcomes_to_proto(replace(each, cost=StepCost(STEP_SECONDS, 1, 1)))
+
+    async def Propose(
+        self, request_iterator: AsyncIterator[draft_pb2.ProposeRequest], context: Context
+    ) -> AsyncIterator[draft_pb2.ProposeResponse]:
+        async for answer in super().Propose(request_iterator, context):
+            if answer.HasField("outcomes"):
+                await asyncio.sleep(STEP_SECONDS)
+            yield answer
 
 
 async def test_a_round_with_a_hit_needs_no_proposal_request() -> None:
@@ -65,6 +89,15 @@ async def test_hits_hide_the_round_trip_to_a_distant_draft() -> None:
     assert done.token_ids == EXPECTED
     assert done.stats.ahead.hits >= done.stats.rounds / 2
     assert proposal_requests(draft) + done.stats.ahead.hits <= done.stats.rounds
+
+
+async def test_a_round_waits_for_the_last_token_of_a_continuation() -> None:
+    """One step of the draft ends before the verification, and the other one soon after it."""
+    draft = StepwiseDraft()
+    done = await completed(draft, step_seconds=1.6 * STEP_SECONDS)
+    assert done.token_ids == EXPECTED
+    assert done.stats.ahead.hits >= done.stats.rounds / 2
+    assert done.stats.drafted >= 1.5 * done.stats.rounds, "most rounds verify both tokens"
 
 
 async def test_a_silent_draft_is_waited_for_once(caplog: pytest.LogCaptureFixture) -> None:

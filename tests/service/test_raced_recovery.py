@@ -1,4 +1,4 @@
-"""Raced recovery over real services, and both ways of a rolling upgrade: either side may be too old to race."""
+"""Raced recovery over real services, and in a rolling upgrade, where either side may be too old for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.service.engines import Faults, draft, target, tiny_model
 from tests.service.fakes import coordinating
 
 BOUND_SECONDS = 60.0
-# The draft is the target's model and keeps 8 of these 20 tokens: about half of what it proposes is accepted.
+# The draft is the target's model and keeps 8 of these 20 tokens: about half of its proposals are accepted.
 REQUESTS = [
     GenerationRequest(
         "def f(", max_tokens=24, temperature=1.0, top_k=20, seed=seed, rejection_sampling_strategy=rule,
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 class Asked:
-    """Counts the questions of a coordinator, and those to race; an old target does not see the latter."""
+    """Counts the steps of a coordinator, and those with raced recovery; an old target ignores that field."""
 
     def __init__(self, *, is_old: bool = False) -> None:
         self._is_old = is_old
@@ -52,7 +52,7 @@ class Asked:
 
 
 async def completed(model: LoadedModel, asked: Asked, row_kind: RowKind | None = None) -> list[Completed]:
-    """Every request, with a target that is asked so."""
+    """Complete every request with this target."""
     async with asyncio.timeout(BOUND_SECONDS), AsyncExitStack() as stack:
         target_address, _ = await stack.enter_async_context(target(model, Faults(asked=asked)))
         draft_address, _ = await stack.enter_async_context(draft(model))
@@ -67,7 +67,7 @@ async def completed(model: LoadedModel, asked: Asked, row_kind: RowKind | None =
         return [await complete(client, replace(request, row_kind=row_kind)) for request in REQUESTS]
 
 
-async def test_both_ways_of_an_upgrade_give_the_text_of_before(
+async def test_an_upgrade_of_either_side_keeps_the_text(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new, old_target, old_coordinator = Asked(), Asked(is_old=True), Asked()
@@ -79,7 +79,7 @@ async def test_both_ways_of_an_upgrade_give_the_text_of_before(
     assert [each.drafted for each in first] == [each.drafted for each in last]
     for before, after in zip(first, raced, strict=True):
         assert before.token_ids != after.token_ids
-    # Only what proposes nothing is not raced for: each request's first round, while the draft reads the prompt.
+    # Only rounds without a proposal lack it: each request's first round, while the draft reads the prompt.
     assert 0 < new.races < new.steps
     assert old_target.races > 0
     assert old_coordinator.races == 0

@@ -1,4 +1,4 @@
-"""Names that stand for several replicas: found, drained and dropped without a restart."""
+"""Names of several replicas: addresses are found, drained and dropped without a restart."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_a_name_stands_for_all_of_its_addresses() -> None:
             del hosts["targets"]
             await asyncio.sleep(0.5)
             assert shot(replicas, added).state is ReplicaState.READY, (
-                "a name server that is away ends nothing"
+                "an unreachable name server must end nothing"
             )
         with suppress(asyncio.CancelledError):
             await second_server.stop(None)
@@ -60,14 +60,14 @@ async def test_a_name_stands_for_all_of_its_addresses() -> None:
 
 @asynccontextmanager
 async def named(target: Served) -> AsyncIterator[tuple[ReplicaRegistry, list[str]]]:
-    """Replicas that know the target by a name, looked up when the test does, and the hosts that it stands for."""
+    """A registry that resolves the target's name on demand, and the hosts of that name."""
     hosts = ["127.0.0.1"]
     given = settings(f"targets:{target.port}", resolve_seconds=3600.0)
     async with started(ReplicaRegistry(given, resolver=names({"targets": hosts}))) as replicas:
         yield replicas, hosts
 
 
-async def test_an_operators_drain_outlives_a_name_that_misses_the_address() -> None:
+async def test_an_operators_drain_survives_a_missing_dns_record() -> None:
     async with served(FakeTarget()) as (target,), named(target) as (replicas, hosts):
 
         async def go_and_come_back() -> None:
@@ -91,7 +91,7 @@ async def test_an_operators_drain_outlives_a_name_that_misses_the_address() -> N
         await becomes(replicas, target.address, ReplicaState.READY)
 
 
-async def test_one_that_its_name_misses_once_is_kept_whoever_drained_it() -> None:
+async def test_a_replica_missing_from_dns_once_is_kept() -> None:
     async with served(FakeTarget()) as (target,), named(target) as (replicas, hosts):
         member = replicas.targets.member(target.address)
         assert member is not None

@@ -1,4 +1,4 @@
-"""What the coordinator makes of replicas that come, go, drain, hang, differ, and hide behind names."""
+"""States of replicas that start, stop, drain, hang, or have other models."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ USED_AGAIN_SECONDS = 0.5
 
 @asynccontextmanager
 async def followed(*fakes: Fake) -> AsyncIterator[tuple[ReplicaRegistry, list[Served]]]:
-    """The replicas that these fakes are, once one of each role is ready."""
+    """Run a registry over these fakes; yield it once one replica of each role is ready."""
     async with served(*fakes) as services:
         given = settings(addresses(services, FakeTarget), addresses(services, FakeDraft) or None)
         async with started(ReplicaRegistry(given)) as replicas:
             yield replicas, services
 
 
-async def test_a_replica_that_comes_back_is_reached_with_renewed_certificates(
+async def test_a_returning_replica_is_reached_with_renewed_certificates(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ca_file, used = tmp_path / "ca.pem", list[bytes]()
@@ -64,7 +64,7 @@ async def test_a_replica_that_comes_back_is_reached_with_renewed_certificates(
     assert used.count(b"the renewed one") == 1
 
 
-async def test_a_replica_that_is_there_is_ready() -> None:
+async def test_a_running_replica_is_ready() -> None:
     async with followed(FakeTarget(), FakeDraft()) as (replicas, (target, draft)):
         for address, role in ((target.address, Role.TARGET), (draft.address, Role.DRAFT)):
             seen = shot(replicas, address)
@@ -74,7 +74,7 @@ async def test_a_replica_that_is_there_is_ready() -> None:
             assert seen.round_trip_seconds is not None
 
 
-async def test_one_that_loads_is_connecting_until_it_is_ready() -> None:
+async def test_a_loading_replica_is_connecting_until_it_is_ready() -> None:
     async with served(FakeTarget(), FakeTarget()) as (first, second):
         await second.say(NOT_SERVING)
         async with started(ReplicaRegistry(settings(f"{first.address},{second.address}"))) as replicas:
@@ -84,7 +84,7 @@ async def test_one_that_loads_is_connecting_until_it_is_ready() -> None:
             await becomes(replicas, second.address, ReplicaState.READY)
 
 
-async def test_one_that_says_it_drains_gets_nothing_new() -> None:
+async def test_a_draining_replica_gets_no_new_sequence() -> None:
     async with followed(FakeTarget(), FakeTarget()) as (replicas, (first, second)):
         await becomes(replicas, second.address, ReplicaState.READY)
         await first.say(NOT_SERVING)
@@ -94,10 +94,10 @@ async def test_one_that_says_it_drains_gets_nothing_new() -> None:
         assert member.address == second.address
 
 
-async def test_one_that_refuses_our_token_is_refused_and_used_once_it_takes_it(
+async def test_a_replica_that_refuses_the_token_is_unused_until_it_accepts_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Health is open to all, so it looks as if it were there."""
+    """Health checks need no token, so the replica looks reachable."""
     target, other = FakeTarget(), FakeTarget()
     is_known = False
     tell = target.GetModelInfo
@@ -120,16 +120,16 @@ async def test_one_that_refuses_our_token_is_refused_and_used_once_it_takes_it(
 
 def test_a_stopped_service_is_noticed_within_five_seconds() -> None:
     assert SERVICE_KEEPALIVE.interval_seconds + SERVICE_KEEPALIVE.answer_seconds < 5.0
-    assert SERVICE_KEEPALIVE.interval_seconds > 1.0, "a server takes more frequent pings for an attack"
+    assert SERVICE_KEEPALIVE.interval_seconds > 1.0, "servers treat more frequent pings as an attack"
 
 
-async def test_one_that_is_gone_is_down_and_used_again_as_soon_as_it_is_ready() -> None:
+async def test_a_stopped_replica_is_down_and_used_again_once_ready() -> None:
     async with followed(FakeTarget()) as (replicas, (target,)):
         await target.stop()
         down = await becomes(replicas, target.address, ReplicaState.DOWN)
         assert down.reason
-        assert down.model is not None, "it is still known what it was"
-        await asyncio.sleep(1.5)  # it is tried ever more rarely, up to a limit
+        assert down.model is not None, "its model is still known"
+        await asyncio.sleep(1.5)  # attempts become rarer, up to a limit
         await target.start(NOT_SERVING)
         await becomes(replicas, target.address, ReplicaState.CONNECTING)
         ready = time.monotonic()
@@ -145,7 +145,7 @@ async def test_one_that_is_gone_is_down_and_used_again_as_soon_as_it_is_ready() 
         assert time.monotonic() - ready < USED_AGAIN_SECONDS
 
 
-async def test_one_that_does_not_answer_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replica_that_does_not_answer_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.replicas.member.UNANSWERED_SECONDS", 0.3)
     async with followed(FakeTarget()) as (replicas, (target,)):
         target.health.answers.clear()
@@ -154,7 +154,7 @@ async def test_one_that_does_not_answer_is_down(monkeypatch: pytest.MonkeyPatch)
         await becomes(replicas, target.address, ReplicaState.READY)
 
 
-async def test_one_whose_stream_broke_has_to_answer_for_itself_first() -> None:
+async def test_a_replica_with_a_broken_stream_must_pass_a_health_check_first() -> None:
     async with followed(FakeTarget()) as (replicas, (target,)):
         member = replicas.targets.choose()
         assert member is not None
@@ -165,7 +165,7 @@ async def test_one_whose_stream_broke_has_to_answer_for_itself_first() -> None:
         assert await replicas.targets.chosen(SECONDS) is member
 
 
-async def test_another_model_is_incompatible_until_it_comes_back_with_the_right_one() -> None:
+async def test_a_replica_with_another_model_is_incompatible_until_it_returns_with_the_right_one() -> None:
     other = FakeTarget()
     right, wrong = other.model_info, replace(other.model_info, tokenizer_hash="another", max_length=32)
     async with followed(FakeTarget(), other) as (replicas, (_, second)):
@@ -181,7 +181,7 @@ async def test_another_model_is_incompatible_until_it_comes_back_with_the_right_
                 assert "max_length is 32" in seen.reason
 
 
-async def test_a_draft_that_breaks_a_rule_is_incompatible_beside_one_that_does_not() -> None:
+async def test_a_draft_that_breaks_a_rule_is_incompatible() -> None:
     other = FakeDraft()
     other.model_info = replace(other.model_info, vocabulary_size=7)
     async with served(FakeTarget(), FakeDraft(), other) as (target, first, second):
@@ -193,7 +193,7 @@ async def test_a_draft_that_breaks_a_rule_is_incompatible_beside_one_that_does_n
             assert "a vocabulary of 7 tokens" in seen.reason
 
 
-async def test_a_draft_that_drafts_otherwise_than_the_others_is_incompatible() -> None:
+async def test_a_draft_with_another_method_is_incompatible() -> None:
     other = FakeDraft()
     other.model_info = replace(other.model_info, vocabulary_size=0, architecture="ngram", max_length=0)
     async with served(FakeTarget(), FakeDraft(), other) as (target, first, second):
@@ -214,7 +214,7 @@ async def test_the_first_mismatch_ends_the_start() -> None:
                 pass
 
 
-async def test_a_start_without_a_service_says_why() -> None:
+async def test_a_start_without_a_service_gives_the_reason() -> None:
     replicas = ReplicaRegistry(
         settings("127.0.0.1:1,nowhere.invalid:2", start_seconds=1.0), resolver=names({})
     )
@@ -241,7 +241,7 @@ async def test_an_operator_drains_and_resumes() -> None:
             replicas.drain(Role.DRAFT, first.address)
 
 
-async def test_the_least_busy_is_chosen_and_of_equals_the_faster() -> None:
+async def test_the_least_busy_replica_is_chosen_and_among_equals_the_fastest() -> None:
     async with followed(FakeTarget(), FakeTarget()) as (replicas, (first, second)):
         for each in (first, second):
             await becomes(replicas, each.address, ReplicaState.READY)

@@ -1,4 +1,4 @@
-"""Damaged messages, floods and slow readers on a shared stream harm only those who cause them."""
+"""Damaged messages, floods and slow readers on a shared stream harm only their own sequence."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.service.echo_servicer import HOLD, LEAVE, SECONDS, Echo, asked, ends,
 from tests.service.fakes import serving
 
 
-async def test_what_cannot_be_read_ends_its_sequence_alone() -> None:
-    """By hand, as a faulty coordinator would."""
+async def test_an_unreadable_part_ends_only_its_sequence() -> None:
+    """Send the messages by hand, as a faulty coordinator would."""
     async with ends() as both:
         call = both.stub.VerifyMany()
         good = SequencePart(sequence=2, message=step(5).SerializeToString())
@@ -42,7 +42,7 @@ async def test_what_cannot_be_read_ends_its_sequence_alone() -> None:
         call.cancel()
 
 
-async def test_what_says_nothing_of_a_sequence_is_passed_over() -> None:
+async def test_empty_parts_are_ignored() -> None:
     async with ends() as both:
         call = both.stub.VerifyMany()
         nothing = [SequencePart(), SequencePart(sequence=9, end=SequenceEnd())]
@@ -54,7 +54,7 @@ async def test_what_says_nothing_of_a_sequence_is_passed_over() -> None:
 
 
 async def test_a_stream_that_is_left_open_at_its_end_ends_its_sequences() -> None:
-    """Half-closed without a Finish: they are told that nothing more comes, and the stream ends after them."""
+    """The stream is half-closed without a Finish: its sequences get an error, and then the stream ends."""
     async with ends() as both:
         call = both.stub.VerifyMany()
         await call.write(
@@ -69,7 +69,7 @@ async def test_a_stream_that_is_left_open_at_its_end_ends_its_sequences() -> Non
         assert both.service.running == 0
 
 
-async def test_a_stream_that_cannot_be_read_says_so_and_ends_its_sequences() -> None:
+async def test_an_unreadable_message_ends_the_stream_and_its_sequences() -> None:
     async with ends() as both, open_channel(both.address) as channel:
         call: Any = channel.stream_stream("/tandem.v1.TargetService/VerifyMany")()
         held = SequencePart(sequence=1, message=step(HOLD).SerializeToString())
@@ -82,7 +82,7 @@ async def test_a_stream_that_cannot_be_read_says_so_and_ends_its_sequences() -> 
         assert both.service.running == 0
 
 
-async def test_whoever_asks_without_waiting_is_not_read_meanwhile() -> None:
+async def test_a_flood_of_requests_is_not_read_ahead() -> None:
     taken = 0
 
     async def flood() -> AsyncIterator[target_pb2.VerifyManyRequest]:
@@ -100,12 +100,12 @@ async def test_whoever_asks_without_waiting_is_not_read_meanwhile() -> None:
     for _ in range(100):
         await asyncio.sleep(0)
     assert taken < 20
-    service.released.set()  # now it is read to its end: the sequence's words, and that it ended
+    service.released.set()  # now the stream is read to its end: the sequence's answers, and its end
     count = len((await waiting).parts) + sum([len(response.parts) async for response in answers])
     assert (taken, count) == (1000, 1001)
 
 
-async def test_what_a_sequence_leaves_unread_keeps_nobody_waiting() -> None:
+async def test_unread_answers_of_one_sequence_do_not_block_others() -> None:
     async def flood() -> AsyncIterator[target_pb2.VerifyManyRequest]:
         for length in [LEAVE, *[HOLD] * 1000]:
             yield target_pb2.VerifyManyRequest(
@@ -118,7 +118,7 @@ async def test_what_a_sequence_leaves_unread_keeps_nobody_waiting() -> None:
     assert part.HasField("end")
 
 
-async def test_whoever_does_not_read_is_not_answered_without_end() -> None:
+async def test_answers_to_a_client_that_does_not_read_are_bounded() -> None:
     answered = 0
 
     async def behaviour(requests: AsyncIterator[bytes]) -> AsyncIterator[target_pb2.VerifyResponse]:
@@ -142,9 +142,9 @@ async def test_whoever_does_not_read_is_not_answered_without_end() -> None:
     assert answered == 100
 
 
-async def test_an_answer_that_cannot_be_read_is_the_services_fault() -> None:
+async def test_an_unreadable_answer_is_the_services_fault() -> None:
     async def garble(requests: AsyncIterator[bytes], _context: Context) -> AsyncIterator[bytes]:
-        # It answers only when asked: a stream that ends while the client still writes to it fails in another way.
+        # It answers on demand: a stream that ends while the client still writes fails differently.
         async for _ in requests:
             yield b"\xff"
 

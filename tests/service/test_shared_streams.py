@@ -1,4 +1,4 @@
-"""Many sequences on one stream: none of them notices the others."""
+"""Many sequences on one stream do not affect each other."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.service.fakes import serving
 FINISH = target_pb2.VerifyRequest(finish=target_pb2.VerifyFinish())
 
 
-async def test_the_first_has_a_stream_and_the_others_share_one() -> None:
+async def test_the_first_sequence_has_a_dedicated_stream_and_others_share_one() -> None:
     async with ends() as both:
         sequences = [both.streams.stream() for _ in range(17)]
         answers = await asyncio.gather(*(asked(sequence, i) for i, sequence in enumerate(sequences)))
@@ -46,11 +46,13 @@ async def test_the_first_has_a_stream_and_the_others_share_one() -> None:
             sequence.cancel()
         await until(lambda: both.service.running == 0, SECONDS)
         alone = both.streams.stream()
-        assert isinstance(alone, DedicatedStream), "with all others gone, the next is alone again"
+        assert isinstance(alone, DedicatedStream), (
+            "without other sequences, the next one gets a dedicated stream"
+        )
         alone.cancel()
 
 
-async def test_what_is_asked_and_answered_at_once_is_one_message() -> None:
+async def test_simultaneous_requests_and_answers_travel_in_one_message() -> None:
     async with ends() as both:
         sequences = both.sequences(16)
         for _ in range(3):
@@ -63,7 +65,7 @@ async def test_what_is_asked_and_answered_at_once_is_one_message() -> None:
             both.service.released.clear()
 
 
-async def test_what_one_carries_is_counted_as_its_own() -> None:
+async def test_a_shared_stream_counts_the_same_bytes_as_a_dedicated_one() -> None:
     async with ends() as both:
         alone, shared = Traffic(), Traffic()
         for traffic in (alone, shared):
@@ -89,9 +91,7 @@ async def test_what_one_carries_is_counted_as_its_own() -> None:
         (LEAVE, ServiceUnavailableError, "target service: it ended the stream"),
     ],
 )
-async def test_one_that_ends_takes_no_other_with_it(
-    length: int, error: type[TandemError], sentence: str
-) -> None:
+async def test_an_ending_sequence_ends_no_other(length: int, error: type[TandemError], sentence: str) -> None:
     async with ends() as both:
         first, second = both.sequences(2)
         assert await asked(first, 1) == await asked(second, 1) == 1
@@ -100,12 +100,12 @@ async def test_one_that_ends_takes_no_other_with_it(
         with pytest.raises(error, match=sentence):
             await asked(first, 2)
         assert await asked(second, 3) == 3
-        assert both.service.calls["sequences"] == 2, "a question too late begins no sequence"
+        assert both.service.calls["sequences"] == 2, "a late request must not begin a sequence"
         first.cancel()
         assert await asked(second, 4) == 4
 
 
-async def test_one_that_is_dropped_stops_at_once_and_no_other_does() -> None:
+async def test_a_cancelled_sequence_stops_at_once_and_no_other_does() -> None:
     async with ends() as both:
         first, second = both.sequences(2)
         assert await asked(second, 1) == 1
@@ -120,7 +120,7 @@ async def test_one_that_is_dropped_stops_at_once_and_no_other_does() -> None:
                 await late
 
 
-async def test_one_that_finishes_has_ended_when_it_is_told() -> None:
+async def test_finish_returns_after_the_sequence_has_ended() -> None:
     async with ends() as both:
         first, second = both.sequences(2)
         await asked(first, 1)
@@ -131,7 +131,7 @@ async def test_one_that_finishes_has_ended_when_it_is_told() -> None:
         assert await held == HOLD
 
 
-async def test_a_stream_that_breaks_ends_all_and_the_next_begin_anew() -> None:
+async def test_a_broken_stream_ends_its_sequences_and_later_ones_get_a_new_stream() -> None:
     async with ends() as both:
         sequences = both.sequences(3)
         held = [asyncio.create_task(asked(sequence, HOLD)) for sequence in sequences]
@@ -147,7 +147,7 @@ async def test_a_stream_that_breaks_ends_all_and_the_next_begin_anew() -> None:
         assert not last.was_sent, "nobody was there"
 
 
-async def test_an_old_stream_takes_nobody_more(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_old_stream_accepts_no_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     async with ends() as both:
         monkeypatch.setattr("coordinator.transport.multiplexed_stream._MAX_SECONDS", 0.0)
         first, second = both.sequences(2)
@@ -157,7 +157,7 @@ async def test_an_old_stream_takes_nobody_more(monkeypatch: pytest.MonkeyPatch) 
         assert both.service.calls["shared streams"] == 2
 
 
-async def test_a_server_that_drains_takes_no_sequence_and_ends_none() -> None:
+async def test_a_draining_server_accepts_no_sequence_and_ends_none() -> None:
     readiness, calls = ReadinessInterceptor(""), RunningCalls()
     async with ends() as both:
         both.service.shared.apply_limits(readiness, calls, max_calls=2)
@@ -170,7 +170,7 @@ async def test_a_server_that_drains_takes_no_sequence_and_ends_none() -> None:
         late = both.streams.stream()
         with pytest.raises(ServiceUnavailableError, match="the target service is draining"):
             await asked(late, 1)
-        assert not await calls.end(0.01), "a drain waits for what runs"
+        assert not await calls.end(0.01), "a drain waits for running sequences"
         both.service.released.set()
         assert await asyncio.gather(*held) == [HOLD, HOLD]
         calls.cut_off("it has drained for as long as it may")
@@ -184,7 +184,7 @@ ACTS = st.lists(
 
 
 async def done(act: str, sequence: SequenceStream[target_pb2.VerifyResponse], base_length: int) -> bool:
-    """Do that with a sequence. Whether it is of use afterwards."""
+    """Apply the action to a sequence; return True if it is usable afterwards."""
     match act:
         case "ask":
             assert await asked(sequence, base_length) == base_length
@@ -205,7 +205,7 @@ async def done(act: str, sequence: SequenceStream[target_pb2.VerifyResponse], ba
 
 @given(acts=ACTS)
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
-async def test_whatever_the_others_do_each_gets_its_own_answers(acts: list[tuple[int, str]]) -> None:
+async def test_each_sequence_gets_its_own_answers_whatever_others_do(acts: list[tuple[int, str]]) -> None:
     async with ends() as both:
         sequences = [both.streams.stream() for _ in range(6)]
 
@@ -223,8 +223,8 @@ async def test_whatever_the_others_do_each_gets_its_own_answers(acts: list[tuple
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-async def test_a_services_gate_stands_before_its_shared_streams(role: str) -> None:
-    """A drain that did not would be masked: what it cuts off goes on elsewhere."""
+async def test_a_services_readiness_applies_to_its_shared_streams(role: str) -> None:
+    """Otherwise the fault would be masked: sequences that a drain cuts off continue elsewhere."""
     service: Any = (
         TargetService(TargetSettings(model=DEMO_TARGET))
         if role == "target"

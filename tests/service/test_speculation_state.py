@@ -1,4 +1,4 @@
-"""Speculation that is off is seen, with its reason: in a completion's summary, in status and in stats."""
+"""The state of speculation and its reason appear in a completion's summary, in status and in stats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REQUEST = GenerationRequest((10,), max_tokens=40, temperature=0.0, seed=1)
 
 
 async def states(*fakes: Fake, request: GenerationRequest = REQUEST) -> list[SpeculationState]:
-    """As a completion's summary tells it, and after it status and stats."""
+    """Return the state in a completion's summary, and then in status and stats."""
     async with asyncio.timeout(SECONDS), fleet(*fakes, is_adaptive=True) as (client, _):
         return await told(client, request)
 
@@ -32,17 +32,17 @@ async def told(client: Client, request: GenerationRequest) -> list[SpeculationSt
 
 
 def slow() -> FakeTarget:
-    """A target whose steps take long enough for any draft to pay."""
+    """A target with steps long enough for any draft to pay."""
     target = FakeTarget()
     target.step_seconds = 0.05
     return target
 
 
-async def test_a_draft_that_works_is_on_everywhere() -> None:
+async def test_with_a_useful_draft_speculation_is_on_everywhere() -> None:
     assert await states(slow(), FakeDraft()) == [SpeculationState(True, 2)] * 3
 
 
-async def test_a_draft_that_does_not_pay_is_off_with_the_two_rates_that_decided_it() -> None:
+async def test_without_gain_speculation_is_off_with_the_two_deciding_rates() -> None:
     for state in await states(FakeTarget(), useless()):
         assert (state.is_on, state.num_speculative_tokens) == (False, 0)
         assert state.reason == speculation_report.DOES_NOT_PAY
@@ -52,11 +52,11 @@ async def test_a_draft_that_does_not_pay_is_off_with_the_two_rates_that_decided_
         assert 0 < with_draft.value < alone.value
 
 
-async def test_without_a_draft_it_is_off() -> None:
+async def test_without_a_draft_speculation_is_off() -> None:
     assert await states(FakeTarget()) == [speculation_report.off(speculation_report.NO_DRAFT)] * 3
 
 
-async def test_a_request_that_wants_the_target_alone_says_nothing_of_the_next_one() -> None:
+async def test_a_request_for_the_target_alone_does_not_affect_the_next_one() -> None:
     alone = GenerationRequest((10,), max_tokens=8, temperature=0.0, speculation=False)
     assert await states(FakeTarget(), FakeDraft(), request=alone) == [
         speculation_report.off(speculation_report.NOT_ASKED),
@@ -64,21 +64,21 @@ async def test_a_request_that_wants_the_target_alone_says_nothing_of_the_next_on
     ]
 
 
-async def test_a_completion_of_one_token_has_no_time_for_a_draft() -> None:
+async def test_a_completion_of_one_token_uses_no_draft() -> None:
     short = GenerationRequest((10,), max_tokens=1, temperature=0.0)
     summary, status, _ = await states(FakeTarget(), FakeDraft(), request=short)
     assert summary == SpeculationState(True, 2, speculation_report.TOO_SHORT)
     assert status == SpeculationState(True, 2)
 
 
-async def test_what_an_administrator_switched_off_is_off() -> None:
+async def test_an_administrator_can_switch_speculation_off() -> None:
     async with asyncio.timeout(SECONDS), fleet(FakeTarget(), FakeDraft()) as (client, _):
         async with AdminClient(client.address) as admin:
             await admin.update_config({"speculation": "false"})
         assert await told(client, REQUEST) == [speculation_report.off(speculation_report.DISABLED)] * 3
 
 
-async def test_a_draft_that_is_away_is_told() -> None:
+async def test_an_unreachable_draft_is_the_reason() -> None:
     async with asyncio.timeout(SECONDS), fleet(FakeTarget(), FakeDraft()) as (client, services):
         async with AdminClient(client.address) as admin:
             await admin.drain(services[1].address)

@@ -1,4 +1,4 @@
-"""Streams whose clients do not read hold no place, and have the same tokens as any other once they are read."""
+"""Streams with stalled clients hold no place, and deliver the same tokens once they are read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REQUEST = GenerationRequest((10,), max_tokens=40, temperature=0.0)
 async def over(
     target: FakeTarget, draft: FakeDraft | None = None, **options: Any
 ) -> AsyncIterator[CoordinatorService]:
-    """A coordinator over these fakes that takes a stream for stalled soon."""
+    """Run a coordinator over these fakes that soon treats a stream as stalled."""
     async with AsyncExitStack() as stack:
         options["target_address"], _ = await stack.enter_async_context(
             serving(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(target, server))
@@ -47,7 +47,7 @@ def tokens_of(chunks: list[Chunk]) -> list[int]:
     return [token_id for chunk in chunks for token_id in chunk.token_ids]
 
 
-async def test_a_stream_that_is_not_read_holds_no_place_and_goes_on_when_it_is() -> None:
+async def test_an_unread_stream_holds_no_place_and_continues_when_it_is_read() -> None:
     target, draft = FakeTarget(), FakeDraft()
     async with over(target, draft) as service:
         completions = service.completions
@@ -66,7 +66,7 @@ async def test_a_stream_that_is_not_read_holds_no_place_and_goes_on_when_it_is()
         assert (target.running, completions.admission.running) == (0, 0)
 
 
-async def test_a_stream_that_is_complete_but_for_its_reader_holds_no_place() -> None:
+async def test_a_complete_but_unread_stream_holds_no_place() -> None:
     target = FakeTarget()
     async with over(target) as service:
         async with aclosing(service.completions.complete(replace(REQUEST, max_tokens=1))) as stream:
@@ -84,7 +84,7 @@ async def test_a_stream_that_is_read_keeps_its_places() -> None:
         assert target.opened == 1
 
 
-async def test_others_run_beside_streams_that_are_not_read() -> None:
+async def test_unread_streams_do_not_block_others() -> None:
     async with over(FakeTarget(), max_concurrent_requests=2, max_queued_requests=0) as service:
         completions = service.completions
         async with AsyncExitStack() as stack:
@@ -100,7 +100,7 @@ async def test_others_run_beside_streams_that_are_not_read() -> None:
             async def rest(stream: Any, chunks: list[Chunk]) -> list[int]:
                 return tokens_of([*chunks, *[chunk async for chunk in stream]])
 
-            # All of them at once: they wait for each other's places, and none is refused in its middle.
+            # Read all of them at once: they wait for each other's places, and none is refused midway.
             assert await asyncio.gather(*(rest(*each) for each in stalled)) == [[*range(11, 51)]] * 6
         assert completions.admission.running == 0
 
@@ -109,7 +109,7 @@ async def test_others_run_beside_streams_that_are_not_read() -> None:
     ("ending", "error"),
     [("abort", AbortedError), ("deadline", DeadlineError), ("cancel", asyncio.CancelledError)],
 )
-async def test_a_stream_that_waits_for_its_place_again_can_still_be_ended(
+async def test_a_stream_that_waits_for_its_place_again_can_be_cancelled(
     ending: str, error: type[BaseException]
 ) -> None:
     async with over(FakeTarget(), max_concurrent_requests=1) as service:
@@ -147,7 +147,7 @@ RULES = [
 ]
 
 
-async def test_the_tokens_are_those_of_a_stream_that_was_always_read(folder: Path) -> None:
+async def test_the_tokens_equal_those_of_a_stream_that_was_always_read(folder: Path) -> None:
     target, draft = engines.tiny_model(folder / "target", 1), engines.tiny_model(folder / "draft", 2)
     async with (
         engines.target(target, engines.Faults()) as (target_address, _),
@@ -159,7 +159,7 @@ async def test_the_tokens_are_those_of_a_stream_that_was_always_read(folder: Pat
                 stalled_stream_seconds=STALL,
                 draft_patience_seconds=30.0,
                 speculation_policy="fixed",
-                draft_ahead="off",  # rounds are compared, and how far a draft gets is a matter of time
+                draft_ahead="off",  # the test compares rounds, and hits depend on timing
             )
         ) as (_, service),
     ):

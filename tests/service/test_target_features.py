@@ -1,4 +1,4 @@
-"""A target that is too old for an option is never asked for it: the request is refused, or goes elsewhere."""
+"""A target that is too old for an option never gets it: the request is refused, or goes elsewhere."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def test_an_old_target_refuses_in_a_sentence() -> None:
         assert (await complete(client, replace(ADJUSTED, logit_bias={}))).token_ids == (*range(6, 14),)
 
 
-async def test_beside_a_new_target_the_old_one_is_passed_by() -> None:
+async def test_a_request_goes_to_a_new_target_beside_an_old_one() -> None:
     old, new = old_target(), FakeTarget()
     async with fleet(old, new) as (client, _):
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""A sequence moves to another target when its own drains, and for no lesser reason."""
+"""A sequence moves to another target when its own drains, and in no other case."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def request(first_token: int) -> GenerationRequest:
 
 
 class Breaking(FakeTarget):
-    """Its stream breaks when a certain prompt comes."""
+    """A target whose stream breaks at a certain prompt."""
 
     step_seconds = STEP_SECONDS
 
@@ -49,7 +49,7 @@ class Breaking(FakeTarget):
             yield response
 
 
-async def test_a_stream_that_breaks_moves_no_other() -> None:
+async def test_a_broken_stream_moves_no_other_sequence() -> None:
     targets = (Breaking(), Breaking())
     async with asyncio.timeout(SECONDS), fleet(*targets) as (client, _):
         task = asyncio.create_task(complete(client, request(10)))
@@ -62,8 +62,8 @@ async def test_a_stream_that_breaks_moves_no_other() -> None:
     assert sum(each.opened for each in targets) == 1 + 3 * MAX_LOSSES
 
 
-async def test_a_target_that_is_full_takes_nobody_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sequence may stay where it is while that drains."""
+async def test_a_full_target_takes_over_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sequence may stay on its draining target."""
     monkeypatch.setattr("coordinator.failover.verifier._MOVE_SECONDS", 0.2)
     targets = (Breaking(), Breaking())
     async with asyncio.timeout(SECONDS), fleet(*targets) as (client, services):

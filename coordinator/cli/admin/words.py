@@ -1,4 +1,4 @@
-"""Figures as people read them."""
+"""Formats numbers for people."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def duration(seconds: float) -> str:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """A short time with as many digits as say something."""
+    """Format a short time with its significant digits."""
     if seconds is None:
         return NOTHING
     return f"{seconds * 1000:.1f} ms" if seconds < 0.1 else f"{seconds * 1000:.0f} ms"

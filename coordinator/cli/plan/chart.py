@@ -14,13 +14,13 @@ _COLOURS = ("#0f766e", "#b45309", "#1d4ed8", "#9d174d", "#4d7c0f", "#475569")
 def svg(plans: dict[str, BatchPlan]) -> str:
     """The chart as an SVG document, on a white background so that it is readable on dark pages too."""
     longest = max(len(found.rows) for found in plans.values()) - 1
-    highest = max(1.2, *(row.speedup for found in plans.values() for row in found.rows)) * 1.05
+    maximum = max(1.2, *(row.speedup for found in plans.values() for row in found.rows)) * 1.05
 
     def x(tokens: float) -> float:
         return _LEFT + tokens / max(longest, 1) * (_WIDTH - _LEFT - _RIGHT)
 
     def y(speedup: float) -> float:
-        return _HEIGHT - _BOTTOM - speedup / highest * (_HEIGHT - _TOP - _BOTTOM)
+        return _HEIGHT - _BOTTOM - speedup / maximum * (_HEIGHT - _TOP - _BOTTOM)
 
     def line(index: int, name: str, found: BatchPlan) -> list[str]:
         colour, top = _COLOURS[index % len(_COLOURS)], _TOP + 18 * index

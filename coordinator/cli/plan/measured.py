@@ -204,10 +204,10 @@ async def _round_seconds(
             of_length = seconds.setdefault(length, [])
             of_length += [each for some in rounds for proposed, each in some if proposed == length]
     found: dict[int, float] = {}
-    least = math.inf
+    smallest = math.inf
     for length in sorted((length for length, measured in seconds.items() if measured), reverse=True):
         ordered = sorted(seconds[length])
-        least = found[length] = min(least, ordered[len(ordered) // 4])
+        smallest = found[length] = min(smallest, ordered[len(ordered) // 4])
     return found
 
 

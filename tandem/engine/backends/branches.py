@@ -1,4 +1,5 @@
-"""Steps of branches: several continuations of one sequence, one token of each, over the keys and values of its trunk.
+"""Steps of branches: several continuations of each of some sequences, one token of each, over the keys and values of
+their trunks.
 
 The trunk is what stands in the sequence. A branch leaves it after some of its tokens and goes on with tokens of its
 own, whose keys and values lie behind the trunk in the sequence's extent: nothing is copied, and the trunk is read once
@@ -41,14 +42,36 @@ class BranchStep:
         return len(self.trunk_lengths) * self.max_depth
 
 
+@dataclass(frozen=True, slots=True)
+class SequenceBranches:
+    """The branches of one sequence in a step."""
+
+    sequence: Sequence
+    step: BranchStep
+
+    @property
+    def count(self) -> int:
+        """Branches that go on: tokens in the step."""
+        return len(self.step.token_ids)
+
+    @property
+    def written(self) -> int:
+        """Tokens of the sequence's extent that are in use before the step."""
+        return self.sequence.length + self.step.depth * len(self.step.trunk_lengths)
+
+    def positions(self) -> list[int]:
+        """Position of each branch's token."""
+        return [length + self.step.depth for length in self.step.trunk_lengths[: self.count]]
+
+
 class BranchRunner(Protocol):
     """Runs steps of branches."""
 
-    def run(self, sequence: Sequence, step: BranchStep) -> Tensor:
-        """The logits that follow each branch's token, [branches, vocabulary_size]; valid until the next step.
+    def run(self, parts: SequenceOf[SequenceBranches]) -> Tensor:
+        """The logits that follow each branch's token, [branches of all parts, vocabulary_size], in their order.
 
-        All tokens of the sequence have to be in the cache. What is written behind them is nobody's: the sequence may
-        grow over it.
+        They are valid until the next step. All tokens of the sequences have to be in the cache. What is written behind
+        them is nobody's: the sequences may grow over it.
         """
         ...
 
@@ -56,31 +79,22 @@ class BranchRunner(Protocol):
 class BranchPacking(Packing):
     """The tokens of a step of branches, one of each."""
 
-    def __init__(self, sequence: Sequence, step: BranchStep) -> None:
+    def __init__(self, parts: SequenceOf[SequenceBranches]) -> None:
         super().__init__(())
-        self.step = step
-        self.start = sequence.extent.start
-        """First token of the sequence's extent."""
-        self.trunk_end = sequence.length
-        """Length of the trunk."""
+        self.parts = parts
 
     @property
     def token_count(self) -> int:
         """See `Packing`."""
-        return len(self.step.token_ids)
-
-    @property
-    def written(self) -> int:
-        """Tokens of the extent that are in use before this step."""
-        return self.trunk_end + self.step.depth * len(self.step.trunk_lengths)
+        return sum(part.count for part in self.parts)
 
     def token_ids(self) -> list[int]:
         """See `Packing`."""
-        return list(self.step.token_ids)
+        return [token_id for part in self.parts for token_id in part.step.token_ids]
 
     def positions(self) -> list[int]:
         """See `Packing`."""
-        return [length + self.step.depth for length in self.step.trunk_lengths[: self.token_count]]
+        return [position for part in self.parts for position in part.positions()]
 
 
 class EagerBranches:
@@ -90,16 +104,18 @@ class EagerBranches:
         self._model = model
         self._arena = arena
 
-    def run(self, sequence: Sequence, step: BranchStep) -> Tensor:
+    def run(self, parts: SequenceOf[SequenceBranches]) -> Tensor:
         """See `BranchRunner`."""
         model = self._model
-        clear_room(self._arena, sequence, step)
-        layout = BranchLayout(sequence, step, self._arena, model)
-        return run_modules(model.module, layout, range(len(step.token_ids)), model.device)
+        for part in parts:
+            clear_room(self._arena, part)
+        layout = BranchLayout(parts, self._arena, model)
+        return run_modules(model.module, layout, range(layout.token_count), model.device)
 
 
-def clear_room(arena: KvArena, sequence: Sequence, step: BranchStep) -> None:
+def clear_room(arena: KvArena, part: SequenceBranches) -> None:
     """Zero what the branches will see of others' leftovers: a mask hides numbers, but not NaN."""
+    sequence, step = part.sequence, part.step
     end = sequence.length + step.room
     if step.depth == 0 and sequence.clean_length < end:
         start = sequence.extent.start
@@ -108,13 +124,11 @@ def clear_room(arena: KvArena, sequence: Sequence, step: BranchStep) -> None:
 
 
 class BranchLayout(BranchPacking):
-    """One step of branches, as the attention layers see it."""
+    """One step of branches, as the attention layers see it: one sequence after the other."""
 
-    def __init__(self, sequence: Sequence, step: BranchStep, arena: KvArena, model: LoadedModel) -> None:
-        super().__init__(sequence, step)
-        self._arena = arena
-        self._model = model
-        self._masks: dict[tuple[int | None, int], Tensor] = {}
+    def __init__(self, parts: SequenceOf[SequenceBranches], arena: KvArena, model: LoadedModel) -> None:
+        super().__init__(parts)
+        self._views = [BranchView(part, arena, model) for part in parts]
 
     def attend(
         self,
@@ -129,18 +143,60 @@ class BranchLayout(BranchPacking):
         sinks: Tensor | None,
     ) -> Tensor:
         """See `AttentionStep.attend`."""
+        outputs, first = [], 0
+        for view in self._views:
+            own = slice(first, first + view.count)
+            first = own.stop
+            outputs.append(
+                view.attend(
+                    module,
+                    query[:, :, own],
+                    key[:, :, own],
+                    value[:, :, own],
+                    scale=scale,
+                    softcap=softcap,
+                    sinks=sinks,
+                )
+            )
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+class BranchView:
+    """Attention of one sequence's branches."""
+
+    def __init__(self, part: SequenceBranches, arena: KvArena, model: LoadedModel) -> None:
+        self.count = part.count
+        """Branches."""
+        self._part = part
+        self._arena = arena
+        self._model = model
+        self._masks: dict[tuple[int | None, int], Tensor] = {}
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Store the branches' keys and values and attend; see `AttentionStep.attend`."""
         layer_index: int = module.layer_idx  # type: ignore[assignment]
         layer, geometry = self._arena.layers[layer_index], self._model.layers[layer_index]
-        count, heads, written = self.token_count, query.shape[1], self.written
-        layer.keys.narrow(2, self.start + written, count).copy_(key)
-        layer.values.narrow(2, self.start + written, count).copy_(value)
+        count, heads, written = self.count, query.shape[1], self._part.written
+        start = self._part.sequence.extent.start
+        layer.keys.narrow(2, start + written, count).copy_(key)
+        layer.values.narrow(2, start + written, count).copy_(value)
         repeats = heads // geometry.kv_heads
         if sinks is not None:
             sinks = sinks.view(geometry.kv_heads, repeats).repeat_interleave(count, dim=1)
         output = grouped_attention(
             query.reshape(1, geometry.kv_heads, repeats * count, -1),
-            layer.keys.narrow(2, self.start, written + count),
-            layer.values.narrow(2, self.start, written + count),
+            layer.keys.narrow(2, start, written + count),
+            layer.values.narrow(2, start, written + count),
             mask=self._mask(geometry.window, repeats, written + count),
             is_causal=False,
             scale=scale,
@@ -157,11 +213,11 @@ class BranchLayout(BranchPacking):
         return found
 
     def _made_mask(self, window: int | None, repeats: int, length: int) -> Tensor:
-        step, device = self.step, self._model.device
-        count, width = len(step.token_ids), len(step.trunk_lengths)
+        step, device = self._part.step, self._model.device
+        count, width = self.count, len(step.trunk_lengths)
         trunk_lengths = torch.tensor(step.trunk_lengths[:count], device=device)[:, None]
         slots = torch.arange(length, device=device)[None]
-        behind = slots - self.trunk_end
+        behind = slots - self._part.sequence.length
         own = (behind >= 0) & (behind % width == torch.arange(count, device=device)[:, None])
         # Position of each slot's token in the branch that sees it.
         positions = torch.where(own, trunk_lengths + behind // width, slots)

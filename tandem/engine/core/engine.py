@@ -67,10 +67,10 @@ class Engine(Generic[PayloadT, ResultT]):
                 `tandem.engine.models.rope`.
             head: what the logits mean.
             settings: limits.
-            on_step: told of each step, on the engine's thread; for metrics.
+            on_step: called after each step, on the engine's thread; for metrics.
             backends: what runs the steps of this very model; None runs all of them eagerly.
-            make_proposer: captures several steps at once; asked for only where steps are captured.
-            on_failure: told, on the event loop, that the thread has ended by itself: nothing will run any more.
+            make_proposer: captures several steps at once; called only where steps are captured.
+            on_failure: called on the event loop when the thread has ended by itself: no job runs any more.
 
         Raises:
             ConfigurationError: the settings cannot be met.

@@ -21,7 +21,7 @@ ResultT = TypeVar("ResultT")
 class Job(Generic[PayloadT]):
     """One request: a delta to apply and rows wanted of what then stands at the end of the sequence.
 
-    `row_count` 0 only computes keys and values; the head is then not asked and the result is None.
+    `row_count` 0 only computes keys and values; the head is then not called and the result is None.
     """
 
     __slots__ = ("cost", "delta", "future", "is_cancelled", "payload", "row_count", "sequence")
@@ -32,7 +32,7 @@ class Job(Generic[PayloadT]):
         self.sequence = sequence
         self.delta = delta
         self.row_count = row_count
-        """Rows for the last `row_count` positions. 1 after the head said `Continue`."""
+        """Rows for the last `row_count` positions. 1 after the head returned `Continue`."""
         self.payload = payload
         """Data for the head; the engine does not read it."""
         self.future: asyncio.Future[object] | None = None
@@ -67,7 +67,7 @@ class Done(Generic[ResultT]):
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """Append a token to the job's sequence and ask again with the row that follows it."""
+    """Append a token to the job's sequence and call the head again with the row that follows it."""
 
     token_id: int
 

@@ -17,7 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from tandem.engine.models.config_numbers import check_numbers
-from tandem.engine.models.json_files import MOST_CONFIG_BYTES, check_size, read_object, unreadable
+from tandem.engine.models.json_files import MAX_CONFIG_BYTES, check_size, read_object, unreadable
 from tandem.engine.models.weight_files import (
     WEIGHTS_FILE,
     WEIGHTS_INDEX_FILE,
@@ -33,11 +33,11 @@ CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 
-_MOST_TOKENIZER_BYTES = 128 << 20
+_MAX_TOKENIZER_BYTES = 128 << 20
 """Four times the largest that is published."""
-_MOST_SENT_BYTES = {"tokenizer_config.json": MOST_CONFIG_BYTES, "chat_template.jinja": 1 << 20}
+_MAX_SENT_BYTES = {"tokenizer_config.json": MAX_CONFIG_BYTES, "chat_template.jinja": 1 << 20}
 """Of files that go to coordinators as they are."""
-_MOST_END_IDS = 256
+_MAX_END_IDS = 256
 
 _RECURRENT_LAYER_TYPES = frozenset(
     {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2", "recurrent"}
@@ -96,7 +96,7 @@ def _opened(folder: Path) -> Checkpoint:
     weights = find_weights(folder)
     check_numbers(folder / CONFIG_FILE, config, weights.tensor_count)
     _check_tokenizer_file(folder)
-    for name, max_bytes in _MOST_SENT_BYTES.items():
+    for name, max_bytes in _MAX_SENT_BYTES.items():
         if (folder / name).is_file():
             check_size(folder / name, max_bytes)
     return Checkpoint(folder, architecture, model_type, config, weights, eos_token_ids(folder))
@@ -143,7 +143,7 @@ def _check_tokenizer_file(folder: Path) -> Path:
         raise ModelFolderError(
             f"the model folder {folder} has no {TOKENIZER_FILE}, which is needed to compare vocabularies"
         )
-    check_size(path, _MOST_TOKENIZER_BYTES)
+    check_size(path, _MAX_TOKENIZER_BYTES)
     return path
 
 
@@ -191,11 +191,11 @@ def recurrent_state_error(folder: Path, architecture: str) -> ModelFolderError:
 
 def _ids(path: Path, value: object) -> tuple[int, ...]:
     values = value if isinstance(value, list) else [value]
-    if len(values) > _MOST_END_IDS or not all(
+    if len(values) > _MAX_END_IDS or not all(
         isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in values
     ):
         raise ModelFolderError(
             f"the file {path} has eos_token_id {shortened(value)}; it should be an id or a list of up to "
-            f"{_MOST_END_IDS} ids"
+            f"{_MAX_END_IDS} ids"
         )
     return tuple(values)

@@ -16,9 +16,9 @@ _SIZES = frozenset(
         "num_key_value_heads", "head_dim",
     }
 )  # fmt: skip
-_MOST_LAYERS = 4096
-_MOST_EXPERTS = 4096
-_MOST_SIZE = (1 << 31) - 1
+_MAX_LAYERS = 4096
+_MAX_EXPERTS = 4096
+_MAX_SIZE = (1 << 31) - 1
 
 
 def check_numbers(path: Path, config: Mapping[str, Any], tensor_count: int) -> None:
@@ -42,19 +42,19 @@ def check_numbers(path: Path, config: Mapping[str, Any], tensor_count: int) -> N
 def _wrong(section: Mapping[str, Any], tensor_count: int) -> Iterator[str]:
     for name, value in section.items():
         if name in _LAYERS:
-            most = min(_MOST_LAYERS, max(tensor_count, 1))
-            yield from _outside(name, value, most, f", the checkpoint having {tensor_count} tensors")
+            maximum = min(_MAX_LAYERS, max(tensor_count, 1))
+            yield from _outside(name, value, maximum, f", the checkpoint having {tensor_count} tensors")
         elif name in _EXPERTS:
-            yield from _outside(name, value, _MOST_EXPERTS, least=0)
+            yield from _outside(name, value, _MAX_EXPERTS, minimum=0)
         elif name in _SIZES:
-            yield from _outside(name, value, _MOST_SIZE)
+            yield from _outside(name, value, _MAX_SIZE)
 
 
-def _outside(name: str, value: object, most: int, why: str = "", least: int = 1) -> Iterator[str]:
+def _outside(name: str, value: object, maximum: int, why: str = "", minimum: int = 1) -> Iterator[str]:
     """Reason why the value is no such number. Some configs have one per layer, and null where it is derived."""
     for number in value if isinstance(value, list) else [value]:
         if number is None:
             continue
-        if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
-            yield f"{name} is {str(number)[:40]!r} and must be a whole number from {least} to {most}{why}"
+        if isinstance(number, bool) or not isinstance(number, int) or not minimum <= number <= maximum:
+            yield f"{name} is {str(number)[:40]!r} and must be a whole number from {minimum} to {maximum}{why}"
             return

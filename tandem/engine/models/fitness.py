@@ -17,7 +17,7 @@ from tandem.errors import ModelFolderError
 
 logger = logging.getLogger(__name__)
 
-_MOST_GAIN = 2
+_MAX_GAIN = 2
 """Maximum ratio of a model's numbers to those in its files; loading reports missing ones by name."""
 _LONGEST_REASON = 300
 
@@ -41,7 +41,7 @@ def check_value_count(checkpoint: Checkpoint, config: Any) -> None:
             f"the file {checkpoint.folder / CONFIG_FILE} describes no {checkpoint.architecture}: {first_line(error)}"
         ) from error
     count = sum(parameter.numel() for parameter in module.parameters())
-    if count > _MOST_GAIN * checkpoint.weights.value_count:
+    if count > _MAX_GAIN * checkpoint.weights.value_count:
         raise ModelFolderError(
             f"the weights in {checkpoint.folder} do not fit {checkpoint.architecture}: {CONFIG_FILE} describes a model "
             f"of {count} parameters, and the files hold {checkpoint.weights.value_count}"
@@ -49,7 +49,7 @@ def check_value_count(checkpoint: Checkpoint, config: Any) -> None:
 
 
 def end_ids_within(checkpoint: Checkpoint, vocabulary_size: int) -> tuple[int, ...]:
-    """The end-of-sequence ids that the model can say; a warning names the others, with which no text would ever end."""
+    """Return the end-of-sequence ids within the vocabulary; a warning names the others, which can never occur."""
     beyond = [str(token_id) for token_id in checkpoint.eos_token_ids if token_id >= vocabulary_size]
     if beyond:
         logger.warning(
@@ -70,12 +70,12 @@ def check_finite(module: nn.Module, checkpoint: Checkpoint) -> None:
         ModelFolderError: with the name of the first such tensor.
     """
     weights, buffers = _extremes(module.named_parameters()), _extremes(module.named_buffers())
-    wrong = [name for name, (least, most) in weights.items() if not (isfinite(least) and isfinite(most))]
+    wrong = [name for name, (low, high) in weights.items() if not (isfinite(low) and isfinite(high))]
     if wrong:
         raise ModelFolderError(
             f"the weights in {checkpoint.folder} hold NaN or infinity as {module.dtype}: {first_of(wrong)}"
         )
-    wrong = [name for name, (least, most) in buffers.items() if isnan(least) or most == inf]
+    wrong = [name for name, (low, high) in buffers.items() if isnan(low) or high == inf]
     if wrong:
         raise ModelFolderError(
             f"the file {checkpoint.folder / CONFIG_FILE} describes a model that cannot be: of its numbers come NaN or "
@@ -89,9 +89,7 @@ def _extremes(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[float, flo
     if not tensors:
         return {}
     both = [torch.stack(torch.aminmax(_comparable(tensor))).float() for tensor in tensors.values()]
-    return {
-        name: (least, most) for name, (least, most) in zip(tensors, torch.stack(both).tolist(), strict=True)
-    }
+    return {name: (low, high) for name, (low, high) in zip(tensors, torch.stack(both).tolist(), strict=True)}
 
 
 def _comparable(tensor: Tensor) -> Tensor:

@@ -8,11 +8,11 @@ from typing import Any
 
 from tandem.errors import ModelFolderError
 
-MOST_CONFIG_BYTES = 16 << 20
+MAX_CONFIG_BYTES = 16 << 20
 """Of config.json, generation_config.json and tokenizer_config.json. Published ones have up to some hundred KiB."""
 
 
-def read_object(path: Path, why: str, max_bytes: int = MOST_CONFIG_BYTES) -> dict[str, Any]:
+def read_object(path: Path, why: str, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """The JSON object in a file.
 
     Args:

@@ -22,9 +22,9 @@ WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 _PICKLE_PATTERNS = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 _SUFFIX = ".safetensors"
 _HEADER_LENGTH_BYTES = 8
-_MOST_HEADER_BYTES = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000
 """The format's own bound."""
-_MOST_INDEX_BYTES = 100_000_000
+_MAX_INDEX_BYTES = 100_000_000
 _LONGEST_REASON = 200
 
 
@@ -74,7 +74,7 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _sharded_files(index: Path) -> tuple[Path, ...]:
-    weight_map = read_object(index, "it was just there", _MOST_INDEX_BYTES).get("weight_map")
+    weight_map = read_object(index, "it was just there", _MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelFolderError(
             f"the file {index} should have a 'weight_map' from tensor names to files, but has none"
@@ -138,10 +138,10 @@ def _check_whole(path: Path) -> None:
                 f"the file {path} is truncated or not safetensors: its header should end at byte {data_start}, "
                 f"but the file has {size} bytes"
             )
-        if header_length > _MOST_HEADER_BYTES:
+        if header_length > _MAX_HEADER_BYTES:
             raise ModelFolderError(
                 f"the file {path} is not safetensors: its header has {header_length} bytes; the format allows "
-                f"{_MOST_HEADER_BYTES}"
+                f"{_MAX_HEADER_BYTES}"
             )
         header = file.read(header_length)
     expected = data_start + _data_length(path, header)

@@ -1,4 +1,4 @@
-"""Answers of a stream together with what its sequence pushes unasked."""
+"""Answers to the requests of a stream, and messages that its sequence pushes in between."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ async def answered(
     """Answer one request after the other, and pass on what is pushed between them.
 
     Args:
-        requests: What is asked. Their end is the stream's end.
-        answer: Answers a request; None for no answer.
-        pushed: What is pushed, or an error that ends the stream; None where nothing ever is.
-        translate: Makes a message of it.
+        requests: The requests. The stream ends with them.
+        answer: Answers a request; may return None for no answer.
+        pushed: Messages to push, or an error that ends the stream; None for a stream without pushes.
+        translate: Turns a pushed value into a message.
 
     Raises:
-        Exception: whatever was pushed as an error, or `answer` raised.
+        Exception: An error that was pushed, or that `answer` raised.
     """
     if pushed is None:
         async for request in requests:
             if (response := await answer(request)) is not None:
                 yield response
         return
-    asked, push = asyncio.ensure_future(_next(requests)), asyncio.ensure_future(pushed.get())
+    arriving, push = asyncio.ensure_future(_next(requests)), asyncio.ensure_future(pushed.get())
     try:
         while True:
-            await asyncio.wait((asked, push), return_when=asyncio.FIRST_COMPLETED)
-            # A request first: what was pushed before it is out of date.
-            if asked.done():
-                if not (taken := asked.result()):
+            await asyncio.wait((arriving, push), return_when=asyncio.FIRST_COMPLETED)
+            # Requests take precedence: they make earlier pushes obsolete.
+            if arriving.done():
+                if not (taken := arriving.result()):
                     return
                 response = await answer(taken[0])
-                asked = asyncio.ensure_future(_next(requests))
+                arriving = asyncio.ensure_future(_next(requests))
             else:
                 drafted, push = push.result(), asyncio.ensure_future(pushed.get())
                 response = translate(_no_error(drafted))
             if response is not None:
                 yield response
     finally:
-        await _dropped(asked, push)
+        await _cancel(arriving, push)
 
 
 def _no_error(drafted: PushT | Exception) -> PushT:
@@ -58,15 +58,15 @@ def _no_error(drafted: PushT | Exception) -> PushT:
     return drafted
 
 
-async def _dropped(*tasks: asyncio.Future[Any]) -> None:
-    """End the tasks, whatever they were waiting for."""
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel the tasks and wait for their end."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _next(requests: AsyncIterator[RequestT]) -> tuple[RequestT, ...]:
-    """The next request; empty at the end."""
+    """Return the next request; an empty tuple at the end."""
     async for request in requests:
         return (request,)
     return ()

@@ -1,4 +1,4 @@
-"""Results of rounds, for tests of what receives them."""
+"""Results of rounds, for tests of their receivers."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.settings import EngineSettings
 from tandem.errors import InvalidRequestError
 from tandem.types import (
+    MAX_AHEAD_TOKENS,
     AheadBudget,
     Delta,
     DraftedOutcomes,
@@ -261,6 +262,26 @@ async def test_a_rounds_messages_are_bounded(model: MakeModel, options: DraftOpt
     if options is SUPPORT:
         assert size > 0.8 * most
         assert 16 > widths[-1] > 0
+
+
+async def test_of_what_nobody_reads_one_round_is_kept(model: MakeModel) -> None:
+    """However many rounds are granted, as by a coordinator that reads nothing."""
+    async with proposing(model("llama")) as proposer, proposer.sequence(GREEDY) as sequence:
+        assert sequence.pushed is not None
+        for _ in range(12):
+            await proposed(sequence, ProposeStep(Delta(0, PROMPT), K, BUDGET))
+            await until(lambda: sequence.pushed is not None and not sequence.pushed.empty(), SECONDS)
+            assert sequence.pushed.qsize() <= K
+
+
+async def test_nothing_is_drafted_ahead_of_what_is_longer_than_a_proposal_may_be(model: MakeModel) -> None:
+    """Reading it would take a row of logits for each of its tokens, whatever a coordinator says that it proposed."""
+    long = tuple(i % VOCABULARY_SIZE for i in range(MAX_AHEAD_TOKENS + 2))
+    async with proposing(model("llama")) as proposer, proposer.sequence(GREEDY) as sequence:
+        assert sequence.pushed is not None
+        for proposed_count, are_drafted in ((MAX_AHEAD_TOKENS + 1, False), (MAX_AHEAD_TOKENS, True)):
+            assert await sequence.propose(ProposeStep(Delta(0, long), 0, BUDGET, proposed_count)) is None
+            assert (sequence._ahead is not None and sequence._ahead._round is not None) == are_drafted
 
 
 async def test_a_released_sequence_is_not_drafted_for(model: MakeModel) -> None:

@@ -53,10 +53,12 @@ def _layer_call(layer: LayerCache, shape: LayerGeometry) -> AttentionCall:
 def places(packing: Packing) -> list[int]:
     """Where a step's tokens belong, as the kernel reads it (`segments` in attention.h)."""
     if isinstance(packing, BranchPacking):
-        step, count = packing.step, packing.token_count
-        width = len(step.trunk_lengths)
-        head = (-1, packing.start, packing.written, count, packing.trunk_end, width)
-        return [*head, *step.trunk_lengths[:count]]
+        numbers = [-len(packing.parts)]
+        for part in packing.parts:
+            sequence, lengths = part.sequence, part.step.trunk_lengths
+            numbers += (sequence.extent.start, part.written, part.count, sequence.length, len(lengths))
+            numbers += lengths[: part.count]
+        return numbers
     segments = packing.segments
     numbers = [len(segments)]
     for segment in segments:

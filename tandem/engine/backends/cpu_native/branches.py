@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence as SequenceOf
 
 from torch import Tensor
 
-from tandem.engine.backends.branches import BranchPacking, BranchStep, EagerBranches, clear_room
+from tandem.engine.backends.branches import BranchPacking, EagerBranches, SequenceBranches, clear_room
 from tandem.engine.backends.cpu_native.plans.planned_steps import PlannedSteps
 from tandem.engine.backends.trial import Reference
 from tandem.engine.kv_cache.arena import KvArena
-from tandem.engine.kv_cache.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -28,16 +28,18 @@ class NativeBranches:
         self._is_trusted: bool | None = None
         """None before the trial, which takes a step with tokens of its own behind the trunk."""
 
-    def run(self, sequence: Sequence, step: BranchStep) -> Tensor:
+    def run(self, parts: SequenceOf[SequenceBranches]) -> Tensor:
         """See `BranchRunner`."""
         if self._is_trusted is False:
-            return self._eager.run(sequence, step)
-        clear_room(self._arena, sequence, step)
-        logits = self._plans.replay(BranchPacking(sequence, step), range(len(step.token_ids)))
+            return self._eager.run(parts)
+        for part in parts:
+            clear_room(self._arena, part)
+        packing = BranchPacking(parts)
+        logits = self._plans.replay(packing, range(packing.token_count))
         if logits is None:
-            return self._eager.run(sequence, step)
-        if self._is_trusted is None and step.depth:
-            return self._tried(logits, self._eager.run(sequence, step))
+            return self._eager.run(parts)
+        if self._is_trusted is None and any(part.step.depth for part in parts):
+            return self._tried(logits, self._eager.run(parts))
         return logits
 
     def _tried(self, logits: Tensor, expected: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the doctor says of what is known."""
+"""Findings of the doctor for a cluster in a known state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTINGS = CoordinatorSettings(target_address="127.0.0.1:1", draft_address="127.
 
 
 def figures(*accepted: int, of: int = 1000) -> SpeculationStats:
-    """Proposals of as many tokens as there are numbers: how many were accepted at each position."""
+    """Statistics of proposals with this many accepted tokens at each position."""
     reached = (of, *accepted)
     positions = [PositionStats(of, reached[index], count) for index, count in enumerate(accepted)]
     return SpeculationStats(of, of * len(accepted), sum(accepted), positions)
@@ -64,13 +64,13 @@ def found(subject: Status, check: str, settings: CoordinatorSettings = SETTINGS)
     return [finding for finding in diagnose(subject, settings) if finding.check == check]
 
 
-def test_a_healthy_cluster_has_nothing_but_fine_findings() -> None:
+def test_a_healthy_cluster_has_only_ok_findings() -> None:
     findings = [*diagnose(status(TARGET, DRAFT), SETTINGS)]
     assert {finding.severity for finding in findings} == {Severity.OK}
     assert all(not finding.advice for finding in findings)
 
 
-def test_speculation_that_does_not_pay_is_told_with_the_figures_that_decided_it() -> None:
+def test_speculation_without_gain_is_reported_with_the_deciding_numbers() -> None:
     subject = status(TARGET, DRAFT, state=SPECULATION_OFF)
     (finding,) = found(subject, "speculation")
     assert finding.severity is Severity.WARNING
@@ -78,7 +78,7 @@ def test_speculation_that_does_not_pay_is_told_with_the_figures_that_decided_it(
     assert "a smaller one" in finding.advice
 
 
-def test_a_slow_draft_that_guesses_well_is_not_called_a_bad_guesser() -> None:
+def test_a_slow_but_accurate_draft_is_reported_as_slow() -> None:
     slow = replace(DRAFT, step_seconds=0.12)  # 30 ms a token, where a verification takes 20
     finding = acceptance(status(TARGET, slow, said=figures(800, 640, 512, 410)))
     assert "smaller one" in finding.advice
@@ -87,7 +87,7 @@ def test_a_slow_draft_that_guesses_well_is_not_called_a_bad_guesser() -> None:
     assert "trained" in bad.advice
 
 
-def test_whatever_is_not_fine_comes_with_advice_or_a_reason() -> None:
+def test_every_problem_comes_with_advice_or_a_reason() -> None:
     down = replace(DRAFT, state=ReplicaState.DOWN, reason="it does not answer")
     for finding in diagnose(status(replace(TARGET, state=ReplicaState.DRAINING), down), SETTINGS):
         if finding.severity is not Severity.OK and finding.check != "drafts":
@@ -109,7 +109,7 @@ def test_no_target_is_a_problem_and_no_draft_a_warning() -> None:
     assert off.advice == "tandem admin config set speculation true"
 
 
-def test_models_versions_and_round_trips_are_looked_at() -> None:
+def test_models_versions_and_round_trips_are_checked() -> None:
     other = replace(DRAFT, model=replace(SMALL, tokenizer_hash="other"))
     (finding,) = found(status(TARGET, other), "models")
     assert (finding.severity, "has another tokenizer" in finding.detail) == (Severity.WARNING, True)
@@ -123,7 +123,7 @@ def test_models_versions_and_round_trips_are_looked_at() -> None:
     assert finding.severity is Severity.WARNING, "plain text to another machine"
 
 
-def test_the_rule_is_named_for_what_it_is() -> None:
+def test_the_finding_describes_the_rule() -> None:
     assert found(status(TARGET, DRAFT, rule="auto"), "rule")[0].detail.startswith(
         "auto: the fastest of block, strict"
     )
@@ -131,18 +131,18 @@ def test_the_rule_is_named_for_what_it_is() -> None:
     assert "not distributed" in found(status(TARGET, DRAFT, rule="typical-acceptance"), "rule")[0].detail
 
 
-def test_requests_that_wait_are_told() -> None:
+def test_waiting_requests_are_reported() -> None:
     waiting = replace(status(TARGET, DRAFT), load=Load(256, 3))
     assert found(waiting, "load")[0].severity is Severity.WARNING
 
 
-def test_little_says_nothing_about_acceptance() -> None:
+def test_few_proposed_tokens_give_no_verdict_on_acceptance() -> None:
     finding = acceptance(status(TARGET, DRAFT, said=figures(0, 0, of=20)))
     assert finding.severity is Severity.OK
     assert "too few to judge" in finding.detail
 
 
-def test_a_draft_that_does_not_pay_is_told() -> None:
+def test_a_draft_without_gain_is_reported() -> None:
     finding = acceptance(status(TARGET, DRAFT, said=figures(20, 1, 0, 0)))
     assert finding.severity is Severity.WARNING
     assert "tandem admin config set speculation false" in finding.advice
@@ -155,27 +155,27 @@ def test_a_better_number_of_tokens_is_suggested() -> None:
     assert finding.advice.endswith("tandem admin config set num_speculative_tokens 1")
 
 
-def test_without_times_a_low_rate_is_enough_to_warn() -> None:
+def test_without_step_times_a_low_acceptance_rate_is_a_warning() -> None:
     untimed = replace(DRAFT, step_seconds=None)
     assert acceptance(status(TARGET, untimed, said=figures(200, 20, 2, 0))).severity is Severity.WARNING
     assert acceptance(status(TARGET, untimed)).severity is Severity.OK
 
 
 @given(st.lists(st.floats(0.0, 1.0), max_size=8), st.floats(0.001, 2.0))
-def test_the_gain_is_what_the_theorem_says(rates: list[float], cost: float) -> None:
+def test_the_gain_agrees_with_the_theorem(rates: list[float], cost: float) -> None:
     cumulative = sorted(rates, reverse=True)
     expected_tokens = 1 + sum(cumulative)
     assert gain(cumulative, cost) == pytest.approx(expected_tokens / (len(rates) * cost + 1))
     assert gain([], cost) == 1.0
 
 
-def test_the_cost_is_that_of_one_token_in_verifications() -> None:
+def test_the_cost_of_a_draft_token_is_measured_in_verifications() -> None:
     assert relative_cost((TARGET, DRAFT), 4) == pytest.approx(0.004 / 4 / 0.020)
     assert relative_cost((TARGET,), 4) is None
     assert cumulative_rates(figures(800, 640)) == [0.8, 0.64]
 
 
-def test_the_last_target_is_the_one_that_no_other_stands_in_for() -> None:
+def test_the_last_target_is_the_only_one_that_takes_sequences() -> None:
     second = replace(TARGET, address="127.0.0.1:3")
     assert is_last_target(TARGET, (TARGET, DRAFT))
     assert not is_last_target(TARGET, (TARGET, second))

@@ -1,4 +1,4 @@
-"""A coordinator at one moment, as nothing but data."""
+"""The state of a coordinator at one moment, as plain data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Named coordinators: kept in a file, and stronger or weaker than what else is said."""
+"""Named coordinators are kept in a file; options, environment and context take effect in a fixed order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     return Commands(monkeypatch, capsys)
 
 
-def test_contexts_are_made_used_and_forgotten(commands: Commands, tmp_path: Path) -> None:
+def test_contexts_are_created_used_and_deleted(commands: Commands, tmp_path: Path) -> None:
     assert commands.succeed("context", "list", "-o", "json") == "[]\n"
     commands.succeed("context", "set", "here", "--address", "127.0.0.1:1")
     commands.succeed("context", "set", "there", "--address", "there:2", "--tls-ca-file", "ca.pem")
@@ -41,28 +41,30 @@ def test_contexts_are_made_used_and_forgotten(commands: Commands, tmp_path: Path
     assert read_contexts() == Contexts(read_contexts().path, "", {"here": {"address": "127.0.0.1:1"}})
 
 
-def test_a_context_that_is_not_there(commands: Commands) -> None:
+def test_an_unknown_context_is_refused(commands: Commands) -> None:
     commands.succeed("context", "set", "here", "--address", "127.0.0.1:1")
     for words in (("context", "use", "x"), ("context", "delete", "x"), ("admin", "status", "--context", "x")):
         assert "there is no context 'x'; " in commands.fail(2, *words)
     assert "nothing was given" in commands.fail(2, "context", "set", "new")
 
 
-def test_what_the_environment_says_is_not_kept(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_from_the_environment_are_not_stored(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TANDEM_CLIENT_TOKEN", "a-secret-of-mine")
     commands.succeed("context", "set", "here", "--address", "127.0.0.1:1")
     assert read_contexts().get("here") == {"address": "127.0.0.1:1"}
 
 
 @pytest.mark.parametrize("content", ["[1, 2]", "contexts: [a]", "contexts: {a: 1}", "a: [", "\t"])
-def test_a_file_that_holds_something_else(commands: Commands, tmp_path: Path, content: str) -> None:
+def test_an_invalid_context_file_is_refused(commands: Commands, tmp_path: Path, content: str) -> None:
     path = tmp_path / "config" / "tandem" / "config.yaml"
     path.parent.mkdir(parents=True)
     path.write_text(content, encoding="utf-8")
     assert str(path) in commands.fail(2, "context", "list")
 
 
-def test_the_stronger_place_decides() -> None:
+def test_options_override_the_environment_which_overrides_the_context() -> None:
     assert merged({}, set(), CONTEXTS) == {"address": "a:1"}
     assert merged({"address": "env:1"}, set(), CONTEXTS)["address"] == "env:1"
     named = {"address": "env:1", "context": "there"}

@@ -1,4 +1,4 @@
-"""What `tandem up` starts for what it is told, and what it refuses before it starts anything."""
+"""The processes that `tandem up` starts for its options, and the options that it refuses before it starts anything."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.paths import DEMO_DRAFT, DEMO_TARGET
 
 
 def value(words: list[str] | None, option: str) -> str | None:
-    """What follows the option; None where it is not given."""
+    """Return the value of the option; None without the option."""
     assert words is not None
     return words[words.index(option) + 1] if option in words else None
 
@@ -38,14 +38,14 @@ def value(words: list[str] | None, option: str) -> str | None:
         (UpOptions(target=str(DEMO_TARGET), draft=str(DEMO_DRAFT)), str(DEMO_DRAFT), None),
     ],
 )
-def test_the_draft_is_what_was_named(options: UpOptions, model: str | None, method: str | None) -> None:
+def test_the_named_draft_is_started(options: UpOptions, model: str | None, method: str | None) -> None:
     arguments = service_arguments(options)
     assert (value(arguments.draft, "--model"), value(arguments.draft, "--method")) == (model, method)
     assert value(arguments.target, "--model") == str(DEMO_TARGET)
 
 
 @pytest.mark.parametrize("name", ["smollm2", "owner/model"])
-def test_a_model_by_name_is_drafted_without_one(name: str) -> None:
+def test_a_named_model_gets_a_draft_without_a_model(name: str) -> None:
     arguments = service_arguments(UpOptions(model=name))
     assert value(arguments.target, "--model") == name
     assert value(arguments.draft, "--method") == "suffix"
@@ -61,11 +61,11 @@ def test_a_model_may_take_longer_to_load_than_a_lone_coordinator_waits(
     assert option not in service_arguments(UpOptions()).coordinator
 
 
-def test_no_draft_is_no_process() -> None:
+def test_no_draft_starts_no_draft_process() -> None:
     assert service_arguments(UpOptions(draft="none")).draft is None
 
 
-def test_the_services_understand_what_they_are_given(tmp_path: Path) -> None:
+def test_the_services_accept_their_arguments(tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
     template.touch()
     options = UpOptions(
@@ -117,7 +117,7 @@ def test_http_takes_another_port_where_its_own_is_taken(monkeypatch: pytest.Monk
     assert not without.has_http
 
 
-def test_http_is_answered_where_people_look_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_http_listens_on_the_default_port(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -145,7 +145,7 @@ def test_http_is_answered_where_people_look_for_it(monkeypatch: pytest.MonkeyPat
         (("--config-file", "no-such.toml"), "no-such.toml"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_starts(
+def test_conflicting_options_are_refused_before_anything_starts(
     words: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert sentence in Commands(monkeypatch, capsys).fail(2, "up", *words)

@@ -1,4 +1,4 @@
-"""How commands are called, and what they say when they are called wrongly."""
+"""How commands are called, and their errors for wrong calls."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         (("admin", "config", "set", "relaxed_topk"), "relaxed_topk has no value"),
     ],
 )
-def test_a_wrong_call_is_one_sentence(commands: Commands, words: tuple[str, ...], sentence: str) -> None:
+def test_a_wrong_call_is_answered_with_one_sentence(
+    commands: Commands, words: tuple[str, ...], sentence: str
+) -> None:
     assert sentence.lower() in commands.fail(2, *words).lower()
 
 
@@ -71,7 +73,7 @@ def test_a_group_alone_shows_its_help(commands: Commands) -> None:
         assert "Commands:" in ran.err
 
 
-def test_the_version_is_told(commands: Commands) -> None:
+def test_version_prints_the_version(commands: Commands) -> None:
     assert commands.succeed("--version") == f"tandem {__version__}\n"
 
 
@@ -102,7 +104,7 @@ def test_help_has_examples_and_every_option_of_the_connection(commands: Commands
             assert f"TANDEM_CLIENT_{name.upper()}" in re.sub(r"\s", "", text)
 
 
-def test_the_help_of_admin_tells_the_exit_codes(commands: Commands) -> None:
+def test_the_help_of_admin_lists_the_exit_codes(commands: Commands) -> None:
     text = commands.succeed("admin", "--help")
     assert re.search(r"3  unhealthy\n +4  not reachable\n +5  refused", text)
     for verb in ADMIN:
@@ -125,7 +127,7 @@ def test_the_shell_completes_verbs(shell: str) -> None:
     assert "status" not in result.stdout
 
 
-def test_the_shell_is_not_bothered_when_nobody_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completion_is_silent_when_the_coordinator_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {
         "_TANDEM_COMPLETE": "complete_bash",
         "COMP_WORDS": "tandem admin replicas show 1",

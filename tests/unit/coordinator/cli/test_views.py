@@ -1,4 +1,4 @@
-"""What a person sees: aligned, calm, and within the width of a terminal."""
+"""Output for people is aligned and fits the width of a terminal."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_replica_has_one_row() -> None:
         assert sum(line.startswith(f"{shown.role.value:8}{shown.address}") for line in lines) == 1
 
 
-def test_what_programs_read_is_of_types_that_json_has() -> None:
+def test_output_for_programs_consists_of_json_types() -> None:
     told = plain(STATUS)
     assert told["state"] == "degraded"
     assert told["time"] == "2026-11-21T12:30:05.250+00:00"
@@ -71,11 +71,11 @@ def test_clocks_are_compared_halfway_through_the_call(apart: float, severity: Se
     assert clock(NOW, took, told).severity is severity
 
 
-def test_a_slow_answer_is_no_proof_of_a_wrong_clock() -> None:
+def test_a_slow_answer_gives_no_verdict_on_the_clock() -> None:
     assert clock(NOW, 10.0, NOW + timedelta(seconds=9.9)).severity is Severity.OK
 
 
-def test_other_findings_from_here() -> None:
+def test_other_findings_of_the_client() -> None:
     assert distance(0.001).severity is Severity.OK
     assert distance(0.5).severity is Severity.WARNING
     assert version(Diagnosis("9.9.9", NOW, ())).severity is Severity.WARNING

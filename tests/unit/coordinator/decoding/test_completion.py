@@ -1,4 +1,4 @@
-"""A completion ends where it must, and drops what lies past its end."""
+"""A completion ends at its limit, and drops the tokens past its end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def extend(target: Completion, proposed: tuple[int, ...], accepted: int, next_to
     return target.extend(Proposal(target.length, proposed), Acceptance(accepted, next_token, kind))
 
 
-def test_accepted_tokens_and_the_one_after_them() -> None:
+def test_accepted_tokens_and_the_next_one_are_committed() -> None:
     target = completion()
     chunk = extend(target, (10, 11, 12), 2, next_token=20)
     assert target.token_ids == [5, 6, 10, 11, 20]
@@ -53,7 +53,7 @@ def test_accepted_tokens_and_the_one_after_them() -> None:
     assert target.can_extend
 
 
-def test_a_chunk_tells_whether_its_proposal_was_drafted_ahead() -> None:
+def test_a_chunk_is_marked_if_its_proposal_was_drafted_ahead() -> None:
     target, acceptance = completion(), Acceptance(1, 7, NextToken.BONUS)
     assert target.extend(Proposal(2, (10,), outcome_rank=0), acceptance).drafted_ahead
     assert not target.extend(Proposal(4, (10,)), acceptance).drafted_ahead
@@ -86,7 +86,7 @@ def test_end_of_sequence_can_be_ignored() -> None:
 
 
 @pytest.mark.parametrize(("max_length", "max_tokens"), [(5, 50), (100, 3)])
-def test_a_limit_reached_inside_the_accepted_run(max_length: int, max_tokens: int) -> None:
+def test_a_limit_inside_the_accepted_run_ends_the_completion(max_length: int, max_tokens: int) -> None:
     target = completion(max_length=max_length, max_tokens=max_tokens)
     assert target.room == 3
     chunk = extend(target, (10, 11, 12, 13), 4)
@@ -118,7 +118,7 @@ STOP_ID = 40
 
 
 def ending(**limits: Any) -> Completion:
-    """A completion with a stop token id, and what else a test wants of its end."""
+    """Return a completion with a stop token id and further options."""
     stop_strings = StopStrings(limits.pop("stop", ()), included=limits.pop("included", False))
     made = Limits(100, 50, **({"eos_token_ids": {EOS}, "stop_token_ids": {STOP_ID}} | limits))
     return Completion((5, 6), made, Detokenizer(TOKENIZER), stop_strings, request_id="r", seed=0)
@@ -136,7 +136,7 @@ def test_a_stop_token_ends_the_completion_before_its_text() -> None:
     assert (summary_of(chunk).finish_reason, summary_of(chunk).stop_reason) == (FinishReason.STOP, STOP_ID)
 
 
-def test_a_stop_token_may_be_told() -> None:
+def test_the_stop_token_can_be_included() -> None:
     chunk = extend(ending(included=True), (10, STOP_ID), 2)
     assert chunk.text == TOKENIZER.decode([10, STOP_ID])
 
@@ -152,14 +152,14 @@ def test_an_end_of_sequence_has_no_stop_reason() -> None:
     assert summary_of(extend(ending(stop_token_ids={EOS}), (EOS,), 1)).stop_reason is None
 
 
-def test_a_stop_string_may_be_told() -> None:
+def test_the_stop_string_can_be_included() -> None:
     token_ids = ids_of("ab") + ids_of("cd") + ids_of("zz")
     chunk = extend(ending(stop=("cd",), included=True), token_ids, len(token_ids))
     assert chunk.text == "abcd"
     assert summary_of(chunk).stop_reason == "cd"
 
 
-def test_nothing_but_a_limit_ends_a_completion_before_its_least_number_of_tokens() -> None:
+def test_only_a_limit_ends_a_completion_before_min_tokens() -> None:
     target = ending(min_tokens=3, stop=("cd",))
     (c,), (d,) = ids_of("c"), ids_of("d")
     chunk = extend(target, (c, d, STOP_ID), 3, next_token=EOS)
@@ -169,7 +169,7 @@ def test_nothing_but_a_limit_ends_a_completion_before_its_least_number_of_tokens
     assert summary_of(extend(ending(min_tokens=1), (STOP_ID, STOP_ID, 10), 3)).completion_tokens == 2
 
 
-def test_what_was_held_back_comes_out_when_the_end_is_a_limit() -> None:
+def test_held_back_text_is_emitted_when_a_limit_ends_the_completion() -> None:
     target = completion(stop=("cd",), max_tokens=1)
     (token_id,) = ids_of("c")
     assert extend(target, (), 0, next_token=token_id).text == "c"

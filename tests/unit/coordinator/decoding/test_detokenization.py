@@ -1,4 +1,4 @@
-"""Text as it comes: whole characters only, nothing past a stop string, nothing lost."""
+"""Streamed text consists of whole characters, ends before a stop string, and loses nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pieces_of(token_ids: list[int]) -> list[str]:
 
 
 @given(st.text(max_size=40))
-def test_whole_text_comes_back_and_no_piece_ends_inside_a_character(text: str) -> None:
+def test_the_pieces_add_up_to_the_text_and_none_ends_inside_a_character(text: str) -> None:
     pieces = pieces_of(TOKENIZER.encode(text).ids)
     assert "".join(pieces) == text
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
@@ -33,14 +33,14 @@ def test_a_character_cut_off_at_the_end_is_left_out() -> None:
 
 
 @given(st.lists(st.integers(1, TOKENIZER.get_vocab_size() - 1), max_size=30))
-def test_any_ids_give_the_text_that_decoding_them_at_once_gives(token_ids: list[int]) -> None:
+def test_streamed_text_equals_the_text_decoded_at_once(token_ids: list[int]) -> None:
     whole: str = TOKENIZER.decode(token_ids)
     text = "".join(pieces_of(token_ids))
     assert whole.startswith(text)
     assert set(whole[len(text) :]) <= {"\ufffd"}
 
 
-def test_end_of_text_is_no_text() -> None:
+def test_the_end_of_text_token_adds_no_text() -> None:
     assert END_OF_TEXT is not None
     assert pieces_of([END_OF_TEXT]) == ["", ""]
 
@@ -58,7 +58,7 @@ def test_end_of_text_is_no_text() -> None:
         ([], ["abc"], "abc"),
     ],
 )
-def test_stop_strings(stop: list[str], pieces: list[str], expected: str) -> None:
+def test_a_stop_string_ends_the_text_before_it(stop: list[str], pieces: list[str], expected: str) -> None:
     stop_strings = StopStrings(stop)
     text = ""
     for piece in pieces:

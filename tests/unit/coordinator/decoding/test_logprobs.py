@@ -1,4 +1,4 @@
-"""Log probabilities: what dense rows tell of the tokens that a round keeps."""
+"""Log probabilities of committed tokens, from dense rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOGITS = arrays(np.float32, 12, elements=st.floats(-30, 30, width=32))
 
 
 @given(LOGITS, st.integers(0, 11), st.integers(0, 20))
-def test_they_are_logarithms_of_a_distribution_and_the_top_is_the_top(
+def test_logprobs_are_those_of_the_distribution_and_top_tokens_come_first(
     logits: Float32Array, token_id: int, count: int
 ) -> None:
     (position,) = token_logprobs(Verification(3, (DenseRow(logits),)), [token_id], count)
@@ -50,7 +50,7 @@ def test_each_kept_token_is_looked_up_in_its_own_row() -> None:
     assert [position.logprob for position in chunk.logprobs] == pytest.approx([0.0, -50.0])
 
 
-def test_what_the_completions_end_drops_has_none() -> None:
+def test_dropped_tokens_have_no_logprobs() -> None:
     row = DenseRow(np.zeros(4, np.float32))
     recorder = LogprobsRecorder(0)
     accept = recorder.recording(lambda proposal, verification: Acceptance(2, 3, NextToken.BONUS))

@@ -1,4 +1,4 @@
-"""The round loop with scripted fakes: whatever is proposed, what comes out is what the target says."""
+"""The round loop with scripted fakes: the output is the target's, whatever the draft proposes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass
 class ScriptedTarget:
-    """Always goes on with the same text, and notes the calls."""
+    """Continues a fixed text, and records the calls."""
 
     says: list[int]
     asked: list[int] = field(default_factory=list)
@@ -35,7 +35,7 @@ class ScriptedTarget:
 
 @dataclass
 class ScriptedDrafter:
-    """Proposes what its script says, round by round, then nothing."""
+    """Proposes the script's tokens round by round, then nothing."""
 
     script: list[list[int]]
 
@@ -63,7 +63,7 @@ async def run(
     return completion, [chunk async for chunk in generate(completion, drafter, target, accept)]
 
 
-async def test_a_round_emits_what_was_accepted_and_one_more() -> None:
+async def test_a_round_emits_the_accepted_tokens_and_one_more() -> None:
     target = ScriptedTarget([1, 2, 3, 4, 5, 6, 7, 8, 9])
     completion, chunks = await run(target, ScriptedDrafter([[], [3, 4, 99], [6, 7]]), max_tokens=7)
     assert [chunk.token_ids for chunk in chunks] == [(2,), (3, 4, 5), (6, 7, 8)]

@@ -1,4 +1,4 @@
-"""Each round has one result, which says what was proposed, kept and committed, and by whom."""
+"""Each round has one result: the proposed, accepted and committed tokens, and the replicas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENIZER = read_tokenizer({"tokenizer.json": (DEMO_TARGET / "tokenizer.json").r
 
 
 class Pair:
-    """A draft and a target that answer at once. The draft is lost after the first round."""
+    """A draft and a target that answer at once; the draft is lost after the first round."""
 
     def __init__(self) -> None:
         self.timings = RoundTimings(None)
@@ -72,7 +72,7 @@ async def test_tokens_past_the_end_do_not_count() -> None:
 
 async def test_rounds_leave_no_gap() -> None:
     first, second = (result.times for result in await rounds_of(4))
-    assert first.began <= first.asked <= first.proposed <= first.verified <= first.decided
+    assert first.began <= first.requested <= first.proposed <= first.verified <= first.decided
     assert second.began == first.decided
     phases = second.wait + second.draft + second.verify + second.sampling
     assert phases == pytest.approx(second.seconds)

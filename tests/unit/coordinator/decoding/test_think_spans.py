@@ -26,7 +26,9 @@ START, END = 8, 9
         ([START], [], []),
     ],
 )
-def test_table(committed: list[int], proposed: list[int], inside: list[bool]) -> None:
+def test_spans_are_found_in_every_case_of_the_table(
+    committed: list[int], proposed: list[int], inside: list[bool]
+) -> None:
     assert ThinkSpans(START, END).inside(committed, proposed) == inside
 
 
@@ -34,7 +36,7 @@ tokens = st.lists(st.sampled_from([1, START, END]), max_size=6)
 
 
 @given(st.lists(st.tuples(tokens, tokens), max_size=6))
-def test_following_a_completion_round_by_round_is_the_same_as_looking_at_it_whole(
+def test_spans_of_a_streamed_completion_equal_those_of_the_whole(
     rounds: list[tuple[list[int], list[int]]],
 ) -> None:
     spans = ThinkSpans(START, END)

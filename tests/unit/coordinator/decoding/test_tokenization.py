@@ -1,4 +1,4 @@
-"""Prompts become token ids without stopping the event loop, and hopeless ones are known by their size."""
+"""Prompts are tokenized without blocking the event loop; hopeless ones are refused by their size."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def byte_level(normalizer: normalizers.Normalizer | None = None) -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As Llama's: spaces become marks, and what has no token is spelled in bytes."""
+    """A tokenizer like Llama's: spaces become marks, and unknown characters become bytes."""
     names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "ab", "▁ab"]
     merges = [("▁", "a"), ("a", "b"), ("▁a", "b")]
     vocabulary = {name: index for index, name in enumerate(names)}
@@ -116,14 +116,14 @@ def swallowing(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("change", [stripping, splitting, swallowing])
-def test_what_may_lose_text_has_no_bound(change: object) -> None:
+def test_a_tokenizer_that_may_drop_text_has_no_bound(change: object) -> None:
     tokenizer = byte_level()
     assert callable(change)
     change(tokenizer)
     assert max_bytes_per_token(tokenizer) is None
 
 
-async def test_others_run_while_a_long_text_is_encoded() -> None:
+async def test_the_event_loop_runs_while_a_long_text_is_encoded() -> None:
     encoder = PromptEncoder(tokenizer_of("demo"))
     encoding = asyncio.create_task(encoder.encode("The cat sat on the mat. " * 20_000))
     turns = 0

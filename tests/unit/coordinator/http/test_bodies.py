@@ -1,4 +1,4 @@
-"""What a body may hold, and the requests that it makes."""
+"""The fields of an HTTP body, and the requests made from them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BOUNDS = RequestBounds(max_prompt_bytes=1000)
 
 
 class Untouched(PromptEncoder):
-    """An encoder for texts that must not come to it."""
+    """An encoder that must not be called."""
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> NoReturn:
         raise AssertionError(f"a text of {len(text)} characters was tokenized")
@@ -90,8 +90,8 @@ async def test_a_bias_is_for_a_token_id() -> None:
         await requests(completion(logit_bias={"the": 1.0}))
 
 
-async def test_a_body_has_every_option_of_a_request() -> None:
-    """An option that GenerationRequest gets must be let through here too, or left out here on purpose."""
+async def test_a_body_accepts_every_option_of_a_request() -> None:
+    """A new option of GenerationRequest must be accepted here too, or left out on purpose."""
     elsewhere = {"prompt": "prompt", "max_tokens": "max_tokens", "stop": "stop", "logprobs": "logprobs"}
     elsewhere |= {
         "logit_bias": "logit_bias",
@@ -104,7 +104,7 @@ async def test_a_body_has_every_option_of_a_request() -> None:
     assert set(get_type_hints(GenerationRequest)) == {*Sampled.shared, *elsewhere, *flags, *left_out}
 
 
-async def test_what_is_not_said_is_left_to_the_coordinator() -> None:
+async def test_unset_fields_are_left_to_the_coordinator() -> None:
     assert await requests(completion()) == [GenerationRequest("x", max_tokens=16)]
     (request,) = await requests(chat())
     assert request == GenerationRequest(tuple(TOKENIZER.encode("user: hi\n").ids))
@@ -135,7 +135,7 @@ async def test_choices_have_seeds_of_their_own() -> None:
     ]
 
 
-async def test_names_that_mean_the_same() -> None:
+async def test_synonyms_set_the_same_option() -> None:
     assert (await requests(completion(top_k=-1)))[0].top_k == 0
     assert (await requests(chat(max_tokens=3, max_completion_tokens=5)))[0].max_tokens == 5
     assert (await requests(chat(max_tokens=3)))[0].max_tokens == 3
@@ -183,7 +183,7 @@ REFUSALS: list[tuple[str, Body, str]] = [
 
 
 @pytest.mark.parametrize(("rule", "body", "sentence"), REFUSALS)
-async def test_what_cannot_work_here_is_refused(rule: str, body: Body, sentence: str) -> None:
+async def test_unsupported_fields_are_refused(rule: str, body: Body, sentence: str) -> None:
     with pytest.raises(InvalidRequestError) as refusal:
         await requests(body)
     assert str(refusal.value).startswith(sentence)
@@ -227,11 +227,11 @@ def test_every_rule_is_shown() -> None:
         chat(tools=[], tool_choice="none", functions=[], function_call="auto", user="me", store=False),
     ],
 )
-async def test_what_changes_nothing_is_let_through(body: Body) -> None:
+async def test_fields_without_effect_are_accepted(body: Body) -> None:
     assert len(await requests(body)) == 1
 
 
-async def test_rules_of_both_kinds_are_told_at_once() -> None:
+async def test_one_error_names_broken_rules_of_both_kinds() -> None:
     with pytest.raises(InvalidRequestError) as refusal:
         await requests(completion(echo=True, temperature=-1.0, presence_penalty=1.0))
     for sentence in (

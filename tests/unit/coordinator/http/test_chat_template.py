@@ -1,4 +1,4 @@
-"""From messages to a prompt: as transformers does it, and never out of the sandbox."""
+"""Chat templates render messages as transformers does, inside a sandbox."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def files(**config: object) -> dict[str, bytes]:
     return {"tokenizer_config.json": json.dumps(config).encode()}
 
 
-async def test_where_a_template_comes_from() -> None:
+async def test_a_template_is_found_in_every_place_where_models_keep_it() -> None:
     async def prompt(sent: dict[str, bytes], override: str | None = None) -> str:
         template = read_chat_template(sent, override)
         assert template is not None
@@ -124,7 +124,7 @@ async def test_where_a_template_comes_from() -> None:
         ({"tokenizer_config.json": b'{"eos_token": "\\ud800", "chat_template": [{"name": []}]}'}, ""),
     ],
 )
-def test_files_that_hold_no_template(sent: dict[str, bytes], sentence: str) -> None:
+def test_files_without_a_template_give_none_or_an_error(sent: dict[str, bytes], sentence: str) -> None:
     if not sentence:
         assert read_chat_template(sent) is None
         return
@@ -140,7 +140,7 @@ def test_files_that_hold_no_template(sent: dict[str, bytes], sentence: str) -> N
         (b"{% set x = 9 ** (9 ** 9) %}", "cannot be compiled: it (takes more than|was not done)"),
     ],
 )
-async def test_what_is_no_template_is_refused_at_the_start(source: bytes, sentence: str) -> None:
+async def test_an_invalid_template_is_refused_at_startup(source: bytes, sentence: str) -> None:
     template = read_chat_template({"chat_template.jinja": source})
     assert template is not None
     with pytest.raises(ModelFolderError, match=sentence) as raised:
@@ -149,8 +149,8 @@ async def test_what_is_no_template_is_refused_at_the_start(source: bytes, senten
 
 
 @pytest.mark.parametrize("count", [8, 9])
-async def test_a_huge_constant_keeps_nobody_from_starting(count: int, make: Make) -> None:
-    """Jinja computes constants when it compiles."""
+async def test_a_huge_constant_does_not_block_startup(count: int, make: Make) -> None:
+    """Jinja evaluates constants when it compiles."""
     template = make(f"{{{{ 'a' * 10 ** {count} }}}}")
     await template.check()
     with pytest.raises(InvalidRequestError, match=r"takes more than 512 MiB|has more than 1048576 bytes"):
@@ -180,7 +180,7 @@ async def test_parts_of_text_become_one_and_developers_are_systems(make: Make) -
         ),
     ],
 )
-async def test_messages_that_a_template_does_not_take(
+async def test_messages_that_a_template_rejects_are_refused(
     source: str, message: dict[str, Any], sentence: str, make: Make
 ) -> None:
     with pytest.raises(InvalidRequestError) as refusal:
@@ -232,7 +232,7 @@ async def test_time_memory_and_length_are_bounded(case: str, make: Make) -> None
     assert await template.prompt([{"role": "user", "content": "x"}]) == "good", "the next chat is served"
 
 
-async def test_the_event_loop_goes_on_while_a_template_does_not_end(make: Make) -> None:
+async def test_the_event_loop_runs_while_a_template_does_not_end(make: Make) -> None:
     rendering = asyncio.create_task(make(ENDLESS).prompt(CHAT))
     turns = 0
     while not rendering.done():
@@ -255,12 +255,12 @@ async def test_more_chats_than_may_wait_are_refused(make: Make) -> None:
 
 
 def environment_of(process_id: int) -> bytes:
-    """Of a process, where the system tells it."""
+    """Return the resident memory of a process, where the system reports it."""
     path = Path(f"/proc/{process_id}/environ")
     return path.read_bytes() if path.exists() else b""
 
 
-async def test_the_process_knows_no_secrets_and_ends_with_its_template(
+async def test_the_process_inherits_no_secrets_and_ends_with_its_template(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TANDEM_COORDINATOR_AUTH_TOKEN", "secret-secret-secret")
@@ -274,7 +274,7 @@ async def test_the_process_knows_no_secrets_and_ends_with_its_template(
     assert process.returncode is not None
 
 
-async def test_a_process_that_was_killed_is_started_again(make: Make) -> None:
+async def test_a_killed_process_is_restarted(make: Make) -> None:
     template = make("{{ messages[0].content }}")
     await template.check()
     process = template._renderer._process

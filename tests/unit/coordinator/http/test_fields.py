@@ -1,4 +1,4 @@
-"""Every row of the table in docs/http.md holds: what it says is taken is, what it says is refused is."""
+"""Every row of the table in docs/http.md holds: accepted fields are accepted, refused ones refused."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CASES = [
 
 
 async def requested(endpoint: Endpoint, **values: Any) -> list[GenerationRequest]:
-    """The requests that a body makes, checked as far as they are before anything is computed."""
+    """Return the requests of a body, after the checks that precede computation."""
     model, plain = PLAIN[endpoint]
     body: Any = model.model_validate(plain | values)
     requests = await requests_of(body, MODELS, TEMPLATE, BOUNDS)
@@ -85,13 +85,13 @@ async def test_a_row_of_the_table(row: FieldRow, endpoint: Endpoint) -> None:
 
 
 def _subject(name: str) -> str:
-    """What a refusal's sentence names."""
+    """Return the fields that a refusal names."""
     return {"stop": "a stop string", "max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"}.get(
         name, name
     )
 
 
-def test_a_field_that_is_refused_shows_what_for() -> None:
+def test_a_refused_field_is_named_with_its_reason() -> None:
     assert not [row.name for row in FIELDS if row.effect is Effect.REFUSED and not row.refused]
 
 
@@ -103,7 +103,7 @@ def test_the_table_has_every_field_that_is_known() -> None:
     assert len({row.name for row in FIELDS}) >= 40
 
 
-async def test_a_final_message_is_gone_on_with() -> None:
+async def test_a_final_assistant_message_is_continued() -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, "}]
     (request,) = await requested(Endpoint.CHAT, messages=messages, continue_final_message=True)
     assert request.prompt == tuple(TOKENIZER.encode("<user>hi</s><assistant>Well, ").ids)

@@ -1,4 +1,4 @@
-"""The values of a JSON text are counted as they are, however the text is cut and whatever its strings hold."""
+"""The values of a JSON text are counted correctly, however it is split and whatever its strings contain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ documents: st.SearchStrategy[Any] = st.recursive(
 
 
 def counted(document: Any) -> tuple[int, int]:
-    """Commas; and brackets, braces and colons."""
+    """Count the commas, and the brackets, braces and colons."""
     if not isinstance(document, dict | list):
         return 0, 0
     items = [*document.values()] if isinstance(document, dict) else document
@@ -30,7 +30,7 @@ def counted(document: Any) -> tuple[int, int]:
 
 
 @given(documents, st.booleans(), st.integers(1, 9))
-def test_what_is_counted(document: Any, ascii_only: bool, size: int) -> None:
+def test_commas_and_brackets_outside_strings_are_counted(document: Any, ascii_only: bool, size: int) -> None:
     content = json.dumps(document, ensure_ascii=ascii_only).encode()
     shape = JsonShape()
     for start in range(0, len(content), size):
@@ -39,7 +39,7 @@ def test_what_is_counted(document: Any, ascii_only: bool, size: int) -> None:
     assert (shape.values, shape.containers) == counted(document)
 
 
-def test_what_exceeds() -> None:
+def test_a_text_with_too_many_values_is_refused() -> None:
     shape = JsonShape()
     shape.feed(b'{"a": [1, 2, 3]}')
     assert list(shape.excesses(2, 3)) == []

@@ -1,4 +1,4 @@
-"""The HTTP server: what becomes of clients that take nothing or say nothing, and how it ends."""
+"""The HTTP server ends stalled and silent clients, and shuts down."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 class Endless:
-    """Answers without an end, until its client is gone."""
+    """Streams without end until the client disconnects."""
 
     def __init__(self) -> None:
         self.running = 0
@@ -56,17 +56,17 @@ async def listening(app: ASGIApp, stalled_reader_seconds: float = 60.0) -> Async
             await server.close()
 
 
-async def test_a_reader_that_stalls_is_ended() -> None:
+async def test_a_stalled_reader_is_disconnected() -> None:
     app = Endless()
     async with listening(app, stalled_reader_seconds=0.3) as port:
         with socket.create_connection(("127.0.0.1", port)) as stalled:
             stalled.sendall(GET)
             await until(lambda: app.sent > 0 and not app.running, SECONDS)
-    # What all buffers between the two may hold.
+    # More than all buffers between the two can hold.
     assert app.sent < 32 << 20
 
 
-async def test_a_reader_that_reads_is_not() -> None:
+async def test_a_slow_reader_is_not_disconnected() -> None:
     app = Endless()
     async with listening(app, stalled_reader_seconds=0.3) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -79,7 +79,7 @@ async def test_a_reader_that_reads_is_not() -> None:
         await until(lambda: not app.running, SECONDS)
 
 
-async def test_who_never_asks_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_without_a_complete_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "_HEADER_SECONDS", 0.1)
     async with listening(Endless()) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -90,7 +90,7 @@ async def test_who_never_asks_is_not_waited_for(monkeypatch: pytest.MonkeyPatch)
 
 
 async def brief(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers at once, whatever more of the body there may be."""
+    """Answers at once, without waiting for the rest of the body."""
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
     await send({"type": "http.response.body", "body": b"ok"})
 
@@ -111,7 +111,7 @@ POST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
         pytest.param(POST, b"too late!", id="a whole body that nobody awaits"),
     ],
 )
-async def test_who_asks_only_once_is_not_waited_for_again(
+async def test_an_incomplete_second_request_is_not_waited_for(
     first: bytes, rest: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "_HEADER_SECONDS", 0.1)
@@ -124,7 +124,7 @@ async def test_who_asks_only_once_is_not_waited_for_again(
         writer.close()
 
 
-async def test_whose_next_headers_come_byte_by_byte_has_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_headers_do_not_extend_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "_HEADER_SECONDS", 0.2)
     async with listening(brief) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -134,12 +134,12 @@ async def test_whose_next_headers_come_byte_by_byte_has_no_more_time(monkeypatch
             while not ended.done():
                 writer.write(b"G")
                 await asyncio.sleep(0.05)
-            with suppress(ConnectionError):  # what came too late for the server to read
+            with suppress(ConnectionError):  # bytes that arrived too late for the server to read
                 assert await ended == b""
         writer.close()
 
 
-async def test_an_idle_connection_has_a_time_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_connection_has_its_own_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "_HEADER_SECONDS", 0.1)
     monkeypatch.setattr(server_module, "_KEEP_ALIVE_SECONDS", 1)
     async with listening(brief) as port:
@@ -152,7 +152,7 @@ async def test_an_idle_connection_has_a_time_of_its_own(monkeypatch: pytest.Monk
         writer.close()
 
 
-async def test_half_a_request_behind_a_whole_one_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_half_a_request_after_a_whole_one_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "_HEADER_SECONDS", 0.1)
     monkeypatch.setattr(server_module, "_KEEP_ALIVE_SECONDS", 1)
     async with listening(brief) as port:
@@ -163,7 +163,7 @@ async def test_half_a_request_behind_a_whole_one_is_not_waited_for(monkeypatch: 
         writer.close()
 
 
-async def test_it_ends_while_answers_are_under_way() -> None:
+async def test_the_server_shuts_down_during_answers() -> None:
     app = Endless()
     async with listening(app) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -173,7 +173,7 @@ async def test_it_ends_while_answers_are_under_way() -> None:
     writer.close()
 
 
-async def test_more_connections_than_allowed_are_told_so() -> None:
+async def test_connections_above_the_limit_are_refused() -> None:
     async with listening(Endless()) as port:
         connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(9)]
         reader, writer = connections[-1]

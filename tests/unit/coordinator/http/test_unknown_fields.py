@@ -1,4 +1,4 @@
-"""Unknown fields are refused by name, or passed over, logged once and told."""
+"""Unknown fields are refused by name, or ignored, logged once and reported."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from coordinator.http.unknown_fields import UnknownFields, ignored_header
 BODY = b'{"prompt": "x", "foo": 1, "stream": true, "stream_options": {"bar": 2}}'
 
 
-def test_they_are_refused_unless_told_otherwise() -> None:
+def test_unknown_fields_are_refused_by_default() -> None:
     with pytest.raises(ValidationError, match="foo"):
         UnknownFields().read(CompletionBody, BODY)
 
 
-def test_they_are_passed_over_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     fields = UnknownFields("ignore")
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -28,7 +28,7 @@ def test_they_are_passed_over_and_logged_once(caplog: pytest.LogCaptureFixture) 
     assert len(caplog.records) == 2
 
 
-def test_what_else_is_wrong_is_still_refused() -> None:
+def test_invalid_known_fields_are_still_refused() -> None:
     with pytest.raises(ValidationError, match="max_tokens"):
         UnknownFields("ignore").read(CompletionBody, b'{"prompt": "x", "foo": 1, "max_tokens": "5"}')
 

@@ -1,4 +1,4 @@
-"""Rows and proposals for tests, said shortly."""
+"""Short builders of rows and proposals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sparse(probs: dict[int, float]) -> SparseDistribution:
 
 
 def sampled(*tokens: tuple[int, dict[int, float]], base_length: int = 0) -> Proposal:
-    """Tokens, each with what it was drawn from."""
+    """Tokens, each with the distribution it was drawn from."""
     return Proposal(
         base_length, tuple(token for token, _ in tokens), tuple(sparse(probs) for _, probs in tokens)
     )
@@ -55,7 +55,7 @@ def token_rows(*token_ids: int, base_length: int = 0) -> Verification:
 def support_row(
     probs: dict[int, float], outside: int = -1, statistics: RowStatistics | None = None
 ) -> SupportRow:
-    """What is missing from one lies outside."""
+    """The rest of the probability lies outside."""
     told = sparse(probs)
     mass = 1.0 - sum(probs.values()) if outside >= 0 else 0.0
     return SupportRow(told.token_ids, told.probs, mass, outside, statistics)
@@ -87,7 +87,7 @@ def log_probs(probs: Sequence[float]) -> Float32Array:
 
 
 def uniforms(*accept: float, recover: float = 0.5) -> Uniforms:
-    """`recover` chooses from rows without an outside probability; the others are raced, with the seed of `SAMPLED`."""
+    """`recover` chooses from rows without an outside probability; others are sampled with the seed of `SAMPLED`."""
     count = len(accept) + 1
     keys = recovery_keys(SAMPLED.seed, 0, count)
     return Uniforms(np.array(accept, dtype=float), np.full(count, recover), keys)

@@ -1,8 +1,8 @@
-"""Output distributions of acceptance rules, summed over every branch and not sampled.
+"""Exact output distributions of acceptance rules, summed over every branch.
 
 What a round does depends on the proposal, drawn from the draft, and on uniforms. A rule compares each uniform with
 thresholds that do not depend on the other uniforms, so the cube of uniforms falls into boxes on which the outcome is
-constant. The boxes' edges are found by bisection of the rule itself, which knows nothing of its formulas: a wrong
+constant. Bisection of the rule itself finds the boxes' edges without knowing its formulas: a wrong
 threshold has a wrong measure.
 
 The token after the accepted run comes from one more uniform, or from a race. Of a race the law is put in the place:
@@ -47,7 +47,7 @@ OUTSIDE = 1000
 """Stands for the sample of row i from outside its support, as token id OUTSIDE + i, and is resolved afterwards."""
 
 RACED = 10_000
-"""Stands for the winner of a race, whoever it is."""
+"""Stands for a token sampled with recovery keys."""
 
 SAMPLING = SamplingParams(temperature=1.0)
 _NO_KEYS: IntArray = np.empty(0, dtype=np.int64)
@@ -55,27 +55,27 @@ _NO_KEYS: IntArray = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True)
 class Setting:
-    """What draft and target are, and how they tell it."""
+    """A draft and a target, and the form of their rows."""
 
     target: Model
     draft: Model
     token_count: int
     """Tokens of a proposal."""
     extra_ids: int = 0
-    """Ids without draft probability that the support holds besides those with."""
+    """Number of ids without draft probability in the support."""
     one_hot: bool = False
     """Proposals come without distributions; the draft's must be one-hot."""
     dense: bool = False
-    """Draft and target tell logits."""
+    """Draft and target send logits."""
     raced: bool = False
-    """Support rows tell the probability of their outside sample."""
+    """Support rows contain the probability of their outside sample."""
     sent_count: Callable[[Tokens, Tokens], int] = lambda tokens, proposed: len(proposed)
-    """After some tokens, how many of those that the draft drew it sends."""
+    """How many of the drawn tokens the draft sends after these tokens."""
 
 
 @dataclass(frozen=True, eq=False)
 class RacesByLaw(Uniforms):
-    """Uniforms that write down who races, with what weights, and name no winner."""
+    """Uniforms that record the candidates and weights of each sample instead of drawing it."""
 
     laws: dict[int, Distribution] = field(default_factory=dict)
     """For each number of accepted tokens, the probability of each token."""
@@ -88,7 +88,7 @@ class RacesByLaw(Uniforms):
         law: Distribution = {
             (int(token),): float(weight) / total for token, weight in zip(token_ids, weights, strict=True)
         }
-        # The race does not depend on anything but the proposal and how much of it was accepted.
+        # The candidates depend only on the proposal and on the number of accepted tokens.
         assert self.laws.setdefault(index, law) == law
         return RACED
 
@@ -107,12 +107,12 @@ def target_distribution(target: Model, length: int) -> Distribution:
 
 
 def total_variation(actual: Distribution, expected: Distribution) -> float:
-    """Half of what the two differ by."""
+    """Return the total variation distance of two distributions."""
     return sum(abs(actual.get(t, 0.0) - expected.get(t, 0.0)) for t in actual.keys() | expected.keys()) / 2
 
 
 def output_distribution(accept: Accept, setting: Setting, length: int) -> Distribution:
-    """The distribution of the first `length` tokens that rounds of speculation put out."""
+    """Return the distribution of the first `length` tokens that rounds of speculation emit."""
     finished: defaultdict[Tokens, float] = defaultdict(float)
     growing: dict[Tokens, float] = {(): 1.0}
     while growing:
@@ -134,7 +134,7 @@ def mean_accepted(accept: Accept, setting: Setting, tokens: Tokens = ()) -> floa
 
 
 def round_outcomes(accept: Accept, setting: Setting, tokens: Tokens) -> Distribution:
-    """What one round after `tokens` puts out."""
+    """Return the distribution of the tokens that one round after `tokens` emits."""
     outcomes: defaultdict[Tokens, float] = defaultdict(float)
     for proposed, proposed_mass in _proposals(setting, tokens).items():
         proposal, verification = _round(setting, tokens, proposed)
@@ -152,7 +152,7 @@ def round_outcomes(accept: Accept, setting: Setting, tokens: Tokens) -> Distribu
             acceptance = accept(proposal, verification, SAMPLING, uniforms)
             return acceptance.accepted_count, acceptance.next_token_id
 
-        # Where everything is raced, no uniform recovers.
+        # With recovery keys no uniform chooses the next token.
         dimension = len(proposed) + (0 if setting.raced or setting.dense else 1)
         for (count, token), mass in measure(decide, dimension).items():
             kept = proposed[:count]
@@ -164,7 +164,7 @@ def round_outcomes(accept: Accept, setting: Setting, tokens: Tokens) -> Distribu
 
 
 def measure(decide: Callable[[Sequence[float]], Hashable], dimension: int) -> dict[tuple[int, int], float]:
-    """How much of the unit cube each outcome has."""
+    """Return the volume of the unit cube that leads to each outcome."""
     edges = [_edges(decide, dimension, axis) for axis in range(dimension)]
     measures: defaultdict[tuple[int, int], float] = defaultdict(float)
     for box in itertools.product(*(list(itertools.pairwise(axis)) for axis in edges)):
@@ -174,14 +174,14 @@ def measure(decide: Callable[[Sequence[float]], Hashable], dimension: int) -> di
 
 
 def _edges(decide: Callable[[Sequence[float]], Hashable], dimension: int, axis: int) -> list[float]:
-    """Where the outcome changes along one axis, seen from every corner of the others."""
+    """Return the points where the outcome changes along one axis, at every corner of the others."""
     edges = [0.0, 1.0]
     for corner in itertools.product((NEAR_ZERO, 1.0 - NEAR_ZERO), repeat=dimension - 1):
 
         def along(value: float, corner: Sequence[float] = corner) -> Hashable:
             return decide([*corner[:axis], value, *corner[axis:]])
 
-        # An edge that another corner has shown already need not be looked for again.
+        # An edge found from another corner need not be searched again.
         for edge, next_edge in list(itertools.pairwise(edges)):
             low, high = edge + NEAR_ZERO, next_edge - NEAR_ZERO
             if low < high:
@@ -193,7 +193,7 @@ def _edges(decide: Callable[[Sequence[float]], Hashable], dimension: int, axis: 
 def _changes(
     along: Callable[[float], Hashable], low: float, high: float, at_low: Hashable, at_high: Hashable
 ) -> Iterable[float]:
-    """The points where a step function changes whose values never come back."""
+    """Return the change points of a step function that never repeats a value."""
     if at_low == at_high:
         return []
     if high - low < 2.0**-BISECTIONS:
@@ -244,7 +244,7 @@ def _logits(
     probs: np.ndarray[tuple[int], np.dtype[np.float64]],
 ) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     with np.errstate(divide="ignore"):
-        # Logits of the wire are float32; the rules take float64 as well, which the exact comparison needs.
+        # Logits on the wire are float32; the exact comparison needs float64, which the rules accept as well.
         return np.log(probs)
 
 
@@ -266,7 +266,7 @@ def _support_row(
 def _resolve(
     setting: Setting, verification: Verification, prefix: Tokens, index: int, token: int
 ) -> Iterator[tuple[int, float]]:
-    """The tokens that an outcome stands for: one, or those outside the row's support."""
+    """Yield the tokens that an outcome stands for: one, or all outside the row's support."""
     if token < OUTSIDE:
         yield token, 1.0
         return

@@ -1,4 +1,4 @@
-"""Draft and target by arithmetic: they draw and tell as the services do, from logits that the prefix seeds."""
+"""A simulated draft and target that sample and answer like the services, from logits seeded by the prefix."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NO_IDS: IntArray = np.array([], dtype=np.int64)
 
 @dataclass(frozen=True)
 class ToyModel:
-    """Logits that depend on the last tokens, some of which two models have in common."""
+    """Logits that depend on the last tokens, and that two models partly share."""
 
     name: int
     vocabulary_size: int = 12
@@ -57,7 +57,7 @@ def _logits(model: ToyModel, tokens: Tokens) -> Float32Array:
 def propose(
     model: ToyModel, tokens: Tokens, count: int, kind: RowKind, sampling: SamplingParams, draft_top_k: int = 4
 ) -> Proposal:
-    """As a draft service answers."""
+    """Answer as a draft service does."""
     token_ids: list[int] = []
     distributions: list[DraftDistribution] = []
     logits_told: list[float] = []
@@ -92,7 +92,7 @@ def verify(
     *,
     raced: bool = False,
 ) -> Verification:
-    """As a target service answers; `raced`: when it is asked to race for recovery, and knows how."""
+    """Answer as a target service does; `raced`: with recovery keys."""
     rows: list[TargetRow] = []
     keys_of = recovery_keys if raced else target_keys
     keys = keys_of(sampling.seed, len(tokens), len(proposal) + 1)
@@ -155,7 +155,7 @@ def generate(
     length: int,
     row_kind: RowKind | None = None,
 ) -> Tokens:
-    """The first `length` tokens of a completion of nothing."""
+    """Return the first `length` tokens of a completion of the empty prompt."""
     tokens: Tokens = ()
     while len(tokens) < length:
         proposal, acceptance = one_round(rule, target, draft, tokens, count, sampling, row_kind)

@@ -1,4 +1,4 @@
-"""Every lossless rule puts out the target's distribution: by summing over all branches, to 1e-12."""
+"""Every lossless rule emits the target's distribution, to 1e-12, by summing over all branches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOLERANCE = 1e-12
 
 
 def _table(*rows: str) -> Model:
-    """A model that goes through the rows by the sum of the tokens before, so that every prefix matters."""
+    """A model that chooses a row by the sum of the previous tokens, so that every prefix matters."""
     probs = [[float(Fraction(entry)) for entry in row.split()] for row in rows]
     assert all(abs(sum(row) - 1) < 1e-15 for row in probs)
     return lambda tokens: probs[
@@ -57,7 +57,7 @@ def _assert_equal(actual: Distribution, expected: Distribution) -> None:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize(("token_count", "raced"), [(1, True), (2, True), (1, False)])
-def test_output_is_the_targets(rule: str, pair: str, token_count: int, raced: bool) -> None:
+def test_the_output_has_the_targets_distribution(rule: str, pair: str, token_count: int, raced: bool) -> None:
     target, draft = PAIRS[pair]
     setting = Setting(target, draft, token_count, raced=raced)
     actual = output_distribution(RULES[rule], setting, length=3)
@@ -65,7 +65,7 @@ def test_output_is_the_targets(rule: str, pair: str, token_count: int, raced: bo
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_three_tokens_at_once(rule: str) -> None:
+def test_proposals_of_three_tokens_are_exact(rule: str) -> None:
     target, draft = PAIRS["two tokens"]
     actual = output_distribution(RULES[rule], Setting(target, draft, token_count=3, raced=True), length=3)
     _assert_equal(actual, target_distribution(target, 3))
@@ -74,7 +74,7 @@ def test_three_tokens_at_once(rule: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("extra_ids", [1, 2, 3])
 @pytest.mark.parametrize("raced", [True, False])
-def test_every_size_of_support(rule: str, extra_ids: int, raced: bool) -> None:
+def test_every_size_of_support_is_exact(rule: str, extra_ids: int, raced: bool) -> None:
     # The draft lacks one, two or three of four tokens, so the support grows up to the whole vocabulary.
     target = _table("1/8 1/8 1/2 1/4", "0 1/5 2/5 2/5", "1/2 0 0 1/2")
     draft = _table("0 1/10 1/2 2/5", "0 0 1/2 1/2", "0 0 1 0")
@@ -86,7 +86,7 @@ def test_every_size_of_support(rule: str, extra_ids: int, raced: bool) -> None:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("extra_ids", [0, 1, 2])
 @pytest.mark.parametrize("raced", [True, False])
-def test_deterministic_draft(rule: str, extra_ids: int, raced: bool) -> None:
+def test_a_deterministic_draft_is_exact(rule: str, extra_ids: int, raced: bool) -> None:
     draft = _table("1 0 0", "0 0 1", "0 1 0")
     setting = Setting(TARGET, draft, 2, extra_ids=extra_ids, one_hot=True, raced=raced)
     _assert_equal(output_distribution(RULES[rule], setting, length=3), target_distribution(TARGET, 3))
@@ -94,7 +94,7 @@ def test_deterministic_draft(rule: str, extra_ids: int, raced: bool) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("pair", ["both positive", "draft lacks tokens", "each lacks what the other has"])
-def test_dense_rows(rule: str, pair: str) -> None:
+def test_dense_rows_are_exact(rule: str, pair: str) -> None:
     target, draft = PAIRS[pair]
     actual = output_distribution(RULES[rule], Setting(target, draft, 2, dense=True), length=2)
     _assert_equal(actual, target_distribution(target, 2))
@@ -102,7 +102,7 @@ def test_dense_rows(rule: str, pair: str) -> None:
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("token_count", [1, 2])
-def test_residual_accepts_what_draft_and_target_share(pair: str, token_count: int) -> None:
+def test_residual_accepts_the_overlap_of_draft_and_target(pair: str, token_count: int) -> None:
     """Leviathan et al., Theorem 3.5: a token is accepted with probability sum(min(target, draft))."""
     target, draft = PAIRS[pair]
 
@@ -131,8 +131,8 @@ def test_block_equals_residual_for_one_token() -> None:
     )
 
 
-def test_the_sum_over_branches_sees_a_small_mistake() -> None:
-    """A rule that keeps one token in 10**9 too many must not pass for exact."""
+def test_the_sum_over_branches_detects_a_small_mistake() -> None:
+    """A rule that accepts one token in 10**9 too many must fail."""
 
     def accept(
         proposal: Proposal, verification: Verification, sampling: SamplingParams, u: Uniforms

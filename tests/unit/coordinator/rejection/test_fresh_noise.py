@@ -1,4 +1,4 @@
-"""Which rules stay exact when the next round meets the noise of the last one again at the same positions.
+"""Rules that stay exact when the next round reuses the noise of the last one at the same positions.
 
 `tandem.sampling.noise` keys proposals and acceptance uniforms by the round. This shows by enumeration that block
 verification needs it, and that token-by-token rejection would not.
@@ -33,12 +33,12 @@ NO_IDS = np.array([], dtype=np.int64)
 
 
 def _two_tokens(accept: Accept, proposed: Tokens, uniforms: Sequence[float]) -> tuple[int, int]:
-    """The first two tokens, when the noise at a position is the same in every round.
+    """Return the first two tokens if the noise at a position is the same in every round.
 
     Args:
         accept: The rule.
-        proposed: What the draft proposes at positions 0, 1 and 2, whichever round asks.
-        uniforms: Acceptance at positions 0, 1 and 2, then what recovers positions 0 and 1.
+        proposed: Tokens that the draft proposes at positions 0, 1 and 2 in every round.
+        uniforms: Acceptance uniforms of positions 0, 1 and 2, then recovery uniforms of positions 0 and 1.
     """
     first = _round(accept, 0, proposed[:2], _numbers(uniforms[:2], [*uniforms[3:], 0.5]))
     if len(first) > 1:
@@ -60,7 +60,7 @@ def _round(accept: Accept, base_length: int, proposed: Tokens, uniforms: Uniform
 
 
 def _bias(accept: Accept) -> float:
-    """Total variation of the first two tokens from the target's."""
+    """Return the total variation distance of the first two tokens from the target's."""
     actual: defaultdict[Tokens, float] = defaultdict(float)
     for proposed in itertools.product((0, 1), repeat=3):
         mass = float(np.prod(DRAFT_PROBS[list(proposed)]))
@@ -74,5 +74,5 @@ def test_block_verification_needs_fresh_noise() -> None:
     assert _bias(block.accept) == pytest.approx(0.045, abs=1e-9)
 
 
-def test_token_by_token_rejection_does_not() -> None:
+def test_token_by_token_rejection_stays_exact_with_reused_noise() -> None:
     assert _bias(residual.accept) == pytest.approx(0.0, abs=1e-12)

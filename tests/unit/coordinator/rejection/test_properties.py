@@ -1,4 +1,4 @@
-"""What holds for every rule, whatever draft and target say."""
+"""Properties of every rule, for any draft and target."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _check(
     kept = acceptance.accepted_count
     assert 0 <= kept <= count
     assert acceptance.next_token is (NextToken.BONUS if kept == count else NextToken.RECOVERED)
-    # Nothing that the target finds impossible ever comes out.
+    # Tokens without target probability are never emitted.
     for index in range(kept):
         assert targets[index][proposal.token_ids[index]] > 0
     row = verification.rows[kept]
@@ -86,7 +86,7 @@ def _check(
 
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(case=rounds(), numbers=st.lists(unit, min_size=5, max_size=5))
-def test_only_possible_tokens_come_out(
+def test_only_tokens_with_target_probability_are_emitted(
     case: tuple[Proposal, Verification, list[FloatArray]], numbers: list[float]
 ) -> None:
     _check(residual.accept, case, numbers)
@@ -95,7 +95,7 @@ def test_only_possible_tokens_come_out(
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(case=rounds(), numbers=st.lists(unit, min_size=5, max_size=5), position=st.integers(0, 3))
-def test_a_draft_that_says_nonsense_breaks_nothing(
+def test_an_invalid_draft_distribution_breaks_nothing(
     case: tuple[Proposal, Verification, list[FloatArray]], numbers: list[float], position: int
 ) -> None:
     proposal, verification, targets = case
@@ -111,7 +111,7 @@ def test_a_draft_that_says_nonsense_breaks_nothing(
 
 
 def test_block_keeps_more_than_residual_on_the_same_proposals() -> None:
-    """2000 rounds of five tokens, drawn with fixed seeds: about 0.17 tokens more for each, deviation 0.03."""
+    """2000 rounds of five tokens with fixed seeds: a mean of 0.17 tokens more per round, deviation 0.03."""
     rng = np.random.default_rng(0)
     ids = np.arange(VOCABULARY)
     kept = np.zeros((2000, 2))

@@ -1,4 +1,4 @@
-"""The token after the accepted run as the winner of a race that target and coordinator run with the same noise.
+"""Raced recovery: target and coordinator sample the token after the accepted run with the same keys.
 
 The rows come from the target service's own code, in batches, and through the wire's rounding.
 """
@@ -45,8 +45,8 @@ BATCH = 250
 _RNG = np.random.default_rng(4)
 TARGET_LOGITS = _RNG.normal(0, 1.2, (VOCABULARY_SIZE, VOCABULARY_SIZE)).astype(np.float32)
 DRAFT_LOGITS = (TARGET_LOGITS + _RNG.normal(0, 1.0, TARGET_LOGITS.shape)).astype(np.float32)
-"""Of the next token, by the last one."""
-# After the prompt: found by a search for a pair whose recovered tokens show reused noise best.
+"""Probabilities of the next token, by the last one."""
+# After the prompt: a pair, found by search, whose recovered tokens show reused noise most clearly.
 TARGET_LOGITS[0] = np.log([0.193, 0.199, 0.071, 0.033, 0.504])
 DRAFT_LOGITS[0] = np.log([1e-9, 0.446, 1e-9, 0.169, 0.385])
 PLAIN = SamplingParams()
@@ -60,7 +60,7 @@ KeysOf = Callable[[int, int, int], IntArray]
 
 
 def _draft_rows() -> list[tuple[IntArray, FloatArray]]:
-    """What the draft draws from after each token: its most probable ids, and their probabilities."""
+    """The draft's distribution after each token: its most probable ids, and their probabilities."""
     rows = []
     for probs in warp(DRAFT_LOGITS, [PLAIN] * VOCABULARY_SIZE):
         ids = np.argsort(-probs)[:SUPPORT_SIZE]
@@ -72,7 +72,7 @@ DRAFT = _draft_rows()
 
 
 def propose(seed: int, tokens: Tokens, count: int = TOKEN_COUNT) -> Proposal:
-    """As a draft service does, with its own keys."""
+    """Propose as a draft service does, with the proposal keys."""
     said: Tokens = ()
     told = []
     for key in proposal_keys(seed, len(tokens), count):
@@ -91,7 +91,7 @@ def verify(
     *,
     raced: bool = True,
 ) -> list[Verification]:
-    """As a target service does for all of them in one step, and as a coordinator reads it."""
+    """Verify all of them in one step of a target service, and read the rows as a coordinator does."""
     steps, requests, logits = [], [], []
     for seed, tokens, proposal in zip(seeds, sequences, proposals, strict=True):
         supports = rule.supports(proposal) if kind is RowKind.SUPPORT else ()
@@ -147,11 +147,11 @@ SEEDS = 2000
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_comes_out_is_the_targets(name: str) -> None:
+def test_the_output_has_the_targets_distribution(name: str) -> None:
     """Chi-square of the first three tokens: drafted, recovered and bonus ones.
 
-    Any deviation of a total variation distance of 0.11 is seen with a probability above 0.99, and a right
-    implementation fails with a probability of 1 in 10 000: once and for all, for the seeds are fixed.
+    A deviation by a total variation distance of 0.11 is detected with a probability above 0.99, and a correct
+    implementation fails with a probability of 1 in 10 000, decided once because the seeds are fixed.
     """
     rule = resolve(RejectionOptions(name), PLAIN)
     counts = Counter(tokens for seeds in batches(SEEDS) for tokens in first_tokens(rule, seeds, 3))
@@ -166,7 +166,7 @@ def test_what_comes_out_is_the_targets(name: str) -> None:
 
 
 def recovered(count: int) -> Counter[int]:
-    """How often each token came in place of a rejected one, in `count` rounds of one proposed token."""
+    """Count the tokens that replaced a rejected one in `count` rounds of one proposed token."""
     rule = resolve(RejectionOptions("residual"), PLAIN)
     acceptances = [
         acceptance
@@ -177,7 +177,7 @@ def recovered(count: int) -> Counter[int]:
 
 
 def residual_law() -> dict[int, float]:
-    """What replaces a rejected token: max(target - draft, 0)."""
+    """Return the distribution of the token that replaces a rejected one: max(target - draft, 0)."""
     ids, probs = DRAFT[0]
     weights = TARGET_PROBS[0].copy()
     weights[ids] -= probs
@@ -196,8 +196,8 @@ def keyed_for(purpose: Purpose) -> KeysOf:
 
 
 @pytest.mark.parametrize("purpose", [Purpose.RECOVERY, Purpose.PROPOSAL, Purpose.ACCEPTANCE])
-def test_noise_that_served_before_shows(purpose: Purpose, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raced with the proposal's noise, or with that of the acceptance uniforms, recovered tokens have another law.
+def test_reused_noise_is_detected(purpose: Purpose, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the proposal's noise or that of the acceptance uniforms, recovered tokens have another distribution.
 
     466 of 1200 rounds recover. The two mistakes are at distances of about 0.15, and the statistic is 52 and 45 where
     19 is exceeded once in 10 000 times.
@@ -209,7 +209,7 @@ def test_noise_that_served_before_shows(purpose: Purpose, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_dense_and_support_rows_give_the_very_same_tokens(name: str) -> None:
+def test_dense_and_support_rows_recover_the_same_tokens(name: str) -> None:
     rule = resolve(RejectionOptions(name), PLAIN)
     sequences = {seed: (*PROMPT, seed % VOCABULARY_SIZE) for seed in range(400)}
     by_kind = [rounds(rule, sequences, kind) for kind in (RowKind.SUPPORT, RowKind.DENSE)]
@@ -218,8 +218,8 @@ def test_dense_and_support_rows_give_the_very_same_tokens(name: str) -> None:
     assert {each.next_token for each in found[0].values()} == {NextToken.BONUS, NextToken.RECOVERED}
 
 
-def test_the_winner_is_the_argmax_over_the_whole_vocabulary() -> None:
-    """As anybody computes it who knows the seed: a draft that anticipates the round, for instance."""
+def test_the_sample_is_the_argmax_over_the_whole_vocabulary() -> None:
+    """Whoever knows the seed can compute it, for instance a draft that anticipates the round."""
     rule = resolve(RejectionOptions("residual"), PLAIN)
     base, from_outside = len(PROMPT), 0
     for seed, (proposal, acceptance) in rounds(rule, dict.fromkeys(range(300), PROMPT)).items():
@@ -237,8 +237,8 @@ def test_the_winner_is_the_argmax_over_the_whole_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_target_that_does_not_race_is_drawn_from_with_uniforms(name: str) -> None:
-    """An older target answers what it always did, and so does a newer one to an older coordinator."""
+def test_rows_without_outside_probability_are_sampled_with_uniforms(name: str) -> None:
+    """An older target sends such rows, and so does a newer one to an older coordinator."""
     rule = resolve(RejectionOptions(name), PLAIN)
     sequences = dict.fromkeys(range(300), PROMPT)
     proposals = [propose(seed, PROMPT) for seed in sequences]

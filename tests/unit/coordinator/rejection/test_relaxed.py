@@ -21,7 +21,7 @@ BONUS, RECOVERED = NextToken.BONUS, NextToken.RECOVERED
 
 
 def _row(prob: float, rank: int = 1, max_prob: float = 0.8, argmax: int = 6) -> SupportRow:
-    """A row that tells of token 1; outside it is token 8."""
+    """A row whose support is token 1; token 8 lies outside."""
     told = statistics(argmax=argmax, max_prob=max_prob, ranks=[rank], logits=[0.0])
     return support_row({1: prob}, outside=8, statistics=told)
 
@@ -36,14 +36,14 @@ def _row(prob: float, rank: int = 1, max_prob: float = 0.8, argmax: int = 6) -> 
         (0.75, 0, True),
     ],
 )
-def test_inside(prob: float, rank: int, kept: bool) -> None:
-    """Among the ten best, and at least the highest probability less 0.5."""
+def test_a_token_inside_a_span_passes_by_rank_and_distance(prob: float, rank: int, kept: bool) -> None:
+    """Among the top ten, and at most 0.5 below the maximum probability."""
     rows = verification(_row(prob, rank, max_prob=0.75), bonus_row(7))
     acceptance = relaxed.accept(proposal(1), rows, SAMPLED, uniforms(1.0), residual.accept, [True], delta=0.5)
     assert acceptance == (Acceptance(1, 7, BONUS) if kept else Acceptance(0, 6, RECOVERED))
 
 
-def test_outside_the_wrapped_rule_decides() -> None:
+def test_the_wrapped_rule_decides_outside_spans() -> None:
     rows = verification(_row(0.3), bonus_row(7))
     for uniform, expected in ((0.29, Acceptance(1, 7, BONUS)), (0.31, Acceptance(0, 8, RECOVERED))):
         drawn = uniforms(uniform)
@@ -65,7 +65,9 @@ def test_outside_the_wrapped_rule_decides() -> None:
         ([True, True, True], (0.9, 0.9, 0.9), Acceptance(3, 7, BONUS)),
     ],
 )
-def test_spans(thinking: list[bool], accepted_at: tuple[float, ...], expected: Acceptance) -> None:
+def test_each_span_is_decided_by_its_own_rule(
+    thinking: list[bool], accepted_at: tuple[float, ...], expected: Acceptance
+) -> None:
     rows = verification(*[_row(0.3)] * 3, bonus_row(7))
     drawn = uniforms(*accepted_at)
     assert relaxed.accept(proposal(1, 1, 1), rows, SAMPLED, drawn, residual.accept, thinking) == expected
@@ -78,13 +80,13 @@ def test_a_rejection_inside_ends_the_run_with_the_most_probable_token() -> None:
     assert acceptance == Acceptance(1, 6, RECOVERED)
 
 
-def test_an_empty_proposal_is_the_wrapped_rules() -> None:
+def test_the_wrapped_rule_answers_an_empty_proposal() -> None:
     assert relaxed.accept(
         proposal(), verification(bonus_row(7)), SAMPLED, uniforms(), residual.accept, []
     ) == Acceptance(0, 7, BONUS)
 
 
-def test_the_wrapped_rule_gets_the_logits_of_its_part() -> None:
+def test_the_wrapped_rule_receives_the_logits_of_its_span() -> None:
     rows = verification(_row(0.3), _row(0.3), bonus_row(7))
     given = proposal(1, 1, logits=[9.0, -1.0])
     drawn = uniforms(0.9, 0.9)
@@ -95,7 +97,7 @@ def test_the_wrapped_rule_gets_the_logits_of_its_part() -> None:
     assert accepted == Acceptance(1, 6, RECOVERED)
 
 
-def test_dense_rows_are_ranked_here() -> None:
+def test_dense_rows_are_ranked_by_the_rule() -> None:
     row = dense_row([0.05, 0.4, 0.25, 0.3])
     rows = verification(row, row)
     for token, kept in ((1, True), (3, True), (2, False), (0, False)):

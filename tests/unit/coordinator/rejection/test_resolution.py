@@ -1,4 +1,4 @@
-"""From options to a rule: names, defaults, kinds of rows, and combinations that are refused."""
+"""Resolution of options to a rule: names, defaults, kinds of rows, and refused combinations."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_default_rule(method: str, name: str) -> None:
     assert resolve(options, GREEDY).name == "greedy"
 
 
-# For a request that samples: the target's rows, the draft's, whether lossless, whether with statistics.
+# For a sampled request: target rows, draft rows, lossless, needs statistics.
 TABLE: dict[str, tuple[tuple[RowKind, ...], RowKind, bool, bool]] = {
     "greedy": ((SUPPORT, DENSE), TOKEN, False, True),
     "residual": ((SUPPORT, DENSE), SUPPORT, True, False),
@@ -98,7 +98,7 @@ def _options(name: str, **more: Any) -> RejectionOptions:
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_what_a_sampled_request_needs(name: str) -> None:
+def test_the_rows_of_a_sampled_request(name: str) -> None:
     row_kinds, draft_row_kind, lossless, statistics = TABLE[name]
     rule = resolve(_options(name), SAMPLED)
     assert rule.name == name
@@ -148,7 +148,7 @@ def test_supports() -> None:
     assert [ids.tolist() for ids in resolve(_options("typical"), SAMPLED).supports(given)] == [[1], [2]]
 
 
-def test_support_rows_do_not_go_with_a_dense_draft() -> None:
+def test_support_rows_are_refused_for_a_dense_draft() -> None:
     given = Proposal(0, (1,), (DenseLogits(log_probs([0.5, 0.5])),))
     with pytest.raises(RuleError, match="use dense rows"):
         resolve(_options("residual"), SAMPLED).supports(given)
@@ -235,12 +235,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "message"), REFUSED)
-def test_refused(given: dict[str, Any], message: str) -> None:
+def test_conflicting_options_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(RuleError, match=message):
         resolve(RejectionOptions(**given), SAMPLED)
 
 
-def test_every_reason_is_told_at_once() -> None:
+def test_one_error_names_every_reason() -> None:
     options = RejectionOptions(relaxed_topk=0, typical_delta=-1.0, synthetic_acceptance_length=9.0)
     assert len(problems(options)) == 4
     with pytest.raises(RuleError, match=r"relaxed_topk.*synthetic_acceptance_length is set.*is 9.0"):
@@ -258,7 +258,7 @@ def test_every_reason_is_told_at_once() -> None:
         {"use_relaxed_acceptance_for_thinking": True},
     ],
 )
-def test_allowed(given: dict[str, Any]) -> None:
+def test_valid_combinations_are_accepted(given: dict[str, Any]) -> None:
     assert problems(RejectionOptions(**given)) == []
 
 
@@ -280,5 +280,5 @@ def test_options_reach_the_rule() -> None:
     assert near.accept(proposal(1), rows, SAMPLED, uniforms(0.5), thinking=[True]).accepted_count == 0
 
 
-def test_a_sampled_request_is_not_confused_with_a_cold_one() -> None:
+def test_a_sampled_request_differs_from_one_at_temperature_zero() -> None:
     assert resolve(RejectionOptions(), SamplingParams(temperature=1e-6)).name == "residual"

@@ -1,4 +1,4 @@
-"""Each rule by table: what it keeps, what follows, and what it refuses to decide."""
+"""Tables of each rule: the accepted tokens, the next token, and the rows that it refuses."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_token_rows(
 @pytest.mark.parametrize(("proposed", "target", "expected"), OWN_TOKENS)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("kind", ["support", "dense"])
-def test_greedy_with_rows_that_tell_more(
+def test_greedy_reads_the_argmax_of_every_kind_of_row(
     kind: str, sampling: SamplingParams, proposed: list[int], target: list[int], expected: Acceptance
 ) -> None:
     rows: list[TargetRow] = [
@@ -98,12 +98,12 @@ def test_the_most_probable_token_is_one_that_top_p_keeps() -> None:
     assert inside == Acceptance(0, 1, RECOVERED)
 
 
-def test_greedy_does_not_take_a_sample_for_the_most_probable_token() -> None:
+def test_greedy_refuses_samples() -> None:
     with pytest.raises(RowError, match="samples"):
         greedy.accept(proposal(1), token_rows(1, 2), SAMPLED, uniforms(0.5))
 
 
-def test_strict_refuses_rows_that_do_not_tell_the_targets_sample() -> None:
+def test_strict_refuses_rows_without_the_targets_sample() -> None:
     rows = verification(support_row({1: 0.5}, outside=2), bonus_row(0))
     with pytest.raises(RowError, match="support rows"):
         strict.accept(proposal(1), rows, SAMPLED, uniforms(0.5))
@@ -121,12 +121,14 @@ ONE_TOKEN = [
 
 @pytest.mark.parametrize("accept", [residual.accept, block.accept])
 @pytest.mark.parametrize(("target", "uniform", "expected"), ONE_TOKEN)
-def test_one_token(accept: Accept, target: dict[int, float], uniform: float, expected: Acceptance) -> None:
+def test_one_proposed_token(
+    accept: Accept, target: dict[int, float], uniform: float, expected: Acceptance
+) -> None:
     rows = verification(support_row(target), bonus_row(7))
     assert accept(sampled((1, HALF)), rows, SAMPLED, uniforms(uniform)) == expected
 
 
-def test_residual_recovers_in_proportion_to_what_the_draft_lacks() -> None:
+def test_residual_recovers_in_proportion_to_the_residual() -> None:
     given = sampled((1, {1: 0.6, 2: 0.2, 3: 0.2}))
     # The residual is 0, 0.05, 0.1 and 0.35 outside: of 0.5 in all.
     rows = verification(support_row({1: 0.1, 2: 0.25, 3: 0.3}, outside=8), bonus_row(7))
@@ -154,8 +156,8 @@ def test_residual_stops_at_the_first_rejection(accepted_at: list[float], count: 
     assert residual.accept(given, rows, SAMPLED, uniforms(*accepted_at)) == expected
 
 
-def test_block_keeps_what_a_later_token_makes_up_for() -> None:
-    """The first token alone has weight 1/2; the second, twice as likely for the target, brings it back to 1."""
+def test_block_accepts_a_token_that_a_later_one_makes_up_for() -> None:
+    """The first token alone has weight 1/2; the second, twice as likely under the target, restores 1."""
     given = sampled((1, {1: 0.8, 2: 0.2}), (1, {1: 0.4, 2: 0.6}))
     rows = verification(support_row({1: 0.4, 2: 0.6}), support_row({1: 0.8, 2: 0.2}), bonus_row(7))
     late = uniforms(0.99, 0.99)
@@ -190,7 +192,7 @@ def test_a_token_without_a_draft_probability_is_rejected(
 
 
 @pytest.mark.parametrize("accept", [residual.accept, block.accept])
-def test_draft_probabilities_that_are_no_numbers_recover_from_the_target(accept: Accept) -> None:
+def test_nan_draft_probabilities_recover_from_the_target(accept: Accept) -> None:
     given = sampled((1, {1: float("nan"), 2: float("nan")}))
     rows = verification(support_row({1: 0.3, 2: 0.7}), bonus_row(7))
     for recover, expected in ((0.29, 1), (0.31, 2)):
@@ -200,7 +202,7 @@ def test_draft_probabilities_that_are_no_numbers_recover_from_the_target(accept:
 
 @pytest.mark.parametrize("accept", [residual.accept, block.accept])
 @pytest.mark.parametrize("broken", [float("nan"), -1.0])
-def test_nonsense_of_the_draft_never_makes_an_impossible_token_come_out(
+def test_an_invalid_draft_never_yields_a_token_without_target_probability(
     accept: Accept, broken: float
 ) -> None:
     given = sampled((1, {1: broken, 2: 0.5, 3: 0.5}))
@@ -215,11 +217,11 @@ def test_a_token_that_its_own_distribution_lacks_is_rejected(accept: Accept) -> 
     rows = verification(support_row({1: 0.3, 2: 0.3, 3: 0.4}), bonus_row(7))
     acceptance = accept(given, rows, SAMPLED, uniforms(1e-9))
     assert acceptance.accepted_count == 0
-    assert acceptance.next_token_id == 3  # all that the draft lacks
+    assert acceptance.next_token_id == 3  # the whole residual
 
 
 @pytest.mark.parametrize("accept", [residual.accept, block.accept])
-def test_a_row_that_does_not_tell_the_token_is_refused(accept: Accept) -> None:
+def test_a_row_without_the_proposed_token_is_refused(accept: Accept) -> None:
     rows = verification(support_row({2: 0.4}, outside=5), bonus_row(7))
     with pytest.raises(RowError, match="token 1"):
         accept(proposal(1), rows, SAMPLED, uniforms(0.5))
@@ -280,7 +282,7 @@ def test_an_empty_proposal_is_answered(accept: Accept, row: TargetRow) -> None:
     assert accept(proposal(), verification(row), GREEDY, uniforms()) == Acceptance(0, 6, BONUS)
 
 
-def test_each_position_has_uniforms_of_its_own() -> None:
+def test_each_position_has_its_own_uniforms() -> None:
     drawn = replace(uniforms(0.1, 0.1, 0.9), recover=np.array([0.9, 0.9, 0.2, 0.9]))
     given = sampled(*[(1, {1: 0.8, 2: 0.1, 3: 0.1})] * 3)
     rows = verification(*[support_row({1: 0.4, 2: 0.3, 3: 0.3})] * 3, bonus_row(7))

@@ -1,4 +1,4 @@
-"""What a seed determines: with `strict` everything, and with every rule the same from either kind of row."""
+"""A seed determines everything with `strict`; with every rule, both kinds of row give the same tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _target_alone(sampling: SamplingParams) -> Tokens:
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
 @pytest.mark.parametrize("row_kind", [RowKind.TOKEN, RowKind.DENSE])
-def test_strict_gives_what_the_target_alone_gives(
+def test_strict_gives_the_output_of_the_target_alone(
     sampling: SamplingParams, count: int, row_kind: RowKind
 ) -> None:
     rule = resolve(RejectionOptions("strict"), sampling)
@@ -84,12 +84,12 @@ def test_dense_and_support_rows_give_the_same_tokens(
         _, support = one_round(rule, TARGET, DRAFT, tokens, 4, sampling, RowKind.SUPPORT)
         assert dense == support
         accepted.append(dense.accepted_count)
-    # Runs of every kind were met, from none to all.
+    # Every number of accepted tokens occurred.
     assert min(accepted) < max(accepted)
 
 
 @pytest.mark.parametrize("name", ["residual", "block"])
-def test_a_round_repeated_gives_the_same(name: str) -> None:
+def test_a_repeated_round_gives_the_same_tokens(name: str) -> None:
     rule = resolve(RejectionOptions(name), SAMPLING[0])
     assert one_round(rule, TARGET, DRAFT, (4, 2), 5, SAMPLING[0]) is not None
     first = generate(rule, TARGET, DRAFT, 3, SAMPLING[0], LENGTH)
@@ -97,7 +97,7 @@ def test_a_round_repeated_gives_the_same(name: str) -> None:
 
 
 def test_rounds_share_no_uniforms() -> None:
-    """The same position has other numbers in another round, which block verification needs."""
+    """A position has different numbers in another round, which block verification needs."""
     numbers = [
         number
         for base_length in range(20)

@@ -1,4 +1,4 @@
-"""Synthetic acceptance: the schedules give the rates that were asked for."""
+"""Synthetic acceptance: the schedules give the requested rates."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_length_counts_the_token_after_the_run(token_count: int, share: float) -
     length = 1 + share * token_count
     joint = _joint(schedule_of_length(length, token_count))
     assert 1 + sum(joint) == pytest.approx(length)
-    # Least variance: a round is one of the two whole lengths next to the mean.
+    # Minimum variance: each round has one of the two integer lengths next to the mean.
     assert sum(0 < value < 1 for value in joint) <= 1
 
 
@@ -81,7 +81,7 @@ def test_acceptance(accepted_at: tuple[float, ...], expected: Acceptance) -> Non
     assert synthetic.accept(given, token_rows(11, 12, 13, 14), GREEDY, drawn, SCHEDULE) == expected
 
 
-def test_what_the_models_say_is_not_looked_at() -> None:
+def test_the_models_tokens_do_not_matter() -> None:
     surely = (1.0, 1.0)
     rows = verification(*[support_row({1: 0.0}, 8, statistics(argmax=8))] * 2, ROWS[0])
     accepted = synthetic.accept(proposal(1, 1), rows, SAMPLED, uniforms(0.999, 0.999), surely)
@@ -109,8 +109,8 @@ def test_a_shorter_proposal_uses_the_first_rates_and_a_longer_one_ends_with_them
         (RejectionOptions("synthetic", num_speculative_tokens=3, synthetic_acceptance_length=2.5), 1.5),
     ],
 )
-def test_options_give_the_mean_that_they_say(options: RejectionOptions, expected: float) -> None:
-    """10000 rounds of fixed noise; the mean's deviation is at most 0.0125, and 5 of them are allowed."""
+def test_options_give_the_requested_mean(options: RejectionOptions, expected: float) -> None:
+    """10000 rounds of fixed noise; the standard error of the mean is at most 0.0125, and 5 of them are allowed."""
     rule = resolve(options, GREEDY)
     rng = np.random.default_rng(0)
     rows, given = token_rows(1, 2, 3, 9), proposal(1, 2, 3)

@@ -1,4 +1,4 @@
-"""The mistakes that are easy to make in rejection sampling, each with a test that sees it."""
+"""Common mistakes in rejection sampling, each with a test that detects it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ RULES = [residual.accept, block.accept]
 
 @pytest.mark.parametrize("accept", RULES)
 def test_draft_logits_are_truncated_as_the_draft_truncated_them(accept: Accept) -> None:
-    """Draft and target are dense, temperature and top-k apply to both: the target's distribution comes out."""
+    """Draft and target are dense, temperature and top-k apply to both: the output has the target's distribution."""
     sampling = SamplingParams(temperature=0.5, top_k=2)
     target_logits, draft_logits = log_probs([0.5, 0.3, 0.2]), log_probs([0.3, 0.25, 0.45])
     target_probs, draft_probs = (
@@ -86,15 +86,15 @@ def test_draft_logits_are_truncated_as_the_draft_truncated_them(accept: Accept) 
 
 @pytest.mark.parametrize("accept", RULES)
 def test_a_support_that_leaves_out_a_draft_token_is_refused(accept: Accept) -> None:
-    """What the target says of a truncated support is not enough for a draft that was not truncated."""
+    """A target's row on a truncated support does not suffice for a draft that was not truncated."""
     given = sampled((1, {1: 0.6, 2: 0.3, 3: 0.1}))
     rows = verification(support_row({1: 0.5, 2: 0.2}, outside=3), bonus_row(0))
     with pytest.raises(RowError, match="leaves out token 3"):
         accept(given, rows, SAMPLED, uniforms(0.5))
 
 
-def test_draft_probabilities_are_taken_as_they_are() -> None:
-    """Not rounded, to 4 bits or otherwise: the threshold is the ratio of what was told."""
+def test_draft_probabilities_are_not_rounded() -> None:
+    """The threshold is the exact ratio of the probabilities that were sent."""
     draft_prob, target_prob = 0.3141592653589793, 0.2718281828459045
     given = sampled((1, {1: draft_prob, 2: 1 - draft_prob}))
     rows = verification(support_row({1: target_prob, 2: 1 - target_prob}), bonus_row(0))
@@ -103,19 +103,19 @@ def test_draft_probabilities_are_taken_as_they_are() -> None:
     assert residual.accept(given, rows, SAMPLED, uniforms(ratio * (1 + 1e-12))).accepted_count == 0
 
 
-# Trap: a token that the draft is not sure of is dropped after it was drawn, and the target draws there.
+# Trap: the draft drops a token with a low probability after drawing it, and the target samples in its place.
 
 
 TARGET_PROBS, DRAFT_PROBS = [0.2, 0.3, 0.5], [0.7, 0.2, 0.1]
 
 
 def _first_unsure(tokens: Tokens, proposed: Tokens) -> int:
-    """How many tokens come before the first that the draft gives less than 0.3."""
+    """Count the tokens before the first with a draft probability below 0.3."""
     return next((i for i, token in enumerate(proposed) if DRAFT_PROBS[token] < 0.3), len(proposed))
 
 
 @pytest.mark.parametrize("accept", RULES)
-def test_a_proposal_may_end_with_the_token_that_the_draft_is_not_sure_of(accept: Accept) -> None:
+def test_a_proposal_may_end_with_an_unlikely_token(accept: Accept) -> None:
     setting = Setting(
         lambda tokens: TARGET_PROBS,
         lambda tokens: DRAFT_PROBS,
@@ -127,8 +127,8 @@ def test_a_proposal_may_end_with_the_token_that_the_draft_is_not_sure_of(accept:
 
 
 @pytest.mark.parametrize("accept", RULES)
-def test_a_proposal_must_not_end_before_that_token(accept: Accept) -> None:
-    """Why the test above is there: the length of a proposal must not tell what the draft drew and did not send."""
+def test_a_proposal_must_not_end_before_an_unlikely_token(accept: Accept) -> None:
+    """Otherwise the length of a proposal depends on a token that the draft drew and did not send."""
     setting = Setting(
         lambda tokens: TARGET_PROBS, lambda tokens: DRAFT_PROBS, token_count=2, sent_count=_first_unsure
     )
@@ -136,14 +136,14 @@ def test_a_proposal_must_not_end_before_that_token(accept: Accept) -> None:
     assert total_variation(actual, expected) > 0.1
 
 
-# Trap: the noise that drew the proposal decides over its acceptance, or acceptance noise recovers.
+# Trap: the noise of the proposal is reused for acceptance, or that of acceptance for recovery.
 
 
 @pytest.mark.parametrize("accept", RULES)
-def test_proposals_are_drawn_with_noise_of_their_own(accept: Accept) -> None:
-    """The whole way from a seed to a token, 6000 times: no outcome is off by more than five deviations.
+def test_proposal_acceptance_and_recovery_use_different_noise(accept: Accept) -> None:
+    """From a seed to a token, 6000 times: no outcome deviates by more than five standard deviations.
 
-    Sees a probability that is wrong by 0.035. With the draft's noise in place of acceptance or recovery noise it
+    This detects a probability that is wrong by 0.035. With the draft's noise in place of other noise it
     would be wrong by 0.05 and more.
     """
     count = 6000
@@ -166,7 +166,7 @@ def test_no_two_random_numbers_of_a_round_are_equal() -> None:
     racing = token_uniforms(drawn.recovery_keys, 50)
     numbers = [*drawn.accept, *racing.ravel(), *proposing]
     assert len(set(numbers)) == len(numbers) == 8 + 450 + 400
-    # A round recovers either with this uniform or by the race that has it, never with both.
+    # A round uses either this uniform or the sample that contains it, never both.
     assert drawn.recover.tolist() == racing[:, 0].tolist()
     assert len(set(Purpose)) == 4
 
@@ -193,7 +193,7 @@ def test_no_uniform_is_zero() -> None:
 
 @pytest.mark.parametrize("accept", RULES)
 def test_equal_distributions_recover_from_the_target(accept: Accept) -> None:
-    """Nothing is ever rejected then; should it happen all the same, a token of the target comes out."""
+    """Only rounding can cause a rejection; the token then comes from the target's distribution."""
     probs = {4: 0.25, 5: 0.75}
     given, rows = sampled((4, probs)), verification(support_row(probs), bonus_row(0))
     assert accept(given, rows, SAMPLED, uniforms(1 - 2.0**-53)).accepted_count == 1

@@ -41,8 +41,8 @@ def test_typical_acceptance(entropy: float, prob: float, kept: bool) -> None:
     assert acceptance == (Acceptance(1, 7, BONUS) if kept else Acceptance(0, 8, RECOVERED))
 
 
-def test_typical_acceptance_recovers_with_a_sample_of_the_target() -> None:
-    """The rejected token itself is among what may come."""
+def test_typical_acceptance_replaces_a_rejected_token_with_a_sample_of_the_target() -> None:
+    """The rejected token itself may be sampled again."""
     row = support_row({1: 0.05}, outside=8, statistics=statistics(argmax=8, entropy=0.0))
     for recover, expected in ((0.04, 1), (0.06, 8)):
         drawn = uniforms(0.5, recover=recover)
@@ -61,7 +61,7 @@ def test_typical_acceptance_with_other_thresholds() -> None:
     )
 
 
-def test_typical_acceptance_of_dense_rows_knows_the_entropy() -> None:
+def test_typical_acceptance_computes_the_entropy_of_dense_rows() -> None:
     """Uniform over 20: entropy ln 20, threshold 0.3 / 20 = 0.015, and each token has 0.05."""
     flat = verification(*[dense_row([0.05] * 20)] * 2)
     assert typical.accept(proposal(3), flat, SAMPLED, uniforms(0.5)).accepted_count == 1

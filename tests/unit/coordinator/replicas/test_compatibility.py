@@ -1,4 +1,4 @@
-"""Every rule for models, broken once, and models that fit."""
+"""Every rule for models is broken once; matching models are accepted."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ MODELS: list[tuple[str, Deployment, str]] = [
 
 
 @pytest.mark.parametrize(("rule", "subject", "sentence"), MODELS)
-def test_models_that_break_a_rule(rule: str, subject: Deployment, sentence: str) -> None:
+def test_models_that_break_a_rule_are_refused(rule: str, subject: Deployment, sentence: str) -> None:
     with pytest.raises(IncompatibleModelsError) as refusal:
         check_models(subject)
     assert str(refusal.value) == sentence
@@ -82,5 +82,5 @@ def test_every_rule_of_the_models_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("draft", [DRAFT, NGRAM, None])
-def test_models_that_go_together(draft: ModelInfo | None) -> None:
+def test_matching_models_are_accepted(draft: ModelInfo | None) -> None:
     check_models(deployment({"max_length": 64, "draft_tensor_parallel_size": 1}, draft=draft))

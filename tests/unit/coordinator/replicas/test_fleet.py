@@ -1,4 +1,4 @@
-"""The limit on a message's size has room for the largest answer that may be asked for."""
+"""The limit on a message's size has room for the largest possible answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.replicas.fleet import Fleet
 from coordinator.requests.bounds import check_bounds
-from coordinator.settings.coordinator import GuardedConfig
+from coordinator.settings.coordinator import CheckedSpeculativeConfig
 from coordinator.settings.request_bounds import RequestBounds
 from tandem.config.acceptance import MAX_CONFIGURED_TOKENS
 from tandem.replica import Role
@@ -22,11 +22,11 @@ VOCABULARY_SIZE = 128_256  # Llama 3
 
 @pytest.mark.parametrize("count", [32, 41, MAX_CONFIGURED_TOKENS])
 def test_an_answer_to_the_longest_proposal_fits_into_a_message(count: int) -> None:
-    config = GuardedConfig(num_speculative_tokens=count)
+    config = CheckedSpeculativeConfig(num_speculative_tokens=count)
     asked = GenerationRequest("a", num_speculative_tokens=count, logprobs=0)
     check_bounds(asked, RequestBounds(), config.num_speculative_tokens, TARGET.max_length)
-    # What is configured can grow while the channels stay as they are.
-    fleet = Fleet(GuardedConfig())
+    # Configured lengths can grow while the channels exist.
+    fleet = Fleet(CheckedSpeculativeConfig())
     assert fleet.judge(Role.TARGET, replace(TARGET, vocabulary_size=VOCABULARY_SIZE)) == ""
     row = DenseRow(np.zeros(VOCABULARY_SIZE, np.float32))
     answer = verification_to_proto(Verification(0, (row,) * (count + 1)))

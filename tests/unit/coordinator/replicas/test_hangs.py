@@ -1,4 +1,4 @@
-"""When a target counts as hung: by what its answers took before, and never because it has much to do."""
+"""A target counts as hung by the time of its earlier answers, never because it is busy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def learnt(clock: Clock, step_seconds: float = 0.1, prompt_token_seconds: float 
     return times
 
 
-def test_a_slow_answer_is_forgotten_by_and_by() -> None:
+def test_a_slow_answer_is_gradually_forgotten() -> None:
     slowest = FadingMaximum()
     assert slowest.value is None
     slowest.add(8.0, 0.0)
@@ -54,8 +54,8 @@ def test_a_slow_answer_is_forgotten_by_and_by() -> None:
     assert slowest.value == pytest.approx(5.0)
 
 
-def test_nothing_is_assumed_before_the_first_answers() -> None:
-    """A large model on a slow machine has minutes for a prompt."""
+def test_before_the_first_answers_the_bound_is_minutes() -> None:
+    """A large model on a slow machine may take minutes for a prompt."""
     times = VerificationTimes()
     assert times.bound_seconds(0) == UNLEARNT_SECONDS
     assert times.bound_seconds(600) == UNLEARNT_SECONDS + 600 * UNLEARNT_SECONDS_PER_TOKEN
@@ -69,7 +69,7 @@ def test_the_bound_follows_the_slowest_answers() -> None:
     assert VerificationTimes(3.0).bound_seconds(10_000) == 3.0
 
 
-def test_a_target_that_answers_nothing_owes_all() -> None:
+def test_a_target_that_answers_nothing_is_hung_for_all_sequences() -> None:
     clock = Clock()
     steps = UnansweredSteps(learnt(clock), clock)
     old = steps.begin(5, is_first=False)
@@ -83,7 +83,7 @@ def test_a_target_that_answers_nothing_owes_all() -> None:
     assert not steps.overdue()
 
 
-def test_one_that_answers_others_owes_that_step_alone() -> None:
+def test_a_target_that_answers_others_is_hung_for_one_step_only() -> None:
     clock = Clock()
     steps = UnansweredSteps(learnt(clock), clock)
     late = steps.begin(5, is_first=False)
@@ -104,7 +104,7 @@ def test_the_first_step_may_wait_for_room_while_others_are_answered() -> None:
         assert not steps.overdue()
 
 
-def test_prompts_of_all_are_read_before_any_is_answered() -> None:
+def test_the_first_answer_may_wait_for_the_prompts_of_all_sequences() -> None:
     clock = Clock()
     steps = UnansweredSteps(learnt(clock), clock)
     for _ in range(10):
@@ -115,18 +115,18 @@ def test_prompts_of_all_are_read_before_any_is_answered() -> None:
     assert len(steps.overdue()) == 10
 
 
-async def test_a_sequence_that_cannot_move_is_left_alone_for_longer() -> None:
+async def test_a_sequence_without_another_target_waits_longer() -> None:
     clock = Clock()
     target = Target(clock, learnt(clock))
     has_other = False
     monitor = HangMonitor(lambda: [target], lambda _: has_other, wait_seconds=30.0)
-    step = target.unanswered.begin(5, is_first=False)
 
     async def wait() -> str:
+        step = target.unanswered.begin(5, is_first=False, task=asyncio.current_task())
         try:
-            async with step.timer:
-                await asyncio.Event().wait()
-        except TimeoutError:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            assert step.was_given_up()
             return f"given up after {step.silent_seconds:g} s"
         return "answered"
 
@@ -142,18 +142,39 @@ async def test_a_sequence_that_cannot_move_is_left_alone_for_longer() -> None:
     assert await waiting == "given up after 11 s"
 
 
-async def test_one_that_has_nowhere_to_go_is_given_up_in_the_end() -> None:
+async def test_a_sequence_without_another_target_fails_in_the_end() -> None:
     clock = Clock()
     target = Target(clock, learnt(clock))
     monitor = HangMonitor(lambda: [target], lambda _: False, wait_seconds=30.0)
-    step: Step = target.unanswered.begin(5, is_first=False)
-
-    async def wait() -> None:
-        async with step.timer:
-            monitor.look(target)
-            await asyncio.Event().wait()
-
+    step: Step = target.unanswered.begin(5, is_first=False, task=asyncio.current_task())
     clock.now += MIN_SECONDS + 30.1
-    with pytest.raises(TimeoutError):
-        await wait()
+    monitor.look(target)
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.Event().wait()
+    assert step.was_given_up()
     assert target.reasons
+
+
+async def test_a_wait_that_its_own_request_cancels_is_not_given_up() -> None:
+    clock = Clock()
+    target = Target(clock, learnt(clock))
+    monitor = HangMonitor(lambda: [target], lambda _: True, wait_seconds=30.0)
+
+    async def wait() -> bool:
+        step = target.unanswered.begin(5, is_first=False, task=asyncio.current_task())
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return step.was_given_up()
+        finally:
+            target.unanswered.end(step)
+        return False
+
+    for is_silent in (False, True):
+        waiting = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        if is_silent:
+            clock.now += MIN_SECONDS + 1.0
+            monitor.look(target)
+        waiting.cancel()
+        assert not await waiting, "the request's own cancellation goes on"

@@ -1,4 +1,4 @@
-"""So many run, so many wait, the others are refused at once; no place is ever lost or given twice."""
+"""A fixed number of requests run and wait, others are refused at once; no place is lost or assigned twice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tandem.types import Chunk, GenerationRequest
 
 
 class Guest:
-    """Takes a place, and keeps it until told to go."""
+    """Takes a place, and keeps it until released."""
 
     def __init__(self, admission: Admission, deadline_seconds: float | None = None) -> None:
         self.is_in = False
@@ -37,7 +37,7 @@ class Guest:
 
 
 async def arrived(admission: Admission, count: int) -> list[Guest]:
-    """Guests who have asked for a place. Who forgets one lets it be collected, and its place go to the next."""
+    """The guests that requested a place. A guest without a reference is collected, and its place goes to the next."""
     guests = [Guest(admission) for _ in range(count)]
     await asyncio.sleep(0)
     return guests
@@ -65,7 +65,7 @@ async def test_first_come_first_served_and_the_others_are_refused_at_once() -> N
     assert (admission.running, admission.queued) == (0, 0)
 
 
-async def test_who_waits_longer_than_the_deadline_goes() -> None:
+async def test_waiting_ends_at_the_deadline() -> None:
     admission = Admission(1, 1)
     (first,) = await arrived(admission, 1)
     with pytest.raises(DeadlineError, match=r"waited 0\.01 s"):
@@ -84,7 +84,7 @@ async def test_without_a_queue_there_is_no_wait() -> None:
     await first.leaves()
 
 
-async def test_a_retry_is_worth_it_once_the_queue_has_moved() -> None:
+async def test_the_retry_hint_is_the_time_until_the_queue_moves() -> None:
     now = 0.0
     admission = Admission(1, 1, clock=lambda: now)
     async with admission.place(None):
@@ -100,8 +100,8 @@ async def test_a_retry_is_worth_it_once_the_queue_has_moved() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_no_place_is_lost_whoever_goes_when(seed: int) -> None:
-    """Cancelled in the queue, cancelled in the moment of admission, left in any order."""
+async def test_no_place_is_lost_in_any_order_of_departures(seed: int) -> None:
+    """Guests are cancelled in the queue or during admission, or leave in any order."""
     chance = random.Random(seed)
     admission = Admission(3, 5)
     guests: list[Guest] = []
@@ -110,7 +110,7 @@ async def test_no_place_is_lost_whoever_goes_when(seed: int) -> None:
             case 0 | 1:
                 guests += await arrived(admission, 1)
             case 2 if guests:
-                # Who leaves hands the place over, and who got it goes before it has run.
+                # A guest leaves, and its successor is cancelled before it has run.
                 guest = chance.choice(guests)
                 guest._leave.set()
                 await asyncio.sleep(0)
@@ -146,14 +146,14 @@ async def test_no_place_is_lost_whoever_goes_when(seed: int) -> None:
         ),
     ],
 )
-def test_a_request_that_asks_for_too_much(request_: GenerationRequest, said: str) -> None:
+def test_a_request_above_the_bounds_is_refused(request_: GenerationRequest, said: str) -> None:
     bounds = RequestBounds(max_prompt_bytes=20, max_stop_strings=2, max_stop_length=4)
     with pytest.raises(InvalidRequestError) as refusal:
         check_bounds(request_, bounds, 2, 8)
     assert str(refusal.value) == said
 
 
-def test_a_request_that_asks_for_the_most() -> None:
+def test_a_request_at_the_bounds_is_accepted() -> None:
     bounds = RequestBounds(max_prompt_bytes=20, max_stop_strings=2, max_stop_length=4)
     check_bounds(GenerationRequest("a" * 20, stop=("abcd", "é"), num_speculative_tokens=32), bounds, 2, 8)
     check_bounds(GenerationRequest((1,) * 7, num_speculative_tokens=40), bounds, 40, 8)
@@ -178,7 +178,7 @@ async def read(chunks: AsyncGenerator[Chunk], into: list[Chunk], pause_seconds: 
         await asyncio.sleep(pause_seconds)
 
 
-async def test_the_time_is_up_while_something_is_waited_for() -> None:
+async def test_the_deadline_ends_a_wait() -> None:
     cleaned = False
 
     async def chunks() -> AsyncGenerator[Chunk]:
@@ -197,7 +197,7 @@ async def test_the_time_is_up_while_something_is_waited_for() -> None:
     assert cleaned
 
 
-async def test_a_reader_that_takes_its_time_is_told_and_not_cancelled() -> None:
+async def test_the_deadline_reaches_a_slow_reader_as_an_error() -> None:
     async def chunks() -> AsyncGenerator[Chunk]:
         while True:
             yield chunk(1)

@@ -1,4 +1,4 @@
-"""The round after a piece is under way while its reader has it."""
+"""The next round runs while the reader processes a chunk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUMMARY = Summary(FinishReason.LENGTH, 1, 3, SpeculationStats(), request_id="r",
 
 
 class Rounds:
-    """A completion of three pieces, each made by a round that lasts until it is let go."""
+    """A completion of three chunks, each from a round that lasts until it is released."""
 
     def __init__(self, error_in: int | None = None) -> None:
         self.begun = 0
@@ -62,10 +62,10 @@ async def turns(count: int = 10) -> None:
 
 
 PAUSES = st.lists(st.integers(0, 4), min_size=4, max_size=4)
-"""Turns of the event loop that pass before each piece is made, or asked for."""
+"""Turns of the event loop before each chunk is made or requested."""
 
 
-async def test_a_round_has_put_its_question_when_the_piece_before_it_is_handed_out() -> None:
+async def test_the_next_round_has_sent_its_request_when_a_chunk_is_delivered() -> None:
     rounds = Rounds()
     rounds.let(1)
     async with aclosing(stream_of(rounds.run, None)) as chunks:
@@ -73,7 +73,7 @@ async def test_a_round_has_put_its_question_when_the_piece_before_it_is_handed_o
         assert rounds.asked == 2
 
 
-async def test_a_reader_that_stops_holds_up_one_piece_and_no_more() -> None:
+async def test_at_most_one_chunk_waits_for_a_stalled_reader() -> None:
     rounds = Rounds()
     rounds.let(3)
     async with aclosing(stream_of(rounds.run, None)) as chunks:
@@ -82,7 +82,7 @@ async def test_a_reader_that_stops_holds_up_one_piece_and_no_more() -> None:
         assert rounds.begun == 2
 
 
-async def test_the_completion_ends_once_its_last_piece_was_taken() -> None:
+async def test_the_completion_ends_after_its_last_chunk_was_taken() -> None:
     rounds = Rounds()
     rounds.let(3)
     async with aclosing(stream_of(rounds.run, None)) as chunks:
@@ -93,7 +93,7 @@ async def test_the_completion_ends_once_its_last_piece_was_taken() -> None:
     assert rounds.ending == "complete"
 
 
-async def test_an_error_comes_after_the_pieces_before_it() -> None:
+async def test_an_error_follows_the_earlier_chunks() -> None:
     rounds = Rounds(error_in=1)
     rounds.let(3)
     async with aclosing(stream_of(rounds.run, None)) as chunks:
@@ -103,7 +103,7 @@ async def test_an_error_comes_after_the_pieces_before_it() -> None:
             await anext(chunks)
 
 
-async def test_a_reader_that_leaves_ends_the_round_that_is_under_way() -> None:
+async def test_a_leaving_reader_cancels_the_current_round() -> None:
     rounds = Rounds()
     rounds.let(1)
     async with aclosing(stream_of(rounds.run, None)) as chunks:
@@ -112,7 +112,7 @@ async def test_a_reader_that_leaves_ends_the_round_that_is_under_way() -> None:
     assert rounds.ending == "CancelledError"
 
 
-async def test_a_reader_that_leaves_closes_what_waits_between_two_rounds() -> None:
+async def test_a_leaving_reader_closes_the_generator_between_two_rounds() -> None:
     rounds = Rounds()
     rounds.let(3)
     async with aclosing(stream_of(rounds.run, None)) as chunks:
@@ -121,7 +121,7 @@ async def test_a_reader_that_leaves_closes_what_waits_between_two_rounds() -> No
     assert rounds.ending == "GeneratorExit"
 
 
-async def test_an_error_that_nobody_waits_for_is_not_left_behind(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unread_error_is_not_left_behind(caplog: pytest.LogCaptureFixture) -> None:
     rounds = Rounds(error_in=1)
     rounds.let(3)
     async with aclosing(stream_of(rounds.run, None)) as chunks:
@@ -149,9 +149,7 @@ async def test_cancelling_the_reader_ends_the_round_it_waits_for() -> None:
 
 
 @given(making=PAUSES, reading=PAUSES)
-def test_every_piece_arrives_however_quick_rounds_and_reader_are(
-    making: list[int], reading: list[int]
-) -> None:
+def test_every_chunk_arrives_at_any_speed_of_rounds_and_reader(making: list[int], reading: list[int]) -> None:
     async def run(queue: ChunkQueue) -> None:
         for number, pause in enumerate(making):
             await turns(pause)

@@ -1,4 +1,4 @@
-"""Which clients count as one."""
+"""The clients that count as one peer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from coordinator.requests.peers import peer_of_grpc, peer_of_host
         ("unix:/tmp/socket", "unix:/tmp/socket"),
     ],
 )
-def test_a_peer_of_grpc(peer: str, address: str) -> None:
+def test_the_peer_of_a_grpc_call_is_its_host(peer: str, address: str) -> None:
     assert peer_of_grpc(peer) == address
 
 
-def test_a_host_without_an_address() -> None:
+def test_a_host_name_is_its_own_peer() -> None:
     assert peer_of_host("192.0.2.7") == "192.0.2.7"
     assert peer_of_host("somewhere") == "somewhere"

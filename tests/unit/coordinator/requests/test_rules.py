@@ -1,4 +1,4 @@
-"""Every rule for requests, broken once: the sentence names what was wrong and what it must be."""
+"""Every rule for requests is broken once: the sentence names the field, its value and the requirement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from coordinator.rejection.options import RejectionOptions
 from coordinator.replicas.compatibility import MODEL_RULES, check_models
 from coordinator.requests.validation import REQUEST_RULES, TokenizedRequest, check_request
-from coordinator.settings.coordinator import GuardedConfig
+from coordinator.settings.coordinator import CheckedSpeculativeConfig
 from tandem.errors import IncompatibleModelsError, InvalidRequestError, status_code
 from tandem.types import GenerationRequest, ModelFeature, ModelInfo, RowKind
 from tests.unit.coordinator.model_infos import DRAFT, INF, NGRAM, TARGET, deployment
@@ -146,7 +146,7 @@ REQUESTS: list[tuple[str, TokenizedRequest, str]] = [
 
 
 @pytest.mark.parametrize(("rule", "subject", "sentence"), REQUESTS)
-def test_a_request_that_breaks_a_rule(rule: str, subject: TokenizedRequest, sentence: str) -> None:
+def test_a_request_that_breaks_a_rule_is_refused(rule: str, subject: TokenizedRequest, sentence: str) -> None:
     with pytest.raises(InvalidRequestError) as refusal:
         check_request(subject)
     assert str(refusal.value) == sentence
@@ -180,7 +180,7 @@ def test_penalties_work_without_a_draft_model(subject: TokenizedRequest) -> None
         request(stop_token_ids=(5,), target=OLD_TARGET),
     ],
 )
-def test_ends_and_biases_that_can_be_kept(subject: TokenizedRequest) -> None:
+def test_valid_stop_tokens_and_biases_are_accepted(subject: TokenizedRequest) -> None:
     check_request(subject)
 
 
@@ -194,11 +194,11 @@ def test_ends_and_biases_that_can_be_kept(subject: TokenizedRequest) -> None:
         request(rule="logit-comparison"),
     ],
 )
-def test_logits_are_missed_only_where_they_are_compared(subject: TokenizedRequest) -> None:
+def test_draft_logits_are_required_only_by_logit_comparison(subject: TokenizedRequest) -> None:
     check_request(subject)
 
 
-def test_every_broken_rule_is_told_at_once() -> None:
+def test_one_error_names_every_broken_rule() -> None:
     with pytest.raises(InvalidRequestError) as refusal:
         check_request(request((), max_tokens=0, top_p=2.0))
     assert str(refusal.value) == (
@@ -212,6 +212,6 @@ def test_every_broken_rule_is_told_at_once() -> None:
 
 
 def test_names_are_unique_within_their_table() -> None:
-    for rules in (GuardedConfig.rules(), MODEL_RULES, REQUEST_RULES):
+    for rules in (CheckedSpeculativeConfig.rules(), MODEL_RULES, REQUEST_RULES):
         names = [rule.name for rule in rules]
         assert len(names) == len(set(names))

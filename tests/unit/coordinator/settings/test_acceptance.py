@@ -1,4 +1,4 @@
-"""What a request says otherwise than the configuration."""
+"""Options that a request sets differently from the configuration."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ CONFIG = SpeculativeConfig(
 )
 
 
-def test_a_request_that_says_nothing_has_what_is_configured() -> None:
+def test_a_request_without_options_uses_the_configuration() -> None:
     assert requested_options(CONFIG, GenerationRequest("x")) == configured_options(CONFIG)
     assert configured_options(CONFIG) == RejectionOptions(
         "strict", num_speculative_tokens=3, typical_epsilon=0.2, relaxed_topk=5
     )
 
 
-def test_a_requests_wishes_are_stronger() -> None:
+def test_a_requests_options_override_the_configuration() -> None:
     request = GenerationRequest("x", num_speculative_tokens=7, rejection_sampling_strategy="block")
     options = requested_options(CONFIG, request)
     assert (options.num_speculative_tokens, options.rejection_sampling_strategy) == (7, "block")
@@ -35,7 +35,7 @@ def test_configured_rates_hold_for_synthetic_requests_alone(named: str | None, r
     assert requested_options(config, request).synthetic_acceptance_rate == rate
 
 
-def test_auto_is_checked_as_residual_and_becomes_the_rule_that_was_picked() -> None:
+def test_auto_is_checked_as_residual_and_becomes_the_chosen_rule() -> None:
     config = SpeculativeConfig(rejection_sampling_strategy="auto")
     assert configured_options(config).rejection_sampling_strategy == "residual"
     assert requested_options(config, GenerationRequest("x"), "block").rejection_sampling_strategy == "block"

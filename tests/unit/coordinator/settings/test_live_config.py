@@ -1,4 +1,4 @@
-"""What can be changed while the coordinator runs, and what cannot."""
+"""Options that can be changed while the coordinator runs, and options that cannot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def option(config: LiveConfig, name: str) -> ConfigOption:
     return next(option for option in config.options() if option.name == name)
 
 
-def test_every_option_is_told_with_its_origin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_option_is_listed_with_its_origin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_RELAXED_TOPK", "4")
     arguments = ["--target-address", "127.0.0.1:1", "--num-speculative-tokens", "5"]
     config = LiveConfig(load_settings(CoordinatorSettings, arguments, "test"))
@@ -35,7 +35,7 @@ def test_every_option_is_told_with_its_origin(monkeypatch: pytest.MonkeyPatch) -
     assert {option.name for option in config.options() if option.is_live} == set(LIVE_OPTIONS)
 
 
-def test_a_change_holds_and_says_who_and_when(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_change_is_recorded_with_author_and_time(caplog: pytest.LogCaptureFixture) -> None:
     config = live(num_speculative_tokens=3)
     before = config.current
     with caplog.at_level(logging.INFO, "coordinator.settings.live"):
@@ -54,7 +54,7 @@ def test_a_change_holds_and_says_who_and_when(caplog: pytest.LogCaptureFixture) 
     )
 
 
-def test_a_reset_brings_back_the_value_of_the_start() -> None:
+def test_a_reset_restores_the_startup_value() -> None:
     config = live(num_speculative_tokens=3)
     config.change({"num_speculative_tokens": "6", "speculation": "false"}, (), "me")
     assert config.current.speculation is False
@@ -89,8 +89,8 @@ def test_options_that_need_each_other_change_together() -> None:
     assert config.current.rejection_sampling_strategy is None
 
 
-def test_what_came_as_json_does_not_come_back() -> None:
-    """The JSON form is read at the start; an option that was changed since is not found there again."""
+def test_a_startup_value_in_json_does_not_override_a_change() -> None:
+    """The JSON form is read at startup; an option that was changed since is not read from it again."""
     config = live(speculative_config='{"num_speculative_tokens": 5, "relaxed_topk": 3}')
     config.change({"relaxed_topk": "7"}, (), "me")
     assert (config.current.num_speculative_tokens, config.current.relaxed_topk) == (5, 7)
@@ -119,7 +119,7 @@ def test_what_came_as_json_does_not_come_back() -> None:
         ({"enforce_eager": "true"}, "enforce_eager is not available in this version"),
     ],
 )
-def test_what_is_wrong_is_refused_with_the_rules_sentence(values: dict[str, str], sentence: str) -> None:
+def test_an_invalid_change_is_refused_with_the_rules_sentence(values: dict[str, str], sentence: str) -> None:
     config = live()
     before = config.current
     with pytest.raises(InvalidRequestError) as refusal:
@@ -129,7 +129,7 @@ def test_what_is_wrong_is_refused_with_the_rules_sentence(values: dict[str, str]
     assert option(config, "relaxed_topk").origin is Origin.DEFAULT
 
 
-def test_all_that_is_wrong_is_told_at_once() -> None:
+def test_one_error_names_all_invalid_changes() -> None:
     with pytest.raises(InvalidRequestError) as refusal:
         live().change({"num_speculative_tokens": "0", "relaxed_topk": "0"}, (), "me")
     assert "num_speculative_tokens is 0" in str(refusal.value)

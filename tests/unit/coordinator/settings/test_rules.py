@@ -1,4 +1,4 @@
-"""Every rule for the configuration, broken once: the sentence names the option, its value and what it must be."""
+"""Every rule for the configuration is broken once: the sentence names the option, its value and the requirement."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from coordinator.settings.coordinator import GuardedConfig
+from coordinator.settings.coordinator import CheckedSpeculativeConfig
 from tandem.config.refusals import REFUSED_METHODS
 from tests.unit.coordinator.model_infos import INF
 
@@ -144,7 +144,7 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     (
         "relaxed-acceptance",
         {"use_relaxed_acceptance_for_thinking": True, "rejection_sampling_strategy": "strict"},
-        "use_relaxed_acceptance_for_thinking is on and the rule is strict; it needs one that decides by probabilities, "
+        "use_relaxed_acceptance_for_thinking is on and the rule is strict; it needs a rule that compares probabilities "
         "token by token: residual, typical-acceptance, logit-comparison",
     ),
     (
@@ -177,11 +177,13 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("rule", "options", "sentence"), CONFIGS)
-def test_a_configuration_that_breaks_a_rule(rule: str, options: dict[str, Any], sentence: str) -> None:
+def test_a_configuration_that_breaks_a_rule_is_refused(
+    rule: str, options: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(ValidationError) as refusal:
-        GuardedConfig(**options)
+        CheckedSpeculativeConfig(**options)
     assert [detail["msg"] for detail in refusal.value.errors()] == [sentence]
 
 
 def test_every_rule_of_the_configuration_is_in_the_table() -> None:
-    assert {rule.name for rule in GuardedConfig.rules()} == {rule for rule, _, _ in CONFIGS}
+    assert {rule.name for rule in CheckedSpeculativeConfig.rules()} == {rule for rule, _, _ in CONFIGS}

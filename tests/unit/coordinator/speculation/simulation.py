@@ -21,28 +21,28 @@ REQUEST_TOKENS = 48, 256
 
 @dataclass(frozen=True)
 class Profile:
-    """What rounds cost and give, in seconds and probabilities."""
+    """Costs and acceptance of rounds, in seconds and probabilities."""
 
     verify: float
-    """Of a step of the target, beside what its sequences and tokens cost."""
+    """Seconds of a step of the target, without its sequences and tokens."""
     verify_sequence: float
     verify_token: float
     draft: float
-    """Of a step of the draft."""
+    """Seconds of a step of the draft."""
     draft_sequence: float
     message: float
-    """Of asking one service and reading its answer."""
+    """Seconds of a request to one service and its answer."""
     message_sequence: float
     acceptance: float
-    """Of the first proposed token."""
+    """Acceptance of the first proposed token."""
     decay: float
-    """Acceptance of each later position, by that of the one before."""
+    """Acceptance of each later position, relative to the previous one."""
     noise: float
     """Standard deviation of a step's logarithm."""
 
     @staticmethod
     def drawn(random: Random) -> Profile:
-        """A machine on which reading weights, computing or messages take the time, and a draft of any quality."""
+        """Draw a machine that is bound by memory, computation or messages, and a draft of any quality."""
         verify = 10.0 ** random.uniform(-2.7, -1.3)
         return Profile(
             verify=verify,
@@ -58,23 +58,23 @@ class Profile:
         )
 
     def verify_seconds(self, sequences: int, tokens: int) -> float:
-        """Of one step of the target."""
+        """Return the seconds of one step of the target."""
         return self.verify + self.verify_sequence * sequences + self.verify_token * tokens
 
     def draft_seconds(self, sequences: int, steps: int) -> float:
-        """Of the steps of a proposal."""
+        """Return the seconds of the steps of a proposal."""
         return steps * (self.draft + self.draft_sequence * sequences) if sequences else 0.0
 
     def message_seconds(self, sequences: int, is_drafted: bool) -> float:
-        """Of the messages of a round."""
+        """Return the seconds of the messages of a round."""
         return (2 if is_drafted else 1) * (self.message + self.message_sequence * sequences)
 
     def rates(self) -> list[float]:
-        """Conditional acceptance by position."""
+        """Return the conditional acceptance by position."""
         return [self.acceptance * self.decay**position for position in range(MAX_TOKENS)]
 
     def speed(self, load: int, proposed: int) -> float:
-        """Expected tokens per second of each of `load` requests that all propose so many tokens, without noise."""
+        """Return the expected tokens per second of each of `load` requests at this proposal length, without noise."""
         product, tokens = 1.0, 1.0
         for rate in self.rates()[:proposed]:
             product *= rate
@@ -83,7 +83,7 @@ class Profile:
         return tokens / (seconds + self.message_seconds(load, proposed > 0))
 
     def best_tokens(self, load: int) -> int:
-        """What an oracle proposes."""
+        """Return the number of tokens that an oracle proposes."""
         return max(range(MAX_TOKENS + 1), key=lambda proposed: self.speed(load, proposed))
 
 
@@ -91,7 +91,7 @@ class Speculation(Protocol):
     """The controller's part in a request, or an oracle's."""
 
     def begin_round(self, load: int) -> int:
-        """How many tokens to propose."""
+        """Return the number of tokens to propose."""
 
     def end_round(self, result: RoundResult) -> None:
         """A round has ended."""
@@ -102,7 +102,7 @@ class Speculation(Protocol):
 
 @dataclass(frozen=True)
 class Oracle:
-    """Knows what rounds cost and give."""
+    """Chooses with knowledge of the true costs and acceptance."""
 
     best_tokens: Callable[[int], int]
 
@@ -123,13 +123,13 @@ class Request:
 
     speculation: Speculation
     ease: float
-    """Its acceptance by that of all."""
+    """Its acceptance relative to the common one."""
     tokens_left: int
     is_first: bool = True
 
 
 class Cluster:
-    """Runs rounds of all requests in step, as a batching engine does."""
+    """Runs the rounds of all requests in lockstep, as a batching engine does."""
 
     def __init__(self, profile: Profile, seed: int, begin: Callable[[], Speculation]) -> None:
         self.profile = profile
@@ -141,7 +141,7 @@ class Cluster:
         """By load: how many rounds proposed 0, 1, ... tokens."""
 
     def run(self, load: int, steps: int) -> tuple[int, float]:
-        """Tokens that were made in so many steps, and their seconds."""
+        """Run this many steps, and return their tokens and seconds."""
         del self.requests[load:]
         made, passed = 0, 0.0
         for _ in range(steps):
@@ -153,7 +153,7 @@ class Cluster:
         return made, passed
 
     def _noise(self) -> float:
-        """Of a step's time: a spread, and now and then a pause of the machine."""
+        """Draw the noise of a step's time: a spread, and now and then a pause of the machine."""
         slow = self._times.choice((3.0, 10.0)) if self._times.random() < 0.01 else 1.0
         return slow * self._times.lognormvariate(-(self.profile.noise**2) / 2, self.profile.noise)
 
@@ -194,7 +194,7 @@ class Cluster:
 
 
 def adaptive(controller: SpeculationController) -> Callable[[], Speculation]:
-    """What begins requests that the controller decides for."""
+    """Begins requests that the controller decides for."""
 
     def begin() -> Speculation:
         speculation = controller.request(request_kind("draft", "residual", 1.0), MAX_TOKENS)
@@ -207,7 +207,7 @@ def adaptive(controller: SpeculationController) -> Callable[[], Speculation]:
 def efficiency(
     profile: Profile, seed: int, stages: Sequence[int], rounds: int, begin: Callable[[], Speculation]
 ) -> tuple[float, Cluster]:
-    """Tokens made by those that an oracle makes in the same time and with the same noise, over stages of load."""
+    """Return the tokens relative to an oracle's in the same time and with the same noise, over stages of load."""
     cluster = Cluster(profile, seed, begin)
     oracle = Cluster(profile, seed, lambda: Oracle(cache(profile.best_tokens)))
     made = possible = 0.0

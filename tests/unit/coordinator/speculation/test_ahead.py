@@ -1,4 +1,4 @@
-"""Whether drafting ahead pays, and for how many outcomes."""
+"""The gain of drafting ahead, and the number of outcomes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from coordinator.speculation.ahead import (
     OutcomeHits,
     RequestAhead,
     branches,
-    tokens_after_miss,
 )
 from coordinator.speculation.choice import Choice
 from coordinator.speculation.cost_model import CostModel
 from coordinator.speculation.gain_model import AcceptanceModel
+from coordinator.stats.rounds import RoundCost
 from tandem.types import MAX_AHEAD_TOKENS, AheadBudget
 
 _EXPECTED = [1.0, 1.75, 2.3, 2.7, 3.0]
@@ -53,19 +53,7 @@ def test_outcomes_that_never_come_are_not_drafted_for() -> None:
     assert _branches(1.0e-3, hits, costs) == 1
 
 
-@pytest.mark.parametrize(
-    ("draft_ms", "tokens_per_second", "count"), [(0.1, 300.0, 4), (1.2, 300.0, 3), (4.0, 300.0, 0)]
-)
-def test_after_a_miss_a_draft_is_waited_for_as_long_as_it_pays(
-    draft_ms: float, tokens_per_second: float, count: int
-) -> None:
-    found = tokens_after_miss(
-        _EXPECTED, draft_seconds=draft_ms / 1e3, wait_seconds=0.5e-3, tokens_per_second=tokens_per_second
-    )
-    assert found == count
-
-
-def test_shares_follow_what_came() -> None:
+def test_shares_follow_the_observed_outcomes() -> None:
     hits, chance = OutcomeHits(), random.Random(1)
     for _ in range(4000):
         rank = chance.choices([0, 1, 2, 3, None], [0.4, 0.2, 0.1, 0.1, 0.2])[0]
@@ -87,14 +75,14 @@ def _simulated(choice: AheadChoice, rounds: int, on_seconds: float, off_seconds:
 
 
 @pytest.mark.parametrize(("on", "off", "low", "high"), [(7.0, 10.0, 0.95, 1.0), (12.0, 10.0, 0.0, 0.08)])
-def test_the_better_way_gets_nearly_all_rounds(on: float, off: float, low: float, high: float) -> None:
+def test_the_faster_mode_gets_nearly_all_rounds(on: float, off: float, low: float, high: float) -> None:
     choice = AheadChoice(1)
     assert low <= _simulated(choice, 3000, on, off) <= high
     assert choice.is_on == (on < off)
     assert choice.gain == pytest.approx(off / on, rel=0.1)
 
 
-def test_it_changes_its_mind_when_the_machine_does() -> None:
+def test_the_choice_follows_a_change_of_the_machine() -> None:
     choice = AheadChoice(1)
     _simulated(choice, 1000, 7.0, 10.0)
     assert choice.is_on
@@ -103,10 +91,30 @@ def test_it_changes_its_mind_when_the_machine_does() -> None:
 
 
 def test_a_long_proposal_grants_no_more_than_a_draft_takes() -> None:
-    """Proposals may have 128 tokens, budgets 64; a draft refuses a sequence that asks for more."""
+    """Proposals may have 128 tokens, budgets 64; a draft refuses larger budgets."""
     ahead = RequestAhead(8, OutcomeHits(), BranchCosts())
     assert ahead.max_budget(128) == AheadBudget(8, MAX_AHEAD_TOKENS)
     choice = Choice(CostModel(), AcceptanceModel(), load=1, max_tokens=128)
     assert ahead.begin_round(AheadChoice(1))
     assert ahead.budget(128, choice) == AheadBudget(8, MAX_AHEAD_TOKENS)
     assert ahead.budget(3, choice) == AheadBudget(8, 3)
+
+
+@pytest.mark.parametrize("load", [1, 8])
+def test_the_budget_does_not_shrink_with_sequences_that_share_the_drafts_steps(load: int) -> None:
+    costs, gains = CostModel(), AcceptanceModel()
+    verify, draft = 8e-3, 1e-3
+    for proposed in (0, 4) * 8:
+        seconds = verify + proposed * draft + 1e-3
+        costs.add(
+            load,
+            RoundCost(proposed, seconds, verify, load, load * (proposed + 1), proposed * draft, load),
+            True,
+        )
+        gains.add(4, 3)
+    choice = Choice(costs, gains, load, max_tokens=4)
+    ahead = RequestAhead("auto", OutcomeHits(), BranchCosts())
+    ways = AheadChoice(load)
+    while not ahead.begin_round(ways):
+        pass
+    assert ahead.budget(4, choice) == AheadBudget(16, 4)

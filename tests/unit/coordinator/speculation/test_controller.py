@@ -1,4 +1,4 @@
-"""What the controller says, round by round."""
+"""Decisions of the controller, round by round."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def begun(controller: SpeculationController, *, is_adaptive: bool = True) -> Req
 def simulate(
     request: RequestSpeculation, rounds: int, draft: float, accepted: int, load: int = 1
 ) -> list[int]:
-    """Lengths of rounds whose verification takes 10 ms and each proposed token so much of that."""
+    """Return the proposal lengths of rounds with a verification of 10 ms and this relative cost of a proposed token."""
     lengths = []
     for _ in range(rounds):
         proposed = request.begin_round(load)
@@ -35,12 +35,12 @@ def simulate(
     return lengths
 
 
-def test_few_begin_as_asked_and_many_with_the_target_alone() -> None:
+def test_few_requests_begin_with_the_configured_length_and_many_with_the_target_alone() -> None:
     for load, expected in ((1, K), (MANY - 1, K), (MANY, 0), (64, 0)):
         assert begun(SpeculationController()).begin_round(load) == expected
 
 
-def test_a_useless_draft_is_left_out_and_a_useful_one_is_not() -> None:
+def test_speculation_stops_with_a_useless_draft_and_continues_with_a_useful_one() -> None:
     for accepted, expected in ((0, 0), (K, K)):
         request = begun(SpeculationController())
         simulate(request, 60, 0.2, accepted)
@@ -48,7 +48,7 @@ def test_a_useless_draft_is_left_out_and_a_useful_one_is_not() -> None:
         assert lengths.count(expected) > 0.9 * len(lengths)
 
 
-def test_a_request_that_must_not_depend_on_time_keeps_its_length_and_teaches_the_others() -> None:
+def test_a_fixed_length_request_keeps_its_length_and_informs_the_others() -> None:
     controller = SpeculationController()
     fixed = begun(controller, is_adaptive=False)
     assert set(simulate(fixed, 300, 0.5, 0)) == {K}
@@ -89,7 +89,7 @@ def test_a_new_temperature_range_begins_with_the_nearest_ones_first_rate() -> No
     assert controller.gains(far).rates(1)[0] > 0.5
 
 
-def test_decisions_with_and_without_drafting_ahead_are_told_apart() -> None:
+def test_decisions_with_and_without_drafting_ahead_are_separate() -> None:
     controller = SpeculationController()
     begun(controller).begin_round(1)
     request = controller.request(request_kind("draft", "residual", 1.0), K, draft_ahead=8)
@@ -115,7 +115,7 @@ def test_the_reason_is_one_line() -> None:
     assert abs(known.predicted_seconds / known.measured_seconds - 1.0) < 0.2
 
 
-def test_temperature_ranges_in_words() -> None:
+def test_temperature_ranges_are_named() -> None:
     assert [temperature_words(index) for index in (0, 4, len(TEMPERATURE_RANGES))] == [
         "0",
         "0.85-1.15",
@@ -123,7 +123,7 @@ def test_temperature_ranges_in_words() -> None:
     ]
 
 
-def test_each_target_is_judged_by_itself() -> None:
+def test_each_target_has_its_own_cost_model() -> None:
     controller = SpeculationController()
     slow, fast = begun(controller), begun(controller)
     slow.target, fast.target = "slow", "fast"
@@ -133,7 +133,7 @@ def test_each_target_is_judged_by_itself() -> None:
     assert slow.begin_round(1) > 0
 
 
-def test_auto_takes_the_rule_that_makes_the_most_tokens_once_each_is_known() -> None:
+def test_auto_chooses_the_rule_with_the_most_tokens_once_each_is_measured() -> None:
     controller = SpeculationController()
     names = ("block", "strict", "residual")
     accepted = {"block": 2, "strict": 4, "residual": 1}

@@ -22,7 +22,7 @@ from coordinator.stats.rounds import RoundCost
 @pytest.mark.parametrize(
     "coefficients", [(0.01, 0.001, 0.0005), (0.01, 0.0, 0.0), (0.0, 0.0, 0.002), (0.0, 0.003, 0.0)]
 )
-def test_a_line_is_found(coefficients: tuple[float, float, float]) -> None:
+def test_a_linear_cost_is_recovered(coefficients: tuple[float, float, float]) -> None:
     constant, per_a, per_b = coefficients
     cost = LinearCost()
     for a in (1, 2, 4, 8, 16):
@@ -33,7 +33,7 @@ def test_a_line_is_found(coefficients: tuple[float, float, float]) -> None:
         assert cost.predict(a, b) == pytest.approx(constant + per_a * a + per_b * b, rel=0.05)
 
 
-def test_a_pause_of_the_machine_is_no_cost() -> None:
+def test_a_pause_of_the_machine_does_not_count_as_cost() -> None:
     cost = LinearCost()
     random = Random(1)
     for number in range(400):
@@ -48,7 +48,7 @@ def test_a_pause_of_the_machine_is_no_cost() -> None:
     st.integers(1, 64),
     st.integers(1, 512),
 )
-def test_no_prediction_is_below_zero_and_none_falls_as_counts_grow(
+def test_predictions_are_positive_and_increase_with_counts(
     measured: list[tuple[int, int, float]], a: int, b: int
 ) -> None:
     cost = LinearCost()
@@ -74,22 +74,22 @@ def taught(model: CostModel, slow: float, *lengths: int, rounds: int = 40) -> No
                     model.add(load, result, result.is_uniform)
 
 
-def test_a_round_is_predicted_for_loads_and_lengths_that_were_not_measured() -> None:
+def test_rounds_are_predicted_for_unmeasured_loads_and_lengths() -> None:
     model = CostModel()
     taught(model, 1.0, 0, 4)
     for load, proposed in ((1, 2), (4, 0), (4, 4), (16, 3)):
         assert model.seconds(load, proposed) == pytest.approx(round_of(load, proposed).seconds, rel=0.1)
 
 
-def test_what_slows_down_everything_slows_down_what_is_not_measured_meanwhile() -> None:
-    """With a load of one, so that rounds are not shared."""
+def test_a_general_slowdown_applies_to_unmeasured_loads_too() -> None:
+    """The load is one, so that rounds are not shared."""
     model = CostModel()
     taught(model, 1.0, 0, 4)
     taught(model, 2.0, 4, rounds=60)
     assert model.seconds(1, 0) == pytest.approx(round_of(1, 0, slow=2.0).seconds, rel=0.35)
 
 
-def test_a_step_that_others_share_with_prompts_tells_nothing_of_whole_rounds() -> None:
+def test_a_step_shared_with_prompts_does_not_count_as_a_round() -> None:
     alone = RoundCost(0, 0.5, 0.4, 4, 300)
     assert not alone.is_uniform
     assert round_of(4, 3).is_uniform
@@ -100,7 +100,7 @@ def test_a_step_that_others_share_with_prompts_tells_nothing_of_whole_rounds() -
     assert model.rest_seconds(4, 0) == pytest.approx(before, rel=0.05)
 
 
-def test_another_target_begins_with_what_is_known_and_learns_on_its_own() -> None:
+def test_another_target_starts_with_known_costs_and_learns_its_own() -> None:
     model = CostModel()
     taught(model, 1.0, 0, 4)
     other = model.copy()
@@ -109,7 +109,7 @@ def test_another_target_begins_with_what_is_known_and_learns_on_its_own() -> Non
     assert other.seconds(1, 4) > 2.0 * model.seconds(1, 4)
 
 
-def test_rates_are_conditional_and_begin_with_the_position_before() -> None:
+def test_rates_are_conditional_and_start_at_the_previous_positions_rate() -> None:
     gains = AcceptanceModel()
     assert gains.rates(2) == [FIRST_RATE, FIRST_RATE]
     for _ in range(200):
@@ -122,13 +122,13 @@ def test_rates_are_conditional_and_begin_with_the_position_before() -> None:
     assert fourth == third, "nothing was seen there"
 
 
-def test_expected_tokens_add_up_products_of_rates() -> None:
+def test_expected_tokens_are_the_sum_of_products_of_rates() -> None:
     assert expected_tokens([0.5, 0.5]) == [1.0, 1.5, 1.75]
     assert expected_tokens([]) == [1.0]
     assert expected_tokens([0.8], 0.5) == [1.0, 1.4]
 
 
-def test_a_requests_own_acceptance_is_told_apart_from_that_of_all() -> None:
+def test_a_requests_own_acceptance_is_separate_from_the_common_one() -> None:
     poor, usual = RequestAcceptance(), RequestAcceptance()
     for _ in range(40):
         poor.add(2, 0, [0.0, 0.8, 1.6])

@@ -1,4 +1,4 @@
-"""The controller's formula as a table."""
+"""The table of the plan agrees with the controller's formula."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem.speculation_state import SpeculationDecision
 FIGURES = StepTimes(0.0065, 0.0012, (0.8,), per_8_rows=0.0)
 
 
-def test_without_a_wire_it_is_the_usual_formula() -> None:
+def test_without_messages_the_speedup_is_the_usual_formula() -> None:
     """(1 + E[accepted]) / (cost_draft x K + cost_verify), in units of a verification."""
     for row in plan(FIGURES, 1).rows:
         expected = sum(0.8**i for i in range(row.tokens + 1)) / (row.tokens * 1.2 / 6.5 + 1.0)
@@ -42,7 +42,7 @@ def test_every_remedy_helps_and_the_most_helpful_comes_first() -> None:
     assert all(gain >= found.best_speedup for name, gain in found.remedies if "ahead" not in name)
 
 
-def test_a_cluster_is_planned_by_the_rounds_that_it_predicts() -> None:
+def test_a_clusters_plan_uses_its_predicted_rounds() -> None:
     decision = SpeculationDecision(
         "t",
         "d",

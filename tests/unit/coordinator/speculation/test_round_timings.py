@@ -1,4 +1,4 @@
-"""How long a draft is waited for follows from what was measured."""
+"""The time that a round waits for a draft follows from measurements."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from coordinator.stats.rounds import RoundCost
 from tandem.types import StepCost
 
 
-def test_before_anything_is_known_the_wait_is_short() -> None:
+def test_before_any_measurement_the_wait_is_short() -> None:
     assert RoundTimings(None).patience_seconds == 0.25
 
 
-def test_a_few_verifications_past_the_usual_time() -> None:
+def test_the_wait_ends_a_few_verifications_after_the_usual_time() -> None:
     timings = RoundTimings(None)
     timings.verified(9.0, 0, is_first=True)
     timings.verified(0.1, 4, is_first=False)
@@ -31,7 +31,7 @@ def test_the_first_answer_counts_only_while_there_is_no_other() -> None:
     assert timings.patience_seconds == pytest.approx(0.4)
 
 
-def test_a_configured_wait_is_what_was_configured() -> None:
+def test_a_configured_wait_overrides_measurements() -> None:
     timings = RoundTimings(3.0)
     timings.verified(0.1, 4, is_first=False)
     assert timings.patience_seconds == 3.0
@@ -46,7 +46,7 @@ def test_a_draft_that_hangs_costs_less_than_a_second(times: list[tuple[float, in
     assert 0.25 <= timings.patience_seconds < 1.0
 
 
-def test_a_round_is_reported_once_and_reading_all_tokens_is_none() -> None:
+def test_a_round_is_reported_once_and_a_prefill_is_not() -> None:
     timings = RoundTimings(None)
     assert timings.end_round(1.0) is None
     timings.drafted(0.03, StepCost(0.02, 3, 12))
@@ -65,7 +65,7 @@ def test_without_reported_costs_the_measured_times_count() -> None:
     assert timings.end_round(0.2) == RoundCost(4, 0.2, 0.1, 5, 25, 0.03, 5)
 
 
-def test_a_round_that_waited_in_vain_says_so() -> None:
+def test_a_round_that_waited_in_vain_is_marked() -> None:
     timings = RoundTimings(None)
     timings.was_late()
     timings.verified(0.1, 0, is_first=False)

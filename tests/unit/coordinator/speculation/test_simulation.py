@@ -22,15 +22,15 @@ from tests.unit.coordinator.speculation.simulation import (
 PROFILES = 200
 STAGES = 4
 ROUNDS = 320
-"""Of all requests, in each stage of load."""
+"""Mean over all requests, in each stage of load."""
 
 COSTLY = Profile(0.006, 0.0, 0.0006, 0.003, 0.0001, 0.0003, 0.0, 0.2, 1.0, 0.1)
-"""Each token costs a tenth of a step, a step of the draft half of one, and one token in five is right."""
+"""A token costs a tenth of a step, a draft step half of one, and one token in five is accepted."""
 CHEAP = Profile(0.02, 0.0, 0.0001, 0.001, 0.0, 0.0005, 0.0, 0.85, 1.0, 0.1)
-"""Reading the weights takes the time, and the draft is good."""
+"""The machine is bound by memory, and the draft is good."""
 
 
-def test_random_profiles_and_loads_that_change_in_steps_make_nearly_an_oracles_tokens() -> None:
+def test_the_controller_makes_nearly_as_many_tokens_as_an_oracle() -> None:
     random = Random(22)
     shares = []
     for number in range(PROFILES):
@@ -45,7 +45,7 @@ def test_random_profiles_and_loads_that_change_in_steps_make_nearly_an_oracles_t
     assert shares[0] >= 0.8
 
 
-def test_a_pause_in_the_first_step_of_a_draft_does_not_put_it_off_for_good() -> None:
+def test_a_pause_in_a_drafts_first_step_does_not_stop_speculation_for_good() -> None:
     controller = SpeculationController()
     request = adaptive(controller)()
     for number in range(400):
@@ -58,14 +58,14 @@ def test_a_pause_in_the_first_step_of_a_draft_does_not_put_it_off_for_good() -> 
     assert request.begin_round(1) >= 3
 
 
-def test_a_draft_that_does_not_pay_is_tried_in_few_rounds() -> None:
+def test_a_draft_without_gain_is_tried_in_few_rounds() -> None:
     for load in (1, 4, 16):
         _, cluster = efficiency(COSTLY, load, [load], 10_000, adaptive(SpeculationController()))
         lengths = cluster.lengths[load]
         assert sum(lengths[1:]) <= (TRIAL_SHARE + 0.005) * sum(lengths)
 
 
-def test_one_that_pays_is_left_out_in_few_rounds() -> None:
+def test_a_draft_with_gain_is_left_out_in_few_rounds() -> None:
     for load in (1, 4, 16):
         share, cluster = efficiency(CHEAP, load, [load], 10_000, adaptive(SpeculationController()))
         lengths = cluster.lengths[load]
@@ -73,8 +73,8 @@ def test_one_that_pays_is_left_out_in_few_rounds() -> None:
         assert share >= 0.95
 
 
-def test_new_requests_begin_with_what_others_have_learnt() -> None:
-    """The first rounds after fifty requests, beside an oracle's."""
+def test_new_requests_start_with_the_measurements_of_others() -> None:
+    """Tokens of the first rounds after fifty requests, relative to an oracle's."""
     for profile in (COSTLY, CHEAP):
         controller = SpeculationController()
         efficiency(profile, 1, [1], 3000, adaptive(controller))
@@ -85,7 +85,7 @@ def test_new_requests_begin_with_what_others_have_learnt() -> None:
         assert max(abs(length - best) for length in lengths) <= (2 if best else 0)
 
 
-def test_what_changes_is_found_out() -> None:
+def test_the_controller_detects_changes() -> None:
     for before, after in ((CHEAP, COSTLY), (COSTLY, CHEAP)):
         begin = adaptive(SpeculationController())
         Cluster(before, 1, begin).run(4, 600)

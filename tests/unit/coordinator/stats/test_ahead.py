@@ -1,4 +1,4 @@
-"""Rounds that were to be drafted ahead are counted: hits, by place of the outcome, and the time that they saved."""
+"""Statistics of drafting ahead: hits by rank of the outcome, and the time that they saved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.coordinator.round_results import round_result
 
 
 def stats_of(*ranks: int | None, saved: float = 0.25) -> SpeculationStats:
-    """One round for each outcome: its rank, None for a miss."""
+    """Record one round for each rank; None is a miss."""
     stats = SpeculationStats()
     for rank in ranks:
         hit_seconds = 0.0 if rank is None else saved
@@ -39,9 +39,7 @@ def test_ranks_are_bounded_and_hits_are_not() -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [((0, 3), (None, 1)), ((1,), (0, 5, None)), ((), (2,))])
-def test_adding_is_counting_together_and_since_takes_it_back(
-    first: tuple[int | None, ...], second: tuple[int | None, ...]
-) -> None:
+def test_add_sums_and_since_subtracts(first: tuple[int | None, ...], second: tuple[int | None, ...]) -> None:
     total, whole = stats_of(*first), stats_of(*first, *second)
     fresh = since(whole, total)
     kept = replace(fresh.ahead)
@@ -77,6 +75,6 @@ def test_description_is_json() -> None:
     }
 
 
-def test_log_line_tells_what_was_saved() -> None:
+def test_the_log_line_reports_the_saved_time() -> None:
     assert log_line(stats_of(0, None)).endswith("| Drafted Ahead: 1/2 (50.00%) hits, 0.25 s saved |")
     assert "Ahead" not in log_line(stats_of())

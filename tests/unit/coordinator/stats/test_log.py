@@ -1,4 +1,4 @@
-"""The log has a line for each stretch of activity, and counts every round."""
+"""The log has a line for each interval with activity, and counts every round."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_each_pair_has_its_line_before_the_one_for_all(caplog: pytest.LogC
     assert [vars(record).get("draft") for record in caplog.records] == ["d:2", "d:1", None]
 
 
-async def test_rounds_before_the_first_draft_need_no_line_of_their_own(
+async def test_rounds_before_the_first_draft_have_no_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)

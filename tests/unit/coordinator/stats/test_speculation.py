@@ -1,4 +1,4 @@
-"""Speculation statistics: counts, what MAX and vLLM make of them, and the log line."""
+"""Speculation statistics: counts, the rates of MAX and vLLM, and the log line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.coordinator.round_results import round_result
 
 
 def _stats(*rounds: tuple[int, int, int]) -> SpeculationStats:
-    """Rounds as (how many of them, tokens drafted, tokens accepted)."""
+    """Record rounds given as (number of rounds, tokens drafted, tokens accepted)."""
     stats = SpeculationStats()
     for count, drafted, accepted in rounds:
         for _ in range(count):
@@ -36,36 +36,36 @@ def _stats(*rounds: tuple[int, int, int]) -> SpeculationStats:
 EXAMPLE = _stats((69, 2, 2), (7, 2, 1), (4, 2, 0), (20, 0, 0))
 
 
-def test_log_line_of_max() -> None:
+def test_the_log_line_is_that_of_max() -> None:
     assert log_line(EXAMPLE) == (
         "Draft Tokens: 145/160 (90.62%) accepted, Acceptance Len: 1.45 / 2 toks, Per-Pos: [95%, 86%] |"
     )
 
 
-def test_log_line_of_nothing() -> None:
+def test_the_log_line_without_rounds() -> None:
     assert log_line(SpeculationStats()) == ""
     assert log_line(_stats((3, 0, 0))) == ""
 
 
-def test_counts() -> None:
+def test_rounds_and_tokens_are_counted() -> None:
     assert (EXAMPLE.rounds, EXAMPLE.drafted, EXAMPLE.accepted) == (100, 160, 145)
     assert proposals(EXAMPLE) == 80
     assert EXAMPLE.positions == [PositionStats(80, 80, 76), PositionStats(80, 76, 69)]
 
 
-def test_acceptance_length_both_ways() -> None:
+def test_acceptance_length_of_max_and_vllm() -> None:
     assert acceptance_length(EXAMPLE) == 1.45
     assert tokens_per_pass(EXAMPLE) == 2.45
 
 
-def test_rates_per_position_both_ways() -> None:
+def test_rates_per_position_of_max_and_vllm() -> None:
     assert cumulative_rates(EXAMPLE) == [0.95, 69 / 80]
     assert conditional_rates(EXAMPLE) == [0.95, 69 / 76]
     assert acceptance_rate(EXAMPLE) == 145 / 160
 
 
-def test_a_ragged_batch() -> None:
-    """Proposals of different lengths: a position counts where it was proposed."""
+def test_positions_count_only_where_they_were_proposed() -> None:
+    """The proposals have different lengths."""
     stats = _stats((1, 3, 3), (1, 1, 1), (1, 2, 0), (1, 3, 1))
     assert stats.positions == [PositionStats(4, 4, 3), PositionStats(3, 2, 1), PositionStats(2, 1, 1)]
     assert cumulative_rates(stats) == [3 / 4, 1 / 3, 1 / 2]
@@ -78,7 +78,7 @@ def test_a_position_that_was_never_reached_has_rate_zero() -> None:
     assert stats.positions[1] == PositionStats(5, 0, 0)
 
 
-def test_nothing_is_divided_by_zero() -> None:
+def test_rates_without_rounds_are_zero() -> None:
     nothing = SpeculationStats()
     assert acceptance_rate(nothing) == acceptance_length(nothing) == 0.0
     assert tokens_per_pass(nothing) == 1.0
@@ -86,7 +86,7 @@ def test_nothing_is_divided_by_zero() -> None:
     assert proposals(nothing) == 0
 
 
-def test_adding_is_counting_together() -> None:
+def test_add_sums_all_counts() -> None:
     total = _stats((2, 1, 1))
     add(total, _stats((3, 4, 2)))
     assert total == _stats((2, 1, 1), (3, 4, 2))
@@ -95,7 +95,7 @@ def test_adding_is_counting_together() -> None:
     assert shorter == total
 
 
-def test_adding_leaves_what_is_added_alone() -> None:
+def test_add_does_not_change_its_argument() -> None:
     one, total = _stats((1, 2, 1)), SpeculationStats()
     add(total, one)
     record_round(total, drafted=2, accepted=2)
@@ -119,7 +119,7 @@ def test_cumulative_stats_by_rule() -> None:
 
 
 @pytest.mark.parametrize("stats", [EXAMPLE, SpeculationStats()])
-def test_description_names_every_figure(stats: SpeculationStats) -> None:
+def test_the_description_contains_every_statistic(stats: SpeculationStats) -> None:
     told = json.loads(json.dumps(describe(stats)))
     assert told["acceptance_length"] == pytest.approx(acceptance_length(stats), abs=1e-6)
     assert told["tokens_per_pass"] == pytest.approx(tokens_per_pass(stats), abs=1e-6)

@@ -1,4 +1,4 @@
-"""Tokens per second over the last while."""
+"""Tokens per second over the last seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Clock:
         return self.now
 
 
-def test_nothing_counted_is_no_rate() -> None:
+def test_a_new_counter_has_rate_zero() -> None:
     clock = Clock()
     counter = TokenCounter(clock)
     assert counter.rate(10) == 0.0
@@ -45,7 +45,7 @@ def test_a_steady_flow_has_the_same_rate_over_any_time() -> None:
     assert counter.total == 130 * 4 * 5
 
 
-def test_what_is_older_does_not_count() -> None:
+def test_tokens_before_the_interval_do_not_count() -> None:
     clock = Clock()
     counter = TokenCounter(clock)
     counter.add(600)
@@ -58,7 +58,7 @@ def test_what_is_older_does_not_count() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 20.0), st.integers(0, 50)), max_size=60), st.sampled_from([10, 60]))
-def test_it_counts_what_a_full_record_would(steps: list[tuple[float, int]], seconds: int) -> None:
+def test_the_rate_equals_that_of_a_full_record(steps: list[tuple[float, int]], seconds: int) -> None:
     clock = Clock()
     counter = TokenCounter(clock)
     record: deque[tuple[int, int]] = deque()

@@ -1,4 +1,4 @@
-"""Outcomes drafted ahead: the right one is found, what is out of date is dropped, and no draft can fill the memory."""
+"""Outcomes drafted ahead: the actual one is found, stale ones are dropped, and their memory is bounded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BUDGET = AheadBudget(branch_count=4, token_count=3)
 BASE = len(PREFIX)
 
 FIRST = DraftedOutcomes(BASE, 0, (4, 5, 6), (3, 0, 1), (10, 11, 1))
-"""After all three and 10 comes 4, after none and 11 comes 5, after the first and 1 comes 6."""
+"""Token 4 follows all three and 10, 5 follows none and 11, and 6 follows the first and 1."""
 SECOND = DraftedOutcomes(BASE, 1, (7, 8))
 
 
@@ -36,7 +36,7 @@ def pending(
     return made
 
 
-def test_the_outcome_that_came_is_found_with_its_place_and_all_its_depths() -> None:
+def test_the_actual_outcome_is_found_with_its_rank_and_all_its_tokens() -> None:
     outcomes = pending(FIRST, SECOND)
     whole = outcomes.find((*PREFIX, *PROPOSED, 10))
     none = outcomes.find((*PREFIX, 11))
@@ -46,8 +46,29 @@ def test_the_outcome_that_came_is_found_with_its_place_and_all_its_depths() -> N
     assert one is not None
     assert (whole.base_length, whole.token_ids, whole.outcome_rank) == (BASE + 4, (4, 7), 0)
     assert (none.base_length, none.token_ids, none.outcome_rank) == (BASE + 1, (5, 8), 1)
-    assert (one.token_ids, one.outcome_rank) == ((6,), 2), "it was given up after one token"
+    assert (one.token_ids, one.outcome_rank) == ((6,), 2), "its branch ended after one token"
     assert whole.distributions == ()
+
+
+def test_a_continuation_that_the_draft_still_drafts_says_when_its_next_token_is_due() -> None:
+    outcomes = PendingOutcomes(VOCABULARY_SIZE, RowKind.TOKEN)
+    outcomes.expect(BASE, PROPOSED, BUDGET)
+    came = (*PREFIX, *PROPOSED, 10)
+    outcomes.add(FIRST, 1.0)
+    assert outcomes.unfinished(came, 1.1) is None, "no step has been timed"
+    outcomes.add(SECOND, 1.4)
+    unfinished = outcomes.unfinished(came, 1.5)
+    assert unfinished is not None
+    assert unfinished == pytest.approx((2, BUDGET.token_count, 0.3, 0.4))
+    late = outcomes.unfinished(came, 9.0)
+    assert late is not None
+    assert late.due_seconds == 0.0
+    assert outcomes.unfinished((*PREFIX, 1, 1), 1.5) is None, "the draft gave it up after one token"
+    assert outcomes.unfinished((*PREFIX, 2), 1.5) is None, "the outcome was not drafted for"
+    outcomes.add(DraftedOutcomes(BASE, 2, (9,)), 1.8)
+    assert outcomes.unfinished(came, 1.9) is None, "it is complete"
+    outcomes.expect(BASE + 4, (4, 7, 9), BUDGET)
+    assert outcomes.unfinished((*came, 4, 7, 9, 11), 2.0) is None, "nothing has arrived in this round"
 
 
 @pytest.mark.parametrize(
@@ -63,7 +84,7 @@ def test_the_outcome_that_came_is_found_with_its_place_and_all_its_depths() -> N
     ],
     ids=["no token", "another token", "not after all", "another way", "a round later", "shorter", "empty"],
 )
-def test_what_was_not_drafted_for_is_not_found(token_ids: tuple[int, ...]) -> None:
+def test_other_outcomes_are_not_found(token_ids: tuple[int, ...]) -> None:
     assert pending(FIRST, SECOND).find(token_ids) is None
 
 
@@ -76,16 +97,16 @@ def test_distributions_come_with_their_tokens() -> None:
     assert found.distributions == (supports[1], second.distributions[1])
 
 
-def test_a_round_is_awaited_only_if_something_was_granted_for_it() -> None:
+def test_a_round_is_awaited_only_if_it_has_a_budget() -> None:
     outcomes = pending()
-    assert outcomes.awaits((*PREFIX, 10)), "also before anything came"
+    assert outcomes.awaits((*PREFIX, 10)), "even before the first push"
     assert outcomes.awaits((*PREFIX, *PROPOSED, 0))
-    assert not outcomes.awaits((*PREFIX, 1, 2, 3, 4, 5)), "more than one round can add"
-    assert not outcomes.awaits((*PREFIX, 3, 2)), "the proposal says otherwise"
+    assert not outcomes.awaits((*PREFIX, 1, 2, 3, 4, 5)), "too many tokens for one round"
+    assert not outcomes.awaits((*PREFIX, 3, 2)), "the proposal differs"
     assert not pending(budget=None).awaits((*PREFIX, 10))
 
 
-def test_the_next_round_forgets_the_last_one_and_drops_what_still_comes_of_it() -> None:
+def test_the_next_round_drops_the_outcomes_of_the_last_one() -> None:
     outcomes = pending(FIRST)
     outcomes.expect(BASE + 1, (5,), BUDGET)
     outcomes.add(SECOND)
@@ -96,8 +117,8 @@ def test_the_next_round_forgets_the_last_one_and_drops_what_still_comes_of_it() 
     assert found.token_ids == (2,)
 
 
-def test_after_a_large_budget_a_small_one_forgives_what_was_on_its_way() -> None:
-    """A round with few tokens may be over before all that came of a long one has arrived."""
+def test_late_outcomes_of_a_larger_budget_are_tolerated() -> None:
+    """A short round may end before all outcomes of a longer one have arrived."""
     outcomes = PendingOutcomes(VOCABULARY_SIZE, RowKind.TOKEN)
     outcomes.expect(BASE, PROPOSED, AheadBudget(4, 8))
     outcomes.expect(BASE + 2, (5,), AheadBudget(4, 1))
@@ -165,7 +186,7 @@ WRONG: dict[str, tuple[tuple[DraftedOutcomes, ...], str]] = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_what_does_not_fit_is_refused(kind: str) -> None:
+def test_invalid_outcomes_are_refused(kind: str) -> None:
     (*before, lie), sentence = WRONG[kind]
     outcomes = pending(*before)
     with pytest.raises(ProtocolError, match=f"^draft service: .*{sentence}"):
@@ -178,7 +199,7 @@ def test_more_depths_than_granted_are_refused() -> None:
         outcomes.add(replace(SECOND, depth=3))
 
 
-def test_what_nobody_granted_is_refused() -> None:
+def test_outcomes_without_a_budget_are_refused() -> None:
     with pytest.raises(ProtocolError, match="none were asked for there"):
         pending(budget=None).add(FIRST)
 
@@ -200,7 +221,7 @@ def test_supports_that_no_rule_could_use_are_refused(
 
 
 def test_supports_that_fill_the_memory_are_refused() -> None:
-    """Each is allowed by itself; a round of them is not."""
+    """Each support alone is allowed; all of a round together are not."""
     vocabulary_size = 50_000
     wide = SparseDistribution(np.arange(vocabulary_size), np.full(vocabulary_size, 1.0 / vocabulary_size))
     outcomes = PendingOutcomes(vocabulary_size, RowKind.SUPPORT)
@@ -221,8 +242,8 @@ def test_endless_outcomes_of_rounds_that_are_over_are_refused() -> None:
         outcomes.add(FIRST)
 
 
-def test_steps_are_told_once_by_the_branches_that_came_and_are_bounded() -> None:
-    """The number of tokens that the draft claims would let it fill a table of costs."""
+def test_branch_steps_are_returned_once_and_bounded() -> None:
+    """The claimed number of tokens does not count: it could fill a table of costs."""
     outcomes = pending(replace(FIRST, cost=StepCost(0.5, 1, 9999)))
     assert outcomes.take_steps() == [(3, 0.5)]
     assert outcomes.take_steps() == []

@@ -16,12 +16,12 @@ VOCABULARY_SIZE = 12
 
 @dataclass
 class Reference:
-    """All that was pushed for the round in progress, outcome by outcome."""
+    """Keeps everything that was pushed for the round in progress, by outcome."""
 
     base_length: int = 0
     proposed: tuple[int, ...] = ()
     continuations: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-    """By the tokens that follow the base."""
+    """The continuations by the tokens that follow the base."""
 
     def add(self, drafted: DraftedOutcomes) -> None:
         if drafted.base_length != self.base_length:
@@ -40,12 +40,12 @@ class Reference:
 
 
 small_ids = st.integers(0, 2)
-"""Few different tokens, so that outcomes resemble each other."""
+"""Only three different tokens, so that outcomes share prefixes."""
 
 
 @st.composite
 def rounds(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, int]], list[list[int]]]:
-    """A proposal, distinct outcomes of it, and the tokens of each depth, fewer and fewer."""
+    """Draw a proposal, distinct outcomes of it, and the tokens of each depth, whose number never grows."""
     proposed = tuple(draw(st.lists(small_ids, max_size=3)))
     outcome = st.tuples(st.integers(0, len(proposed)), small_ids)
     keys = draw(st.lists(outcome, min_size=1, max_size=6, unique=True))
@@ -57,7 +57,7 @@ def rounds(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, int]], lis
 
 
 @given(st.lists(rounds(), min_size=1, max_size=4), st.lists(st.lists(small_ids, max_size=5), max_size=6))
-def test_it_finds_what_a_plain_search_finds(
+def test_outcomes_agree_with_a_plain_search(
     script: list[tuple[tuple[int, ...], list[tuple[int, int]], list[list[int]]]], others: list[list[int]]
 ) -> None:
     outcomes, reference = PendingOutcomes(VOCABULARY_SIZE, RowKind.TOKEN), Reference()
@@ -67,7 +67,7 @@ def test_it_finds_what_a_plain_search_finds(
         outcomes.expect(length, proposed, AheadBudget(6, 3))
         reference.base_length, reference.proposed, reference.continuations = length, proposed, {}
         if number:
-            outcomes.add(last)  # of the round before: it was on its way
+            outcomes.add(last)  # a late message of the previous round
         for depth, tokens in enumerate(columns):
             accepted = tuple(a for a, _ in keys) if depth == 0 else ()
             following = tuple(t for _, t in keys) if depth == 0 else ()

@@ -1,4 +1,4 @@
-"""Deltas carry what differs, and always leave the service with what we hold."""
+"""Deltas carry the difference, and the service always ends up with the coordinator's sequence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_all_accepted_sends_only_the_bonus_token_and_the_next_proposal() -> None
     assert remote.delta_to([1, 2, 3, 4, 5, 6], [7]) == Delta(5, [6, 7])
 
 
-def test_a_rejection_goes_back_to_where_the_proposal_was_right() -> None:
+def test_a_rejection_keeps_the_accepted_tokens() -> None:
     remote = RemoteSequence()
     remote.delta_to([1, 2, 3], [4, 5])
     assert remote.delta_to([1, 2, 3, 4, 9], [8]) == Delta(4, [9, 8])
@@ -38,14 +38,14 @@ rounds = st.lists(
         st.lists(st.integers(0, 2), max_size=4),  # the proposal
         st.integers(0, 4),  # how much of it is accepted
         st.integers(0, 2),  # the token after it
-        st.booleans(),  # whether the service proposed it, and keeps it to itself
+        st.booleans(),  # True if the service proposed it, and so has it outside the sequence
     ),
     max_size=12,
 )
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=5), rounds)
-def test_the_service_always_holds_what_we_mean(
+def test_the_service_always_holds_the_coordinators_sequence(
     prompt: list[int], script: list[tuple[list[int], int, int, bool]]
 ) -> None:
     remote, committed = RemoteSequence(), list(prompt)

@@ -1,4 +1,4 @@
-"""Rows that a model of the vocabulary can have, and rows that none has."""
+"""Rows that a model of the vocabulary can produce, and rows that none can."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GOOD: list[TargetRow] = [
     TokenRow(SIZE - 1),
     SUPPORT,
     SupportRow(np.array([], int), np.array([]), 1.0, 3),
-    # No token outside: what is said to lie there counts for nothing.
+    # No token outside: the claimed mass there does not count.
     replace(SUPPORT, outside_token_id=-1, outside_mass=math.nan),
     replace(SUPPORT, outside_prob=0.5),
     replace(SUPPORT, outside_prob=0.0),
@@ -94,19 +94,19 @@ BAD: list[tuple[TargetRow, str]] = [
 
 
 @pytest.mark.parametrize("row", GOOD)
-def test_a_row_that_a_model_can_have(row: TargetRow) -> None:
+def test_valid_rows_are_accepted(row: TargetRow) -> None:
     check_rows(Verification(0, (row,)), SIZE)
 
 
 @pytest.mark.parametrize(("row", "sentence"), BAD)
-def test_a_row_that_no_model_has_is_told(row: TargetRow, sentence: str) -> None:
+def test_invalid_rows_are_refused(row: TargetRow, sentence: str) -> None:
     with pytest.raises(ProtocolError) as refusal:
         check_rows(Verification(0, (SUPPORT, row)), SIZE)
     assert str(refusal.value).startswith("target service: ")
     assert sentence in str(refusal.value)
 
 
-def test_statistics_are_missed_where_they_were_asked_for() -> None:
+def test_missing_statistics_are_refused_if_requested() -> None:
     without = Verification(0, (SUPPORT, replace(SUPPORT, statistics=None)))
     check_rows(without, SIZE)
     with pytest.raises(ProtocolError, match="a row came without statistics; they were asked for"):

@@ -1,4 +1,4 @@
-"""Which rows a round asks the target for, and that every kind of row tells the same token."""
+"""The rows that a round requests from the target, and that every kind of row gives the same token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EMPTY, FULL = Proposal(3), Proposal(3, (7, 8))
         (RowKind.TOKEN, False, FULL, RowKind.TOKEN),
     ],
 )
-def test_a_sample_is_all_that_is_asked_for_when_nothing_was_proposed(
+def test_an_empty_proposal_requests_a_sample_only(
     kind: RowKind, with_statistics: bool, proposal: Proposal, expected: RowKind
 ) -> None:
     rows = RowChoice(kind, lambda _: (), 100, with_statistics)
@@ -42,7 +42,7 @@ def test_a_sample_is_all_that_is_asked_for_when_nothing_was_proposed(
         (RowKind.DENSE, True, FULL, False),
     ],
 )
-def test_the_target_races_where_something_may_have_to_be_recovered(
+def test_recovery_keys_are_requested_where_a_token_may_be_recovered(
     kind: RowKind, races_recovery: bool, proposal: Proposal, expected: bool
 ) -> None:
     rows = RowChoice(kind, lambda _: (), 100, races_recovery=races_recovery)
@@ -62,4 +62,4 @@ def test_all_kinds_of_row_after_an_empty_proposal_give_the_same_token(rule: Acce
             tokens.append(rule(EMPTY, verification, sampling, draw_uniforms(seed, 3, 0)).next_token_id)
         assert len(set(tokens)) == 1
         seen.add(tokens[0])
-    assert len(seen) > 10  # samples, not the same token each time
+    assert len(seen) > 10  # the samples differ

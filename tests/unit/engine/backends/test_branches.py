@@ -111,6 +111,73 @@ async def test_each_branch_is_what_it_would_be_alone(
         assert torch.allclose(more, plain_logits(model.reference, [*_TRUNK, 7, 8])[-2:], atol=1e-3)
 
 
+@pytest.mark.parametrize("with_kernels", [False, True])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+async def test_sequences_share_steps_and_each_branch_is_what_it_would_be_alone(
+    tiny_model: Callable[[str], TinyModel], family: str, with_kernels: bool
+) -> None:
+    model = tiny_model(family)
+    records: list[StepRecord] = []
+    trunks = [[*_TRUNK[1:4], other, *_TRUNK] for other in (1, 2, 3)]
+    trunks[1] += [70, 71]
+    async with running(
+        model.with_plans if with_kernels else model.loaded, RowsHead(), on_step=records.append
+    ) as engine:
+        if with_kernels:
+            await engine.warm_up()
+            trust_kernels(engine)
+        poison(engine)
+        sequences = [await engine.open(64, 64) for _ in trunks]
+        for sequence, trunk in zip(sequences, trunks, strict=True):
+            await rows(engine, sequence, Delta(0, trunk[:5]), 1)
+        records.clear()
+        jobs = [
+            Branches(sequence, Delta(5, trunk[5:]), enough=3 - (number == 2))
+            for number, (sequence, trunk) in enumerate(zip(sequences, trunks, strict=True))
+        ]
+        with engine._worker._wakeup:  # the thread sees all of them or none
+            for job in jobs:
+                engine.put_back(job)
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(job.done.wait() for job in jobs))
+    for job, trunk in zip(jobs, trunks, strict=True):
+        assert job.error is None
+        assert job.trunk is not None
+        assert torch.allclose(job.trunk, plain_logits(model.reference, trunk)[-3:], atol=1e-3)
+        assert len(job.logits) == job.enough
+        for depth, logits in enumerate(job.logits):
+            for branch, row in enumerate(logits):
+                path = trunk[: _LEAVES_AFTER[branch]] + [_TOKENS[d][branch] for d in range(depth + 1)]
+                assert torch.allclose(row, plain_logits(model.reference, path)[-1], atol=1e-3), (
+                    depth,
+                    branch,
+                )
+    assert [record.sequence_count for record in records[:4]] == [3, 3, 3, 2], "trunks, then three depths"
+    assert [record.token_count for record in records[1:4]] == [15, 12, 8]
+
+
+async def test_a_job_that_fails_is_no_loss_to_those_that_share_its_step(llama: TinyModel) -> None:
+    class Failing(Branches):
+        def advance(self, logits: Tensor) -> BranchStep | None:
+            raise RuntimeError("injected")
+
+    async with running(llama.loaded, RowsHead()) as engine:
+        sequences = [await engine.open(64, 64) for _ in range(2)]
+        for sequence in sequences:
+            await rows(engine, sequence, Delta(0, _TRUNK[:5]), 1)
+        jobs = [
+            kind(sequence, Delta(5, _TRUNK[5:]))
+            for kind, sequence in zip((Failing, Branches), sequences, strict=True)
+        ]
+        with engine._worker._wakeup:
+            for job in jobs:
+                engine.put_back(job)
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(job.done.wait() for job in jobs))
+    assert [job.error is None for job in jobs] == [False, True]
+    assert len(jobs[1].logits) == jobs[1].enough
+
+
 async def test_a_job_of_the_sequence_ends_its_branches_and_finds_its_trunk(llama: TinyModel) -> None:
     async with running(llama.loaded, RowsHead()) as engine:
         sequence = await engine.open(64, 64)

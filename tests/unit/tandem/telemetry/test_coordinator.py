@@ -21,10 +21,10 @@ from tests.unit.coordinator.round_results import round_result
 
 
 def speculation_stats_of(*rounds: tuple[int, int]) -> SpeculationStats:
-    figures = SpeculationStats()
+    stats = SpeculationStats()
     for drafted, accepted in rounds:
-        record_round(figures, drafted, accepted)
-    return figures
+        record_round(stats, drafted, accepted)
+    return stats
 
 
 def series(registry: CollectorRegistry) -> int:

@@ -101,7 +101,7 @@ def test_dense_rows_survive() -> None:
             target_pb2.VerifyResponse(
                 dense_rows=types_pb2.Tensor(data_type=types_pb2.DATA_TYPE_FLOAT32, shape=[2, 3], data=b"1234")
             ),
-            "dense_rows came where token rows were asked for",
+            "dense_rows came where token rows were requested",
         ),
     ],
 )

@@ -23,7 +23,7 @@ class ExecutionPlan:
     def __init__(self, graph: GraphModule, attention: NativeAttention, token_count: int) -> None:
         """Lays out memory and binds the calls. The arena is not touched."""
         inputs = torch.zeros(2, token_count, dtype=torch.long)
-        where = torch.zeros(6 + 3 * token_count, dtype=torch.long)
+        where = torch.zeros(1 + 6 * token_count, dtype=torch.long)  # see `places`
         compiled = PlanCompiler(graph, attention, inputs, where)
         # As numpy's, which take a few numbers in a third of the time that torch takes.
         self._token_ids, self._positions = inputs.numpy()

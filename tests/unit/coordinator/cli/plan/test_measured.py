@@ -1,4 +1,4 @@
-"""The pair that `tandem plan` measures, as `tandem up` is told of it."""
+"""The model pair that `tandem plan` measures, named as for `tandem up`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ def test_the_demo_pair_is_measured_unless_another_is_named(tmp_path: Path) -> No
         (PairOptions(target="demo", device="abacus"), "--device is 'abacus'"),
     ],
 )
-def test_pairs_that_cannot_be_measured_are_told_before_anything_starts(
-    options: PairOptions, reason: str
-) -> None:
+def test_unmeasurable_pairs_are_refused_before_anything_starts(options: PairOptions, reason: str) -> None:
     with pytest.raises(ConfigurationError, match=reason):
         options.up_words()

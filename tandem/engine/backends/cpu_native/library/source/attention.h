@@ -15,9 +15,10 @@ struct Attention {
     int64_t value_head, value_token;
     void *keys, *values;  // the layer's arena: [kv_heads, total_tokens, dim]
     int64_t total_tokens, kv_heads, heads, key_dim, value_dim;
-    // How many there are, and then for each: where the sequence lies, tokens it had, tokens of this step. Or -1 and a step
-    // of branches: where the sequence lies, tokens it has with all earlier steps of its branches, branches of this step,
-    // tokens of the trunk, branches of the first step, and for each branch how many tokens of the trunk it sees.
+    // How many there are, and then for each: where the sequence lies, tokens it had, tokens of this step. In a step of
+    // branches the number is negative, and then for each: where the sequence lies, tokens it has with all earlier steps
+    // of its branches, branches of this step, tokens of the trunk, branches of the first step, and for each branch how
+    // many tokens of the trunk it sees.
     const int64_t* segments;
     int64_t window;      // positions that a token sees, its own included; 0 for all
     const float* sinks;  // [heads], or none
@@ -191,10 +192,10 @@ static inline void mix_rows(const float* weights, int64_t pitch, const Number* v
         }
 }
 
-// One sequence's queries to the keys of one head. `branches` is the description of a step of branches, or none.
+// One sequence's queries to the keys of one head.
 template <typename Number>
 static void attend(const Attention& a, int64_t head, int64_t token, const int64_t* segment, Scratch& s,
-                   const int64_t* branches = nullptr) {
+                   bool branches) {
     const int64_t extent = segment[0], start = segment[1], count = segment[2];
     const int64_t repeats = a.heads / a.kv_heads, rows = repeats * count;
     const int64_t begin = a.window && !branches && start + 1 > a.window ? start + 1 - a.window : 0;
@@ -215,7 +216,7 @@ static void attend(const Attention& a, int64_t head, int64_t token, const int64_
         const float* sink = a.sinks ? a.sinks + head * repeats + row / count : nullptr;
         for (int64_t j = length; j < pitch; j++) s.scores[row * pitch + j] = -INFINITY;
         if (branches) {
-            see(a, branches, row % count, length, pitch, s);
+            see(a, segment, row % count, length, pitch, s);
             softmax(a, s.scores.data() + row * pitch, 0, length, pitch, sink, s.seen.data());
             continue;
         }
@@ -236,33 +237,33 @@ static void attend(const Attention& a, int64_t head, int64_t token, const int64_
         });
 }
 
-// Of all queries with the keys and values that they may see.
-static int64_t products(const Attention& a, const int64_t* segments, int64_t count) {
-    int64_t pairs = 0;
-    for (int64_t i = 0; i < count; i++) pairs += segments[3 * i + 2] * (segments[3 * i + 1] + segments[3 * i + 2]);
-    return pairs * a.heads * (a.key_dim + a.value_dim);
-}
-
 template <typename Number>
 static void attend_with(const Attention& a) {
-    const int64_t* segments = a.segments + 1;
-    const int64_t* branches = a.segments[0] < 0 ? segments : nullptr;
-    const int64_t count = branches ? 1 : a.segments[0];
-    static thread_local std::vector<int64_t> firsts;
-    firsts.resize(count);
-    int64_t token = 0;
+    const bool branches = a.segments[0] < 0;
+    const int64_t count = branches ? -a.segments[0] : a.segments[0];
+    struct Part {
+        const int64_t* segment;
+        int64_t first_token;
+    };
+    static thread_local std::vector<Part> kept;
+    kept.resize(count);
+    const int64_t* segment = a.segments + 1;
+    int64_t token = 0, pairs = 0;  // of queries with keys that they may see
     for (int64_t i = 0; i < count; i++) {
-        firsts[i] = token;
-        token += segments[3 * i + 2];
+        kept[i] = {segment, token};
+        token += segment[2];
+        pairs += segment[2] * (segment[1] + segment[2]);
+        segment += branches ? 5 + segment[2] : 3;
     }
-    const int64_t* first_tokens = firsts.data();  // each thread has a `firsts` of its own
+    const Part* parts = kept.data();  // each thread has a `kept` of its own
     const int64_t tasks = count * a.kv_heads;
-    const int64_t threads = products(a, segments, count) < WORTH_WAKING ? 1 : a.threads;
+    const int64_t products = pairs * a.heads * (a.key_dim + a.value_dim);
+    const int64_t threads = products < WORTH_WAKING ? 1 : a.threads;
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
     for (int64_t task = 0; task < tasks; task++) {
         static thread_local Scratch scratch;
-        const int64_t index = task / a.kv_heads;
-        attend<Number>(a, task % a.kv_heads, first_tokens[index], segments + 3 * index, scratch, branches);
+        const Part& part = parts[task / a.kv_heads];
+        attend<Number>(a, task % a.kv_heads, part.first_token, part.segment, scratch, branches);
     }
 }
 

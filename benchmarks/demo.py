@@ -58,17 +58,18 @@ async def main(model: str, prompt_count: int, max_tokens: int) -> None:
         )
         console.print(await _comparison(client, prompts, max_tokens))
     options = "" if model == DEMO else f" --model {model}"
+    request = '"def main("' if model == DEMO else '--chat "Name three colours."'
     console.print(
         "\naccepted: share of the proposed tokens; tokens/pass: tokens per target pass.\n"
         f"\nNext: [bold].venv/bin/tandem up{options}[/bold]"
-        '\nand in another terminal: [bold].venv/bin/tandem generate "def main("[/bold]'
+        f"\nand in another terminal: [bold].venv/bin/tandem generate {request}[/bold]"
     )
 
 
 async def _complete_one(console: Console, client: Client, prompt: Prompt, max_tokens: int) -> None:
     console.print(
         f"\n[bold]{prompt.name}[/bold]: [dim]the prompt[/dim], "
-        f"[{ACCEPTED_STYLE}]proposed by the draft and accepted[/{ACCEPTED_STYLE}], supplied by the target\n"
+        f"[{ACCEPTED_STYLE}]accepted from the draft[/{ACCEPTED_STYLE}], the target's own\n"
     )
     console.print(prompt.text, style="dim", markup=False, end="")
     await show(client.generate(_request(prompt, max_tokens, temperature=0.0)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -14,15 +13,14 @@ import urllib.request
 import venv
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 
 from tests import bundled_kernels
-from tests.commands import Ran
 from tests.end_to_end.processes import clean_environment, running
+from tests.newcomer import Newcomer
 from tests.paths import DEMO_DRAFT, DEMO_TARGET, ROOT
 
 pytestmark = pytest.mark.slow
@@ -32,10 +30,10 @@ SOURCES = (
     "tandem", "draft_service", "target_service", "coordinator",
 )  # fmt: skip
 
-# Heavy packages are those of the environment that runs the tests; a path in a .pth file brings the packages there, but
-# not the .pth file by which this checkout is installed there.
+# Heavy packages come from the environment that runs the tests, by a path in a .pth file. That brings in its packages,
+# but not its .pth files, one of which installs this checkout.
 OUTER_PACKAGES = sysconfig.get_path("purelib")
-# As on a machine without the extra: nothing finds torch.
+# Hides torch, as on a machine without the extra.
 HIDE_TORCH = "import os, sys; os.environ.get('TEST_HIDES_TORCH') and sys.modules.__setitem__('torch', None)"
 
 
@@ -44,7 +42,7 @@ PAGES = ((ROOT / "README.md").read_text(encoding="utf-8"), GETTING_STARTED)
 
 
 def lines_of(page: str) -> list[str]:
-    """Commands of a page's shell blocks."""
+    """Return the commands of a page's shell blocks."""
     return [line for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) for line in block.splitlines()]
 
 
@@ -58,29 +56,11 @@ BY_HAND = {
     "pip install '.[engine]'": "the soak test",
     "python3 -m pip wheel --no-deps --wheel-dir dist .": "the soak test; built here without an index",
     'pip install "$(ls dist/tandem_speculative-*.whl)[engine]"': "the soak test; installed here without an index",
-    "export ADMIN_TOKEN=$(openssl rand -hex 16)": "needs Docker; tests/deploy plays the compose file out",
+    "export ADMIN_TOKEN=$(openssl rand -hex 16)": "needs Docker; tests/deploy runs the compose file without it",
     "docker compose up": "needs Docker",
     'docker compose exec coordinator tandem generate "def main():" --temperature 0': "needs Docker",
 }
 """Commands of docs/getting-started.md that are not run here, and why."""
-
-DRIVER = """
-import contextlib, io, json, sys
-from coordinator.cli.main import main
-
-told = []
-for call in json.loads(sys.argv[1]):
-    sys.argv = ["tandem", *call]
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    told.append({"code": code, "out": out.getvalue(), "err": err.getvalue()})
-print(json.dumps(told))
-"""
-"""Runs `tandem` commands one after the other, and tells what each did."""
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +81,7 @@ def wheel() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def commands(wheel: Path) -> Path:
-    """The folder of commands of a fresh environment that has the wheel."""
+    """Install the wheel into a fresh environment, and return its folder of commands."""
     environment = wheel.parent / "environment"
     venv.create(environment, with_pip=False)
     python = environment / "bin" / "python"
@@ -122,7 +102,7 @@ def pip(*arguments: str) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-def test_a_wheel_takes_no_name_that_is_not_ours(wheel: Path) -> None:
+def test_a_wheel_installs_only_its_own_packages(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name.partition("/")[0] for name in archive.namelist() if ".dist-info/" not in name}
     assert names == {"tandem", "tandem_demo", "draft_service", "target_service", "coordinator"}
@@ -135,56 +115,16 @@ def test_a_wheel_holds_compiled_kernels_and_serves_every_platform(wheel: Path) -
     assert compiled == bundled_kernels.PLACES
 
 
-@dataclass(frozen=True, slots=True)
-class Newcomer:
-    """Somebody in a folder of their own who has the wheel, and for whom `tandem up` runs."""
-
-    bin: Path
-    folder: Path
-    address: str
-    """The coordinator's."""
-    url: str
-    """The page's, without the / at its end."""
-
-    def run(self, *lines: str) -> list[Ran]:
-        """What `tandem` commands print, all of them in one process: importing it takes a second."""
-        calls = [self.words(line)[1:] for line in lines]
-        told = self.python(DRIVER, json.dumps(calls))
-        return [Ran(**ran) for ran in json.loads(told)]
-
-    def words(self, line: str) -> list[str]:
-        """A command's words, with the addresses that the cluster has here."""
-        here = line.replace("http://127.0.0.1:8000", self.url).replace("127.0.0.1:50051", self.address)
-        return shlex.split(here)
-
-    def python(self, source: str, *arguments: str) -> str:
-        """Output of a Python program."""
-        return self.execute(str(self.bin / "python"), "-P", "-c", source, *arguments)
-
-    def execute(self, *words: str) -> str:
-        """Output of a command that succeeds."""
-        environment = clean_environment() | {
-            "PATH": f"{self.bin}:{os.environ['PATH']}",
-            "TANDEM_CLIENT_ADDRESS": self.address,
-            "no_proxy": "*",
-        }
-        ran = subprocess.run(
-            words, cwd=self.folder, env=environment, capture_output=True, text=True, check=False, timeout=240
-        )
-        assert ran.returncode == 0, f"{words}: {ran.stderr}"
-        return ran.stdout
-
-
 @pytest.fixture(scope="module")
 def newcomer(commands: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Newcomer]:
-    """One cluster of the demo pair for all commands, whose end is looked at too."""
+    """Run one cluster of the demo pair for all commands, and check its exit."""
     folder = tmp_path_factory.mktemp("anywhere")
     # A checkout's own packages must not come before those of the wheel.
     for package in ("tandem", "target_service", "coordinator"):
         (folder / package).mkdir()
         (folder / package / "__init__.py").write_text("raise RuntimeError", encoding="utf-8")
     options = ("--port", "0", "--http-port", "0", "--threads", "1", "--log-level", "error")
-    # Without a compiler the wheel's own kernels must do.
+    # There is no compiler, so the wheel's own kernels must work.
     compile_mode = "on" if bundled_kernels.CAN_COMPILE else "off"
     environment = {"CXX": "/nonexistent/c++"} | {
         f"TANDEM_{service}_COMPILE": compile_mode for service in ("DRAFT", "TARGET")
@@ -196,9 +136,9 @@ def newcomer(commands: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         url = process.line("page on ").partition("/ ")[0]
         yield Newcomer(commands, folder, address, url)
         assert process.stop() == 0
-        # Of whoever asks the page's port for gRPC, HTTP itself tells.
-        said = [line for line in process.stderr.splitlines() if "Invalid HTTP request" not in line]
-        assert said == []
+        # The HTTP server logs gRPC calls to the page's port itself.
+        lines = [line for line in process.stderr.splitlines() if "Invalid HTTP request" not in line]
+        assert lines == []
 
 
 def test_the_demo_pair_is_served_from_any_folder(newcomer: Newcomer) -> None:
@@ -209,7 +149,7 @@ def test_the_demo_pair_is_served_from_any_folder(newcomer: Newcomer) -> None:
     chat = {"messages": [{"role": "user", "content": "def main("}], "max_tokens": 8, "temperature": 0}
     request = urllib.request.Request(f"{newcomer.url}/v1/chat/completions", json.dumps(chat).encode())
     request.add_header("Content-Type", "application/json")
-    # The same prompt by way of the pair's own chat template.
+    # The pair's chat template renders the same prompt.
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as answer:
         text = json.load(answer)["choices"][0]["message"]["content"]
     assert written.strip().endswith(text.strip())
@@ -219,13 +159,13 @@ def test_the_demo_pair_is_served_from_any_folder(newcomer: Newcomer) -> None:
 
 def test_every_tandem_command_of_the_pages_works(newcomer: Newcomer) -> None:
     lines = [line for line in PAGES_LINES if line.startswith(("tandem ", ".venv/bin/tandem "))]
-    # tests/test_readme.py starts the services one by one, on ports of their own.
+    # tests/test_readme.py starts the services one by one, on other ports.
     lines = [line for line in lines if line.split()[1] not in ("up", "serve") and ":50151" not in line]
     assert len(lines) >= 15
     printed = dict(zip(lines, newcomer.run(*lines), strict=True))
     wrong = {line: ran for line, ran in printed.items() if ran.code != 0 or not ran.out.strip()}
     assert wrong == {}, "\n".join(map(str, wrong.items()))
-    # What the README says of its last two generate commands.
+    # The README promises the same text for its last two generate commands.
     strict, alone = [line for line in printed if "--seed 7" in line and "--json" not in line][-2:]
     texts = {line: ran for line, ran in printed.items() if "strict" in line or "--no-speculation" in line}
     assert len(texts) == 2, (strict, alone)
@@ -243,8 +183,7 @@ def test_every_curl_and_python_of_the_pages_works(newcomer: Newcomer) -> None:
         assert newcomer.python(source.replace("127.0.0.1:50051", newcomer.address)).strip(), source
 
 
-def test_what_is_left_of_getting_started_is_known() -> None:
-    """Nothing stands in it that nobody has tried."""
+def test_every_command_of_getting_started_is_tested() -> None:
     tried = [*BY_HAND, *(line for line in PAGES_LINES if line.startswith(("tandem ", "curl ")))]
     assert [line for line in lines_of(GETTING_STARTED) if line not in tried] == []
 
@@ -264,10 +203,10 @@ ERRORS = {
     "tandem up --model no/such/folder": (2, "there is no such folder"),
     "tandem admin status --address 127.0.0.1:1": (4, "connection refused"),
 }
-"""Wrong ways to ask: the exit code, and a part of the one sentence."""
+"""Wrong calls: the exit code, and a part of the one sentence."""
 
 
-def test_whoever_asks_in_a_wrong_way_is_told_what_to_do(newcomer: Newcomer) -> None:
+def test_wrong_calls_get_one_sentence_with_advice(newcomer: Newcomer) -> None:
     page = newcomer.url.removeprefix("http://")
     errors = ERRORS | {f"tandem generate x --address {page}": (4, "an HTTP server answers there")}
     for (line, (code, sentence)), ran in zip(errors.items(), newcomer.run(*errors), strict=True):
@@ -278,8 +217,8 @@ def test_whoever_asks_in_a_wrong_way_is_told_what_to_do(newcomer: Newcomer) -> N
 
 
 @pytest.mark.soak
-def test_a_clone_and_pip_as_the_page_says(tmp_path: Path) -> None:
-    """Word for word in a fresh clone; some minutes, most of them pip's."""
+def test_the_commands_work_in_a_fresh_clone(tmp_path: Path) -> None:
+    """Run the page's commands verbatim; pip takes minutes."""
     blocks = re.findall(r"```sh\n(.*?)```", GETTING_STARTED, re.DOTALL)
     script = "".join(block for block in blocks if "make demo" in block or "pip" in block)
     assert script.count("pip") == 3

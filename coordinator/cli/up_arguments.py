@@ -32,6 +32,10 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 _LOOPBACK = ("--host", "127.0.0.1")
 _HTTP_LOOPBACK = ("--http-host", "127.0.0.1")
+_START_TIMEOUT_SECONDS = 24 * 3600
+"""Bound on the coordinator's wait for the other services. `tandem up` itself notices when one ends, so fetching,
+converting and loading a model may take as long as they take."""
+_START_TIMEOUT_VARIABLE = "TANDEM_COORDINATOR_START_TIMEOUT_SECONDS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,9 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
                 draft_ahead=options.draft_ahead,
                 chat_template=options.chat_template,
                 config_file=options.config_file,
+                start_timeout_seconds=None
+                if _START_TIMEOUT_VARIABLE in os.environ
+                else _START_TIMEOUT_SECONDS,
             ),
             *base,
         ],

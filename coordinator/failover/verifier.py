@@ -151,11 +151,13 @@ class FailoverVerifier:
         """The target's answer; an error when the target hangs (`coordinator.replicas.hangs`)."""
         sequence, unanswered = place.sequence, place.member.unanswered
         known = 0 if sequence.is_new else completion.length - 1
-        step = unanswered.begin(completion.length + len(proposal) - known, is_first=sequence.is_new)
+        new_tokens = completion.length + len(proposal) - known
+        step = unanswered.begin(new_tokens, is_first=sequence.is_new, task=asyncio.current_task())
         try:
-            async with step.timer:
-                verification = await sequence.verify(completion, proposal)
-        except TimeoutError:
+            verification = await sequence.verify(completion, proposal)
+        except asyncio.CancelledError:
+            if not step.was_given_up():
+                raise
             raise ServiceUnavailableError(
                 f"target service: no answer to a verification within {step.silent_seconds:.3g} s"
             ) from None

@@ -10,8 +10,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 logger = logging.getLogger(__name__)
 
@@ -84,22 +84,24 @@ class Step:
     is_first: bool
     """The first of its stream may wait for room in the KV cache while others are answered."""
     asked_at: float
-    timer: asyncio.Timeout = field(default_factory=lambda: asyncio.Timeout(None))
-    """Ends the wait for the answer once it is rescheduled to the past."""
+    task: asyncio.Task[Any] | None = None
+    """Waits for the answer."""
     silent_seconds: float = 0.0
-    """Duration of the wait when it was given up."""
+    """Duration of the wait when it was given up; 0 until then."""
 
     def give_up(self, now: float) -> None:
-        """End the wait."""
+        """End the wait: the task is cancelled, and `was_given_up` tells it why."""
         self.silent_seconds = now - self.asked_at
-        self.timer.reschedule(asyncio.get_running_loop().time())
+        if self.task is not None:
+            self.task.cancel()
+
+    def was_given_up(self) -> bool:
+        """True if the cancellation that the task has met is `give_up`'s and no one else's. Ask once, and then go on."""
+        return self.silent_seconds > 0.0 and self.task is not None and self.task.uncancel() == 0
 
 
 class UnansweredSteps:
-    """The unanswered verifications of one target.
-
-    Each verification costs 4 us on Python 3.11: none starts a timer, since `HangMonitor` checks all of them.
-    """
+    """The unanswered verifications of one target. None starts a timer, since `HangMonitor` checks all of them."""
 
     def __init__(self, times: VerificationTimes, clock: Callable[[], float] = time.monotonic) -> None:
         self._times = times
@@ -107,9 +109,9 @@ class UnansweredSteps:
         self._steps: set[Step] = set()
         self._answered_at = clock()
 
-    def begin(self, token_count: int, *, is_first: bool) -> Step:
-        """Begin a verification. The caller must end it, whatever happens."""
-        step = Step(token_count, is_first, self._clock())
+    def begin(self, token_count: int, *, is_first: bool, task: asyncio.Task[Any] | None = None) -> Step:
+        """Begin a verification, for whose answer this task waits. The caller must end it, whatever happens."""
+        step = Step(token_count, is_first, self._clock(), task)
         self._steps.add(step)
         return step
 

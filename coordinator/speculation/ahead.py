@@ -267,7 +267,8 @@ class RequestAhead:
             self._costs,
             tokens=tokens,
             expected=choice.expected,
-            verify_seconds=costs.verify_seconds(load, load * (tokens + 1)) / load,
-            draft_seconds=costs.draft_seconds(1),
+            # The draft drafts for all sequences of the target in the same steps.
+            verify_seconds=costs.verify_seconds(load, load * (tokens + 1)),
+            draft_seconds=costs.draft_seconds(load),
             rest_seconds=costs.rest_seconds(load, tokens),
         )

@@ -19,6 +19,7 @@ NO_DRAFT = "the coordinator has no draft (--draft-address)"
 NOT_ASKED = "the request asked for the target alone"
 NONE_READY = "no draft takes new sequences (tandem admin replicas list)"
 TOO_SHORT = "the completion ended before the draft proposed anything"
+PROPOSED_NOTHING = "the draft found nothing to propose"
 NOT_MEASURED = "not yet measured to pay with so many requests"
 DOES_NOT_PAY = "drafting does not pay"
 GAINS_TOO_LITTLE = "drafting gains too little to be sure"
@@ -68,9 +69,12 @@ def late(late_seconds: float, patience_seconds: float) -> SpeculationState:
 
 
 def at_the_end(state: SpeculationState, stats: SpeculationStats) -> SpeculationState:
-    """The state of a request that has ended, which may have been over before its draft could propose anything."""
+    """The state of a request that has ended without a single proposed token, or as it was.
+
+    One round is too short for a draft. After more rounds, drafting without a model found no match in the text.
+    """
     if state.is_on and stats.drafted == 0:
-        return replace(state, reason=TOO_SHORT)
+        return replace(state, reason=TOO_SHORT if stats.rounds <= 1 else PROPOSED_NOTHING)
     return state
 
 

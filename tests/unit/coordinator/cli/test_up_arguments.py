@@ -51,6 +51,16 @@ def test_a_named_model_gets_a_draft_without_a_model(name: str) -> None:
     assert value(arguments.draft, "--method") == "suffix"
 
 
+def test_a_model_may_take_longer_to_load_than_a_lone_coordinator_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    default = CoordinatorSettings(target_address="127.0.0.1:1").start_timeout_seconds
+    option = "--start-timeout-seconds"
+    assert float(value(service_arguments(UpOptions()).coordinator, option) or 0) > 10 * default
+    monkeypatch.setenv("TANDEM_COORDINATOR_START_TIMEOUT_SECONDS", "5")
+    assert option not in service_arguments(UpOptions()).coordinator
+
+
 def test_no_draft_starts_no_draft_process() -> None:
     assert service_arguments(UpOptions(draft="none")).draft is None
 

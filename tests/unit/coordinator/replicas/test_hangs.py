@@ -120,13 +120,13 @@ async def test_a_sequence_without_another_target_waits_longer() -> None:
     target = Target(clock, learnt(clock))
     has_other = False
     monitor = HangMonitor(lambda: [target], lambda _: has_other, wait_seconds=30.0)
-    step = target.unanswered.begin(5, is_first=False)
 
     async def wait() -> str:
+        step = target.unanswered.begin(5, is_first=False, task=asyncio.current_task())
         try:
-            async with step.timer:
-                await asyncio.Event().wait()
-        except TimeoutError:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            assert step.was_given_up()
             return f"given up after {step.silent_seconds:g} s"
         return "answered"
 
@@ -146,14 +146,35 @@ async def test_a_sequence_without_another_target_fails_in_the_end() -> None:
     clock = Clock()
     target = Target(clock, learnt(clock))
     monitor = HangMonitor(lambda: [target], lambda _: False, wait_seconds=30.0)
-    step: Step = target.unanswered.begin(5, is_first=False)
-
-    async def wait() -> None:
-        async with step.timer:
-            monitor.look(target)
-            await asyncio.Event().wait()
-
+    step: Step = target.unanswered.begin(5, is_first=False, task=asyncio.current_task())
     clock.now += MIN_SECONDS + 30.1
-    with pytest.raises(TimeoutError):
-        await wait()
+    monitor.look(target)
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.Event().wait()
+    assert step.was_given_up()
     assert target.reasons
+
+
+async def test_a_wait_that_its_own_request_cancels_is_not_given_up() -> None:
+    clock = Clock()
+    target = Target(clock, learnt(clock))
+    monitor = HangMonitor(lambda: [target], lambda _: True, wait_seconds=30.0)
+
+    async def wait() -> bool:
+        step = target.unanswered.begin(5, is_first=False, task=asyncio.current_task())
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return step.was_given_up()
+        finally:
+            target.unanswered.end(step)
+        return False
+
+    for is_silent in (False, True):
+        waiting = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        if is_silent:
+            clock.now += MIN_SECONDS + 1.0
+            monitor.look(target)
+        waiting.cancel()
+        assert not await waiting, "the request's own cancellation goes on"

@@ -16,6 +16,7 @@ from coordinator.speculation.ahead import (
 from coordinator.speculation.choice import Choice
 from coordinator.speculation.cost_model import CostModel
 from coordinator.speculation.gain_model import AcceptanceModel
+from coordinator.stats.rounds import RoundCost
 from tandem.types import MAX_AHEAD_TOKENS, AheadBudget
 
 _EXPECTED = [1.0, 1.75, 2.3, 2.7, 3.0]
@@ -97,3 +98,23 @@ def test_a_long_proposal_grants_no_more_than_a_draft_takes() -> None:
     assert ahead.begin_round(AheadChoice(1))
     assert ahead.budget(128, choice) == AheadBudget(8, MAX_AHEAD_TOKENS)
     assert ahead.budget(3, choice) == AheadBudget(8, 3)
+
+
+@pytest.mark.parametrize("load", [1, 8])
+def test_the_budget_does_not_shrink_with_sequences_that_share_the_drafts_steps(load: int) -> None:
+    costs, gains = CostModel(), AcceptanceModel()
+    verify, draft = 8e-3, 1e-3
+    for proposed in (0, 4) * 8:
+        seconds = verify + proposed * draft + 1e-3
+        costs.add(
+            load,
+            RoundCost(proposed, seconds, verify, load, load * (proposed + 1), proposed * draft, load),
+            True,
+        )
+        gains.add(4, 3)
+    choice = Choice(costs, gains, load, max_tokens=4)
+    ahead = RequestAhead("auto", OutcomeHits(), BranchCosts())
+    ways = AheadChoice(load)
+    while not ahead.begin_round(ways):
+        pass
+    assert ahead.budget(4, choice) == AheadBudget(16, 4)

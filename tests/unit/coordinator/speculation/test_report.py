@@ -8,6 +8,7 @@ from coordinator.speculation import report
 from coordinator.speculation.choice import MANY
 from coordinator.speculation.controller import SpeculationController
 from tandem.speculation_state import SpeculationState
+from tandem.types import SpeculationStats
 from tests.unit.coordinator.speculation.test_controller import K, begun, simulate
 
 
@@ -45,3 +46,10 @@ def test_many_requests_that_nothing_was_measured_for_are_not_called_slower(draft
     assert many.begin_round(2 * MANY) == 0
     off = report.decided(many)
     assert off.explanation == f"{report.NOT_MEASURED} (running {2 * MANY}, limit {MANY} requests)"
+
+
+def test_a_draft_that_finds_no_match_is_not_called_too_slow_for_the_completion() -> None:
+    on = report.on(2)
+    assert report.at_the_end(on, SpeculationStats(rounds=1)).reason == report.TOO_SHORT
+    assert report.at_the_end(on, SpeculationStats(rounds=24)).reason == report.PROPOSED_NOTHING
+    assert report.at_the_end(on, SpeculationStats(rounds=24, drafted=2)) == on

@@ -29,8 +29,9 @@ from tandem.types import GenerationRequest
 CLIENTS = 64
 READERS = 300
 SECONDS = 20.0
-SETTLING_SECONDS = 4.0
-"""Stalled streams are noticed after a second."""
+OPENING_SECONDS = 4.0
+SETTLED_SECONDS = 120.0
+"""All readers have to be served until they do not read, and then wait for a second."""
 GOOD_REQUESTS = 30
 _HEALTH_PAUSE_SECONDS = 0.01
 _READY = "attacking"
@@ -119,10 +120,19 @@ async def _readers(kind: str, address: str, port: int, seconds: float) -> list[s
             async with AsyncExitStack() as stack:
                 if name != "alone":
                     await stack.enter_async_context(_attack(kind, address, port))
-                    await asyncio.sleep(SETTLING_SECONDS)
+                    first = await _good_request(http, 0)
+                    lines.append(f"{kind}, while they arrive: a request of 16 tokens {1e3 * first:.1f} ms")
+                    await _stalled(http)
                 found = [await _good_request(http, number) for number in range(GOOD_REQUESTS)]
             lines.append(f"{kind}, {name}: a request of 16 tokens {_described(found)}")
     return lines
+
+
+async def _stalled(http: httpx.AsyncClient) -> None:
+    """Wait until the readers have given up their places."""
+    async with asyncio.timeout(SETTLED_SECONDS):
+        while (await http.get("/load")).json()["server_load"]:
+            await asyncio.sleep(_HEALTH_PAUSE_SECONDS)
 
 
 async def _good_request(http: httpx.AsyncClient, number: int) -> float:
@@ -224,7 +234,7 @@ async def _stall_grpc(address: str, port: int) -> None:
         streams = [aiter(client.generate(request)) for _ in range(READERS)]
         firsts = asyncio.gather(*(anext(stream) for stream in streams), return_exceptions=True)
         with suppress(TimeoutError):
-            await asyncio.wait_for(firsts, SETTLING_SECONDS)
+            await asyncio.wait_for(firsts, OPENING_SECONDS)
         _say_ready()
         await asyncio.Event().wait()
 

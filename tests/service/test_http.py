@@ -213,7 +213,9 @@ async def test_a_request_whose_body_has_not_come_is_refused_when_the_server_clos
 ) -> None:
     async with http_cluster(FakeTarget()) as cluster:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(cluster.url.rpartition(":")[2]))
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+        )
         await writer.drain()
         http = cluster.service._http
         assert http is not None

@@ -130,9 +130,12 @@ async def _readers(kind: str, address: str, port: int, seconds: float) -> list[s
 
 async def _stalled(http: httpx.AsyncClient) -> None:
     """Wait until the readers have given up their places."""
-    async with asyncio.timeout(SETTLED_SECONDS):
-        while (await http.get("/load")).json()["server_load"]:
-            await asyncio.sleep(_HEALTH_PAUSE_SECONDS)
+    deadline = time.perf_counter() + SETTLED_SECONDS
+    load = 1
+    while load:
+        if time.perf_counter() > deadline:
+            raise TimeoutError(f"{load} readers still hold places after {SETTLED_SECONDS:g} s")
+        load = (await http.get("/load")).json()["server_load"]
 
 
 async def _good_request(http: httpx.AsyncClient, number: int) -> float:

@@ -76,7 +76,7 @@ class AheadDraft(FakeDraft):
                 if self.granted >= self.silent_from:
                     continue
                 if step.is_answered:
-                    self.asked.append(step.token_count)
+                    self.requested.append(step.token_count)
                     answer = self.proposal(tokens, step.token_count)
                     tokens += answer.token_ids
                     yield answer

@@ -33,7 +33,7 @@ STEP_SECONDS = 0.02
 
 def proposal_requests(draft: FakeDraft) -> int:
     """Count the steps that ask for a proposal; others only let the draft read the sequence."""
-    return sum(count > 0 for count in draft.asked)
+    return sum(count > 0 for count in draft.requested)
 
 
 class StepwiseDraft(AheadDraft):

@@ -8,10 +8,10 @@ import shutil
 CAN_COMPILE = platform.machine() == "x86_64" and shutil.which("c++") is not None
 
 TARGET = "x86-64-v3"
-"""One processor of three, because compilers are slow. Whatever runs a faster one's kernels runs these, too."""
+"""One of three processors, because compilers are slow. Every faster processor runs its kernels as well."""
 
 ENVIRONMENT = {"TANDEM_WHEEL_KERNELS": TARGET if CAN_COMPILE else ""}
-"""Tells the build of a wheel which kernels to compile."""
+"""Environment that chooses the kernels for the build of a wheel."""
 
 PLACES = [f"tandem/engine/backends/cpu_native/library/objects/{TARGET}.so"] if CAN_COMPILE else []
-"""Their files in a wheel."""
+"""The files of the kernels in a wheel."""

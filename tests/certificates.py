@@ -19,7 +19,7 @@ class Files:
 
 
 def issued(folder: Path, authority: trustme.CA | None = None, not_after: datetime | None = None) -> Files:
-    """A certificate for localhost and 127.0.0.1, of a new authority unless one is given."""
+    """Create a certificate for localhost and 127.0.0.1, by default of a new authority."""
     authority = authority or trustme.CA()
     folder.mkdir(parents=True, exist_ok=True)
     certificate = authority.issue_cert("localhost", "127.0.0.1", not_after=not_after)

@@ -1,4 +1,4 @@
-"""A small OpenTelemetry collector: takes what OTLP/gRPC brings, and keeps it."""
+"""A small OpenTelemetry collector that stores what it receives by OTLP/gRPC."""
 
 # ruff: noqa: N802 - gRPC looks a method up by the name that it has in the proto.
 
@@ -20,7 +20,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSpan:
-    """A span, and who sent it."""
+    """A span and its sender."""
 
     service: str
     span: trace_pb2.Span
@@ -57,7 +57,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
             return dict(self._metrics)
 
     def kill(self) -> None:
-        """Take nothing more."""
+        """Stop receiving."""
         self._server.stop(0).wait()
 
     def Export(
@@ -91,7 +91,7 @@ class _Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """A collector for as long as the block lasts."""
+    """Run a collector during the block."""
     collector = Collector()
     try:
         yield collector

@@ -1,4 +1,4 @@
-"""`tandem` commands run inside the tests' own process: a new one for each would take a second."""
+"""Runs `tandem` commands inside the tests' process, because a new process takes a second."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.end_to_end.processes import clean_environment
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What a command did."""
+    """The result of a command."""
 
     code: int
     out: str
@@ -26,7 +26,7 @@ class Ran:
 
 
 def run_here(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """What `tandem` with these arguments does, in an environment that sets none of its options."""
+    """Run `tandem` with these arguments, in an environment that sets none of its options."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with (
         redirect_stdout(out),
@@ -54,7 +54,7 @@ class Commands:
         self._capsys = capsys
 
     def run(self, *arguments: str) -> Ran:
-        """`tandem` with these arguments."""
+        """Run `tandem` with these arguments."""
         self._monkeypatch.setattr(sys, "argv", ["tandem", *arguments])
         self._capsys.readouterr()
         code = 0
@@ -66,13 +66,13 @@ class Commands:
         return Ran(code, captured.out, captured.err)
 
     def succeed(self, *arguments: str) -> str:
-        """What a command prints that must exit 0, and say nothing on stderr."""
+        """Run a command that must exit 0 with an empty stderr, and return its output."""
         ran = self.run(*arguments)
         assert (ran.code, ran.err) == (0, ""), ran
         return ran.out
 
     def fail(self, code: int, *arguments: str) -> str:
-        """The sentence of a command that must exit so, with nothing on stdout."""
+        """Run a command that must exit with this code and an empty stdout, and return its sentence."""
         ran = self.run(*arguments)
         assert (ran.code, ran.out) == (code, ""), ran
         (line,) = ran.err.splitlines()

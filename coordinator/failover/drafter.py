@@ -189,8 +189,12 @@ class FailoverDrafter:
         unfinished = sequence.unfinished(completion)
         if unfinished is None:
             return
-        ready, _, due_seconds, step_seconds = unfinished
-        tokens = self._speculation.tokens_after_hit(unfinished, count)
+        ready, max_tokens, due_seconds, step_seconds = unfinished
+        if self._limits.keeps_proposals:
+            # A shorter one is of no use, and to ask anew takes longer than to wait for the rest.
+            tokens = count if count <= max_tokens else ready
+        else:
+            tokens = self._speculation.tokens_after_hit(unfinished, count)
         if tokens > ready:
             expected_seconds = due_seconds + (tokens - ready - 1) * step_seconds
             await sequence.reach_depth(tokens, _DEPTH_PATIENCE * expected_seconds + _MIN_DEPTH_SECONDS)

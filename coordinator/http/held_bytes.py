@@ -92,7 +92,7 @@ class HttpMemory:
         """The bounds that the options set."""
         bodies = HeldBytes(
             settings.http_max_held_body_bytes,
-            "large bodies that have not come whole hold {max_bytes} bytes, which is the maximum; try again",
+            "large bodies that have not arrived completely hold {max_bytes} bytes, which is the maximum; try again",
         )
         answers = HeldBytes(
             settings.http_max_held_answer_bytes,

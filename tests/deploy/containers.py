@@ -126,8 +126,8 @@ class Container:
         """Wait until it says that it is ready, which is cheaper than asking; its health check must then agree."""
         process = self.process
         until(lambda: self._ready in process.stdout + process.stderr or process.has_ended, START_SECONDS)
-        asked = self.run(*self._health_check)
-        assert asked.returncode == 0, f"{self.name}: {asked.stdout}{asked.stderr}\n{process.story}"
+        check = self.run(*self._health_check)
+        assert check.returncode == 0, f"{self.name}: {check.stdout}{check.stderr}\n{process.story}"
 
 
 def describe(

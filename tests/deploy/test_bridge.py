@@ -26,9 +26,9 @@ def query(name: str, kind: int) -> bytes:
     ],
 )
 def test_all_addresses_of_a_name(name: str, kind: int, code: int, addresses: list[bytes]) -> None:
-    asked = query(name, kind)
-    told = answer(asked, NAMES)
-    number, flags, questions, answers, _, _ = struct.unpack(">HHHHHH", told[:12])
+    question = query(name, kind)
+    response = answer(question, NAMES)
+    number, flags, questions, answers, _, _ = struct.unpack(">HHHHHH", response[:12])
     assert (number, flags & 0xF, questions, answers) == (7, code, 1, len(addresses))
-    assert told[12 : len(asked)] == asked[12:]
-    assert [told[at : at + 4] for at in range(len(asked) + 12, len(told), 16)] == addresses
+    assert response[12 : len(question)] == question[12:]
+    assert [response[at : at + 4] for at in range(len(question) + 12, len(response), 16)] == addresses

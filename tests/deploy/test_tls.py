@@ -72,6 +72,6 @@ def test_a_client_needs_the_token(cluster: Cluster) -> None:
 def test_nobody_gets_in_without_tls(cluster: Cluster) -> None:
     plain = ["env", "-u", "TANDEM_CLIENT_TLS_CA_FILE", "-u", "TANDEM_CLIENT_TLS_CERT_FILE", "--"]
     for name, port in (("draft_service", 50053), ("target_service", 50052), ("coordinator", 50051)):
-        asked = ["python", "-P", "-m", "tandem.serving.healthcheck", f"127.0.0.1:{port}"]
-        assert cluster[name].run(*asked).returncode == 0
-        assert cluster[name].run(*plain, *asked).returncode == 4
+        health_check = ["python", "-P", "-m", "tandem.serving.healthcheck", f"127.0.0.1:{port}"]
+        assert cluster[name].run(*health_check).returncode == 0
+        assert cluster[name].run(*plain, *health_check).returncode == 4

@@ -144,11 +144,11 @@ def test_the_models_template_renders_a_chat(address: str, expected: Any) -> None
 
 
 def test_log_probabilities_are_printed_for_each_token(address: str, expected: Any) -> None:
-    told = generated(address, PROMPT, "--logprobs", "2")
-    assert told["token_ids"] == expected["token_ids"]
-    assert [entry["token_id"] for entry in told["logprobs"]] == expected["token_ids"]
-    assert "".join(entry["text"] for entry in told["logprobs"]) == expected["text"]
-    for entry in told["logprobs"]:
+    printed = generated(address, PROMPT, "--logprobs", "2")
+    assert printed["token_ids"] == expected["token_ids"]
+    assert [entry["token_id"] for entry in printed["logprobs"]] == expected["token_ids"]
+    assert "".join(entry["text"] for entry in printed["logprobs"]) == expected["text"]
+    for entry in printed["logprobs"]:
         assert entry["top"][0] == {"token_id": entry["token_id"], "logprob": entry["logprob"]}, "greedy"
         assert len(entry["top"]) == 2
     shown = generate(address, PROMPT, "--logprobs", "2").stdout
@@ -168,15 +168,15 @@ def test_a_terminal_shows_accepted_tokens_in_colour(address: str, expected: Any)
 def test_tokens_that_were_drafted_ahead_are_bold(paced_pair: tuple[str, str]) -> None:
     with coordinator(*paced_pair, *AHEAD) as process:
         address = address_of(process)
-        told = generated(address, PROMPT)
+        printed = generated(address, PROMPT)
         shown = on_a_terminal(TANDEM, "generate", PROMPT, "--address", address, *OPTIONS)
-    ahead = told["speculation"]["ahead"]
-    marked = [each for each in told["rounds"] if each["drafted_ahead"]]
-    assert 0 < len(marked) == ahead["hits"] <= ahead["awaited"] < len(told["rounds"])
+    ahead = printed["speculation"]["ahead"]
+    marked = [each for each in printed["rounds"] if each["drafted_ahead"]]
+    assert 0 < len(marked) == ahead["hits"] <= ahead["awaited"] < len(printed["rounds"])
     assert all(each["proposed"] for each in marked)
     assert BOLD.search(shown)
     assert GREEN.search(shown), "the first proposal was requested"
-    assert ESCAPE.sub("", shown).replace("\r\n", "\n").startswith(told["text"])
+    assert ESCAPE.sub("", shown).replace("\r\n", "\n").startswith(printed["text"])
     assert re.search(r"; \d+\.\d% of \d+ rounds drafted ahead", shown)
 
 

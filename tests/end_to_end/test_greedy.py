@@ -89,5 +89,5 @@ async def test_the_shortest_and_the_longest_prompt_are_completed(
     assert len(completed.token_ids) == min(16, MAX_LENGTH - prompt_length)
     whole = torch.tensor([[*prompt, *completed.token_ids]])
     with torch.inference_mode():
-        said = load_reference(DEMO_TARGET)(whole).logits[0].argmax(dim=-1)
-    assert completed.token_ids == tuple(said[prompt_length - 1 : -1].tolist())
+        argmaxes = load_reference(DEMO_TARGET)(whole).logits[0].argmax(dim=-1)
+    assert completed.token_ids == tuple(argmaxes[prompt_length - 1 : -1].tolist())

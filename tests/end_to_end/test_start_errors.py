@@ -112,7 +112,7 @@ def set_config(model: Path, **values: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "expected"),
     [
         (nothing_there, "nothing is there"),
         (a_file, "a file is there"),
@@ -126,13 +126,15 @@ def set_config(model: Path, **values: object) -> None:
         (many_layers, "num_hidden_layers is '10000000'"),
     ],
 )
-def test_a_folder_without_a_model_is_refused(make: Callable[[Path], Path], said: str, tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused(
+    make: Callable[[Path], Path], expected: str, tmp_path: Path
+) -> None:
     folder = make(tmp_path)
     options = ("--port", "0", "--model", str(folder), "--log-level", "error")
     result = run(sys.executable, "-P", "-m", "target_service", *options, seconds=END_SECONDS)
     sentence = sentence_of(result)
     assert result.returncode == 1
-    assert said in sentence
+    assert expected in sentence
     assert str(folder) in sentence
 
 
@@ -173,7 +175,7 @@ def test_a_port_in_use_is_reported(command: tuple[str, ...], used_port: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected"),
     [
         (("--no-such-option", "1"), "no-such-option"),
         (("--port", "99999"), "port is '99999'"),
@@ -188,10 +190,12 @@ def test_a_port_in_use_is_reported(command: tuple[str, ...], used_port: int) -> 
     ],
     ids=lambda service: service[0],
 )
-def test_an_invalid_option_is_refused(service: tuple[str, ...], options: tuple[str, ...], said: str) -> None:
+def test_an_invalid_option_is_refused(
+    service: tuple[str, ...], options: tuple[str, ...], expected: str
+) -> None:
     result = run_here("serve", *service, *options)
     assert result.returncode == 2
-    assert said in sentence_of(result)
+    assert expected in sentence_of(result)
 
 
 def test_an_unknown_service_is_refused() -> None:

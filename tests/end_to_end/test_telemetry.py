@@ -94,10 +94,10 @@ async def test_a_request_is_one_trace_across_all_services(cluster: Cluster) -> N
             (root, f"tandem-coordinator {verify}", f"tandem-target {verify}", "tandem-target prefill"),
         ]
     )
-    (told,) = (span.attributes for span in spans.values() if not span.span.parent_span_id)
-    assert told["tandem.rounds"] == rounds
-    assert told["tandem.accepted_tokens"] == completed.stats.accepted
-    assert told["gen_ai.usage.output_tokens"] == 32
+    (attributes,) = (span.attributes for span in spans.values() if not span.span.parent_span_id)
+    assert attributes["tandem.rounds"] == rounds
+    assert attributes["tandem.accepted_tokens"] == completed.stats.accepted
+    assert attributes["gen_ai.usage.output_tokens"] == 32
 
 
 async def test_otlp_and_prometheus_get_the_same_metrics(cluster: Cluster) -> None:

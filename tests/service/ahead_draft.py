@@ -76,7 +76,7 @@ class AheadDraft(FakeDraft):
                 if self.granted >= self.silent_from:
                     continue
                 if step.is_answered:
-                    self.asked.append(step.token_count)
+                    self.requested.append(step.token_count)
                     answer = self.proposal(tokens, step.token_count)
                     tokens += answer.token_ids
                     yield answer
@@ -97,8 +97,12 @@ async def cluster(
     step_seconds: float = 0.01,
     patience: float = 30.0,
     delay: float = 0.0,
+    keeps_proposals: bool = False,
 ) -> AsyncIterator[Client]:
-    """Connect a client to a coordinator over a counting target and this draft, `delay` seconds away (one way)."""
+    """Connect a client to a coordinator over a counting target and this draft, `delay` seconds away (one way).
+
+    With `keeps_proposals` the length of proposals must not depend on time, and all of them are accepted.
+    """
     target = FakeTarget()
     target.step_seconds = step_seconds
     async with asyncio.timeout(SECONDS), AsyncExitStack() as stack:
@@ -117,6 +121,8 @@ async def cluster(
             draft_patience_seconds=patience,
             speculation_policy="fixed",
             draft_ahead=ahead,
+            rejection_sampling_strategy="synthetic" if keeps_proposals else None,
+            synthetic_acceptance_rate=1.0 if keeps_proposals else None,
         )
         address = await stack.enter_async_context(coordinating(settings))
         yield await stack.enter_async_context(Client(address))

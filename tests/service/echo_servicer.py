@@ -123,7 +123,7 @@ def step(base_length: int) -> target_pb2.VerifyRequest:
     return request
 
 
-async def asked(sequence: SequenceStream[target_pb2.VerifyResponse], base_length: int) -> int:
+async def answer_to(sequence: SequenceStream[target_pb2.VerifyResponse], base_length: int) -> int:
     return (await sequence.ask(step(base_length))).base_length
 
 

@@ -79,7 +79,7 @@ class Faults:
     """Steps at which the stream ends without an error."""
     garbled: dict[int, Fault] = field(default_factory=dict)
     """Steps whose answer is corrupted."""
-    asked: Callable[[target_pb2.VerifyRequest], None] = _nothing
+    on_request: Callable[[target_pb2.VerifyRequest], None] = _nothing
     """Changes each request before the servicer reads it; for instance removes fields that an older service ignores."""
     full: bool = False
     """True if there is no room for a new sequence."""
@@ -107,7 +107,7 @@ class FaultyTarget(TargetServicer):
 
         async def observed() -> AsyncIterator[target_pb2.VerifyRequest]:
             async for request in request_iterator:
-                faults.asked(request)
+                faults.on_request(request)
                 if request.HasField("step"):
                     faults.steps += 1
                     if faults.steps in faults.before:

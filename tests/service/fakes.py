@@ -142,12 +142,12 @@ class FakeTarget(Fake, TargetServicer):
         """Return a row for each of the last positions."""
         first = len(tokens) - step.row_count + 1
         assert all(0 <= token_id < VOCABULARY_SIZE for token_id in (*tokens, *chain(*step.supports)))
-        said = [self.next_token(tokens[:length]) for length in range(first, len(tokens) + 1)]
+        continuation = [self.next_token(tokens[:length]) for length in range(first, len(tokens) + 1)]
         if step.row_kind is RowKind.DENSE:
-            return Verification(first, tuple(map(sure_row, said)))
+            return Verification(first, tuple(map(sure_row, continuation)))
         supports = [*step.supports, *[np.empty(0, np.int64)] * (step.row_count - len(step.supports))]
         rows: tuple[TargetRow, ...] = (
-            tuple(map(TokenRow, said))
+            tuple(map(TokenRow, continuation))
             if step.row_kind is RowKind.TOKEN
             else tuple(
                 SupportRow(
@@ -158,7 +158,7 @@ class FakeTarget(Fake, TargetServicer):
                     statistics=sure_statistics(support, token_id) if step.with_statistics else None,
                     outside_prob=float(token_id not in support) if step.raced_recovery else None,
                 )
-                for token_id, support in zip(said, supports, strict=True)
+                for token_id, support in zip(continuation, supports, strict=True)
             )
         )
         return Verification(first, rows)
@@ -180,7 +180,7 @@ class FakeDraft(Fake, DraftServicer):
 
     def __init__(self, next_token: NextToken = counting) -> None:
         super().__init__(next_token)
-        self.asked: list[int] = []
+        self.requested: list[int] = []
         """Number of tokens that each step requested."""
 
     async def respond(
@@ -191,11 +191,11 @@ class FakeDraft(Fake, DraftServicer):
 
     def proposal(self, tokens: Sequence[int], count: int) -> draft_pb2.ProposeResponse:
         """Return the correct proposal."""
-        said: list[int] = []
+        continuation: list[int] = []
         for _ in range(count):
-            said.append(self.next_token([*tokens, *said]))
-        sure = [SparseDistribution(np.array([token_id]), np.ones(1)) for token_id in said]
-        return draft_wire.proposal_to_proto(Proposal(len(tokens), tuple(said), tuple(sure)))
+            continuation.append(self.next_token([*tokens, *continuation]))
+        sure = [SparseDistribution(np.array([token_id]), np.ones(1)) for token_id in continuation]
+        return draft_wire.proposal_to_proto(Proposal(len(tokens), tuple(continuation), tuple(sure)))
 
     async def Propose(
         self, request_iterator: AsyncIterator[draft_pb2.ProposeRequest], context: Context
@@ -212,7 +212,7 @@ class FakeDraft(Fake, DraftServicer):
                 else:
                     step = draft_wire.step_from_proto(request.step)
                     self.apply(tokens, step.delta)
-                    self.asked.append(step.token_count)
+                    self.requested.append(step.token_count)
                     response = await self.respond(tokens, step.token_count, context)
                     if response is None:
                         return

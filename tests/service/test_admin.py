@@ -154,7 +154,7 @@ async def test_a_change_applies_to_new_requests_only() -> None:
         assert (option.value, option.origin) == (2, Origin.DEFAULT)
         again = await complete(client, REQUEST)
     assert [len(done.stats.positions) for done in (before, after, again)] == [2, 6, 2]
-    assert max(cluster.draft.asked) == 6
+    assert max(cluster.draft.requested) == 6
 
 
 async def test_speculation_can_be_turned_off_and_on() -> None:

@@ -62,7 +62,7 @@ async def test_a_proposal_is_accepted_completely(temperature: float) -> None:
     assert completed.token_ids == tuple(range(11, 22))
     # One token from the target while the draft reads the prompt, then twice four tokens and the bonus token.
     assert completed.drafted == (False, *[True] * 4, False, *[True] * 4, False)
-    assert draft.asked == [0, 4, 4]
+    assert draft.requested == [0, 4, 4]
     assert completed.stats.rounds == 3
     assert completed.stats.positions == [PositionStats(2, 2, 2)] * 4
 
@@ -135,7 +135,7 @@ async def test_a_prompt_one_short_of_max_length_gets_one_token() -> None:
         completed = await complete(client, request(tuple(range(MAX_LENGTH - 1)), max_tokens=None))
     assert completed.token_ids == (MAX_LENGTH - 1,)
     assert completed.finish_reason is FinishReason.LENGTH
-    assert not any(draft.asked), "there is nothing to speculate on"
+    assert not any(draft.requested), "there is nothing to speculate on"
 
 
 @pytest.mark.parametrize(
@@ -163,26 +163,26 @@ async def test_a_prompt_that_cannot_be_completed_is_refused(
 
 @pytest.mark.parametrize("max_tokens", range(1, 9))
 async def test_text_never_ends_inside_a_character(max_tokens: int) -> None:
-    said = TOKENIZER.encode("a日本é").ids
-    assert len(said) > 7, "the case needs characters of several tokens"
-    target = FakeTarget(scripted(said, prompt_length=1))
+    continuation = TOKENIZER.encode("a日本é").ids
+    assert len(continuation) > 7, "the case needs characters of several tokens"
+    target = FakeTarget(scripted(continuation, prompt_length=1))
     async with cluster(target, FakeDraft(target.next_token)) as client:
         chunks = [chunk async for chunk in client.generate(request((10,), max_tokens))]
     assert not any("\ufffd" in chunk.text for chunk in chunks)
     assert all(sum(chunk.text_lengths) == len(chunk.text) for chunk in chunks)
     text = "".join(chunk.text for chunk in chunks)
-    whole = TOKENIZER.decode(said[:max_tokens])
+    whole = TOKENIZER.decode(continuation[:max_tokens])
     assert text == whole.rstrip("\ufffd")
 
 
 async def test_a_stop_string_ends_the_completion_inside_an_accepted_run() -> None:
-    said = TOKENIZER.encode("abc = 1\nxyz = 2\nif abc: pass\n").ids
-    target = FakeTarget(scripted(said, prompt_length=1))
+    continuation = TOKENIZER.encode("abc = 1\nxyz = 2\nif abc: pass\n").ids
+    target = FakeTarget(scripted(continuation, prompt_length=1))
     async with cluster(target, FakeDraft(target.next_token)) as client:
-        completed = await complete(client, request((10,), len(said), stop=("\nxy",)))
+        completed = await complete(client, request((10,), len(continuation), stop=("\nxy",)))
     assert completed.text == "abc = 1"
     assert completed.finish_reason is FinishReason.STOP
-    assert len(completed.token_ids) < len(said)
+    assert len(completed.token_ids) < len(continuation)
 
 
 async def test_streams_end_with_finish() -> None:

@@ -31,7 +31,7 @@ class HangingLater(FakeDraft):
     """Stops answering in the middle of a stream."""
 
     async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
-        if len(self.asked) > 2:
+        if len(self.requested) > 2:
             await asyncio.Event().wait()
         return self.proposal(tokens, count)
 
@@ -40,7 +40,7 @@ class Late(FakeDraft):
     """Answers once after the coordinator's patience is over, and in time before and after."""
 
     async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
-        if len(self.asked) == 2:
+        if len(self.requested) == 2:
             await asyncio.sleep(3 * PATIENCE_SECONDS)
         return self.proposal(tokens, count)
 
@@ -56,7 +56,7 @@ class Dying(FakeDraft):
     """Fails in the middle of a stream."""
 
     async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
-        if len(self.asked) > 2:
+        if len(self.requested) > 2:
             raise refusal(grpc.StatusCode.UNAVAILABLE, "gone")
         return self.proposal(tokens, count)
 
@@ -67,7 +67,7 @@ class Leaving(FakeDraft):
     async def respond(
         self, tokens: Sequence[int], count: int, context: Context
     ) -> draft_pb2.ProposeResponse | None:
-        return None if len(self.asked) > 2 else self.proposal(tokens, count)
+        return None if len(self.requested) > 2 else self.proposal(tokens, count)
 
 
 class Garbled(FakeDraft):
@@ -79,7 +79,7 @@ class Garbled(FakeDraft):
 
     async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
         proposal = self.proposal(tokens, count)
-        if count and len(self.asked) > 2:
+        if count and len(self.requested) > 2:
             self._garble(proposal)
         return proposal
 
@@ -181,7 +181,7 @@ async def test_a_late_answer_is_dropped_and_the_draft_is_used_again() -> None:
     target.step_seconds = PATIENCE_SECONDS / 2
     async with cluster(target, draft, PATIENCE_SECONDS) as client:
         completed = await complete(client, GenerationRequest((10,), max_tokens=50, temperature=0.0))
-    assert len(draft.asked) > 2
+    assert len(draft.requested) > 2
     assert completed.stats.accepted == completed.stats.drafted > 0
 
 
@@ -202,4 +202,4 @@ async def test_a_draft_without_logits_is_not_used_for_logit_comparison() -> None
         completed = await complete(client, request)
     assert completed.token_ids == tuple(range(11, 41))
     assert completed.stats.accepted == 0
-    assert draft.asked
+    assert draft.requested

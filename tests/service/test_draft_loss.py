@@ -40,7 +40,7 @@ class Failing(FakeDraft):
         self._code = code
 
     async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
-        if len(self.asked) in self._steps:
+        if len(self.requested) in self._steps:
             raise refusal(self._code, "failed")
         return self.proposal(tokens, count)
 
@@ -49,7 +49,7 @@ class HangingFrom(FakeDraft):
     """Answers no step from the third on."""
 
     async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
-        if len(self.asked) > 2:
+        if len(self.requested) > 2:
             await asyncio.Event().wait()
         return self.proposal(tokens, count)
 
@@ -80,7 +80,7 @@ async def test_another_draft_takes_over(code: grpc.StatusCode) -> None:
     async with asyncio.timeout(SECONDS), fleet(FakeTarget(), failing, other) as (client, _):
         completed = await complete(client, request())
     assert completed.token_ids == EXPECTED
-    assert other.asked[0] == 0, "it reads the sequence while the target works"
+    assert other.requested[0] == 0, "it reads the sequence while the target works"
     assert completed.stats.accepted == completed.stats.drafted > TOKENS / 2
 
 
@@ -175,14 +175,14 @@ async def test_a_useless_draft_is_paused(rule: str | None) -> None:
     async with asyncio.timeout(SECONDS), fleet(FakeTarget(), draft, is_adaptive=True) as (client, _):
         completed = await complete(client, request(rule, temperature=0.0 if rule is None else 1.0))
     assert completed.token_ids == EXPECTED
-    assert len(draft.asked) < TOKENS // 2, "the prompt, the first rounds, and a trial or two"
+    assert len(draft.requested) < TOKENS // 2, "the prompt, the first rounds, and a trial or two"
 
 
 async def test_a_useless_draft_is_not_paused_where_that_is_switched_off() -> None:
     draft = useless()
     async with asyncio.timeout(SECONDS), fleet(FakeTarget(), draft, is_adaptive=False) as (client, _):
         await complete(client, request())
-    assert len(draft.asked) == TOKENS - 1
+    assert len(draft.requested) == TOKENS - 1
 
 
 @pytest.mark.parametrize("rule", ["residual", "block"])
@@ -190,4 +190,4 @@ async def test_a_useless_draft_is_not_paused_where_the_text_depends_on_the_round
     draft = useless()
     async with asyncio.timeout(SECONDS), fleet(FakeTarget(), draft, is_adaptive=True) as (client, _):
         await complete(client, request(rule, temperature=1.0))
-    assert len(draft.asked) == TOKENS - 1
+    assert len(draft.requested) == TOKENS - 1

@@ -99,8 +99,8 @@ async def answers(script: str, cluster: HttpCluster, python: str = sys.executabl
     async with asyncio.timeout(SECONDS):
         out, err = await process.communicate()
     assert process.returncode == 0, err.decode()[-2000:]
-    told: dict[str, str] = json.loads(out.decode().strip().splitlines()[-1])
-    return told
+    printed: dict[str, str] = json.loads(out.decode().strip().splitlines()[-1])
+    return printed
 
 
 def after(prompt: str) -> str:
@@ -119,12 +119,12 @@ async def test_a_third_party_client_completes(package: str, script: str, tmp_pat
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE, encoding="utf-8")
     async with http_cluster(FakeTarget(), FakeDraft(), chat_template=template) as cluster:
-        told = await answers(script, cluster)
-    assert {name: words for name, words in told.items() if name.startswith("chat")} == {
+        printed = await answers(script, cluster)
+    assert {name: words for name, words in printed.items() if name.startswith("chat")} == {
         "chat": after("user: a\n"),
         "chat_stream": after("user: a\n"),
     }
-    assert all(words == after("def f():") for name, words in told.items() if name.startswith("plain"))
+    assert all(words == after("def f():") for name, words in printed.items() if name.startswith("plain"))
 
 
 async def test_the_requests_of_litellm(tmp_path: Path) -> None:
@@ -157,5 +157,5 @@ async def test_the_request_of_lm_eval() -> None:
 )
 async def test_lm_eval_itself() -> None:
     async with http_cluster(FakeTarget(), FakeDraft()) as cluster:
-        told = await answers(LM_EVAL, cluster, os.environ["TANDEM_TEST_LM_EVAL_PYTHON"])
-    assert told["plain"] == after("def f():")
+        printed = await answers(LM_EVAL, cluster, os.environ["TANDEM_TEST_LM_EVAL_PYTHON"])
+    assert printed["plain"] == after("def f():")

@@ -34,14 +34,14 @@ class HangingTarget(FakeTarget):
         super().__init__()
         self.answers = answers
         self.works = asyncio.Event()
-        self.asked = 0
+        self.steps = 0
 
     async def Verify(  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: Context
     ) -> AsyncIterator[target_pb2.VerifyResponse]:
         async for response in super().Verify(request_iterator, context):
-            self.asked += 1
-            if self.asked > self.answers:
+            self.steps += 1
+            if self.steps > self.answers:
                 await self.works.wait()
             yield response
 
@@ -83,7 +83,7 @@ async def test_requests_continue_beside_a_hanging_target(answers: int) -> None:
     hanging, healthy = HangingTarget(answers), FakeTarget()
     async with fleet(hanging, healthy) as tried:
         assert [list(each.token_ids) for each in await four(tried.client)] == [EXPECTED] * 4
-        assert hanging.asked > answers, "the target hung too early"
+        assert hanging.steps > answers, "the target hung too early"
         assert tried.shot(hanging).state is ReplicaState.DOWN
         assert "probe" in tried.shot(hanging).reason
 
@@ -93,15 +93,15 @@ async def test_a_hung_target_gets_no_requests_until_it_answers_a_probe() -> None
     async with fleet(hanging, healthy) as tried:
         await four(tried.client)
         await until(lambda: hanging.running == 1, SECONDS)  # the probe
-        asked = hanging.asked
+        steps = hanging.steps
         for _ in range(3):
             await four(tried.client)
-        assert hanging.asked == asked
+        assert hanging.steps == steps
         assert tried.shot(hanging).state is ReplicaState.DOWN
         hanging.works.set()
         await until(lambda: tried.shot(hanging).state is ReplicaState.READY, SECONDS)
         assert [list(each.token_ids) for each in await four(tried.client)] == [EXPECTED] * 4
-        assert hanging.asked > asked
+        assert hanging.steps > steps
 
 
 async def test_the_only_target_may_be_slow() -> None:

@@ -60,14 +60,16 @@ async def test_a_streamed_completion_by_openais_client() -> None:
             extra_body={"return_token_ids": True, "num_speculative_tokens": 4},
         )
         pieces = [piece async for piece in stream]
-    *told, last = pieces
-    assert "".join(piece.choices[0].text for piece in told) == text(11, 21)
-    assert [piece.choices[0].finish_reason for piece in told] == [None, None, "length"]
-    extras = [piece.choices[0].model_extra or {} for piece in told]
+    *chunks, last = pieces
+    assert "".join(piece.choices[0].text for piece in chunks) == text(11, 21)
+    assert [piece.choices[0].finish_reason for piece in chunks] == [None, None, "length"]
+    extras = [piece.choices[0].model_extra or {} for piece in chunks]
     assert [extra["drafted"] for extra in extras] == [[False], *[[True] * 4 + [False]] * 2]
     assert [extra["proposed"] for extra in extras] == [[0], [4], [4]]
     assert [extra["drafted_ahead"] for extra in extras] == [[False], [False], [False]]
-    assert [sum(extra["text_lengths"]) for extra in extras] == [len(piece.choices[0].text) for piece in told]
+    assert [sum(extra["text_lengths"]) for extra in extras] == [
+        len(piece.choices[0].text) for piece in chunks
+    ]
     assert last.choices == []
     assert last.usage is not None
     assert last.usage.total_tokens == 12

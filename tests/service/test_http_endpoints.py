@@ -28,9 +28,9 @@ async def test_responses_by_openais_client(template: Path) -> None:
         http_cluster(FakeTarget(), FakeDraft(), chat_template=template) as cluster,
         openai(cluster) as client,
     ):
-        asked: dict[str, Any] = {"model": "fake", "input": "a", "temperature": 0.0, "max_output_tokens": 5}
-        answer = await client.responses.create(**asked, store=False)
-        events = [event async for event in await client.responses.create(**asked, stream=True)]
+        fields: dict[str, Any] = {"model": "fake", "input": "a", "temperature": 0.0, "max_output_tokens": 5}
+        answer = await client.responses.create(**fields, store=False)
+        events = [event async for event in await client.responses.create(**fields, stream=True)]
         instructed = await client.responses.create(
             model="fake",
             instructions="b",
@@ -149,20 +149,20 @@ async def test_penalties_may_leave_the_draft_out() -> None:
 
 async def test_other_origins_are_admitted_only_by_name() -> None:
     origin = "https://chat.example"
-    asked = {"origin": origin, "access-control-request-method": "POST"}
+    fields = {"origin": origin, "access-control-request-method": "POST"}
     async with http_cluster(FakeTarget()) as cluster:
-        assert (await cluster.http.options("/v1/completions", headers=asked)).status_code == 405
+        assert (await cluster.http.options("/v1/completions", headers=fields)).status_code == 405
         assert (
             "access-control-allow-origin"
             not in (await cluster.http.get("/version", headers={"origin": origin})).headers
         )
     async with http_cluster(FakeTarget(), cors_origin=f"{origin},http://localhost:3000") as cluster:
-        allowed = await cluster.http.options("/v1/completions", headers=asked)
+        allowed = await cluster.http.options("/v1/completions", headers=fields)
         assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, origin)
-        told = await cluster.http.get("/version", headers={"origin": origin})
-        assert told.headers["access-control-allow-origin"] == origin
+        answer = await cluster.http.get("/version", headers={"origin": origin})
+        assert answer.headers["access-control-allow-origin"] == origin
         other = await cluster.http.options(
-            "/v1/completions", headers=asked | {"origin": "https://evil.example"}
+            "/v1/completions", headers=fields | {"origin": "https://evil.example"}
         )
         assert "access-control-allow-origin" not in other.headers
 

@@ -91,22 +91,22 @@ async def test_a_whole_answer_equals_the_streamed_one(path: str, template: Path)
     (choice,) = whole.json()["choices"]
     lines = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line.startswith("data: {")]
     pieces = [json.loads(line)["choices"][0] for line in lines]
-    said: dict[str, Any] = {
+    expected: dict[str, Any] = {
         name: [item for piece in pieces for item in piece[name]]
         for name in ("token_ids", "drafted", "text_lengths", "proposed", "drafted_ahead")
     }
     if path == "/v1/completions":
-        said["text"] = "".join(piece["text"] for piece in pieces)
-        said["logprobs"] = {
+        expected["text"] = "".join(piece["text"] for piece in pieces)
+        expected["logprobs"] = {
             name: [item for piece in pieces if piece["logprobs"] for item in piece["logprobs"][name]]
             for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         }
     else:
         content = "".join(piece["delta"]["content"] for piece in pieces)
-        said["message"] = {"role": "assistant", "content": content, "refusal": None}
+        expected["message"] = {"role": "assistant", "content": content, "refusal": None}
         entries = [entry for piece in pieces if piece["logprobs"] for entry in piece["logprobs"]["content"]]
-        said["logprobs"] = {"content": entries, "refusal": None}
-    assert {name: choice[name] for name in said} == said
+        expected["logprobs"] = {"content": entries, "refusal": None}
+    assert {name: choice[name] for name in expected} == expected
     assert choice["finish_reason"] == pieces[-1]["finish_reason"] == "length"
 
 
@@ -147,7 +147,7 @@ async def test_the_memory_of_large_answers_is_bounded(template: Path) -> None:
             refused = await cluster.http.post(path, json=BODIES[path])
             assert refused.status_code == 429
             assert refused.json()["error"]["message"] == (
-                "large answers that are not streamed hold 1048576 bytes, which is the most at once; set stream, ask "
+                "large answers that are not streamed hold 1048576 bytes, which is the maximum; set stream, ask "
                 "for fewer completions, tokens or logprobs, or try again"
             )
             assert refused.headers["retry-after"] == "1"
@@ -172,7 +172,7 @@ async def test_the_memory_of_bodies_is_bounded() -> None:
             refused = await cluster.http.post("/v1/completions", content=body, headers=JSON)
             assert refused.status_code == 429
             assert refused.json()["error"]["message"] == (
-                "large bodies that have not come whole hold 8388608 bytes, which is the most at once; try again"
+                "large bodies that have not arrived completely hold 8388608 bytes, which is the maximum; try again"
             )
             for connection in connections:
                 await asyncio.get_running_loop().sock_sendall(connection, body[-1:])

@@ -41,7 +41,7 @@ async def test_too_many_completions_are_refused_before_one_is_made(
 
     monkeypatch.setattr(prompts_module, "_request", counted)
     async with http_cluster(FakeTarget()) as cluster:
-        for body, said in (
+        for body, expected in (
             ({"prompt": "a", "n": 1_000_000_000}, "n is 1000000000; it must make at most 16 completions"),
             ({"prompt": ["a"] * 9, "n": 2}, "n is 2 for each of 9 prompts; it must make at most 16"),
             ({"prompt": ["a"] * 30_000}, "n is 1 for each of 30000 prompts; it must make at most 16"),
@@ -49,12 +49,12 @@ async def test_too_many_completions_are_refused_before_one_is_made(
         ):
             answer = await cluster.http.post("/v1/completions", json=body)
             assert answer.status_code == 400
-            assert said in answer.json()["error"]["message"]
+            assert expected in answer.json()["error"]["message"]
         assert made <= 4
 
 
 @pytest.mark.parametrize(
-    ("path", "content", "said"),
+    ("path", "content", "expected"),
     [
         ("completions", b'{"prompt": [' + b'"a",' * 800_000 + b'"a"]}', "values or more"),
         ("completions", b'{"prompt": [' + b"1," * 800_000 + b"1]}", "values or more"),
@@ -73,11 +73,11 @@ async def test_too_many_completions_are_refused_before_one_is_made(
         ),
     ],
 )
-async def test_bodies_of_many_values_are_refused_unparsed(path: str, content: bytes, said: str) -> None:
+async def test_bodies_of_many_values_are_refused_unparsed(path: str, content: bytes, expected: str) -> None:
     async with http_cluster(FakeTarget()) as cluster:
         answer = await cluster.http.post(f"/v1/{path}", content=content, headers=JSON)
         assert answer.status_code in (400, 413)
-        assert said in answer.json()["error"]["message"]
+        assert expected in answer.json()["error"]["message"]
         assert (await cluster.http.get("/health")).status_code == 200
 
 
@@ -87,11 +87,11 @@ async def test_a_text_that_cannot_fit_is_not_tokenized(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(PromptEncoder, "encode", encode)
     text = "a" * (32 * MAX_LENGTH + 1)
-    said = "the prompt has 2049 bytes; it must be at most 2048, since longer texts have more tokens than max_length"
+    expected = "the prompt has 2049 bytes; it must be at most 2048, since longer texts have more tokens than max_length"
     async with http_cluster(FakeTarget()) as cluster, generating() as address, Client(address) as client:
         answer = await cluster.http.post("/v1/completions", json={"prompt": text})
-        assert answer.json()["error"]["message"].startswith(said)
-        with pytest.raises(InvalidRequestError, match=said):
+        assert answer.json()["error"]["message"].startswith(expected)
+        with pytest.raises(InvalidRequestError, match=expected):
             [chunk async for chunk in client.generate(GenerationRequest(text))]
 
 
@@ -125,19 +125,19 @@ async def test_large_messages_are_bounded_before_they_are_parsed(monkeypatch: py
             f"the request has {len(ids)} bytes; it must be at most {most}",
         )
         monkeypatch.setattr(large_requests, "max_bytes", lambda *_: 1 << 20)
-        code, said = await refused(
+        code, expected = await refused(
             address, generation_pb2.GenerateRequest(stop=["a"] * 100_000, text="a").SerializeToString()
         )
-        assert (code, said) == (
+        assert (code, expected) == (
             grpc.StatusCode.INVALID_ARGUMENT,
             "the number of stop strings is 100000; it must be at most 16",
         )
         message = generation_pb2.GenerateRequest()
         message.token_ids.token_ids.extend([1] * 100_000)
-        code, said = await refused(address, message.SerializeToString())
-        assert said.startswith("the prompt has 100000 tokens; it must have at most 63")
-        code, said = await refused(address, b"\xff" * (LARGE_BYTES + 1))
-        assert (code, said) == (
+        code, expected = await refused(address, message.SerializeToString())
+        assert expected.startswith("the prompt has 100000 tokens; it must have at most 63")
+        code, expected = await refused(address, b"\xff" * (LARGE_BYTES + 1))
+        assert (code, expected) == (
             grpc.StatusCode.INVALID_ARGUMENT,
             "a message cannot be read; its bytes must be the protobuf that the method takes",
         )
@@ -186,11 +186,11 @@ async def test_a_request_with_two_content_lengths_closes_its_connection() -> Non
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n" + smuggled)
         async with asyncio.timeout(SECONDS):
-            said = await reader.read()
+            expected = await reader.read()
         writer.close()
-    assert said.startswith(b"HTTP/1.1 400 ")
-    assert b"connection: close" in said.lower()
-    assert said.count(b"HTTP/1.1 ") == 1
+    assert expected.startswith(b"HTTP/1.1 400 ")
+    assert b"connection: close" in expected.lower()
+    assert expected.count(b"HTTP/1.1 ") == 1
 
 
 def test_metrics_on_public_addresses_need_an_option() -> None:

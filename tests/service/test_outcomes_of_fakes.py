@@ -33,7 +33,7 @@ STEP_SECONDS = 0.02
 
 def proposal_requests(draft: FakeDraft) -> int:
     """Count the steps that ask for a proposal; others only let the draft read the sequence."""
-    return sum(count > 0 for count in draft.asked)
+    return sum(count > 0 for count in draft.requested)
 
 
 class StepwiseDraft(AheadDraft):
@@ -98,6 +98,13 @@ async def test_a_round_waits_for_the_last_token_of_a_continuation() -> None:
     assert done.token_ids == EXPECTED
     assert done.stats.ahead.hits >= done.stats.rounds / 2
     assert done.stats.drafted >= 1.5 * done.stats.rounds, "most rounds verify both tokens"
+
+
+async def test_where_proposals_must_not_depend_on_time_a_round_waits_for_the_whole_continuation() -> None:
+    draft = StepwiseDraft()
+    done = await completed(draft, step_seconds=1.6 * STEP_SECONDS, keeps_proposals=True)
+    assert done.token_ids == EXPECTED
+    assert done.stats.ahead.hits >= done.stats.rounds / 2, "a shorter continuation would be a miss"
 
 
 async def test_a_silent_draft_is_waited_for_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -51,10 +51,12 @@ class Asked:
                 request.step.ClearField("raced_recovery")
 
 
-async def completed(model: LoadedModel, asked: Asked, row_kind: RowKind | None = None) -> list[Completed]:
+async def completed(
+    model: LoadedModel, on_request: Asked, row_kind: RowKind | None = None
+) -> list[Completed]:
     """Complete every request with this target."""
     async with asyncio.timeout(BOUND_SECONDS), AsyncExitStack() as stack:
-        target_address, _ = await stack.enter_async_context(target(model, Faults(asked=asked)))
+        target_address, _ = await stack.enter_async_context(target(model, Faults(on_request=on_request)))
         draft_address, _ = await stack.enter_async_context(draft(model))
         settings = CoordinatorSettings(
             target_address=target_address,

@@ -22,7 +22,7 @@ from tandem.serving.streams.multiplexed_stream import MultiplexedStreams
 from tandem.v1 import target_pb2
 from tandem.v1.types_pb2 import SequenceEnd, SequencePart
 from tests.service.clients import until
-from tests.service.echo_servicer import HOLD, LEAVE, SECONDS, Echo, asked, ends, read, step
+from tests.service.echo_servicer import HOLD, LEAVE, SECONDS, Echo, answer_to, ends, read, step
 from tests.service.fakes import serving
 
 
@@ -159,5 +159,5 @@ async def test_an_unreadable_answer_is_the_services_fault() -> None:
         streams = StreamChoice(replace(both.methods, open_one=garbling, open_many=garbling))
         for sequence in (streams.stream(), streams.stream()):
             with pytest.raises(ProtocolError, match="target service: its answer cannot be read"):
-                await asked(sequence, 1)
+                await answer_to(sequence, 1)
             sequence.cancel()

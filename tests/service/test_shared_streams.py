@@ -30,7 +30,7 @@ from target_service.service import TargetService
 from target_service.settings import TargetSettings
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 from tests.service.clients import until
-from tests.service.echo_servicer import FAIL, HOLD, LEAVE, REFUSE, SECONDS, asked, ends, step
+from tests.service.echo_servicer import FAIL, HOLD, LEAVE, REFUSE, SECONDS, answer_to, ends, step
 from tests.service.fakes import serving
 
 FINISH = target_pb2.VerifyRequest(finish=target_pb2.VerifyFinish())
@@ -39,7 +39,7 @@ FINISH = target_pb2.VerifyRequest(finish=target_pb2.VerifyFinish())
 async def test_the_first_sequence_has_a_dedicated_stream_and_others_share_one() -> None:
     async with ends() as both:
         sequences = [both.streams.stream() for _ in range(17)]
-        answers = await asyncio.gather(*(asked(sequence, i) for i, sequence in enumerate(sequences)))
+        answers = await asyncio.gather(*(answer_to(sequence, i) for i, sequence in enumerate(sequences)))
         assert answers == list(range(17))
         assert both.service.calls == {"sequences": 17, "shared streams": 1}
         for sequence in sequences:
@@ -57,7 +57,7 @@ async def test_simultaneous_requests_and_answers_travel_in_one_message() -> None
         sequences = both.sequences(16)
         for _ in range(3):
             both.service.messages.clear()
-            answers = [asyncio.create_task(asked(sequence, HOLD)) for sequence in sequences]
+            answers = [asyncio.create_task(answer_to(sequence, HOLD)) for sequence in sequences]
             await until(lambda: sum(both.service.messages) == 16, SECONDS)
             assert len(both.service.messages) == 1
             both.service.released.set()
@@ -70,8 +70,8 @@ async def test_a_shared_stream_counts_the_same_bytes_as_a_dedicated_one() -> Non
         alone, shared = Traffic(), Traffic()
         for traffic in (alone, shared):
             sequence = both.streams.stream(traffic)
-            await asked(sequence, 7)
-            await asked(sequence, 300)
+            await answer_to(sequence, 7)
+            await answer_to(sequence, 300)
         sent = len(step(7).SerializeToString()) + len(step(300).SerializeToString())
         received = sum(
             len(target_pb2.VerifyResponse(base_length=length).SerializeToString()) for length in (7, 300)
@@ -94,28 +94,28 @@ async def test_a_shared_stream_counts_the_same_bytes_as_a_dedicated_one() -> Non
 async def test_an_ending_sequence_ends_no_other(length: int, error: type[TandemError], sentence: str) -> None:
     async with ends() as both:
         first, second = both.sequences(2)
-        assert await asked(first, 1) == await asked(second, 1) == 1
+        assert await answer_to(first, 1) == await answer_to(second, 1) == 1
         with pytest.raises(error, match=sentence):
-            await asked(first, length)
+            await answer_to(first, length)
         with pytest.raises(error, match=sentence):
-            await asked(first, 2)
-        assert await asked(second, 3) == 3
+            await answer_to(first, 2)
+        assert await answer_to(second, 3) == 3
         assert both.service.calls["sequences"] == 2, "a late request must not begin a sequence"
         first.cancel()
-        assert await asked(second, 4) == 4
+        assert await answer_to(second, 4) == 4
 
 
 async def test_a_cancelled_sequence_stops_at_once_and_no_other_does() -> None:
     async with ends() as both:
         first, second = both.sequences(2)
-        assert await asked(second, 1) == 1
-        held = asyncio.create_task(asked(first, HOLD))
+        assert await answer_to(second, 1) == 1
+        held = asyncio.create_task(answer_to(first, HOLD))
         await until(lambda: both.service.running == 2, SECONDS)
         first.cancel()
         first.cancel()
         await until(lambda: both.service.running == 1, SECONDS)
-        assert await asked(second, 2) == 2
-        for late in (held, asked(first, 3)):
+        assert await answer_to(second, 2) == 2
+        for late in (held, answer_to(first, 3)):
             with pytest.raises(ServiceUnavailableError):
                 await late
 
@@ -123,8 +123,8 @@ async def test_a_cancelled_sequence_stops_at_once_and_no_other_does() -> None:
 async def test_finish_returns_after_the_sequence_has_ended() -> None:
     async with ends() as both:
         first, second = both.sequences(2)
-        await asked(first, 1)
-        held = asyncio.create_task(asked(second, HOLD))
+        await answer_to(first, 1)
+        held = asyncio.create_task(answer_to(second, HOLD))
         await first.finish(FINISH)
         assert (both.service.finished, both.service.running) == (1, 1)
         both.service.released.set()
@@ -134,7 +134,7 @@ async def test_finish_returns_after_the_sequence_has_ended() -> None:
 async def test_a_broken_stream_ends_its_sequences_and_later_ones_get_a_new_stream() -> None:
     async with ends() as both:
         sequences = both.sequences(3)
-        held = [asyncio.create_task(asked(sequence, HOLD)) for sequence in sequences]
+        held = [asyncio.create_task(answer_to(sequence, HOLD)) for sequence in sequences]
         await until(lambda: both.service.running == 3, SECONDS)
         await both.server.stop(None)
         for each in held:
@@ -143,7 +143,7 @@ async def test_a_broken_stream_ends_its_sequences_and_later_ones_get_a_new_strea
         assert all(sequence.was_sent for sequence in sequences)
         last = both.streams.stream()
         with pytest.raises(ServiceUnavailableError):
-            await asked(last, 1)
+            await answer_to(last, 1)
         assert not last.was_sent, "nobody was there"
 
 
@@ -151,9 +151,9 @@ async def test_an_old_stream_accepts_no_sequences(monkeypatch: pytest.MonkeyPatc
     async with ends() as both:
         monkeypatch.setattr("coordinator.transport.multiplexed_stream._MAX_SECONDS", 0.0)
         first, second = both.sequences(2)
-        assert await asked(first, 1) == 1
-        assert await asked(second, 2) == 2
-        assert await asked(first, 3) == 3
+        assert await answer_to(first, 1) == 1
+        assert await answer_to(second, 2) == 2
+        assert await answer_to(first, 3) == 3
         assert both.service.calls["shared streams"] == 2
 
 
@@ -162,20 +162,20 @@ async def test_a_draining_server_accepts_no_sequence_and_ends_none() -> None:
     async with ends() as both:
         both.service.shared.apply_limits(readiness, calls, max_calls=2)
         first, second, third = both.sequences(3)
-        held = [asyncio.create_task(asked(sequence, HOLD)) for sequence in (first, second)]
+        held = [asyncio.create_task(answer_to(sequence, HOLD)) for sequence in (first, second)]
         await until(lambda: both.service.running == 2, SECONDS)
         with pytest.raises(CapacityError, match="2 calls run already, which is the most; try again"):
-            await asked(third, 1)
+            await answer_to(third, 1)
         readiness.closed_because = "the target service is draining"
         late = both.streams.stream()
         with pytest.raises(ServiceUnavailableError, match="the target service is draining"):
-            await asked(late, 1)
+            await answer_to(late, 1)
         assert not await calls.end(0.01), "a drain waits for running sequences"
         both.service.released.set()
         assert await asyncio.gather(*held) == [HOLD, HOLD]
         calls.cut_off("it has drained for as long as it may")
         with pytest.raises(ServiceUnavailableError, match="for as long as it may"):
-            await asked(first, 2)
+            await answer_to(first, 2)
 
 
 ACTS = st.lists(
@@ -187,11 +187,11 @@ async def done(act: str, sequence: SequenceStream[target_pb2.VerifyResponse], ba
     """Apply the action to a sequence; return True if it is usable afterwards."""
     match act:
         case "ask":
-            assert await asked(sequence, base_length) == base_length
+            assert await answer_to(sequence, base_length) == base_length
         case "hold":
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.001):
-                    await asked(sequence, HOLD)
+                    await answer_to(sequence, HOLD)
             sequence.cancel()
         case "finish":
             await sequence.finish(FINISH)
@@ -199,7 +199,7 @@ async def done(act: str, sequence: SequenceStream[target_pb2.VerifyResponse], ba
             sequence.cancel()
         case _:
             with pytest.raises(CapacityError):
-                await asked(sequence, REFUSE)
+                await answer_to(sequence, REFUSE)
     return act == "ask"
 
 
@@ -215,7 +215,7 @@ async def test_each_sequence_gets_its_own_answers_whatever_others_do(acts: list[
                 if number == own and is_of_use:
                     is_of_use = await done(act, sequences[own], 10 * turn + own)
             if is_of_use:
-                assert await asked(sequences[own], own) == own
+                assert await answer_to(sequences[own], own) == own
             sequences[own].cancel()
 
         await asyncio.gather(*map(run_sequence, range(6)))

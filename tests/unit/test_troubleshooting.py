@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md explains sentences that the program says: each is printed here, or stands in its source."""
+"""Every sentence in docs/troubleshooting.md is printed by a command here, or appears in the source."""
 
 from __future__ import annotations
 
@@ -89,14 +89,16 @@ def test_there_are_twenty_sentences_and_each_has_an_answer() -> None:
 
 
 @pytest.mark.parametrize("sentence", [each for each in SENTENCES if printing(each)])
-def test_a_command_says_it(sentence: str, commands: Commands, http_port: int) -> None:
+def test_a_command_prints_the_sentence(sentence: str, commands: Commands, http_port: int) -> None:
     how = printing(sentence)
     assert how is not None
     code, command = how
-    said = commands.fail(code, *(f"127.0.0.1:{http_port}" if word == HTTP_PORT else word for word in command))
-    assert pattern(sentence).match(said), said
+    printed = commands.fail(
+        code, *(f"127.0.0.1:{http_port}" if word == HTTP_PORT else word for word in command)
+    )
+    assert pattern(sentence).match(printed), printed
 
 
 @pytest.mark.parametrize("sentence", [each for each in SENTENCES if not printing(each)])
-def test_it_stands_in_the_source(sentence: str, texts: list[str]) -> None:
+def test_the_sentence_appears_in_the_source(sentence: str, texts: list[str]) -> None:
     assert any(map(pattern(sentence).search, texts))

@@ -1,4 +1,4 @@
-"""What is drafted ahead of an outcome is what the draft would propose if it were asked after that outcome."""
+"""The tokens drafted ahead for an outcome are those that the draft would propose after it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def proposing(model: LoadedModel, draft_top_k: int = 8) -> AsyncIterator[S
 
 @dataclass(frozen=True)
 class Round:
-    """All that was pushed for one verification."""
+    """All outcomes that were pushed for one verification."""
 
     columns: tuple[DraftedOutcomes, ...]
 
@@ -130,7 +130,7 @@ async def assert_as_if_asked(
 async def test_each_continuation_is_what_would_be_proposed(
     model: MakeModel, family: str, options: DraftOptions
 ) -> None:
-    """After an answer, after an outcome that was drafted for, and after one that was not."""
+    """This holds after an answer, after a hit, and after a miss."""
     async with proposing(model(family)) as proposer, proposer.sequence(options) as sequence:
         first = await proposed(sequence, ProposeStep(Delta(0, PROMPT), K, BUDGET))
         before = (*PROMPT, *first.token_ids)
@@ -139,14 +139,14 @@ async def test_each_continuation_is_what_would_be_proposed(
         assert len({accepted for accepted, _ in drafted.outcomes}) > 1
         assert all(column.base_length == len(PROMPT) for column in drafted.columns)
         await assert_as_if_asked(proposer, options, before, drafted)
-        # A hit: the continuation is verified, and nothing was asked.
+        # A hit: the continuation is verified without a request.
         accepted, token_id = drafted.outcomes[-1]
         kept = len(PROMPT) + accepted
         tail = (token_id, *drafted.tokens(len(drafted.outcomes) - 1))
         before = (*before[:kept], *tail)
         assert await sequence.propose(ProposeStep(Delta(kept, tail), 0, BUDGET, K)) is None
         await assert_as_if_asked(proposer, options, before, await pushed(sequence))
-        # A miss: the draft is asked, as without any drafting ahead.
+        # A miss: the draft gets a request, as without drafting ahead.
         base = len(before) - K
         other = next(t for t in range(VOCABULARY_SIZE) if t != before[base])
         answer = await proposed(sequence, ProposeStep(Delta(base, (other,)), K, BUDGET))
@@ -157,8 +157,8 @@ async def test_each_continuation_is_what_would_be_proposed(
         await assert_as_if_asked(proposer, options, before, await pushed(sequence))
 
 
-async def test_what_is_asked_ends_the_round_before(model: MakeModel) -> None:
-    """Nothing of it is pushed after the answer, however much of it there was left to draft."""
+async def test_a_request_ends_the_drafting_of_the_previous_round(model: MakeModel) -> None:
+    """No outcome of it is pushed after the answer."""
     long = AheadBudget(8, 32)
     async with (
         proposing(model("llama")) as proposer,
@@ -179,10 +179,10 @@ async def test_what_is_asked_ends_the_round_before(model: MakeModel) -> None:
 
 
 @pytest.mark.parametrize(("room", "depths"), [(K + 2, 2), (K + 1, 1), (K, 0)])
-async def test_near_the_end_of_a_model_with_learned_positions(
+async def test_continuations_end_at_the_models_last_position(
     model: MakeModel, room: int, depths: int
 ) -> None:
-    """Continuations end with the model's last position; where it has none left, none is begun."""
+    """The model has learned positions; without a position left, no continuation begins."""
     prompt = tuple(i % VOCABULARY_SIZE for i in range(MAX_LENGTH - room))
     budget = AheadBudget(64, K)
     async with proposing(model("gpt2")) as proposer, proposer.sequence(GREEDY) as sequence:
@@ -202,7 +202,7 @@ async def test_near_the_end_of_a_model_with_learned_positions(
                 assert drafted.tokens(rank) == fresh.token_ids
 
 
-async def test_the_longest_proposal_is_answered_though_nothing_can_follow_it(model: MakeModel) -> None:
+async def test_the_longest_proposal_is_answered_without_drafting_ahead(model: MakeModel) -> None:
     options = replace(GREEDY, max_length=len(PROMPT) + 3)
     async with proposing(model("llama")) as proposer, proposer.sequence(options) as sequence:
         for _ in range(2):
@@ -236,7 +236,7 @@ async def test_a_delta_that_leaves_a_gap_is_refused(model: MakeModel) -> None:
     ],
     ids=["not opened for it", "token logits", "whole distributions"],
 )
-async def test_where_outcomes_cannot_be_told_none_are_drafted(
+async def test_no_outcomes_are_drafted_if_they_cannot_be_predicted(
     model: MakeModel, options: DraftOptions
 ) -> None:
     async with proposing(model("llama")) as proposer, proposer.sequence(options) as sequence:
@@ -293,4 +293,4 @@ async def test_a_released_sequence_is_not_drafted_for(model: MakeModel) -> None:
         async with proposer.sequence(GREEDY) as other:
             assert len(await proposed(other, ProposeStep(Delta(0, PROMPT), K))) == K
         await until(lambda: not proposer.kv_usage().sequence_count, SECONDS)
-        assert sequence.pushed.qsize() < 63, "it would have gone on for so many depths"
+        assert sequence.pushed.qsize() < 63, "the budget allows more"

@@ -1,4 +1,4 @@
-"""A proposal that is captured whole is the one that single steps make. The capture here returns the work itself."""
+"""A captured proposal equals that of single steps. The capture here runs the steps eagerly."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Drafts:
         self.steps: list[StepRecord] = []
         self.replayed = 0
         self.spoils = False
-        """Whether what is replayed comes to NaN."""
+        """True if a replay returns NaN."""
         whole: Any = {
             "backends": Backends(model, capture=self._capture),
             "make_proposer": partial(capture_proposals, TOP_K),
@@ -131,7 +131,7 @@ SAMPLED = [
 
 
 @pytest.mark.parametrize("options", [GREEDY, *SAMPLED], ids=["greedy", "plain", "truncated", "min_p"])
-async def test_one_sequence(model: LoadedModel, options: DraftOptions) -> None:
+async def test_a_captured_proposal_of_one_sequence(model: LoadedModel, options: DraftOptions) -> None:
     counts = (4, 3, 1, 4, 2, 4)
     async with drafting(model, captured=False) as single, drafting(model, captured=True) as whole:
         expected = await single.rounds(PROMPTS[0], options, counts)
@@ -144,7 +144,7 @@ async def test_one_sequence(model: LoadedModel, options: DraftOptions) -> None:
     assert sum(step.row_count > 0 for step in single.steps) == sum(counts)
 
 
-async def test_several_sequences_of_different_wishes(model: LoadedModel) -> None:
+async def test_sequences_with_different_options_share_a_capture(model: LoadedModel) -> None:
     wishes = list(zip(PROMPTS, [GREEDY, *SAMPLED[:2]], [(4, 4, 4), (2, 4, 3), (3, 1, 4)], strict=True))
     async with drafting(model, captured=False) as single, drafting(model, captured=True) as whole:
         expected = [await single.rounds(*wish) for wish in wishes]
@@ -154,7 +154,7 @@ async def test_several_sequences_of_different_wishes(model: LoadedModel) -> None
             assert_same(proposal, other)
 
 
-async def test_near_the_end_of_a_sequence_single_steps_do_it(model: LoadedModel) -> None:
+async def test_near_the_end_of_a_sequence_single_steps_are_used(model: LoadedModel) -> None:
     """A capture always runs all of its steps, the last of which would not fit."""
     prompt = [3] * 61
     async with drafting(model, captured=False) as single, drafting(model, captured=True) as whole:
@@ -174,7 +174,7 @@ async def test_strict_draws_from_the_whole_vocabulary_step_by_step(model: Loaded
 
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED[0]], ids=["greedy", "sampled"])
-async def test_logits_that_are_no_numbers_cost_their_own_proposal_alone(
+async def test_non_finite_logits_affect_only_their_own_proposal(
     model: LoadedModel, options: DraftOptions
 ) -> None:
     async with drafting(model, captured=True) as whole:
@@ -192,7 +192,7 @@ def refuse(_: Work) -> Work:
 
 
 def spoil(work: Work) -> Work:
-    """A capture whose replay computes something else."""
+    """A capture whose replay computes wrong results."""
     return lambda: work() + 1
 
 
@@ -200,7 +200,7 @@ def spoil(work: Work) -> Work:
     ("capture", "reason"),
     [(refuse, "RuntimeError: operation not permitted"), (spoil, "its error is")],
 )
-async def test_what_cannot_be_captured_is_drawn_step_by_step(
+async def test_uncaptured_proposals_are_drawn_step_by_step(
     model: LoadedModel, caplog: pytest.LogCaptureFixture, capture: Capture, reason: str
 ) -> None:
     def with_a_fault(graphs: GraphContext) -> CapturedProposals:

@@ -1,4 +1,4 @@
-"""Which drafting method a service runs, and what it says of a model that it does not have."""
+"""The drafting method of a service, and the model info of a draft without a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def settings(*arguments: str) -> DraftSettings:
     return load_settings(DraftSettings, arguments, "draft")
 
 
-def test_without_an_option_it_is_a_draft_model() -> None:
+def test_the_default_method_is_a_draft_model() -> None:
     assert settings("--model", "somewhere").method == "standalone"
 
 
@@ -35,7 +35,9 @@ def test_without_an_option_it_is_a_draft_model() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_told_before_anything_is_loaded(arguments: Sequence[str], sentence: str) -> None:
+def test_invalid_options_are_refused_before_anything_is_loaded(
+    arguments: Sequence[str], sentence: str
+) -> None:
     with pytest.raises(ConfigurationError) as refusal:
         DraftService(settings(*arguments))
     assert sentence in str(refusal.value)
@@ -48,7 +50,7 @@ def test_without_a_model_there_is_nothing_to_compare_with_the_targets(method: st
     assert (info.vocabulary_size, info.tokenizer_hash, info.max_length) == (0, "", 0)
 
 
-def test_a_limit_of_its_own_is_told() -> None:
+def test_its_own_length_limit_is_reported() -> None:
     assert proposer("ngram", SequenceLimits(max_length=512)).model_info.max_length == 512
 
 

@@ -1,4 +1,4 @@
-"""Prompt lookup finds what a search through the whole sequence finds, whatever deltas led there."""
+"""Prompt lookup finds the same as a search through the whole sequence, after any deltas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def lookup(smallest: int = 5, largest: int = 5, match: LookupMatch = "latest") -
 
 
 def searched(tokens: Sequence[int], options: DraftingOptions, token_count: int) -> list[int]:
-    """The rule, as plainly as it can be put."""
+    """The rule in its simplest form."""
     for size in range(options.prompt_lookup_max, options.prompt_lookup_min - 1, -1):
         starts = [
             i for i in range(len(tokens) - size) if tokens[i : i + size] == tokens[len(tokens) - size :]
@@ -42,7 +42,7 @@ def searched(tokens: Sequence[int], options: DraftingOptions, token_count: int) 
 @given(
     scripts, st.integers(1, 4), st.integers(0, 3), st.sampled_from(["latest", "earliest"]), st.integers(0, 6)
 )
-def test_it_finds_what_a_search_finds(
+def test_the_index_agrees_with_a_search(
     script: list[tuple[int, list[int]]], smallest: int, more: int, match: LookupMatch, token_count: int
 ) -> None:
     options = lookup(smallest, smallest + more, match)
@@ -68,7 +68,7 @@ def test_it_finds_what_a_search_finds(
         pytest.param([], 1, 5, "latest", [], id="no token"),
     ],
 )
-def test_examples(
+def test_lookup_finds_the_expected_continuations(
     tokens: list[int], smallest: int, largest: int, match: LookupMatch, proposed: list[int]
 ) -> None:
     held = Held(partial(NgramIndex, options=lookup(smallest, largest, match)))
@@ -76,7 +76,7 @@ def test_examples(
     assert held.propose(5) == proposed
 
 
-def test_its_memory_is_what_the_module_says() -> None:
+def test_memory_is_as_documented() -> None:
     held = Held(partial(NgramIndex, options=lookup()))
     state = 1
     tokens = [state := state * 48271 % 2147483647 for _ in range(20_000)]
@@ -97,7 +97,7 @@ async def test_a_sequence_through_the_servicer() -> None:
         assert (nothing.base_length, nothing.token_ids) == (4, ())
         proposal = await stream.propose(4, [1, 2], 4)
         assert (proposal.base_length, proposal.token_ids) == (6, (3, 4, 1, 2))
-        assert not proposal.distributions, "what is looked up is certain"
+        assert not proposal.distributions, "a lookup is a deterministic proposal"
         assert (await stream.propose(4, [1, 2], 4)).token_ids == (3, 4, 1, 2), (
             "a repeated step changes nothing"
         )
@@ -132,7 +132,7 @@ async def test_a_sequence_that_may_become_too_long_is_refused() -> None:
     proposer = ngram_proposer(lookup(), SequenceLimits(max_length=8))
     async with served(proposer) as stub, opened(stub, 9) as stream:
         with pytest.raises(grpc.aio.AioRpcError, match="9 tokens was asked for; this service takes up to 8"):
-            # Nothing more is written: a write that fails in the moment of the refusal would hide the refusal.
+            # Write nothing more: a write that fails at the same moment would hide the refusal.
             await stream.call.read()
 
 

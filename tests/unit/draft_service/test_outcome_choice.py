@@ -1,4 +1,4 @@
-"""Outcomes are chosen by their probability, and the probabilities are learned from what came."""
+"""Outcomes are chosen by their probability, which is learned from observed outcomes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def ranking(*confidences: float) -> Ranking:
     return Ranking([[1, 11, 12], [2, 21, 22], [31, 32, 33]], [scores] * 3, confidences)
 
 
-def test_a_sure_draft_begins_with_the_whole_proposal_and_an_unsure_one_with_its_first_rejection() -> None:
+def test_a_confident_draft_ranks_the_whole_proposal_first_and_an_unsure_one_a_rejection() -> None:
     history = OutcomeHistory()
     assert history.likeliest(PROPOSED, ranking(0.99, 0.99), 1) == [(2, 31)]
     assert history.likeliest(PROPOSED, ranking(0.02, 0.99), 1) == [(0, 11)]
     assert history.likeliest(PROPOSED, ranking(0.99, 0.02), 1) == [(1, 21)]
 
 
-def test_without_a_proposal_the_next_token_is_all_that_is_ranked() -> None:
+def test_without_a_proposal_only_next_tokens_are_ranked() -> None:
     alone = Ranking([[5, 6]], [[0.0, -1.0]], ())
     assert OutcomeHistory().likeliest((), alone, 4) == [(0, 5), (0, 6)]
 
@@ -43,7 +43,7 @@ def test_a_token_without_any_probability_is_not_drafted_for() -> None:
     assert found == [(1, 31)]
 
 
-def test_it_learns_that_what_it_was_sure_of_is_rejected() -> None:
+def test_it_learns_that_confident_tokens_are_rejected() -> None:
     history, sure = OutcomeHistory(), ranking(0.99, 0.99)
     for _ in range(200):
         history.came(PROPOSED, sure, 0, 12)
@@ -52,7 +52,7 @@ def test_it_learns_that_what_it_was_sure_of_is_rejected() -> None:
     assert found.index((0, 12)) < found.index((2, 31))
 
 
-def test_it_learns_that_what_it_doubted_is_accepted() -> None:
+def test_it_learns_that_doubtful_tokens_are_accepted() -> None:
     history, unsure = OutcomeHistory(), ranking(0.02, 0.02)
     assert history.likeliest(PROPOSED, unsure, 1) == [(0, 11)]
     for _ in range(200):

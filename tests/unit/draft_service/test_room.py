@@ -1,4 +1,4 @@
-"""A proposal is as long as the sequence has room for; a longer one is refused before anything is made for it."""
+"""A proposal fits the room of its sequence; a longer one is refused before anything is allocated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def proposer(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[St
     await proposer.close()
 
 
-async def test_it_fills_the_sequence_and_no_more(proposer: StandaloneProposer) -> None:
+async def test_a_proposal_can_fill_the_sequence_exactly(proposer: StandaloneProposer) -> None:
     prompt = Delta(0, [5, 9, 2])
     async with proposer.sequence(SAMPLED) as sequence:
         # The draft does not read the last of them, so that one more than fits can be drawn.
@@ -45,7 +45,7 @@ async def test_it_fills_the_sequence_and_no_more(proposer: StandaloneProposer) -
             assert len(await sequence.propose(ProposeStep(prompt, 4)) or ()) == 4
 
 
-async def test_a_sequence_that_is_too_long_itself_is_told_so(proposer: StandaloneProposer) -> None:
+async def test_a_sequence_that_is_too_long_is_refused(proposer: StandaloneProposer) -> None:
     async with proposer.sequence(SAMPLED) as sequence:
         with pytest.raises(InvalidRequestError, match="would have 14 tokens, but its limit is 12"):
             await sequence.propose(ProposeStep(Delta(0, [1] * 14), 0))

@@ -1,4 +1,4 @@
-"""What the draft says it drew from is what it drew from."""
+"""The distribution that the draft sends is the one it sampled from."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def proposals(jobs: Sequence[Job[Drafting]], logits: torch.Tensor) -> list[Propo
 SAMPLED = SamplingParams(temperature=0.8, seed=3)
 
 
-def test_a_greedy_proposal_is_the_highest_logit_and_carries_no_distribution() -> None:
+def test_a_greedy_proposal_is_the_argmax_without_a_distribution() -> None:
     logits = logits_of(1)
     (proposal,) = proposals([job(SamplingParams(temperature=0.0), RowKind.TOKEN)], logits)
     assert proposal.token_ids == (int(logits.argmax()),)
     assert proposal.distributions == ()
 
 
-def test_it_goes_on_until_it_has_as_many_tokens_as_were_asked_for() -> None:
+def test_a_proposal_has_the_requested_length() -> None:
     drafting = job(SamplingParams(temperature=0.0), RowKind.TOKEN, count=3)
     tokens = []
     for step in range(2):
@@ -75,7 +75,7 @@ def test_it_goes_on_until_it_has_as_many_tokens_as_were_asked_for() -> None:
     assert len(outcome.result) == 3
 
 
-def test_it_meets_the_targets_noise_position_by_position() -> None:
+def test_the_draft_uses_the_targets_noise_at_every_position() -> None:
     """Under `strict` equal models must agree on every token."""
     drafting = job(SAMPLED, RowKind.TOKEN, count=3, base_length=12)
     for step in range(2):
@@ -126,7 +126,7 @@ def test_a_support_is_the_fewest_tokens_that_hold_the_mass(mass: float) -> None:
 
 
 @pytest.mark.parametrize("mass", [1.0, 0.9])
-def test_tokens_are_drawn_from_the_distribution_that_is_told(mass: float) -> None:
+def test_tokens_are_drawn_from_the_sent_distribution(mass: float) -> None:
     """Chi-square over 4000 rounds, 8 cells; 32 is passed by chance once in 20,000, with fixed seeds never."""
     count = 4000
     jobs = [
@@ -143,7 +143,7 @@ def test_tokens_are_drawn_from_the_distribution_that_is_told(mass: float) -> Non
     assert float(((observed - expected) ** 2 / expected).sum()) < 32.0
 
 
-def test_dense_logits_are_told_as_they_are() -> None:
+def test_dense_logits_are_sent_unchanged() -> None:
     logits = logits_of(1)
     (proposal,) = proposals([job(SAMPLED, RowKind.DENSE, with_token_logits=True)], logits)
     (distribution,) = proposal.distributions
@@ -153,7 +153,7 @@ def test_dense_logits_are_told_as_they_are() -> None:
     assert proposal.token_logits.tolist() == [float(logits[0, proposal.token_ids[0]])]
 
 
-def test_a_proposal_is_the_same_in_any_company() -> None:
+def test_a_proposal_does_not_depend_on_the_batch() -> None:
     samplings = [SAMPLED, SamplingParams(temperature=0.0), SamplingParams(temperature=1.2, top_p=0.8, seed=9)]
     kinds = [RowKind.SUPPORT, RowKind.TOKEN, RowKind.DENSE]
     logits = logits_of(9)
@@ -164,7 +164,7 @@ def test_a_proposal_is_the_same_in_any_company() -> None:
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
-def test_logits_that_are_no_numbers_cost_their_own_proposal_alone(number: float) -> None:
+def test_non_finite_logits_affect_only_their_own_proposal(number: float) -> None:
     def jobs() -> list[Job[Drafting]]:
         kinds = (RowKind.TOKEN, RowKind.SUPPORT, RowKind.DENSE)
         return [job(SAMPLED, kind) for kind in kinds for _ in range(2)]

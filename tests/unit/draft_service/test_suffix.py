@@ -1,4 +1,4 @@
-"""Suffix decoding proposes what counting all windows by hand proposes, forgets what it must, and shares what it may."""
+"""Suffix decoding agrees with counting all windows, forgets old responses, and shares finished ones."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def best(
 def proposed(
     responses: Sequence[Sequence[int]], tokens: Sequence[int], token_count: int, options: DraftingOptions
 ) -> list[int]:
-    """The rule, as plainly as it can be put."""
+    """The rule in its simplest form."""
     depth = options.suffix_decoding_max_tree_depth
     kept = responses[len(responses) - min(len(responses), options.suffix_decoding_max_cached_requests) :]
     shared = [tuple(response[i : i + depth]) for response in kept for i in range(len(response))]
@@ -108,7 +108,7 @@ def add(responses: ResponseCache, response: Sequence[int]) -> None:
 
 @settings(deadline=None)
 @given(scripts, all_options, st.integers(0, 6))
-def test_it_proposes_what_counting_by_hand_proposes(
+def test_proposals_agree_with_counting_all_windows(
     script: list[tuple[int, list[int]]], options: DraftingOptions, token_count: int
 ) -> None:
     held = hold(new_cache(options), options)
@@ -171,9 +171,9 @@ def test_the_oldest_response_is_forgotten_first() -> None:
     known: list[list[list[int]]] = []
     for number in range(1, 5):
         add(cache, [10 * number, 10 * number + 1])
-        asked = ([10 * i] for i in range(1, 5))
+        contexts = ([10 * i] for i in range(1, 5))
         known.append(
-            [list(best_continuation(cache.tree, array("i", c), 1, options).token_ids) for c in asked]
+            [list(best_continuation(cache.tree, array("i", c), 1, options).token_ids) for c in contexts]
         )
     assert known == [
         [[11], [], [], []],
@@ -204,7 +204,7 @@ def test_forgetting_responses_frees_their_memory() -> None:
         tracemalloc.stop()
     assert len(cache.tree.texts) == 2
     assert cache.tree.node_count() <= 2 * 2 * size
-    assert sizes[1] < 500 * 2 * size, "what the module says"
+    assert sizes[1] < 500 * 2 * size, "the documented memory"
     assert max(sizes[2:]) < 1.3 * sizes[1], "six responses came after the two that it may hold"
 
 
@@ -221,7 +221,7 @@ def test_forgetting_responses_frees_their_memory() -> None:
         pytest.param({"suffix_decoding_max_tree_depth": 1}, [], id="no depth for a match and a token"),
     ],
 )
-def test_how_much_is_proposed(changes: dict[str, float], token_ids: list[int]) -> None:
+def test_the_length_of_proposals(changes: dict[str, float], token_ids: list[int]) -> None:
     options = DraftingOptions(**changes)
     held = hold(new_cache(options), options)
     held.apply(Delta(0, [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]))

@@ -1,4 +1,4 @@
-"""Heads that are easy to check, and the plain computation to check them against."""
+"""Simple heads, and the plain computation to compare them with."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Generation:
 
 
 class GreedyHead:
-    """Says the highest logit until it has said enough."""
+    """Generates greedily up to the requested number of tokens."""
 
     def __call__(
         self, ready: SequenceOf[Job[Generation]], logits: Tensor
@@ -46,7 +46,7 @@ class GreedyHead:
 
 
 class RowsHead:
-    """Hands the rows back as they are."""
+    """Returns the rows unchanged."""
 
     def __call__(self, ready: SequenceOf[Job[None]], logits: Tensor) -> list[Done[Tensor] | Continue]:
         return [Done(own.clone()) for own in _rows_of(ready, logits)]
@@ -65,7 +65,7 @@ async def running(
     on_step: Callable[[StepRecord], None] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Engine[Any, Any]]:
-    """An engine for the length of a block."""
+    """Run an engine during the block."""
     backends = model if isinstance(model, Backends) else Backends(model)
     engine = Engine(backends.model, head, EngineSettings(**settings), on_step, backends=backends)
     engine.start()

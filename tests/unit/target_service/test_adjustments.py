@@ -1,4 +1,4 @@
-"""Biases and the least number of tokens are those of transformers, at every position of a proposal."""
+"""Biases and min_tokens agree with transformers at every position of a proposal."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def adjusted(wanted: LogitAdjustments, logits: torch.Tensor) -> torch.Tensor:
 
 
 def reference(processors: list[Any], logits: torch.Tensor) -> torch.Tensor:
-    """Each row as transformers makes it of what stands before its own position."""
+    """Return each row as transformers computes it from the tokens before its position."""
     chain: Any = LogitsProcessorList(processors)
     contexts = [TOKENS[:length] for length in range(BASE_LENGTH, len(TOKENS) + 1)]
     rows = [
@@ -66,7 +66,7 @@ def bias_processor() -> SequenceBiasLogitsProcessor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_biases_are_those_of_transformers(dtype: torch.dtype) -> None:
+def test_biases_agree_with_transformers(dtype: torch.dtype) -> None:
     logits = logits_of(dtype)
     before = logits.clone()
     assert torch.equal(adjusted(LogitAdjustments(BIASES), logits), reference([bias_processor()], logits))
@@ -74,7 +74,7 @@ def test_biases_are_those_of_transformers(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("min_tokens", range(7))
-def test_each_position_has_its_own_count_towards_the_least_number_of_tokens(min_tokens: int) -> None:
+def test_min_tokens_counts_at_each_position(min_tokens: int) -> None:
     logits = logits_of()
     processor = MinNewTokensLengthLogitsProcessor(PROMPT_LENGTH, min_tokens, list(ENDS))
     actual = adjusted(LogitAdjustments({}, min_tokens, ENDS), logits)
@@ -94,7 +94,7 @@ def request(kind: RowKind, sampling: SamplingParams, *, is_adjusted: bool = True
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
-def test_every_kind_of_row_tells_of_the_adjusted_logits(penalty: float) -> None:
+def test_every_kind_of_row_reflects_the_adjusted_logits(penalty: float) -> None:
     """In the order of transformers and of vLLM: before penalties."""
     logits = logits_of()
     greedy = SamplingParams(temperature=0.0, repetition_penalty=penalty)
@@ -127,7 +127,7 @@ def told_of(requests: list[RowRequest], logits: torch.Tensor) -> list[Verificati
     return answers
 
 
-def test_neighbours_without_adjustments_are_left_alone() -> None:
+def test_other_requests_without_adjustments_are_unchanged() -> None:
     logits, plain = logits_of(), SamplingParams(temperature=0.0)
     alone = told_of([request(RowKind.TOKEN, plain, is_adjusted=False)], logits)
     together = told_of(
@@ -142,12 +142,12 @@ def test_a_support_row_gives_a_suppressed_token_no_probability() -> None:
     wanted = Adjustments(LogitAdjustments({}, 3, ENDS), PROMPT_LENGTH, CPU)
     supports = tuple(np.array(ENDS) for _ in range(ROW_COUNT))
     step = VerifyStep(Delta(BASE_LENGTH, TOKENS[BASE_LENGTH:]), RowKind.SUPPORT, ROW_COUNT, supports)
-    (told,) = told_of([RowRequest(step, sampled, None, wanted)], logits_of())
-    masses = [float(row.probs.sum()) for row in told.rows if isinstance(row, SupportRow)]
+    (verification,) = told_of([RowRequest(step, sampled, None, wanted)], logits_of())
+    masses = [float(row.probs.sum()) for row in verification.rows if isinstance(row, SupportRow)]
     assert [mass > 0.0 for mass in masses] == [False, False, True, True]
 
 
-def test_ids_must_be_the_models() -> None:
+def test_ids_outside_the_vocabulary_are_refused() -> None:
     check_ids(LogitAdjustments({11: 1.0}, 2, (0,)), 12)
     for wanted in (LogitAdjustments({12: 1.0}), LogitAdjustments({}, 1, (-1,))):
         with pytest.raises(InvalidRequestError, match=r"is to be adjusted; ids must be in 0\.\.11"):

@@ -1,4 +1,4 @@
-"""Penalties are those of transformers and of OpenAI's API, at every position of a proposal."""
+"""Penalties agree with transformers and OpenAI's API at every position of a proposal."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def logits_of(row_count: int = ROW_COUNT) -> torch.Tensor:
 
 
 def contexts(token_ids: tuple[int, ...] = TOKENS) -> list[tuple[int, ...]]:
-    """What stands before each row's position."""
+    """Return the tokens before each row's position."""
     return [token_ids[:length] for length in range(len(token_ids) - ROW_COUNT + 1, len(token_ids) + 1)]
 
 
 @pytest.mark.parametrize("penalty", [1.3, 0.7])
-def test_repetition_is_that_of_transformers_at_each_position(penalty: float) -> None:
+def test_repetition_agrees_with_transformers_at_each_position(penalty: float) -> None:
     logits = logits_of()
     processor = RepetitionPenaltyLogitsProcessor(penalty)
     expected = torch.cat(
@@ -47,13 +47,13 @@ def test_frequency_and_presence_count_the_completion_alone(frequency: float, pre
     logits = logits_of()
     sampling = SamplingParams(frequency_penalty=frequency, presence_penalty=presence)
     actual = penalized(logits, History(PROMPT_LENGTH, TOKENS), sampling)
-    for row, seen, told in zip(logits.tolist(), contexts(), actual.tolist(), strict=True):
+    for row, seen, adjusted in zip(logits.tolist(), contexts(), actual.tolist(), strict=True):
         counts = Counter(seen[PROMPT_LENGTH:])
         expected = [
             logit - frequency * counts[token] - presence * (counts[token] > 0)
             for token, logit in enumerate(row)
         ]
-        assert told == pytest.approx(expected, abs=1e-5)
+        assert adjusted == pytest.approx(expected, abs=1e-5)
 
 
 def test_repetition_comes_before_the_others() -> None:
@@ -82,7 +82,7 @@ def request(kind: RowKind, sampling: SamplingParams) -> RowRequest:
     return RowRequest(VerifyStep(Delta(base, TOKENS[base:]), kind, ROW_COUNT), sampling, history)
 
 
-def test_every_kind_of_row_tells_of_the_penalized_logits() -> None:
+def test_every_kind_of_row_reflects_the_penalized_logits() -> None:
     logits = logits_of()
     greedy = SamplingParams(temperature=0.0, repetition_penalty=50.0, presence_penalty=2.0)
     sampled = SamplingParams(temperature=0.8, seed=3, repetition_penalty=50.0, presence_penalty=2.0)
@@ -103,7 +103,7 @@ def test_every_kind_of_row_tells_of_the_penalized_logits() -> None:
         assert probs_row[row.outside_token_id] > 0.0
 
 
-def test_neighbours_without_penalties_are_left_alone() -> None:
+def test_other_requests_without_penalties_are_unchanged() -> None:
     logits = logits_of()
     plain, penalizing = (
         SamplingParams(temperature=0.0),

@@ -1,4 +1,4 @@
-"""Rows say of the target's distribution exactly what it is, in any company."""
+"""Rows describe the target's distribution exactly, in any batch."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ WARPED = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=5)
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def test_the_first_row_tells_the_token_after_the_committed_ones() -> None:
+def test_the_first_row_describes_the_token_after_the_committed_ones() -> None:
     (verification,) = verified([request(RowKind.TOKEN, 3, GREEDY)], logits_of(3))
     # 10 tokens stay, 3 are appended, 3 rows: the first of them tells what follows the 11th.
     assert verification.base_length == 11
 
 
-def test_greedy_token_rows_are_the_highest_logits() -> None:
+def test_greedy_token_rows_are_the_argmax() -> None:
     logits = logits_of(3)
     (verification,) = verified([request(RowKind.TOKEN, 3, GREEDY)], logits)
     assert verification.rows == tuple(TokenRow(token_id) for token_id in logits.argmax(dim=-1).tolist())
@@ -105,8 +105,8 @@ def test_the_outside_sample_has_the_restricted_distribution() -> None:
     assert float(((observed - expected) ** 2 / expected).sum()) < 25.0
 
 
-def test_a_race_for_recovery_is_run_with_the_keys_of_the_round() -> None:
-    """Beside requests that ask for none, which tell no probability."""
+def test_raced_recovery_samples_with_the_keys_of_the_round() -> None:
+    """The requests beside it do not ask for it, and get no probability."""
     supports = (np.array([3, 9, 41]), np.array([7]))
     plain = request(RowKind.SUPPORT, 3, WARPED, supports)
     raced = request(RowKind.SUPPORT, 3, WARPED, supports, raced=True)
@@ -119,14 +119,14 @@ def test_a_race_for_recovery_is_run_with_the_keys_of_the_round() -> None:
     keys = torch.from_numpy(recovery_keys(WARPED.seed, 11, 3))
     assert verification.base_length == 11
     winners = sample(outside, keys).tolist()
-    told = [row for row in verification.rows if isinstance(row, SupportRow)]
-    assert [row.outside_token_id for row in told] == winners
-    assert [row.outside_prob for row in told] == probs[range(3), winners].tolist()
+    found = [row for row in verification.rows if isinstance(row, SupportRow)]
+    assert [row.outside_token_id for row in found] == winners
+    assert [row.outside_prob for row in found] == probs[range(3), winners].tolist()
     for other in (before, after):
         assert [row.outside_prob for row in other.rows if isinstance(row, SupportRow)] == [None] * 3
 
 
-def test_only_support_rows_race_for_recovery() -> None:
+def test_raced_recovery_applies_to_support_rows_only() -> None:
     logits = logits_of(3)
     rows = [
         verified([request(RowKind.TOKEN, 3, WARPED, raced=raced)], logits)[0].rows for raced in (True, False)
@@ -150,8 +150,8 @@ def test_statistics_are_those_of_the_whole_row() -> None:
     logits = logits_of(1)
     sampling = SamplingParams(temperature=1.3)
     support = np.array([4, 30])
-    asked = request(RowKind.SUPPORT, 1, sampling, (support,), with_statistics=True)
-    (verification,) = verified([asked], logits)
+    kind = request(RowKind.SUPPORT, 1, sampling, (support,), with_statistics=True)
+    (verification,) = verified([kind], logits)
     (row,) = verification.rows
     assert isinstance(row, SupportRow)
     assert row.statistics is not None
@@ -170,7 +170,7 @@ def test_dense_rows_are_the_logits() -> None:
     np.testing.assert_array_equal(rows, logits.float().numpy())
 
 
-def test_a_request_gets_the_same_rows_in_any_company() -> None:
+def test_rows_do_not_depend_on_the_batch() -> None:
     requests = [
         request(RowKind.TOKEN, 2, GREEDY),
         request(RowKind.SUPPORT, 3, WARPED, (np.array([1, 2]),)),
@@ -178,11 +178,11 @@ def test_a_request_gets_the_same_rows_in_any_company() -> None:
         request(RowKind.TOKEN, 1, SamplingParams(temperature=1.0, seed=8)),
         request(RowKind.SUPPORT, 2, SamplingParams(temperature=0.5, min_p=0.1, seed=9), with_statistics=True),
     ]
-    logits = logits_of(sum(asked.step.row_count for asked in requests))
-    blocks = torch.split(logits, [asked.step.row_count for asked in requests])
+    logits = logits_of(sum(kind.step.row_count for kind in requests))
+    blocks = torch.split(logits, [kind.step.row_count for kind in requests])
     together = verified(requests, logits)
-    for asked, block, verification in zip(requests, blocks, together, strict=True):
-        (alone,) = verified([asked], block)
+    for kind, block, verification in zip(requests, blocks, together, strict=True):
+        (alone,) = verified([kind], block)
         assert alone.base_length == verification.base_length
         assert [_plain(row) for row in alone.rows] == [_plain(row) for row in verification.rows]
 
@@ -209,29 +209,29 @@ ASKED = {
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("asked", ASKED)
-def test_logits_that_are_no_numbers_cost_their_own_request_alone(asked: str, number: float) -> None:
+@pytest.mark.parametrize("kind", ASKED)
+def test_non_finite_logits_affect_only_their_own_request(kind: str, number: float) -> None:
     logits = logits_of(9)
-    expected = verifications([ASKED[asked]] * 3, logits)
+    expected = verifications([ASKED[kind]] * 3, logits)
     for row in range(3, 6):
         spoilt = logits.clone()
         spoilt[row] = number
-        told = verifications([ASKED[asked]] * 3, spoilt)
-        assert told[1] is None
+        found = verifications([ASKED[kind]] * 3, spoilt)
+        assert found[1] is None
         for index in (0, 2):
-            assert repr(told[index]) == repr(expected[index])
+            assert repr(found[index]) == repr(expected[index])
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
-@pytest.mark.parametrize("asked", ASKED)
-def test_one_logit_that_is_no_number_is_enough(asked: str, number: float) -> None:
+@pytest.mark.parametrize("kind", ASKED)
+def test_a_single_non_finite_logit_fails_the_request(kind: str, number: float) -> None:
     logits = logits_of(3)
     logits[2, 40] = number
-    assert verifications([ASKED[asked]], logits) == [None]
+    assert verifications([ASKED[kind]], logits) == [None]
 
 
-@pytest.mark.parametrize("asked", ASKED)
-def test_forbidden_tokens_are_no_fault(asked: str) -> None:
+@pytest.mark.parametrize("kind", ASKED)
+def test_tokens_with_minus_infinity_are_valid(kind: str) -> None:
     logits = logits_of(3)
     logits[:, 20:] = -torch.inf
-    assert None not in verifications([ASKED[asked]], logits)
+    assert None not in verifications([ASKED[kind]], logits)

@@ -1,4 +1,4 @@
-"""What the settings of a service do to its engine."""
+"""The settings of a service reach its engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECONDS = 60.0
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
-async def test_a_prefix_is_kept_only_where_that_is_wanted(is_enabled: bool) -> None:
+async def test_prefixes_are_kept_only_with_prefix_caching(is_enabled: bool) -> None:
     verifier = load_verifier(
         TargetSettings(
             model=DEMO_TARGET, max_length=64, max_sequences=2, compile="off", enable_prefix_caching=is_enabled

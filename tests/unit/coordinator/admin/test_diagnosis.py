@@ -41,7 +41,7 @@ DRAFT = ReplicaSnapshot(
 
 def status(
     *replicas: ReplicaSnapshot,
-    said: SpeculationStats | None = None,
+    stats: SpeculationStats | None = None,
     rule: str = "residual",
     state: SpeculationState | None = None,
 ) -> Status:
@@ -53,7 +53,7 @@ def status(
         "big",
         Load(0, 0),
         Throughput(0.0, 0.0),
-        said or figures(800, 640, 512, 410),
+        stats or figures(800, 640, 512, 410),
         SpeculationSettings(True, 4, rule),
         replicas,
         state or SpeculationState(True, 4),
@@ -80,10 +80,10 @@ def test_speculation_without_gain_is_reported_with_the_deciding_numbers() -> Non
 
 def test_a_slow_but_accurate_draft_is_reported_as_slow() -> None:
     slow = replace(DRAFT, step_seconds=0.12)  # 30 ms a token, where a verification takes 20
-    finding = acceptance(status(TARGET, slow, said=figures(800, 640, 512, 410)))
+    finding = acceptance(status(TARGET, slow, stats=figures(800, 640, 512, 410)))
     assert "smaller one" in finding.advice
     assert "trained" not in finding.advice
-    bad = acceptance(status(TARGET, slow, said=figures(100, 20, 5, 1)))
+    bad = acceptance(status(TARGET, slow, stats=figures(100, 20, 5, 1)))
     assert "trained" in bad.advice
 
 
@@ -137,27 +137,27 @@ def test_waiting_requests_are_reported() -> None:
 
 
 def test_few_proposed_tokens_give_no_verdict_on_acceptance() -> None:
-    finding = acceptance(status(TARGET, DRAFT, said=figures(0, 0, of=20)))
+    finding = acceptance(status(TARGET, DRAFT, stats=figures(0, 0, of=20)))
     assert finding.severity is Severity.OK
     assert "too few to judge" in finding.detail
 
 
 def test_a_draft_without_gain_is_reported() -> None:
-    finding = acceptance(status(TARGET, DRAFT, said=figures(20, 1, 0, 0)))
+    finding = acceptance(status(TARGET, DRAFT, stats=figures(20, 1, 0, 0)))
     assert finding.severity is Severity.WARNING
     assert "tandem admin config set speculation false" in finding.advice
 
 
 def test_a_better_number_of_tokens_is_suggested() -> None:
     # The first token is nearly free and nearly always right; the other three are paid for and thrown away.
-    finding = acceptance(status(TARGET, replace(DRAFT, step_seconds=0.020), said=figures(900, 90, 9, 1)))
+    finding = acceptance(status(TARGET, replace(DRAFT, step_seconds=0.020), stats=figures(900, 90, 9, 1)))
     assert finding.severity is Severity.WARNING
     assert finding.advice.endswith("tandem admin config set num_speculative_tokens 1")
 
 
 def test_without_step_times_a_low_acceptance_rate_is_a_warning() -> None:
     untimed = replace(DRAFT, step_seconds=None)
-    assert acceptance(status(TARGET, untimed, said=figures(200, 20, 2, 0))).severity is Severity.WARNING
+    assert acceptance(status(TARGET, untimed, stats=figures(200, 20, 2, 0))).severity is Severity.WARNING
     assert acceptance(status(TARGET, untimed)).severity is Severity.OK
 
 

@@ -25,10 +25,10 @@ class ScriptedTarget:
     """Continues a fixed text, and records the calls."""
 
     says: list[int]
-    asked: list[int] = field(default_factory=list)
+    proposal_lengths: list[int] = field(default_factory=list)
 
     async def verify(self, completion: Completion, proposal: Proposal) -> Verification:
-        self.asked.append(len(proposal))
+        self.proposal_lengths.append(len(proposal))
         rows = range(completion.length, completion.length + len(proposal) + 1)
         return Verification(completion.length, tuple(TokenRow(self.says[i]) for i in rows))
 
@@ -68,7 +68,7 @@ async def test_a_round_emits_the_accepted_tokens_and_one_more() -> None:
     completion, chunks = await run(target, ScriptedDrafter([[], [3, 4, 99], [6, 7]]), max_tokens=7)
     assert [chunk.token_ids for chunk in chunks] == [(2,), (3, 4, 5), (6, 7, 8)]
     assert [chunk.drafted for chunk in chunks] == [(False,), (True, True, False), (True, True, False)]
-    assert target.asked == [0, 3, 2]
+    assert target.proposal_lengths == [0, 3, 2]
     assert (completion.stats.rounds, completion.stats.drafted, completion.stats.accepted) == (3, 5, 4)
     assert chunks[-1].summary is not None
     assert all(chunk.summary is None for chunk in chunks[:-1])

@@ -21,9 +21,10 @@ GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 class Endless:
     """Streams without end until the client disconnects."""
 
-    def __init__(self) -> None:
+    def __init__(self, piece_bytes: int = 1 << 16) -> None:
         self.running = 0
         self.sent = 0
+        self._piece = bytes(piece_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -31,8 +32,8 @@ class Endless:
         gone = asyncio.ensure_future(self._gone(receive))
         try:
             while not gone.done():
-                await send({"type": "http.response.body", "body": bytes(1 << 16), "more_body": True})
-                self.sent += 1 << 16
+                await send({"type": "http.response.body", "body": self._piece, "more_body": True})
+                self.sent += len(self._piece)
                 await asyncio.sleep(0)
         finally:
             self.running -= 1
@@ -64,6 +65,24 @@ async def test_a_stalled_reader_is_disconnected() -> None:
             await until(lambda: app.sent > 0 and not app.running, SECONDS)
     # More than all buffers between the two can hold.
     assert app.sent < 32 << 20
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_NOTSENT_LOWAT"), reason="the kernel keeps what it likes")
+async def test_little_is_made_for_a_client_that_does_not_read() -> None:
+    """Of small pieces, as of a stream: its completion goes on until all buffers between the two are full."""
+    app = Endless(piece_bytes=2000)
+    async with listening(app) as port:
+        with socket.socket() as stalled:
+            stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            stalled.connect(("127.0.0.1", port))
+            stalled.sendall(GET)
+            before = -1
+            while app.sent == 0 or app.sent > before:
+                before = app.sent
+                await asyncio.sleep(0.3)
+            assert app.running == 1
+        await until(lambda: not app.running, SECONDS)
+    assert app.sent <= 32 << 10
 
 
 async def test_a_slow_reader_is_not_disconnected() -> None:

@@ -222,13 +222,13 @@ def _round(setting: Setting, tokens: Tokens, proposed: Tokens) -> tuple[Proposal
         draft_probs, target_probs = np.array(setting.draft(prefix)), np.array(setting.target(prefix))
         support = np.flatnonzero(draft_probs > 0)
         without = np.flatnonzero(draft_probs == 0)[: setting.extra_ids]
-        asked = np.concatenate([without, support[::-1]])
+        requested = np.concatenate([without, support[::-1]])
         if setting.dense:
             distributions.append(DenseLogits(_logits(draft_probs)))
             rows.append(DenseRow(_logits(target_probs)))
         else:
             distributions.append(SparseDistribution(support, draft_probs[support]))
-            rows.append(_support_row(target_probs, asked, index, raced=setting.raced))
+            rows.append(_support_row(target_probs, requested, index, raced=setting.raced))
     last = np.array(setting.target(tokens + proposed))
     count = len(proposed)
     rows.append(
@@ -236,8 +236,8 @@ def _round(setting: Setting, tokens: Tokens, proposed: Tokens) -> tuple[Proposal
         if setting.dense
         else _support_row(last, np.array([], np.int64), count, raced=setting.raced)
     )
-    told = () if setting.one_hot else tuple(distributions)
-    return Proposal(len(tokens), proposed, told), Verification(len(tokens), tuple(rows))
+    sent = () if setting.one_hot else tuple(distributions)
+    return Proposal(len(tokens), proposed, sent), Verification(len(tokens), tuple(rows))
 
 
 def _logits(

@@ -40,8 +40,8 @@ def _probs(values: list[float]) -> FloatArray:
 
 def _row(target_probs: FloatArray, support: IntArray, *, raced: bool) -> SupportRow:
     mass = float(np.float32(np.delete(target_probs, support).sum()))
-    told = mass if raced else None
-    return SupportRow(support, target_probs[support], mass, OUTSIDE if mass > 0 else -1, outside_prob=told)
+    sent = mass if raced else None
+    return SupportRow(support, target_probs[support], mass, OUTSIDE if mass > 0 else -1, outside_prob=sent)
 
 
 @st.composite
@@ -100,13 +100,13 @@ def test_an_invalid_draft_distribution_breaks_nothing(
 ) -> None:
     proposal, verification, targets = case
     broken = tuple(
-        SparseDistribution(told.token_ids, told.probs * (np.nan if index == position else 1.0))
-        for index, told in enumerate(proposal.distributions)
-        if isinstance(told, SparseDistribution)
+        SparseDistribution(sent.token_ids, sent.probs * (np.nan if index == position else 1.0))
+        for index, sent in enumerate(proposal.distributions)
+        if isinstance(sent, SparseDistribution)
     )
-    told = Proposal(0, proposal.token_ids, broken)
+    sent = Proposal(0, proposal.token_ids, broken)
     for accept in (residual.accept, block.accept):
-        kept = _check(accept, (told, verification, targets), numbers)
+        kept = _check(accept, (sent, verification, targets), numbers)
         assert not broken or len(broken) <= position or kept <= position
 
 

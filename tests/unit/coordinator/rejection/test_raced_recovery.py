@@ -73,13 +73,13 @@ DRAFT = _draft_rows()
 
 def propose(seed: int, tokens: Tokens, count: int = TOKEN_COUNT) -> Proposal:
     """Propose as a draft service does, with the proposal keys."""
-    said: Tokens = ()
-    told = []
+    drawn_ids: Tokens = ()
+    distributions = []
     for key in proposal_keys(seed, len(tokens), count):
-        ids, probs = DRAFT[(*tokens, *said)[-1]]
-        said += (int(ids[sample(probs[None], key[None], ids)[0]]),)
-        told.append(SparseDistribution(ids, probs))
-    return Proposal(len(tokens), said, tuple(told))
+        ids, probs = DRAFT[(*tokens, *drawn_ids)[-1]]
+        drawn_ids += (int(ids[sample(probs[None], key[None], ids)[0]]),)
+        distributions.append(SparseDistribution(ids, probs))
+    return Proposal(len(tokens), drawn_ids, tuple(distributions))
 
 
 def verify(
@@ -213,7 +213,9 @@ def test_dense_and_support_rows_recover_the_same_tokens(name: str) -> None:
     rule = resolve(RejectionOptions(name), PLAIN)
     sequences = {seed: (*PROMPT, seed % VOCABULARY_SIZE) for seed in range(400)}
     by_kind = [rounds(rule, sequences, kind) for kind in (RowKind.SUPPORT, RowKind.DENSE)]
-    found = [{seed: acceptance for seed, (_, acceptance) in told.items()} for told in by_kind]
+    found = [
+        {seed: acceptance for seed, (_, acceptance) in distributions.items()} for distributions in by_kind
+    ]
     assert found[0] == found[1]
     assert {each.next_token for each in found[0].values()} == {NextToken.BONUS, NextToken.RECOVERED}
 

@@ -22,8 +22,8 @@ BONUS, RECOVERED = NextToken.BONUS, NextToken.RECOVERED
 
 def _row(prob: float, rank: int = 1, max_prob: float = 0.8, argmax: int = 6) -> SupportRow:
     """A row whose support is token 1; token 8 lies outside."""
-    told = statistics(argmax=argmax, max_prob=max_prob, ranks=[rank], logits=[0.0])
-    return support_row({1: prob}, outside=8, statistics=told)
+    row_statistics = statistics(argmax=argmax, max_prob=max_prob, ranks=[rank], logits=[0.0])
+    return support_row({1: prob}, outside=8, statistics=row_statistics)
 
 
 @pytest.mark.parametrize(

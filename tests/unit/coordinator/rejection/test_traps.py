@@ -148,12 +148,12 @@ def test_proposal_acceptance_and_recovery_use_different_noise(accept: Accept) ->
     """
     count = 6000
     ids, draft_probs, target_probs = np.arange(3), np.array(DRAFT_PROBS), np.array(TARGET_PROBS)
-    told = (SparseDistribution(ids, draft_probs),)
+    distributions = (SparseDistribution(ids, draft_probs),)
     rows = verification(SupportRow(ids, target_probs, 0.0, -1), bonus_row(0), base_length=9)
     outcomes = np.zeros(3)
     for seed in range(count):
         token = int(sample(draft_probs[None], proposal_keys(seed, 9, 1))[0])
-        given = Proposal(9, (token,), told)
+        given = Proposal(9, (token,), distributions)
         acceptance = accept(given, rows, SAMPLED, draw_uniforms(seed, 9, 1))
         outcomes[token if acceptance.accepted_count else acceptance.next_token_id] += 1
     deviations = (outcomes - count * target_probs) / np.sqrt(count * target_probs * (1 - target_probs))

@@ -23,8 +23,8 @@ VOCABULARY_SIZE = 128_256  # Llama 3
 @pytest.mark.parametrize("count", [32, 41, MAX_CONFIGURED_TOKENS])
 def test_an_answer_to_the_longest_proposal_fits_into_a_message(count: int) -> None:
     config = CheckedSpeculativeConfig(num_speculative_tokens=count)
-    asked = GenerationRequest("a", num_speculative_tokens=count, logprobs=0)
-    check_bounds(asked, RequestBounds(), config.num_speculative_tokens, TARGET.max_length)
+    request = GenerationRequest("a", num_speculative_tokens=count, logprobs=0)
+    check_bounds(request, RequestBounds(), config.num_speculative_tokens, TARGET.max_length)
     # Configured lengths can grow while the channels exist.
     fleet = Fleet(CheckedSpeculativeConfig())
     assert fleet.judge(Role.TARGET, replace(TARGET, vocabulary_size=VOCABULARY_SIZE)) == ""

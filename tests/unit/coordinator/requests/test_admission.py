@@ -128,7 +128,7 @@ async def test_no_place_is_lost_in_any_order_of_departures(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "said"),
+    ("request_", "sentence"),
     [
         (GenerationRequest("é" * 11), "the prompt has 22 bytes; it must be at most 20"),
         (
@@ -146,11 +146,11 @@ async def test_no_place_is_lost_in_any_order_of_departures(seed: int) -> None:
         ),
     ],
 )
-def test_a_request_above_the_bounds_is_refused(request_: GenerationRequest, said: str) -> None:
+def test_a_request_above_the_bounds_is_refused(request_: GenerationRequest, sentence: str) -> None:
     bounds = RequestBounds(max_prompt_bytes=20, max_stop_strings=2, max_stop_length=4)
     with pytest.raises(InvalidRequestError) as refusal:
         check_bounds(request_, bounds, 2, 8)
-    assert str(refusal.value) == said
+    assert str(refusal.value) == sentence
 
 
 def test_a_request_at_the_bounds_is_accepted() -> None:

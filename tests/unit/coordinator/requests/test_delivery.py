@@ -23,7 +23,7 @@ class Rounds:
 
     def __init__(self, error_in: int | None = None) -> None:
         self.begun = 0
-        self.asked = 0
+        self.requested = 0
         self.ending: str | None = None
         self.may_end = asyncio.Semaphore(0)
         self._error_in = error_in
@@ -44,7 +44,7 @@ class Rounds:
             raise
 
     async def _ask(self) -> None:
-        self.asked += 1
+        self.requested += 1
 
     async def run(self, queue: ChunkQueue) -> None:
         async with aclosing(self.chunks()) as chunks:
@@ -70,7 +70,7 @@ async def test_the_next_round_has_sent_its_request_when_a_chunk_is_delivered() -
     rounds.let(1)
     async with aclosing(stream_of(rounds.run, None)) as chunks:
         assert (await anext(chunks)).text == "0"
-        assert rounds.asked == 2
+        assert rounds.requested == 2
 
 
 async def test_at_most_one_chunk_waits_for_a_stalled_reader() -> None:

@@ -39,17 +39,17 @@ def test_a_change_is_recorded_with_author_and_time(caplog: pytest.LogCaptureFixt
     config = live(num_speculative_tokens=3)
     before = config.current
     with caplog.at_level(logging.INFO, "coordinator.settings.live"):
-        (told,) = config.change({"num-speculative-tokens": "6"}, (), "ipv4:10.0.0.7:1234")
-    assert (told.name, told.value, told.origin, told.changed_by) == (
+        (changed,) = config.change({"num-speculative-tokens": "6"}, (), "ipv4:10.0.0.7:1234")
+    assert (changed.name, changed.value, changed.origin, changed.changed_by) == (
         *("num_speculative_tokens", 6, Origin.LIVE),
         "ipv4:10.0.0.7:1234",
     )
-    assert told.changed_at is not None
-    assert datetime.now(UTC) - told.changed_at < timedelta(minutes=1)
+    assert changed.changed_at is not None
+    assert datetime.now(UTC) - changed.changed_at < timedelta(minutes=1)
     assert config.current.num_speculative_tokens == 6
     assert before.num_speculative_tokens == 3, "who holds the old settings keeps them"
     (record,) = caplog.records
-    assert record.__dict__ | {"option": told.name, "value": 6, "before": 3, "by": told.changed_by} == (
+    assert record.__dict__ | {"option": changed.name, "value": 6, "before": 3, "by": changed.changed_by} == (
         record.__dict__
     )
 
@@ -58,8 +58,8 @@ def test_a_reset_restores_the_startup_value() -> None:
     config = live(num_speculative_tokens=3)
     config.change({"num_speculative_tokens": "6", "speculation": "false"}, (), "me")
     assert config.current.speculation is False
-    (told,) = config.change({}, ["num_speculative_tokens"], "me")
-    assert (told.value, told.origin, told.changed_by) == (3, Origin.DEFAULT, "")
+    (changed,) = config.change({}, ["num_speculative_tokens"], "me")
+    assert (changed.value, changed.origin, changed.changed_by) == (3, Origin.DEFAULT, "")
     assert config.current.num_speculative_tokens == 3
     assert config.current.speculation is False
 
@@ -73,8 +73,8 @@ def test_an_option_can_be_unset() -> None:
 
 def test_vllms_spelling_is_the_same_option() -> None:
     config = live()
-    (told,) = config.change({"rejection_sample_method": "strict"}, (), "me")
-    assert (told.name, told.value) == ("rejection_sampling_strategy", "strict")
+    (changed,) = config.change({"rejection_sample_method": "strict"}, (), "me")
+    assert (changed.name, changed.value) == ("rejection_sampling_strategy", "strict")
 
 
 def test_options_that_need_each_other_change_together() -> None:

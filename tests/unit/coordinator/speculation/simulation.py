@@ -160,11 +160,11 @@ class Cluster:
     def _step(self, load: int) -> tuple[int, float]:
         """One round of every request."""
         profile, requests = self.profile, self.requests
-        asked = [request.speculation.begin_round(load) for request in requests]
+        counts = [request.speculation.begin_round(load) for request in requests]
         # The draft reads the prompt in the first round, and proposes nothing.
         proposed = [
             0 if request.is_first else min(count, request.tokens_left - 1)
-            for request, count in zip(requests, asked, strict=True)
+            for request, count in zip(requests, counts, strict=True)
         ]
         drafting, longest, tokens = sum(map(bool, proposed)), max(proposed), load + sum(proposed)
         verify = profile.verify_seconds(load, tokens) * self._noise()

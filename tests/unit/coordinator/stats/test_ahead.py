@@ -65,8 +65,8 @@ def test_hit_rate() -> None:
 
 
 def test_description_is_json() -> None:
-    told = json.loads(json.dumps(describe(stats_of(1, None))))["ahead"]
-    assert told == {
+    described = json.loads(json.dumps(describe(stats_of(1, None))))["ahead"]
+    assert described == {
         "awaited": 2,
         "hits": 1,
         "hit_rate": 0.5,

@@ -120,11 +120,11 @@ def test_cumulative_stats_by_rule() -> None:
 
 @pytest.mark.parametrize("stats", [EXAMPLE, SpeculationStats()])
 def test_the_description_contains_every_statistic(stats: SpeculationStats) -> None:
-    told = json.loads(json.dumps(describe(stats)))
-    assert told["acceptance_length"] == pytest.approx(acceptance_length(stats), abs=1e-6)
-    assert told["tokens_per_pass"] == pytest.approx(tokens_per_pass(stats), abs=1e-6)
-    assert told["per_position"]["conditional"] == pytest.approx(conditional_rates(stats), abs=1e-6)
-    assert told["per_position"]["cumulative"] == pytest.approx(cumulative_rates(stats), abs=1e-6)
-    assert told["acceptance_rate"] == pytest.approx(acceptance_rate(stats), abs=1e-6)
-    counts = [told[name] for name in ("rounds", "proposals", "drafted", "accepted")]
+    described = json.loads(json.dumps(describe(stats)))
+    assert described["acceptance_length"] == pytest.approx(acceptance_length(stats), abs=1e-6)
+    assert described["tokens_per_pass"] == pytest.approx(tokens_per_pass(stats), abs=1e-6)
+    assert described["per_position"]["conditional"] == pytest.approx(conditional_rates(stats), abs=1e-6)
+    assert described["per_position"]["cumulative"] == pytest.approx(cumulative_rates(stats), abs=1e-6)
+    assert described["acceptance_rate"] == pytest.approx(acceptance_rate(stats), abs=1e-6)
+    counts = [described[name] for name in ("rounds", "proposals", "drafted", "accepted")]
     assert counts == [stats.rounds, proposals(stats), stats.drafted, stats.accepted]

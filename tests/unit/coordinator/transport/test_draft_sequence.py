@@ -69,10 +69,10 @@ async def opened(stream: Stream) -> DraftSequence:
     sequence.begin(completion(4))
     stream.answer(Proposal(4))
     await settled()
-    asked = asyncio.create_task(sequence.propose(completion(4), 2, SECONDS))
+    proposing = asyncio.create_task(sequence.propose(completion(4), 2, SECONDS))
     await settled()
     stream.answer(Proposal(4, (4, 5)))
-    assert await asked is not None
+    assert await proposing is not None
     return sequence
 
 
@@ -101,8 +101,8 @@ async def test_a_draft_that_does_not_read_is_told_no_more() -> None:
     assert sequence.is_late
     stream.is_read.set()
     await settled()
-    told = stream.sent[-1].step
-    assert (told.delta.base_length, len(told.delta.token_ids), told.token_count) == (5, 195, 3)
+    sent = stream.sent[-1].step
+    assert (sent.delta.base_length, len(sent.delta.token_ids), sent.token_count) == (5, 195, 3)
     sequence.cancel()
 
 
@@ -115,10 +115,10 @@ async def test_answers_to_rounds_of_the_target_alone_are_passed_over() -> None:
     stream.answer(Proposal(5))
     await settled()
     assert not sequence.awaits_outcome(completion(6)), "it will push nothing"
-    asked = asyncio.create_task(sequence.propose(completion(6), 2, SECONDS, BUDGET))
+    proposing = asyncio.create_task(sequence.propose(completion(6), 2, SECONDS, BUDGET))
     await settled()
     stream.answer(Proposal(6, (6, 7)))
-    proposal = await asked
+    proposal = await proposing
     assert proposal is not None
     assert proposal.token_ids == (6, 7)
     sequence.cancel()

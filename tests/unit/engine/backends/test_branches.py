@@ -1,4 +1,4 @@
-"""Branches see their trunk up to where they leave it, and their own tokens; never each other's."""
+"""Branches attend to their trunk up to where they leave it and to their own tokens, never to each other's."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Branches:
 
 
 def poison(engine: Engine[object, object]) -> None:
-    """Leave what is no number wherever nothing was written."""
+    """Fill all unwritten memory with NaN."""
     for layer in engine._worker._arena.layers:
         layer.keys.fill_(float("nan"))
         layer.values.fill_(float("nan"))
@@ -81,7 +81,7 @@ def trust_kernels(engine: Engine[object, object]) -> None:
 
 @pytest.mark.parametrize("with_kernels", [False, True])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
-async def test_each_branch_is_what_it_would_be_alone(
+async def test_each_branch_equals_a_sequence_of_its_own(
     tiny_model: Callable[[str], TinyModel], family: str, with_kernels: bool
 ) -> None:
     model = tiny_model(family)
@@ -135,7 +135,7 @@ async def test_sequences_share_steps_and_each_branch_is_what_it_would_be_alone(
             Branches(sequence, Delta(5, trunk[5:]), enough=3 - (number == 2))
             for number, (sequence, trunk) in enumerate(zip(sequences, trunks, strict=True))
         ]
-        with engine._worker._wakeup:  # the thread sees all of them or none
+        with engine._worker._wakeup:  # submitted together, so that one step can hold all
             for job in jobs:
                 engine.put_back(job)
         async with asyncio.timeout(20):
@@ -156,7 +156,7 @@ async def test_sequences_share_steps_and_each_branch_is_what_it_would_be_alone(
     assert [record.token_count for record in records[1:4]] == [15, 12, 8]
 
 
-async def test_a_job_that_fails_is_no_loss_to_those_that_share_its_step(llama: TinyModel) -> None:
+async def test_a_failing_job_does_not_affect_others_in_its_step(llama: TinyModel) -> None:
     class Failing(Branches):
         def advance(self, logits: Tensor) -> BranchStep | None:
             raise RuntimeError("injected")
@@ -178,7 +178,7 @@ async def test_a_job_that_fails_is_no_loss_to_those_that_share_its_step(llama: T
     assert len(jobs[1].logits) == jobs[1].enough
 
 
-async def test_a_job_of_the_sequence_ends_its_branches_and_finds_its_trunk(llama: TinyModel) -> None:
+async def test_a_job_of_the_sequence_ends_its_branches_and_keeps_its_trunk(llama: TinyModel) -> None:
     async with running(llama.loaded, RowsHead()) as engine:
         sequence = await engine.open(64, 64)
         await rows(engine, sequence, Delta(0, _TRUNK[:5]), 1)
@@ -228,7 +228,7 @@ async def test_jobs_go_before_branches(llama: TinyModel) -> None:
         order.clear()
         background = Branches(drafted, Delta(8, []))
         engine.put_back(background)
-        with engine._worker._wakeup:  # the thread sees all of them or none
+        with engine._worker._wakeup:  # submitted together, so that one step can hold all
             jobs = [rows(engine, waited_for, Delta(8 + step, [7]), 1) for step in range(6)]
             tasks = [asyncio.create_task(job) for job in jobs]
             await asyncio.sleep(0)

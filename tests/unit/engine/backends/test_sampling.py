@@ -1,4 +1,4 @@
-"""Drawing with kernels comes to what drawing with torch comes to."""
+"""Sampling with kernels agrees with sampling with torch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_probabilities_are_those_of_torch_but_for_the_last_places(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_best_is_the_first_of_the_highest(sampler: Sampler, width: int, dtype: torch.dtype) -> None:
+def test_argmax_is_the_first_of_equal_maxima(sampler: Sampler, width: int, dtype: torch.dtype) -> None:
     logits = logits_of(20, width, dtype)
     logits[10:] = logits[10:].round()  # many are equal
     expected = [row.index(max(row)) for row in logits.tolist()]
@@ -63,7 +63,7 @@ def test_the_best_is_the_first_of_the_highest(sampler: Sampler, width: int, dtyp
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_same_columns_win(sampler: Sampler, width: int) -> None:
+def test_the_same_columns_are_sampled(sampler: Sampler, width: int) -> None:
     rows = 40
     probs = warp(logits_of(rows, width, torch.float32), [SamplingParams()] * rows)
     keys = keys_of(rows)
@@ -73,7 +73,7 @@ def test_the_same_columns_win(sampler: Sampler, width: int) -> None:
     assert torch.equal(sampler.sample(probs, keys, ids), sample(probs, keys, ids))
 
 
-def test_what_has_no_probability_never_wins(sampler: Sampler) -> None:
+def test_a_token_without_probability_is_never_sampled(sampler: Sampler) -> None:
     probs = torch.zeros(2000, 33, dtype=torch.float64)
     probs[:, 7], probs[:, 32] = 0.5, 1e-12
     winners = sampler.sample(probs, keys_of(2000))
@@ -83,9 +83,7 @@ def test_what_has_no_probability_never_wins(sampler: Sampler) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("share", [0.01, 0.5, 1.0])
-def test_the_highest_come_first_and_each_once(
-    sampler: Sampler, width: int, dtype: torch.dtype, share: float
-) -> None:
+def test_topk_is_sorted_and_distinct(sampler: Sampler, width: int, dtype: torch.dtype, share: float) -> None:
     logits = logits_of(5, width, dtype)
     count = max(1, round(share * width))
     values, columns = sampler.topk(logits, count)
@@ -94,7 +92,7 @@ def test_the_highest_come_first_and_each_once(
     assert all(len(set(row)) == count for row in columns.tolist())
 
 
-def test_of_equal_ones_the_lowest_ids_are_taken(sampler: Sampler) -> None:
+def test_topk_ties_go_to_the_lowest_ids(sampler: Sampler) -> None:
     _, columns = sampler.topk(torch.zeros(1, 500), 3)
     assert columns.tolist() == [[0, 1, 2]]
 
@@ -104,13 +102,13 @@ def test_of_equal_ones_the_lowest_ids_are_taken(sampler: Sampler) -> None:
     [SamplingParams(0.0), SamplingParams(0.7, top_k=5), SamplingParams(1.0, top_p=0.9), SamplingParams(1.0, min_p=0.1)],
     ids=["greedy", "top_k", "top_p", "min_p"],
 )  # fmt: skip
-def test_what_the_kernels_do_not_know_is_left_to_torch(sampler: Sampler, sampling: SamplingParams) -> None:
+def test_unsupported_operations_are_left_to_torch(sampler: Sampler, sampling: SamplingParams) -> None:
     logits = logits_of(3, 300, torch.float32)
     mixed = [sampling, SamplingParams(0.9), SamplingParams(0.5)]
     assert torch.equal(sampler.probabilities(logits, mixed), warp(logits, mixed))
 
 
-def test_without_kernels_torch_does_it() -> None:
+def test_without_kernels_torch_samples() -> None:
     logits = logits_of(3, 300, torch.float32)
     probs = TORCH_SAMPLER.probabilities(logits, [SamplingParams()] * 3)
     assert torch.equal(TORCH_SAMPLER.sample(probs, keys_of(3)), sample(probs, keys_of(3)))

@@ -1,4 +1,4 @@
-"""What replaces torch's computation is measured against torch's own rounding errors."""
+"""Replacements of torch's computation are judged by torch's own rounding errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_kernels_of_bfloat16_are_as_exact_as_torch(
 
 @pytest.mark.parametrize("factor", [1.05, float("nan")])
 @pytest.mark.parametrize(("owner", "method"), [(Kernels, "linear"), (NativeLayout, "attend")])
-def test_kernels_that_are_a_little_wrong_are_not_used(
+def test_slightly_wrong_kernels_are_not_used(
     owner: type,
     method: str,
     factor: float,
@@ -72,7 +72,7 @@ def test_kernels_that_are_a_little_wrong_are_not_used(
     assert all(torch.equal(layer.weight, weight) for layer, weight in zip(layers, weights, strict=True))
 
 
-def test_a_failure_is_a_reason() -> None:
+def test_a_failing_replacement_is_rejected_with_a_reason() -> None:
     def fail() -> None:
         raise RuntimeError("no such kernel\nand more")
 

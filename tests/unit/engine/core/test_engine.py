@@ -1,4 +1,4 @@
-"""Waiting, cancelling, failing: what an engine does besides computing."""
+"""Waiting, cancelling and failing in the engine."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_a_job_without_rows_only_fills_the_cache(llama: TinyModel) -> None
         assert sequence.computed_length == engine.usage.used_tokens == len(_PROMPT)
 
 
-async def test_a_head_that_goes_on_past_the_limit_is_told(llama: TinyModel) -> None:
+async def test_a_head_that_continues_past_the_limit_is_an_error(llama: TinyModel) -> None:
     async with running(llama.backends, GreedyHead()) as engine:
         sequence = await engine.open(6)
         with pytest.raises(InvalidRequestError, match="The sequence would have 7 tokens, but its limit is 6"):

@@ -65,7 +65,7 @@ async def test_a_step_that_fails_is_not_the_end(llama: TinyModel, error: Excepti
         assert await engine.run(Job(sequence, Delta(0, _PROMPT), 1, None)) == "done"
 
 
-async def test_closing_ends_every_wait(llama: TinyModel) -> None:
+async def test_closing_the_engine_ends_every_wait(llama: TinyModel) -> None:
     head = _BlockingHead()
     engine: Engine[Any, Any] = Engine(llama.loaded, head, EngineSettings(max_sequences=1))
     with pytest.raises(ServiceUnavailableError):
@@ -89,7 +89,7 @@ async def test_closing_ends_every_wait(llama: TinyModel) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "tandem-engine"]
 
 
-async def test_a_mistake_in_the_thread_hangs_nobody(llama: TinyModel) -> None:
+async def test_an_exception_in_the_thread_ends_every_wait(llama: TinyModel) -> None:
     def broken(record: StepRecord) -> None:
         raise KeyError("a bug")
 
@@ -143,7 +143,7 @@ def _fill(engine: Engine[Any, Any], start: int, end: int, value: float) -> None:
         layer.values[:, :, start:end] = value
 
 
-async def test_what_a_sequence_leaves_behind_is_never_read(mistral: TinyModel) -> None:
+async def test_freed_memory_is_never_read(mistral: TinyModel) -> None:
     prompts = [[(7 * index + step) % 90 + 3 for step in range(1 + 5 * index)] for index in range(8)]
     expected = [plain_greedy(mistral.reference, prompt, 12) for prompt in prompts]
     async with running(
@@ -156,7 +156,7 @@ async def test_what_a_sequence_leaves_behind_is_never_read(mistral: TinyModel) -
         assert await greedy_together(engine, prompts[::-1], 12) == expected[::-1]
 
 
-async def test_a_sequence_of_nan_spoils_no_other(mistral: TinyModel) -> None:
+async def test_nan_in_one_sequence_does_not_reach_others(mistral: TinyModel) -> None:
     expected = plain_greedy(mistral.reference, _PROMPT, 20)
     async with running(
         mistral.loaded, GreedyHead(), prefix_reuse=False, max_sequences=3, max_length=64

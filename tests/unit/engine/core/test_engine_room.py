@@ -95,7 +95,7 @@ async def test_a_request_that_is_cancelled_while_room_is_granted_holds_none(llam
 
 
 @pytest.mark.parametrize("max_length", [0, -1, 193])
-async def test_a_length_that_is_not_served(llama: TinyModel, max_length: int) -> None:
+async def test_unserved_lengths_are_refused(llama: TinyModel, max_length: int) -> None:
     async with running(llama.backends, RowsHead()) as engine:
         with pytest.raises(InvalidRequestError) as raised:
             await engine.open(max_length)
@@ -115,7 +115,9 @@ async def test_a_length_that_is_not_served(llama: TinyModel, max_length: int) ->
         ),
     ],
 )
-async def test_settings_that_cannot_be_met(llama: TinyModel, settings: dict[str, Any], sentence: str) -> None:
+async def test_unsatisfiable_settings_are_refused(
+    llama: TinyModel, settings: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(ConfigurationError) as raised:
         Engine(llama.loaded, RowsHead(), EngineSettings(**settings))
     assert str(raised.value) == sentence.format(name=llama.loaded.info.name)
@@ -135,7 +137,7 @@ async def test_settings_that_cannot_be_met(llama: TinyModel, settings: dict[str,
         ),
     ],
 )
-def test_settings_that_make_no_sense(settings: dict[str, Any], sentence: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigurationError) as raised:
         EngineSettings(**settings)
     assert str(raised.value) == sentence

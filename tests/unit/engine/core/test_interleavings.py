@@ -1,4 +1,4 @@
-"""Random interleavings of everything that can be asked of an engine, over a cache for three, against a plain model."""
+"""Random interleavings of all operations of an engine, with room for three sequences, against a plain model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _share = st.floats(0, 1)
 
 @dataclass
 class Client:
-    """What one user of the engine believes."""
+    """The state that one user of the engine expects."""
 
     sequence: Sequence
     token_ids: list[int] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Client:
 
 
 class Interleavings(RuleBasedStateMachine):
-    """Clients come, speak, change their minds, and go."""
+    """Clients that open, extend, cancel and release sequences."""
 
     model: TinyModel
 
@@ -94,7 +94,7 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: self.clients)
     @rule(choice=_choice, turns=st.integers(0, 3))
     def cancel(self, choice: int, turns: int) -> None:
-        """Drops the latest request, at some moment of its life."""
+        """Cancel the latest request at a random moment."""
         client = self._pick(choice)
         if client.answers:
             self._run(self._turns(turns))
@@ -105,7 +105,7 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: self.clients)
     @rule(choice=_choice)
     def release(self, choice: int) -> None:
-        """Goes, with or without waiting for the answers."""
+        """Release the sequence, with or without waiting for the answers."""
         client = self.clients.pop(choice % len(self.clients))
         if choice % 2:
             self._check(client)
@@ -166,7 +166,7 @@ class Interleavings(RuleBasedStateMachine):
         client.answers.clear()
 
     def _admit(self) -> None:
-        """Takes note of those whose wait is over."""
+        """Check the requests that have completed."""
         self.clients.extend(Client(task.result()) for task in self.waiting if task.done())
         self.waiting = [task for task in self.waiting if not task.done()]
 

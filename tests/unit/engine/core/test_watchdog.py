@@ -1,4 +1,4 @@
-"""A step counts as stuck by what steps took before, and never because it is large."""
+"""A step counts as stuck by the time of earlier steps, never because it is large."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_first_step_that_compiles_is_forgotten(clock: Clock) -> None:
     assert watchdog.bound_seconds(512) == LEAST_SECONDS
 
 
-def test_the_bound_may_be_given(clock: Clock) -> None:
+def test_the_bound_can_be_configured(clock: Clock) -> None:
     watchdog = StepWatchdog(0.5, clock)
     watchdog.begin(512)
     clock.now += 0.6

@@ -1,4 +1,4 @@
-"""Extents never overlap, and what is freed can be had again."""
+"""Extents never overlap, and freed memory can be allocated again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prefix that was computed once is not computed again, and whoever takes it over gets the same text."""
+"""A computed prefix is reused, and sequences that reuse it produce the same text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def _engine(model: TinyModel, count: _Counting, **settings: Any) -> Engine[Any, 
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "deepseek_v3", "falcon"])
-async def test_a_served_prefix_costs_nothing(family: str, tiny_model: Callable[[str], TinyModel]) -> None:
+async def test_a_reused_prefix_is_not_computed_again(
+    family: str, tiny_model: Callable[[str], TinyModel]
+) -> None:
     model, count = tiny_model(family), _Counting()
     engine = _engine(model, count)
     prompts = [[*_PREFIX, 50], [*_PREFIX, 51], [*_PREFIX[:60], 52], [*_PREFIX, 50]]
@@ -85,7 +87,7 @@ async def test_kept_prefixes_make_room_least_recently_used_first(llama: TinyMode
     await engine.close()
 
 
-async def test_nothing_is_kept_when_it_is_not_wanted(llama: TinyModel) -> None:
+async def test_no_prefix_is_kept_if_that_is_switched_off(llama: TinyModel) -> None:
     count = _Counting()
     engine = _engine(llama, count, prefix_reuse=False)
     for _ in range(2):
@@ -116,7 +118,7 @@ def test_the_index_forgets_what_is_overwritten() -> None:
     assert index.find([2] * 100) is None
 
 
-def test_what_is_too_short_is_not_kept() -> None:
+def test_short_prefixes_are_not_kept() -> None:
     index = PrefixIndex()
     sequence = _sequence(0, [1] * (MIN_PREFIX_TOKENS - 1))
     index.enter(sequence)

@@ -1,4 +1,4 @@
-"""Deltas: what they change, what they keep, and what they may not do."""
+"""Deltas change the tail of a sequence and keep the rest; invalid ones are refused."""
 
 from __future__ import annotations
 

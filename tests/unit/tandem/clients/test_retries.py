@@ -1,4 +1,4 @@
-"""When a request is tried again, and when it must not be."""
+"""Retries of requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_waits_grow_are_spread_and_stay_bounded(tried: int, uniform: float) -> N
 
 
 @given(st.floats(0.0, 10.0), UNIFORMS)
-def test_a_hint_is_kept_to_or_the_refusal_told(hint: float, uniform: float) -> None:
+def test_a_retry_hint_is_followed_or_the_error_raised(hint: float, uniform: float) -> None:
     wait = Retries(longest_wait_seconds=5.0).wait_seconds(CapacityError("full", hint), 1, uniform)
     assert (wait is None) == (hint > 5.0)
     assert wait is None or hint <= wait <= hint + 0.1
@@ -45,7 +45,7 @@ def test_a_hint_is_kept_to_or_the_refusal_told(hint: float, uniform: float) -> N
         TandemError("x"),
     ],
 )
-def test_what_will_not_pass_is_not_tried_again(error: TandemError) -> None:
+def test_permanent_errors_are_not_retried(error: TandemError) -> None:
     assert Retries().wait_seconds(error, 1, 0.5) is None
 
 
@@ -60,14 +60,14 @@ def test_tries_are_bounded() -> None:
         Tries(NO_RETRIES, None, "c").wait_seconds(AWAY)
 
 
-def test_what_was_begun_is_not_begun_again() -> None:
+def test_a_started_request_is_not_retried() -> None:
     tries = Tries(Retries(), None, "c")
     tries.delivered = 1
     with pytest.raises(ServiceUnavailableError):
         tries.wait_seconds(AWAY)
 
 
-def test_no_wait_goes_beyond_the_time() -> None:
+def test_no_wait_exceeds_the_deadline() -> None:
     tries = Tries(Retries(first_wait_seconds=10.0, longest_wait_seconds=10.0), 1.0, "c")
     with pytest.raises(ServiceUnavailableError):
         tries.wait_seconds(AWAY)

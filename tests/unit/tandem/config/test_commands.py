@@ -17,15 +17,15 @@ from tests.paths import ROOT
 RUNNER = CliRunner()
 
 
-def test_show_tells_each_value_and_its_origin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_prints_each_value_and_its_origin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_RELAXED_TOPK", "4")
     result = RUNNER.invoke(app, ["config", "show", "--json", "--num-speculative-tokens", "5"])
     assert result.exit_code == 0
-    told = json.loads(result.stdout)
-    assert told["num_speculative_tokens"] == {"value": 5, "from": "command line"}
-    assert told["relaxed_topk"] == {"value": 4, "from": "environment"}
-    assert told["relaxed_delta"] == {"value": 0.6, "from": "default"}
-    assert set(told) == set(ConfigSettings.model_fields)
+    printed = json.loads(result.stdout)
+    assert printed["num_speculative_tokens"] == {"value": 5, "from": "command line"}
+    assert printed["relaxed_topk"] == {"value": 4, "from": "environment"}
+    assert printed["relaxed_delta"] == {"value": 0.6, "from": "default"}
+    assert set(printed) == set(ConfigSettings.model_fields)
 
 
 def test_show_prints_a_table() -> None:
@@ -35,10 +35,10 @@ def test_show_prints_a_table() -> None:
     assert lines["num_speculative_tokens"] == ["2", "default"]
 
 
-def test_show_tells_the_options_that_are_named() -> None:
+def test_show_prints_the_named_options() -> None:
     words = ["config", "show", "num-speculative-tokens", "relaxed_topk", "-o", "json", "--relaxed-topk", "3"]
-    told = json.loads(RUNNER.invoke(app, words).stdout)
-    assert told == {
+    printed = json.loads(RUNNER.invoke(app, words).stdout)
+    assert printed == {
         "num_speculative_tokens": {"value": 2, "from": "default"},
         "relaxed_topk": {"value": 3, "from": "command line"},
     }
@@ -68,7 +68,7 @@ def test_show_refuses_as_the_coordinator_does() -> None:
     assert RUNNER.invoke(app, ["config", "show", "--nonsense", "1"]).exit_code == 2
 
 
-def test_check_accepts_a_file_that_keeps_the_rules(tmp_path: Path) -> None:
+def test_check_accepts_a_valid_file(tmp_path: Path) -> None:
     path = tmp_path / "good.yaml"
     path.write_text("method: ngram\nprompt_lookup_max: 4\nnum_speculative_tokens: 4\n")
     result = RUNNER.invoke(app, ["config", "check", str(path)])
@@ -98,7 +98,7 @@ def test_check_takes_json_without_a_file() -> None:
     )
 
 
-def test_check_tells_every_broken_rule_on_a_line_of_its_own(tmp_path: Path) -> None:
+def test_check_prints_every_broken_rule_on_its_own_line(tmp_path: Path) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(
         '[coordinator]\nmoe_backend = "triton"\nnum_speculative_tokens = 0\nrelaxed_topk = "x"\nenable_echo = true\n'
@@ -114,7 +114,7 @@ def test_check_tells_every_broken_rule_on_a_line_of_its_own(tmp_path: Path) -> N
     ]
 
 
-def test_check_of_a_file_that_is_not_there() -> None:
+def test_check_names_a_missing_file() -> None:
     result = RUNNER.invoke(app, ["config", "check", "nowhere.toml"])
     assert result.exit_code == 2
     assert (

@@ -1,4 +1,4 @@
-"""A device has one meaning, by whichever of its names it is given."""
+"""All names of a device mean the same."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def test_gpu_and_cuda_are_the_same_everywhere(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "tpu", "cpu:0", "cuda:", "cuda:x", "CUDA", "gpu0", "cuda:0,1"])
-def test_what_is_no_device_is_refused(name: str) -> None:
+def test_unknown_devices_are_refused(name: str) -> None:
     with pytest.raises(ValidationError, match="it must be cpu, cuda, cuda:N, gpu or gpu:N"):
         TargetSettings(model=Path(), device=name)

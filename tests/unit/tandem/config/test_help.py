@@ -17,7 +17,7 @@ SERVICES = [CoordinatorSettings, DraftSettings, TargetSettings]
 
 
 @pytest.mark.parametrize("cls", SERVICES)
-def test_every_option_has_a_group_and_is_told_once(cls: type[BaseModel]) -> None:
+def test_every_option_appears_once_in_a_group(cls: type[BaseModel]) -> None:
     assert [name for name in cls.model_fields if group_of(cls, name) == OTHERS] == []
     text = help_text(cls, "tandem serve x", 80)
     for name in cls.model_fields:
@@ -31,7 +31,7 @@ def test_it_fits_a_terminal(cls: type[BaseModel]) -> None:
     assert all(len(line.split()) <= 3 for line in too_long), "only what cannot be broken is longer"
 
 
-def test_defaults_and_variables_are_told_together() -> None:
+def test_defaults_and_variables_are_shown_together() -> None:
     text = re.sub(r"\s+", " ", help_text(TargetSettings, "tandem serve target", 80))
     assert text.startswith("Usage: tandem serve target [OPTIONS] Serve a target model. Model: --model <path>")
     assert "[env var: TANDEM_TARGET_MODEL; required]" in text

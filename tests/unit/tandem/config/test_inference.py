@@ -1,4 +1,4 @@
-"""What follows from a value where nothing else was said, as in vLLM."""
+"""Inferred values, as in vLLM."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_checkpoint_that_says_nothing_is_a_model_like_any_other(tmp_path: Path
     assert inferred_method(str(tmp_path)) == "standalone"
 
 
-def test_a_model_that_names_the_method_is_no_model() -> None:
+def test_a_method_given_as_the_model_is_not_a_model() -> None:
     config = SpeculativeConfig.model_validate({"model": "ngram"})
     assert (config.speculative_method, config.draft_model_path) == ("ngram", None)
 
@@ -58,7 +58,7 @@ def test_a_method_that_is_named_is_not_inferred() -> None:
     ).is_standalone()
 
 
-def test_no_model_and_no_method_say_nothing() -> None:
+def test_nothing_is_inferred_without_model_and_method() -> None:
     assert SpeculativeConfig().speculative_method is None
 
 

@@ -19,7 +19,7 @@ ADDRESS = ("--target-address", "127.0.0.1:1")
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None but what the test sets."""
+    """An environment without variables except those of the test."""
     for name in [name for name in os.environ if name.startswith("TANDEM_")]:
         monkeypatch.delenv(name)
 
@@ -41,7 +41,7 @@ def refusal(*arguments: str, cls: type[CoordinatorSettings | DraftSettings] = Co
     return str(error.value)
 
 
-def test_the_strongest_place_decides(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_override_each_other_in_order(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_NUM_SPECULATIVE_TOKENS", "4")
     monkeypatch.setenv("TANDEM_RELAXED_TOPK", "4")
     settings = coordinator("--num-speculative-tokens", "5", "--config-file", str(file))
@@ -49,7 +49,7 @@ def test_the_strongest_place_decides(file: Path, monkeypatch: pytest.MonkeyPatch
     assert settings.typical_delta == 0.3
 
 
-def test_it_is_told_where_a_value_comes_from(file: Path) -> None:
+def test_the_origin_of_a_value_is_reported(file: Path) -> None:
     layers = read_layers(
         ConfigSettings,
         ["--num-speculative-tokens", "5", "--prompt-lookup-max", "4"],
@@ -99,7 +99,9 @@ def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert coordinator().num_speculative_tokens == 2
 
 
-def test_services_take_what_is_theirs_of_what_they_share(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_services_read_their_own_options_from_a_shared_source(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TANDEM_CONFIG_FILE", str(file))
     monkeypatch.setenv("TANDEM_MAX_LENGTH", "96")
     monkeypatch.setenv("TANDEM_MODEL", "small")
@@ -165,7 +167,7 @@ def test_a_section_of_a_file(tmp_path: Path, name: str, content: str) -> None:
         ("c.toml", "a = 1", "a", "section_name is a; it must be a section of {} that holds options"),
     ],
 )
-def test_a_file_that_cannot_be_used(
+def test_invalid_files_are_refused(
     tmp_path: Path, name: str, content: str, section: str | None, sentence: str
 ) -> None:
     path = tmp_path / name
@@ -174,7 +176,7 @@ def test_a_file_that_cannot_be_used(
     assert refusal(*ADDRESS, *arguments).startswith(sentence.format(path))
 
 
-def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
+def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("")
     assert coordinator("--config-file", str(tmp_path / "c.yaml")).num_speculative_tokens == 2
 
@@ -215,7 +217,7 @@ def test_unknown_in_the_environment(monkeypatch: pytest.MonkeyPatch, variable: s
     assert refusal(*ADDRESS) == sentence
 
 
-def test_other_services_variables_are_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_other_services_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_DRAFT_XYZ", "1")
     coordinator()
     assert refusal("--model", "x", cls=DraftSettings) == "TANDEM_DRAFT_XYZ is not an option"
@@ -249,7 +251,7 @@ def test_one_option_by_two_names() -> None:
 # ---- all at once
 
 
-def test_values_that_cannot_be_read_hide_no_broken_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_values_do_not_hide_broken_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_NONSENSE", "1")
     sentence = refusal("--num-speculative-tokens", "many", "--relaxed-topk", "0", "--max-num-steps", "2")
     assert sentence == (
@@ -262,7 +264,7 @@ def test_values_that_cannot_be_read_hide_no_broken_rule(monkeypatch: pytest.Monk
     )
 
 
-def test_a_rule_says_nothing_of_an_option_that_cannot_be_read() -> None:
+def test_a_rule_ignores_unreadable_options() -> None:
     arguments = ("--rejection-sampling-strategy", "synthetic", "--synthetic-acceptance-rates", "0.9,x")
     assert refusal(*ADDRESS, *arguments) == "synthetic_acceptance_rates.1 is 'x'; it must be a number"
 

@@ -104,12 +104,12 @@ def test_an_option_is_supported_or_refused_by_name(name: str) -> None:
         assert ALIASES.get(name, name) in SpeculativeConfig.model_fields
 
 
-def test_nothing_is_refused_that_nobody_knows() -> None:
+def test_refused_options_exist_in_the_references() -> None:
     assert set(REFUSED_OPTIONS) <= {*MAX_OPTIONS, *VLLM_OPTIONS}
     assert set(REFUSED_METHODS) <= {*MAX_METHODS, *VLLM_METHODS}
 
 
-def test_the_trap_names_the_option_that_was_meant() -> None:
+def test_a_misleading_option_names_the_intended_one() -> None:
     assert "draft_tensor_parallel_size" in refusal(method="ngram", tensor_parallel_size=2)
 
 

@@ -1,4 +1,4 @@
-"""A hub that a test fills: the calls of Hugging Face's API that fetching a model makes."""
+"""A fake Hugging Face hub with the API calls that fetch a model."""
 
 from __future__ import annotations
 

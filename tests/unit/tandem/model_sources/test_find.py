@@ -1,4 +1,4 @@
-"""What a model's name leads to."""
+"""Model names resolve to folders."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_an_id_is_fetched_at_its_revision_and_every_refusal_is_explained(hub: Hu
     assert missing.startswith("ServiceUnavailableError: the hub cannot be reached (or HF_HUB_OFFLINE is set)")
 
 
-def test_a_service_fetches_by_id_and_says_in_one_sentence_why_it_cannot(hub: Hub, tmp_path: Path) -> None:
+def test_a_service_fetches_by_id_or_fails_with_one_sentence(hub: Hub, tmp_path: Path) -> None:
     command = (sys.executable, "-P", "-m", "target_service", "--port", "0", "--log-level", "error")
     ran = subprocess.run(
         [*command, "--model", "acme/model", "--revision", "v9"],

@@ -1,4 +1,4 @@
-"""Files that are read again when they change: what is served meanwhile, and what the log says of it."""
+"""Files that are reloaded when they change, and the log about it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def renewed(file: Path, caplog: pytest.LogCaptureFixture) -> ReloadedFile[str]:
     return ReloadedFile([file], lambda contents: word(contents[0]))
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     messages = caplog.messages.copy()
     caplog.clear()
     return messages
@@ -42,26 +42,26 @@ GONE, REFUSED = (
 )
 
 
-def test_a_file_that_goes_missing_is_told_of_once(
+def test_a_missing_file_is_logged_once(
     file: Path, renewed: ReloadedFile[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = file.with_name("kept")
     file.rename(kept)
     assert [renewed.value for _ in range(100)] == ["first"] * 100
-    assert said(caplog) == [GONE]
+    assert messages(caplog) == [GONE]
     kept.rename(file)
     assert [renewed.value for _ in range(100)] == ["first"] * 100
-    assert said(caplog) == ["files renewed"], "that it is there again is worth a word too"
+    assert messages(caplog) == ["files renewed"], "its return is logged as well"
     file.unlink()
     assert renewed.value == "first"
-    assert said(caplog) == [GONE]
+    assert messages(caplog) == [GONE]
     file.write_bytes(b"second")
     assert renewed.value == "second"
 
 
-def test_a_file_that_makes_no_sense_is_told_of_once(
+def test_an_invalid_file_is_logged_once(
     file: Path, renewed: ReloadedFile[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     file.write_bytes(b"")
     assert [renewed.value for _ in range(100)] == ["first"] * 100
-    assert said(caplog) == [REFUSED]
+    assert messages(caplog) == [REFUSED]

@@ -1,4 +1,4 @@
-"""Addresses as users write them, and names as they are looked up."""
+"""Parsing of addresses, and resolution of names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_addresses(text: str, addresses: list[Address]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":1", "host:0", "host:65536", "host:x", "::1:7"])
-def test_what_is_no_address(text: str) -> None:
+def test_invalid_addresses_are_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="address"):
         load_settings(CoordinatorSettings, ["--target-address", text or ","], "test")
 

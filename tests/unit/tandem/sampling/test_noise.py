@@ -1,4 +1,4 @@
-"""Keyed noise: the same bits everywhere, and streams that know nothing of each other.
+"""Keyed noise: the same bits everywhere, and independent streams.
 
 The seeds are fixed, so a test passes always or never. Thresholds of the statistical ones are at a false-alarm
 probability of about 1e-6 each; what they would have seen is said beside them.
@@ -33,7 +33,7 @@ SIGMAS = 5.0
 """A normal deviate is further out with probability 6e-7."""
 
 VALUES = 1 << 16
-"""Uniforms of one stream in the statistical tests."""
+"""Number of uniforms of one stream in the statistical tests."""
 
 
 def _reference_bits(seed: int, position: int, purpose: int, round_base: int, token_id: int) -> int:
@@ -55,7 +55,7 @@ def _reference_bits(seed: int, position: int, purpose: int, round_base: int, tok
 
 @pytest.mark.parametrize("seed", EXTREME)
 @pytest.mark.parametrize("purpose", Purpose)
-def test_bits_are_those_of_the_definition(seed: int, purpose: Purpose) -> None:
+def test_bits_agree_with_the_definition(seed: int, purpose: Purpose) -> None:
     position, round_base, token_id = 123_456, 123_450, 127_999
     bits = _reference_bits(seed, position, purpose, round_base, token_id)
     expected = ((bits >> 11) | 1) / 2**53
@@ -119,7 +119,7 @@ def test_uniforms_are_strictly_inside_and_exact() -> None:
     assert drawn.dtype == np.float64
     assert np.all((scaled == np.floor(scaled)) & (scaled % 2 == 1))
     assert np.all((drawn > 0) & (drawn < 1))
-    # The ends are reached: of 2**20 draws the lowest is below 2**-17 but for a chance of exp(-8).
+    # The ends are reached: of 2**20 draws the smallest is below 2**-17, except with probability exp(-8).
     assert drawn.min() < 2.0**-17
     assert drawn.max() > 1 - 2.0**-17
 
@@ -140,7 +140,7 @@ def test_no_two_keys_of_a_sequence_are_equal() -> None:
 
 
 def _streams() -> dict[str, FloatArray]:
-    """Streams that differ in one argument by as little as can be."""
+    """Pairs of streams whose arguments differ minimally."""
     keys = {
         "one": stream_key(7, 100, Purpose.TARGET),
         "next seed": stream_key(8, 100, Purpose.TARGET),
@@ -215,8 +215,8 @@ def test_first_values_are_uniform_and_independent_along_seeds_and_rounds() -> No
         _assert_independent(drawn[:-1], drawn[1:])
 
 
-def test_the_tests_see_dependence() -> None:
-    """Half of the values shared, or a distribution bent by two per cent, do not pass."""
+def test_the_statistical_tests_detect_dependence() -> None:
+    """Streams that share half of their values, or a distribution that is off by two per cent, must fail."""
     one, other = STREAMS["one"], STREAMS["proposal"].copy()
     other[: VALUES // 2] = one[: VALUES // 2]
     with pytest.raises(AssertionError):
@@ -229,36 +229,36 @@ def _keys(count: int) -> IntArray:
     return stream_keys(np.arange(count), np.array([0]), Purpose.TARGET)  # type: ignore[no-any-return]
 
 
-def test_race_is_the_gumbel_max_trick() -> None:
+def test_sample_is_the_gumbel_max_trick() -> None:
     keys = _keys(500)
     probs = np.random.default_rng(0).dirichlet(np.ones(50), 500)
     expected = np.argmax(np.log(probs) + gumbel(keys, 50), axis=1)
     np.testing.assert_array_equal(sample(probs, keys), expected)
 
 
-def test_race_draws_by_probability() -> None:
+def test_sample_follows_the_probabilities() -> None:
     probs = np.array([0.5, 0.0, 0.3, 0.15, 0.05])
     count = 40_000
     winners = sample(np.tile(probs, (count, 1)), _keys(count))
     counts = np.bincount(winners, minlength=5)
     assert counts[1] == 0
     spread = np.sqrt(count * probs * (1 - probs))
-    # Sees a probability that is wrong by 0.0125 or more.
+    # Detects a probability that is wrong by 0.0125 or more.
     assert np.all(np.abs(counts - count * probs) <= SIGMAS * spread)
 
 
-def test_race_never_draws_what_is_impossible() -> None:
+def test_sample_never_returns_a_token_without_probability() -> None:
     probs = np.zeros((100, 1000))
     probs[:, 613] = 1e-30
     assert set(sample(probs, _keys(100)).tolist()) == {613}
 
 
-def test_race_needs_no_normalised_probabilities() -> None:
+def test_sample_accepts_unnormalised_probabilities() -> None:
     probs = np.random.default_rng(1).dirichlet(np.ones(20), 200)
     np.testing.assert_array_equal(sample(probs, _keys(200)), sample(probs * 0.125, _keys(200)))
 
 
-def test_race_of_some_ids_is_that_of_all_restricted_to_them() -> None:
+def test_sample_of_some_ids_equals_that_of_all_restricted_to_them() -> None:
     keys = _keys(300)
     probs = np.random.default_rng(2).dirichlet(np.ones(40), 300)
     ids = np.array([31, 2, 17, 5])
@@ -267,7 +267,7 @@ def test_race_of_some_ids_is_that_of_all_restricted_to_them() -> None:
     np.testing.assert_array_equal(ids[sample(probs[:, ids], keys, ids)], sample(restricted, keys))
 
 
-def test_race_of_torch_is_that_of_numpy() -> None:
+def test_sample_is_the_same_with_torch_and_numpy() -> None:
     keys = _keys(300)
     probs = np.random.default_rng(3).dirichlet(np.ones(40), 300)
     np.testing.assert_array_equal(
@@ -275,7 +275,7 @@ def test_race_of_torch_is_that_of_numpy() -> None:
     )
 
 
-def test_models_that_share_noise_agree_as_often_as_promised() -> None:
+def test_models_with_shared_noise_agree_as_often_as_the_bound() -> None:
     count = 20_000
     rng = np.random.default_rng(4)
     target_probs, draft_probs = rng.dirichlet(np.ones(8)), rng.dirichlet(np.ones(8))
@@ -285,5 +285,5 @@ def test_models_that_share_noise_agree_as_often_as_promised() -> None:
     agreement = float(np.mean(winners[0] == winners[1]))
     bound = (1 - distance) / (1 + distance)
     assert agreement > bound - SIGMAS * math.sqrt(bound * (1 - bound) / count)
-    # With noise of their own they would agree less often than the bound by far.
+    # With separate noise they would agree far less often than the bound.
     assert float(target_probs @ draft_probs) < bound - 0.1

@@ -1,4 +1,4 @@
-"""Warping, against the logits processors of Hugging Face transformers and against itself on the other library."""
+"""Warping agrees with the logits processors of Hugging Face transformers, and numpy with torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tandem.types import Float32Array, FloatArray, SamplingParams
 TOLERANCE = 1e-14
 
 NO_TOKENS: Any = torch.zeros(1, 1, dtype=torch.long)
-"""The processors want the tokens so far and do not look at them."""
+"""The processors require the previous tokens but ignore them."""
 
 
 def _reference(logits: Float32Array, params: SamplingParams) -> FloatArray:
@@ -75,17 +75,17 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_as_transformers(case: str) -> None:
+def test_warping_agrees_with_transformers(case: str) -> None:
     logits = np.random.default_rng(0).normal(0, 3, (4, 500)).astype(np.float32)
     _assert_as_reference(logits, [CASES[case]] * 4)
 
 
-def test_each_row_has_parameters_of_its_own() -> None:
+def test_each_row_has_its_own_parameters() -> None:
     logits = np.random.default_rng(1).normal(0, 3, (len(CASES), 300)).astype(np.float32)
     _assert_as_reference(logits, list(CASES.values()))
 
 
-def test_rows_that_are_only_selected_among() -> None:
+def test_rows_with_top_k_are_not_sorted() -> None:
     """Every row has top-k, so that nothing is sorted but the few candidates; one of them keeps all its mass."""
     sampling = [
         SamplingParams(1.0, 7, 0.6),
@@ -183,7 +183,7 @@ def test_in_single_precision_as_well() -> None:
 
 
 @pytest.mark.parametrize("position", [0, 3, 6])
-def test_temperature_zero_is_the_lowest_id_of_the_highest_logit(position: int) -> None:
+def test_temperature_zero_is_the_argmax_with_the_lowest_id(position: int) -> None:
     logits = np.zeros((1, 7), dtype=np.float32)
     logits[0, position:] = 5.0
     for given_logits in (logits, torch.tensor(logits)):
@@ -191,7 +191,7 @@ def test_temperature_zero_is_the_lowest_id_of_the_highest_logit(position: int) -
         assert probs[0].tolist() == [float(token == position) for token in range(7)]
 
 
-def test_greedy_rows_among_others() -> None:
+def test_greedy_rows_beside_sampled_ones() -> None:
     logits = np.random.default_rng(4).normal(0, 2, (3, 30)).astype(np.float32)
     sampling = [SamplingParams(temperature=0.0), CASES["all"], SamplingParams(temperature=0.0)]
     for given_logits in (logits, torch.tensor(logits)):
@@ -201,7 +201,7 @@ def test_greedy_rows_among_others() -> None:
         np.testing.assert_allclose(probs[1], _reference(logits[1], CASES["all"]), rtol=0, atol=TOLERANCE)
 
 
-def test_impossible_tokens_stay_impossible() -> None:
+def test_tokens_with_minus_infinity_stay_impossible() -> None:
     logits = np.array([[0.0, -np.inf, 1.0, -np.inf]], dtype=np.float32)
     for params in CASES.values():
         for given_logits in (logits, torch.tensor(logits)):
@@ -222,7 +222,7 @@ def test_sums_to_one_for_a_large_vocabulary() -> None:
     np.testing.assert_allclose(warp(logits, [SamplingParams()] * 2).sum(axis=1), 1.0, rtol=0, atol=1e-12)
 
 
-def test_nothing_is_sorted_unless_it_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_vocabulary_is_sorted_only_if_necessary(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("sorted")
 

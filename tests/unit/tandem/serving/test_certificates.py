@@ -1,4 +1,4 @@
-"""A certificate that has expired, or soon will, is told of in the log before clients find out."""
+"""The log warns of certificates that have expired or will expire soon."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ def words(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("ends", "told"),
+    ("ends", "expected"),
     [
         (NOW - DAY, ["certificate has expired"]),
         (NOW + DAY, ["certificate expires soon"]),
         (NOW + WARNING_TIME + DAY, []),
     ],
 )
-async def test_a_server_tells_of_it_at_its_start(
+async def test_a_server_warns_at_startup(
     ends: datetime,
-    told: list[str],
+    expected: list[str],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     async with running(Scripted(), capsys, **issue(tmp_path, ends)):
-        assert words(caplog) == told
+        assert words(caplog) == expected
 
 
-def test_it_is_told_daily_and_again_when_it_has_happened(
+def test_the_warning_is_repeated_daily_and_at_expiry(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = issued(tmp_path, trustme.CA(), not_after=NOW + 1.5 * DAY).cert
@@ -59,9 +59,7 @@ def test_it_is_told_daily_and_again_when_it_has_happened(
     assert words(caplog) == [], "it was renewed"
 
 
-def test_a_file_that_cannot_be_read_is_not_its_business(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unreadable_certificate_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "no.pem").write_text("nothing", encoding="utf-8")
     log = ExpiryLog([tmp_path / "no.pem", tmp_path / "none.pem"])
     log.look(NOW)

@@ -1,4 +1,4 @@
-"""A drain tells at once that it drains, waits for calls and for nothing else, and a second signal ends it."""
+"""A drain is announced at once and waits only for calls; a second signal ends the process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ asyncio.run(main())
 
 
 class Slow:
-    """Says a word, waits until it may go on, and says another."""
+    """Sends a message, waits to be released, and sends another."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()
@@ -61,17 +61,17 @@ class Slow:
         yield generation_pb2.GenerateResponse(text="b")
 
 
-async def test_an_admins_drain_is_told_to_all_and_waits_for_calls_but_not_for_watchers(
+async def test_a_drain_is_announced_to_all_and_waits_for_calls_but_not_for_watchers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     slow = Slow()
     service = Scripted(slow)
     server = asyncio.create_task(serve(ServerSettings(drain_timeout_seconds=LONG_SECONDS), service))
-    said = ""
-    while "ready on" not in said:
+    output = ""
+    while "ready on" not in output:
         await asyncio.sleep(0.01)
-        said += capsys.readouterr().out
-    address = said.partition("ready on ")[2].split()[0]
+        output += capsys.readouterr().out
+    address = output.partition("ready on ")[2].split()[0]
     async with open_channel(address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
@@ -93,14 +93,14 @@ async def test_an_admins_drain_is_told_to_all_and_waits_for_calls_but_not_for_wa
         assert time.monotonic() - began < QUICK_SECONDS, "the watcher was not waited for"
 
 
-async def test_what_outlives_a_drain_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_calls_that_outlast_the_drain_get_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     service = Scripted(slow := Slow())
     server = asyncio.create_task(serve(ServerSettings(drain_timeout_seconds=0.1), service))
-    said = ""
-    while "ready on" not in said:
+    output = ""
+    while "ready on" not in output:
         await asyncio.sleep(0.01)
-        said += capsys.readouterr().out
-    async with open_channel(said.partition("ready on ")[2].split()[0]) as channel:
+        output += capsys.readouterr().out
+    async with open_channel(output.partition("ready on ")[2].split()[0]) as channel:
         call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(generation_pb2.GenerateRequest())
         await slow.begun.wait()
         await call.read()

@@ -1,4 +1,4 @@
-"""What comes to a method is readable or refused, and what leaves it is an answer or a sentence."""
+"""The error boundary: unreadable requests are refused, and errors become a status with one sentence."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ GENERATE = "/tandem.v1.GenerationService/Generate"
 NOT_PROTOBUF = b"\xff\xff\xff\xff"
 STALLED_SECONDS = 0.3
 SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 65_536), ("grpc.http2.bdp_probe", 0))
-"""Or a reader takes in four megabytes that it never asked for."""
+"""Without this a reader buffers four megabytes that it never requested."""
 PIECE = "x" * 10_000
 
 
 def raw(channel: grpc.aio.Channel, path: str, kind: str = "unary_stream") -> Any:
-    """A method that takes and gives bytes as they are."""
+    """Return a method that sends and receives raw bytes."""
     return getattr(channel, kind)(path)
 
 
-async def test_bytes_that_are_no_message(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_invalid_bytes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     async with running(service := Scripted(), capsys) as address:
         async with grpc.aio.insecure_channel(address) as channel:
             call = raw(channel, GENERATE)(NOT_PROTOBUF)
@@ -51,7 +51,7 @@ async def test_bytes_that_are_no_message(capsys: pytest.CaptureFixture[str]) -> 
         ("GetTokenizer", "unary_stream", NOT_PROTOBUF),
     ],
 )
-async def test_bytes_that_are_no_message_of_any_kind_of_method(
+async def test_invalid_bytes_are_refused_by_every_kind_of_method(
     method: str, kind: str, request_: object
 ) -> None:
     register = target_pb2_grpc.add_TargetServiceServicer_to_server
@@ -64,10 +64,10 @@ async def test_bytes_that_are_no_message_of_any_kind_of_method(
         assert code is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_mistake_of_ours_is_told_by_an_id_and_its_trace_stays_in_the_log(
+async def test_an_internal_error_has_an_id_and_its_traceback_stays_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A servicer without its model, which the gate would have kept calls from."""
+    """The servicer has no model; without a readiness interceptor its method fails."""
     register = target_pb2_grpc.add_TargetServiceServicer_to_server
     async with (
         serving(lambda server: register(TargetServicer(), server)) as (address, _),
@@ -83,7 +83,7 @@ async def test_a_mistake_of_ours_is_told_by_an_id_and_its_trace_stays_in_the_log
     assert record.exc_info is not None
 
 
-async def test_a_refusal_says_when_to_try_again(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_refusal_has_a_retry_hint(capsys: pytest.CaptureFixture[str]) -> None:
     async def full() -> AsyncIterator[generation_pb2.GenerateResponse]:
         yield generation_pb2.GenerateResponse()
         raise CapacityError("full", retry_after_seconds=1.5)
@@ -95,7 +95,7 @@ async def test_a_refusal_says_when_to_try_again(capsys: pytest.CaptureFixture[st
 
 
 class Endless:
-    """Pieces without end, and a count of those that were taken."""
+    """Endless messages, and a count of those that were sent."""
 
     def __init__(self) -> None:
         self.taken = 0
@@ -106,7 +106,7 @@ class Endless:
             self.taken += 1
 
 
-async def test_a_reader_that_takes_nothing_is_bounded_and_then_ended(
+async def test_a_stalled_reader_is_bounded_and_then_ended(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     pieces = Endless()
@@ -118,9 +118,9 @@ async def test_a_reader_that_takes_nothing_is_bounded_and_then_ended(
         call = raw(channel, GENERATE)(b"")
         assert isinstance(await call.read(), bytes)
         await until(lambda: service.ended == 1, 20 * STALLED_SECONDS, lambda: str(pieces.taken))
-        assert pieces.taken * len(PIECE) < 4 * 65_536, "it runs ahead of its reader by what a window holds"
+        assert pieces.taken * len(PIECE) < 4 * 65_536, "the server may run ahead of the reader by one window"
         with suppress(grpc.aio.AioRpcError):
-            while await call.read():  # what was on its way, and then the reason
+            while await call.read():  # first the buffered messages, then the status
                 pass
         assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert "not read for 0.3 s" in (await call.details() or "")

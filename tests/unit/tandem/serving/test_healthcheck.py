@@ -1,4 +1,4 @@
-"""What a container's health check says of a server."""
+"""The health check of a container."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def address(servicer: health.HealthServicer) -> Iterator[str]:
         server.stop(None).wait()
 
 
-def test_it_tells_a_server_that_serves_from_one_that_does_not(
+def test_the_exit_code_distinguishes_serving_from_not_serving(
     servicer: health.HealthServicer, address: str
 ) -> None:
     servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -42,7 +42,7 @@ def test_it_tells_a_server_that_serves_from_one_that_does_not(
     assert check(address) == SERVING
 
 
-def test_a_server_that_is_not_there_or_does_not_answer_is_unreachable() -> None:
+def test_a_missing_or_silent_server_is_unreachable() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -71,7 +71,7 @@ def test_a_server_with_mutual_tls_is_asked_with_the_certificate_that_the_environ
         server.stop(None).wait()
 
 
-def test_as_a_command_it_exits_with_that_code_and_says_it_in_words(
+def test_the_command_exits_with_that_code_and_prints_it_in_words(
     servicer: health.HealthServicer, address: str
 ) -> None:
     servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)

@@ -1,4 +1,4 @@
-"""A process that serves leaves what its start has made to itself: no collection walks through it again."""
+"""After startup the heap is frozen, so that garbage collection skips it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ main(ServerSettings, Service, ["--port", "0"], "fake")
 """
 
 
-def test_what_a_start_has_made_is_not_walked_through_again() -> None:
+def test_objects_from_startup_are_not_collected_again() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", SERVICE], capture_output=True, text=True, timeout=SECONDS, check=False
     )

@@ -1,4 +1,4 @@
-"""What callers without a token may hold: few watchers of health, and no call by keeping its message back."""
+"""Callers without a token can hold only few health watchers, and no call without its message."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
 def silent(channel: grpc.aio.Channel, path: str) -> Any:
-    """A call that is open and sends no message, whatever its method takes."""
+    """Open a call and send no message."""
     return channel.stream_stream(path)(timeout=SECONDS)
 
 
@@ -32,7 +32,7 @@ def watch(channel: grpc.aio.Channel) -> Any:
 
 
 async def is_told(watching: Any) -> bool:
-    """Whether a watcher is told of the server's health; else it was refused."""
+    """Return True if a watcher receives the server's health, False if it is refused."""
     with suppress(grpc.aio.AioRpcError):
         return bool((await watching.read()).status == SERVING)
     assert await watching.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -40,7 +40,7 @@ async def is_told(watching: Any) -> bool:
     return False
 
 
-async def test_watchers_of_health_are_few_and_keep_nobody_out(
+async def test_health_watchers_are_bounded_and_block_no_other_call(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(open_calls, "MAX_WATCHERS", 3)
@@ -61,7 +61,7 @@ async def test_watchers_of_health_are_few_and_keep_nobody_out(
 
 
 @pytest.mark.parametrize("path", [CHECK, WATCH])
-async def test_a_call_for_health_that_never_asks_is_ended(
+async def test_a_health_call_without_a_message_is_ended(
     path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(open_calls, "_MESSAGE_SECONDS", 0.1)
@@ -75,7 +75,7 @@ async def test_a_call_for_health_that_never_asks_is_ended(
         assert await texts_from(address) == ["hello"]
 
 
-async def test_a_call_for_health_that_ends_without_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_health_call_that_ends_without_a_message(capsys: pytest.CaptureFixture[str]) -> None:
     async with running(Scripted(), capsys) as address, grpc.aio.insecure_channel(address) as channel:
         call = silent(channel, CHECK)
         await call.done_writing()
@@ -95,7 +95,7 @@ async def test_a_missing_token_is_refused_before_the_message(capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("size", [0, 1 << 10, 3 << 20])
-async def test_a_refusal_arrives_whatever_is_still_being_sent(
+async def test_a_refusal_arrives_while_the_client_still_sends(
     size: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with running(Scripted(), capsys, auth_token=TOKEN) as address:
@@ -108,7 +108,7 @@ async def test_a_refusal_arrives_whatever_is_still_being_sent(
                     await call.read()
 
 
-async def test_a_message_that_anybody_may_send_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_messages_without_a_token_are_bounded(capsys: pytest.CaptureFixture[str]) -> None:
     long = health_pb2.HealthCheckRequest(service="").SerializeToString() + b"\x0a\x00" * 4_000
     async with (
         running(Scripted(), capsys, auth_token=TOKEN) as address,

@@ -1,4 +1,4 @@
-"""Which thread of a process waits for its sockets."""
+"""The thread that waits for sockets."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def wakings(package: str, environment: dict[str, str]) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
-def test_a_message_wakes_no_thread_in_vain() -> None:
+def test_messages_wake_no_unneeded_thread() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
     for package in ("coordinator", "draft_service", "target_service"):
         assert wakings(package, environment) < MESSAGES

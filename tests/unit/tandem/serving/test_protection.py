@@ -1,4 +1,4 @@
-"""Who may not call is refused with the right code, and certificates and tokens are renewed while the server runs."""
+"""Unauthorized calls are refused with the right code; certificates and tokens are reloaded while the server runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 @pytest.fixture(scope="module")
 def strangers(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """Of an authority that nobody here trusts."""
+    """A certificate of an untrusted authority."""
     return issued(tmp_path_factory.mktemp("strangers"))
 
 
@@ -101,7 +101,7 @@ async def test_a_renewed_certificate_is_served_without_a_restart(
             issued(tmp_path / "served")
             assert await texts_from(address, after) == ["hello"]
             assert (await refusal(address, before)).code() is UNAVAILABLE
-            assert await texts_on(connected) == ["hello"], "who is connected stays connected"
+            assert await texts_on(connected) == ["hello"], "open connections stay open"
 
 
 def renew_once_half_is_read(monkeypatch: pytest.MonkeyPatch, served: Files, renewal: Files) -> None:
@@ -134,7 +134,7 @@ async def test_certificate_and_key_of_two_renewals_are_never_served(
         assert await texts_from(address, Credentials(ca_file=served.ca, token=TOKEN)) == ["hello"]
 
 
-async def test_renewed_tokens_hold_from_the_next_call_on(
+async def test_renewed_tokens_apply_from_the_next_call_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     served, shown = tmp_path / "served", tmp_path / "shown"
@@ -159,16 +159,16 @@ async def test_renewed_tokens_hold_from_the_next_call_on(
 
 
 @pytest.mark.parametrize(
-    ("cert", "key", "said"),
+    ("cert", "key", "sentence"),
     [
         ("cert", "ca", "are not a certificate and its key"),
         ("key", "key", "are not a certificate and its key"),
         ("nowhere", "key", "nowhere cannot be read: no such file or directory"),
     ],
 )
-def test_files_that_make_no_sense(files: Files, cert: str, key: str, said: str) -> None:
+def test_invalid_files_are_refused(files: Files, cert: str, key: str, sentence: str) -> None:
     paths = {"cert": files.cert, "key": files.key, "ca": files.ca, "nowhere": files.cert.with_name("nowhere")}
-    with pytest.raises(ConfigurationError, match=said):
+    with pytest.raises(ConfigurationError, match=sentence):
         server_credentials(paths[cert], paths[key])
 
 

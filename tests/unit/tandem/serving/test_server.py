@@ -1,4 +1,4 @@
-"""A server's life: it answers before it is ready, refuses while it drains, and tells only what it should."""
+"""The life of a server: health before it is ready, refusals while it drains, and no internals in errors."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ async def test_errors_become_status_codes_and_internals_stay_inside(
     assert await stop(running)
 
 
-async def test_a_port_in_use_is_told_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_port_in_use_is_reported_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     service = FakeService()
     running = await start(service, capsys)
     port = int(running.address.rpartition(":")[2])
@@ -242,7 +242,7 @@ async def test_a_port_in_use_is_told_in_one_sentence(capsys: pytest.CaptureFixtu
     await stop(running)
 
 
-async def test_what_start_raises_ends_the_server(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_an_error_at_startup_ends_the_server(capsys: pytest.CaptureFixture[str]) -> None:
     service = FakeService(start_error=ConfigurationError("no such model"))
     service.may_start.set()
     with pytest.raises(ConfigurationError, match="no such model"):

@@ -1,4 +1,4 @@
-"""A process whose stdout cannot be written says so in one sentence and ends, without a traceback or an abort."""
+"""A process with an unwritable stdout prints one sentence and ends, without a traceback or an abort."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sequence's stream begins with Open and ends with Finish, or it is refused with a sentence."""
+"""A stream must begin with Open and end with Finish; others are refused with a sentence."""
 
 from __future__ import annotations
 

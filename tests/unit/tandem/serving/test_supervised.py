@@ -12,7 +12,7 @@ import pytest
 from tests.end_to_end.processes import is_alive, until
 
 SECONDS = 30.0
-"""Bound on what takes some tens of milliseconds."""
+"""Bound on an event that takes some tens of milliseconds."""
 IDLE = """
 import os, sys, time
 print(os.getpid(), sys.argv, sys.path[0] == os.getcwd(), flush=True)
@@ -44,7 +44,7 @@ def test_it_is_the_package_with_its_arguments(package: dict[str, str]) -> None:
         process.kill()
 
 
-def test_the_end_of_stdin_is_its_end(package: dict[str, str]) -> None:
+def test_the_process_ends_with_its_stdin(package: dict[str, str]) -> None:
     """Its parent lives on, so nothing else ends it."""
     with subprocess.Popen(
         command(str(os.getpid())), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=package
@@ -57,7 +57,7 @@ def test_the_end_of_stdin_is_its_end(package: dict[str, str]) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's end")
-def test_a_kill_of_the_parent_is_its_end(package: dict[str, str]) -> None:
+def test_the_process_ends_when_its_parent_is_killed(package: dict[str, str]) -> None:
     """Its stdin stays open, held by this test, so only the kernel can tell."""
     reading, writing = os.pipe()
     parent_code = (

@@ -1,4 +1,4 @@
-"""What a token opens, and which servers must not be open to all."""
+"""The methods that each token allows, and servers that must be protected."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OPEN = Tokens(admin_needs_token=False)
         (OPEN, Scope.ADMIN, None, None),
     ],
 )
-def test_what_a_token_opens(
+def test_each_token_allows_its_methods(
     tokens: Tokens, scope: Scope, shown: str | None, refusal: type[Exception] | None
 ) -> None:
     header = None if shown is None else f"Bearer {shown}"
@@ -76,7 +76,7 @@ def test_the_scheme_is_spelled_any_way() -> None:
         ("/unheard.of/Method", Scope.CLIENT),
     ],
 )
-def test_what_a_method_asks_for(method: str, scope: Scope) -> None:
+def test_each_method_requires_its_token(method: str, scope: Scope) -> None:
     assert scope_of(method) is scope
 
 
@@ -96,7 +96,7 @@ def test_admin_calls_need_a_token_unless_this_machine_is_alone(
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "sentence"),
     [
         (b"", "holds no token"),
         (b"\n \n", "holds no token"),
@@ -105,8 +105,8 @@ def test_admin_calls_need_a_token_unless_this_machine_is_alone(
         ("ein-längeres-geheimnis".encode(), "not one word of visible ASCII"),
     ],
 )
-def test_files_without_a_token(content: bytes, said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said) as error:
+def test_files_without_a_token(content: bytes, sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence) as error:
         parse_tokens(content, "the file")
     assert not content.strip() or content.decode() not in str(error.value)
 
@@ -167,7 +167,7 @@ def test_prompts_do_not_cross_a_network_in_plain_text(options: dict[str, object]
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "sentence"),
     [
         ({"tls_cert_file": "c"}, "tls_key_file is not set"),
         ({"tls_client_ca_file": "c"}, "it needs tls_cert_file and tls_key_file"),
@@ -177,8 +177,8 @@ def test_prompts_do_not_cross_a_network_in_plain_text(options: dict[str, object]
         ({"auth_token": 1234567890123456789}, "it must be a text"),
     ],
 )
-def test_options_that_make_no_sense(options: dict[str, object], said: str) -> None:
-    with pytest.raises(ValidationError, match=said) as error:
+def test_conflicting_options_are_refused(options: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence) as error:
         CoordinatorSettings.model_validate({"target_address": "127.0.0.1:1"} | options)
     assert "1234567890123456789" not in "".join(detail["msg"] for detail in error.value.errors())
 

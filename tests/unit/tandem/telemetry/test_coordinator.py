@@ -1,4 +1,4 @@
-"""The coordinator's metrics stay bounded, and its last minute is a minute."""
+"""The coordinator's metrics are bounded, and recent rates cover a minute."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def series(registry: CollectorRegistry) -> int:
     return sum(len(family.samples) for family in registry.collect())
 
 
-def test_series_are_bounded_whatever_requests_ask_for() -> None:
+def test_the_number_of_series_is_bounded() -> None:
     registry = CollectorRegistry()
     model = CoordinatorMetrics(registry).of("m")
     model.prepare(2)
@@ -65,7 +65,7 @@ def test_hits_are_counted_by_rank() -> None:
     assert series(registry) <= count + rules, "every rank has its series from the start"
 
 
-async def test_a_big_fleet_is_counted_whole_and_told_in_part() -> None:
+async def test_a_large_fleet_is_counted_completely_and_listed_partly() -> None:
     def replica(index: int) -> ReplicaSnapshot:
         return ReplicaSnapshot(
             role=Role.DRAFT,
@@ -85,14 +85,14 @@ async def test_a_big_fleet_is_counted_whole_and_told_in_part() -> None:
     registry.register(StateCollector(lambda: State("m", 3, 4, replicas, SpeculationStats())))
     labels = {"model_name": "m", "role": "draft"}
     assert registry.get_sample_value("tandem_replicas", labels | {"state": "ready"}) == 500
-    told = [family for family in registry.collect() if family.name == "tandem_replica_ready"]
-    assert len(told[0].samples) == 128
+    listed = [family for family in registry.collect() if family.name == "tandem_replica_ready"]
+    assert len(listed[0].samples) == 128
     assert registry.get_sample_value("tandem_num_requests_waiting", {"model_name": "m"}) == 4
     at = labels | {"address": "10.0.0.7:1"}
     assert registry.get_sample_value("tandem_replica_accepted_tokens_total", at) == 1
 
 
-async def test_nothing_proposed_is_no_rate_rather_than_zero() -> None:
+async def test_without_proposals_the_rate_is_undefined() -> None:
     registry = CollectorRegistry()
     registry.register(StateCollector(lambda: State("m", 0, 0, [], speculation_stats_of((0, 0)))))
     assert registry.get_sample_value("tandem_spec_decode_acceptance_rate", {"model_name": "m"}) is None
@@ -148,7 +148,7 @@ def test_internals_do_not_reach_a_span(memory: InMemorySpanExporter) -> None:
     assert (span.attributes or {})["error.type"] == "internal"
 
 
-async def test_what_was_decided_is_told_for_each_load() -> None:
+async def test_decisions_are_exported_for_each_load() -> None:
     decided = SpeculationDecision(
         "10.0.0.1:50052", "draft", "residual", "0.85-1.15", 16, 0, 2, 0.86, 2.0, 2.1
     )
@@ -169,7 +169,7 @@ async def test_what_was_decided_is_told_for_each_load() -> None:
     }
 
 
-def test_spans_tell_what_drafting_ahead_did(memory: InMemorySpanExporter) -> None:
+def test_spans_report_drafting_ahead(memory: InMemorySpanExporter) -> None:
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(memory))
     spans = RequestSpans(provider.get_tracer("test"), "id", "", 1.0)
@@ -178,12 +178,12 @@ def test_spans_tell_what_drafting_ahead_did(memory: InMemorySpanExporter) -> Non
     spans.round(round_result(4, 2, awaited=True, rank=0, saved=0.01))
     spans.finished(SpeculationStats(3, ahead=AheadStats(2, 1, [1], 0.01)), {}, None)
     *rounds, request = (dict(span.attributes or {}) for span in memory.get_finished_spans())
-    told = [
+    listed = [
         (each.get("tandem.ahead.hit"), each.get("tandem.ahead.rank"))
         for each in rounds
         if "tandem.round" in each
     ]
-    assert told == [(None, None), (False, None), (True, 1)]
+    assert listed == [(None, None), (False, None), (True, 1)]
     assert request["tandem.ahead.awaited"] == 2
     assert request["tandem.ahead.hits_by_rank"] == (1,)
     assert request["tandem.ahead.saved_seconds"] == 0.01

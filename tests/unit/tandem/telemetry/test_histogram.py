@@ -1,4 +1,4 @@
-"""The light histogram tells what prometheus_client's own does."""
+"""The light histogram agrees with prometheus_client's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BOUNDS = (0.001, 0.5, 2.0)
 
 
 @given(st.lists(st.sampled_from([0.0, 0.001, 0.25, 0.5, 1.0, 2.0, 2.5, 64.0])))
-def test_it_tells_what_the_usual_one_does(values: list[float]) -> None:
+def test_the_light_histogram_agrees_with_prometheus_client(values: list[float]) -> None:
     light, usual = CollectorRegistry(), CollectorRegistry()
     series = LightHistogram("seconds", "Text.", ("who",), BOUNDS, light).labels("a")
     child = Histogram("seconds", "Text.", ("who",), registry=usual, buckets=BOUNDS).labels("a")

@@ -1,4 +1,4 @@
-"""What goes out by OTLP is what Prometheus would read."""
+"""OTLP and Prometheus export the same values."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_histogram_counts_between_bounds_and_not_below_them() -> None:
     assert not points["a"].HasField("min")
 
 
-def test_what_has_no_series_yet_is_left_out() -> None:
+def test_metrics_without_series_are_left_out() -> None:
     registry = CollectorRegistry()
     Counter("nothing", "Nothing.", ("kind",), registry=registry)
     assert sent(registry) == {}

@@ -1,4 +1,4 @@
-"""Serving metrics, and a collector that is not there."""
+"""The metrics endpoint, and an unreachable collector."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_metrics_are_served() -> None:
     assert "_created" not in text
 
 
-async def test_a_port_that_is_taken_is_a_sentence() -> None:
+async def test_a_port_in_use_is_one_sentence() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -58,7 +58,7 @@ async def test_a_port_that_is_taken_is_a_sentence() -> None:
         await telemetry.close()
 
 
-def test_there_is_none_unless_someone_would_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_telemetry_is_off_without_an_export(monkeypatch: pytest.MonkeyPatch) -> None:
     assert telemetry_for(TelemetryOptions(), "draft") is None
     assert telemetry_for(TelemetryOptions(), "coordinator", is_read=True) is not None
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
@@ -82,10 +82,10 @@ def test_without_telemetry_its_libraries_are_not_even_imported() -> None:
 
 
 @pytest.mark.parametrize("accepts", [False, True], ids=["nobody listens", "it never answers"])
-async def test_a_collector_that_is_gone_costs_a_line_and_no_time(
+async def test_an_unreachable_collector_costs_a_log_line_and_no_time(
     caplog: pytest.LogCaptureFixture, accepts: bool
 ) -> None:
-    """Spans and metrics are dropped, and the end is not held up for more than two seconds."""
+    """Spans and metrics are dropped, and the exit is delayed by at most two seconds."""
     caplog.set_level(logging.WARNING)
     with socket.socket() as collector:
         collector.bind(("127.0.0.1", 0))
@@ -108,7 +108,7 @@ async def _end_with_collector_gone(endpoint: str) -> None:
     assert time.monotonic() - began < 2.0
 
 
-def test_complaints_are_rare_and_losses_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_are_rare_and_losses_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     registry = CollectorRegistry()
     failures = Failures(registry)
     for _ in range(10):
@@ -120,14 +120,14 @@ def test_complaints_are_rare_and_losses_are_counted(caplog: pytest.LogCaptureFix
     assert registry.get_sample_value(name, {"signal": "metrics"}) == 1
 
 
-async def test_what_belongs_to_the_loop_is_read_there() -> None:
+async def test_values_of_the_event_loop_are_read_on_it() -> None:
     read = OnLoop(threading.get_ident)
     here = threading.get_ident()
     assert read() == here
     assert await asyncio.to_thread(read) == here
 
 
-async def test_a_mistake_in_reading_is_told_to_the_reader() -> None:
+async def test_an_error_in_reading_reaches_the_reader() -> None:
     read = OnLoop(lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         await asyncio.to_thread(read)

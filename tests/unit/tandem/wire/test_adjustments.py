@@ -1,4 +1,4 @@
-"""Logit adjustments travel whole, and only a service that knows of them says so."""
+"""Logit adjustments survive the wire, and only a service that supports them announces the feature."""
 
 from __future__ import annotations
 

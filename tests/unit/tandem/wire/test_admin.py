@@ -1,4 +1,4 @@
-"""AdminService's messages say what the domain types say, and back."""
+"""The types of administration survive a trip through AdminService's messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Penalties and the prompt's length travel whole; what an older peer leaves out is off."""
+"""Penalties and the prompt's length survive the wire; fields that an older peer leaves out are off."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_sampling_parameters() -> None:
     assert sampling_from_proto(sampling_to_proto(SAMPLING)) == SAMPLING
 
 
-def test_what_is_not_sent_is_off() -> None:
+def test_unset_penalties_are_off() -> None:
     sampling = sampling_from_proto(types_pb2.SamplingParams(temperature=1.0, top_p=1.0))
     assert sampling == SamplingParams()
     assert not sampling.penalizes

@@ -50,6 +50,6 @@ def test_support_rows_take_at_most_6_kilobytes() -> None:
     assert size <= 6 * 1024
 
 
-def test_dense_rows_are_what_the_others_spare() -> None:
+def test_dense_rows_take_hundreds_of_kilobytes() -> None:
     row = DenseRow(np.zeros(VOCABULARY_SIZE, dtype=np.float32))
     assert round_bytes(RowKind.DENSE, (row,) * (TOKEN_COUNT + 1)) > 3_000_000

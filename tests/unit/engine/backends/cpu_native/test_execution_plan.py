@@ -1,4 +1,4 @@
-"""Steps replayed from an execution plan are the model's own steps, number for number."""
+"""Steps replayed from an execution plan equal the model's own steps bit for bit."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _with_past(runner: Runner, segments: list[Segment]) -> None:
 
 
 def _both_ways(runner: Runner, segments: list[Segment], rows: list[int]) -> tuple[Tensor, Tensor]:
-    """Logits as the modules say and as the plan says, the plan being tried out first."""
+    """Return the logits of the modules and of the plan, after the plan's trial."""
     with torch.inference_mode():
         _with_past(runner, segments)
         runner.run(segments, rows)
@@ -94,7 +94,7 @@ def _both_ways(runner: Runner, segments: list[Segment], rows: list[int]) -> tupl
         for family in sorted(set(CONFIGS) - _SERIAL)
     ],
 )
-def test_a_plan_says_what_the_modules_say(family: str, tiny_model: Callable[[str], TinyModel]) -> None:
+def test_a_plan_computes_the_same_as_the_modules(family: str, tiny_model: Callable[[str], TinyModel]) -> None:
     model = tiny_model(family)
     runner = Runner(model)
     if family in _EXPERTS:  # which of them are asked depends on the tokens
@@ -110,7 +110,7 @@ def test_a_plan_says_what_the_modules_say(family: str, tiny_model: Callable[[str
         assert int(played.abs().max() > 0)
 
 
-def test_only_the_wanted_rows_come_back_and_are_nobodys_but_the_callers(llama_runner: Runner) -> None:
+def test_only_the_requested_rows_are_returned_as_a_copy(llama_runner: Runner) -> None:
     segments = _segments([(9, 3), (2, 4)])
     _, everything = _both_ways(llama_runner, segments, list(range(7)))
     expected, rows = _both_ways(llama_runner, segments, [2, 6])
@@ -121,7 +121,7 @@ def test_only_the_wanted_rows_come_back_and_are_nobodys_but_the_callers(llama_ru
     assert torch.equal(everything, before)
 
 
-def test_padding_leaves_no_trace(llama_runner: Runner) -> None:
+def test_padding_does_not_change_results(llama_runner: Runner) -> None:
     segments = _segments([(5, 9)])  # nine tokens are padded to ten
     _both_ways(llama_runner, segments, list(range(9)))
     spared = [layer.keys[:, :, 14:].clone() for layer in llama_runner.arena.layers]
@@ -130,7 +130,7 @@ def test_padding_leaves_no_trace(llama_runner: Runner) -> None:
                for layer, before in zip(llama_runner.arena.layers, spared, strict=True))  # fmt: skip
 
 
-def test_of_a_prompt_the_wanted_rows_alone_are_computed(llama_runner: Runner) -> None:
+def test_only_the_requested_rows_of_a_prompt_are_computed(llama_runner: Runner) -> None:
     _both_ways(llama_runner, _segments([(9, 5)]), [4])  # from here on it is known that these plans can
     segments = _segments([(0, 30), (4, 1)])
     expected, played = _both_ways(llama_runner, segments, [29, 30])
@@ -161,10 +161,10 @@ def test_long_prompts_go_in_parts_that_a_plan_holds(
     assert bounded.backend.prompt_tokens(512) == 512, "its modules compute the wanted rows only"
 
 
-def test_where_logits_are_bounded_a_prompt_is_run_plainly(
+def test_a_model_with_bounded_logits_runs_prompts_by_its_modules(
     tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What comes after the last layer would be computed for all its tokens."""
+    """The operations after the last layer would be computed for all its tokens."""
     runner = Runner(tiny_model("gemma2"))
     _both_ways(runner, _segments([(9, 5)]), list(range(5)))
     played: list[int] = []
@@ -191,7 +191,7 @@ def two_threads() -> Iterator[None]:
 
 
 def _watched(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> list[int]:
-    """How many threads torch had at each playing of a plan."""
+    """Record torch's number of threads at each replay of a plan."""
     seen: list[int] = []
     right = ExecutionPlan._replay
 
@@ -230,7 +230,7 @@ def test_a_plan_that_fails_leaves_the_threads_as_they_were(
 
 
 @pytest.mark.parametrize(("seconds", "largest"), [(1e6, WIDEST_SEGMENT), (0.0, 8)])
-async def test_plans_are_made_before_they_are_wanted_as_time_allows(
+async def test_plans_are_compiled_ahead_when_the_engine_is_idle(
     llama: TinyModel, monkeypatch: pytest.MonkeyPatch, seconds: float, largest: int
 ) -> None:
     monkeypatch.setattr("tandem.engine.core.engine._WARM_UP_SECONDS", seconds)

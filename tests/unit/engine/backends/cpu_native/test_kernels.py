@@ -1,4 +1,4 @@
-"""Kernels compiled on the spot say what torch says, and where they cannot, torch itself is used."""
+"""Compiled kernels agree with torch, and torch computes where they cannot."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _segments(lengths: list[tuple[int, int]], extent_tokens: int) -> list[Segmen
 
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_packed_layer_multiplies_as_torch_does(kernels: Kernels, dtype: torch.dtype, threads: int) -> None:
+def test_a_packed_layer_agrees_with_torch(kernels: Kernels, dtype: torch.dtype, threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -89,7 +89,7 @@ def test_a_packed_layer_multiplies_as_torch_does(kernels: Kernels, dtype: torch.
         torch.set_num_threads(before)
 
 
-def test_float32_weights_that_came_from_bfloat16_are_kept_as_such(kernels: Kernels) -> None:
+def test_float32_weights_that_are_exact_in_bfloat16_are_stored_so(kernels: Kernels) -> None:
     weight = torch.randn(50, 20)
     assert packed(weight, kernels.block).dtype == torch.float32
     short = packed(weight.bfloat16().float(), kernels.block)
@@ -109,7 +109,7 @@ def test_a_row_does_not_depend_on_the_others(kernels: Kernels, dtype: torch.dtyp
         assert torch.equal(kernels.linear(values[:count], weights, None, 70), together[:count])
 
 
-def test_numbers_that_are_none_stay_none(kernels: Kernels) -> None:
+def test_nan_and_infinity_are_preserved(kernels: Kernels) -> None:
     weights = packed(torch.ones(3, 2, dtype=torch.bfloat16), kernels.block)
     values = torch.tensor([[float("nan"), 1], [float("inf"), 1], [-float("inf"), 1], [1, 2]])
     results = kernels.linear(values.bfloat16(), weights, None, 3).float()[:, 0]
@@ -135,7 +135,7 @@ def test_attention_is_that_of_the_packed_step(
         arena.layers[0].keys.normal_()
         arena.layers[0].values.normal_()
     segments = _segments(lengths, extent_tokens)
-    for segment in segments:  # what lies past a sequence's end is another's, and must have no effect at all
+    for segment in segments:  # values past a sequence's end belong to others, and must have no effect
         past = slice(segment.sequence.extent.start + segment.end, segment.sequence.extent.end)
         arenas[1].layers[0].keys[:, :, past] = float("nan")
         arenas[1].layers[0].values[:, :, past] = float("inf")
@@ -213,7 +213,7 @@ async def test_without_a_compiler_torch_computes(
         assert await greedy(engine, _PROMPT, 8) == plain_greedy(model.reference, _PROMPT, 8)
 
 
-def test_kernels_that_are_demanded_and_not_to_be_had(
+def test_required_but_unavailable_kernels_are_an_error(
     llama: TinyModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CXX", "/nonexistent/c++")
@@ -258,7 +258,7 @@ def _with_another_row(call: Any) -> None:
         (Routine.GATHER, _with_another_row, "aten.embedding.default"),
     ],
 )
-def test_kernels_that_compute_something_else_are_not_used(
+def test_kernels_with_wrong_results_are_not_used(
     kernels: Kernels,
     routine: Routine,
     distort: Callable[[Any], None],

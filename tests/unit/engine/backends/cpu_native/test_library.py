@@ -1,4 +1,4 @@
-"""Compiled kernels come with the installation or from a compiler, and none is used that was made for other callers."""
+"""Compiled kernels come with the installation or from a compiler; a library with another interface is not used."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_library_that_states_no_interface_is_refused(tmp_path: Path) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("has_compiler", [True, False])
-def test_unusable_kernels_of_an_installation_are_told_of_once(
+def test_unusable_kernels_of_an_installation_are_logged_once(
     has_compiler: bool,
     installed: Path,
     tmp_path: Path,
@@ -217,7 +217,7 @@ def test_a_compiler_that_fails_is_named_with_its_first_words(
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_what_was_compiled_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_kernels_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = tmp_path / "calls"
     compiler = tmp_path / "counting-c++"
     compiler.write_text(

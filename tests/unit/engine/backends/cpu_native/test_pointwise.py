@@ -1,4 +1,4 @@
-"""Small operations that the kernels take over from torch give torch's results, bit for bit."""
+"""Elementwise operations of the kernels give torch's results bit for bit."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_floats_of_any_size(kernels: Kernels, target: Any, spread: float) -> Non
 
 
 @pytest.mark.parametrize("target", _UNARY, ids=str)
-def test_numbers_that_are_none(kernels: Kernels, target: Any) -> None:
+def test_nan_and_infinity(kernels: Kernels, target: Any) -> None:
     odd = torch.tensor(
         [float("inf"), -float("inf"), float("nan"), 0.0, -0.0, 1e-42, -1e-42, 88.8, -88.8, -103.9, -104.1]
     )
@@ -116,7 +116,7 @@ def test_floats_and_a_number_of_many_digits(kernels: Kernels, target: Any, numbe
     start=st.integers(0, 2),
     data=st.data(),
 )
-def test_any_layout_of_rows(
+def test_every_layout_of_rows(
     kernels: Kernels, shape: list[int], width: int, turned: list[int], start: int, data: st.DataObject
 ) -> None:
     """Heads that were turned, halves that were cut out and single rows that meet all others."""
@@ -141,14 +141,14 @@ def test_means_are_summed_in_torchs_order(kernels: Kernels, width: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
-def test_a_look_up(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_an_embedding_lookup(kernels: Kernels, dtype: torch.dtype) -> None:
     assert _agrees(
         kernels, aten.embedding.default, _numbers(40, 24, dtype=dtype), torch.tensor([[3, 39, 0, 3]]), 0
     )
 
 
 @pytest.mark.parametrize("token_id", [-1, 40, 1 << 40])
-def test_what_is_not_in_the_table_is_not_read(kernels: Kernels, token_id: int) -> None:
+def test_an_id_outside_the_table_is_refused(kernels: Kernels, token_id: int) -> None:
     output = torch.zeros(1, 2, 24)
     calls = kernel_calls(
         aten.embedding.default, (_numbers(40, 24), torch.tensor([[3, token_id]])), {}, output
@@ -183,13 +183,13 @@ def test_positions_become_floats(kernels: Kernels) -> None:
     ],
     ids=str,
 )
-def test_what_the_kernels_do_not_know_is_left_to_torch(target: Any, arguments: Any, named: Any) -> None:
+def test_unsupported_operations_are_left_to_torch(target: Any, arguments: Any, named: Any) -> None:
     with pytest.raises(UnknownOperationError):
         kernel_calls(target, arguments, named, target(*arguments, **named))
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
-def test_of_a_usual_models_plan_only_angles_are_left_to_torch(
+def test_only_cosines_and_sines_are_left_to_torch(
     family: str, tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is what keeps a plan from being one call."""

@@ -1,4 +1,4 @@
-"""Captured steps say what eager ones say. The capture here returns the work itself: all but CUDA is shown."""
+"""Captured steps agree with eager ones. The capture here runs them eagerly, which tests everything but CUDA."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def capturing(tiny: TinyModel, capture: Any, **settings: Any) -> AsyncIter
 @pytest.mark.parametrize(
     "family", ["llama", "mistral", "gemma2", "gpt_oss", "gpt2", "deepseek_v3", "qwen3_moe"]
 )
-async def test_captured_steps_say_what_transformers_says(
+async def test_captured_steps_agree_with_transformers(
     family: str, tiny_model: Callable[[str], TinyModel]
 ) -> None:
     tiny, capture = tiny_model(family), Counting()
@@ -72,7 +72,7 @@ async def test_captured_steps_say_what_transformers_says(
     assert texts == [plain_greedy(tiny.reference, prompt, 24) for prompt in PROMPTS]
 
 
-async def test_what_fits_no_bucket_runs_plainly(llama: TinyModel) -> None:
+async def test_work_without_a_bucket_runs_eagerly(llama: TinyModel) -> None:
     capture = Counting()
     async with capturing(llama, capture) as engine:
         made = capture.replayed
@@ -81,7 +81,7 @@ async def test_what_fits_no_bucket_runs_plainly(llama: TinyModel) -> None:
     assert text == plain_greedy(llama.reference, list(range(1, 40)), 1)
 
 
-async def test_a_capture_that_says_something_else_is_not_used(
+async def test_a_capture_with_wrong_results_is_not_used(
     llama: TinyModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     def forget(work: Work) -> Work:
@@ -94,9 +94,7 @@ async def test_a_capture_that_says_something_else_is_not_used(
     assert "could not be captured" in caplog.text
 
 
-async def test_what_cannot_be_captured_runs_plainly(
-    llama: TinyModel, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_uncapturable_steps_run_eagerly(llama: TinyModel, caplog: pytest.LogCaptureFixture) -> None:
     def refuse(_: Work) -> Work:
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -132,7 +130,7 @@ def test_the_smallest_bucket_that_holds_the_work_is_taken() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: only the capture itself is not shown")
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-async def test_captured_graphs_say_what_transformers_says(family: str, tmp_path_factory: Any) -> None:
+async def test_cuda_graphs_agree_with_transformers(family: str, tmp_path_factory: Any) -> None:
     from tandem.engine.backends.cuda_graphs.capture import cuda_graph_capture
     from tandem.engine.models.loading import load_model
     from tests.unit.engine.tiny_models import CONFIGS, save_checkpoint

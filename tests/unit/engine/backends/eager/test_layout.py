@@ -47,7 +47,7 @@ def _segment(start: int, capacity: int, computed: int, token_count: int) -> Segm
         ),  # the shorter extent ends before the longer text
     ],
 )
-def test_who_shares_a_call(segments: list[Segment], group_count: int) -> None:
+def test_sequences_of_similar_layout_share_a_call(segments: list[Segment], group_count: int) -> None:
     arena = KvArena(_GEOMETRY, 2048, torch.float32, torch.device("cpu"))
     layout = StepLayout(segments, arena, _GEOMETRY, torch.float32, torch.device("cpu"))
     assert len(layout._groups) == group_count

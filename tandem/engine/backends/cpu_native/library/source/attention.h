@@ -104,8 +104,8 @@ static inline void turn_keys(const uint16_t* keys, int64_t count, int64_t dim, f
         for (int64_t j = 0; j < LANES; j++) block[d * LANES + j] = j < count ? widened(keys[j * dim + d]) : 0.0f;
 }
 
-// Calls with a number that the compiler knows: 8, 5, 2 or 1, the most that are left. Eight sums of their own keep a
-// processor busy that takes four cycles for each; 5 are a proposal of four and its next token.
+// Calls `step` with a compile-time number of rows: 8, 5, 2 or 1, as many as are left. Eight independent sums hide the four
+// cycles of latency of each; 5 rows are a proposal of four and its next token.
 template <typename Step>
 static inline int64_t at_once(int64_t left, Step step) {
     if (left >= 8) return step(std::integral_constant<int, 8>()), 8;
@@ -130,7 +130,7 @@ static void score(const Attention& a, const Number* keys, int64_t length, int64_
     }
 }
 
-// Which of the keys up to `length` a branch sees: the trunk up to where it leaves it, and its own tokens.
+// Marks the keys up to `length` that a branch attends to: the trunk up to where it leaves it, and its own tokens.
 static void see(const Attention& a, const int64_t* step, int64_t branch, int64_t length, int64_t pitch, Scratch& s) {
     const int64_t trunk = step[3], width = step[4], left = step[5 + branch];
     s.seen.assign(pitch, 0);
@@ -140,8 +140,8 @@ static void see(const Attention& a, const int64_t* step, int64_t branch, int64_t
     for (int64_t j = trunk + branch, own = left; j < length; j += width, own++) s.seen[j] = own >= first;
 }
 
-// The scores from `first` up to `last`, and of them those that are `seen`, become weights that sum to one; all others
-// become zero.
+// Turns the scores from `first` up to `last`, or those of them that are `seen`, into weights that sum to one, and all others
+// into zero.
 static void softmax(const Attention& a, float* scores, int64_t first, int64_t last, int64_t length, const float* sink,
                     const uint8_t* seen = nullptr) {
     if (a.softcap > 0)
@@ -151,21 +151,21 @@ static void softmax(const Attention& a, float* scores, int64_t first, int64_t la
     if (seen)
         for (int64_t j = first; j < last; j++)
             if (!seen[j]) scores[j] = -INFINITY;
-    Floats most = filled(sink ? *sink : -INFINITY);
+    Floats maxima = filled(sink ? *sink : -INFINITY);
     for (int64_t j = 0; j < length; j += LANES) {
         Floats x = *(const LooseFloats*)(scores + j);
-        most = x > most ? x : most;
+        maxima = x > maxima ? x : maxima;
     }
-    float highest = most[0];
-    for (int i = 1; i < LANES; i++) highest = most[i] > highest ? most[i] : highest;
+    float maximum = maxima[0];
+    for (int i = 1; i < LANES; i++) maximum = maxima[i] > maximum ? maxima[i] : maximum;
     Floats totals = {};
     for (int64_t j = 0; j < length; j += LANES) {  // the row is padded to whole vectors
-        Floats x = *(const LooseFloats*)(scores + j) - highest;
+        Floats x = *(const LooseFloats*)(scores + j) - maximum;
         Floats weights = exponential(x);
         *(LooseFloats*)(scores + j) = weights;
         totals += weights;
     }
-    float total = sink ? std::exp(*sink - highest) : 0.0f;
+    float total = sink ? std::exp(*sink - maximum) : 0.0f;
     for (int i = 0; i < LANES; i++) total += totals[i];
     const float factor = 1.0f / total;
     for (int64_t j = 0; j < length; j += LANES) *(LooseFloats*)(scores + j) *= factor;

@@ -14,13 +14,13 @@ from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from coordinator.http import openapi
+from coordinator.http.bodies.held_bytes import HttpMemory
+from coordinator.http.bodies.unknown_fields import UnknownFields
 from coordinator.http.errors import HttpError, error_response
-from coordinator.http.held_bytes import HttpMemory
 from coordinator.http.openai.api import Backend, OpenAIApi
 from coordinator.http.openai.responses import Responses
 from coordinator.http.pages import PATHS, Pages
 from coordinator.http.tokenization import Tokenization
-from coordinator.http.unknown_fields import UnknownFields
 from tandem import __version__
 from tandem.errors import ServiceUnavailableError
 from tandem.serving import tokens

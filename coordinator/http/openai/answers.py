@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from coordinator.http.json_parts import JsonList
+from coordinator.http.bodies.json_parts import JsonList
 from coordinator.http.openai.logprobs import COMPLETION_COLUMNS, chat_logprobs, completion_logprobs
 from coordinator.stats.speculation import add, describe_with_state
 from tandem.speculation_state import SpeculationState

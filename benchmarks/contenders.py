@@ -78,7 +78,7 @@ class Addresses:
     draft: str
     coordinator: str
     ahead: str
-    """Of a second coordinator of the same services, whose draft works ahead."""
+    """Address of a second coordinator of the same services that drafts ahead."""
 
 
 @asynccontextmanager

@@ -50,7 +50,7 @@ SHAPES = {
     "200M": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 15, "vocab_size": 32000},
     "20M": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 32000},
 }
-"""Of random weights, with the proportions of a Llama: heads of 64, four of them to a KV head, tied embeddings."""
+"""Shapes of random models with the proportions of a Llama: heads of 64, four per KV head, tied embeddings."""
 
 MODELS = ("demo-target", "demo-draft", "25M")
 STEPS = {

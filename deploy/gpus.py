@@ -17,7 +17,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+try:
+    import yaml
+except ModuleNotFoundError:
+    sys.exit(
+        "error: this script needs PyYAML; run it with .venv/bin/python after `make setup`, or: pip install pyyaml"
+    )
 
 COMPOSE_FILE = Path(__file__).resolve().parents[1] / "docker-compose.yml"
 
@@ -56,10 +61,14 @@ def main(arguments: Sequence[str]) -> None:
     every = [gpu for ids in gpus.values() for gpu in ids]
     if not every:
         parser.error("no GPUs are named; give --targets, --drafts or both")
+    if unknown := [gpu for gpu in every if not gpu.isdecimal() and not gpu.startswith(("GPU-", "MIG-"))]:
+        parser.error(
+            f"GPU is {unknown[0]}; it must be a number as nvidia-smi has it, or an id: GPU-... or MIG-..."
+        )
     if twice := sorted({gpu for gpu in every if every.count(gpu) > 1}):
         parser.error(f"GPU {', '.join(twice)} is named twice; each replica must have one of its own")
     compose = yaml.safe_load(COMPOSE_FILE.read_text(encoding="utf-8"))
-    yaml.dump(further_replicas(compose, gpus), sys.stdout, Dumper=_WithoutAnchors, sort_keys=False)
+    sys.stdout.write(yaml.dump(further_replicas(compose, gpus), Dumper=_WithoutAnchors, sort_keys=False))
 
 
 class _WithoutAnchors(yaml.SafeDumper):

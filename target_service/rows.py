@@ -158,7 +158,7 @@ def _all_or_none(rows: Sequence[TargetRow | None]) -> _Rows:
 
 
 def _sampling(requests: Sequence[RowRequest]) -> list[SamplingParams]:
-    """Of each row."""
+    """Return the sampling parameters of each row."""
     return [request.sampling for request in requests for _ in range(request.step.row_count)]
 
 

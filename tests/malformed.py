@@ -94,7 +94,7 @@ def damaged(draw: st.DrawFn, valid: Message) -> bytes:
 
 
 def contents(valid: Message) -> st.SearchStrategy[bytes]:
-    """What may come in place of a valid message."""
+    """Generate replacements of a valid message."""
     return st.one_of(
         st.binary(max_size=64),
         damaged(valid),

@@ -46,7 +46,7 @@ class Shape:
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer."""
+        """Number of parameters of one layer."""
         kv_width = self.kv_heads * self.head_dim
         return 2 * self.width * (self.width + kv_width) + 3 * self.width * self.mlp_width + 2 * self.width
 

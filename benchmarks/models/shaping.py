@@ -49,7 +49,7 @@ class Made:
     overlap: float
     """Sum of min(target_probs, draft_probs) at temperature 1: the chance that a drawn token is accepted."""
     scale: float
-    """Of what the later layers add."""
+    """Factor of the later layers' contribution."""
     version: int = _VERSION
 
 

@@ -27,7 +27,7 @@ class Spread(Data):
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
-        """Of at least one value."""
+        """Return the spread of one or more values."""
         return Spread(median=statistics.median(values), low=min(values), high=max(values))
 
 
@@ -38,7 +38,7 @@ class Cell(Data):
     batch: int
     temperature: float
     tokens_per_second: tuple[float, ...]
-    """Of all requests together, one figure for each round."""
+    """Throughput of all requests together, one value for each round."""
     first_token_seconds: Spread
     """Over the requests of all rounds."""
     inter_token_seconds_p50: float

@@ -54,7 +54,7 @@ class Errors:
 
     @property
     def mean(self) -> float:
-        """Of all tokens."""
+        """Mean error of all tokens."""
         return float(self.nats.mean())
 
     @property

@@ -58,7 +58,7 @@ class Counts:
             self.hits[drafted.outcome_rank] += 1
 
     def share(self, branch_count: int) -> float:
-        """Of rounds whose outcome was among the first so many."""
+        """Share of the rounds whose outcome was among the first `branch_count`."""
         return sum(self.hits[:branch_count]) / max(self.rounds, 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -10,16 +11,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from coordinator.http import openapi
+from coordinator.http.bodies.held_bytes import HttpMemory
+from coordinator.http.bodies.unknown_fields import UnknownFields
 from coordinator.http.errors import HttpError, error_response
-from coordinator.http.held_bytes import HttpMemory
 from coordinator.http.openai.api import Backend, OpenAIApi
 from coordinator.http.openai.responses import Responses
 from coordinator.http.pages import PATHS, Pages
 from coordinator.http.tokenization import Tokenization
-from coordinator.http.unknown_fields import UnknownFields
 from tandem import __version__
 from tandem.errors import ServiceUnavailableError
 from tandem.serving import tokens
@@ -104,10 +105,22 @@ class App:
         """Answer one request. Any error is answered in OpenAI's form."""
         if scope["type"] != "http":
             return
+        has_begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
         try:
             self._admit(scope)
             # With an app in its scope the router raises errors that it would otherwise answer as plain text.
-            await self._router({**scope, "app": self}, receive, send)
+            await self._router({**scope, "app": self}, receive, noted)
+        except asyncio.CancelledError:
+            # The server closes. Such a request waits for its body or for a turn, and no drain counts it.
+            if not has_begun:
+                error = ServiceUnavailableError("the coordinator is shutting down; send the request again")
+                await error_response(error)(scope, receive, send)
         except HTTPException as error:
             await error_response(_of_router(error, scope))(scope, receive, send)
         except Exception as error:  # noqa: BLE001 - an unexpected error is logged, and answered with an id

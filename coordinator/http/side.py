@@ -11,9 +11,9 @@ from starlette.types import ASGIApp
 
 from coordinator.http.app import App
 from coordinator.http.backend import CoordinatorBackend
-from coordinator.http.held_bytes import HttpMemory
+from coordinator.http.bodies.held_bytes import HttpMemory
+from coordinator.http.bodies.unknown_fields import HEADER, UnknownFields
 from coordinator.http.server import HttpServer
-from coordinator.http.unknown_fields import HEADER, UnknownFields
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.settings.http import origins
 from tandem.rpc.reloaded_files import ReloadedFile

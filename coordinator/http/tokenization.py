@@ -8,10 +8,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from coordinator.http.bodies.unknown_fields import ignored_header
 from coordinator.http.openai.api import OpenAIApi
 from coordinator.http.openai.prompts import chat_prompt
 from coordinator.http.openai.schema import ChatBody, DetokenizeBody, TokenizeBody
-from coordinator.http.unknown_fields import ignored_header
 from coordinator.requests.bounds import too_much_text
 from tandem.errors import InvalidRequestError
 

@@ -57,7 +57,7 @@ class CostModel:
         self._verify = LinearCost()
         """By sequences and tokens of the step."""
         self._draft = LinearCost()
-        """Of one token; by sequences."""
+        """Cost of one token, by the number of sequences."""
         self._alone = LinearCost()
         """Rest of a round without a proposal; by load."""
         self._drafted = LinearCost()

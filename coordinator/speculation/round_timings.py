@@ -39,9 +39,9 @@ class RoundTimings:
         """Place of the outcome that came among those that it drafted for; None if it was not one of them."""
         self.proposing = MovingAverage()
         self.verifying = MovingAverage()
-        """Of proposals that are not empty."""
+        """Time to verify a proposal that is not empty."""
         self.extending = MovingAverage()
-        """Of empty proposals: the target alone."""
+        """Time to verify an empty proposal: the target alone."""
 
     def verified(
         self, seconds: float, proposed: int, *, is_first: bool, cost: StepCost | None = None

@@ -27,7 +27,7 @@ from tandem.types import SpeculationStats
 
 _MAX_EVENTS = 64
 _MAX_ROUNDS = 1_000
-"""Of one request that have a span, so that no request fills the exporter's queue for good."""
+"""Maximum number of rounds of a request with a span, so that no request keeps the exporter's queue full."""
 _WHERE_ASKED_FOR = {"top_p": names.GEN_AI_REQUEST_TOP_P, "top_k": names.GEN_AI_REQUEST_TOP_K}
 _METHODS = {"draft": ("tandem.v1.DraftService", "Propose"), "target": ("tandem.v1.TargetService", "Verify")}
 

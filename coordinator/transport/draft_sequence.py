@@ -43,7 +43,7 @@ class DraftSequence:
         self._remote = RemoteSequence()
         self._outcomes = PendingOutcomes(limits.vocabulary_size, options.row_kind)
         self._granted: AheadBudget | None = None
-        """Of the step whose answer is awaited."""
+        """Budget of the step whose answer is awaited."""
         self._lengths_alone: set[int] = set()
         """Lengths at which the target went on alone since the last answer. A draft that knows budgets answers none."""
         self._knows_budgets = True

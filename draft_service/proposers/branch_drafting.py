@@ -36,7 +36,7 @@ from tandem.types import (
 )
 
 MAX_ROUND_BYTES = 40_000
-"""Of all messages of a round. The last branches are given up beyond it."""
+"""Maximum size of all messages of a round. Beyond it the last branches are dropped."""
 _MAX_CANDIDATES = 16
 """Tokens that may follow one number of accepted tokens."""
 _BYTES_PER_ID = 8
@@ -70,7 +70,7 @@ class BranchDrafting:
     _depth: int = 0
     _bytes: int = 0
     _ready: DraftedOutcomes | None = None
-    """Of the step in progress."""
+    """The outcomes of the step in progress."""
 
     @property
     def base_length(self) -> int:

@@ -6,7 +6,7 @@ _TARGETS = "a model's folder is served as it is; "
 
 REFUSED_OPTIONS = {
     "tensor_parallel_size": "a service runs its model on one device; start more replicas to serve "
-    "more requests, and for the draft there is draft_tensor_parallel_size",
+    "more requests",
     "enforce_eager": "whether the draft runs captured graphs is decided by its own service and device",
     "quantization": _TARGETS
     + "name one whose weights have the type you want, and set dtype on the draft service",

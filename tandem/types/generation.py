@@ -93,7 +93,7 @@ class AheadStats:
     awaited: int = 0
     """Rounds whose proposal was to be drafted during the verification before them."""
     hits: int = 0
-    """Of these, how many found their proposal there: the outcome of that verification was drafted for."""
+    """The rounds among these that found their proposal, because the draft had drafted for the outcome."""
     hits_by_rank: list[int] = field(default_factory=list)
     """Hits of the outcome that the draft drafted for first, second, and so on. At most 16; `hits` counts all."""
     saved_seconds: float = 0.0

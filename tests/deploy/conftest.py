@@ -29,7 +29,7 @@ def engine() -> None:
 def cluster(
     engine: None, images: dict[str, Image], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
-    """What runs after `docker compose up`."""
+    """Run the cluster that `docker compose up` starts."""
     with Cluster(
         services("cpu", variables={"OPTIONS_FILE": str(TEST_OPTIONS), "ADMIN_TOKEN": "of-the-tests-alone"}),
         images,

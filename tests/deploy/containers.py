@@ -114,7 +114,7 @@ class Container:
         self._ready: str = described["ready"]
 
     def run(self, *command: str, seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
-        """What `docker compose exec` does."""
+        """Run a command in the container, as `docker compose exec` does."""
         words = [sys.executable, _ENTER, str(self._description), str(self.process.pid), *command]
         return subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=False)
 
@@ -133,7 +133,7 @@ class Container:
 def describe(
     name: str, service: Mapping[str, Any], image: Image, net: Network, root: Path
 ) -> tuple[dict[str, Any], str]:
-    """What `enter.py` is told of a service of the compose file, and the container's address."""
+    """Return the description of a service for `enter.py`, and the container's address."""
     number, address = net.take()
     uid, gid = (int(word) for word in service.get("user", image.user).split(":"))
     environment = image.environment | {
@@ -175,7 +175,7 @@ def describe(
 
 
 def _environment(service: Mapping[str, Any]) -> dict[str, str]:
-    """What the service's files of variables say, where there are any, and over it what the compose file says."""
+    """Return the service's variables: those of its files, overridden by those of the compose file."""
     found: dict[str, str] = {}
     for file in service.get("env_file", []):
         if (path := ROOT / file["path"]).exists():

@@ -43,15 +43,15 @@ class Image:
     entrypoint: list[str]
     health_check: list[str]
     ready: str = "ready on "
-    """What a container writes once it is ready."""
+    """The line that a container prints once it is ready."""
 
     def holds(self, module: str) -> bool:
-        """Whether the image has something of this name among its packages."""
+        """Return True if the image has a package of this name."""
         return any(f"{place}/".startswith(f"{SITE}/{module}/") for place in self.files)
 
 
 def ignored(path: PurePosixPath, patterns: Iterable[str]) -> bool:
-    """Whether .dockerignore keeps a path from the builder: of the patterns that match, the last decides."""
+    """Return True if .dockerignore excludes a path; the last matching pattern decides."""
     verdict = False
     for pattern in patterns:
         keep = pattern.startswith("!")

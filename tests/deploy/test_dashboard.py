@@ -1,4 +1,4 @@
-"""What can be told of the dashboard and the alerts without running anything."""
+"""Checks of the dashboard and the alerts that need no process."""
 
 from __future__ import annotations
 

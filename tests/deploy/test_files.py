@@ -151,11 +151,21 @@ def test_further_replicas_have_gpus_of_their_own(tmp_path: Path) -> None:
         assert chosen["target_service_gpu_3"][name] == first[name]
 
 
-def test_a_gpu_that_is_named_twice_is_refused() -> None:
-    command = (sys.executable, str(ROOT / "deploy" / "gpus.py"), "--targets", "2,3", "--drafts", "3")
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == 2
-    assert "GPU 3 is named twice" in ran.stderr
+@pytest.mark.parametrize(
+    ("options", "code", "sentence"),
+    [
+        (("gpus.py", "--targets", "2,3", "--drafts", "3"), 2, "GPU 3 is named twice"),
+        (("gpus.py", "--targets", "two"), 2, "GPU is two; it must be a number"),
+        (("gpus.py",), 2, "no GPUs are named"),
+        (("-S", "gpus.py", "--targets", "2"), 1, "error: this script needs PyYAML"),  # without site-packages
+    ],
+)
+def test_wrong_gpus_are_refused_with_a_sentence(options: tuple[str, ...], code: int, sentence: str) -> None:
+    folder = ROOT / "deploy"
+    ran = subprocess.run((sys.executable, *options), cwd=folder, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (code, "")
+    assert sentence in ran.stderr
+    assert "Traceback" not in ran.stderr
 
 
 def test_http_is_open_to_this_machine(everything: dict[str, dict[str, Any]]) -> None:

@@ -52,7 +52,7 @@ def generated(address: str, *arguments: str, stdin: str = "") -> Any:
 
 @pytest.fixture(scope="module")
 def expected(address: str) -> Any:
-    """What the console script prints."""
+    """Run the console script, and return its output."""
     result = run(TANDEM, "generate", "--address", address, *OPTIONS, PROMPT, "--json")
     assert (result.returncode, result.stderr) == (0, "")
     return json.loads(result.stdout)

@@ -210,6 +210,27 @@ async def test_requests_that_outlast_the_drain_end_with_an_error() -> None:
         await until(lambda: not target.running, SECONDS)
 
 
+async def test_a_request_whose_body_has_not_come_is_refused_when_the_server_closes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with http_cluster(FakeTarget()) as cluster:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(cluster.url.rpartition(":")[2]))
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+        )
+        await writer.drain()
+        http = cluster.service._http
+        assert http is not None
+        await until(lambda: bool(http._server._server.server_state.tasks), SECONDS)
+        await http.close()
+        answer = (await reader.read()).decode()
+        writer.close()
+    assert answer.startswith("HTTP/1.1 503 ")
+    assert "the coordinator is shutting down; send the request again" in answer
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 async def test_status_and_version() -> None:
     async with http_cluster(FakeTarget(), FakeDraft()) as cluster:
         await cluster.http.post("/v1/completions", json={"prompt": [10], "max_tokens": 11, "temperature": 0})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from openai import APIError, APIStatusError, RateLimitError
 
-from coordinator.http import body as body_module
+from coordinator.http.bodies import reading
 from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.errors import ConfigurationError
 from tests.service.clients import until
@@ -60,7 +60,7 @@ async def test_refusals_have_openais_form() -> None:
 
 
 async def test_invalid_http_requests_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_module, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(reading, "BODY_SECONDS", 0.2)
     async with http_cluster(FakeTarget(), http_max_body_bytes=2000) as cluster:
         http = cluster.http
 

@@ -21,7 +21,7 @@ from tandem.speculation_state import SpeculationDecision, SpeculationState
 from tandem.types import SpeculationStats
 
 MAX_DECISIONS = 12
-"""Of which a screen shows the reason."""
+"""Maximum number of decisions shown with their reasons."""
 
 _STYLES = {
     CoordinatorState.READY: "green",

@@ -6,9 +6,9 @@ import json
 from typing import Any, BinaryIO
 
 CPU_SECONDS = 2.0
-"""Of a job. A prompt of 1 MiB in ten thousand messages takes some 50 ms."""
+"""Processor time of a job. A prompt of 1 MiB in ten thousand messages takes some 50 ms."""
 REAL_SECONDS = 30.0
-"""Of a job, for one that waits instead of computing, or a machine that has no time for it."""
+"""Wall time of a job, for one that waits instead of computing, and for a busy machine."""
 MEMORY_BYTES = 512 << 20
 """Bound on the address space of the process; an idle one uses some 40 MiB."""
 LENGTH_BYTES = 8

@@ -12,8 +12,8 @@ from tandem.errors import ConfigurationError, InvalidRequestError, ModelFolderEr
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 
-MOST_SOURCE_BYTES = 1 << 20
-"""Of a template. Published ones have up to some 30 KiB."""
+MAX_SOURCE_BYTES = 1 << 20
+"""Maximum size of a template. Published ones have up to some 30 KiB."""
 
 _SLACK = 2
 """Prompts are rendered to twice their bound, so that the refusal of one can say how long it is."""
@@ -48,10 +48,10 @@ class ChatTemplate:
         self._special_tokens = special_tokens
         self._origin = origin
         self._refusal = refusal
-        if len(source.encode("utf-8", "surrogatepass")) > MOST_SOURCE_BYTES:
+        if len(source.encode("utf-8", "surrogatepass")) > MAX_SOURCE_BYTES:
             raise refusal(
                 f"the chat template of {origin} has {len(source)} characters; it must have at most "
-                f"{MOST_SOURCE_BYTES} bytes"
+                f"{MAX_SOURCE_BYTES} bytes"
             )
         self._renderer = Renderer(source)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from coordinator.http.json_parts import JsonList
+from coordinator.http.bodies.json_parts import JsonList
 from coordinator.http.openai.logprobs import COMPLETION_COLUMNS, chat_logprobs, completion_logprobs
 from coordinator.stats.speculation import add, describe_with_state
 from tandem.speculation_state import SpeculationState
@@ -29,7 +29,7 @@ class Choice:
     summary: Summary | None = None
     """How it ended; None while it runs."""
     columns: defaultdict[str, JsonList] = field(default_factory=lambda: defaultdict(JsonList))
-    """What a whole answer says of each token, by name."""
+    """Entries of a whole answer for each token, by field."""
 
     @property
     def text(self) -> str:
@@ -159,7 +159,7 @@ class Answer(ABC):
 
 
 class CompletionAnswer(Answer):
-    """Of `/v1/completions`."""
+    """An answer of `/v1/completions`."""
 
     whole_object = piece_object = "text_completion"
     prefix = "cmpl"
@@ -179,7 +179,7 @@ class CompletionAnswer(Answer):
 
 
 class ChatAnswer(Answer):
-    """Of `/v1/chat/completions`."""
+    """An answer of `/v1/chat/completions`."""
 
     whole_object, piece_object = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
@@ -205,6 +205,6 @@ class ChatAnswer(Answer):
 
 
 def _ids(chunk: Chunk) -> dict[str, list[Any]]:
-    """What `return_token_ids` asks for."""
+    """Return the fields that `return_token_ids` adds."""
     said = (chunk.token_ids, chunk.drafted, chunk.text_lengths, (chunk.proposed,), (chunk.drafted_ahead,))
     return dict(zip(_IDS, map(list, said), strict=True))

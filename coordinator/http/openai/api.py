@@ -12,10 +12,11 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from coordinator.http.body import BodyBounds, read_body
+from coordinator.http.bodies.held_bytes import HttpMemory, Share
+from coordinator.http.bodies.reading import BodyBounds, read_body
+from coordinator.http.bodies.unknown_fields import UnknownFields, ignored_header
 from coordinator.http.chat.template import ChatTemplate
 from coordinator.http.errors import ModelNotFoundError
-from coordinator.http.held_bytes import HttpMemory, Share
 from coordinator.http.openai.answers import Answer, ChatAnswer, CompletionAnswer
 from coordinator.http.openai.prompts import requests_of
 from coordinator.http.openai.rules import Body
@@ -23,7 +24,6 @@ from coordinator.http.openai.schema import ChatBody, CompletionBody
 from coordinator.http.openai.streaming import EventStream
 from coordinator.http.openai.whole import WholeAnswer
 from coordinator.http.tasks import merged
-from coordinator.http.unknown_fields import UnknownFields, ignored_header
 from coordinator.requests.peers import peer_of_host
 from coordinator.requests.plan import Models
 from coordinator.requests.turns import Turns

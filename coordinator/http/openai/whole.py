@@ -9,8 +9,8 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from coordinator.http.held_bytes import HeldBytes, Share
-from coordinator.http.json_parts import flattened, parts
+from coordinator.http.bodies.held_bytes import HeldBytes, Share
+from coordinator.http.bodies.json_parts import flattened, parts
 from coordinator.http.tasks import ClientGoneError, while_connected
 
 

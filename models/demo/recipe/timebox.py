@@ -29,7 +29,7 @@ class TimeBox:
 
 
 class Every:
-    """Says when a stretch of time has passed since it last said so."""
+    """Reports when an interval has passed since its last report."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

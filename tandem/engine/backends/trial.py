@@ -69,7 +69,7 @@ def trusted(make: Callable[[], T], error_of: Callable[[T], float], limit: float)
 
 
 def root_mean_square(values: Tensor) -> float:
-    """Of all entries."""
+    """Return the root mean square of all entries."""
     return float(values.double().square().mean().sqrt())
 
 

@@ -24,7 +24,7 @@ from tandem.types import Delta
 logger = logging.getLogger(__name__)
 
 _MAX_STEP_TOKENS = 256
-"""Of trunks, and of branches: a longer step would hold up the jobs that come meanwhile."""
+"""Maximum tokens of trunks and branches in a step: a longer step would delay jobs that arrive meanwhile."""
 
 
 class BackgroundJob(Protocol):

@@ -45,7 +45,7 @@ class RunningJobs(Generic[PayloadT]):
 
     @property
     def ended_sequences(self) -> list[Sequence]:
-        """Of the jobs that `take_ended` will return."""
+        """Sequences of the jobs that `take_ended` will return."""
         return [job.sequence for job, _ in self._ended]
 
     def take_ended(self) -> list[tuple[Job[PayloadT], object]]:

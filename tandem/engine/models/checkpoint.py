@@ -36,7 +36,7 @@ TOKENIZER_FILE = "tokenizer.json"
 _MAX_TOKENIZER_BYTES = 128 << 20
 """Four times the largest that is published."""
 _MAX_SENT_BYTES = {"tokenizer_config.json": MAX_CONFIG_BYTES, "chat_template.jinja": 1 << 20}
-"""Of files that go to coordinators as they are."""
+"""Maximum sizes of files that are sent to coordinators unchanged."""
 _MAX_END_IDS = 256
 
 _RECURRENT_LAYER_TYPES = frozenset(

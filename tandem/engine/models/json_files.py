@@ -9,7 +9,7 @@ from typing import Any
 from tandem.errors import ModelFolderError
 
 MAX_CONFIG_BYTES = 16 << 20
-"""Of config.json, generation_config.json and tokenizer_config.json. Published ones have up to some hundred KiB."""
+"""Maximum size of config.json, generation_config.json and tokenizer_config.json. Published ones have some 100 KiB."""
 
 
 def read_object(path: Path, why: str, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What is computed from the times at which tokens came."""
+"""Statistics computed from the arrival times of tokens."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Client:
     sequence: Sequence
     token_ids: list[int] = field(default_factory=list)
     is_sure: bool = True
-    """Whether the engine is known to have the same tokens; not after a cancelled request."""
+    """True if the engine is known to have the same tokens; False after a cancelled request."""
     answers: list[tuple[asyncio.Task[Tensor], list[int], int]] = field(default_factory=list)
     """Requests in flight: the task, the tokens that it should see, and its number of rows."""
 

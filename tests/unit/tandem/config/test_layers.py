@@ -188,7 +188,7 @@ def test_unknown_on_the_command_line() -> None:
     assert refusal(*ADDRESS, "--num-speculative-token=4", "--tensor-parallel-size", "2", "--x") == (
         "--num-speculative-token is not an option; did you mean --num-speculative-tokens?; "
         "--tensor-parallel-size is not available in this version: a service runs its model on one device; start more "
-        "replicas to serve more requests, and for the draft there is draft_tensor_parallel_size; --x is not an option"
+        "replicas to serve more requests; --x is not an option"
     )
 
 

@@ -21,7 +21,7 @@ INT64_KIND = 2
 """The word for what can only be read, and only by a copy."""
 
 DIMENSIONS = 4
-"""Of an element-wise operation."""
+"""Maximum number of dimensions of an elementwise operation."""
 
 
 def kind_of(dtype: torch.dtype) -> int:

@@ -10,7 +10,7 @@ from coordinator.settings.http import HttpOptions
 from tandem.errors import CapacityError
 
 FREE_BYTES = 64 << 10
-"""Of each connection, not counted: usual requests and answers go on while large ones fill the rest."""
+"""Uncounted bytes of each connection, so that small requests and answers pass when large ones fill the rest."""
 _RETRY_SECONDS = 1.0
 
 
@@ -81,7 +81,7 @@ class HttpMemory:
     """Bounds of the HTTP side's memory."""
 
     max_body_bytes: int
-    """Of one request's body."""
+    """Maximum size of one request's body."""
     bodies: HeldBytes
     """Bodies that are not read and parsed yet."""
     answers: HeldBytes

@@ -11,10 +11,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
 
+from coordinator.http.bodies.held_bytes import Share
+from coordinator.http.bodies.json_shape import JsonShape
+from coordinator.http.bodies.unknown_fields import UnknownFields
 from coordinator.http.errors import HttpError
-from coordinator.http.held_bytes import Share
-from coordinator.http.json_shape import JsonShape
-from coordinator.http.unknown_fields import UnknownFields
 from coordinator.requests.turns import LARGE_BYTES, Turns
 from tandem.errors import CapacityError, InvalidRequestError, TandemError
 

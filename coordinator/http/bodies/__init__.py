@@ -1,0 +1,1 @@
+"""What requests and answers carry: bounded, read in good time, and written in parts."""

@@ -104,7 +104,7 @@ def contents(valid: Message) -> st.SearchStrategy[bytes]:
 
 @st.composite
 def streams(draw: st.DrawFn, valid: Sequence[Message]) -> list[bytes]:
-    """What may come in place of a valid stream of messages: other messages, others' order, some twice, some missing."""
+    """Streams that may come in place of a valid one: other messages, another order, some twice, some missing."""
     order = draw(
         st.one_of(
             st.just(list(range(len(valid)))),

@@ -1,4 +1,4 @@
-"""What containers are connected to: a bridge in a network namespace, and the DNS server that knows their names.
+"""The network of the containers: a bridge in a network namespace, and the DNS server that knows their names.
 
 Run by itself with `unshare --net`, with the address of the bridge and a JSON file from names to lists of addresses,
 which may change while this runs. Ends when its stdin does.

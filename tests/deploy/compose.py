@@ -45,7 +45,7 @@ def variables_of(path: Path = COMPOSE_FILE) -> set[str]:
 
 
 def laid_over(base: Any, overlay: Any) -> Any:
-    """What a further compose file makes of a value: mappings are merged, lists joined, the rest replaced."""
+    """Apply a further compose file to a value: mappings are merged, lists joined, the rest replaced."""
     if isinstance(base, dict) and isinstance(overlay, dict):
         both = {key: laid_over(base[key], overlay[key]) for key in base.keys() & overlay.keys()}
         return base | overlay | both

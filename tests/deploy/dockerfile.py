@@ -53,7 +53,7 @@ class Dockerfile:
         return [] if stage is None else [*self.chain(stage.base), stage]
 
     def base_images(self) -> set[str]:
-        """What is not made here."""
+        """Return the images that other projects make."""
         return {stage.base for stage in self.stages.values()} - self.stages.keys()
 
     def environment(self, name: str) -> dict[str, str]:
@@ -65,7 +65,7 @@ class Dockerfile:
         return values
 
     def last(self, name: str, keyword: str) -> str:
-        """What holds for a stage of an instruction of which the last counts."""
+        """Return the last instruction of this kind that applies to a stage."""
         return [arguments for stage in self.chain(name) for arguments in stage.all(keyword)][-1]
 
     def entrypoint(self, name: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What an image holds, from the Dockerfile: our code as the wheel has it, and the packages that pip would install.
+"""The content of an image, read from the Dockerfile: our code as the wheel has it, and what pip would install.
 
 No engine is needed, and nothing is downloaded: the packages are those of the environment that runs the tests.
 """
@@ -105,7 +105,7 @@ def build_code(folder: Path) -> Path:
 
 
 def image(name: str, code: Path) -> Image:
-    """What the final stage of this name holds."""
+    """Return the content of the final stage of this name."""
     dockerfile = Dockerfile(ROOT / "Dockerfile")
     files: dict[str, Path] = {}
     packages: set[str] = set()

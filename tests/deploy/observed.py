@@ -117,7 +117,7 @@ def prometheus_image() -> Image:
 def observed(
     images: Mapping[str, Image], folder: Path, scrape_seconds: int, options: Mapping[str, str] | None = None
 ) -> Iterator[Cluster]:
-    """What `docker compose --env-file deploy/observe.env up` starts, but for what is not to be had here.
+    """Start everything that `docker compose --env-file deploy/observe.env up` starts and this machine has.
 
     Prometheus gets the very files of the repository, but for how often it asks. The collector is one of a page.
     """
@@ -161,7 +161,7 @@ def load(coordinator: Container, seconds: float) -> None:
 
 
 def ask(coordinator: Container, questions: list[tuple[str, dict[str, str]]]) -> list[Any]:
-    """What Prometheus answers to requests of its HTTP interface, in the words that it has for it."""
+    """Return the answer of Prometheus to a request of its HTTP interface."""
     done = coordinator.run("python", "-c", _ASK, json.dumps(questions))
     assert done.returncode == 0, done.stderr
     answers: list[Any] = json.loads(done.stdout)

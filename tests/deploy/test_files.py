@@ -127,7 +127,7 @@ def test_each_model_has_a_gpu_of_its_own() -> None:
 
 
 def test_further_replicas_have_gpus_of_their_own(tmp_path: Path) -> None:
-    """What deploy/gpus.py prints, laid over the compose file."""
+    """The output of deploy/gpus.py is laid over the compose file."""
     overlay = tmp_path / "gpus.yml"
     command = (sys.executable, str(ROOT / "deploy" / "gpus.py"), "--targets", "2,3", "--drafts", "GPU-4")
     overlay.write_text(

@@ -36,7 +36,7 @@ print(sum(len(chunk.token_ids) for chunk in asyncio.run(ask(sys.argv[1]))))
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the overlay says that CERTIFICATES holds."""
+    """Make the certificates that the overlay expects in CERTIFICATES."""
     folder, authority = tmp_path_factory.mktemp("certificates"), trustme.CA()
     for service, names in (("draft", ["draft-service"]), ("target", ["target-service"]), ("coordinator", [])):
         own = folder / service

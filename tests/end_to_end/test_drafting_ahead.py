@@ -59,7 +59,7 @@ def requests(prompts: list[str]) -> list[GenerationRequest]:
 def expected(
     requests: list[GenerationRequest], targets: list[Nursling], drafts: list[Nursling]
 ) -> list[Stream]:
-    """What comes without drafting ahead."""
+    """Return the texts without drafting ahead."""
 
     async def undisturbed() -> list[Stream]:
         async with joined(targets[:1], drafts[:1], "--draft-ahead", "off") as client:

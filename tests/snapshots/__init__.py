@@ -1,4 +1,4 @@
-"""What commands print, kept as files beside this one. UPDATE_SNAPSHOTS=1 writes them anew; look at the difference."""
+"""Outputs of commands, kept as files beside this one. UPDATE_SNAPSHOTS=1 writes them anew; look at the difference."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Silent(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def http_port() -> Iterator[int]:
-    """Of a server that is no coordinator."""
+    """Serve HTTP without being a coordinator; yield the port."""
     server = HTTPServer(("127.0.0.1", 0), Silent)
     Thread(target=server.serve_forever, daemon=True).start()
     try:

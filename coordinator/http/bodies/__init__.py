@@ -1,1 +1,1 @@
-"""What requests and answers carry: bounded, read in good time, and written in parts."""
+"""Bodies of requests and answers: bounded, read in good time, and written in parts."""

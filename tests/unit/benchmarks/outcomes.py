@@ -1,4 +1,4 @@
-"""What contenders might have answered, made up."""
+"""Invented answers of contenders."""
 
 from __future__ import annotations
 

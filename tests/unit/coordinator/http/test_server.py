@@ -69,7 +69,7 @@ async def test_a_stalled_reader_is_disconnected() -> None:
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_NOTSENT_LOWAT"), reason="the kernel keeps what it likes")
 async def test_little_is_made_for_a_client_that_does_not_read() -> None:
-    """Of small pieces, as of a stream: its completion goes on until all buffers between the two are full."""
+    """A stream of small pieces goes on until all buffers between server and client are full."""
     app = Endless(piece_bytes=2000)
     async with listening(app) as port:
         with socket.socket() as stalled:

@@ -54,7 +54,7 @@ class Stream(SequenceStream[draft_pb2.ProposeResponse]):
 
 @dataclass
 class Tokens:
-    """What a sequence sees of a completion."""
+    """The part of a completion that a sequence uses."""
 
     token_ids: list[int]
 

@@ -1,4 +1,4 @@
-"""What tests of servers share."""
+"""Fixtures that tests of servers share."""
 
 from __future__ import annotations
 

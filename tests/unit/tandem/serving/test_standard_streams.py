@@ -44,7 +44,7 @@ def test_stdout_that_cannot_be_written(command: str, way: str) -> None:
 
 
 def test_a_process_without_stdin_and_stderr_works() -> None:
-    """What it opens must not get their numbers, or libuv aborts."""
+    """Files that the process opens must not get their numbers, or libuv aborts."""
     ended = shell("<&- 2>&-", *COMMANDS["service"], "--start-timeout-seconds", "0.2")
     assert "listening on" in ended.stdout
     assert ended.returncode == 1, "there is no target, and nobody to tell"

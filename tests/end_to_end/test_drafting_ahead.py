@@ -31,7 +31,7 @@ PACE = "60,1"
 FAR_PACE = "90,1"
 """A verification outlasts a round trip of 40 ms and the draft's steps."""
 STREAMS = 8
-TOKENS = 160
+TOKENS = 112
 FAR_TOKENS = 60
 SECONDS = 60.0
 RUNS = pytest.mark.parametrize(
@@ -162,6 +162,7 @@ async def test_the_only_draft_is_stopped_and_goes_on(
                 )
 
 
+@pytest.mark.soak
 @AHEAD
 async def test_the_only_draft_stays_stopped(
     ahead: str,
@@ -203,6 +204,7 @@ async def test_streams_survive_a_kill_of_one_of_two_targets(
             await asyncio.to_thread(revived, targets)
 
 
+@pytest.mark.soak
 async def test_far_from_the_draft_hits_wait_for_no_message(services: Nursery, prompts: list[str]) -> None:
     """20 ms one way between coordinator and draft: a round that asks waits 40 ms more, and most do not ask."""
     target, draft = started(

@@ -154,7 +154,8 @@ async def measured_through(
 
 def _times(decision: SpeculationDecision, rounds: Sequence[float], trip: float) -> StepTimes:
     """Step times from measured rounds, with the draft's step and the acceptance as the coordinator knows them."""
-    messages = 2.0 * min(trip, rounds[0] / 2.0)
+    # On a busy machine a message alone may take longer than a round; then half of the shortest round counts.
+    messages = min(2.0 * trip, min(rounds) / 2.0)
     # The parts of a round take no longer than the round: the step is a mean over all rounds, slow ones included.
     step = min(
         decision.draft_step_seconds,

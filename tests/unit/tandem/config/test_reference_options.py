@@ -109,8 +109,8 @@ def test_refused_options_exist_in_the_references() -> None:
     assert set(REFUSED_METHODS) <= {*MAX_METHODS, *VLLM_METHODS}
 
 
-def test_a_misleading_option_names_the_intended_one() -> None:
-    assert "draft_tensor_parallel_size" in refusal(method="ngram", tensor_parallel_size=2)
+def test_an_option_for_many_devices_names_the_way_to_serve_more() -> None:
+    assert "start more replicas" in refusal(method="ngram", tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize(("name", "default"), [*MAX_OPTIONS.items(), *VLLM_DEFAULTS.items()])

@@ -33,8 +33,8 @@ from tandem.engine.backends.selection import Backends, choose_backends
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Done, Job
 from tandem.engine.core.runner import StepRunner
-from tandem.engine.kv_cache.arena import KvArena
-from tandem.engine.kv_cache.extents import Extent, granules
+from tandem.engine.kv_cache.arena import KvArena, page_tokens_on
+from tandem.engine.kv_cache.page_table import PageTable, pages_for
 from tandem.engine.kv_cache.segment import Segment
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.loading import LoadedModel, load_model
@@ -66,6 +66,7 @@ PAST_TOKENS = 200
 """Number of earlier tokens that each sequence of a short step attends to."""
 PREFIX_TOKENS = 512
 ROOM = 768
+SEQUENCES = 16
 BANDWIDTH_BYTES = 256 << 20
 
 Clock = Callable[[], float]
@@ -137,7 +138,9 @@ class Steps:
 
     def __init__(self, backends: Backends) -> None:
         model = backends.model
-        arena = KvArena(model.layers, 16 * ROOM, model.dtype, model.device)
+        self._page_tokens = page_tokens_on(model.device)
+        self._pages = pages_for(ROOM, self._page_tokens)
+        arena = KvArena(model.layers, SEQUENCES * self._pages, model.dtype, model.device)
         self._runner = StepRunner(backends.steps(arena))
         self._vocabulary_size = model.info.vocabulary_size
 
@@ -153,7 +156,8 @@ class Steps:
         return run
 
     def _sequence(self, index: int, past: int, width: int) -> CachedSequence:
-        sequence = CachedSequence(Extent(index * ROOM, granules(ROOM)), ROOM, self._vocabulary_size)
+        pages = range(index, SEQUENCES * self._pages, SEQUENCES)  # sequences that grow together take turns
+        sequence = CachedSequence(PageTable(self._page_tokens, ROOM, pages), ROOM, self._vocabulary_size)
         sequence.token_ids = [
             (7 * step + index) % (self._vocabulary_size - 3) + 3 for step in range(past + width)
         ]

@@ -26,8 +26,8 @@ from torch import Tensor
 from benchmarks.inputs.editing import source_text
 from tandem.engine.backends.selection import Backends, choose_backends
 from tandem.engine.core.runner import StepRunner
-from tandem.engine.kv_cache.arena import KvArena
-from tandem.engine.kv_cache.extents import Extent, granules
+from tandem.engine.kv_cache.arena import KvArena, page_tokens_on
+from tandem.engine.kv_cache.page_table import PageTable, pages_for
 from tandem.engine.kv_cache.segment import Segment
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.models.loading import load_model
@@ -93,15 +93,17 @@ def ways(folder: Path) -> Iterator[tuple[str, Backends]]:
 def log_probs(backends: Backends, texts: SequenceOf[SequenceOf[int]]) -> list[FloatArray]:
     """The log probability of each token but the first, float64 [tokens - 1] for each text."""
     model = backends.model
-    room = granules(LONGEST)
-    arena = KvArena(model.layers, room, model.dtype, model.device)
+    page_tokens = page_tokens_on(model.device)
+    page_count = pages_for(LONGEST, page_tokens)
+    arena = KvArena(model.layers, page_count, model.dtype, model.device)
+    pages = PageTable(page_tokens, LONGEST, range(page_count))
     runner = StepRunner(backends.steps(arena))
     with torch.inference_mode():
-        return [_of_text(runner, text, room, model.info.vocabulary_size) for text in texts]
+        return [_of_text(runner, text, pages, model.info.vocabulary_size) for text in texts]
 
 
-def _of_text(runner: StepRunner, text: SequenceOf[int], room: int, vocabulary_size: int) -> FloatArray:
-    sequence = Sequence(Extent(0, room), room, vocabulary_size)
+def _of_text(runner: StepRunner, text: SequenceOf[int], pages: PageTable, vocabulary_size: int) -> FloatArray:
+    sequence = Sequence(pages, LONGEST, vocabulary_size)
     sequence.token_ids = list(text)
     logits: list[Tensor] = []
     for width in (len(text) - sum(LAST_STEPS), *LAST_STEPS):

@@ -5,9 +5,9 @@ Replayed beside the same steps uncaptured before it is trusted.
 
 from __future__ import annotations
 
-import logging
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,16 +15,16 @@ from torch import Tensor
 
 from draft_service.proposers.drafting import Drafting, truncated
 from tandem.engine.backends.cuda_graphs.buckets import Bucket
+from tandem.engine.backends.cuda_graphs.capture import CaptureOutcome, capture_each
 from tandem.engine.backends.cuda_graphs.captured_steps import GraphContext, trial_lengths
-from tandem.engine.backends.cuda_graphs.static_step import StaticInputs, StaticStep
-from tandem.engine.backends.trial import DistrustedError, trial_segments, trusted
+from tandem.engine.backends.cuda_graphs.static_inputs import StaticInputs
+from tandem.engine.backends.cuda_graphs.static_step import StaticStep
+from tandem.engine.backends.trial import trial_segments
 from tandem.engine.core.finite import non_finite
 from tandem.engine.core.jobs import Failed, Job
 from tandem.engine.kv_cache.segment import Segment
 from tandem.sampling.noise import proposal_keys, sample
 from tandem.types import Proposal, RowKind, SparseDistribution
-
-logger = logging.getLogger(__name__)
 
 _TEMPERATURE, _TOP_P, _MIN_P, _TOP_K, _FIRST_KEY = range(5)
 """Rows of the parameters."""
@@ -48,19 +48,21 @@ class CapturedProposals:
             token_counts: Tokens of a proposal; others are cut from the next longer one.
             draft_top_k: Maximum number of tokens of a distribution.
         """
-        self._loops: list[_Loop] = []
-        shapes = [(bucket, count) for bucket in buckets for count in token_counts]
-        for bucket, count in sorted(shapes, reverse=True):
-            try:
-                loop = trusted(
-                    lambda bucket=bucket, count=count: _Loop(graphs, bucket, count, draft_top_k),  # type: ignore[misc]
-                    _Loop.error,
-                    graphs.reference.limit,
-                )
-            except DistrustedError as error:
-                _give_up(bucket, str(error))
-                break
-            self._loops.insert(0, loop)
+        shapes = [_Shape(bucket, count) for bucket in buckets for count in token_counts]
+        self.outcomes: list[CaptureOutcome]
+        """Which proposals were captured, and why the others were not."""
+        self._loops, self.outcomes = capture_each(
+            "proposals",
+            shapes,
+            lambda shape: _Loop(graphs, shape.bucket, shape.token_count, draft_top_k),
+            _Loop.error,
+            graphs.reference.limit,
+        )
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Tokens behind a step's for which a sequence's pages must have room, for the longest of the proposals."""
+        return max((loop.tokens_ahead for loop in self._loops), default=0)
 
     def run(
         self, segments: Sequence[Segment], jobs: Sequence[Job[Drafting]]
@@ -70,11 +72,13 @@ class CapturedProposals:
         return None if loop is None else loop.run(segments, jobs)
 
 
-def _give_up(bucket: Bucket, reason: str) -> None:
-    logger.warning(
-        "a proposal could not be captured; it and all smaller ones return to the host at each step",
-        extra={"sequences": bucket.sequences, "keys": bucket.length, "reason": reason},
-    )
+@dataclass(frozen=True, slots=True, order=True)
+class _Shape:
+    bucket: Bucket
+    token_count: int
+
+    def __str__(self) -> str:
+        return f"{self.bucket}, {self.token_count} tokens"
 
 
 class _Loop:
@@ -92,14 +96,20 @@ class _Loop:
         self._vocabulary_size = graphs.model.info.vocabulary_size
         self._token_count = token_count
         self._draft_top_k = min(draft_top_k, graphs.model.info.vocabulary_size)
-        self._spare = graphs.arena.total_tokens
+        self._max_length = graphs.max_length
+        self._spare_page = graphs.arena.spare_page
         self._inputs = StaticInputs(
-            bucket, (_FIRST_KEY + token_count) * bucket.sequences, graphs.model.device
+            bucket, graphs.max_length, (_FIRST_KEY + token_count) * bucket.sequences, graphs.model.device
         )
-        self._first = StaticStep(graphs.model, graphs.arena, bucket)
-        self._next = StaticStep(graphs.model, graphs.arena, Bucket(bucket.sequences, 1, bucket.length))
+        self._first = StaticStep(graphs.model, graphs.arena, bucket, graphs.max_length)
+        self._next = StaticStep(graphs.model, graphs.arena, Bucket(bucket.sequences, 1), graphs.max_length)
         with torch.inference_mode():
             self._replay = graphs.capture(self._work)
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Tokens that are written behind those of the first step."""
+        return self._token_count - 1
 
     @torch.inference_mode()
     def error(self) -> float:
@@ -107,12 +117,12 @@ class _Loop:
 
         Positions count as long as both drew the same tokens before them. The arena must be empty.
         """
-        lengths = trial_lengths(self._bucket, self._arena, self._token_count)
+        lengths = trial_lengths(self._bucket, self._arena, self._max_length, self.tokens_ahead)
         with trial_segments(
-            self._arena, self._vocabulary_size, lengths, self._dtype, self._token_count
+            self._arena, self._vocabulary_size, lengths, self._dtype, self.tokens_ahead
         ) as segments:
             greedy = [0, _integer(1.0), 0, 0, *[0] * self._token_count]
-            self._inputs.fill(segments, _by_row([greedy] * self._bucket.sequences), self._spare)
+            self._inputs.fill(segments, _by_row([greedy] * self._bucket.sequences), self._spare_page)
             ids, logits, _, probs = self._parts(self._replay()[:, : len(segments)].clone())
             plain_ids, plain_logits, plain_columns, plain_probs = self._parts(
                 self._work()[:, : len(segments)]
@@ -144,11 +154,10 @@ class _Loop:
     def holds(self, segments: Sequence[Segment], jobs: Sequence[Job[Drafting]]) -> bool:
         """True if every requested proposal fits."""
         width = max(segment.token_count for segment in segments)
-        ahead = self._token_count - 1
-        length = max(segment.end for segment in segments) + ahead
-        return self._bucket.holds(len(segments), width, length) and all(
+        ahead = self.tokens_ahead
+        return self._bucket.holds(len(segments), width) and all(
             segment.end == segment.sequence.length
-            and segment.end + ahead <= segment.sequence.max_length
+            and segment.end + ahead <= min(segment.sequence.table.capacity, self._max_length)
             and job.row_count == 1
             and self._can_draw(job.payload)
             for segment, job in zip(segments, jobs, strict=True)
@@ -166,7 +175,7 @@ class _Loop:
     def run(self, segments: Sequence[Segment], jobs: Sequence[Job[Drafting]]) -> list[Proposal | Failed]:
         """One proposal for each job; the sequences then hold all of its tokens but the last, as after single steps."""
         draftings = [job.payload for job in jobs]
-        self._inputs.fill(segments, self._parameters(draftings), self._spare)
+        self._inputs.fill(segments, self._parameters(draftings), self._spare_page)
         drawn = self._replay().cpu().numpy()
         proposals = [self._proposal(drafting, drawn[:, i]) for i, drafting in enumerate(draftings)]
         for segment, proposal in zip(segments, proposals, strict=True):
@@ -194,7 +203,7 @@ class _Loop:
         """Output of the capture: int32 [token_count, sequences, 2 + 2 * draft_top_k], as `_draw` makes them."""
         inputs, count = self._inputs, self._bucket.sequences
         parameters = inputs.extra.view(-1, count)
-        logits = self._first.logits(inputs.token_ids, inputs.bases, inputs.starts, inputs.widths)
+        logits = self._first.logits(inputs.token_ids, inputs.page_table, inputs.starts, inputs.widths)
         rows = torch.arange(count, device=logits.device) * self._bucket.width + (inputs.widths - 1).clamp(
             min=0
         )
@@ -204,7 +213,7 @@ class _Loop:
         for step in range(1, self._token_count):
             # A sequence that is padding stays at its first position.
             starts = (ends + step - 1) * widths
-            logits = self._next.logits(token_ids[:, None], inputs.bases, starts, widths)
+            logits = self._next.logits(token_ids[:, None], inputs.page_table, starts, widths)
             token_ids, drawn = self._draw(logits, parameters, step)
             steps.append(drawn)
         return torch.stack(steps)

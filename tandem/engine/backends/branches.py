@@ -2,8 +2,8 @@
 their trunks.
 
 The trunk is what stands in the sequence. A branch leaves it after some of its tokens and goes on with tokens of its
-own, whose keys and values lie behind the trunk in the sequence's extent: nothing is copied, and the trunk is read once
-for all branches. A mask tells each branch what it sees, as in the tree attention of Medusa (Cai et al. 2024,
+own, whose keys and values lie behind the trunk in the sequence's pages: nothing is kept twice, and the trunk is read
+once for all branches. A mask tells each branch what it sees, as in the tree attention of Medusa (Cai et al. 2024,
 arXiv 2401.10774, section 3.1.2).
 """
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.engine.backends.packing import Packing, run_modules
+from tandem.engine.backends.paged.pages import PageReader, PageWriter
 from tandem.engine.kv_cache.arena import KvArena
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.models.attention import grouped_attention
@@ -56,7 +57,7 @@ class SequenceBranches:
 
     @property
     def written(self) -> int:
-        """Tokens of the sequence's extent that are in use before the step."""
+        """Tokens of the sequence's pages that are in use before the step."""
         return self.sequence.length + self.step.depth * len(self.step.trunk_lengths)
 
     def positions(self) -> list[int]:
@@ -118,8 +119,7 @@ def clear_room(arena: KvArena, part: SequenceBranches) -> None:
     sequence, step = part.sequence, part.step
     end = sequence.length + step.room
     if step.depth == 0 and sequence.clean_length < end:
-        start = sequence.extent.start
-        arena.zero(start + max(sequence.clean_length, sequence.length), start + end)
+        arena.zero(sequence.table, max(sequence.clean_length, sequence.length), end)
         sequence.clean_length = end
 
 
@@ -171,6 +171,10 @@ class BranchView:
         self._arena = arena
         self._model = model
         self._masks: dict[tuple[int | None, int], Tensor] = {}
+        table, written = part.sequence.table, part.written
+        self._length = written + part.count
+        self._writer = PageWriter([(table, written, self._length)], model.device)
+        self._reader = PageReader.of_tables([table], 0, self._length, model.device)
 
     def attend(
         self,
@@ -186,18 +190,16 @@ class BranchView:
         """Store the branches' keys and values and attend; see `AttentionStep.attend`."""
         layer_index: int = module.layer_idx  # type: ignore[assignment]
         layer, geometry = self._arena.layers[layer_index], self._model.layers[layer_index]
-        count, heads, written = self.count, query.shape[1], self._part.written
-        start = self._part.sequence.extent.start
-        layer.keys.narrow(2, start + written, count).copy_(key)
-        layer.values.narrow(2, start + written, count).copy_(value)
+        count, heads, length = self.count, query.shape[1], self._length
+        self._writer.write(layer, key, value)
         repeats = heads // geometry.kv_heads
         if sinks is not None:
             sinks = sinks.view(geometry.kv_heads, repeats).repeat_interleave(count, dim=1)
         output = grouped_attention(
             query.reshape(1, geometry.kv_heads, repeats * count, -1),
-            layer.keys.narrow(2, start, written + count),
-            layer.values.narrow(2, start, written + count),
-            mask=self._mask(geometry.window, repeats, written + count),
+            self._reader.read(layer.keys)[:, :, :length],
+            self._reader.read(layer.values)[:, :, :length],
+            mask=self._mask(geometry.window, repeats, length),
             is_causal=False,
             scale=scale,
             softcap=softcap,

@@ -35,11 +35,13 @@ class Backends:
         """The fastest for the model's device."""
         return TORCH_SAMPLER if self.native is None else KernelSampler(self.native.kernels)
 
-    def graph_context(self, arena: KvArena, buckets: SequenceOf[Bucket]) -> GraphContext | None:
+    def graph_context(
+        self, arena: KvArena, buckets: SequenceOf[Bucket], max_length: int
+    ) -> GraphContext | None:
         """The parts needed for capturing; None without it."""
         if self.capture is None or not self.model.is_packed:
             return None
-        return GraphContext(self.model, arena, Reference(self.model), buckets, self.capture)
+        return GraphContext(self.model, arena, Reference(self.model), buckets, self.capture, max_length)
 
     def steps(self, arena: KvArena, graphs: GraphContext | None = None) -> list[StepBackend]:
         """The backends of an arena, which must be empty. The last one accepts every step."""

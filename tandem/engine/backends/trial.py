@@ -19,8 +19,8 @@ from torch import Tensor
 from tandem.engine.backends.eager.backend import eager_backend
 from tandem.engine.backends.interface import StepBackend
 from tandem.engine.backends.wide_arithmetic import computing_in
-from tandem.engine.kv_cache.arena import KvArena
-from tandem.engine.kv_cache.extents import Extent, granules
+from tandem.engine.kv_cache.arena import KvArena, page_tokens_on
+from tandem.engine.kv_cache.page_table import PageTable, pages_for
 from tandem.engine.kv_cache.segment import Segment
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.models.loading import LoadedModel
@@ -36,6 +36,8 @@ often, and measure at most 1.2; float32 has no such places, there the order of t
 
 _SMALLEST_SPREAD = 1e-7
 """Relative to the logits: a model of few operations may happen to be computed exactly."""
+
+_FILLED_PAGES = 64
 
 Lengths = tuple[int, int]
 """Tokens of a trial's sequence whose keys and values are there, and tokens of the step."""
@@ -105,8 +107,9 @@ class Reference:
         self, dtype: torch.dtype, make_backend: Callable[[LoadedModel, KvArena], StepBackend]
     ) -> Tensor:
         model = replace(self._model, dtype=dtype)
-        tokens = sum(granules(past + count) for past, count in self._lengths)
-        arena = KvArena(model.layers, tokens, dtype, model.device)
+        size = page_tokens_on(model.device)
+        pages = sum(pages_for(past + count, size) for past, count in self._lengths)
+        arena = KvArena(model.layers, pages, dtype, model.device)
         with (
             torch.inference_mode(),
             trial_segments(arena, model.info.vocabulary_size, self._lengths, self._model.dtype) as segments,
@@ -144,20 +147,40 @@ def trial_segments(
         stored_dtype: the past's keys and values are numbers of this dtype, whatever the arena's.
         tokens_ahead: for how many more tokens each sequence is to have room.
     """
-    segments, end = [], 0
-    for index, (past, count) in enumerate(lengths):
-        capacity = granules(past + count + tokens_ahead)
-        sequence = Sequence(Extent(end, capacity), capacity, vocabulary_size)
+    needed = [pages_for(past + count + tokens_ahead, arena.page_tokens) for past, count in lengths]
+    page_count = sum(needed)
+    tables = scattered_tables(needed, arena.page_tokens)
+    segments = []
+    for index, ((past, count), table) in enumerate(zip(lengths, tables, strict=True)):
+        sequence = Sequence(table, table.capacity, vocabulary_size)
         sequence.token_ids = [(7 * index + 3 * step) % vocabulary_size for step in range(past + count)]
         sequence.advance(past)
         segments.append(Segment(sequence, count))
-        end += capacity
-    generator = torch.Generator().manual_seed(0)
-    for layer in arena.layers:
-        for storage in (layer.keys, layer.values):
-            part = storage[:, :, :end]
-            part.copy_(torch.randn(part.shape, generator=generator).to(stored_dtype))
+    storages = [storage[:page_count] for layer in arena.layers for storage in (layer.keys, layer.values)]
+    generator = torch.Generator(storages[0].device).manual_seed(0)
+    for storage in storages:
+        _fill(storage, stored_dtype, generator)
     try:
         yield segments
     finally:
-        arena.zero(0, end)
+        for storage in storages:
+            storage.zero_()
+
+
+def scattered_tables(counts: SequenceOf[int], page_tokens: int) -> list[PageTable]:
+    """Tables of so many pages each, from 0 up in all. They take turns, and the last pages come first: whoever reads
+    pages in the order of the arena reads those of others."""
+    tables = [PageTable(page_tokens, count * page_tokens) for count in counts]
+    free = list(range(sum(counts)))
+    while free:
+        for table in tables:
+            if len(table) < table.max_pages:
+                table.extend([free.pop()])
+    return tables
+
+
+def _fill(storage: Tensor, stored_dtype: torch.dtype, generator: torch.Generator) -> None:
+    """Sets random numbers, a few pages at a time: a long sequence takes gigabytes."""
+    for pages in torch.split(storage, _FILLED_PAGES):
+        numbers = torch.randn(pages.shape, generator=generator, device=storage.device)
+        pages.copy_(numbers.to(stored_dtype))

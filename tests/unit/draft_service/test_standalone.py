@@ -11,7 +11,7 @@ import torch
 from draft_service.proposers.draft_head import propose_head
 from draft_service.proposers.drafting import Drafting
 from tandem.engine.core.jobs import Continue, Done, Failed, Job
-from tandem.engine.kv_cache.extents import Extent
+from tandem.engine.kv_cache.page_table import PageTable
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.sampling.noise import sample, target_keys
 from tandem.sampling.warping import warp
@@ -43,7 +43,7 @@ def job(
     with_token_logits: bool = False,
 ) -> Job[Drafting]:
     options = DraftOptions("r", sampling, row_kind=kind, with_token_logits=with_token_logits)
-    sequence = CachedSequence(Extent(0, 64), 64, VOCABULARY_SIZE)
+    sequence = CachedSequence(PageTable(64, 64), 64, VOCABULARY_SIZE)
     return Job(sequence, Delta(0, []), 1, Drafting(base_length, count, options, draft_top_k, support_mass))
 
 

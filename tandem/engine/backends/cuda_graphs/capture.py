@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+
+from tandem.engine.backends.trial import DistrustedError, trusted
+
+logger = logging.getLogger(__name__)
 
 Work: TypeAlias = Callable[[], Tensor]
 """Reads and writes tensors at fixed addresses, and returns one that each run fills again."""
@@ -16,6 +22,65 @@ Capture: TypeAlias = Callable[[Work], Work]
 
 _WARM_UP_RUNS = 2
 """Libraries choose algorithms and allocate workspaces on the first runs, which a graph must not hold."""
+
+
+class _Shape(Protocol):
+    def __lt__(self, other: Any, /) -> bool: ...
+
+
+ShapeT = TypeVar("ShapeT", bound=_Shape)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureOutcome:
+    """What became of capturing work of one shape."""
+
+    shape: str
+    """As people read it."""
+    reason: str | None = None
+    """Why it was not captured; None if it was."""
+
+
+def capture_each(
+    what: str,
+    shapes: Iterable[ShapeT],
+    make: Callable[[ShapeT], T],
+    error_of: Callable[[T], float],
+    limit: float,
+) -> tuple[list[T], list[CaptureOutcome]]:
+    """Captures work of each shape on its own, the largest first: the smaller ones then fit into the memory it took.
+
+    A shape that cannot be captured, or gives wrong results, leaves the others as they are.
+
+    Args:
+        what: the name of the work, for the log.
+        shapes: any number; `str` names them.
+        make: captures one.
+        error_of: runs the trial: the error, in spreads.
+        limit: the largest error that is trusted.
+
+    Returns:
+        What was captured, smallest first, and an outcome for each shape in the same order.
+    """
+    made: list[T] = []
+    outcomes: list[CaptureOutcome] = []
+    for shape in sorted(shapes, reverse=True):
+        reason = None
+        try:
+            made.insert(0, trusted(lambda shape=shape: make(shape), error_of, limit))  # type: ignore[misc]
+        except DistrustedError as error:
+            reason = str(error)
+            logger.warning("%s could not be captured", what, extra={"shape": str(shape), "reason": reason})
+        outcomes.insert(0, CaptureOutcome(str(shape), reason))
+    _log(what, outcomes)
+    return made, outcomes
+
+
+def _log(what: str, outcomes: list[CaptureOutcome]) -> None:
+    captured = [outcome.shape for outcome in outcomes if outcome.reason is None]
+    missing = {outcome.shape: outcome.reason for outcome in outcomes if outcome.reason is not None}
+    logger.info("graphs of %s", what, extra={"captured": captured, "not_captured": missing})
 
 
 def without_capture(work: Work) -> Work:
@@ -29,19 +94,24 @@ def graph_capture(device: torch.device, *, enforce_eager: bool) -> Capture | Non
 
 
 def cuda_graph_capture(device: torch.device) -> Capture:
-    """Captures CUDA graphs that share one memory pool: only one of them is replayed at a time."""
-    pool = torch.cuda.graph_pool_handle()
+    """Captures CUDA graphs that share one memory pool: only one of them is replayed at a time.
+
+    Streams, pools and graphs belong to the device that is current when they are made, so it is made current here.
+    """
+    with torch.cuda.device(device):
+        pool = torch.cuda.graph_pool_handle()
 
     def capture(work: Work) -> Work:
-        current, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        aside.wait_stream(current)
-        with torch.cuda.stream(aside):
-            for _ in range(_WARM_UP_RUNS):
-                work()
-        current.wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            output = work()
+        with torch.cuda.device(device):
+            current, aside = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            aside.wait_stream(current)
+            with torch.cuda.stream(aside):
+                for _ in range(_WARM_UP_RUNS):
+                    work()
+            current.wait_stream(aside)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                output = work()
 
         def replay() -> Tensor:
             graph.replay()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -10,19 +9,18 @@ import torch
 from torch import Tensor
 
 from tandem.engine.backends.cuda_graphs.buckets import Bucket
-from tandem.engine.backends.cuda_graphs.capture import Capture
-from tandem.engine.backends.cuda_graphs.static_step import StaticInputs, StaticStep
+from tandem.engine.backends.cuda_graphs.capture import Capture, CaptureOutcome, capture_each
+from tandem.engine.backends.cuda_graphs.static_inputs import StaticInputs
+from tandem.engine.backends.cuda_graphs.static_step import StaticStep
 from tandem.engine.backends.eager.backend import eager_backend
-from tandem.engine.backends.trial import DistrustedError, Lengths, Reference, trial_segments, trusted
+from tandem.engine.backends.trial import Lengths, Reference, trial_segments
 from tandem.engine.kv_cache.arena import KvArena
-from tandem.engine.kv_cache.extents import granules
+from tandem.engine.kv_cache.page_table import pages_for
 from tandem.engine.kv_cache.segment import Segment
 from tandem.engine.models.loading import LoadedModel
 
-logger = logging.getLogger(__name__)
-
 _PAST_TOKENS = 24
-"""Keys of all sequences in a trial except the first, which gets as many as the bucket and the arena hold."""
+"""Keys of all sequences in a trial except the first, which gets as many as the model and the arena hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +33,8 @@ class GraphContext:
     buckets: SequenceOf[Bucket]
     """The shapes of the engine's steps."""
     capture: Capture
+    max_length: int
+    """Longest sequence, in tokens."""
 
 
 class CapturedStep:
@@ -42,9 +42,11 @@ class CapturedStep:
 
     def __init__(self, context: GraphContext, bucket: Bucket) -> None:
         self.bucket = bucket
-        self._spare = context.arena.total_tokens
-        self._inputs = StaticInputs(bucket, extra=bucket.token_count, device=context.model.device)
-        self._step = StaticStep(context.model, context.arena, bucket)
+        self._spare_page = context.arena.spare_page
+        self._inputs = StaticInputs(
+            bucket, context.max_length, extra=bucket.token_count, device=context.model.device
+        )
+        self._step = StaticStep(context.model, context.arena, bucket, context.max_length)
         self._replay = context.capture(self._work)
 
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
@@ -57,12 +59,12 @@ class CapturedStep:
         Returns:
             [len(rows), vocabulary_size]; valid until the next step.
         """
-        self._inputs.fill(segments, _padded(rows, segments, self.bucket.width), self._spare)
+        self._inputs.fill(segments, _padded(rows, segments, self.bucket.width), self._spare_page)
         return self._replay()[: len(rows)]
 
     def _work(self) -> Tensor:
         inputs = self._inputs
-        logits = self._step.logits(inputs.token_ids, inputs.bases, inputs.starts, inputs.widths)
+        logits = self._step.logits(inputs.token_ids, inputs.page_table, inputs.starts, inputs.widths)
         return logits.index_select(0, inputs.extra)
 
 
@@ -79,20 +81,16 @@ class CapturedSteps:
 
     def __init__(self, context: GraphContext) -> None:
         """Captures; the arena must be empty."""
-        self._steps: list[CapturedStep] = []
+        self.outcomes: list[CaptureOutcome]
+        """Which buckets were captured, and why the others were not."""
         with torch.inference_mode():
-            # The largest first: the smaller ones then fit into the memory that it took.
-            for bucket in sorted(context.buckets, reverse=True):
-                try:
-                    step = trusted(
-                        lambda bucket=bucket: CapturedStep(context, bucket),  # type: ignore[misc]
-                        lambda step: _error_of(step, context),
-                        context.reference.limit,
-                    )
-                except DistrustedError as error:
-                    _give_up(bucket, str(error))
-                    break
-                self._steps.insert(0, step)
+            self._steps, self.outcomes = capture_each(
+                "steps",
+                context.buckets,
+                lambda bucket: CapturedStep(context, bucket),
+                lambda step: _error_of(step, context),
+                context.reference.limit,
+            )
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -120,25 +118,17 @@ class CapturedSteps:
     def _fitting(self, segments: SequenceOf[Segment]) -> CapturedStep | None:
         """The smallest step that holds the segments."""
         width = max(segment.token_count for segment in segments)
-        length = max(segment.end for segment in segments)
-        return next((step for step in self._steps if step.bucket.holds(len(segments), width, length)), None)
+        return next((step for step in self._steps if step.bucket.holds(len(segments), width)), None)
 
 
-def _give_up(bucket: Bucket, reason: str) -> None:
-    logger.warning(
-        "a step could not be captured; it and all smaller ones run eagerly",
-        extra={"sequences": bucket.sequences, "width": bucket.width, "keys": bucket.length, "reason": reason},
-    )
-
-
-def trial_lengths(bucket: Bucket, arena: KvArena, tokens_ahead: int = 0) -> list[Lengths]:
+def trial_lengths(bucket: Bucket, arena: KvArena, max_length: int, tokens_ahead: int = 0) -> list[Lengths]:
     """As many sequences of a bucket's width as it and the arena hold, one of them as long as both allow."""
-    width = bucket.width
-    longest = bucket.length - width - tokens_ahead
+    size, width = arena.page_tokens, bucket.width
+    longest = max(max_length - width - tokens_ahead, 0)
     short = min(_PAST_TOKENS, longest)
-    capacity = granules(short + width + tokens_ahead)
-    count = min(bucket.sequences, arena.total_tokens // capacity)
-    room = arena.total_tokens - (count - 1) * capacity
+    pages = pages_for(short + width + tokens_ahead, size)
+    count = min(bucket.sequences, arena.page_count // pages)
+    room = (arena.page_count - (count - 1) * pages) * size
     long = max(short, min(longest, room - width - tokens_ahead))
     return [(long, width), *[(short, width)] * (count - 1)]
 
@@ -146,7 +136,7 @@ def trial_lengths(bucket: Bucket, arena: KvArena, tokens_ahead: int = 0) -> list
 def _error_of(step: CapturedStep, context: GraphContext) -> float:
     """The error of a captured step against the eager one, in spreads."""
     model, arena = context.model, context.arena
-    lengths = trial_lengths(step.bucket, arena)
+    lengths = trial_lengths(step.bucket, arena, context.max_length)
     with trial_segments(arena, model.info.vocabulary_size, lengths, model.dtype) as segments:
         rows = range(sum(segment.token_count for segment in segments))
         eager = eager_backend(model, arena).run(segments, rows)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from tandem.engine.backends.paged.pages import PageReader, PageWriter
 from tandem.engine.kv_cache.arena import KvArena, LayerCache
 from tandem.engine.kv_cache.segment import Segment
 from tandem.engine.models.loading import LoadedModel
@@ -55,8 +56,10 @@ class SerialBackend:
 
     def _run(self, segment: Segment, rows: list[int]) -> Tensor:
         """Logits of one sequence's tokens at `rows`."""
+        writer = PageWriter.of_segments([segment], self._device)
+        reader = PageReader.of_tables([segment.sequence.table], 0, segment.end, self._device)
         for layer in self._layers:
-            layer.point_to(segment)
+            layer.point_to(segment, writer, reader)
         positions = torch.arange(segment.start, segment.end, device=self._device)[None]
         token_ids = torch.tensor([segment.token_ids()], device=self._device)
         arguments = forward_arguments(self._module, input_ids=token_ids, position_ids=positions)
@@ -66,34 +69,35 @@ class SerialBackend:
 
 
 class _ArenaLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its base's hook for subclasses is untyped
-    """One layer of one sequence's extent, as transformers sees a cache."""
+    """One layer of one sequence, as transformers sees a cache."""
 
     def __init__(self, storage: LayerCache) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._storage = storage
-        self._start = 0
-        self._offset = 0
+        self._segment: Segment | None = None
+        self._writer: PageWriter | None = None
+        self._reader: PageReader | None = None
 
-    def point_to(self, segment: Segment) -> None:
+    def point_to(self, segment: Segment, writer: PageWriter, reader: PageReader) -> None:
         """Makes the layer the segment's sequence, as long as its KV is computed."""
-        self._start = segment.sequence.extent.start
-        self._offset = segment.start
+        self._segment, self._writer, self._reader = segment, writer, reader
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores [1, kv_heads, tokens, dim] and returns all keys and values of the sequence, without a copy."""
-        first = self._start + self._offset
-        end = first + key_states.shape[-2]
-        keys, values = self._storage.keys, self._storage.values
-        keys[:, :, first:end] = key_states
-        values[:, :, first:end] = value_states
-        return keys[:, :, self._start : end], values[:, :, self._start : end]
+        """Stores [1, kv_heads, tokens, dim] and returns a copy of all keys and values of the sequence."""
+        assert self._segment is not None
+        assert self._writer is not None
+        assert self._reader is not None
+        self._writer.write(self._storage, key_states, value_states)
+        end = self._segment.end
+        keys, values = self._reader.read(self._storage.keys), self._reader.read(self._storage.values)
+        return keys[:, :, :end], values[:, :, :end]
 
     def get_seq_length(self) -> int:
         """Tokens before this step."""
-        return self._offset
+        return 0 if self._segment is None else self._segment.start
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys in all, and the position of the first."""
-        return self._offset + query_length, 0
+        return self.get_seq_length() + query_length, 0

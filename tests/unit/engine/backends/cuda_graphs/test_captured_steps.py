@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +16,14 @@ from torch import Tensor
 from tandem.engine.backends.cuda_graphs.buckets import Bucket, make_buckets, smallest
 from tandem.engine.backends.cuda_graphs.capture import Work, without_capture
 from tandem.engine.backends.cuda_graphs.captured_steps import CapturedSteps, GraphContext
+from tandem.engine.backends.eager.backend import eager_backend
+from tandem.engine.backends.paged import attention
 from tandem.engine.backends.selection import Backends
 from tandem.engine.backends.trial import Reference
 from tandem.engine.core.engine import Engine
-from tandem.engine.kv_cache.arena import KvArena
+from tandem.engine.kv_cache.segment import Segment
 from tandem.engine.settings import EngineSettings
+from tests.unit.engine.backends.by_hand import ByHand, naive_varlen_for, some_tokens
 from tests.unit.engine.conftest import TinyModel
 from tests.unit.engine.greedy import GreedyHead, greedy_together, plain_greedy
 
@@ -104,28 +109,107 @@ async def test_uncapturable_steps_run_eagerly(llama: TinyModel, caplog: pytest.L
     assert "could not be captured" in caplog.text
 
 
-def test_all_buckets_of_a_model_pass_the_comparison(llama: TinyModel) -> None:
-    model = llama.loaded
-    arena = KvArena(model.layers, 256, model.dtype, model.device)
-    buckets = make_buckets(4, 64, WIDTHS)
-    context = GraphContext(model, arena, Reference(model), buckets, without_capture)
-    assert len(CapturedSteps(context)) == len(buckets)
-    assert all(not storage.any() for layer in arena.layers for storage in (layer.keys[:, :, :256],))
+def context_of(
+    by_hand: ByHand, capture: Any = without_capture, widths: tuple[int, ...] = WIDTHS
+) -> GraphContext:
+    model = by_hand.model
+    return GraphContext(model, by_hand.arena, Reference(model), make_buckets(4, widths), capture, 192)
 
 
-def test_buckets_grow_fourfold_up_to_the_limits() -> None:
-    buckets = make_buckets(max_sequences=6, max_length=3000, widths=(2, 1))
-    assert sorted({bucket.sequences for bucket in buckets}) == [1, 4, 6]
-    assert sorted({bucket.length for bucket in buckets}) == [512, 2048, 3000]
-    assert list(buckets) == sorted(buckets)
+def test_all_buckets_of_a_model_pass_the_comparison(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    by_hand = ByHand(tmp_path, "llama")
+    with caplog.at_level(logging.INFO):
+        steps = CapturedSteps(context_of(by_hand))
+    assert len(steps) == len(steps.outcomes) == 4
+    assert all(outcome.reason is None for outcome in steps.outcomes)
+    (record,) = [vars(record) for record in caplog.records if record.getMessage() == "graphs of steps"]
+    assert record["captured"] == ["1 x 1", "1 x 4", "4 x 1", "4 x 4"]
+    assert all(not layer.keys[: by_hand.arena.page_count].any() for layer in by_hand.arena.layers)
+
+
+class _Choosy:
+    """Captures every work but those of some turns."""
+
+    def __init__(self, *refused: int) -> None:
+        self.turn = 0
+        self.refused = refused
+
+    def __call__(self, work: Work) -> Work:
+        self.turn += 1
+        if self.turn in self.refused:
+            raise RuntimeError("out of memory")
+        return work
+
+
+def test_a_size_that_cannot_be_captured_leaves_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    by_hand = ByHand(tmp_path, "llama")
+    with caplog.at_level(logging.INFO):
+        steps = CapturedSteps(context_of(by_hand, _Choosy(1, 3)))
+    reasons = {outcome.shape: outcome.reason for outcome in steps.outcomes}
+    failure = "RuntimeError: out of memory"
+    assert reasons == {"1 x 1": None, "1 x 4": failure, "4 x 1": None, "4 x 4": failure}
+    (record,) = [vars(record) for record in caplog.records if record.getMessage() == "graphs of steps"]
+    assert record["not_captured"] == {"1 x 4": failure, "4 x 4": failure}
+
+
+STEPS = [
+    [some_tokens(4), some_tokens(3, 1), some_tokens(1, 2)],
+    [[], some_tokens(1, 1), []],
+    [some_tokens(1, 4), some_tokens(4, 5), some_tokens(2, 6)],
+    [some_tokens(1, 7), some_tokens(1, 8), some_tokens(1, 9)],
+]
+"""Each pads the bucket: by a fourth sequence, by short ones, or by both."""
+
+
+@pytest.mark.parametrize("with_varlen", [False, True])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "gpt2"])
+def test_nothing_that_padding_writes_or_reads_reaches_a_sequence(
+    family: str, with_varlen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN in all pages, the spare one too: it stays there, and a real row is what it would be alone."""
+    calls: list[dict[str, Any]] = []
+    if with_varlen:
+        monkeypatch.setattr(attention, "varlen_for", naive_varlen_for(calls))
+    by_hand = ByHand(tmp_path, family)
+    steps = CapturedSteps(context_of(by_hand))
+    by_hand.poison()
+    # The first sequence has a past that crosses pages.
+    by_hand.step(eager_backend(by_hand.model, by_hand.arena), [some_tokens(100)])
+    calls.clear()
+    by_hand.check(steps, STEPS)
+    has_varlen = with_varlen and family not in ("gemma2", "gpt_oss", "deepseek_v3")
+    assert len(calls) == (len(by_hand.model.layers) * len(STEPS) if has_varlen else 0)
+
+
+def test_padding_computes_numbers(tmp_path: Path) -> None:
+    """NaN of one padded row must not be the input of another: some layers mix the rows of a batch."""
+    by_hand = ByHand(tmp_path, "llama")
+    step = CapturedSteps(context_of(by_hand, widths=(4,)))._steps[-1]
+    by_hand.poison()
+    sequence = by_hand.sequences[0]
+    sequence.token_ids = [5, 6]
+    inputs = step._inputs
+    with torch.inference_mode():
+        inputs.fill([Segment(sequence, 2)], [], by_hand.arena.spare_page)
+        logits = step._step.logits(inputs.token_ids, inputs.page_table, inputs.starts, inputs.widths)
+    assert logits.isfinite().all()
+
+
+def test_numbers_of_sequences_grow_fourfold_up_to_the_limit() -> None:
+    buckets = make_buckets(max_sequences=6, widths=(2, 1))
+    assert [(bucket.sequences, bucket.width) for bucket in buckets] == [
+        (1, 1), (1, 2), (4, 1), (4, 2), (6, 1), (6, 2),
+    ]  # fmt: skip
 
 
 def test_the_smallest_bucket_that_holds_the_work_is_taken() -> None:
-    buckets = make_buckets(max_sequences=16, max_length=4096, widths=(1, 5))
-    assert smallest(buckets, 1, 1, 512) == Bucket(1, 1, 512)
-    assert smallest(buckets, 2, 3, 513) == Bucket(4, 5, 2048)
-    assert smallest(buckets, 17, 1, 1) is None
-    assert smallest(buckets, 1, 6, 1) is None
+    buckets = make_buckets(max_sequences=16, widths=(1, 5))
+    assert smallest(buckets, 1, 1) == Bucket(1, 1)
+    assert smallest(buckets, 2, 3) == Bucket(4, 5)
+    assert smallest(buckets, 17, 1) is None
+    assert smallest(buckets, 1, 6) is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: only the capture itself is not shown")

@@ -1,71 +1,103 @@
-"""Sequences share an attention call where that is safe and pays."""
+"""Sequences in scattered pages attend to what is theirs, and share an attention call where that pays."""
 
 from __future__ import annotations
 
-import asyncio
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tandem.engine.backends.eager import layout as layouts
+from tandem.engine.backends.eager.backend import eager_backend
 from tandem.engine.backends.eager.layout import StepLayout
+from tandem.engine.backends.paged import attention
+from tandem.engine.backends.trial import scattered_tables
 from tandem.engine.kv_cache.arena import KvArena, LayerGeometry
-from tandem.engine.kv_cache.extents import Extent
+from tandem.engine.kv_cache.page_table import pages_for
 from tandem.engine.kv_cache.segment import Segment
 from tandem.engine.kv_cache.sequence import Sequence
-from tandem.types import Delta
-from tests.unit.engine.conftest import TinyModel
-from tests.unit.engine.greedy import RowsHead, plain_logits, rows, running
+from tests.unit.engine.backends.by_hand import ByHand, naive_varlen_for, some_tokens
 
 _GEOMETRY = [LayerGeometry(kv_heads=1, key_dim=4, value_dim=4)]
+_CPU = torch.device("cpu")
+
+STEPS = [
+    [some_tokens(130), some_tokens(3, 1), some_tokens(40, 2), some_tokens(40, 3)],
+    [some_tokens(1), some_tokens(5, 1), some_tokens(1, 2), some_tokens(33, 3)],
+    [some_tokens(5, 4), some_tokens(5, 5), some_tokens(5, 6), []],
+    [some_tokens(1, 7), some_tokens(1, 8), some_tokens(1, 9), some_tokens(1, 10)],
+    [[], some_tokens(1, 8), [], []],
+]
+"""Tokens of four sequences: whole prompts, then every mix of prompt parts, proposals and single tokens."""
 
 
-def _segment(start: int, capacity: int, computed: int, token_count: int) -> Segment:
-    sequence = Sequence(Extent(start, capacity), capacity, vocabulary_size=10)
-    sequence.apply(Delta(0, [1] * (computed + token_count)))
-    sequence.advance(computed)
-    return Segment(sequence, token_count)
+def _segments(*computed_and_counts: tuple[int, int]) -> tuple[list[Segment], KvArena]:
+    arena = KvArena(_GEOMETRY, 64, torch.float32, _CPU)
+    size = arena.page_tokens
+    tables = scattered_tables(
+        [pages_for(computed + count, size) for computed, count in computed_and_counts], size
+    )
+    segments = []
+    for table, (computed, count) in zip(tables, computed_and_counts, strict=True):
+        sequence = Sequence(table, table.capacity, vocabulary_size=10)
+        sequence.token_ids = [1] * (computed + count)
+        sequence.advance(computed)
+        segments.append(Segment(sequence, count))
+    return segments, arena
 
 
 @pytest.mark.parametrize(
-    ("segments", "group_count"),
+    ("sizes", "group_count"),
     [
-        ([_segment(64 * index, 64, 10 + index, 1) for index in range(16)], 1),
-        ([_segment(128 * index, 64, 10, 5) for index in range(8)], 1),  # others lie between them
-        ([_segment(0, 64, 10, 1), _segment(64, 64, 10, 1), _segment(256, 64, 10, 1)], 2),  # unequal distances
-        ([_segment(0, 64, 10, 1), _segment(64, 64, 10, 5)], 2),  # unequal widths
-        (
-            [_segment(0, 64, 0, 40), _segment(64, 64, 0, 40)],
-            2,
-        ),  # wide blocks keep the kernel busy by themselves
-        (
-            [_segment(0, 1024, 1, 1), _segment(1024, 1024, 900, 1)],
-            2,
-        ),  # the padding would cost more than a call
-        (
-            [_segment(0, 128, 99, 1), _segment(128, 64, 49, 1)],
-            2,
-        ),  # the shorter extent ends before the longer text
+        ([(10 + index, 1) for index in range(16)], 1),
+        ([(10, 5)] * 8, 1),
+        ([(10, 1), (10, 5)], 2),  # unequal widths
+        ([(0, 40), (0, 40)], 2),  # wide blocks keep the kernel busy by themselves
+        ([(1, 1), (900, 1)], 2),  # the padding would cost more than a call
+        ([(900, 1), (1, 1), (890, 1), (3, 1)], 2),  # similar lengths find each other
     ],
 )
-def test_sequences_of_similar_layout_share_a_call(segments: list[Segment], group_count: int) -> None:
-    arena = KvArena(_GEOMETRY, 2048, torch.float32, torch.device("cpu"))
-    layout = StepLayout(segments, arena, _GEOMETRY, torch.float32, torch.device("cpu"))
+def test_sequences_of_similar_size_share_a_call(sizes: list[tuple[int, int]], group_count: int) -> None:
+    segments, arena = _segments(*sizes)
+    layout = StepLayout(segments, arena, _GEOMETRY, torch.float32, _CPU)
     assert len(layout._groups) == group_count
     assert layout.token_count == sum(segment.token_count for segment in segments)
     assert len(layout.token_ids()) == len(layout.positions()) == layout.token_count
 
 
-async def test_a_long_text_beside_a_short_extent_at_the_end_of_the_arena(llama: TinyModel) -> None:
-    bytes_per_token = 4 * sum(layer.values_per_token for layer in llama.loaded.layers)
-    text = [3 + step % 90 for step in range(100)]
-    async with running(
-        llama.loaded, RowsHead(), max_length=128, kv_cache_bytes=192 * bytes_per_token
-    ) as engine:
-        long, short = await engine.open(128), await engine.open(64)
-        await rows(engine, long, Delta(0, text), 1)
-        await rows(engine, short, Delta(0, text[:50]), 1)
-        both = await asyncio.gather(
-            rows(engine, long, Delta(100, [7]), 1), rows(engine, short, Delta(50, [7]), 1)
-        )
-    for result, seen in zip(both, ([*text, 7], [*text[:50], 7]), strict=True):
-        assert torch.allclose(result, plain_logits(llama.reference, seen)[-1:], atol=1e-3)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "gpt2", "bloom"])
+def test_mixed_steps_agree_with_transformers(family: str, tmp_path: Path) -> None:
+    """Whatever others left in the arena is NaN."""
+    by_hand = ByHand(tmp_path, family)
+    by_hand.poison()
+    by_hand.check(eager_backend(by_hand.model, by_hand.arena), STEPS)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_one_call_a_layer_serves_any_mix(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, with torch's function as it is documented; a model with capped scores does without."""
+    calls: list[dict[str, Any]] = []
+    for module in (attention, layouts):
+        monkeypatch.setattr(module, "varlen_for", naive_varlen_for(calls))
+    by_hand = ByHand(tmp_path, family)
+    by_hand.poison()
+    by_hand.check(eager_backend(by_hand.model, by_hand.arena), STEPS)
+    layers = len(by_hand.model.layers)
+    assert len(calls) == (0 if family == "gemma2" else layers * len(STEPS))
+
+
+def test_a_shared_page_serves_both_sequences(tmp_path: Path) -> None:
+    """As after prefix sharing: the second sequence reads the first one's page and writes to its own."""
+    by_hand = ByHand(tmp_path, "llama")
+    by_hand.poison()
+    backend = eager_backend(by_hand.model, by_hand.arena)
+    first, _, second = by_hand.sequences[:3]
+    prefix = some_tokens(by_hand.arena.page_tokens)
+    by_hand.step(backend, [[*prefix, 5, 6]])
+    second.table.replace(0, first.table[0])
+    second.token_ids = list(prefix)
+    second.advance(len(prefix))
+    by_hand.check(backend, [[[7, 8], [], [9, 10, 11]], [[1], [2], [3]]])

@@ -1,0 +1,108 @@
+"""Writing a step's keys and values to pages of the arena, and reading those of sequences from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.engine.kv_cache.arena import LayerCache
+from tandem.engine.kv_cache.page_table import PageTable, pages_for
+from tandem.engine.kv_cache.segment import Segment
+
+Span = tuple[PageTable, int, int]
+"""The positions of a sequence from the first number up to the second."""
+
+_MIN_RUN_TOKENS = 16
+"""Shorter runs are written by one scattered copy, longer ones page by page: a copy of its own then costs less."""
+
+
+class PageWriter:
+    """Where the tokens of a step belong, for every layer."""
+
+    def __init__(self, spans: SequenceOf[Span], device: torch.device) -> None:
+        page_tokens = spans[0][0].page_tokens
+        self._runs = _long_runs(spans) if device.type == "cpu" else []
+        if not self._runs:
+            slots = torch.from_numpy(np.concatenate([table.slots(start, end) for table, start, end in spans]))
+            # One copy to the device for both.
+            places = torch.stack((slots // page_tokens, slots % page_tokens)).to(device)
+            self._pages, self._offsets = places[0], places[1]
+
+    @classmethod
+    def of_segments(cls, segments: Iterable[Segment], device: torch.device) -> PageWriter:
+        """The writer of the tokens that the segments run."""
+        return cls([(part.sequence.table, part.start, part.end) for part in segments], device)
+
+    def write(self, layer: LayerCache, key: Tensor, value: Tensor) -> None:
+        """Stores keys and values, [1, kv_heads, tokens, dim] with the tokens of the spans in order."""
+        for storage, states in ((layer.keys, key), (layer.values, value)):
+            by_token = states[0].transpose(0, 1)
+            if not self._runs:
+                storage[self._pages, self._offsets] = by_token
+                continue
+            first = 0
+            for page, start, end in self._runs:
+                storage[page, start:end] = by_token[first : first + end - start]
+                first += end - start
+
+
+class PageReader:
+    """Reads the pages of sequences in order, the same ones in every layer."""
+
+    def __init__(self, pages: Tensor) -> None:
+        """Args:
+        pages: [sequences, pages], integers on the arena's device.
+        """
+        self._pages = pages
+        self._rows: dict[int, Tensor] = {}
+
+    @classmethod
+    def of_tables(
+        cls, tables: SequenceOf[PageTable], start: int, end: int, device: torch.device
+    ) -> PageReader:
+        """The reader of all pages that hold positions from `start` up to `end`.
+
+        A sequence that ends earlier is read on in its last page, whose numbers are its own or hidden anyway.
+        """
+        size = tables[0].page_tokens
+        first, count = start // size, pages_for(end, size)
+        lists = [table.pages[first:count] or table.pages[-1:] for table in tables]
+        padded = [pages + pages[-1:] * (count - first - len(pages)) for pages in lists]
+        return cls(torch.tensor(padded, device=device))
+
+    def read(self, storage: Tensor) -> Tensor:
+        """A copy of keys or values, [sequences, kv_heads, pages * page_tokens, dim]."""
+        _, page_tokens, heads, dim = storage.shape
+        sequences, count = self._pages.shape
+        by_head = storage.transpose(1, 2)
+        if not by_head.is_contiguous():
+            found = storage.index_select(0, self._pages.flatten())
+            return found.view(sequences, count * page_tokens, heads, dim).transpose(1, 2)
+        # One head's numbers in one page are one row, so that a single copy puts them in order.
+        rows = by_head.view(-1, page_tokens * dim).index_select(0, self._rows_of(heads))
+        return rows.view(sequences, heads, count * page_tokens, dim)
+
+    def _rows_of(self, heads: int) -> Tensor:
+        found = self._rows.get(heads)
+        if found is None:
+            numbers = torch.arange(heads, device=self._pages.device)
+            rows = self._pages[:, None] * heads + numbers[None, :, None]
+            found = self._rows[heads] = rows.flatten()
+        return found
+
+
+def _long_runs(spans: SequenceOf[Span]) -> list[tuple[int, int, int]]:
+    """Page, first and last offset of each run of tokens in one page; none where the runs are short."""
+    if sum(end - start for _, start, end in spans) < _MIN_RUN_TOKENS * len(spans):
+        return []
+    runs = []
+    for table, start, end in spans:
+        size = table.page_tokens
+        for index in range(start // size, pages_for(end, size)):
+            first = index * size
+            runs.append((table[index], max(start - first, 0), min(end - first, size)))
+    return runs

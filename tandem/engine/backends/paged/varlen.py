@@ -1,0 +1,105 @@
+"""torch's `varlen_attn`, tried beside plain torch before it is used."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from tandem.engine.backends.paged.plain import plain_attention
+from tandem.engine.backends.paged.queries import PagedQueries
+
+logger = logging.getLogger(__name__)
+
+_WIDEST_HEAD = 256
+_DTYPES = (torch.float16, torch.bfloat16)
+_TRIAL_ERROR = 0.05
+"""Largest difference in a trial whose numbers are of size 1: some ten times what bfloat16 rounds."""
+
+Varlen = Callable[..., Tensor]
+"""`varlen_attn`, called with a block table."""
+
+
+def varlen_for(keys: Tensor, values: Tensor) -> Varlen | None:
+    """`varlen_attn`, if it serves this layer's pages and gave right results here."""
+    dim = keys.shape[-1]
+    if not keys.is_cuda or keys.dtype not in _DTYPES or dim > _WIDEST_HEAD or values.shape[-1] != dim:
+        return None
+    return _tried_varlen(keys.device, keys.dtype, keys.shape[1], dim)
+
+
+@cache
+def _tried_varlen(device: torch.device, dtype: torch.dtype, page_tokens: int, dim: int) -> Varlen | None:
+    """Runs a small step both ways, once: not every GPU and every build of torch has the kernel.
+
+    The first call must not come while a graph is captured.
+    """
+    found = _varlen_attn()
+    if found is None:
+        logger.warning("torch has no attention to pages; plain torch stands in", extra={"dim": dim})
+        return None
+    failures = []
+    # The third generation of the kernel takes no key starts, the second may demand them.
+    for form in (_without_key_starts(found), found):
+        try:
+            error = _trial_error(form, device, dtype, page_tokens, dim)
+        except (RuntimeError, TypeError, ValueError) as failure:
+            failures.append(f"{type(failure).__name__}: {failure}".partition("\n")[0])
+            continue
+        if error <= _TRIAL_ERROR:
+            return form
+        failures.append(f"its error is {error:.2g}")
+    logger.warning("attention to pages runs by plain torch", extra={"dim": dim, "reason": failures[-1]})
+    return None
+
+
+def _varlen_attn() -> Varlen | None:
+    """torch's function; None where this torch has none that takes a block table."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return cast(Varlen, varlen_attn) if "block_table" in inspect.signature(varlen_attn).parameters else None
+
+
+def _without_key_starts(function: Varlen) -> Varlen:
+    def call(
+        query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, _: Tensor, *rest: int, **named: object
+    ) -> Tensor:
+        return function(query, keys, values, starts, None, *rest, **named)
+
+    return call
+
+
+@torch.inference_mode()
+def _trial_error(form: Varlen, device: torch.device, dtype: torch.dtype, page_tokens: int, dim: int) -> float:
+    """The largest difference from plain attention, among one and five queries, two pages and padding."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def numbers(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator, device=device).to(dtype)
+
+    def integers(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    keys, values = numbers(3, page_tokens, 2, dim), numbers(3, page_tokens, 2, dim)
+    keys[1, 9:], values[1, 9:] = float("nan"), float("nan")
+    query = numbers(10, 4, dim)
+    queries = PagedQueries(
+        integers(2, 1, 0, 0).view(2, 2), integers(0, 5, 10), integers(page_tokens + 9, 3), 5, 2 * page_tokens,
+        integers(5, 1),
+    )  # fmt: skip
+    table, query_starts, lengths, key_starts = queries.for_varlen
+    found = form(
+        query, keys, values, query_starts, key_starts, 5, 2 * page_tokens, scale=None, window_size=(-1, 0),
+        enable_gqa=True, seqused_k=lengths, block_table=table,
+    )  # fmt: skip
+    expected = plain_attention(query, keys, values, queries, None, None, None, None)
+    is_real = torch.tensor([True] * 6 + [False] * 4, device=device)
+    difference = (found.float() - expected.float())[is_real].abs().max()
+    return float(difference) if bool(found.isfinite().all()) else float("nan")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tandem.telemetry import buckets
@@ -130,26 +130,31 @@ class KvCollector(Collector):
         self._labels = (role, model_name)
         self._usage = OnLoop(usage)
 
-    def describe(self) -> Iterator[GaugeMetricFamily]:
+    def describe(self) -> Iterator[Metric]:
         """Describe nothing: at registration it is too early to ask the event loop."""
         return iter(())
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """A gauge for each figure."""
+    def collect(self) -> Iterator[Metric]:
+        """A gauge for each figure, and the preemptions so far."""
         usage = self._usage()
         if usage is None:
             return
         gauges = (
             ("kv_cache_capacity_tokens", "Room of the KV cache.", usage.total_tokens),
-            ("kv_cache_reserved_tokens", "Room set aside for open sequences.", usage.reserved_tokens),
+            ("kv_cache_reserved_tokens", "Room in pages of open sequences.", usage.reserved_tokens),
             ("kv_cache_used_tokens", "Tokens of open sequences that are computed.", usage.used_tokens),
             ("kv_cache_retained_tokens", "Room held by prefixes for reuse.", usage.retained_tokens),
-            ("kv_cache_usage_perc", "Share of the room set aside, 0 to 1.",
+            ("kv_cache_usage_perc", "Share of the pages that open sequences hold, 0 to 1.",
              usage.reserved_tokens / max(1, usage.total_tokens)),
-            ("num_sequences_running", "Sequences with a place in the KV cache.", usage.sequence_count),
-            ("num_sequences_waiting", "Sequences that wait for one.", usage.waiting_count),
+            ("num_sequences_running", "Open sequences.", usage.sequence_count),
+            ("num_sequences_waiting", "Sequences that wait because too many are open.", usage.waiting_count),
         )  # fmt: skip
         for name, text, value in gauges:
             family = GaugeMetricFamily(f"tandem_{name}", text, labels=_LABELS)
             family.add_metric(self._labels, value)
             yield family
+        preemptions = CounterMetricFamily(
+            "tandem_num_preemptions", "Sequences that gave their pages to an older one.", labels=_LABELS
+        )
+        preemptions.add_metric(self._labels, usage.preemption_count)
+        yield preemptions

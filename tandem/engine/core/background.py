@@ -16,6 +16,7 @@ from tandem.engine.backends.branches import BranchRunner, BranchStep, SequenceBr
 from tandem.engine.core.events import StepRecord
 from tandem.engine.core.runner import StepRunner
 from tandem.engine.core.watchdog import StepWatchdog
+from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.kv_cache.segment import Segment
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.errors import InvalidRequestError, TandemError
@@ -85,6 +86,7 @@ class BackgroundWork:
         branches: BranchRunner | None,
         on_step: Callable[[StepRecord], None] | None,
         watchdog: StepWatchdog,
+        cache: PagedCache,
     ) -> None:
         """
         Args:
@@ -92,7 +94,9 @@ class BackgroundWork:
             branches: Runs the branches; None where the model cannot: deltas are applied, and that is all.
             on_step: Told of each step.
             watchdog: Times the steps.
+            cache: Gives the pages, as far as nobody else holds them.
         """
+        self._cache = cache
         self._runner = runner
         self._branches = branches
         self._on_step = on_step
@@ -156,14 +160,17 @@ class BackgroundWork:
     def _unread(self, job: BackgroundJob) -> int:
         """Apply the job's delta; the tokens that are to be read then, 0 where nothing can follow."""
         sequence = job.sequence
-        if not self._applied(job) or self._branches is None or sequence.extent.capacity <= sequence.length:
+        if not self._applied(job) or self._branches is None:
             return 0
         try:
             sequence.want_rows(job.row_count)
         except InvalidRequestError as error:
             job.fail(error)
             return 0
-        return sequence.pending_count
+        if not self._cache.make_ready(sequence, sequence.length):
+            return 0
+        self._cache.take_spare(sequence, sequence.length + sequence.spare_tokens)
+        return sequence.pending_count if sequence.table.capacity > sequence.length else 0
 
     def _next_branches(self) -> list[_Begun]:
         """Take jobs whose turn it is, as many as have branches that fit into one step."""
@@ -189,7 +196,7 @@ class BackgroundWork:
             own, first = logits[first : first + job.row_count], first + job.row_count
             sequence = segment.sequence
             sequence.advance(segment.token_count)
-            self._follow(job, partial(job.begin, own, sequence.extent.capacity - sequence.length))
+            self._follow(job, partial(job.begin, own, sequence.table.capacity - sequence.length))
         self._count(len(trunks), tokens, len(rows), began)
 
     def _advance(self, begun: SequenceOf[_Begun], began: float) -> None:

@@ -22,8 +22,8 @@ from tandem.engine.core.runner import StepRunner
 from tandem.engine.core.watchdog import StepWatchdog
 from tandem.engine.core.worker import Worker
 from tandem.engine.kv_cache.admission import Admission
-from tandem.engine.kv_cache.arena import KvArena, KvUsage, arena_tokens
-from tandem.engine.kv_cache.extents import Extent
+from tandem.engine.kv_cache.arena import KvArena, KvUsage, arena_pages
+from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.models.rope import fix_rotary_frequencies
@@ -78,15 +78,20 @@ class Engine(Generic[PayloadT, ResultT]):
         self.model = model
         self.max_length = _max_length(model, settings)
         """Longest sequence, in tokens."""
-        total_tokens = arena_tokens(model.layers, settings, self.max_length, model.dtype, model.device)
+        page_count = arena_pages(model.layers, settings, self.max_length, model.dtype, model.device)
         fix_rotary_frequencies(model.module, self.max_length, model.device)
+        arena = KvArena(model.layers, page_count, model.dtype, model.device)
         self._admission = Admission(
-            total_tokens, settings.max_sequences, settings.max_waiting, model.info.vocabulary_size
+            settings.max_sequences,
+            settings.max_waiting,
+            model.info.vocabulary_size,
+            arena.page_tokens,
+            page_count,
         )
-        arena = KvArena(model.layers, total_tokens, model.dtype, model.device)
+        self._cache = PagedCache(arena, reuses_prefixes=settings.prefix_reuse)
         backends = backends or Backends(model)
         graphs = backends.graph_context(
-            arena, make_buckets(settings.max_sequences, self.max_length, settings.captured_widths)
+            arena, make_buckets(settings.max_sequences, settings.captured_widths), self.max_length
         )
         steps = backends.steps(arena, graphs)
         self._runner = StepRunner(steps)
@@ -95,9 +100,17 @@ class Engine(Generic[PayloadT, ResultT]):
         self._watchdog = StepWatchdog(settings.step_timeout_seconds)
         to_loop = _ToLoop(self)
         self._worker = Worker(
-            self._runner, arena, head, settings, to_loop, on_step, proposer, self._watchdog, branches
+            self._runner,
+            self._cache,
+            head,
+            settings,
+            to_loop,
+            model.device,
+            on_step,
+            proposer,
+            self._watchdog,
+            branches,
         )
-        self._total_tokens = total_tokens
         self._on_failure = on_failure
         self._is_closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -151,15 +164,17 @@ class Engine(Generic[PayloadT, ResultT]):
             await self._submit(Job(sequence, Delta(0, token_ids), count, None))
 
     async def open(self, max_length: int, spare_tokens: int = 0) -> Sequence:
-        """A new, empty sequence with room for `max_length` tokens; waits for room, first come, first served.
+        """A new, empty sequence of up to `max_length` tokens; waits while `max_sequences` are open, first come, first
+        served.
 
-        `spare_tokens` more find room behind it, if the whole cache has that much: for branches (`put_back`).
+        It takes pages as it grows, and `spare_tokens` more behind its end while there are any: for branches
+        (`put_back`).
 
         Every sequence must be given back with `release`, whatever happens.
 
         Raises:
             InvalidRequestError: `max_length` is more than the engine serves, or less than 1.
-            CapacityError: there is no room and too many wait already.
+            CapacityError: too many are open and too many wait already.
             ServiceUnavailableError: the engine is closing.
         """
         self._check_running()
@@ -167,11 +182,10 @@ class Engine(Generic[PayloadT, ResultT]):
             raise InvalidRequestError(
                 f"A sequence of up to {max_length} tokens was asked for; this model serves 1 to {self.max_length}."
             )
-        extent_tokens = min(max_length + spare_tokens, self._total_tokens)
-        return await self._admission.open(max_length, extent_tokens)
+        return await self._admission.open(max_length, spare_tokens)
 
     def release(self, sequence: Sequence) -> None:
-        """Gives the sequence's room back, before the next step. Jobs of it that are in flight are dropped."""
+        """Gives the sequence's pages back, before the next step. Jobs of it that are in flight are dropped."""
         if not sequence.is_released:
             sequence.is_released = True
             self._worker.release(sequence)
@@ -210,7 +224,7 @@ class Engine(Generic[PayloadT, ResultT]):
     @property
     def usage(self) -> KvUsage:
         """Usage of the KV cache, and the number of sequences that wait for it."""
-        return self._admission.usage()
+        return self._cache.usage(self._admission.waiting_count, self._admission.open_count)
 
     async def _submit(self, job: Job[Any]) -> object:
         self._check_running()
@@ -242,7 +256,7 @@ class Engine(Generic[PayloadT, ResultT]):
 
 
 class _ToLoop:
-    """Carries the thread's news to the event loop, where futures and the accounts of the arena live."""
+    """Carries the thread's news to the event loop, where futures and the count of open sequences live."""
 
     def __init__(self, engine: Engine[Any, Any]) -> None:
         self._engine = engine
@@ -251,13 +265,9 @@ class _ToLoop:
         """See `EngineObserver`."""
         self._engine._call_soon(_resolve, results)
 
-    def freed(self, sequence: Sequence, kept: Extent | None) -> None:
+    def freed(self, sequence: Sequence) -> None:
         """See `EngineObserver`."""
-        self._engine._call_soon(self._engine._admission.close, sequence, kept)
-
-    def reused(self, extent: Extent) -> None:
-        """See `EngineObserver`."""
-        self._engine._call_soon(self._engine._admission.touch, extent)
+        self._engine._call_soon(self._engine._admission.close, sequence)
 
     def ended(self) -> None:
         """See `EngineObserver`."""

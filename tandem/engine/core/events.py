@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tandem.engine.core.jobs import Job
-from tandem.engine.kv_cache.extents import Extent
 from tandem.engine.kv_cache.sequence import Sequence
 
 
@@ -30,11 +29,8 @@ class EngineObserver(Protocol):
     def settled(self, results: SequenceOf[tuple[Job[Any], object]]) -> None:
         """Jobs have ended, each with a result or an exception."""
 
-    def freed(self, sequence: Sequence, kept: Extent | None) -> None:
-        """A released sequence is out of use; `kept` still holds a prefix that may be reused."""
-
-    def reused(self, extent: Extent) -> None:
-        """The prefix in `extent` was taken over by a new sequence."""
+    def freed(self, sequence: Sequence) -> None:
+        """A released sequence is out of use."""
 
     def ended(self) -> None:
         """The thread ends; nothing more will be done."""

@@ -107,6 +107,11 @@ DoneT = TypeVar("DoneT", covariant=True)
 class MultiStepProposer(Protocol[PayloadT, DoneT]):
     """Runs several steps at once that the head would otherwise request one by one with `Continue`."""
 
+    @property
+    def tokens_ahead(self) -> int:
+        """The most tokens behind a segment's end whose keys and values it writes."""
+        ...
+
     def run(
         self, segments: SequenceOf[Segment], jobs: SequenceOf[Job[PayloadT]]
     ) -> SequenceOf[DoneT | Failed] | None:

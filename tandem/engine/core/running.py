@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Generic
 
@@ -14,22 +17,30 @@ from tandem.types import Delta
 class RunningJobs(Generic[PayloadT]):
     """At most one job for each sequence, in the order in which they started."""
 
-    def __init__(self) -> None:
+    def __init__(self, distrust: Callable[[Sequence], None]) -> None:
+        """
+        Args:
+            distrust: told of each sequence whose keys and values are wrong.
+        """
+        self._distrust = distrust
         self.by_sequence: dict[Sequence, Job[PayloadT]] = {}
         self._ended: list[tuple[Job[PayloadT], object]] = []
 
     def add(self, job: Job[PayloadT]) -> None:
         """Starts a job whose sequence has none."""
         self.by_sequence[job.sequence] = job
+        job.sequence.idle_since = math.inf
 
     def settle(self, job: Job[PayloadT], result: object) -> None:
         """Ends a job, whether it ran or not, with a result or an exception."""
         if self.by_sequence.get(job.sequence) is job:
             del self.by_sequence[job.sequence]
+            job.sequence.idle_since = time.monotonic()
         self._ended.append((job, result))
 
     def settle_untrusted(self, job: Job[PayloadT], failed: Failed) -> None:
         """Ends a job with wrong numbers; no other sequence reuses its keys and values."""
+        self._distrust(job.sequence)
         job.sequence.apply(Delta(0, ()))
         self.settle(job, failed.error)
 

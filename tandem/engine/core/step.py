@@ -13,10 +13,12 @@ from torch import Tensor
 
 from tandem.engine.core.events import StepRecord
 from tandem.engine.core.jobs import Continue, Done, Failed, Head, Job, MultiStepProposer, PayloadT, ResultT
+from tandem.engine.core.page_scheduler import PageScheduler
 from tandem.engine.core.runner import StepRunner
 from tandem.engine.core.running import RunningJobs
 from tandem.engine.core.scheduler import next_segments
 from tandem.engine.core.watchdog import StepWatchdog
+from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.kv_cache.segment import Segment
 from tandem.errors import InvalidRequestError, TandemError
 
@@ -39,6 +41,8 @@ class Stepper(Generic[PayloadT, ResultT]):
         on_step: Callable[[StepRecord], None] | None,
         proposer: MultiStepProposer[PayloadT, ResultT] | None,
         watchdog: StepWatchdog,
+        cache: PagedCache,
+        pages: PageScheduler,
     ) -> None:
         self._runner = runner
         self._head = head
@@ -47,6 +51,8 @@ class Stepper(Generic[PayloadT, ResultT]):
         self._on_step = on_step
         self._proposer = proposer
         self._watchdog = watchdog
+        self._cache = cache
+        self._pages = pages
         self._failed_steps = 0
 
     @contextmanager
@@ -58,24 +64,25 @@ class Stepper(Generic[PayloadT, ResultT]):
         finally:
             self._head, self._proposer = own, proposer
 
-    def run(self) -> None:
-        """Schedules and runs a step, and delivers the results."""
+    def run(self) -> bool:
+        """Schedules and runs a step, and delivers the results; false if every job waits for pages."""
         started = time.perf_counter()
-        segments = next_segments(
-            self._running.by_sequence.values(), self._runner.prompt_tokens(self._chunk_tokens)
-        )
+        segments = self._next_segments()
+        if not segments:
+            return False
         jobs = [self._running.by_sequence[segment.sequence] for segment in segments]
         token_count = sum(segment.token_count for segment in segments)
         self._watchdog.begin(token_count)
         try:
             if self._finish_ahead(segments, jobs, started):
                 self._failed_steps = 0
-                return
+                return True
             rows, ready = self._wanted_rows(segments)
             logits = self._runner.run(segments, rows)
             model_seconds = time.perf_counter() - started
             for segment in segments:
                 segment.sequence.advance(segment.token_count)
+                self._cache.computed(segment.sequence)
             self._finish_without_rows(jobs)
             self._ask_head(ready, logits)
         except Exception as error:
@@ -85,7 +92,7 @@ class Stepper(Generic[PayloadT, ResultT]):
             self._failed_steps += 1
             if self._failed_steps >= _MAX_FAILED_STEPS:
                 raise
-            return
+            return True
         self._failed_steps = 0
         seconds = time.perf_counter() - started
         if self._on_step is not None:
@@ -93,6 +100,16 @@ class Stepper(Generic[PayloadT, ResultT]):
             seconds = time.perf_counter() - started
         for job in jobs:
             job.count_step(seconds, len(jobs), token_count)
+        return True
+
+    def _next_segments(self) -> list[Segment]:
+        jobs = self._running.by_sequence.values()
+        self._pages.reuse_prefixes(jobs)
+        segments = self._pages.with_pages(next_segments(jobs, self._runner.prompt_tokens(self._chunk_tokens)))
+        if self._proposer is not None:
+            for segment in segments:
+                self._cache.take_spare(segment.sequence, segment.end + self._proposer.tokens_ahead)
+        return segments
 
     def _finish_ahead(
         self, segments: SequenceOf[Segment], jobs: SequenceOf[Job[PayloadT]], started: float
@@ -111,6 +128,7 @@ class Stepper(Generic[PayloadT, ResultT]):
             if isinstance(result, Failed):
                 self._running.settle_untrusted(job, result)
             else:
+                self._cache.computed(job.sequence)
                 self._running.settle(job, result)
         return True
 

@@ -14,16 +14,17 @@ from typing import Any, Generic
 import torch
 
 from tandem.engine.backends.branches import BranchRunner
+from tandem.engine.core import page_scheduler
 from tandem.engine.core.background import BackgroundJob, BackgroundWork
 from tandem.engine.core.events import EngineObserver, StepRecord
 from tandem.engine.core.jobs import Head, Job, MultiStepProposer, PayloadT, ResultT
+from tandem.engine.core.page_scheduler import PageScheduler
 from tandem.engine.core.rejoin import RejoinWindow
 from tandem.engine.core.runner import StepRunner
 from tandem.engine.core.running import RunningJobs
 from tandem.engine.core.step import Stepper
 from tandem.engine.core.watchdog import StepWatchdog
-from tandem.engine.kv_cache.arena import KvArena
-from tandem.engine.kv_cache.prefixes import PrefixIndex
+from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.settings import EngineSettings
 from tandem.errors import InvalidRequestError, ServiceUnavailableError, TandemError
@@ -37,17 +38,18 @@ class Worker(Generic[PayloadT, ResultT]):
     def __init__(
         self,
         runner: StepRunner,
-        arena: KvArena,
+        cache: PagedCache,
         head: Head[PayloadT, ResultT],
         settings: EngineSettings,
         observer: EngineObserver,
+        device: torch.device,
         on_step: Callable[[StepRecord], None] | None,
         proposer: MultiStepProposer[PayloadT, ResultT] | None = None,
         watchdog: StepWatchdog | None = None,
         branches: BranchRunner | None = None,
     ) -> None:
-        self._arena = arena
-        self._reuses_prefixes = settings.prefix_reuse
+        self._cache = cache
+        self._device = device
         self._observer = observer
         self._watchdog = watchdog or StepWatchdog()
         self._thread = threading.Thread(target=self._work, name="tandem-engine", daemon=True)
@@ -60,12 +62,21 @@ class Worker(Generic[PayloadT, ResultT]):
         self._rejoin = RejoinWindow(self._wakeup)
         # The thread's own.
         self._queued: deque[Job[PayloadT]] = deque()
-        self._running: RunningJobs[PayloadT] = RunningJobs()
-        self._prefixes = PrefixIndex()
+        self._running: RunningJobs[PayloadT] = RunningJobs(cache.distrust)
+        self._background = BackgroundWork(runner, branches, on_step, self._watchdog, cache)
         self._stepper = Stepper(
-            runner, head, settings.prefill_chunk_tokens, self._running, on_step, proposer, self._watchdog
+            runner,
+            head,
+            settings.prefill_chunk_tokens,
+            self._running,
+            on_step,
+            proposer,
+            self._watchdog,
+            cache,
+            PageScheduler(cache, self._background.drop),
         )
-        self._background = BackgroundWork(runner, branches, on_step, self._watchdog)
+        self._waits_for_pages = False
+        """Every job does, and only news can change that."""
 
     @property
     def is_stopping(self) -> bool:
@@ -126,13 +137,15 @@ class Worker(Generic[PayloadT, ResultT]):
     def _work(self) -> None:
         error: TandemError = ServiceUnavailableError("The engine is shutting down.")
         try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # each thread begins with the first GPU
             with torch.inference_mode():
                 while self._take_work():
                     if not self._running.by_sequence:
                         self._background.run()
                         continue
                     began = time.perf_counter()
-                    self._stepper.run()
+                    self._waits_for_pages = not self._stepper.run()
                     self._watchdog.end()
                     ended = time.perf_counter()
                     with self._wakeup:
@@ -155,7 +168,12 @@ class Worker(Generic[PayloadT, ResultT]):
         while True:
             with self._wakeup:
                 while not (self._has_work or self._has_news or self._is_stopping):
-                    self._wakeup.wait()
+                    woken = self._wakeup.wait(
+                        page_scheduler.IDLE_SECONDS / 4 if self._waits_for_pages else None
+                    )
+                    if not woken:
+                        break  # other sequences have been idle for longer
+                self._waits_for_pages = False
                 if self._queued or self._submitted or self._running.by_sequence:
                     self._rejoin.wait(
                         has_running=bool(self._running.by_sequence), is_stopping=lambda: self._is_stopping
@@ -179,6 +197,8 @@ class Worker(Generic[PayloadT, ResultT]):
     @property
     def _has_work(self) -> bool:
         """True if there is a job to run, or one that waited for another of its sequence, or background work."""
+        if self._waits_for_pages:
+            return False
         return bool(self._running.by_sequence or self._queued) or not self._background.is_empty
 
     @property
@@ -194,8 +214,8 @@ class Worker(Generic[PayloadT, ResultT]):
     def _free(self, sequences: SequenceOf[Sequence]) -> None:
         for sequence in sequences:
             self._background.drop(sequence)
-            kept = self._prefixes.leave(sequence) if self._reuses_prefixes else None
-            self._observer.freed(sequence, kept)
+            self._cache.release(sequence)
+            self._observer.freed(sequence)
 
     def _start_queued(self) -> None:
         """Applies the deltas of jobs whose sequence is idle."""
@@ -212,11 +232,8 @@ class Worker(Generic[PayloadT, ResultT]):
     def _start_job(self, job: Job[PayloadT]) -> None:
         sequence = job.sequence
         self._background.drop(sequence)
-        is_new = sequence.length == 0
         try:
             sequence.apply(job.delta)
-            if is_new and sequence.length and self._reuses_prefixes:
-                self._take_over_prefix(sequence)
             sequence.want_rows(job.row_count)
         except InvalidRequestError as error:
             self._running.settle(job, error)
@@ -225,15 +242,6 @@ class Worker(Generic[PayloadT, ResultT]):
             self._running.add(job)
         else:
             self._running.settle(job, None)
-
-    def _take_over_prefix(self, sequence: Sequence) -> None:
-        """Spares the sequence the computing of what another one has computed."""
-        match = self._prefixes.find(sequence.token_ids)
-        if match is not None:
-            self._arena.copy(match.extent.start, sequence.extent.start, match.length)
-            sequence.advance(match.length)
-            self._observer.reused(match.extent)
-        self._prefixes.enter(sequence)
 
     def _deliver(self) -> None:
         """Delivers all results of a step at once: waking the event loop costs more than a result."""

@@ -1,4 +1,4 @@
-"""The KV arena: keys and values of every sequence, allocated once."""
+"""The KV arena: keys and values of every sequence in pages, allocated once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tandem.engine.kv_cache.extents import GRANULE_TOKENS, granules
+from tandem.engine.kv_cache.page_table import PageTable, pages_for
 from tandem.engine.settings import EngineSettings
 from tandem.errors import ConfigurationError
 
@@ -21,6 +21,9 @@ _CGROUP_MEMORY_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
+_PAGE_TOKENS_CPU = 64
+"""A multiple of the kernels' vectors. Smaller pages share more of a prefix; attention looks up each page once."""
+_PAGE_TOKENS_ACCELERATOR = 256
 _DEFAULT_UTILIZATION_ACCELERATOR = 0.9
 _DEFAULT_UTILIZATION_CPU = 0.3
 
@@ -48,14 +51,16 @@ class KvUsage:
     total_tokens: int
     """Room in all."""
     reserved_tokens: int
-    """Room set aside for open sequences."""
+    """Room in pages that open sequences hold, each page counted once."""
     used_tokens: int
-    """Tokens of open sequences whose keys and values are computed."""
+    """Tokens of open sequences whose keys and values are computed. Shared ones count for each sequence."""
     retained_tokens: int
-    """Room held by released sequences whose prefixes may be reused; freed whenever it is needed."""
+    """Room in pages that no sequence holds and whose content may be reused; taken whenever it is needed."""
     sequence_count: int
     waiting_count: int
-    """Requests waiting for room."""
+    """Requests that wait because too many sequences are open."""
+    preemption_count: int
+    """How often a sequence had to give its pages to an older one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,77 +68,94 @@ class LayerCache:
     """One layer's part of the arena."""
 
     keys: Tensor
-    """[1, kv_heads, total_tokens + 1, key_dim]"""
+    """[pages + 1, page_tokens, kv_heads, key_dim]"""
     values: Tensor
-    """[1, kv_heads, total_tokens + 1, value_dim]"""
+    """[pages + 1, page_tokens, kv_heads, value_dim]"""
 
 
 class KvArena:
-    """Storage for `total_tokens` tokens in every layer, and a spare one that belongs to no sequence.
+    """Keys and values of `page_count` pages in every layer, and of a spare page that belongs to no sequence.
 
-    Heads come before tokens, so that the keys of one head of one sequence are one contiguous matrix; the leading
-    dimension of 1 is that of transformers' batch and saves a call per access.
+    On a CPU the numbers of one head in one page are one contiguous matrix; elsewhere those of one token are, as torch's
+    `varlen_attn` reads them. The order of the dimensions is the same.
     """
 
     def __init__(
-        self, layers: SequenceOf[LayerGeometry], total_tokens: int, dtype: torch.dtype, device: torch.device
+        self, layers: SequenceOf[LayerGeometry], page_count: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.total_tokens = total_tokens
+        self.page_count = page_count
+        self.page_tokens = page_tokens_on(device)
         self.layers = tuple(
             LayerCache(
-                _storage(layer.kv_heads, total_tokens, layer.key_dim, dtype, device),
-                _storage(layer.kv_heads, total_tokens, layer.value_dim, dtype, device),
+                self._storage(layer.kv_heads, layer.key_dim, dtype, device),
+                self._storage(layer.kv_heads, layer.value_dim, dtype, device),
             )
             for layer in layers
         )
 
-    def zero(self, start: int, end: int) -> None:
-        """Clears the tokens from `start` up to `end` in every layer."""
-        for layer in self.layers:
-            layer.keys[:, :, start:end].zero_()
-            layer.values[:, :, start:end].zero_()
+    @property
+    def spare_page(self) -> int:
+        """The page to which padding writes. Only padding reads it."""
+        return self.page_count
+
+    def zero(self, table: PageTable, start: int, end: int) -> None:
+        """Clears a sequence's positions from `start` up to `end` in every layer."""
+        size = self.page_tokens
+        for index in range(start // size, pages_for(end, size)):
+            first, last = max(start - index * size, 0), min(end - index * size, size)
+            page = table[index]
+            for layer in self.layers:
+                layer.keys[page, first:last].zero_()
+                layer.values[page, first:last].zero_()
 
     def copy(self, source: int, target: int, count: int) -> None:
-        """Copies `count` tokens from `source` to `target` in every layer; the two may overlap."""
-        if source == target:
-            return
-        overlaps = abs(source - target) < count
-        for storage in (tensor for layer in self.layers for tensor in (layer.keys, layer.values)):
-            tokens = storage[:, :, source : source + count]
-            storage[:, :, target : target + count] = tokens.clone() if overlaps else tokens
+        """Copies the first `count` tokens of the page `source` to the page `target` in every layer."""
+        for layer in self.layers:
+            layer.keys[target, :count] = layer.keys[source, :count]
+            layer.values[target, :count] = layer.values[source, :count]
+
+    def _storage(self, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        sizes = (self.page_count + 1, self.page_tokens, heads, dim)
+        if device.type == "cpu":
+            by_head = torch.empty(sizes[0], heads, self.page_tokens, dim, dtype=dtype, device=device)
+            storage = by_head.transpose(1, 2)
+        else:
+            storage = torch.empty(sizes, dtype=dtype, device=device)
+        storage[self.spare_page].zero_()  # padding reads it, and must give finite numbers
+        return storage
 
 
-def _storage(heads: int, tokens: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    storage = torch.empty(1, heads, tokens + 1, dim, dtype=dtype, device=device)
-    storage[:, :, tokens:].zero_()  # padding reads it, and must give finite numbers
-    return storage
+def page_tokens_on(device: torch.device) -> int:
+    """Tokens of a page: `varlen_attn` demands multiples of 256 on CUDA."""
+    return _PAGE_TOKENS_CPU if device.type == "cpu" else _PAGE_TOKENS_ACCELERATOR
 
 
-def arena_tokens(
+def arena_pages(
     layers: SequenceOf[LayerGeometry],
     settings: EngineSettings,
     max_length: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """Number of tokens of the arena, a whole number of granules.
+    """Number of pages of the arena.
 
     Raises:
         ConfigurationError: not even one sequence of `max_length` fits what the settings allow.
     """
-    bytes_per_token = sum(layer.values_per_token for layer in layers) * dtype.itemsize
-    useful = granules(max_length) * settings.max_sequences
+    page_tokens = page_tokens_on(device)
+    page_bytes = page_tokens * sum(layer.values_per_token for layer in layers) * dtype.itemsize
+    longest = pages_for(max_length, page_tokens)
     allowed_bytes = settings.kv_cache_bytes
     if allowed_bytes is None:
         allowed_bytes = _memory_allowance(settings.device_memory_utilization, device)
-    total = min(useful, allowed_bytes // bytes_per_token) // GRANULE_TOKENS * GRANULE_TOKENS
-    if total < granules(max_length):
+    count = min(longest * settings.max_sequences, allowed_bytes // page_bytes)
+    if count < longest:
         raise ConfigurationError(
             f"The KV cache may take {max(allowed_bytes, 0)} bytes, but one sequence of max_length {max_length} needs "
-            f"{granules(max_length) * bytes_per_token}; give it more memory or lower max_length."
+            f"{longest * page_bytes}; give it more memory or lower max_length."
         )
-    logger.info("kv cache sized", extra={"tokens": total, "bytes": total * bytes_per_token})
-    return total
+    logger.info("kv cache sized", extra={"tokens": count * page_tokens, "bytes": count * page_bytes})
+    return count
 
 
 def _memory_allowance(utilization: float | None, device: torch.device) -> int:

@@ -1,89 +1,96 @@
-"""Prefixes that some sequence has computed and another may take over.
+"""Prefixes that some sequence has computed and another may take over, found page by page.
 
-Taking over is a copy within the arena: many times cheaper than computing, and sequences share nothing that could
-change. The index belongs to the engine's thread, the only one that writes to the arena: its prefixes stay in the
-arena until the thread lets another sequence write there.
+A full page is known by its tokens and by everything before them, which a number stands for (its *chain*): the key of a
+page is the chain of the page before it and its own tokens. The table compares the tokens themselves, so no two
+prefixes are ever mistaken for each other. As in vLLM's automatic prefix caching, but with tokens in place of hashes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import count
 
-from tandem.engine.kv_cache.extents import Extent, granules
-from tandem.engine.kv_cache.sequence import Sequence
+MIN_COPIED_TOKENS = 16
+"""Fewer tokens of a page are computed: a copy costs two calls a layer, however short."""
 
-MIN_PREFIX_TOKENS = 16
-"""Shorter prefixes are computed: a copy costs two calls a layer, however short."""
+ROOT = 0
+"""The chain of no tokens."""
 
-_MAX_RETAINED = 256
-"""Prefixes of released sequences that are looked through for each new one."""
+_MAX_COMPARED = 64
+"""Pages that begin alike and are compared for the longest match."""
 
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """Tokens whose KV is at the start of an extent."""
-
-    extent: Extent
-    token_ids: SequenceOf[int]
+_Key = tuple[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixMatch:
-    """Source of the first `length` tokens of a sequence."""
+class KnownPage:
+    """A page whose keys and values are computed."""
 
-    extent: Extent
-    length: int
+    page: int
+    parent: int
+    """Chain of everything before the page."""
+    chain: int
+    """Chain of everything up to its end, if it is full."""
+    token_ids: tuple[int, ...]
 
 
 class PrefixIndex:
-    """Finds the longest computed prefix, in open sequences and in the extents of released ones."""
+    """The known pages, by what is in them and before them. Holds nothing: `PagePool` says who does."""
 
-    def __init__(self) -> None:
-        self._open: set[Sequence] = set()
-        self._retained: dict[Extent, Prefix] = {}  # oldest first
+    def __init__(self, page_tokens: int) -> None:
+        self._page_tokens = page_tokens
+        self._chains = count(ROOT + 1)
+        self._by_page: dict[int, KnownPage] = {}
+        self._full: dict[_Key, KnownPage] = {}
+        self._alike: dict[_Key, dict[int, KnownPage]] = {}
+        """By chain before them and by their first tokens, the latest last."""
 
-    def find(self, token_ids: SequenceOf[int]) -> PrefixMatch | None:
-        """The longest prefix of `token_ids` that is worth a copy."""
-        candidates = [
-            *self._retained.values(),
-            *(
-                Prefix(sequence.extent, sequence.token_ids[: sequence.computed_length])
-                for sequence in self._open
-            ),
-        ]
-        matches = (
-            PrefixMatch(known.extent, _common_length(known.token_ids, token_ids)) for known in candidates
-        )
-        best = max(matches, key=attrgetter("length"), default=None)
-        return best if best is not None and best.length >= MIN_PREFIX_TOKENS else None
+    def __contains__(self, page: int) -> bool:
+        return page in self._by_page
 
-    def enter(self, sequence: Sequence) -> None:
-        """A sequence starts to write to its extent, which overwrites earlier prefixes there."""
-        extent = sequence.extent
-        for other in [
-            other for other in self._retained if other.start < extent.end and extent.start < other.end
-        ]:
-            del self._retained[other]
-        self._open.add(sequence)
+    def __len__(self) -> int:
+        return len(self._by_page)
 
-    def leave(self, sequence: Sequence) -> Extent | None:
-        """A sequence is released.
+    def full_page(self, parent: int, token_ids: SequenceOf[int]) -> KnownPage | None:
+        """The page that holds exactly these tokens, `page_tokens` many, after the chain `parent`."""
+        return self._full.get((parent, tuple(token_ids)))
 
-        Returns:
-            The part of its extent that is worth keeping, None for nothing.
-        """
-        self._open.discard(sequence)
-        if sequence.computed_length < MIN_PREFIX_TOKENS:
+    def longest_beginning(self, parent: int, token_ids: SequenceOf[int]) -> tuple[KnownPage, int] | None:
+        """The page that begins with most of these tokens, after the chain `parent`, and how many; None for too few."""
+        alike = self._alike.get((parent, tuple(token_ids[:MIN_COPIED_TOKENS])))
+        if not alike or len(token_ids) < MIN_COPIED_TOKENS:
             return None
-        kept = Extent(sequence.extent.start, granules(sequence.computed_length))
-        self._retained[kept] = Prefix(kept, sequence.token_ids[: sequence.computed_length])
-        if len(self._retained) > _MAX_RETAINED:
-            del self._retained[next(iter(self._retained))]
-        return kept
+        latest = list(alike.values())[-_MAX_COMPARED:]
+        best = max(latest, key=lambda known: common_length(known.token_ids, token_ids))
+        return best, common_length(best.token_ids, token_ids)
+
+    def enter(self, page: int, parent: int, token_ids: SequenceOf[int]) -> KnownPage:
+        """Makes a page known. A full one must not be known under another number."""
+        known = KnownPage(page, parent, next(self._chains), tuple(token_ids))
+        self.forget(page)
+        self._by_page[page] = known
+        if len(known.token_ids) == self._page_tokens:
+            self._full[parent, known.token_ids] = known
+        if len(known.token_ids) >= MIN_COPIED_TOKENS:
+            key = parent, known.token_ids[:MIN_COPIED_TOKENS]
+            self._alike.setdefault(key, {})[page] = known
+        return known
+
+    def forget(self, page: int) -> None:
+        """A page is going to hold something else."""
+        known = self._by_page.pop(page, None)
+        if known is None:
+            return
+        self._full.pop((known.parent, known.token_ids), None)
+        key = known.parent, known.token_ids[:MIN_COPIED_TOKENS]
+        if alike := self._alike.get(key):
+            alike.pop(page, None)
+            if not alike:
+                del self._alike[key]
 
 
-def _common_length(known: SequenceOf[int], wanted: SequenceOf[int]) -> int:
+def common_length(known: SequenceOf[int], wanted: SequenceOf[int]) -> int:
+    """Number of tokens at the start that are equal."""
     limit = min(len(known), len(wanted))
     return next((index for index in range(limit) if known[index] != wanted[index]), limit)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as TokenIds
 from itertools import count
 
-from tandem.engine.kv_cache.extents import Extent
+from tandem.engine.kv_cache.page_table import PageTable
 from tandem.errors import InvalidRequestError
 from tandem.types import Delta
 
@@ -16,22 +17,30 @@ _serial_numbers = count(1)
 class Sequence:
     """Token ids and the state of their KV, made by `Engine.open`. Its state belongs to the engine's thread."""
 
-    __slots__ = ("_computed_length", "clean_length", "extent", "is_released", "max_length", "serial", "token_ids",
-                 "vocabulary_size")  # fmt: skip
+    __slots__ = ("_computed_length", "chains", "clean_length", "idle_since", "is_released", "max_length", "serial",
+                 "spare_tokens", "table", "token_ids", "vocabulary_size")  # fmt: skip
 
-    def __init__(self, extent: Extent, max_length: int, vocabulary_size: int) -> None:
+    def __init__(
+        self, table: PageTable, max_length: int, vocabulary_size: int, spare_tokens: int = 0
+    ) -> None:
         self.serial = next(_serial_numbers)
-        """Distinguishes sequences in logs."""
-        self.extent = extent
-        """The sequence's extent in the arena."""
+        """Rises with each sequence: the younger one has the higher number."""
+        self.table = table
+        """Its pages in the arena."""
+        self.chains: list[int] = []
+        """Of its first pages that are known to others; see `tandem.engine.kv_cache.prefixes`."""
+        self.spare_tokens = spare_tokens
+        """Tokens behind its end for which room is wanted, if there is any: for branches."""
         self.max_length = max_length
         """Longest that the sequence may become, in tokens."""
         self.vocabulary_size = vocabulary_size
         self.token_ids: list[int] = []
         self._computed_length = 0
         self.clean_length = 0
-        """Positions of the extent below this hold numbers of this sequence or zeros, never leftovers of another."""
+        """Positions below this hold numbers of this sequence or zeros, never leftovers of another."""
         self.is_released = False
+        self.idle_since = math.inf
+        """When its last job ended, by `time.monotonic`; infinite while it has one."""
 
     @property
     def length(self) -> int:
@@ -96,6 +105,11 @@ class Sequence:
         """Records that the next `token_count` tokens' KV is in the arena."""
         self._computed_length += token_count
         self.clean_length = max(self.clean_length, self._computed_length)
+
+    def restart(self) -> None:
+        """Its pages were given to others: all of its tokens are to be computed again."""
+        self._computed_length = self.clean_length = 0
+        self.chains.clear()
 
     def _check(self, delta: Delta) -> None:
         if not 0 <= delta.base_length <= self.length:

@@ -137,10 +137,10 @@ async def test_an_engine_that_is_closed_has_not_failed(llama: TinyModel) -> None
     assert failures == []
 
 
-def _fill(engine: Engine[Any, Any], start: int, end: int, value: float) -> None:
-    for layer in engine._worker._arena.layers:
-        layer.keys[:, :, start:end] = value
-        layer.values[:, :, start:end] = value
+def _fill(engine: Engine[Any, Any], pages: SequenceOf[int], value: float) -> None:
+    for layer in engine._cache._arena.layers:
+        layer.keys[pages] = value
+        layer.values[pages] = value
 
 
 async def test_freed_memory_is_never_read(mistral: TinyModel) -> None:
@@ -149,10 +149,10 @@ async def test_freed_memory_is_never_read(mistral: TinyModel) -> None:
     async with running(
         mistral.loaded, GreedyHead(), prefix_reuse=False, max_sequences=8, max_length=64
     ) as engine:
-        _fill(engine, 0, engine.usage.total_tokens, math.nan)
+        _fill(engine, range(engine.usage.total_tokens // 64), math.nan)
         assert await greedy_together(engine, prompts, 12) == expected
         await settle(engine)
-        _fill(engine, 0, engine.usage.total_tokens, math.nan)
+        _fill(engine, range(engine.usage.total_tokens // 64), math.nan)
         assert await greedy_together(engine, prompts[::-1], 12) == expected[::-1]
 
 
@@ -165,7 +165,7 @@ async def test_nan_in_one_sequence_does_not_reach_others(mistral: TinyModel) -> 
         between = asyncio.create_task(greedy(engine, _PROMPT, 20))
         for sequence in sick:
             await engine.run(Job(sequence, Delta(0, _PROMPT), 0, Generation(1)))
-            _fill(engine, sequence.extent.start, sequence.extent.end, math.nan)
+            _fill(engine, sequence.table.pages, math.nan)
         generations = [
             engine.run(Job(sequence, Delta(len(_PROMPT), [3]), 1, Generation(20))) for sequence in sick
         ]

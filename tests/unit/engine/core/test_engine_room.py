@@ -1,4 +1,4 @@
-"""Room in an engine: sequences wait for the cache in order, and impossible settings are refused."""
+"""Room in an engine: pages go to the oldest, sequences wait in order, and impossible settings are refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
+import torch
 
+from tandem.engine.core import page_scheduler
 from tandem.engine.core.engine import Engine
 from tandem.engine.settings import EngineSettings
 from tandem.errors import (
@@ -14,56 +16,80 @@ from tandem.errors import (
     ConfigurationError,
     InvalidRequestError,
 )
+from tandem.types import Delta
 from tests.unit.engine.conftest import TinyModel
-from tests.unit.engine.core.engines import _PROMPT
 from tests.unit.engine.greedy import (
     GreedyHead,
     RowsHead,
-    greedy,
+    greedy_together,
     plain_greedy,
+    plain_logits,
+    rows,
     running,
     settle,
 )
 
-_TOKENS_PER_GRANULE = 64
+_PAGE_TOKENS = 64
 
 
 def _kv_bytes(model: TinyModel, tokens: int) -> int:
     return tokens * 4 * sum(layer.values_per_token for layer in model.loaded.layers)
 
 
-async def test_when_the_cache_is_full_requests_wait_and_then_proceed(llama: TinyModel) -> None:
-    expected = plain_greedy(llama.reference, _PROMPT, 6)
-    room = _kv_bytes(llama, 2 * _TOKENS_PER_GRANULE)
-    limits: dict[str, Any] = {"max_length": _TOKENS_PER_GRANULE, "kv_cache_bytes": room}
-    async with running(llama.backends, GreedyHead(), **limits) as engine:
-        first, second = await engine.open(60), await engine.open(60)
-        waiting = [asyncio.create_task(greedy(engine, _PROMPT, 6)) for _ in range(3)]
-        await asyncio.sleep(0.02)
-        assert (engine.usage.sequence_count, engine.usage.waiting_count) == (2, 3)
-        assert engine.usage.reserved_tokens == engine.usage.total_tokens == 2 * _TOKENS_PER_GRANULE
-        assert not any(task.done() for task in waiting)
-        engine.release(first)
-        assert await asyncio.gather(*waiting) == [expected] * 3
-        engine.release(second)
+async def test_a_sequence_holds_pages_for_its_tokens_not_for_its_length(llama: TinyModel) -> None:
+    room = _kv_bytes(llama, 4 * _PAGE_TOKENS)
+    async with running(llama.backends, RowsHead(), kv_cache_bytes=room) as engine:
+        sequences = [await engine.open(192) for _ in range(4)]
+        for number, sequence in enumerate(sequences):
+            await rows(engine, sequence, Delta(0, [number + 3] * 40), 1)
+        assert engine.usage.reserved_tokens == engine.usage.total_tokens == 4 * _PAGE_TOKENS
+        for sequence in sequences:
+            engine.release(sequence)
         await settle(engine)
 
 
+@pytest.mark.parametrize("prefix_reuse", [True, False])
+async def test_the_youngest_gives_its_pages_up_and_computes_again(
+    llama: TinyModel, prefix_reuse: bool
+) -> None:
+    prompts = [[(13 * number + step) % 90 + 3 for step in range(60)] for number in range(5)]
+    expected = [plain_greedy(llama.reference, prompt, 80) for prompt in prompts]
+    limits: dict[str, Any] = {"max_length": 140, "kv_cache_bytes": _kv_bytes(llama, 6 * _PAGE_TOKENS)}
+    async with running(llama.backends, GreedyHead(), prefix_reuse=prefix_reuse, **limits) as engine:
+        assert await greedy_together(engine, prompts, 80) == expected
+        assert engine.usage.preemption_count > 0, "five of them need fifteen pages, and there are six"
+        await settle(engine)
+
+
+async def test_pages_of_idle_sequences_go_to_those_that_could_not_run(
+    llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_scheduler, "IDLE_SECONDS", 0.02)
+    room = _kv_bytes(llama, 3 * _PAGE_TOKENS)
+    async with running(llama.backends, RowsHead(), kv_cache_bytes=room, prefix_reuse=False) as engine:
+        idle, busy = await engine.open(192), await engine.open(192)
+        tokens = [7] * 150
+        await rows(engine, idle, Delta(0, tokens), 1)
+        last = await asyncio.wait_for(rows(engine, busy, Delta(0, [8] * 100), 1), 10)
+        assert torch.allclose(last, plain_logits(llama.reference, [8] * 100)[-1:], atol=1e-4)
+        assert idle.computed_length == 0
+        again = await rows(engine, idle, Delta(150, [9]), 1)
+        assert torch.allclose(again, plain_logits(llama.reference, [*tokens, 9])[-1:], atol=1e-4)
+
+
 async def test_waiting_is_first_come_first_served(llama: TinyModel) -> None:
-    async with running(
-        llama.loaded, RowsHead(), max_length=128, kv_cache_bytes=_kv_bytes(llama, 192)
-    ) as engine:
+    async with running(llama.loaded, RowsHead(), max_sequences=1) as engine:
         held = await engine.open(128)
-        large = asyncio.create_task(engine.open(128))
+        first = asyncio.create_task(engine.open(128))
         await asyncio.sleep(0)
-        small = asyncio.create_task(engine.open(10))  # would fit, but someone waits longer
+        second = asyncio.create_task(engine.open(10))
         await asyncio.sleep(0.02)
-        assert not large.done()
-        assert not small.done()
-        large.cancel()
-        assert (await asyncio.wait_for(small, 5)).max_length == 10
+        assert (engine.usage.sequence_count, engine.usage.waiting_count) == (1, 2)
+        first.cancel()
         engine.release(held)
-        engine.release(small.result())
+        assert (await asyncio.wait_for(second, 5)).max_length == 10
+        assert not first.done() or first.cancelled()
+        engine.release(second.result())
         await settle(engine)
 
 
@@ -75,7 +101,7 @@ async def test_no_more_than_max_sequences_are_open(llama: TinyModel) -> None:
         with pytest.raises(CapacityError) as raised:
             await engine.open(8)
         assert str(raised.value) == (
-            "The KV cache is full and 1 requests are waiting for room, which is the most; try later."
+            "1 sequences are open and 1 requests are waiting, which is the most; try later."
         )
         engine.release(held)
         engine.release(await waiting)

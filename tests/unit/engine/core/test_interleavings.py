@@ -1,4 +1,4 @@
-"""Random interleavings of all operations of an engine, with room for three sequences, against a plain model."""
+"""Random interleavings of all operations of an engine, with pages for three sequences, against a plain model."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
+from tandem.engine.core import page_scheduler
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Job
 from tandem.engine.kv_cache.sequence import Sequence
@@ -132,8 +133,7 @@ class Interleavings(RuleBasedStateMachine):
         usage = self.engine.usage
         assert usage.total_tokens == _TOTAL_TOKENS
         assert usage.reserved_tokens + usage.retained_tokens <= _TOTAL_TOKENS
-        assert usage.reserved_tokens == 128 * usage.sequence_count
-        assert usage.used_tokens <= usage.reserved_tokens
+        assert usage.reserved_tokens <= 128 * usage.sequence_count
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -187,7 +187,12 @@ class Interleavings(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "falcon"])
-def test_random_interleavings(family: str, tiny_model: Callable[[str], TinyModel]) -> None:
+def test_random_interleavings(
+    family: str, tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        page_scheduler, "IDLE_SECONDS", 0.02
+    )  # clients sit on their pages as long as they like
     machine = type("Machine", (Interleavings,), {"model": tiny_model(family)})
     case = machine.TestCase  # type: ignore[attr-defined]
     case.settings = settings(

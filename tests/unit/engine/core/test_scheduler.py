@@ -6,7 +6,7 @@ import pytest
 
 from tandem.engine.core.jobs import Job
 from tandem.engine.core.scheduler import next_segments
-from tandem.engine.kv_cache.extents import Extent
+from tandem.engine.kv_cache.page_table import PageTable
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.types import Delta
 
@@ -14,7 +14,7 @@ _CHUNK = 100
 
 
 def _job(pending: int, row_count: int = 1, computed: int = 0) -> Job[None]:
-    sequence = Sequence(Extent(0, 1024), 1024, vocabulary_size=2)
+    sequence = Sequence(PageTable(64, 1024), 1024, vocabulary_size=2)
     sequence.apply(Delta(0, [1] * (computed + pending)))
     sequence.advance(computed)
     return Job(sequence, Delta(0, ()), row_count, None)

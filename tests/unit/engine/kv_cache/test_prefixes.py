@@ -10,9 +10,7 @@ import pytest
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.events import StepRecord
 from tandem.engine.core.jobs import Job
-from tandem.engine.kv_cache.extents import Extent
-from tandem.engine.kv_cache.prefixes import MIN_PREFIX_TOKENS, PrefixIndex, PrefixMatch
-from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.kv_cache.prefixes import MIN_COPIED_TOKENS, ROOT, PrefixIndex
 from tandem.engine.settings import EngineSettings
 from tandem.types import Delta
 from tests.unit.engine.conftest import TinyModel
@@ -97,39 +95,47 @@ async def test_no_prefix_is_kept_if_that_is_switched_off(llama: TinyModel) -> No
     await engine.close()
 
 
-def _sequence(start: int, token_ids: list[int]) -> Sequence:
-    sequence = Sequence(Extent(start, 128), 128, vocabulary_size=10)
-    sequence.apply(Delta(0, token_ids))
-    sequence.advance(len(token_ids))
-    return sequence
+def test_a_full_page_is_found_by_its_tokens_and_all_before_it() -> None:
+    index = PrefixIndex(32)
+    first = index.enter(4, ROOT, [1] * 32)
+    second = index.enter(9, first.chain, [2] * 32)
+    assert index.full_page(ROOT, [1] * 32) is first
+    assert index.full_page(first.chain, [2] * 32) is second
+    assert index.full_page(ROOT, [2] * 32) is None
+    index.forget(4)
+    assert 4 not in index
+    assert index.full_page(ROOT, [1] * 32) is None
+    again = index.enter(4, ROOT, [1] * 32)
+    assert index.full_page(again.chain, [2] * 32) is None, "what followed the old page is found no more"
 
 
-def test_the_index_forgets_what_is_overwritten() -> None:
-    index = PrefixIndex()
-    long, short = _sequence(0, [1] * 40), _sequence(128, [1] * 20)
-    for sequence in (long, short):
-        index.enter(sequence)
-    assert index.leave(long) == Extent(0, 64)
-    assert index.leave(short) == Extent(128, 64)
-    assert index.find([1] * 100) == PrefixMatch(Extent(0, 64), 40)
-    index.enter(_sequence(0, []))
-    assert index.find([1] * 100) == PrefixMatch(Extent(128, 64), 20)
-    assert index.find([1] * (MIN_PREFIX_TOKENS - 1)) is None
-    assert index.find([2] * 100) is None
+def test_the_page_that_begins_with_most_of_the_tokens_is_found() -> None:
+    index = PrefixIndex(32)
+    for page, count in enumerate((20, 25, 17)):
+        index.enter(page, ROOT, [1] * count + [page + 2])
+    found = index.longest_beginning(ROOT, [1] * 30)
+    assert found is not None
+    assert (found[0].page, found[1]) == (1, 25)
+    assert index.longest_beginning(ROOT, [1] * (MIN_COPIED_TOKENS - 1)) is None
+    assert index.longest_beginning(ROOT, [2] * 30) is None
+    assert index.longest_beginning(7, [1] * 30) is None
 
 
-def test_short_prefixes_are_not_kept() -> None:
-    index = PrefixIndex()
-    sequence = _sequence(0, [1] * (MIN_PREFIX_TOKENS - 1))
-    index.enter(sequence)
-    assert index.leave(sequence) is None
+def test_a_page_with_few_tokens_is_not_found() -> None:
+    index = PrefixIndex(32)
+    index.enter(0, ROOT, [1] * (MIN_COPIED_TOKENS - 1))
+    assert index.longest_beginning(ROOT, [1] * 30) is None
+    index.forget(0)
+    assert len(index) == 0
 
 
-def test_the_index_is_bounded() -> None:
-    index = PrefixIndex()
-    for number in range(300):
-        sequence = _sequence(128 * number, [number % 10, *([1] * 20)])
-        index.enter(sequence)
-        index.leave(sequence)
-    assert index.find([0, *([1] * 20)]) is not None
-    assert len(index._retained) == 256
+async def test_a_job_without_rows_whose_tokens_are_all_known_ends(llama: TinyModel) -> None:
+    count = _Counting()
+    engine = _engine(llama, count)
+    sequences = [await engine.open(192) for _ in range(2)]
+    for sequence in sequences:
+        assert await engine.run(Job(sequence, Delta(0, _PREFIX), 0, Generation(1))) is None
+    assert count.take() == 100 + 1
+    for sequence in sequences:
+        engine.release(sequence)
+    await engine.close()

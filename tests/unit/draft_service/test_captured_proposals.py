@@ -225,4 +225,6 @@ async def test_uncaptured_proposals_are_drawn_step_by_step(
         (expected,) = await single.rounds(PROMPTS[0], GREEDY, (4,))
     assert_same(proposal, expected)
     (warning,) = [record for record in caplog.records if "could not be captured" in record.message]
-    assert reason in vars(warning)["reason"]
+    reasons = vars(warning)["not_captured"]
+    assert set(reasons) == {f"{sequences} x 2, {count} tokens" for sequences in (1, 4) for count in (2, 4, 8)}
+    assert all(reason in found for found in reasons.values())

@@ -71,7 +71,6 @@ def capture_each(
             made.insert(0, trusted(lambda shape=shape: make(shape), error_of, limit))  # type: ignore[misc]
         except DistrustedError as error:
             reason = str(error)
-            logger.warning("%s could not be captured", what, extra={"shape": str(shape), "reason": reason})
         outcomes.insert(0, CaptureOutcome(str(shape), reason))
     _log(what, outcomes)
     return made, outcomes
@@ -80,7 +79,8 @@ def capture_each(
 def _log(what: str, outcomes: list[CaptureOutcome]) -> None:
     captured = [outcome.shape for outcome in outcomes if outcome.reason is None]
     missing = {outcome.shape: outcome.reason for outcome in outcomes if outcome.reason is not None}
-    logger.info("graphs of %s", what, extra={"captured": captured, "not_captured": missing})
+    level, text = (logging.WARNING, "some %s could not be captured") if missing else (logging.INFO, "%s captured")
+    logger.log(level, text, what, extra={"captured": captured, "not_captured": missing})
 
 
 def without_capture(work: Work) -> Work:

@@ -16,8 +16,9 @@ from tandem.engine.kv_cache.segment import Segment
 Span = tuple[PageTable, int, int]
 """The positions of a sequence from the first number up to the second."""
 
-_MIN_RUN_TOKENS = 16
-"""Shorter runs are written by one scattered copy, longer ones page by page: a copy of its own then costs less."""
+_MIN_RUN_TOKENS = 32
+"""On a CPU, longer runs of tokens in one page are copied run by run, shorter ones by one scattered copy. Measured: 98 us
+instead of 158 for a prompt of 512 tokens, but 218 instead of 44 for 16 times 5."""
 
 
 class PageWriter:
@@ -97,7 +98,8 @@ class PageReader:
 
 def _long_runs(spans: SequenceOf[Span]) -> list[tuple[int, int, int]]:
     """Page, first and last offset of each run of tokens in one page; none where the runs are short."""
-    if sum(end - start for _, start, end in spans) < _MIN_RUN_TOKENS * len(spans):
+    token_count = sum(end - start for _, start, end in spans)
+    if token_count < _MIN_RUN_TOKENS * len(spans):
         return []
     runs = []
     for table, start, end in spans:
@@ -105,4 +107,4 @@ def _long_runs(spans: SequenceOf[Span]) -> list[tuple[int, int, int]]:
         for index in range(start // size, pages_for(end, size)):
             first = index * size
             runs.append((table[index], max(start - first, 0), min(end - first, size)))
-    return runs
+    return runs if token_count >= _MIN_RUN_TOKENS * len(runs) else []

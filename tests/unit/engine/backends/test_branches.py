@@ -67,7 +67,7 @@ class Branches:
 
 def poison(engine: Engine[object, object]) -> None:
     """Fill all unwritten memory with NaN."""
-    for layer in engine._worker._arena.layers:
+    for layer in engine._cache._arena.layers:
         layer.keys.fill_(float("nan"))
         layer.values.fill_(float("nan"))
 

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from tandem.engine.backends.cuda_graphs.buckets import Bucket, make_buckets, smallest
 from tandem.engine.backends.cuda_graphs.capture import Work, without_capture
-from tandem.engine.backends.cuda_graphs.captured_steps import CapturedSteps, GraphContext
+from tandem.engine.backends.cuda_graphs.captured_steps import CapturedSteps, GraphContext, trial_lengths
 from tandem.engine.backends.eager.backend import eager_backend
 from tandem.engine.backends.paged import attention
 from tandem.engine.backends.selection import Backends
 from tandem.engine.backends.trial import Reference
 from tandem.engine.core.engine import Engine
+from tandem.engine.kv_cache.arena import KvArena, LayerGeometry
+from tandem.engine.kv_cache.page_table import pages_for
 from tandem.engine.kv_cache.segment import Segment
 from tandem.engine.settings import EngineSettings
 from tests.unit.engine.backends.by_hand import ByHand, naive_varlen_for, some_tokens
@@ -122,7 +124,7 @@ def test_all_buckets_of_a_model_pass_the_comparison(tmp_path: Path, caplog: pyte
         steps = CapturedSteps(context_of(by_hand))
     assert len(steps) == len(steps.outcomes) == 4
     assert all(outcome.reason is None for outcome in steps.outcomes)
-    (record,) = [vars(record) for record in caplog.records if record.getMessage() == "graphs of steps"]
+    (record,) = [vars(record) for record in caplog.records if record.getMessage() == "steps captured"]
     assert record["captured"] == ["1 x 1", "1 x 4", "4 x 1", "4 x 4"]
     assert all(not layer.keys[: by_hand.arena.page_count].any() for layer in by_hand.arena.layers)
 
@@ -150,7 +152,8 @@ def test_a_size_that_cannot_be_captured_leaves_the_others(
     reasons = {outcome.shape: outcome.reason for outcome in steps.outcomes}
     failure = "RuntimeError: out of memory"
     assert reasons == {"1 x 1": None, "1 x 4": failure, "4 x 1": None, "4 x 4": failure}
-    (record,) = [vars(record) for record in caplog.records if record.getMessage() == "graphs of steps"]
+    (record,) = [vars(record) for record in caplog.records if "could not be captured" in record.getMessage()]
+    assert record["captured"] == ["1 x 1", "4 x 1"]
     assert record["not_captured"] == {"1 x 4": failure, "4 x 4": failure}
 
 
@@ -195,6 +198,19 @@ def test_padding_computes_numbers(tmp_path: Path) -> None:
         inputs.fill([Segment(sequence, 2)], [], by_hand.arena.spare_page)
         logits = step._step.logits(inputs.token_ids, inputs.page_table, inputs.starts, inputs.widths)
     assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("page_count", [1, 2, 3, 8, 40])
+@pytest.mark.parametrize("tokens_ahead", [0, 7, 60])
+def test_a_trial_fits_the_arena_and_is_as_long_as_that_allows(page_count: int, tokens_ahead: int) -> None:
+    arena = KvArena([LayerGeometry(1, 4, 4)], page_count, torch.float32, torch.device("cpu"))
+    size, max_length = arena.page_tokens, min(page_count, 30) * arena.page_tokens
+    lengths = trial_lengths(Bucket(4, 4), arena, max_length, tokens_ahead)
+    assert {width for _, width in lengths} == {4}
+    ends = [past + width + tokens_ahead for past, width in lengths]
+    needed = sum(pages_for(end, size) for end in ends)
+    assert needed <= page_count
+    assert max(ends) == max_length or needed == page_count, "nothing longer fits"
 
 
 def test_numbers_of_sequences_grow_fourfold_up_to_the_limit() -> None:

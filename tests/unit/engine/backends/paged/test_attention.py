@@ -111,6 +111,20 @@ def test_padding_gives_numbers_and_touches_nobody(with_varlen: bool, monkeypatch
         assert torch.allclose(found[row], expected, atol=1e-5), row
 
 
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("width", [1, 4])
+def test_padding_sees_zeros_where_it_sees_no_key(width: int, options: dict[str, Any]) -> None:
+    """A softmax over nothing is NaN. Here a sequence fills its table, so that padding comes to lie behind it."""
+    keys, values = (pages(8, 16, seed, by_head=True) for seed in (1, 2))
+    queries = PagedQueries(
+        integers(TABLE[:2]), integers([0, width, 2 * width]), integers([24, 0]), width, 24,
+        integers([1, 0]) if width > 1 else None,
+    )  # fmt: skip
+    given = {"window": None, "scale": None, "softcap": None, "sinks": None} | options | {"window": 1}
+    found = paged_attention(numbers(2 * width, HEADS, 16), keys, values, queries, **given)
+    assert found.isfinite().all()
+
+
 def test_padding_of_single_queries_takes_no_sequences_of_its_own() -> None:
     queries = PagedQueries(integers(TABLE), integers([0, 1, 2, 3]), integers([20, 0, 11]), 1, 24)
     table, starts, lengths, key_starts = queries.for_varlen

@@ -9,14 +9,15 @@ from tandem.engine.backends.paged.pages import PageReader, PageWriter
 from tandem.engine.kv_cache.arena import LayerCache
 from tandem.engine.kv_cache.page_table import PageTable
 
-PAGE_TOKENS = 8
+PAGE_TOKENS = 64
 CPU = torch.device("cpu")
 SPANS = {
-    "one token": [([5, 2], 9, 10)],
-    "one token each": [([5, 2], 9, 10), ([1, 6, 3], 0, 1)],
-    "one page": [([5, 2], 3, 8)],
-    "several pages": [([7, 0, 4, 1], 5, 30)],
-    "prompts": [([7, 0, 4, 1], 5, 30), ([2, 6, 3], 0, 20)],
+    "one token": [([5, 2], 69, 70)],
+    "one token each": [([5, 2], 69, 70), ([1, 6, 3], 0, 1)],
+    "across a page's end": [([5, 2], 62, 67)],
+    "one page": [([5, 2], 3, 64)],
+    "several pages": [([7, 0, 4, 1], 45, 250)],
+    "prompts": [([7, 0, 4, 1], 45, 250), ([2, 6, 3], 0, 160)],
 }
 
 
@@ -29,7 +30,7 @@ def test_what_is_written_is_read_back(by_head: bool, spans: list[tuple[list[int]
         return torch.zeros(8, PAGE_TOKENS, 2, dim)
 
     layer = LayerCache(storage(4), storage(6))
-    tables = [PageTable(PAGE_TOKENS, 32, pages) for pages, _, _ in spans]
+    tables = [PageTable(PAGE_TOKENS, 256, pages) for pages, _, _ in spans]
     count = sum(end - start for _, start, end in spans)
     key, value = torch.randn(1, 2, count, 4), torch.randn(1, 2, count, 6)
     places = [(table, start, end) for table, (_, start, end) in zip(tables, spans, strict=True)]
@@ -46,8 +47,8 @@ def test_what_is_written_is_read_back(by_head: bool, spans: list[tuple[list[int]
 
 def test_only_the_pages_of_a_span_are_read() -> None:
     layer = torch.arange(8.0)[:, None, None, None].expand(8, PAGE_TOKENS, 1, 1)
-    tables = [PageTable(PAGE_TOKENS, 32, pages) for pages in ([7, 0, 4, 1], [2, 6])]
-    found = PageReader.of_tables(tables, 9, 32, CPU).read(layer)
+    tables = [PageTable(PAGE_TOKENS, 256, pages) for pages in ([7, 0, 4, 1], [2, 6])]
+    found = PageReader.of_tables(tables, 70, 256, CPU).read(layer)
     assert found.shape == (2, 1, 3 * PAGE_TOKENS, 1)
     numbers = found[:, 0, ::PAGE_TOKENS, 0].tolist()
     assert numbers == [[0, 4, 1], [6, 6, 6]], "a shorter sequence is read on in its last page"

@@ -41,7 +41,7 @@ def _layer_call(layer: LayerCache, shape: LayerGeometry) -> AttentionCall:
     return AttentionCall(
         keys=layer.keys.data_ptr(),
         values=layer.values.data_ptr(),
-        total_tokens=layer.keys.shape[2],
+        page_tokens=layer.keys.shape[1],
         kv_heads=shape.kv_heads,
         key_dim=shape.key_dim,
         value_dim=shape.value_dim,
@@ -51,18 +51,21 @@ def _layer_call(layer: LayerCache, shape: LayerGeometry) -> AttentionCall:
 
 
 def places(packing: Packing) -> list[int]:
-    """Where a step's tokens belong, as the kernel reads it (`segments` in attention.h)."""
+    """Where a step's tokens belong, as the kernel reads it (`segments` in attention.h).
+
+    The numbers name the sequences' page tables by address: they are of use while these live.
+    """
     if isinstance(packing, BranchPacking):
         numbers = [-len(packing.parts)]
         for part in packing.parts:
             sequence, lengths = part.sequence, part.step.trunk_lengths
-            numbers += (sequence.extent.start, part.written, part.count, sequence.length, len(lengths))
+            numbers += (sequence.table.address, part.written, part.count, sequence.length, len(lengths))
             numbers += lengths[: part.count]
         return numbers
     segments = packing.segments
     numbers = [len(segments)]
     for segment in segments:
-        numbers += (segment.sequence.extent.start, segment.start, segment.token_count)
+        numbers += (segment.sequence.table.address, segment.start, segment.token_count)
     return numbers
 
 

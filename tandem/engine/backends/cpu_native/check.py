@@ -12,8 +12,8 @@ from tandem.engine.backends.cpu_native.attention import NativeAttention, NativeL
 from tandem.engine.backends.cpu_native.library.kernels import Kernels
 from tandem.engine.backends.cpu_native.linear import packed
 from tandem.engine.backends.cpu_native.pointwise import kernel_calls
-from tandem.engine.kv_cache.arena import KvArena, LayerGeometry
-from tandem.engine.kv_cache.extents import Extent
+from tandem.engine.kv_cache.arena import KvArena, LayerGeometry, page_tokens_on
+from tandem.engine.kv_cache.page_table import PageTable, pages_for
 from tandem.engine.kv_cache.segment import Segment
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.models.attention import grouped_attention
@@ -29,9 +29,8 @@ _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 _ROWS = (1, 2, 3, 5, 9, 13, 16)
 _LINEAR_SHAPES = ((70, 37), (64, 96))
 _KV_HEADS, _REPEATS, _KEY_DIM, _VALUE_DIM = 2, 3, 24, 20
-_LENGTHS = ((0, 3), (17, 1), (40, 5))
-"""Tokens that a sequence had, and tokens of the step."""
-_EXTENT_TOKENS = 64
+_LENGTHS = ((0, 3), (17, 1), (62, 5), (130, 1))
+"""Tokens that a sequence had, and tokens of the step. The steps of some, and the windows, cross the end of a page."""
 _VARIANTS = ((None, None), (7, None), (None, 5.0))
 """Windows and soft caps."""
 _TEMPERATURES = (0.4, 1.0, 1.7)
@@ -77,10 +76,12 @@ def _attention_agrees(
     generator: torch.Generator,
 ) -> bool:
     geometry = LayerGeometry(_KV_HEADS, _KEY_DIM, _VALUE_DIM, window)
-    arena = KvArena([geometry], _EXTENT_TOKENS * len(_LENGTHS), dtype, torch.device("cpu"))
+    device = torch.device("cpu")
+    longest = pages_for(max(map(sum, _LENGTHS)), page_tokens_on(device))
+    arena = KvArena([geometry], longest * len(_LENGTHS), dtype, device)
     for stored in (arena.layers[0].keys, arena.layers[0].values):
         stored.copy_(torch.randn(stored.shape, generator=generator))
-    segments = [_segment(index, *lengths) for index, lengths in enumerate(_LENGTHS)]
+    segments = [_segment(arena, index, *lengths) for index, lengths in enumerate(_LENGTHS)]
     tokens, heads = sum(segment.token_count for segment in segments), _KV_HEADS * _REPEATS
     query = torch.randn(1, heads, tokens, _KEY_DIM, generator=generator).to(dtype)
     key = torch.randn(1, _KV_HEADS, tokens, _KEY_DIM, generator=generator).to(dtype)
@@ -135,9 +136,12 @@ def _operation_agrees(kernels: Kernels, target: Any, arguments: list[Any], dtype
     return _close(output, expected.float(), dtype)
 
 
-def _segment(index: int, computed: int, count: int) -> Segment:
-    sequence = Sequence(Extent(index * _EXTENT_TOKENS, _EXTENT_TOKENS), _EXTENT_TOKENS, 1)
-    sequence.token_ids = [0] * (computed + count)
+def _segment(arena: KvArena, index: int, computed: int, count: int) -> Segment:
+    """A sequence whose pages lie apart, so that a kernel that overlooks the table reads those of others."""
+    length = computed + count
+    pages = range(index, arena.page_count, len(_LENGTHS))[: pages_for(length, arena.page_tokens)]
+    sequence = Sequence(PageTable(arena.page_tokens, length, pages), length, 1)
+    sequence.token_ids = [0] * length
     sequence.advance(computed)
     return Segment(sequence, count)
 
@@ -152,22 +156,20 @@ def _plain_attention(
     softcap: float | None,
 ) -> Tensor:
     """The reference in torch, float32; [1, tokens, heads, value_dim]."""
-    past = slice(segment.sequence.extent.start, segment.sequence.extent.start + segment.start)
-    keys = (
-        torch.cat((arena.layers[0].keys[:, :, past], key), dim=2).float().repeat_interleave(_REPEATS, dim=1)
-    )
-    values = (
-        torch.cat((arena.layers[0].values[:, :, past], value), dim=2)
-        .float()
-        .repeat_interleave(_REPEATS, dim=1)
-    )
+    slots = torch.from_numpy(segment.sequence.table.slots(0, segment.start))
+
+    def with_past(stored: Tensor, new: Tensor) -> Tensor:
+        past = stored.flatten(0, 1)[slots].transpose(0, 1)[None]
+        return torch.cat((past, new), dim=2).float().repeat_interleave(_REPEATS, dim=1)
+
     queries = torch.arange(segment.start, segment.end)[:, None]
     positions = torch.arange(segment.end)[None]
     hidden = (positions > queries) | (positions <= queries - (window or segment.end))
     mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[None, None]
     output = grouped_attention(
-        query.float(), keys, values, mask=mask, is_causal=False, scale=None, softcap=softcap, sinks=None
-    )
+        query.float(), with_past(arena.layers[0].keys, key), with_past(arena.layers[0].values, value), mask=mask,
+        is_causal=False, scale=None, softcap=softcap, sinks=None,
+    )  # fmt: skip
     return output.transpose(1, 2)
 
 

@@ -48,7 +48,7 @@ class AttentionCall(ctypes.Structure):
         ("key_head", _INTEGER), ("key_token", _INTEGER),
         ("value_head", _INTEGER), ("value_token", _INTEGER),
         ("keys", _POINTER), ("values", _POINTER),
-        ("total_tokens", _INTEGER), ("kv_heads", _INTEGER), ("heads", _INTEGER),
+        ("page_tokens", _INTEGER), ("kv_heads", _INTEGER), ("heads", _INTEGER),
         ("key_dim", _INTEGER), ("value_dim", _INTEGER),
         ("segments", _POINTER),
         ("window", _INTEGER), ("sinks", _POINTER),

@@ -25,7 +25,7 @@ from tandem.engine.backends.cpu_native.library.calls import (
     RoutineCall,
 )
 
-VERSION: Final = 4
+VERSION: Final = 5
 """`INTERFACE_VERSION` of kernels.cpp. It rises with every change of a structure, an enumeration, or a
 function's name or arguments."""
 

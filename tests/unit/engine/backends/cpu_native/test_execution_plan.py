@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +14,9 @@ from tandem.engine.backends.cpu_native.attention import WIDEST_SEGMENT
 from tandem.engine.backends.cpu_native.backend import CpuNativeBackend, ModuleSteps
 from tandem.engine.backends.cpu_native.plans.execution_plan import ExecutionPlan
 from tandem.engine.backends.cpu_native.plans.planned_steps import TOKEN_COUNTS, PlannedSteps
-from tandem.engine.backends.cpu_native.plans.trace import TraceError, traced
 from tandem.engine.backends.packing import Packing
-from tandem.engine.kv_cache.arena import KvArena
-from tandem.engine.kv_cache.extents import Extent
+from tandem.engine.kv_cache.arena import KvArena, page_tokens_on
+from tandem.engine.kv_cache.page_table import PageTable
 from tandem.engine.kv_cache.segment import Segment
 from tandem.engine.kv_cache.sequence import Sequence
 from tests.unit.engine.conftest import TinyModel
@@ -28,7 +26,9 @@ from tests.unit.engine.tiny_models import CONFIGS, VOCABULARY_SIZE
 _SERIAL = {"falcon", "falcon_alibi", "gptj", "bloom"}
 _EXPERTS = {"qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "phimoe"}
 _USUAL = {"llama", "gemma2", "gpt2", "phi3"}
-_EXTENT_TOKENS = 64
+_SEQUENCES = 8
+_PAGES_EACH = 2
+_PAGE_TOKENS = page_tokens_on(torch.device("cpu"))
 _PROMPTS = [[5, 17, 80, 3, 44], [9], [3 + step % 90 for step in range(40)], [7, 7, 7]]
 
 
@@ -39,7 +39,7 @@ class Runner:
         native = model.with_plans.native
         assert native is not None
         loaded = native.model
-        self.arena = KvArena(loaded.layers, 8 * _EXTENT_TOKENS, loaded.dtype, loaded.device)
+        self.arena = KvArena(loaded.layers, _SEQUENCES * _PAGES_EACH, loaded.dtype, loaded.device)
         backend = native.backend(self.arena)
         assert isinstance(backend, CpuNativeBackend)
         self.backend = backend
@@ -62,10 +62,12 @@ def llama_runner(llama: TinyModel) -> Runner:
 
 
 def _segments(lengths: list[tuple[int, int]]) -> list[Segment]:
-    """Sequences of so many tokens whose keys and values are there, and so many new ones."""
+    """Sequences of so many tokens whose keys and values are there, and so many new ones, in scattered pages."""
     segments = []
     for index, (computed, count) in enumerate(lengths):
-        sequence = Sequence(Extent(index * _EXTENT_TOKENS, _EXTENT_TOKENS), _EXTENT_TOKENS, VOCABULARY_SIZE)
+        pages = range(index, _SEQUENCES * _PAGES_EACH, _SEQUENCES)
+        table = PageTable(_PAGE_TOKENS, len(pages) * _PAGE_TOKENS, reversed(pages))
+        sequence = Sequence(table, table.capacity, VOCABULARY_SIZE)
         sequence.token_ids = [(11 * index + 7 * step) % 90 + 3 for step in range(computed + count)]
         sequence.advance(computed)
         segments.append(Segment(sequence, count))
@@ -100,7 +102,7 @@ def test_a_plan_computes_the_same_as_the_modules(family: str, tiny_model: Callab
     if family in _EXPERTS:  # which of them are asked depends on the tokens
         assert runner.backend.plans is None
         return
-    for lengths in [[(9, 1)], [(20, 5)], [(0, 3), (30, 3), (17, 1)], [(step, 1) for step in range(8)]]:
+    for lengths in [[(9, 1)], [(61, 5)], [(0, 3), (62, 3), (117, 1)], [(step, 1) for step in range(8)]]:
         count = sum(new for _, new in lengths)
         segments = _segments(lengths)
         expected, played = _both_ways(runner, segments, list(range(count)))
@@ -124,9 +126,11 @@ def test_only_the_requested_rows_are_returned_as_a_copy(llama_runner: Runner) ->
 def test_padding_does_not_change_results(llama_runner: Runner) -> None:
     segments = _segments([(5, 9)])  # nine tokens are padded to ten
     _both_ways(llama_runner, segments, list(range(9)))
-    spared = [layer.keys[:, :, 14:].clone() for layer in llama_runner.arena.layers]
+    slots = segments[0].sequence.table.slots(0, 14).tolist()
+    others = [slot for slot in range((_SEQUENCES * _PAGES_EACH + 1) * _PAGE_TOKENS) if slot not in slots]
+    spared = [layer.keys.flatten(0, 1)[others] for layer in llama_runner.arena.layers]
     _both_ways(llama_runner, segments, list(range(9)))
-    assert all(torch.equal(layer.keys[:, :, 14:], before)
+    assert all(torch.equal(layer.keys.flatten(0, 1)[others], before)
                for layer, before in zip(llama_runner.arena.layers, spared, strict=True))  # fmt: skip
 
 
@@ -288,13 +292,3 @@ async def test_texts_are_the_same_with_plans_and_without(
     async with running(model.backends, GreedyHead()) as engine:
         without = await greedy_together(engine, _PROMPTS, 12)
     assert with_plans == without == [plain_greedy(model.reference, prompt, 12) for prompt in _PROMPTS]
-
-
-def test_a_pass_that_depends_on_the_tokens_is_not_traced() -> None:
-    class Choosy(torch.nn.Module):
-        def forward(self, input_ids: Tensor, **_: Any) -> Any:
-            chosen = (input_ids > 2).nonzero()
-            return Packing([]), chosen
-
-    with pytest.raises(TraceError):
-        traced(Choosy())

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-import random
 import shutil
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tandem.engine.backends.cpu_native import attention
 from tandem.engine.backends.cpu_native.attention import WIDEST_SEGMENT, NativeAttention, NativeLayout
 from tandem.engine.backends.cpu_native.check import mismatch
 from tandem.engine.backends.cpu_native.library.build import BuildError, built_kernels
@@ -22,12 +21,10 @@ from tandem.engine.backends.cpu_native.library.calls import KernelCall, Operatio
 from tandem.engine.backends.cpu_native.library.kernels import Kernels
 from tandem.engine.backends.cpu_native.linear import PackedLinear, pack_linears, packed, unpacked
 from tandem.engine.backends.cpu_native.load import load_kernels
-from tandem.engine.backends.eager.layout import StepLayout
+from tandem.engine.backends.packing import Packing
 from tandem.engine.backends.selection import choose_backends
-from tandem.engine.kv_cache.arena import KvArena, LayerGeometry
-from tandem.engine.kv_cache.extents import Extent
+from tandem.engine.kv_cache.page_table import PageTable
 from tandem.engine.kv_cache.segment import Segment
-from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.models.loading import load_model
 from tandem.errors import ConfigurationError
 from tests.unit.engine.conftest import TinyModel
@@ -50,18 +47,6 @@ def kernels() -> Kernels:
     if _compiler() is None:
         pytest.skip("there is no C++ compiler")
     return Kernels(built_kernels())
-
-
-def _segments(lengths: list[tuple[int, int]], extent_tokens: int) -> list[Segment]:
-    """Sequences of so many computed tokens, each with so many new ones, in no order of extents."""
-    segments = []
-    for index, (computed, count) in enumerate(lengths):
-        place = (index * 5) % len(lengths) * extent_tokens
-        sequence = Sequence(Extent(place, extent_tokens), extent_tokens, 10)
-        sequence.token_ids = [0] * (computed + count)
-        sequence.advance(computed)
-        segments.append(Segment(sequence, count))
-    return segments
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
@@ -116,54 +101,6 @@ def test_nan_and_infinity_are_preserved(kernels: Kernels) -> None:
     assert torch.equal(torch.nan_to_num(results, nan=7, posinf=8, neginf=9), torch.tensor([7.0, 8, 9, 3]))
 
 
-@pytest.mark.parametrize("dtype", _DTYPES)
-@pytest.mark.parametrize(
-    ("window", "softcap", "with_sinks"),
-    [(None, None, False), (9, None, False), (None, 4.0, False), (9, None, True)],
-)
-def test_attention_is_that_of_the_packed_step(
-    kernels: Kernels, dtype: torch.dtype, window: int | None, softcap: float | None, with_sinks: bool
-) -> None:
-    generator = random.Random(3)
-    extent_tokens, heads, kv_heads, key_dim, value_dim = 128, 6, 2, 24, 20
-    geometry = (LayerGeometry(kv_heads, key_dim, value_dim, window),)
-    lengths = [(0, 1), (0, 6), (1, 1), (15, 5), (16, 1), (100, 5), (70, 32), (27, 101), (0, WIDEST_SEGMENT)]
-    lengths += [(generator.randrange(90), generator.randrange(1, 9)) for _ in range(9)]
-    arenas = [KvArena(geometry, extent_tokens * len(lengths), dtype, _CPU) for _ in range(2)]
-    for arena in arenas:
-        torch.manual_seed(1)
-        arena.layers[0].keys.normal_()
-        arena.layers[0].values.normal_()
-    segments = _segments(lengths, extent_tokens)
-    for segment in segments:  # values past a sequence's end belong to others, and must have no effect
-        past = slice(segment.sequence.extent.start + segment.end, segment.sequence.extent.end)
-        arenas[1].layers[0].keys[:, :, past] = float("nan")
-        arenas[1].layers[0].values[:, :, past] = float("inf")
-    tokens = sum(segment.token_count for segment in segments)
-    plain = StepLayout(segments, arenas[0], geometry, dtype, _CPU)
-    native = NativeLayout(plain.segments, NativeAttention(kernels, arenas[1], geometry))
-    # As models lay them: tokens before heads, seen the other way round.
-    query, key, value = (
-        torch.randn(1, tokens, count, dim).to(dtype).transpose(1, 2)
-        for count, dim in ((heads, key_dim), (kv_heads, key_dim), (kv_heads, value_dim))
-    )
-    sinks = torch.randn(heads).to(dtype) if with_sinks else None
-    module: Any = SimpleNamespace(layer_idx=0)
-    results, expected = (
-        step.attend(module, query, key, value, mask=None, scale=0.3, softcap=softcap, sinks=sinks)
-        for step in (native, plain)
-    )
-    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    assert torch.allclose(results.float(), expected.float(), atol=tolerance, rtol=tolerance)
-    for segment in segments:
-        stored = slice(
-            segment.sequence.extent.start + segment.start, segment.sequence.extent.start + segment.end
-        )
-        for name in ("keys", "values"):
-            ours, theirs = (getattr(arena.layers[0], name)[:, :, stored] for arena in (arenas[1], arenas[0]))
-            assert torch.equal(ours, theirs)
-
-
 @needs_compiler
 def test_models_are_loaded_with_packed_layers(llama: TinyModel) -> None:
     assert llama.backends.native is not None
@@ -182,9 +119,9 @@ async def test_a_prompt_is_read_alike_by_the_kernel_and_by_torch(
     widths: list[int] = []
     right = NativeLayout.__init__
 
-    def noted(self: NativeLayout, segments: SequenceOf[Segment], attention: NativeAttention) -> None:
+    def noted(self: NativeLayout, segments: SequenceOf[Segment], shapes: NativeAttention) -> None:
         widths.append(max(segment.token_count for segment in segments))
-        right(self, segments, attention)
+        right(self, segments, shapes)
 
     monkeypatch.setattr(NativeLayout, "__init__", noted)
     prompt = [3 + 7 * step % 90 for step in range(prompt_tokens)]
@@ -277,3 +214,22 @@ def test_kernels_with_wrong_results_are_not_used(
     monkeypatch.setattr(Kernels, "run", run)
     with pytest.raises(BuildError, match=f"their results are not torch's: {what}"):
         load_kernels(_CPU, torch.float32)
+
+
+def test_kernels_that_read_other_pages_than_the_tables_are_not_used(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Consecutive pages instead, each sequence's from its own first one on."""
+    right = attention.places
+    kept: list[PageTable] = []
+
+    def wrong(packing: Packing) -> list[int]:
+        numbers = right(packing)
+        for index, segment in enumerate(packing.segments):
+            table = segment.sequence.table
+            kept.append(PageTable(table.page_tokens, table.capacity, range(table[0], table[0] + len(table))))
+            numbers[1 + 3 * index] = kept[-1].address
+        return numbers
+
+    monkeypatch.setattr(attention, "places", wrong)
+    assert mismatch(kernels).startswith("attention")

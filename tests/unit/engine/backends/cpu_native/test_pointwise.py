@@ -198,7 +198,7 @@ def test_only_cosines_and_sines_are_left_to_torch(
     assert native is not None
     assert native.trace is not None
     attention = NativeAttention(
-        native.kernels, KvArena(model.layers, 64, model.dtype, model.device), model.layers
+        native.kernels, KvArena(model.layers, 1, model.dtype, model.device), model.layers
     )
     called: set[str] = set()
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tandem.engine.backends.cpu_native.plans.trace import _drop_repeated_casts
+from tandem.engine.backends.cpu_native.plans.trace import TraceError, _drop_repeated_casts, traced
 
 
 def test_layers_that_round_the_same_numbers_share_the_result() -> None:
@@ -33,3 +37,13 @@ def test_numbers_that_may_change_between_two_roundings_are_rounded_twice() -> No
     _drop_repeated_casts(graph)
     before, after = graph(torch.ones(3))
     assert torch.equal(after, before + 1)
+
+
+def test_a_pass_that_depends_on_the_tokens_is_not_traced() -> None:
+    class Choosy(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+            chosen = (input_ids > 2).nonzero()
+            return SimpleNamespace(), chosen
+
+    with pytest.raises(TraceError):
+        traced(Choosy())

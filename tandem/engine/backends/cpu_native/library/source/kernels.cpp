@@ -21,7 +21,7 @@ struct Call {
 
 // Numbers that must be equal in Python, in the order of `EXPECTED` of interface.py. The version comes first, and rises
 // with every change of a structure, an enumeration, or a function's name or arguments.
-constexpr int64_t INTERFACE_VERSION = 4;
+constexpr int64_t INTERFACE_VERSION = 5;
 constexpr int64_t INTERFACE[] = {
     INTERFACE_VERSION, sizeof(Linear), sizeof(Attention), sizeof(Operand), sizeof(Pointwise), sizeof(Mean),
     sizeof(Gather),    sizeof(Call),   KINDS,             ROUTINES,        OPERATIONS,        DIMENSIONS,

@@ -16,12 +16,20 @@ from torch import Tensor
 
 from draft_service.proposers.captured_proposals import CapturedProposals
 from draft_service.proposers.draft_head import propose_head
+from draft_service.proposers.drafting import Drafting
 from draft_service.proposers.standalone import StandaloneProposer, capture_proposals
+from tandem.engine.backends.cuda_graphs.buckets import make_buckets
 from tandem.engine.backends.cuda_graphs.capture import Capture, Work, without_capture
 from tandem.engine.backends.cuda_graphs.captured_steps import GraphContext
 from tandem.engine.backends.selection import Backends
+from tandem.engine.backends.trial import Reference
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.events import StepRecord
+from tandem.engine.core.jobs import Job
+from tandem.engine.kv_cache.arena import KvArena
+from tandem.engine.kv_cache.page_table import PageTable
+from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.settings import EngineSettings
 from tandem.errors import NonFiniteLogitsError
@@ -163,6 +171,28 @@ async def test_near_the_end_of_a_sequence_single_steps_are_used(model: LoadedMod
         proposals = await whole.rounds(prompt, GREEDY, (2,))
     assert_same(proposals[0], expected[0])
     assert whole.replayed > before, "the steps themselves are captured ones"
+
+
+@pytest.mark.parametrize(("prompt_length", "pages", "is_run"), [(58, 1, True), (62, 1, False), (62, 2, True)])
+def test_a_proposal_is_captured_only_where_its_pages_are_there(
+    model: LoadedModel, prompt_length: int, pages: int, is_run: bool
+) -> None:
+    """A replay writes all of its tokens' keys and values, and asks nobody for room."""
+    arena = KvArena(model.layers, 4, model.dtype, model.device)
+    buckets = make_buckets(2, (1, 2))
+    graphs = GraphContext(model, arena, Reference(model), buckets, without_capture, 192)
+    proposals = capture_proposals(TOP_K, graphs)
+    assert proposals.tokens_ahead == 7
+    assert all(outcome.reason is None for outcome in proposals.outcomes)
+    table = PageTable(arena.page_tokens, 192, range(pages))
+    sequence = CachedSequence(table, 192, model.info.vocabulary_size)
+    sequence.token_ids = [3] * prompt_length
+    sequence.advance(prompt_length - 1)
+    job = Job(sequence, Delta(0, []), 1, Drafting(prompt_length, 4, GREEDY, TOP_K))
+    with torch.inference_mode():
+        found = proposals.run([Segment(sequence, 1)], [job])
+    assert (found is not None) == is_run
+    assert sequence.length == prompt_length + 3 * is_run
 
 
 async def test_strict_draws_from_the_whole_vocabulary_step_by_step(model: LoadedModel) -> None:

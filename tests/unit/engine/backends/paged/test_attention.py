@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tandem.engine.backends.paged import attention, varlen
 from tandem.engine.backends.paged.attention import paged_attention
@@ -141,6 +142,25 @@ def test_torchs_function_is_called_as_it_is_documented() -> None:
     assert {"seqused_k", "block_table", "window_size", "enable_gqa", "scale"} <= set(
         inspect.signature(found).parameters
     )
+
+
+def test_torch_takes_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes alone, of Llama-3.1-8B: torch's operator checks names and types of what it is given."""
+    found = varlen._varlen_attn()
+    if found is None:
+        pytest.skip("this torch has no block tables")
+    monkeypatch.setattr(attention, "varlen_for", lambda *_: found)
+    with FakeTensorMode(), torch.inference_mode():
+        storage = torch.empty(64, 256, 8, 128, dtype=torch.bfloat16)
+        query = torch.empty(1, 32, 20, 128, dtype=torch.bfloat16)[0].transpose(0, 1)
+        table, starts, lengths, counts = (
+            torch.empty(*sizes, dtype=torch.int32) for sizes in ((4, 512), (5,), (4,), (4,))
+        )
+        queries = PagedQueries(table, starts, lengths, 5, 131072, counts)
+        result = paged_attention(
+            query, storage, storage, queries, window=4096, scale=0.1, softcap=None, sinks=None
+        )
+    assert result.shape == (20, 32, 128)
 
 
 @pytest.mark.parametrize("fault", ["refuses", "is wrong", "demands key starts", ""])

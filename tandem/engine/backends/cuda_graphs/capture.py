@@ -79,7 +79,9 @@ def capture_each(
 def _log(what: str, outcomes: list[CaptureOutcome]) -> None:
     captured = [outcome.shape for outcome in outcomes if outcome.reason is None]
     missing = {outcome.shape: outcome.reason for outcome in outcomes if outcome.reason is not None}
-    level, text = (logging.WARNING, "some %s could not be captured") if missing else (logging.INFO, "%s captured")
+    level, text = (
+        (logging.WARNING, "some %s could not be captured") if missing else (logging.INFO, "%s captured")
+    )
     logger.log(level, text, what, extra={"captured": captured, "not_captured": missing})
 
 

@@ -14,7 +14,7 @@ ARGS ?=
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos test test-fast soak lint format docs screenshots observe-check demo demo-models exactness bench bench-results clean
+.PHONY: help setup protos test test-fast soak lint format docs screenshots observe-check demo demo-models exactness bench bench-results bench-gpu clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,6 +89,10 @@ demo-models: setup ## Train the bundled pair of models again
 
 bench: setup ## Compare ways of decoding on this machine: make bench ARGS="--pair shaped:200M:1:0.8 --rounds 3"
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# Writes what is to be sent in beside the report: figures, graphs that were not captured, and why.
+bench-gpu: setup ## Measure a GPU: memory, steps of an 8B and a 1B model, graphs, and a pair with drafting ahead
+	$(BIN)/python -P -m benchmarks.gpu --json benchmarks/results/gpu.json --markdown benchmarks/results/gpu.md $(ARGS)
 
 # Three runs of five to ten minutes on two quiet cores. Other engines: make bench-results ARGS="--vllm-python PYTHON"
 # Many requests at once find the length of their proposals in the first rounds, so there must be more of those, each

@@ -18,6 +18,9 @@ from coordinator.stats.speculation import add
 from tandem.clients.aio import Client
 from tandem.types import GenerationRequest, SpeculationStats
 
+_SHARES = {"target": 0.65, "draft": 0.25}
+"""Of one GPU's memory."""
+
 
 class Contender(Protocol):
     """A started way of decoding."""
@@ -39,6 +42,7 @@ class Setup:
     dtype: str
     threads: int
     device: str
+    """Of both models, unless the draft has one of its own."""
     max_length: int
     """Longest sequence, prompt and completion together."""
     max_sequences: int
@@ -51,6 +55,8 @@ class Setup:
     """Minimum duration of steps; empty: none."""
     rule: str = ""
     """rejection_sampling_strategy of Tandem's contenders; empty: the default."""
+    draft_device: str = ""
+    """Empty: the target's."""
     delay_ms: float = 0.0
     """Delay between the coordinator and each service, one way."""
 
@@ -90,13 +96,15 @@ async def services(setup: Setup, *, prefix_caching: bool) -> AsyncIterator[Addre
     """
     models = (
         *(() if prefix_caching else ("--no-enable-prefix-caching",)),
-        *("--dtype", setup.dtype, "--threads", str(setup.threads), "--device", setup.device),
+        *("--dtype", setup.dtype, "--threads", str(setup.threads)),
         *("--max-length", str(setup.max_length), "--max-sequences", str(setup.max_sequences)),
     )
     async with AsyncExitStack() as stack:
         # One after the other: two that load at once slow each other more than they gain.
         target, draft = [
-            await stack.enter_async_context(_model_service(setup, role, "--model", str(folder), *models))
+            await stack.enter_async_context(
+                _model_service(setup, role, "--model", str(folder), *models, *_placed(setup, role))
+            )
             for role, folder in (("target", setup.target), ("draft", setup.draft))
         ]
         if setup.delay_ms:
@@ -116,6 +124,14 @@ async def services(setup: Setup, *, prefix_caching: bool) -> AsyncIterator[Addre
             for option in ("off", "auto")
         ]
         yield Addresses(target, draft, coordinator, ahead)
+
+
+def _placed(setup: Setup, role: str) -> tuple[str, ...]:
+    """Device of a service, and its share of the memory where both are on one GPU."""
+    device = setup.draft_device if role == "draft" and setup.draft_device else setup.device
+    is_shared = device != "cpu" and setup.draft_device in ("", setup.device)
+    share = ("--device-memory-utilization", str(_SHARES[role])) if is_shared else ()
+    return "--device", device, *share
 
 
 def _model_service(setup: Setup, role: str, *options: str) -> AbstractAsyncContextManager[str]:

@@ -110,6 +110,7 @@ def setup_of(settings: BenchSettings, pair: Pair, prompts: Sequence[Sequence[int
         dtype=settings.dtype,
         threads=settings.model_threads,
         device=settings.device,
+        draft_device=settings.draft_device,
         max_length=longest,
         max_sequences=max(*settings.batch, 2),
         num_speculative_tokens=settings.num_speculative_tokens,

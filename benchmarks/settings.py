@@ -70,6 +70,8 @@ class BenchSettings(BaseModel):
     """CPU threads of each model. By default one for each core."""
     device: str = "cpu"
     """Device of the models: cpu, cuda or cuda:N."""
+    draft_device: str = ""
+    """Device of the draft service of Tandem's contenders. By default the target's."""
     pace: Annotated[str, BeforeValidator(_paced)] = ""
     """VERIFY_MS,DRAFT_STEP_MS[,PER_8_ROWS]: minimum duration of the steps of Tandem's contenders (they sleep), and a
     share more for each 8 tokens; for instance 6.5,1.2,0.1."""

@@ -140,6 +140,7 @@ class Engine(Generic[PayloadT, ResultT]):
         ends = time.perf_counter() + _WARM_UP_SECONDS
         sizes = self._runner.warm_up_sizes
         sequence = await self.open(min(sizes[-1], self.max_length))
+        sequence.is_private = True
         try:
             for size in sizes:
                 began = time.perf_counter()
@@ -152,7 +153,6 @@ class Engine(Generic[PayloadT, ResultT]):
                 if size >= SMALL_STEP_TOKENS and ended + 2 * (ended - began) > ends:
                     break
             await self._check_logits(sequence)
-            await self._submit(Job(sequence, Delta(0, (0,)), 0, None))  # of more a prefix would be kept
         finally:
             self.release(sequence)
 

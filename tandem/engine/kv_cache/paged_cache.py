@@ -185,7 +185,7 @@ class PagedCache:
     def computed(self, sequence: Sequence) -> None:
         """Makes the sequence's full pages known to others. To be called after each step of it."""
         size, chains = self._page_tokens, sequence.chains
-        if not self._reuses_prefixes:
+        if not self._reuses_prefixes or sequence.is_private:
             return
         while (len(chains) + 1) * size <= sequence.computed_length:
             index = len(chains)
@@ -222,7 +222,7 @@ class PagedCache:
         """Makes the last page known, which is not full."""
         index, size = len(sequence.chains), self._page_tokens
         token_ids = sequence.token_ids[index * size : min((index + 1) * size, sequence.computed_length)]
-        if not self._reuses_prefixes or not MIN_COPIED_TOKENS <= len(token_ids) < size:
+        if not self._reuses_prefixes or sequence.is_private or not MIN_COPIED_TOKENS <= len(token_ids) < size:
             return
         parent = sequence.chains[-1] if sequence.chains else ROOT
         best = self._prefixes.longest_beginning(parent, token_ids)

@@ -17,7 +17,7 @@ _serial_numbers = count(1)
 class Sequence:
     """Token ids and the state of their KV, made by `Engine.open`. Its state belongs to the engine's thread."""
 
-    __slots__ = ("_computed_length", "chains", "clean_length", "idle_since", "is_released", "max_length", "serial",
+    __slots__ = ("_computed_length", "chains", "clean_length", "idle_since", "is_private", "is_released", "max_length", "serial",
                  "spare_tokens", "table", "token_ids", "vocabulary_size")  # fmt: skip
 
     def __init__(
@@ -39,6 +39,8 @@ class Sequence:
         self.clean_length = 0
         """Positions below this hold numbers of this sequence or zeros, never leftovers of another."""
         self.is_released = False
+        self.is_private = False
+        """Nobody else reuses what it computed."""
         self.idle_since = math.inf
         """When its last job ended, by `time.monotonic`; infinite while it has one."""
 

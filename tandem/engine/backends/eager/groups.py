@@ -80,29 +80,16 @@ class Group:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Attention of the group's queries, whose keys and values are stored.
+        """Attention of the group's queries, whose keys and values are stored; see `AttentionStep.attend`.
 
-        Args:
-            geometry: of the layer.
-            layer: its pages.
-            query: [1, heads, group_tokens, key_dim]
-            key: [1, kv_heads, group_tokens, key_dim]
-            value: [1, kv_heads, group_tokens, value_dim]
-            scale: see `AttentionStep.attend`, like the others.
-            softcap: see there.
-            sinks: see there.
-
-        Returns:
-            [1, group_tokens, heads, value_dim]
+        `query`, `key` and `value` are the group's part, [1, heads, group_tokens, dim].
         """
         batch, width, heads = len(self.segments), self.width, query.shape[1]
         repeats = heads // geometry.kv_heads
         span = self._span(geometry.window, repeats, explicit=softcap is not None or sinks is not None)
         if span.reader is not None:
             key, value = self._read(layer.keys, span), self._read(layer.values, span)
-        block = query
-        if batch > 1:
-            block = block.view(heads, batch, width, -1).transpose(0, 1)
+        block = query if batch == 1 else query.view(heads, batch, width, -1).transpose(0, 1)
         if not span.is_causal and repeats > 1:
             block = block.reshape(batch, geometry.kv_heads, repeats * width, -1)
         if sinks is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.engine.backends.paged.plain import plain_attention
 from tandem.engine.backends.paged.queries import PagedQueries
-from tandem.engine.backends.paged.varlen import varlen_for
+from tandem.engine.backends.paged.varlen import varlen_attention, varlen_for
 
 
 def paged_attention(
@@ -43,18 +43,4 @@ def paged_attention(
     varlen = None if softcap is not None or sinks is not None else varlen_for(keys, values)
     if varlen is None:
         return plain_attention(query, keys, values, queries, window, scale, softcap, sinks)
-    table, query_starts, lengths, key_starts = queries.for_varlen
-    return varlen(
-        query,
-        keys,
-        values,
-        query_starts,
-        key_starts,
-        queries.max_queries,
-        queries.max_length,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != keys.shape[2],
-        seqused_k=lengths,
-        block_table=table,
-    )
+    return varlen_attention(varlen, query, keys, values, queries, window, scale)

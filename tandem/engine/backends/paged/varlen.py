@@ -78,7 +78,11 @@ def _without_key_starts(function: Varlen) -> Varlen:
 
 @torch.inference_mode()
 def _trial_error(form: Varlen, device: torch.device, dtype: torch.dtype, page_tokens: int, dim: int) -> float:
-    """The largest difference from plain attention, among one and five queries, two pages and padding."""
+    """The largest difference from plain attention; not a number where padding gives none.
+
+    Kernels differ by window and between one query and several: all are tried, with a length of two pages beside one of
+    three tokens, and padding where there are several queries.
+    """
     generator = torch.Generator(device).manual_seed(0)
 
     def numbers(*sizes: int) -> Tensor:
@@ -89,17 +93,47 @@ def _trial_error(form: Varlen, device: torch.device, dtype: torch.dtype, page_to
 
     keys, values = numbers(3, page_tokens, 2, dim), numbers(3, page_tokens, 2, dim)
     keys[1, 9:], values[1, 9:] = float("nan"), float("nan")
-    query = numbers(10, 4, dim)
-    queries = PagedQueries(
-        integers(2, 1, 0, 0).view(2, 2), integers(0, 5, 10), integers(page_tokens + 9, 3), 5, 2 * page_tokens,
-        integers(5, 1),
-    )  # fmt: skip
+    errors = []
+    for width, counts in ((5, integers(5, 1)), (1, None)):
+        queries = PagedQueries(
+            integers(2, 1, 0, 0).view(2, 2), integers(0, width, 2 * width), integers(page_tokens + 9, 3), width,
+            2 * page_tokens, counts,
+        )  # fmt: skip
+        query = numbers(2 * width, 4, dim)
+        for window in (None, 7):
+            found = varlen_attention(form, query, keys, values, queries, window, None)
+            expected = plain_attention(query, keys, values, queries, window, None, None, None)
+            difference = (found - expected)[: width + 1]  # all but the padding
+            errors.append(
+                difference.float().abs().max()
+                if found.isfinite().all()
+                else torch.tensor(torch.nan, device=device)
+            )
+    return float(torch.stack(errors).max())
+
+
+def varlen_attention(
+    varlen: Varlen,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    queries: PagedQueries,
+    window: int | None,
+    scale: float | None,
+) -> Tensor:
+    """Attention by `varlen_attn`; see `paged_attention`."""
     table, query_starts, lengths, key_starts = queries.for_varlen
-    found = form(
-        query, keys, values, query_starts, key_starts, 5, 2 * page_tokens, scale=None, window_size=(-1, 0),
-        enable_gqa=True, seqused_k=lengths, block_table=table,
-    )  # fmt: skip
-    expected = plain_attention(query, keys, values, queries, None, None, None, None)
-    is_real = torch.tensor([True] * 6 + [False] * 4, device=device)
-    difference = (found.float() - expected.float())[is_real].abs().max()
-    return float(difference) if bool(found.isfinite().all()) else float("nan")
+    return varlen(
+        query,
+        keys,
+        values,
+        query_starts,
+        key_starts,
+        queries.max_queries,
+        queries.max_length,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != keys.shape[2],
+        seqused_k=lengths,
+        block_table=table,
+    )

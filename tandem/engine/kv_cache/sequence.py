@@ -17,8 +17,8 @@ _serial_numbers = count(1)
 class Sequence:
     """Token ids and the state of their KV, made by `Engine.open`. Its state belongs to the engine's thread."""
 
-    __slots__ = ("_computed_length", "chains", "clean_length", "idle_since", "is_private", "is_released", "max_length", "serial",
-                 "spare_tokens", "table", "token_ids", "vocabulary_size")  # fmt: skip
+    __slots__ = ("_computed_length", "chains", "clean_length", "idle_since", "is_private", "is_released", "max_length",
+                 "serial", "spare_tokens", "table", "token_ids", "vocabulary_size")  # fmt: skip
 
     def __init__(
         self, table: PageTable, max_length: int, vocabulary_size: int, spare_tokens: int = 0

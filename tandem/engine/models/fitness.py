@@ -22,15 +22,15 @@ _MAX_GAIN = 2
 _LONGEST_REASON = 300
 
 
-def check_value_count(checkpoint: Checkpoint, config: Any) -> None:
-    """Refuse a config that asks for far more numbers than the files hold, before memory is taken for them.
+def empty_model(checkpoint: Checkpoint, config: Any) -> Any:
+    """Return the model that the config describes, without memory for its numbers.
 
     Args:
         checkpoint: the folder.
         config: its transformers config.
 
     Raises:
-        ModelFolderError: it does, or transformers cannot make a model of it.
+        ModelFolderError: it has far more numbers than the files hold, or transformers cannot make a model of it.
     """
     try:
         with torch.device("meta"):
@@ -46,6 +46,7 @@ def check_value_count(checkpoint: Checkpoint, config: Any) -> None:
             f"the weights in {checkpoint.folder} do not fit {checkpoint.architecture}: {CONFIG_FILE} describes a model "
             f"of {count} parameters, and the files hold {checkpoint.weights.value_count}"
         )
+    return module
 
 
 def end_ids_within(checkpoint: Checkpoint, vocabulary_size: int) -> tuple[int, ...]:

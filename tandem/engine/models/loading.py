@@ -21,8 +21,9 @@ from tandem.engine.models.checkpoint import (
     recurrent_state_error,
     tokenizer_hash,
 )
-from tandem.engine.models.fitness import check_finite, check_value_count, end_ids_within, first_line
+from tandem.engine.models.fitness import check_finite, empty_model, end_ids_within, first_line
 from tandem.engine.models.probe import Anatomy, probe
+from tandem.engine.models.shards import stored_tensors
 from tandem.engine.models.weight_files import first_of
 from tandem.errors import ConfigurationError, ModelFolderError
 from tandem.model_sources.hub import model_name
@@ -135,14 +136,14 @@ def _load_module(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtyp
     """
     config = _load_config(checkpoint)
     _refuse_recurrent(checkpoint, config)
-    check_value_count(checkpoint, config)
+    empty = empty_model(checkpoint, config)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # stderr is for log lines
     try:
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            checkpoint.folder,
-            config=config,
+        loaded: Any = type(empty).from_pretrained(
+            None,
+            config=empty.config,
+            state_dict=stored_tensors(checkpoint.weights.files, device),
             dtype=dtype,
-            use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
@@ -154,6 +155,7 @@ def _load_module(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtyp
         ) from error
     module, report = loaded
     _check_loaded(checkpoint, report)
+    # The weights are there already; buffers that are computed from the config are not.
     return module.to(device).eval().requires_grad_(False)
 
 

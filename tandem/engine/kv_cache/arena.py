@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from tandem.engine.kv_cache.memory import memory_allowance
 from tandem.engine.kv_cache.page_table import PageTable, pages_for
 from tandem.engine.settings import EngineSettings
 from tandem.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
-_CGROUP_MEMORY_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 _PAGE_TOKENS_CPU = 64
 """A multiple of the kernels' vectors. Smaller pages share more of a prefix; attention looks up each page once."""
 _PAGE_TOKENS_ACCELERATOR = 256
-_DEFAULT_UTILIZATION_ACCELERATOR = 0.9
-_DEFAULT_UTILIZATION_CPU = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +140,7 @@ def arena_pages(
     longest = pages_for(max_length, page_tokens)
     allowed_bytes = settings.kv_cache_bytes
     if allowed_bytes is None:
-        allowed_bytes = _memory_allowance(settings.device_memory_utilization, device)
+        allowed_bytes = memory_allowance(settings.device_memory_utilization, device)
     count = min(longest * settings.max_sequences, allowed_bytes // page_bytes)
     if count < longest:
         raise ConfigurationError(
@@ -156,28 +149,3 @@ def arena_pages(
         )
     logger.info("kv cache sized", extra={"tokens": count * page_tokens, "bytes": count * page_bytes})
     return count
-
-
-def _memory_allowance(utilization: float | None, device: torch.device) -> int:
-    """Bytes that the KV cache may take, now that the weights are loaded."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        share = _DEFAULT_UTILIZATION_ACCELERATOR if utilization is None else utilization
-        return int(total * share) - (total - free)
-    share = _DEFAULT_UTILIZATION_CPU if utilization is None else utilization
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = min(os.sysconf("SC_PHYS_PAGES") * page, _cgroup_memory_limit())
-    return int(total * share) - _resident_bytes()
-
-
-def _cgroup_memory_limit() -> int:
-    """Memory limit of the container, which the machine's own figure does not show."""
-    for path in _CGROUP_MEMORY_LIMITS:
-        if path.is_file() and (text := path.read_text().strip()).isdigit():
-            return int(text)
-    return 1 << 62
-
-
-def _resident_bytes() -> int:
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.is_file() else 0

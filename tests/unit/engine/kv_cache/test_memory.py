@@ -1,0 +1,51 @@
+"""Services on one accelerator take the shares that they were given, whoever starts first."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tandem.engine.kv_cache.memory import accelerator_allowance, shortfall
+
+GIB = 1 << 30
+TOTAL = 80 * GIB
+CONTEXT = GIB // 2
+"""Memory of a process that torch's allocator does not know."""
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["target", "draft"])))
+def test_two_services_take_their_shares_in_either_order(order: tuple[str, ...]) -> None:
+    weights = {"target": 16 * GIB, "draft": 2 * GIB}
+    shares = {"target": 0.6, "draft": 0.3}
+    free = TOTAL
+    for name in order:
+        free -= weights[name] + CONTEXT
+        assert shortfall(TOTAL, free, weights[name], shares[name]) is None
+        allowance = accelerator_allowance(TOTAL, free, weights[name], shares[name])
+        assert weights[name] + allowance == int(TOTAL * shares[name])
+        free -= allowance
+    assert free > 0
+
+
+def test_memory_of_others_does_not_count_as_long_as_the_share_is_free() -> None:
+    alone = accelerator_allowance(TOTAL, TOTAL - 10 * GIB, 10 * GIB, 0.5)
+    shared = accelerator_allowance(TOTAL, TOTAL - 45 * GIB, 10 * GIB, 0.5)
+    assert alone == shared == 30 * GIB
+
+
+def test_less_is_taken_and_said_where_less_is_free() -> None:
+    allowance = accelerator_allowance(TOTAL, 20 * GIB, 16 * GIB, 0.9)
+    assert 19 * GIB < allowance < 20 * GIB
+    assert shortfall(TOTAL, 20 * GIB, 16 * GIB, 0.9) == (
+        "device_memory_utilization is 0.9, which leaves 56.0 GiB for the KV cache, but of the device's 80.0 GiB only "
+        "20.0 GiB are free; the cache takes 19.8 GiB, as with 0.44"
+    )
+
+
+def test_the_share_that_is_said_to_fit_does() -> None:
+    assert shortfall(TOTAL, 20 * GIB, 16 * GIB, 0.44) is None
+
+
+def test_nothing_is_left_where_the_weights_exceed_the_share() -> None:
+    assert accelerator_allowance(TOTAL, 60 * GIB, 20 * GIB, 0.2) < 0

@@ -142,6 +142,9 @@ class ModelServerSettings(RevisionOptions, ServerSettings):
     """Maximum tokens of a sequence, prompt and completion together. By default the model's own maximum."""
     max_sequences: int = Field(default=32, ge=1)
     """Maximum sequences in the KV cache at once; others wait."""
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    """Maximum prompt tokens in one step: a longer prompt is read in chunks, and other requests go on between them. By
+    default 2048 on a GPU and 512 on a CPU. vLLM's name."""
     enable_prefix_caching: bool = True
     """Reuse the keys and values of a prefix that an earlier request had. vLLM's and MAX's name."""
     enforce_eager: bool = False
@@ -151,7 +154,10 @@ class ModelServerSettings(RevisionOptions, ServerSettings):
     """How long a step of the engine may take before health says NOT_SERVING until the step ends. By default four
     times as long per token as the slowest recent steps, at least 30 s and at most 600 s."""
     device_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """Share of the device's memory that the model and its KV cache may fill. By default 0.9 on a GPU, 0.3 on a CPU."""
+    """Share of the device's memory that this service may take, model and KV cache together. By default 0.9 on a GPU,
+    0.3 on a CPU. Services that share a device need shares that are at most 1 together."""
+    kv_cache_memory_bytes: int | None = Field(default=None, ge=1)
+    """Size of the KV cache in bytes, in place of what device_memory_utilization leaves for it. vLLM's name."""
 
     @property
     def compute_device(self) -> str:

@@ -20,7 +20,7 @@ from tandem.engine.core.jobs import Done, Failed, Job
 from tandem.engine.kv_cache.arena import KvUsage
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.loading import load_model
-from tandem.engine.settings import EngineSettings
+from tandem.engine.settings import EngineSettings, prefill_chunk_tokens
 from tandem.errors import InvalidRequestError, NonFiniteLogitsError
 from tandem.telemetry.streams import OnStep
 from tandem.types import ModelFeature, ModelInfo, TargetOptions, Verification, VerifyStep
@@ -60,6 +60,8 @@ def load_verifier(
     limits = EngineSettings(
         max_length=settings.max_length,
         max_sequences=settings.max_sequences,
+        prefill_chunk_tokens=prefill_chunk_tokens(settings.max_num_batched_tokens, model.device.type),
+        kv_cache_bytes=settings.kv_cache_memory_bytes,
         device_memory_utilization=settings.device_memory_utilization,
         prefix_reuse=settings.enable_prefix_caching,
         step_timeout_seconds=settings.step_timeout_seconds,

@@ -24,7 +24,7 @@ from tandem.engine.core.jobs import Job
 from tandem.engine.kv_cache.arena import KvUsage
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.loading import load_model
-from tandem.engine.settings import EngineSettings
+from tandem.engine.settings import EngineSettings, prefill_chunk_tokens
 from tandem.errors import InvalidRequestError, NonFiniteLogitsError
 from tandem.telemetry.streams import OnStep
 from tandem.types import (
@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 _CAPTURED_WIDTHS = (1, 2)
 """New tokens of a draft step: one, or two after a proposal was accepted whole."""
 
-_CAPTURED_COUNTS = (2, 4, 8)
-"""Lengths of captured proposals: MAX's default and other common ones. Shorter proposals are cut from them."""
+_CAPTURED_COUNTS = range(1, 9)
+"""Lengths of captured proposals: each has a capture of its own, so that no step is run in vain."""
 
 
 def load_standalone(
@@ -68,6 +68,8 @@ def load_standalone(
     limits = EngineSettings(
         max_length=settings.max_length,
         max_sequences=settings.max_sequences,
+        prefill_chunk_tokens=prefill_chunk_tokens(settings.max_num_batched_tokens, model.device.type),
+        kv_cache_bytes=settings.kv_cache_memory_bytes,
         device_memory_utilization=settings.device_memory_utilization,
         prefix_reuse=settings.enable_prefix_caching,
         step_timeout_seconds=settings.step_timeout_seconds,

@@ -25,8 +25,8 @@ class SpeculativeConfig(DraftingOptions, AcceptanceOptions, SourceOptions):
     """Maximum tokens of a sequence, prompt and completion together; the same for draft and target. By default the
     models' own. MAX's name; vLLM: max_model_len."""
     device_memory_utilization: float | None = None
-    """Share of a device's memory that a model and its KV cache may fill. By default 0.9 on a GPU and 0.3 on a CPU.
-    Draft and target on one device must leave room for each other. MAX's name."""
+    """Share of a device's memory that one service may take, model and KV cache together. By default 0.9 on a GPU and
+    0.3 on a CPU. Draft and target on one device need shares that are at most 1 together. MAX's name."""
     draft_tensor_parallel_size: int | None = None
     """Number of devices for the draft model: 1 or the target's. By default 1. vLLM's name."""
     max_num_steps: int = 1

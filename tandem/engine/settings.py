@@ -6,6 +6,17 @@ from dataclasses import dataclass
 
 from tandem.errors import ConfigurationError
 
+_PREFILL_CHUNK_TOKENS_CPU = 512
+_PREFILL_CHUNK_TOKENS_ACCELERATOR = 2048
+"""vLLM's own default for serving: enough to keep a GPU busy."""
+
+
+def prefill_chunk_tokens(chosen: int | None, device_type: str) -> int:
+    """Maximum prompt tokens in one step: the chosen number, or the default for a device of that type."""
+    if chosen is not None:
+        return chosen
+    return _PREFILL_CHUNK_TOKENS_CPU if device_type == "cpu" else _PREFILL_CHUNK_TOKENS_ACCELERATOR
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
@@ -17,13 +28,14 @@ class EngineSettings:
     """Maximum sequences open at once, and in one forward pass."""
     max_waiting: int = 256
     """Requests that may wait for room before more are refused."""
-    prefill_chunk_tokens: int = 512
+    prefill_chunk_tokens: int = _PREFILL_CHUNK_TOKENS_CPU
     """Maximum prompt tokens in one step, so that a long prompt delays running sequences by one chunk at most."""
     kv_cache_bytes: int | None = None
-    """Size of the KV cache. None derives it from `device_memory_utilization`."""
+    """Maximum size of the KV cache. None derives it from `device_memory_utilization`."""
     device_memory_utilization: float | None = None
-    """Share of the device's memory that weights and KV cache may fill together. None is 0.9 on an accelerator and 0.3
-    on a CPU, whose memory is shared with everything else. The cache never takes more than `max_sequences` could use."""
+    """Share of the device's memory that weights and KV cache of this process may fill together, whatever others take.
+    None is 0.9 on an accelerator and 0.3 on a CPU, whose memory is shared with everything else. The cache never takes
+    more than `max_sequences` could use."""
     prefix_reuse: bool = True
     """A new sequence reuses the KV of a prefix that another sequence, open or lately released, has computed."""
 

@@ -22,6 +22,7 @@ from coordinator.cli.up_arguments import (
     next_command,
     service_arguments,
 )
+from coordinator.cli.up_devices import DRAFT_SHARE, TARGET_SHARE, DeviceOptions
 from coordinator.settings.coordinator import DEFAULT_PORT
 from tandem.config.devices import DEVICES
 from tandem.errors import ServiceUnavailableError, TandemError
@@ -65,6 +66,29 @@ def up(
         ),
     ] = None,
     device: Annotated[str, typer.Option(help=f"Where both models run: {DEVICES}.")] = "cpu",
+    target_device: Annotated[
+        str | None, typer.Option(help="Where the target runs. [default: that of --device]")
+    ] = None,
+    draft_device: Annotated[
+        str | None,
+        typer.Option(
+            "--draft-device", "--draft-devices", help="Where the draft runs. [default: that of --device]"
+        ),
+    ] = None,
+    target_memory_utilization: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of its device's memory that the target takes. "
+            f"[default: the service's, or {TARGET_SHARE:g} beside the draft on one GPU]"
+        ),
+    ] = None,
+    draft_memory_utilization: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of its device's memory that the draft takes. "
+            f"[default: the service's, or {DRAFT_SHARE:g} beside the target on one GPU]"
+        ),
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}. [default: each service's]")] = None,
     threads: Annotated[
         int | None, typer.Option(help="CPU threads of each model. [default: half of the cores]")
@@ -97,7 +121,9 @@ def up(
         target=target,
         model=model,
         draft=draft,
-        device=device,
+        devices=DeviceOptions(
+            device, target_device, draft_device, target_memory_utilization, draft_memory_utilization
+        ),
         dtype=dtype,
         threads=threads,
         max_length=max_length,

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from coordinator.cli.up_devices import DeviceOptions, ModelPlacement, place
 from coordinator.settings.coordinator import DEFAULT_PORT, ConfigSettings
-from tandem.config.devices import as_torch
 from tandem.config.layers import merged, read_layers
 from tandem.config.methods import MODEL_FREE_METHODS
 from tandem.errors import ConfigurationError
@@ -46,7 +46,7 @@ class UpOptions:
     model: str | None = None
     """The target by its other name; `demo` is the bundled pair."""
     draft: str | None = None
-    device: str = "cpu"
+    devices: DeviceOptions = field(default_factory=DeviceOptions)
     dtype: str | None = None
     threads: int | None = None
     max_length: int | None = None
@@ -83,22 +83,24 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
     """
     if options.dtype is not None and options.dtype not in DTYPES:
         raise ConfigurationError(f"--dtype is {options.dtype!r}; it must be one of {', '.join(DTYPES)}")
-    try:
-        device = as_torch(options.device)
-    except ValueError as error:
-        raise ConfigurationError(f"--device is {options.device!r}: {error}") from None
     if options.chat_template is not None and not options.chat_template.is_file():
         raise ConfigurationError(f"--chat-template is {options.chat_template}; there is no such file")
-    # Draft and target take turns, but the waiting threads of one would still spin on the other's cores.
-    threads = options.threads or max(1, len(os.sched_getaffinity(0)) // 2)
+    in_file = _in_file(options.config_file)
+    target_place, draft_place = place(
+        options.devices, has_draft_model=_has_draft_model(options, in_file), in_file=in_file
+    )
     base = _words(log_level=options.log_level)
-    model = _words(device=device, dtype=options.dtype, threads=threads, max_length=options.max_length)
     target = _target(options)
-    draft = _draft(options, model, base)
+    draft = _draft(options, in_file, _draft_words(options, draft_place), base)
     require_engine()
     return ServiceArguments(
         # This command serves this machine alone, whatever the environment says.
-        target=[*_LOOPBACK, "--port", "0", "--model", target, *model, *base],
+        target=[
+            *(*_LOOPBACK, "--port", "0", "--model", target),
+            *_words(device=target_place.device),
+            *_model_words(options, target_place),
+            *base,
+        ],
         draft=draft,
         coordinator=[
             *_LOOPBACK,
@@ -145,15 +147,48 @@ def _serves_demo(options: UpOptions) -> bool:
     return options.target is None and options.model in (None, DEMO)
 
 
-def _draft(options: UpOptions, model: list[str], base: list[str]) -> list[str] | None:
-    named = options.draft
+def _model_words(options: UpOptions, placement: ModelPlacement) -> list[str]:
+    """Options of a service with a model, all but its device."""
+    # Draft and target take turns, but the waiting threads of one would still spin on the other's cores.
+    threads = options.threads or max(1, len(os.sched_getaffinity(0)) // 2)
+    return _words(
+        dtype=options.dtype,
+        threads=threads,
+        max_length=options.max_length,
+        device_memory_utilization=placement.memory_utilization,
+    )
+
+
+def _draft_words(options: UpOptions, placement: ModelPlacement) -> list[str]:
+    # `draft_devices` is stronger than `device`, and may be set in the config file or the environment.
+    is_named = options.devices.draft_device is not None
+    name = "draft_devices" if is_named else "device"
+    return [*_words(**{name: placement.device}), *_model_words(options, placement)]
+
+
+def _has_draft_model(options: UpOptions, in_file: Mapping[str, Any]) -> bool:
+    if options.draft is None and _is_drafting_in(in_file):
+        return in_file.get("speculative_method") not in MODEL_FREE_METHODS
+    return _draft_name(options) not in (*MODEL_FREE_METHODS, NO_DRAFT)
+
+
+def _is_drafting_in(in_file: Mapping[str, Any]) -> bool:
+    return "speculative_method" in in_file or "draft_model_path" in in_file
+
+
+def _draft_name(options: UpOptions) -> str:
+    if options.draft is not None:
+        return options.draft
+    return str(demo_pair().draft) if _serves_demo(options) else DRAFT_OF_A_TARGET_ALONE
+
+
+def _draft(
+    options: UpOptions, in_file: Mapping[str, Any], model: list[str], base: list[str]
+) -> list[str] | None:
     shared = [*_LOOPBACK, "--port", "0", *_words(config_file=options.config_file)]
-    if named is None:
-        in_file = _in_file(options.config_file)
-        if "speculative_method" in in_file or "draft_model_path" in in_file:
-            is_model_free = in_file.get("speculative_method") in MODEL_FREE_METHODS
-            return [*shared, *([] if is_model_free else model), *base]
-        named = str(demo_pair().draft) if _serves_demo(options) else DRAFT_OF_A_TARGET_ALONE
+    if options.draft is None and _is_drafting_in(in_file):
+        return [*shared, *(model if _has_draft_model(options, in_file) else []), *base]
+    named = _draft_name(options)
     if named == NO_DRAFT:
         return None
     if named in MODEL_FREE_METHODS:

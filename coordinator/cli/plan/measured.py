@@ -18,6 +18,7 @@ from typing import IO, Annotated
 import typer
 
 from coordinator.cli.up_arguments import NO_DRAFT, UpOptions, service_arguments
+from coordinator.cli.up_devices import DeviceOptions
 from coordinator.speculation.plan import StepTimes, measured_times
 from tandem.clients.admin import AdminClient
 from tandem.clients.aio import Client
@@ -100,7 +101,7 @@ class PairOptions:
                 model=DEMO if is_demo else None,
                 target=None if is_demo else self.target,
                 draft=self.draft,
-                device=self.device,
+                devices=DeviceOptions(self.device),
                 http=False,
             )
         )

@@ -10,6 +10,7 @@ import pytest
 
 from coordinator.cli import up_arguments
 from coordinator.cli.up_arguments import UpOptions, next_command, service_arguments
+from coordinator.cli.up_devices import DeviceOptions
 from coordinator.settings.coordinator import CoordinatorSettings
 from draft_service.settings import DraftSettings
 from tandem.errors import ConfigurationError
@@ -69,7 +70,7 @@ def test_the_services_accept_their_arguments(tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
     template.touch()
     options = UpOptions(
-        device="gpu:1",
+        devices=DeviceOptions("gpu:1"),
         dtype="bfloat16",
         threads=3,
         max_length=99,
@@ -85,7 +86,7 @@ def test_the_services_accept_their_arguments(tmp_path: Path) -> None:
     coordinator = load_settings(
         CoordinatorSettings, [*arguments.coordinator, "--target-address", "127.0.0.1:1"], "test"
     )
-    assert target.device == draft.device == "cuda:1"
+    assert target.device == draft.compute_device == "cuda:1"
     assert (target.dtype, draft.threads, target.max_length) == ("bfloat16", 3, 99)
     assert (coordinator.num_speculative_tokens, coordinator.chat_template) == (5, template)
     assert coordinator.draft_ahead == 8
@@ -129,6 +130,8 @@ def test_http_listens_on_the_default_port(monkeypatch: pytest.MonkeyPatch) -> No
     ("words", "sentence"),
     [
         (("--device", "tpu"), "--device is 'tpu': it must be cpu, cuda, cuda:N, gpu or gpu:N"),
+        (("--target-device", "tpu"), "--target-device is 'tpu': it must be cpu, cuda, cuda:N, gpu or gpu:N"),
+        (("--draft-devices", "0"), "--draft-device is '0': it must be cpu, cuda, cuda:N, gpu or gpu:N"),
         (("--dtype", "int8"), "--dtype is 'int8'; it must be one of auto, float32, bfloat16, float16"),
         (("--target", "no/such/folder"), "--target is no/such/folder; there is no such folder"),
         (

@@ -16,6 +16,7 @@ from tandem.engine.backends.cuda_graphs.capture import Capture, graph_capture
 from tandem.engine.backends.cuda_graphs.captured_steps import CapturedSteps, GraphContext
 from tandem.engine.backends.eager.backend import eager_backend
 from tandem.engine.backends.eager.sampler import TORCH_SAMPLER
+from tandem.engine.backends.fused.fuse import fuse
 from tandem.engine.backends.interface import Sampler, StepBackend
 from tandem.engine.backends.trial import Reference
 from tandem.engine.kv_cache.arena import KvArena
@@ -29,6 +30,8 @@ class Backends:
     model: LoadedModel
     native: NativeModel | None = None
     capture: Capture | None = None
+    reference: Reference | None = None
+    """Of the model as it was loaded, where its layers were replaced since."""
 
     @property
     def sampler(self) -> Sampler:
@@ -41,7 +44,8 @@ class Backends:
         """The parts needed for capturing; None without it."""
         if self.capture is None or not self.model.is_packed:
             return None
-        return GraphContext(self.model, arena, Reference(self.model), buckets, self.capture, max_length)
+        reference = self.reference or Reference(self.model)
+        return GraphContext(self.model, arena, reference, buckets, self.capture, max_length)
 
     def steps(self, arena: KvArena, graphs: GraphContext | None = None) -> list[StepBackend]:
         """The backends of an arena, which must be empty. The last one accepts every step."""
@@ -78,7 +82,7 @@ def choose_backends(
     """The backends that this machine has for a model.
 
     Args:
-        model: its linear layers are packed in place where CPU kernels are used.
+        model: its linear layers are packed in place where CPU kernels are used, and fused on a GPU.
         compile_mode: ``auto`` uses CPU kernels where they work, ``on`` demands them, ``off`` leaves all to torch.
         compile_cache: folder for compiled kernels; None for the user's own.
         enforce_eager: capture no CUDA graphs.
@@ -87,4 +91,5 @@ def choose_backends(
         ConfigurationError: `compile_mode` is ``on`` and the kernels cannot be used.
     """
     native = load_native(model, compile_mode, compile_cache)
-    return Backends(model, native, graph_capture(model.device, enforce_eager=enforce_eager))
+    capture = graph_capture(model.device, enforce_eager=enforce_eager)
+    return Backends(model, native, capture, fuse(model) if model.device.type == "cuda" else None)

@@ -30,6 +30,8 @@ _NOT_KERNELS = frozenset(
 )  # fmt: skip
 _KERNELS = {"torch_attn::_varlen_attn": 2}
 """Operations that launch more than one. `varlen_attn` fills the state of a generator that it does not use."""
+_CONTIGUOUS = frozenset(("aten::_fused_rms_norm",))
+"""Operations that copy their first argument if it is not contiguous."""
 _WHOLE = frozenset(("aten::_fused_rms_norm", "aten::scaled_dot_product_attention"))
 """Operations with a CUDA kernel of their own, which a CPU builds of others."""
 
@@ -120,7 +122,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         # A result written in place takes no memory.
         fresh = [leaf for leaf in outputs if not func._schema.is_mutable] or [torch.empty(0)]
         largest = max(fresh, key=lambda leaf: leaf.nbytes)
-        launch = Launch(name, _KERNELS.get(name, 1), largest.nbytes, tuple(largest.shape))
+        kernels = _KERNELS.get(name, 1)
+        if name in _CONTIGUOUS:
+            kernels += not given[0].is_contiguous()
+        launch = Launch(name, kernels, largest.nbytes, tuple(largest.shape))
         self.launches.append(launch)
 
 

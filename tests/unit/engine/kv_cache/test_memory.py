@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
-from tandem.engine.kv_cache.memory import accelerator_allowance, shortfall
+from tandem.engine.kv_cache.memory import accelerator_allowance, memory_allowance, shortfall
 
 GIB = 1 << 30
 TOTAL = 80 * GIB
@@ -49,3 +50,17 @@ def test_the_share_that_is_said_to_fit_does() -> None:
 
 def test_nothing_is_left_where_the_weights_exceed_the_share() -> None:
     assert accelerator_allowance(TOTAL, 60 * GIB, 20 * GIB, 0.2) < 0
+
+
+def test_a_service_reads_the_devices_memory_and_its_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With simulated figures; no GPU is needed."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GIB, TOTAL))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 16 * GIB)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    device = torch.device("cuda:1")
+    assert memory_allowance(0.4, device) == 16 * GIB
+    assert not caplog.messages
+    assert memory_allowance(None, device) == accelerator_allowance(TOTAL, 20 * GIB, 16 * GIB, 0.9)
+    assert caplog.messages == [shortfall(TOTAL, 20 * GIB, 16 * GIB, 0.9)]

@@ -17,17 +17,15 @@ from draft_service.proposers.drafting import Drafting, truncated
 from tandem.engine.backends.cuda_graphs.buckets import Bucket
 from tandem.engine.backends.cuda_graphs.capture import CaptureOutcome, capture_each
 from tandem.engine.backends.cuda_graphs.captured_steps import GraphContext, trial_lengths
+from tandem.engine.backends.cuda_graphs.static_draw import COUNT, FIRST_KEY, draw
 from tandem.engine.backends.cuda_graphs.static_inputs import StaticInputs
 from tandem.engine.backends.cuda_graphs.static_step import StaticStep
 from tandem.engine.backends.trial import trial_segments
 from tandem.engine.core.finite import non_finite
 from tandem.engine.core.jobs import Failed, Job
 from tandem.engine.kv_cache.segment import Segment
-from tandem.sampling.noise import proposal_keys, sample
+from tandem.sampling.noise import proposal_keys
 from tandem.types import Proposal, RowKind, SparseDistribution
-
-_TEMPERATURE, _TOP_P, _MIN_P, _TOP_K, _FIRST_KEY = range(5)
-"""Rows of the parameters."""
 
 
 class CapturedProposals:
@@ -45,15 +43,14 @@ class CapturedProposals:
         Args:
             graphs: Of the draft's engine.
             buckets: Shapes of a proposal's first step.
-            token_counts: Tokens of a proposal; others are cut from the next longer one.
+            token_counts: Tokens of a proposal. Of several in a batch, the longest one's steps run.
             draft_top_k: Maximum number of tokens of a distribution.
         """
-        shapes = [_Shape(bucket, count) for bucket in buckets for count in token_counts]
         self.outcomes: list[CaptureOutcome]
         """Which proposals were captured, and why the others were not."""
         self._loops, self.outcomes = capture_each(
             "proposals",
-            shapes,
+            [_Shape(bucket, count) for bucket in buckets for count in token_counts],
             lambda shape: _Loop(graphs, shape.bucket, shape.token_count, draft_top_k),
             _Loop.error,
             graphs.reference.limit,
@@ -64,12 +61,28 @@ class CapturedProposals:
         """Tokens behind a step's for which a sequence's pages must have room, for the longest of the proposals."""
         return max((loop.tokens_ahead for loop in self._loops), default=0)
 
-    def run(
-        self, segments: Sequence[Segment], jobs: Sequence[Job[Drafting]]
-    ) -> list[Proposal | Failed] | None:
+    def takes(self, segment: Segment, job: Job[Drafting]) -> bool:
         """See `tandem.engine.core.jobs.MultiStepProposer`."""
-        loop = next((loop for loop in self._loops if loop.holds(segments, jobs)), None)
-        return None if loop is None else loop.run(segments, jobs)
+        return any(loop.takes(segment, job) for loop in self._loops)
+
+    def run(self, segments: Sequence[Segment], jobs: Sequence[Job[Drafting]]) -> list[Proposal | Failed]:
+        """See `tandem.engine.core.jobs.MultiStepProposer`."""
+        results: list[Proposal | Failed] = []
+        while len(results) < len(jobs):
+            first = len(results)
+            loop = self._loop_for(jobs[first:])
+            part = slice(first, first + loop.shape.bucket.sequences)
+            results += loop.run(segments[part], jobs[part])
+        return results
+
+    def _loop_for(self, jobs: Sequence[Job[Drafting]]) -> _Loop:
+        """The smallest that serves all of the jobs, or the one that serves most of them at once."""
+        longest = max(job.payload.token_count for job in jobs)
+        loops = [loop for loop in self._loops if loop.shape.token_count >= longest]
+        for loop in loops:
+            if loop.shape.bucket.sequences >= len(jobs):
+                return loop
+        return max(loops, key=lambda loop: loop.shape.bucket.sequences)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -82,13 +95,8 @@ class _Shape:
 
 
 class _Loop:
-    def __init__(
-        self,
-        graphs: GraphContext,
-        bucket: Bucket,
-        token_count: int,
-        draft_top_k: int,
-    ) -> None:
+    def __init__(self, graphs: GraphContext, bucket: Bucket, token_count: int, draft_top_k: int) -> None:
+        self.shape = _Shape(bucket, token_count)
         self._bucket = bucket
         self._arena = graphs.arena
         self._reference = graphs.reference
@@ -99,7 +107,7 @@ class _Loop:
         self._max_length = graphs.max_length
         self._spare_page = graphs.arena.spare_page
         self._inputs = StaticInputs(
-            bucket, graphs.max_length, (_FIRST_KEY + token_count) * bucket.sequences, graphs.model.device
+            bucket, graphs.max_length, (FIRST_KEY + token_count) * bucket.sequences, graphs.model.device
         )
         self._first = StaticStep(graphs.model, graphs.arena, bucket, graphs.max_length)
         self._next = StaticStep(graphs.model, graphs.arena, Bucket(bucket.sequences, 1), graphs.max_length)
@@ -121,7 +129,7 @@ class _Loop:
         with trial_segments(
             self._arena, self._vocabulary_size, lengths, self._dtype, self.tokens_ahead
         ) as segments:
-            greedy = [0, _integer(1.0), 0, 0, *[0] * self._token_count]
+            greedy = [0, _integer(1.0), 0, 0, self._token_count, *[0] * self._token_count]
             self._inputs.fill(segments, _by_row([greedy] * self._bucket.sequences), self._spare_page)
             ids, logits, _, probs = self._parts(self._replay()[:, : len(segments)].clone())
             plain_ids, plain_logits, plain_columns, plain_probs = self._parts(
@@ -151,16 +159,15 @@ class _Loop:
         )
         return drawn[..., 0], logits, drawn[..., 2:first_prob], probs
 
-    def holds(self, segments: Sequence[Segment], jobs: Sequence[Job[Drafting]]) -> bool:
-        """True if every requested proposal fits."""
-        width = max(segment.token_count for segment in segments)
-        ahead = self.tokens_ahead
-        return self._bucket.holds(len(segments), width) and all(
-            segment.end == segment.sequence.length
-            and segment.end + ahead <= min(segment.sequence.table.capacity, self._max_length)
-            and job.row_count == 1
+    def takes(self, segment: Segment, job: Job[Drafting]) -> bool:
+        """True if the job's proposal can be drawn here."""
+        return (
+            job.row_count == 1
+            and segment.end == segment.sequence.length
+            and segment.token_count <= self._bucket.width
+            and segment.end + job.payload.token_count - 1
+            <= min(segment.sequence.table.capacity, self._max_length)
             and self._can_draw(job.payload)
-            for segment, job in zip(segments, jobs, strict=True)
         )
 
     def _can_draw(self, drafting: Drafting) -> bool:
@@ -187,7 +194,7 @@ class _Loop:
         return proposals
 
     def _parameters(self, draftings: Sequence[Drafting]) -> list[int]:
-        """Inputs of the draws, [4 + token_count, sequences], row after row."""
+        """Inputs of the draws, [FIRST_KEY + token_count, sequences], row after row."""
         columns = []
         for drafting in draftings:
             sampling = truncated(drafting)
@@ -195,50 +202,29 @@ class _Loop:
             bits = map(
                 _integer, (sampling.temperature, sampling.top_p * drafting.support_mass, sampling.min_p)
             )
-            columns.append([*bits, sampling.top_k, *keys.tolist()])
+            columns.append([*bits, sampling.top_k, drafting.token_count, *keys.tolist()])
         columns += [[0] * len(columns[0])] * (self._bucket.sequences - len(columns))
         return _by_row(columns)
 
     def _work(self) -> Tensor:
-        """Output of the capture: int32 [token_count, sequences, 2 + 2 * draft_top_k], as `_draw` makes them."""
+        """Output of the capture: int32 [token_count, sequences, 2 + 2 * draft_top_k], as `draw` makes them."""
         inputs, count = self._inputs, self._bucket.sequences
         parameters = inputs.extra.view(-1, count)
         logits = self._first.logits(inputs.token_ids, inputs.page_table, inputs.starts, inputs.widths)
         rows = torch.arange(count, device=logits.device) * self._bucket.width + (inputs.widths - 1).clamp(
             min=0
         )
-        token_ids, drawn = self._draw(logits.index_select(0, rows), parameters, 0)
+        token_ids, drawn = draw(logits.index_select(0, rows), parameters, 0, self._draft_top_k)
         steps = [drawn]
-        ends, widths = inputs.starts + inputs.widths, inputs.widths.clamp(max=1)
+        ends = inputs.starts + inputs.widths
         for step in range(1, self._token_count):
-            # A sequence that is padding stays at its first position.
+            # A sequence whose proposal is complete becomes padding: it needs no page for more than it asked for.
+            widths = (parameters[COUNT] > step).long()
             starts = (ends + step - 1) * widths
             logits = self._next.logits(token_ids[:, None], inputs.page_table, starts, widths)
-            token_ids, drawn = self._draw(logits, parameters, step)
+            token_ids, drawn = draw(logits, parameters, step, self._draft_top_k)
             steps.append(drawn)
         return torch.stack(steps)
-
-    def _draw(self, logits: Tensor, parameters: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Draw a token for each row.
-
-        Returns:
-            int64 [sequences] ids; int32 [sequences, 2 + 2 * draft_top_k]: the id, its logit's bits, the ids of its
-            distribution, and their probabilities' bits.
-        """
-        temperature = parameters[_TEMPERATURE].view(torch.float64)
-        top_logits, columns = logits.topk(self._draft_top_k, dim=-1)
-        probs = _warped(top_logits, parameters).float()
-        winners = sample(probs.double(), parameters[_FIRST_KEY + step], columns)
-        sampled = columns.gather(1, winners[:, None])[:, 0]
-        token_ids = torch.where(temperature > 0.0, sampled, logits.argmax(dim=-1))
-        token_logits = logits.gather(1, token_ids[:, None]).float()
-        parts = (
-            token_ids[:, None].int(),
-            token_logits.view(torch.int32),
-            columns.int(),
-            probs.view(torch.int32),
-        )
-        return token_ids, torch.cat(parts, dim=1)
 
     def _proposal(self, drafting: Drafting, drawn: np.ndarray) -> Proposal | Failed:
         """The proposal made of a sequence's draws, int32 [token_count, 2 + 2 * draft_top_k].
@@ -272,30 +258,3 @@ def _by_row(columns: Sequence[Sequence[int]]) -> list[int]:
 def _integer(value: float) -> int:
     """A float64's bits as a signed integer."""
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
-
-
-def _warped(top_logits: Tensor, parameters: Tensor) -> Tensor:
-    """Temperature, min-p, top-k and top-p of each row's highest logits, as `tandem.sampling.warping.warp` defines them.
-
-    The parameters are numbers on the device, so a captured graph cannot skip a step that they make unnecessary.
-
-    Args:
-        top_logits: [R, M], descending.
-        parameters: int64 [4 or more, R].
-
-    Returns:
-        float64 [R, M]; each row sums to one. A row of temperature 0 is warped as if by 1.
-    """
-    temperature, top_p, min_p = parameters[:_TOP_K].view(torch.float64)[:, :, None]
-    scores = top_logits.double() / torch.where(temperature > 0.0, temperature, 1.0)
-    weights = torch.exp(scores - scores[:, :1])
-    weights = torch.where(weights >= min_p, weights, 0.0)
-    size = weights.shape[1]
-    last = torch.where(parameters[_TOP_K] > 0, parameters[_TOP_K], size).clamp(1, size) - 1
-    weights = torch.where(weights < weights.gather(1, last[:, None]), 0.0, weights)
-    probs = weights / weights.sum(dim=1, keepdim=True)
-    from_the_end = probs.flip(1).cumsum(1).flip(1)
-    is_nucleus = (from_the_end > 1.0 - top_p) | (top_p >= 1.0)
-    is_nucleus[:, 0] = True
-    weights = torch.where(is_nucleus, weights, 0.0)
-    return weights / weights.sum(dim=1, keepdim=True)

@@ -112,17 +112,25 @@ class MultiStepProposer(Protocol[PayloadT, DoneT]):
         """The most tokens behind a segment's end whose keys and values it writes."""
         ...
 
-    def run(
-        self, segments: SequenceOf[Segment], jobs: SequenceOf[Job[PayloadT]]
-    ) -> SequenceOf[DoneT | Failed] | None:
-        """Finish the jobs, or leave them unchanged for single steps. Called on the engine's thread.
+    def takes(self, segment: Segment, job: Job[PayloadT]) -> bool:
+        """True if it can finish a job in the next step, whatever other jobs are in it. Called on the engine's thread.
 
         Args:
-            segments: the segments of the next step.
+            segment: the job's segment of the next step.
+            job: unchanged.
+        """
+        ...
+
+    def run(
+        self, segments: SequenceOf[Segment], jobs: SequenceOf[Job[PayloadT]]
+    ) -> SequenceOf[DoneT | Failed]:
+        """Finishes jobs that it takes. Called on the engine's thread.
+
+        Args:
+            segments: the jobs' segments, at least one.
             jobs: their jobs.
 
         Returns:
-            One result or failure for each job, with its sequence as after single steps; None if it cannot run these
-            jobs.
+            One result or failure for each job, with its sequence as after single steps.
         """
         ...

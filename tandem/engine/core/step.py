@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from typing import Any, Generic
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias
 
 from torch import Tensor
 
@@ -27,6 +28,18 @@ logger = logging.getLogger(__name__)
 _MAX_FAILED_STEPS = 8
 """Failures in a row after which the engine gives up: a failed device never recovers, and the process has to be
 restarted."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    """A part of a step that has run."""
+
+    row_count: int
+    model_end: float
+    """Time at which the forward pass ended."""
+
+
+_RunPart: TypeAlias = Callable[[SequenceOf[Segment], SequenceOf[Job[PayloadT]]], _Ran]
 
 
 class Stepper(Generic[PayloadT, ResultT]):
@@ -65,42 +78,68 @@ class Stepper(Generic[PayloadT, ResultT]):
             self._head, self._proposer = own, proposer
 
     def run(self) -> bool:
-        """Schedules and runs a step, and delivers the results; false if every job waits for pages."""
+        """Schedules and runs a step, and delivers the results; false if every job waits for pages.
+
+        What the proposer takes is one part, the rest another.
+        """
         started = time.perf_counter()
         segments = self._next_segments()
         if not segments:
             return False
+        ahead, single = self._divided(segments)
+        if ahead:
+            self._run_part(ahead, self._finish_ahead, started)
+            started = time.perf_counter()
+        if single:
+            self._run_part(single, self._step, started)
+        return True
+
+    def _divided(self, segments: SequenceOf[Segment]) -> tuple[list[Segment], list[Segment]]:
+        """The segments whose jobs the proposer finishes at once, and the others, which get a single step."""
+        proposer = self._proposer
+        if proposer is None:
+            return [], list(segments)
+        ahead = [s for s in segments if proposer.takes(s, self._running.by_sequence[s.sequence])]
+        taken = {segment.sequence for segment in ahead}
+        return ahead, [segment for segment in segments if segment.sequence not in taken]
+
+    def _run_part(self, segments: SequenceOf[Segment], run: _RunPart[PayloadT], started: float) -> None:
+        """Runs some of the segments, as a step of their own. What fails here fails for their callers alone."""
         jobs = [self._running.by_sequence[segment.sequence] for segment in segments]
         token_count = sum(segment.token_count for segment in segments)
         self._watchdog.begin(token_count)
         try:
-            if self._finish_ahead(segments, jobs, started):
-                self._failed_steps = 0
-                return True
-            rows, ready = self._wanted_rows(segments)
-            logits = self._runner.run(segments, rows)
-            model_seconds = time.perf_counter() - started
-            for segment in segments:
-                segment.sequence.advance(segment.token_count)
-                self._cache.computed(segment.sequence)
-            self._finish_without_rows(jobs)
-            self._ask_head(ready, logits)
+            outcome = run(segments, jobs)
         except Exception as error:
-            # The error goes to the callers of this step; the engine continues for the others.
             logger.exception("step failed", extra={"sequences": len(jobs)})
             self._running.fail(jobs, _step_error(error))
             self._failed_steps += 1
             if self._failed_steps >= _MAX_FAILED_STEPS:
                 raise
-            return True
+            return
+        finally:
+            self._watchdog.end()
         self._failed_steps = 0
         seconds = time.perf_counter() - started
         if self._on_step is not None:
-            self._on_step(StepRecord(len(jobs), token_count, len(rows), model_seconds, seconds))
+            self._on_step(
+                StepRecord(len(jobs), token_count, outcome.row_count, outcome.model_end - started, seconds)
+            )
             seconds = time.perf_counter() - started
         for job in jobs:
             job.count_step(seconds, len(jobs), token_count)
-        return True
+
+    def _step(self, segments: SequenceOf[Segment], jobs: SequenceOf[Job[PayloadT]]) -> _Ran:
+        """Runs one step and asks the head."""
+        rows, ready = self._wanted_rows(segments)
+        logits = self._runner.run(segments, rows)
+        model_end = time.perf_counter()
+        for segment in segments:
+            segment.sequence.advance(segment.token_count)
+            self._cache.computed(segment.sequence)
+        self._finish_without_rows(jobs)
+        self._ask_head(ready, logits)
+        return _Ran(len(rows), model_end)
 
     def _next_segments(self) -> list[Segment]:
         jobs = self._running.by_sequence.values()
@@ -111,26 +150,17 @@ class Stepper(Generic[PayloadT, ResultT]):
                 self._cache.take_spare(segment.sequence, segment.end + self._proposer.tokens_ahead)
         return segments
 
-    def _finish_ahead(
-        self, segments: SequenceOf[Segment], jobs: SequenceOf[Job[PayloadT]], started: float
-    ) -> bool:
-        """Finishes all jobs at once where that is possible; whether it was."""
-        results = None if self._proposer is None else self._proposer.run(segments, jobs)
-        if results is None:
-            return False
-        token_count = sum(segment.token_count for segment in segments)
-        seconds = time.perf_counter() - started
-        if self._on_step is not None:
-            self._on_step(StepRecord(len(jobs), token_count, len(jobs), seconds, seconds))
-            seconds = time.perf_counter() - started
+    def _finish_ahead(self, segments: SequenceOf[Segment], jobs: SequenceOf[Job[PayloadT]]) -> _Ran:
+        """Finishes all of the jobs at once."""
+        assert self._proposer is not None
+        results = self._proposer.run(segments, jobs)
         for job, result in zip(jobs, results, strict=True):
-            job.count_step(seconds, len(jobs), token_count)
             if isinstance(result, Failed):
                 self._running.settle_untrusted(job, result)
             else:
                 self._cache.computed(job.sequence)
                 self._running.settle(job, result)
-        return True
+        return _Ran(len(jobs), time.perf_counter())
 
     def _wanted_rows(self, segments: SequenceOf[Segment]) -> tuple[list[int], list[Job[PayloadT]]]:
         """Indices of the step's tokens whose logits are wanted, and the jobs that they complete."""

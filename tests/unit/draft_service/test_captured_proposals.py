@@ -7,29 +7,21 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from draft_service.proposers.captured_proposals import CapturedProposals
 from draft_service.proposers.draft_head import propose_head
-from draft_service.proposers.drafting import Drafting
 from draft_service.proposers.standalone import StandaloneProposer, capture_proposals
-from tandem.engine.backends.cuda_graphs.buckets import make_buckets
 from tandem.engine.backends.cuda_graphs.capture import Capture, Work, without_capture
 from tandem.engine.backends.cuda_graphs.captured_steps import GraphContext
 from tandem.engine.backends.selection import Backends
-from tandem.engine.backends.trial import Reference
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.events import StepRecord
-from tandem.engine.core.jobs import Job
-from tandem.engine.kv_cache.arena import KvArena
-from tandem.engine.kv_cache.page_table import PageTable
-from tandem.engine.kv_cache.segment import Segment
-from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.settings import EngineSettings
 from tandem.errors import NonFiniteLogitsError
@@ -40,11 +32,10 @@ from tandem.types import (
     ProposeStep,
     RowKind,
     SamplingParams,
-    SparseDistribution,
 )
+from tests.unit.draft_service.proposals import GREEDY, SAMPLED, TOP_K, assert_same
 from tests.unit.engine.tiny_models import CONFIGS, save_checkpoint
 
-TOP_K = 8
 PROMPTS = ([5, 9, 2], [7, 1], [12, 3, 3, 3, 8])
 
 
@@ -114,30 +105,6 @@ async def drafting(model: LoadedModel, *, captured: bool) -> AsyncIterator[Draft
         await drafts.proposer.close()
 
 
-def assert_same(left: Proposal, right: Proposal) -> None:
-    assert left.base_length == right.base_length
-    assert left.token_ids == right.token_ids
-    assert len(left.distributions) == len(right.distributions)
-    for ours, theirs in zip(left.distributions, right.distributions, strict=True):
-        assert isinstance(ours, SparseDistribution)
-        assert isinstance(theirs, SparseDistribution)
-        assert list(ours.token_ids) == list(theirs.token_ids)
-        np.testing.assert_allclose(ours.probs, theirs.probs, rtol=1e-5)
-    assert (left.token_logits is None) == (right.token_logits is None)
-    if left.token_logits is not None and right.token_logits is not None:
-        np.testing.assert_allclose(
-            left.token_logits.tolist(), right.token_logits.tolist(), rtol=1e-4, atol=1e-5
-        )
-
-
-GREEDY = DraftOptions("r", SamplingParams(temperature=0.0), row_kind=RowKind.TOKEN)
-SAMPLED = [
-    DraftOptions("r", SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m, seed=11), row_kind=RowKind.SUPPORT,
-                 with_token_logits=w)
-    for t, k, p, m, w in ((1.0, 0, 1.0, 0.0, False), (0.7, 5, 0.9, 0.0, True), (1.5, 0, 0.6, 0.1, False))
-]  # fmt: skip
-
-
 @pytest.mark.parametrize("options", [GREEDY, *SAMPLED], ids=["greedy", "plain", "truncated", "min_p"])
 async def test_a_captured_proposal_of_one_sequence(model: LoadedModel, options: DraftOptions) -> None:
     counts = (4, 3, 1, 4, 2, 4)
@@ -162,37 +129,17 @@ async def test_sequences_with_different_options_share_a_capture(model: LoadedMod
             assert_same(proposal, other)
 
 
-async def test_near_the_end_of_a_sequence_single_steps_are_used(model: LoadedModel) -> None:
-    """A capture always runs all of its steps, the last of which would not fit."""
-    prompt = [3] * 61
-    async with drafting(model, captured=False) as single, drafting(model, captured=True) as whole:
-        expected = await single.rounds(prompt, GREEDY, (2,))
-        before = whole.replayed
-        proposals = await whole.rounds(prompt, GREEDY, (2,))
-    assert_same(proposals[0], expected[0])
-    assert whole.replayed > before, "the steps themselves are captured ones"
-
-
-@pytest.mark.parametrize(("prompt_length", "pages", "is_run"), [(58, 1, True), (62, 1, False), (62, 2, True)])
-def test_a_proposal_is_captured_only_where_its_pages_are_there(
-    model: LoadedModel, prompt_length: int, pages: int, is_run: bool
+@pytest.mark.parametrize("prompt_length", [62, 63, 64])
+async def test_a_proposal_up_to_the_end_of_a_sequence_is_captured(
+    model: LoadedModel, prompt_length: int
 ) -> None:
-    """A replay writes all of its tokens' keys and values, and asks nobody for room."""
-    arena = KvArena(model.layers, 4, model.dtype, model.device)
-    buckets = make_buckets(2, (1, 2))
-    graphs = GraphContext(model, arena, Reference(model), buckets, without_capture, 192)
-    proposals = capture_proposals(TOP_K, graphs)
-    assert proposals.tokens_ahead == 7
-    assert all(outcome.reason is None for outcome in proposals.outcomes)
-    table = PageTable(arena.page_tokens, 192, range(pages))
-    sequence = CachedSequence(table, 192, model.info.vocabulary_size)
-    sequence.token_ids = [3] * prompt_length
-    sequence.advance(prompt_length - 1)
-    job = Job(sequence, Delta(0, []), 1, Drafting(prompt_length, 4, GREEDY, TOP_K))
-    with torch.inference_mode():
-        found = proposals.run([Segment(sequence, 1)], [job])
-    assert (found is not None) == is_run
-    assert sequence.length == prompt_length + 3 * is_run
+    """The keys of its last token are not written."""
+    prompt, count = [3] * prompt_length, 64 - prompt_length + 1
+    async with drafting(model, captured=False) as single, drafting(model, captured=True) as whole:
+        (expected,) = await single.rounds(prompt, GREEDY, (count,))
+        (proposal,) = await whole.rounds(prompt, GREEDY, (count,))
+    assert_same(proposal, expected)
+    assert sum(step.row_count > 0 for step in whole.steps) == 1
 
 
 async def test_strict_draws_from_the_whole_vocabulary_step_by_step(model: LoadedModel) -> None:
@@ -256,5 +203,6 @@ async def test_uncaptured_proposals_are_drawn_step_by_step(
     assert_same(proposal, expected)
     (warning,) = [record for record in caplog.records if "could not be captured" in record.message]
     reasons = vars(warning)["not_captured"]
-    assert set(reasons) == {f"{sequences} x 2, {count} tokens" for sequences in (1, 4) for count in (2, 4, 8)}
+    sizes = product((1, 4), range(1, 9))
+    assert set(reasons) == {f"{sequences} x 2, {count} tokens" for sequences, count in sizes}
     assert all(reason in found for found in reasons.values())

@@ -54,6 +54,7 @@ class CapturedProposals:
             lambda shape: _Loop(graphs, shape.bucket, shape.token_count, draft_top_k),
             _Loop.error,
             graphs.reference.limit,
+            graphs.model.device,
         )
 
     @property

@@ -48,6 +48,7 @@ def capture_each(
     make: Callable[[ShapeT], T],
     error_of: Callable[[T], float],
     limit: float,
+    device: torch.device,
 ) -> tuple[list[T], list[CaptureOutcome]]:
     """Captures work of each shape on its own, the largest first: the smaller ones then fit into the memory it took.
 
@@ -59,12 +60,14 @@ def capture_each(
         make: captures one.
         error_of: runs the trial: the error, in spreads.
         limit: the largest error that is trusted.
+        device: where the work runs; the log says how much of its memory the captures took.
 
     Returns:
         What was captured, smallest first, and an outcome for each shape in the same order.
     """
     made: list[T] = []
     outcomes: list[CaptureOutcome] = []
+    before = reserved_bytes(device)
     for shape in sorted(shapes, reverse=True):
         reason = None
         try:
@@ -72,17 +75,24 @@ def capture_each(
         except DistrustedError as error:
             reason = str(error)
         outcomes.insert(0, CaptureOutcome(str(shape), reason))
-    _log(what, outcomes)
+    _log(what, outcomes, reserved_bytes(device) - before)
     return made, outcomes
 
 
-def _log(what: str, outcomes: list[CaptureOutcome]) -> None:
+def reserved_bytes(device: torch.device) -> int:
+    """Memory of a GPU that this process has taken, graphs included; 0 elsewhere."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
+def _log(what: str, outcomes: list[CaptureOutcome], memory_bytes: int) -> None:
     captured = [outcome.shape for outcome in outcomes if outcome.reason is None]
     missing = {outcome.shape: outcome.reason for outcome in outcomes if outcome.reason is not None}
     level, text = (
         (logging.WARNING, "some %s could not be captured") if missing else (logging.INFO, "%s captured")
     )
-    logger.log(level, text, what, extra={"captured": captured, "not_captured": missing})
+    logger.log(
+        level, text, what, extra={"captured": captured, "not_captured": missing, "memory_bytes": memory_bytes}
+    )
 
 
 def without_capture(work: Work) -> Work:

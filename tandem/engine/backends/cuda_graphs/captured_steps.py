@@ -90,6 +90,7 @@ class CapturedSteps:
                 lambda bucket: CapturedStep(context, bucket),
                 lambda step: _error_of(step, context),
                 context.reference.limit,
+                context.model.device,
             )
 
     def __len__(self) -> int:

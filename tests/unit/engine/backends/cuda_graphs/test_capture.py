@@ -76,7 +76,9 @@ def test_the_largest_comes_first_and_each_stands_alone(caplog: pytest.LogCapture
             raise RuntimeError("CUDA out of memory\nand more")
         return size
 
-    made, outcomes = capture_each("numbers", [1, 9, 4, 2, 6], make, lambda size: 3.0 * (size == 2), 1.0)
+    made, outcomes = capture_each(
+        "numbers", [1, 9, 4, 2, 6], make, lambda size: 3.0 * (size == 2), 1.0, torch.device("cpu")
+    )
     assert order == [9, 6, 4, 2, 1]
     assert made == [1, 6]
     assert [outcome.reason for outcome in outcomes] == [
@@ -89,3 +91,21 @@ def test_the_largest_comes_first_and_each_stands_alone(caplog: pytest.LogCapture
     (record,) = caplog.records
     assert vars(record)["captured"] == ["1", "6"]
     assert set(vars(record)["not_captured"]) == {"2", "4", "9"}
+    assert vars(record)["memory_bytes"] == 0
+
+
+def test_the_log_says_how_much_memory_of_a_gpu_was_taken(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = 1000
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: taken * (device.index == 1))
+
+    def make(size: int) -> int:
+        nonlocal taken
+        taken += size
+        return size
+
+    with caplog.at_level("INFO"):
+        capture_each("numbers", [30, 4], make, lambda _: 0.0, 1.0, torch.device("cuda:1"))
+    (record,) = caplog.records
+    assert vars(record)["memory_bytes"] == 34

@@ -20,6 +20,9 @@ MIN_SECONDS = 10.0
 UNLEARNT_SECONDS = 30.0
 UNLEARNT_SECONDS_PER_TOKEN = 1.0
 """Before the first answers: a large model on a slow CPU reads a few tokens per second."""
+PAGES_SECONDS = 60.0
+"""Added for a sequence whose target answers others meanwhile: its pages may have gone to older sequences, and it waits
+until some of these end."""
 MARGIN = 8.0
 """Factor on the slowest recent answers."""
 _HALF_LIFE_SECONDS = 60.0
@@ -56,6 +59,11 @@ class VerificationTimes:
         self._fixed_seconds = fixed_seconds
         self._step = FadingMaximum()
         self._prompt_token = FadingMaximum()
+
+    @property
+    def is_fixed(self) -> bool:
+        """True if the bound is a setting."""
+        return self._fixed_seconds is not None
 
     def add(self, token_count: int, seconds: float, now: float) -> None:
         """Count a verification: its new tokens, and the seconds until its answer."""
@@ -117,8 +125,12 @@ class UnansweredSteps:
 
     def answered(self, step: Step) -> None:
         """The answer arrived."""
-        now = self._answered_at = self._clock()
-        self._times.add(step.token_count, now - step.asked_at, now)
+        now = self._clock()
+        seconds = now - step.asked_at
+        waited_for_pages = seconds > MIN_SECONDS and self._answered_at > step.asked_at
+        if not waited_for_pages:
+            self._times.add(step.token_count, seconds, now)
+        self._answered_at = now
         self.end(step)
 
     def end(self, step: Step) -> None:
@@ -134,11 +146,15 @@ class UnansweredSteps:
         now = self._clock()
         prompt_tokens = sum(step.token_count for step in self._steps if step.token_count > _PROMPT_TOKENS)
         bound = self._times.bound_seconds(prompt_tokens) + more_seconds
-        late = [step for step in self._steps if now - self._since(step) > bound]
+        late = [step for step in self._steps if now - self._since(step) > bound + self._page_wait(step)]
         return set(self._steps) if late and now - self._answered_at > bound else late
 
     def _since(self, step: Step) -> float:
         return max(step.asked_at, self._answered_at) if step.is_first else step.asked_at
+
+    def _page_wait(self, step: Step) -> float:
+        answers_others = self._answered_at > step.asked_at
+        return PAGES_SECONDS if answers_others and not self._times.is_fixed else 0.0
 
     def give_up(self, steps: Iterable[Step]) -> None:
         """End the waits for these."""

@@ -87,11 +87,39 @@ def test_a_target_that_answers_others_is_hung_for_one_step_only() -> None:
     clock = Clock()
     steps = UnansweredSteps(learnt(clock), clock)
     late = steps.begin(5, is_first=False)
-    clock.now += MIN_SECONDS
+    for _ in range(6):
+        clock.now += MIN_SECONDS
+        assert not steps.overdue(), "its pages may have gone to others"
+        steps.answered(steps.begin(5, is_first=False))
+    clock.now += MIN_SECONDS - 0.1
     other = steps.begin(5, is_first=False)
-    clock.now += 0.1
+    clock.now += 0.2
     steps.answered(other)
     assert list(steps.overdue()) == [late]
+
+
+def test_a_fixed_bound_holds_for_each_step() -> None:
+    clock = Clock()
+    steps = UnansweredSteps(VerificationTimes(fixed_seconds=3.0), clock)
+    late = steps.begin(5, is_first=False)
+    clock.now += 2.9
+    steps.answered(steps.begin(5, is_first=False))
+    assert not steps.overdue()
+    clock.now += 0.2
+    assert list(steps.overdue()) == [late]
+
+
+def test_a_wait_for_pages_does_not_raise_the_bound() -> None:
+    clock = Clock()
+    times = learnt(clock)
+    steps = UnansweredSteps(times, clock)
+    waiting = steps.begin(5, is_first=False)
+    bound = times.bound_seconds(0)
+    clock.now += 1.0
+    steps.answered(steps.begin(5, is_first=False))
+    clock.now += 40.0
+    steps.answered(waiting)
+    assert times.bound_seconds(0) <= bound
 
 
 def test_the_first_step_may_wait_for_room_while_others_are_answered() -> None:

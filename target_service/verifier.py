@@ -104,7 +104,10 @@ class Verifier:
     def model_info(self) -> ModelInfo:
         """Information about the model."""
         return replace(
-            self._engine.model.info, max_length=self._engine.max_length, features=frozenset(ModelFeature)
+            self._engine.model.info,
+            max_length=self._engine.max_length,
+            features=frozenset(ModelFeature),
+            captures=self._engine.captures,
         )
 
     def kv_usage(self) -> KvUsage:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from coordinator.admin.graph_findings import graphs
 from coordinator.rejection.strategies import STRATEGIES
 from coordinator.replicas.compatibility import MODEL_RULES, Deployment
 from coordinator.settings.coordinator import CoordinatorSettings
@@ -45,6 +46,7 @@ def diagnose(status: Status, settings: CoordinatorSettings) -> Iterator[Finding]
         yield _replica_state(replica, status)
         yield from _replica_version(replica)
         yield from _round_trip(replica, status.replicas)
+        yield from graphs(replica)
     yield from _models(status, settings)
     yield from _speculation(status)
     yield _rule(status)

@@ -113,7 +113,9 @@ class StandaloneProposer:
     @property
     def model_info(self) -> ModelInfo:
         """Information about the model."""
-        return replace(self._engine.model.info, max_length=self._engine.max_length)
+        return replace(
+            self._engine.model.info, max_length=self._engine.max_length, captures=self._engine.captures
+        )
 
     def kv_usage(self) -> KvUsage:
         """Usage of its KV cache."""

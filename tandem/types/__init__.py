@@ -53,6 +53,7 @@ from tandem.types.sampling import (
 )
 from tandem.types.services import (
     DraftOptions,
+    GraphCaptures,
     ModelFeature,
     ModelInfo,
     ProposeStep,
@@ -82,6 +83,7 @@ __all__ = [
     "Float32Array",
     "FloatArray",
     "GenerationRequest",
+    "GraphCaptures",
     "IntArray",
     "LogitAdjustments",
     "ModelFeature",

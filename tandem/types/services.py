@@ -86,6 +86,17 @@ class ModelFeature(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class GraphCaptures:
+    """The CUDA graphs that a service captured when it started."""
+
+    captured_count: int
+    """Number of sizes."""
+    missing: tuple[str, ...] = ()
+    """A sentence for each size that was not captured, with the reason."""
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """Information about the model that a service serves."""
 
@@ -101,6 +112,8 @@ class ModelInfo:
     tensor_parallel_size: int = 1
     """Devices that the model is split over."""
     features: frozenset[ModelFeature] = frozenset()
+    captures: GraphCaptures | None = None
+    """None where no graphs are captured, as on a CPU."""
 
     @property
     def has_model(self) -> bool:

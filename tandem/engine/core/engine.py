@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Generic, cast
 
 from tandem.engine.backends.cuda_graphs.buckets import make_buckets
+from tandem.engine.backends.cuda_graphs.capture import captures_of
 from tandem.engine.backends.cuda_graphs.captured_steps import GraphContext
 from tandem.engine.backends.eager.backend import SMALL_STEP_TOKENS
 from tandem.engine.backends.selection import Backends
@@ -96,6 +97,8 @@ class Engine(Generic[PayloadT, ResultT]):
         steps = backends.steps(arena, graphs)
         self._runner = StepRunner(steps)
         proposer = None if graphs is None or make_proposer is None else make_proposer(graphs)
+        self.captures = captures_of(*steps, proposer)
+        """The CUDA graphs; None where none are captured."""
         branches = backends.branches(arena, steps)
         self._watchdog = StepWatchdog(settings.step_timeout_seconds)
         to_loop = _ToLoop(self)

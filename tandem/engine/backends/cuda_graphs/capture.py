@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.backends.trial import DistrustedError, trusted
+from tandem.types import GraphCaptures
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,10 @@ class CaptureOutcome:
     """As people read it."""
     reason: str | None = None
     """Why it was not captured; None if it was."""
+    what: str = ""
+    """The name of the work."""
+    memory_bytes: int = 0
+    """Memory of the device that the capture took beyond that of earlier ones."""
 
 
 def capture_each(
@@ -67,16 +72,28 @@ def capture_each(
     """
     made: list[T] = []
     outcomes: list[CaptureOutcome] = []
-    before = reserved_bytes(device)
     for shape in sorted(shapes, reverse=True):
-        reason = None
+        before, reason = reserved_bytes(device), None
         try:
             made.insert(0, trusted(lambda shape=shape: make(shape), error_of, limit))  # type: ignore[misc]
         except DistrustedError as error:
             reason = str(error)
-        outcomes.insert(0, CaptureOutcome(str(shape), reason))
-    _log(what, outcomes, reserved_bytes(device) - before)
+        outcomes.insert(0, CaptureOutcome(str(shape), reason, what, reserved_bytes(device) - before))
+    _log(what, outcomes, sum(outcome.memory_bytes for outcome in outcomes))
     return made, outcomes
+
+
+def captures_of(*sources: object) -> GraphCaptures | None:
+    """What a service says of its captures; None where nothing was to be captured.
+
+    Args:
+        sources: backends and proposers; those that capture have `outcomes`.
+    """
+    known: list[CaptureOutcome] = [each for source in sources for each in getattr(source, "outcomes", ())]
+    if not known:
+        return None
+    missing = tuple(f"{each.what} {each.shape}: {each.reason}" for each in known if each.reason is not None)
+    return GraphCaptures(len(known) - len(missing), missing, sum(each.memory_bytes for each in known))
 
 
 def reserved_bytes(device: torch.device) -> int:

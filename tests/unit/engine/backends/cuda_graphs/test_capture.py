@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tandem.engine.backends.cuda_graphs.capture import capture_each, cuda_graph_capture
+from tandem.engine.backends.cuda_graphs.capture import (
+    CaptureOutcome,
+    capture_each,
+    captures_of,
+    cuda_graph_capture,
+)
+from tandem.types import GraphCaptures
 
 
 class FakeCuda:
@@ -109,3 +116,16 @@ def test_the_log_says_how_much_memory_of_a_gpu_was_taken(
         capture_each("numbers", [30, 4], make, lambda _: 0.0, 1.0, torch.device("cuda:1"))
     (record,) = caplog.records
     assert vars(record)["memory_bytes"] == 34
+
+
+def test_captures_are_put_into_words() -> None:
+    assert captures_of(None, object()) is None
+    steps, proposals = SimpleNamespace(), SimpleNamespace()
+    steps.outcomes = [
+        CaptureOutcome("1 x 1", None, "steps", 10),
+        CaptureOutcome("32 x 5", "OutOfMemoryError: too large", "steps"),
+    ]
+    proposals.outcomes = [CaptureOutcome("1 x 2, 4 tokens", None, "proposals", 5)]
+    assert captures_of(steps, None, proposals) == GraphCaptures(
+        2, ("steps 32 x 5: OutOfMemoryError: too large",), 15
+    )

@@ -194,7 +194,7 @@ async def all_progress(record: Record) -> None:
 
 
 @pytest.mark.parametrize(
-    "strikes", [pytest.param(3, id="short"), pytest.param(300, id="long", marks=pytest.mark.soak)]
+    "strikes", [pytest.param(2, id="short"), pytest.param(300, id="long", marks=pytest.mark.soak)]
 )
 async def test_kills_stops_and_restarts_lose_no_token(
     strikes: int, services: Nursery, prompts: list[str]

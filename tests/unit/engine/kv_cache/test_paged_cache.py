@@ -140,7 +140,7 @@ class PagedCaches(RuleBasedStateMachine):
 
 
 class TestPagedCaches(PagedCaches.TestCase):  # type: ignore[misc, valid-type]  # made at run time
-    settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
 def test_a_hundred_sequences_hold_one_copy_of_a_common_prefix() -> None:

@@ -14,12 +14,13 @@ from typing import Any, Protocol
 from benchmarks.peers.process import PeerError, peer
 from benchmarks.services import service
 from benchmarks.workload import Answer, Outcome, Workload
+from coordinator.cli.up_devices import DRAFT_SHARE, TARGET_SHARE
 from coordinator.stats.speculation import add
 from tandem.clients.aio import Client
 from tandem.types import GenerationRequest, SpeculationStats
 
-_SHARES = {"target": 0.65, "draft": 0.25}
-"""Of one GPU's memory."""
+_SHARES = {"target": TARGET_SHARE, "draft": DRAFT_SHARE}
+"""Of one GPU's memory, where both models are on it."""
 
 
 class Contender(Protocol):

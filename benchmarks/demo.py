@@ -16,11 +16,13 @@ from benchmarks.inputs.prompts import Prompt, held_out_prompts
 from benchmarks.services import cluster
 from coordinator.cli.output import plain_table
 from coordinator.cli.received import ACCEPTED_STYLE, Record, show
+from coordinator.cli.up.smollm2 import SMOLLM2_METHOD
 from coordinator.stats.speculation import acceptance_rate, add, tokens_per_pass
 from tandem.clients.aio import Client
 from tandem.errors import TandemError
+from tandem.model_sources.demo import smollm2_head
 from tandem.model_sources.find import find_model
-from tandem.model_sources.names import DEMO
+from tandem.model_sources.names import DEMO, SMOLLM2
 from tandem.settings import exit_with
 from tandem.types import GenerationRequest, SpeculationStats
 
@@ -37,7 +39,7 @@ class Row:
     figures: SpeculationStats
 
 
-async def main(model: str, prompt_count: int, max_tokens: int) -> None:
+async def main(model: str, prompt_count: int, max_tokens: int, method: str | None = None) -> None:
     """Run the demo on a cluster of its own.
 
     Raises:
@@ -45,12 +47,14 @@ async def main(model: str, prompt_count: int, max_tokens: int) -> None:
     """
     console = Console(highlight=False)
     if model == DEMO:
-        named, prompts = "the bundled models", held_out_prompts(prompt_count)
+        named = "the bundled models" if method is None else f"the bundled target and {method} drafting"
+        prompts = held_out_prompts(prompt_count)
     else:
-        named = f"{model}, drafted by suffix decoding"
+        named = f"{model} and {_drafting(model, method)}"
         prompts = await chat_prompts(find_model(model), prompt_count)
     console.print(f"Starting the three services with {named} ...")
-    async with cluster("--model", model, "--no-http") as address, Client(address) as client:
+    drafting = [] if method is None else ["--method", method]
+    async with cluster("--model", model, "--no-http", *drafting) as address, Client(address) as client:
         await _complete_one(console, client, prompts[0], max_tokens)
         console.print(
             f"\n{len(prompts)} prompts, {max_tokens} tokens each, in turn without and with up to "
@@ -58,12 +62,21 @@ async def main(model: str, prompt_count: int, max_tokens: int) -> None:
         )
         console.print(await _comparison(client, prompts, max_tokens))
     options = "" if model == DEMO else f" --model {model}"
+    options += "" if method is None else f" --method {method}"
     request = '"def main("' if model == DEMO else '--chat "Name three colours."'
     console.print(
         "\naccepted: share of the proposed tokens; tokens/pass: tokens per target pass.\n"
         f"\nNext: [bold].venv/bin/tandem up{options}[/bold]"
         f"\nand in another terminal: [bold].venv/bin/tandem generate {request}[/bold]"
     )
+
+
+def _drafting(model: str, method: str | None) -> str:
+    """How `tandem up` drafts for a model other than the demo target."""
+    if method is not None:
+        return f"{method} drafting"
+    has_head = model == SMOLLM2 and smollm2_head(SMOLLM2_METHOD) is not None
+    return "its EAGLE-3 head" if has_head else "suffix decoding"
 
 
 async def _complete_one(console: Console, client: Client, prompt: Prompt, max_tokens: int) -> None:
@@ -148,8 +161,11 @@ if __name__ == "__main__":
     parser.add_argument(
         "--model", default=DEMO, help="demo, smollm2, or the folder or Hugging Face id of a model that chats"
     )
+    parser.add_argument(
+        "--method", help="drafting method: eagle3, medusa, ngram or suffix; by default as in tandem up"
+    )
     arguments = parser.parse_args()
     try:
-        asyncio.run(main(arguments.model, arguments.prompts, arguments.max_tokens))
+        asyncio.run(main(arguments.model, arguments.prompts, arguments.max_tokens, arguments.method))
     except TandemError as error:
         exit_with(error, 1)

@@ -14,7 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.contenders import CONTENDERS, Addresses, Contender, Setup, services
+from benchmarks.compared_services import Addresses, Setup, services
+from benchmarks.contenders import CONTENDERS, Contender
 from benchmarks.models.pairs import Pair, open_pair
 from benchmarks.order import chosen, rotated
 from benchmarks.reports.report import Cell, Machine, PhaseRow, PrefixGain, Report, WireBytes, cell_of
@@ -119,6 +120,7 @@ def setup_of(settings: BenchSettings, pair: Pair, prompts: Sequence[Sequence[int
         max_python=settings.max_python,
         pace=settings.pace,
         delay_ms=settings.delay,
+        head=settings.head,
     )
 
 

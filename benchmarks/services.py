@@ -20,9 +20,20 @@ async def service(package: str, *options: str) -> AsyncIterator[str]:
     Raises:
         ServiceUnavailableError: it ended before it was ready.
     """
-    command = ["-P", "-m", package, "--port", "0", "--log-level", "warning", *options]
-    async with _running(package, command) as address:
+    async with process(package, *options) as (address, _):
         yield address
+
+
+@asynccontextmanager
+async def process(package: str, *options: str) -> AsyncIterator[tuple[str, int]]:
+    """Run a service like `service`; its address and the number of its process.
+
+    Raises:
+        ServiceUnavailableError: it ended before it was ready.
+    """
+    command = ["-P", "-m", package, "--port", "0", "--log-level", "warning", *options]
+    async with _running(package, command) as running:
+        yield running
 
 
 @asynccontextmanager
@@ -33,12 +44,12 @@ async def cluster(*options: str) -> AsyncIterator[str]:
         ServiceUnavailableError: it ended before it was ready.
     """
     command = ["-P", "-m", "coordinator.cli", "up", "--port", "0", *options]
-    async with _running("the cluster", command) as address:
+    async with _running("the cluster", command) as (address, _):
         yield address
 
 
 @asynccontextmanager
-async def _running(name: str, command: Sequence[str]) -> AsyncIterator[str]:
+async def _running(name: str, command: Sequence[str]) -> AsyncIterator[tuple[str, int]]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
     )
@@ -47,7 +58,7 @@ async def _running(name: str, command: Sequence[str]) -> AsyncIterator[str]:
         async for line in process.stdout:
             _, found, address = line.decode().partition(_READY)
             if found:
-                yield address.strip()
+                yield address.strip(), process.pid
                 return
         raise ServiceUnavailableError(f"{name} did not start: exit code {await process.wait()}")
     finally:

@@ -81,6 +81,9 @@ class BenchSettings(BaseModel):
     """Measure the gain for a prompt whose first 512 tokens were served before."""
     phases: bool = True
     """Measure the phases of a round, and bytes on the wire."""
+    head: Path | None = None
+    """Folder of a drafting head for the target, for the contenders that draft with one. By default the head bundled
+    with it, a folder beside it with the method's name."""
     vllm_python: Path | None = None
     """A Python that has vLLM."""
     max_python: Path | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from coordinator.servicer import GenerationServicer
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.settings.live import LiveConfig
 from coordinator.telemetry.setup import CoordinatorTelemetry
+from tandem.admin import Status
 from tandem.errors import ServiceUnavailableError
 from tandem.replica import ReplicaState, Role
 from tandem.serving.calls import RunningCalls
@@ -42,10 +44,24 @@ class CoordinatorService:
         generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
         admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
     )
+    admin_methods = frozenset(admin_pb2.DESCRIPTOR.services_by_name["AdminService"].methods_by_name)
+    """Names of AdminService's methods."""
     request_drain: Callable[[], None]
     """Set by the server: ends it as SIGTERM does."""
 
-    def __init__(self, settings: CoordinatorSettings, telemetry: CoordinatorTelemetry | None = None) -> None:
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        telemetry: CoordinatorTelemetry | None = None,
+        http_socket: socket.socket | None = None,
+    ) -> None:
+        """Set everything up; nothing is connected yet.
+
+        Args:
+            settings: The coordinator's.
+            telemetry: In place of what the settings ask for.
+            http_socket: A socket that listens for HTTP already; None: bind one.
+        """
         self._settings = settings
         self.live_config = LiveConfig(settings)
         self.telemetry = telemetry or CoordinatorTelemetry.of(
@@ -56,6 +72,9 @@ class CoordinatorService:
         self.administration = Administration(self.completions, self.live_config, self.replicas)
         self.chats = Chats(settings.chat_template)
         self._http: HttpSide | None = None
+        self._http_socket = http_socket
+        self.answers_while_starting = True
+        """Answer HTTP while the services are not ready yet, if only with that."""
 
     def open_other_endpoints(self, readiness: ReadinessInterceptor, calls: RunningCalls) -> None:
         """Take the address for HTTP, when there is one.
@@ -68,10 +87,16 @@ class CoordinatorService:
             from coordinator.http.backend import CoordinatorBackend
             from coordinator.http.side import HttpSide
 
-            backend = CoordinatorBackend(
-                self.completions, self.administration, self.chats, self.telemetry.prometheus_text
-            )
-            self._http = HttpSide(self._settings, backend, readiness, calls)
+            backend = CoordinatorBackend(self.completions, self.status, self.chats, self.metrics)
+            self._http = HttpSide(self._settings, backend, readiness, calls, self._http_socket)
+
+    async def status(self) -> Status:
+        """The status that HTTP shows."""
+        return await self.administration.status()
+
+    async def metrics(self) -> tuple[bytes, str] | None:
+        """The metrics that HTTP shows."""
+        return self.telemetry.prometheus_text()
 
     @property
     def http_url(self) -> str | None:
@@ -88,6 +113,10 @@ class CoordinatorService:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(
             GenerationServicer(self.completions, self.chats), server
         )
+        self.register_admin(server)
+
+    def register_admin(self, server: grpc.aio.Server) -> None:
+        """Add AdminService for this process."""
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.administration), server)
 
     async def start(self) -> None:
@@ -99,9 +128,8 @@ class CoordinatorService:
             ConfigurationError: the Prometheus port cannot be bound, or the chat template is none.
         """
         self.telemetry.start()
-        if self._http is not None:
-            self._http.start()
-            announce(f"tandem coordinator: http on {self._http.url}")
+        if self.answers_while_starting:
+            self._start_http()
         await self.replicas.start()
         target_info = self.replicas.fleet.target
         assert target_info is not None
@@ -122,6 +150,13 @@ class CoordinatorService:
                 "model": target_info.name,
             },
         )
+        if not self.answers_while_starting:
+            self._start_http()
+
+    def _start_http(self) -> None:
+        if self._http is not None:
+            self._http.start()
+            announce(f"tandem coordinator: http on {self._http.url}")
 
     async def close(self) -> None:
         """Close the connections to the services, and log the last statistics."""

@@ -14,6 +14,8 @@ from draft_service.proposers.ngram import ngram_proposer
 from draft_service.proposers.suffix import suffix_proposer
 from draft_service.servicer import DraftServicer
 from draft_service.settings import DraftSettings
+from tandem.config.methods import BOUND_METHODS
+from tandem.errors import ConfigurationError
 from tandem.serving.calls import RunningCalls
 from tandem.serving.interceptors.readiness import ReadinessInterceptor
 from tandem.serving.loading import in_daemon_thread
@@ -90,6 +92,11 @@ def _loader(
             return partial(ngram_proposer, settings, limits)
         case "suffix":
             return partial(suffix_proposer, settings, limits)
+        case method if method in BOUND_METHODS:
+            raise ConfigurationError(
+                f"speculative_method is {method}, which reads the target's hidden states and runs in its process: "
+                "start the target with --draft-model or --method mtp, and no draft service"
+            )
         case _:
             return partial(_load_standalone, settings, settings.checkpoint, on_step, on_failure)
 

@@ -15,6 +15,7 @@ from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2_grpc import DraftServiceServicer
 from tandem.wire import draft as wire
 from tandem.wire.common import model_info_to_proto
+from tandem.wire.outcomes import outcomes_to_proto
 
 
 class DraftServicer(DraftServiceServicer):
@@ -41,9 +42,11 @@ class DraftServicer(DraftServiceServicer):
                     stream.step_arrived()
                     proposal = await sequence.propose(wire.step_from_proto(request.step))
                     stream.answered(0 if proposal is None else len(proposal))
-                    return None if proposal is None else wire.proposal_to_proto(proposal)
+                    if proposal is None:
+                        return None
+                    return wire.proposal_to_proto(proposal, with_columns=options.takes_columns)
 
-                answers = answered(steps(request_iterator), answer, sequence.pushed, wire.outcomes_to_proto)
+                answers = answered(steps(request_iterator), answer, sequence.pushed, outcomes_to_proto)
                 async with aclosing(answers):
                     async for response in answers:
                         yield response
@@ -59,7 +62,7 @@ class DraftServicer(DraftServiceServicer):
         )
         async with aclosing(many) as answers:
             async for parts in answers:
-                yield draft_pb2.ProposeManyResponse(parts=parts)
+                yield wire.many_to_proto(parts)
 
     async def GetModelInfo(
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context

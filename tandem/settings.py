@@ -33,7 +33,7 @@ from tandem.telemetry.settings import TelemetryOptions
 logger = logging.getLogger(__name__)
 
 DataTypeName = Literal["auto", "float32", "bfloat16", "float16"]
-CompileMode = Literal["auto", "on", "off"]
+CompileMode = Literal["auto", "on", "off", "layers"]
 
 COMMAND_LINE = SettingsConfigDict(
     extra="forbid",
@@ -135,7 +135,8 @@ class ModelServerSettings(RevisionOptions, ServerSettings):
     compile: CompileMode = "auto"
     """Compute with our own kernels on a CPU. A wheel or an image brings them compiled for most x86-64 processors;
     elsewhere the first start compiles them, which takes some seconds. Without a C++
-    compiler auto logs a message and uses torch; on requires the kernels; off is torch alone."""
+    compiler auto logs a message and uses torch; on requires the kernels; off is torch alone. layers is for a GPU: each
+    layer is compiled by torch.compile before CUDA graphs are captured, which takes a minute or more at start."""
     compile_cache: Path | None = None
     """Folder for kernels that are compiled here. By default tandem/kernels in the user's cache folder."""
     max_length: int | None = Field(default=None, ge=1)

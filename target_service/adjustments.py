@@ -7,9 +7,11 @@ Applied before penalties, temperature and truncation, as vLLM and transformers d
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.engine.backends.transfers import to_device
 from tandem.errors import InvalidRequestError
 from tandem.types import LogitAdjustments
 
@@ -26,9 +28,11 @@ class Adjustments:
             device: Where the logits are.
         """
         self._first_free_length = prompt_length + wanted.min_tokens
-        self._suppressed = torch.tensor(wanted.suppressed_token_ids, dtype=torch.int64, device=device)
-        self._biased = torch.tensor([*wanted.biases], dtype=torch.int64, device=device)
-        self._biases = torch.tensor([*wanted.biases.values()], dtype=torch.float32, device=device)
+        suppressed = np.array(wanted.suppressed_token_ids, dtype=np.int64)
+        biased = np.array([*wanted.biases], dtype=np.int64)
+        biases = np.array([*wanted.biases.values()], dtype=np.float64)
+        self._suppressed, self._biased, on_device = to_device([suppressed, biased, biases], device)
+        self._biases = on_device.float()
 
     def applied(self, logits: Tensor, base_length: int) -> Tensor:
         """The adjusted logits of successive positions.

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.engine.backends.transfers import to_device
 from tandem.types import SamplingParams
 
 
@@ -55,9 +57,10 @@ def _counts(like: Tensor, token_ids: Sequence[int], start: int) -> Tensor:
     """For each row, how often each token stands between `start` and the row's position; shape and device of `like`."""
     row_count, vocabulary_size = like.shape
     base_length = max(len(token_ids) - row_count + 1, 0)
-    counts = torch.zeros_like(like)
-    before = torch.tensor(token_ids[start:base_length], dtype=torch.int64, device=like.device)
-    counts += torch.bincount(before, minlength=vocabulary_size)
+    (before,) = to_device([np.array(token_ids[start:base_length], dtype=np.int64)], like.device)
+    # `torch.bincount` would wait for the device.
+    counts = like.new_zeros(vocabulary_size).index_add_(0, before, like.new_ones(len(before)))
+    counts = counts.repeat(row_count, 1)
     for row, position in enumerate(range(base_length, len(token_ids)), start=1):
         if position >= start:
             counts[row:, token_ids[position]] += 1

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import grpc.aio
 
+from tandem.errors import ConfigurationError
 from tandem.serving.calls import RunningCalls
 from tandem.serving.interceptors.readiness import ReadinessInterceptor
 from tandem.serving.loading import in_daemon_thread
@@ -14,7 +15,7 @@ from tandem.serving.server import ENGINE_FAILED
 from tandem.telemetry.streams import observer_for
 from tandem.v1 import target_pb2, target_pb2_grpc
 from target_service.servicer import TargetServicer
-from target_service.settings import TargetSettings
+from target_service.settings import TargetSettings, check_extraction
 
 if TYPE_CHECKING:
     from target_service.verifier import Verifier
@@ -29,6 +30,17 @@ class TargetService:
     """Set by the server: ends it as SIGTERM does."""
 
     def __init__(self, settings: TargetSettings) -> None:
+        """Prepare to load the model.
+
+        Raises:
+            ConfigurationError: the settings name a draft, which another package hosts.
+        """
+        if settings.draft_model is not None:
+            raise ConfigurationError(
+                f"--draft-model is {settings.draft_model}; a target with a draft beside it is started by "
+                "`tandem serve target` or `python -m bound_service`"
+            )
+        check_extraction(settings)
         self._settings = settings
         self._observer = observer_for(settings, self.name)
         self._servicer = TargetServicer(self._observer)

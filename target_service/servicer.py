@@ -40,11 +40,13 @@ class TargetServicer(TargetServiceServicer):
         with self._observer.stream(options.request_id, options.traceparent) as stream:
             async with self.verifier.sequence(options) as sequence:
                 stream.opened()
-                async for request in steps(request_iterator):
+                async for request in steps(
+                    request_iterator, lambda last: sequence.keep(wire.kept_from_proto(last.finish))
+                ):
                     stream.step_arrived()
                     verification = await sequence.verify(wire.step_from_proto(request.step))
                     stream.answered(len(verification.rows))
-                    yield wire.verification_to_proto(verification)
+                    yield wire.verification_to_proto(verification, with_columns=options.takes_columns)
 
     async def VerifyMany(
         self, request_iterator: AsyncIterator[target_pb2.VerifyManyRequest], context: Context
@@ -57,7 +59,7 @@ class TargetServicer(TargetServiceServicer):
         )
         async with aclosing(many) as answers:
             async for parts in answers:
-                yield target_pb2.VerifyManyResponse(parts=parts)
+                yield wire.many_to_proto(parts)
 
     async def GetModelInfo(
         self, request: target_pb2.TargetServiceGetModelInfoRequest, context: Context

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from tandem.errors import ConfigurationError
 from tandem.settings import COMMAND_LINE, ModelServerSettings
 
 DEFAULT_PORT = 50052
+
+EXTRACT_HIDDEN_STATES = "extract_hidden_states"
+"""vLLM's name of the method that writes hidden states and proposes nothing."""
 
 
 class TargetSettings(ModelServerSettings):
@@ -17,3 +23,42 @@ class TargetSettings(ModelServerSettings):
 
     port: int = Field(default=DEFAULT_PORT, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""
+    draft_model: Path | None = None
+    """Folder of a drafting head for this model, which then proposes in this process, on the same port. By default none.
+    vLLM's name for it: model of --speculative-config."""
+    speculative_method: str | None = None
+    """Method of draft_model: eagle, eagle3, medusa or dflash. By default what its config.json says. mtp drafts with the
+    model's own layers for multi-token prediction, and needs no draft_model. extract_hidden_states, which needs no
+    draft, is implied by shared_storage_path. vLLM's name: method."""
+    shared_storage_path: Path | None = None
+    """Folder to which the hidden states of each finished request are written, in a safetensors file, to train drafting
+    heads from. By default none. vLLM's name, in kv_connector_extra_config."""
+    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
+    """Layers whose hidden states are written, each by the number of layers before the state: 0 is the embedding. By
+    default EAGLE-3's three. vLLM's name, in the draft's hf_config."""
+
+
+def check_extraction(settings: TargetSettings) -> None:
+    """Refuse options of `extract_hidden_states` that do not go together.
+
+    Raises:
+        ConfigurationError: with the first of them.
+    """
+    method, folder = settings.speculative_method, settings.shared_storage_path
+    if folder is None and method == EXTRACT_HIDDEN_STATES:
+        raise ConfigurationError(
+            f"--method is {method} and --shared-storage-path is missing; name the folder for the files"
+        )
+    if folder is None and settings.eagle_aux_hidden_state_layer_ids is not None:
+        raise ConfigurationError(
+            f"--eagle-aux-hidden-state-layer-ids is {list(settings.eagle_aux_hidden_state_layer_ids)} and "
+            "--shared-storage-path is missing; name the folder for the files, or leave out the layers"
+        )
+    if folder is not None and (
+        settings.draft_model is not None or method not in (None, EXTRACT_HIDDEN_STATES)
+    ):
+        draft = settings.draft_model or f"--method {method}"
+        raise ConfigurationError(
+            f"--shared-storage-path is {folder} beside the draft {draft}; a target writes hidden states or hosts a "
+            "draft, so leave out one of them"
+        )

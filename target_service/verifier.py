@@ -11,7 +11,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from tandem.engine.backends.cuda_graphs.capture import captures_of, joined
 from tandem.engine.backends.eager.sampler import TORCH_SAMPLER
+from tandem.engine.backends.hidden_states.pairing import BoundSequences
+from tandem.engine.backends.hidden_states.tap import HiddenStateTap
 from tandem.engine.backends.interface import Sampler
 from tandem.engine.backends.selection import choose_backends
 from tandem.engine.core.engine import Engine
@@ -19,14 +22,17 @@ from tandem.engine.core.finite import non_finite
 from tandem.engine.core.jobs import Done, Failed, Job
 from tandem.engine.kv_cache.arena import KvUsage
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
-from tandem.engine.models.loading import load_model
+from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.settings import EngineSettings, prefill_chunk_tokens
 from tandem.errors import InvalidRequestError, NonFiniteLogitsError
 from tandem.telemetry.streams import OnStep
 from tandem.types import ModelFeature, ModelInfo, TargetOptions, Verification, VerifyStep
 from target_service.adjustments import Adjustments, check_ids
+from target_service.captured_rows import CapturedRows
+from target_service.hidden_state_files import HiddenStateFiles, hidden_state_files
 from target_service.penalties import History
-from target_service.rows import RowRequest, verifications
+from target_service.row_requests import RowRequest
+from target_service.rows import verifications
 from target_service.settings import TargetSettings
 
 logger = logging.getLogger(__name__)
@@ -45,19 +51,71 @@ def load_verifier(
     Raises:
         ConfigurationError: it cannot be served as they ask.
     """
-    model = load_model(
+    target = load_target(settings)
+    files = hidden_state_files(settings, target)
+    if files is None:
+        return make_verifier(target, settings, on_step, on_failure)
+    return make_verifier(files.tap.model, settings, on_step, on_failure, files.tap, files=files)
+
+
+def load_target(settings: TargetSettings) -> LoadedModel:
+    """Load the model alone.
+
+    Raises:
+        ConfigurationError: it cannot be loaded as the settings ask.
+    """
+    return load_model(
         settings.model,
         device=settings.device,
         dtype=settings.compute_dtype,
         threads=settings.threads,
     )
+
+
+def make_verifier(
+    model: LoadedModel,
+    settings: TargetSettings,
+    on_step: OnStep = None,
+    on_failure: Callable[[], None] | None = None,
+    tap: HiddenStateTap | None = None,
+    bound: BoundSequences | None = None,
+    files: HiddenStateFiles | None = None,
+) -> Verifier:
+    """Put a loaded model to work.
+
+    Args:
+        model: From `load_target`, or the tap's.
+        settings: Its limits.
+        on_step: Called after each step, for metrics.
+        on_failure: Called when the engine's thread has ended by itself.
+        tap: Takes hidden states out of its steps, for a draft beside it.
+        bound: Learns of each sequence, for that draft.
+        files: Receive the hidden states that the tap takes out.
+
+    Raises:
+        ConfigurationError: it cannot be served as the settings ask.
+    """
     backends = choose_backends(
         model,
         compile_mode=settings.compile,
         compile_cache=settings.compile_cache,
         enforce_eager=settings.enforce_eager,
     )
-    limits = EngineSettings(
+    if tap is not None:
+        backends = backends.tapped(tap)
+    graphs = None
+    if backends.capture is not None:  # before the KV cache, which takes what memory is left
+        graphs = CapturedRows(backends.capture, model.info.vocabulary_size, model.device)
+    head = partial(verify_head, sampler=backends.sampler, graphs=graphs)
+    limits = engine_settings(settings, model)
+    engine = Engine(model, head, limits, on_step, backends=backends, on_failure=on_failure)
+    tokenizer_files = tuple(path for name in TOKENIZER_FILES if (path := settings.model / name).is_file())
+    return Verifier(engine, tokenizer_files, graphs, bound, files)
+
+
+def engine_settings(settings: TargetSettings, model: LoadedModel) -> EngineSettings:
+    """The limits of the model's engine."""
+    return EngineSettings(
         max_length=settings.max_length,
         max_sequences=settings.max_sequences,
         prefill_chunk_tokens=prefill_chunk_tokens(settings.max_num_batched_tokens, model.device.type),
@@ -67,20 +125,22 @@ def load_verifier(
         step_timeout_seconds=settings.step_timeout_seconds,
         captured_widths=_CAPTURED_WIDTHS,
     )
-    head = partial(verify_head, sampler=backends.sampler)
-    engine = Engine(model, head, limits, on_step, backends=backends, on_failure=on_failure)
-    files = tuple(path for name in TOKENIZER_FILES if (path := settings.model / name).is_file())
-    return Verifier(engine, files)
 
 
 def verify_head(
-    ready: Sequence[Job[RowRequest]], logits: Tensor, sampler: Sampler = TORCH_SAMPLER
+    ready: Sequence[Job[RowRequest]],
+    logits: Tensor,
+    sampler: Sampler = TORCH_SAMPLER,
+    graphs: CapturedRows | None = None,
 ) -> list[Done[Verification] | Failed]:
     """Head of the target's engine: logits become the rows that each job asks for."""
     requests = [_request(job) for job in ready]
+    found = None if graphs is None else graphs.verifications(requests, logits)
+    if found is None:
+        found = verifications(requests, logits, sampler)
     return [
         non_finite(request.base_length) if verification is None else Done(verification)
-        for request, verification in zip(requests, verifications(requests, logits, sampler), strict=True)
+        for request, verification in zip(requests, found, strict=True)
     ]
 
 
@@ -95,8 +155,26 @@ def _request(job: Job[RowRequest]) -> RowRequest:
 class Verifier:
     """The target model behind its engine."""
 
-    def __init__(self, engine: Engine[RowRequest, Verification], tokenizer_files: Sequence[Path]) -> None:
+    def __init__(
+        self,
+        engine: Engine[RowRequest, Verification],
+        tokenizer_files: Sequence[Path],
+        graphs: CapturedRows | None = None,
+        bound: BoundSequences | None = None,
+        files: HiddenStateFiles | None = None,
+    ) -> None:
+        """
+        Args:
+            engine: Runs the model.
+            tokenizer_files: See the attribute.
+            graphs: Draw rows, where the backends capture.
+            bound: Learns of each sequence, where a draft reads the model's hidden states.
+            files: Receive the hidden states of finished sequences.
+        """
         self._engine = engine
+        self._captures = joined(engine.captures, captures_of(graphs))
+        self._bound = bound or BoundSequences()
+        self._files = files
         self.tokenizer_files = tokenizer_files
         """Files with which a coordinator tokenizes as the model does."""
 
@@ -107,7 +185,7 @@ class Verifier:
             self._engine.model.info,
             max_length=self._engine.max_length,
             features=frozenset(ModelFeature),
-            captures=self._engine.captures,
+            captures=self._captures,
         )
 
     def kv_usage(self) -> KvUsage:
@@ -127,6 +205,8 @@ class Verifier:
     async def close(self) -> None:
         """Stop the engine."""
         await self._engine.close()
+        if self._files is not None:
+            await self._files.close()
 
     @asynccontextmanager
     async def sequence(self, options: TargetOptions) -> AsyncIterator[VerifiedSequence]:
@@ -139,9 +219,14 @@ class Verifier:
         """
         adjustments = self._adjustments(options)
         cached = await self._engine.open(options.max_length or self.model_info.max_length)
+        self._bound.open(options.request_id, cached)
+        sequence = VerifiedSequence(self._engine, cached, options, adjustments)
         try:
-            yield VerifiedSequence(self._engine, cached, options, adjustments)
+            yield sequence
+            if self._files is not None:  # not for a request that was abandoned, which leaves by an exception
+                await sequence.write_states(self._files)
         finally:
+            self._bound.close(options.request_id, cached)
             self._engine.release(cached)
 
     def _adjustments(self, options: TargetOptions) -> Adjustments | None:
@@ -166,6 +251,18 @@ class VerifiedSequence:
         self._cached = cached
         self._options = options
         self._adjustments = adjustments
+        self._kept_length = 0
+        """Tokens that will not be taken back, as far as is known."""
+
+    def keep(self, token_count: int | None) -> None:
+        """Learn, at the end, how many of the first tokens the coordinator keeps; None if it did not say."""
+        if token_count is not None:
+            self._kept_length = token_count
+
+    async def write_states(self, files: HiddenStateFiles) -> None:
+        """Write the hidden states of the tokens that were kept. Only a log line tells if it fails."""
+        count = min(self._kept_length, self._cached.length)
+        await files.take(self._engine, self._cached, count, self._options.request_id)
 
     async def verify(self, step: VerifyStep) -> Verification:
         """Apply the step's delta and compute the requested rows.
@@ -175,6 +272,7 @@ class VerifiedSequence:
             NonFiniteLogitsError: the model computed logits that are not finite.
         """
         self._check_supports(step)
+        self._kept_length = step.delta.base_length + len(step.delta.token_ids) - max(step.row_count - 1, 0)
         sampling = self._options.sampling
         history = History(self._options.prompt_length) if sampling.penalizes else None
         request = RowRequest(step, sampling, history, self._adjustments)

@@ -1,5 +1,6 @@
 """Settings of all tests."""
 
+import os
 import signal
 
 import pytest
@@ -7,6 +8,15 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs with SIGINT ignored, and children inherit that: Ctrl-C would not reach them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of our own."""
+    parser.addoption(
+        "--vllm-python",
+        default=os.environ.get("TEST_VLLM_PYTHON", ""),
+        help="Python of an environment with vLLM and Tandem (`make test-vllm` makes one); by default TEST_VLLM_PYTHON",
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

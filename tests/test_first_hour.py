@@ -21,13 +21,13 @@ import pytest
 from tests import bundled_kernels
 from tests.end_to_end.processes import clean_environment, running
 from tests.newcomer import Newcomer
-from tests.paths import DEMO_DRAFT, DEMO_TARGET, ROOT
+from tests.paths import DEMO_DRAFT, DEMO_EAGLE3, DEMO_TARGET, ROOT, SMOLLM2_EAGLE3
 
 pytestmark = pytest.mark.slow
 
 SOURCES = (
     "pyproject.toml", "hatch_build.py", "LICENSE", "README.md", "protos",
-    "tandem", "draft_service", "target_service", "coordinator",
+    "tandem", "draft_service", "target_service", "bound_service", "coordinator",
 )  # fmt: skip
 
 # Heavy packages come from the environment that runs the tests, by a path in a .pth file. That brings in its packages,
@@ -72,7 +72,7 @@ def wheel() -> Iterator[Path]:
             copy = shutil.copytree if (ROOT / path).is_dir() else shutil.copy
             (source / path).parent.mkdir(parents=True, exist_ok=True)
             copy(ROOT / path, source / path)
-        for folder in (DEMO_TARGET, DEMO_DRAFT):
+        for folder in (DEMO_TARGET, DEMO_DRAFT, DEMO_EAGLE3, SMOLLM2_EAGLE3):
             shutil.copytree(folder, source / folder.relative_to(ROOT))
         pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", name, str(source))
         (wheel,) = Path(name).glob("*.whl")
@@ -105,7 +105,27 @@ def pip(*arguments: str) -> None:
 def test_a_wheel_installs_only_its_own_packages(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name.partition("/")[0] for name in archive.namelist() if ".dist-info/" not in name}
-    assert names == {"tandem", "tandem_demo", "draft_service", "target_service", "coordinator"}
+    assert names == {
+        "tandem",
+        "tandem_demo",
+        "draft_service",
+        "target_service",
+        "bound_service",
+        "coordinator",
+    }
+
+
+def test_a_wheel_holds_the_demo_targets_head(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if name.startswith("tandem_demo/eagle3/")}
+    assert names >= {"tandem_demo/eagle3/config.json", "tandem_demo/eagle3/model.safetensors"}
+
+
+def test_a_wheel_holds_the_head_for_smollm2(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if name.startswith("tandem_demo/smollm2/")}
+    folder = "tandem_demo/smollm2/eagle3"
+    assert names == {f"{folder}/config.json", f"{folder}/model.safetensors"}
 
 
 def test_a_wheel_holds_compiled_kernels_and_serves_every_platform(wheel: Path) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from tandem.engine.kv_cache.arena import LayerGeometry, arena_pages, page_tokens_on
+from tandem.engine.kv_cache.arena import arena_pages, bytes_of_page, page_tokens_on, stored_value_dim
+from tandem.engine.kv_cache.layer_groups import LayerGeometry, group_layers, kept_pages
 from tandem.engine.kv_cache.memory import accelerator_allowance
-from tandem.engine.kv_cache.page_table import pages_for
 from tandem.engine.settings import EngineSettings
 from tandem.errors import ConfigurationError
 
@@ -42,11 +42,21 @@ class Model:
     value_dim: int
     billion_parameters: float
     max_length: int
+    window: int | None = None
+    """Of every second layer; None for none."""
 
     @property
     def layers(self) -> tuple[LayerGeometry, ...]:
-        """Each layer as the KV cache stores it."""
-        return (LayerGeometry(self.kv_heads, self.key_dim, self.value_dim),) * self.layer_count
+        """Geometry of each layer."""
+        return tuple(
+            LayerGeometry(self.kv_heads, self.key_dim, self.value_dim, None if index % 2 else self.window)
+            for index in range(self.layer_count)
+        )
+
+    @property
+    def stored_value_dim(self) -> int:
+        """Numbers of a value as the KV cache stores it."""
+        return stored_value_dim(self.layers[0], _DTYPE, _DEVICE)
 
     @property
     def weight_bytes(self) -> int:
@@ -55,16 +65,25 @@ class Model:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token in bfloat16."""
-        return sum(layer.values_per_token for layer in self.layers) * _DTYPE.itemsize
+        """Bytes of keys and values of one token in bfloat16, in all layers."""
+        return self.layer_count * self.kv_heads * (self.key_dim + self.stored_value_dim) * _DTYPE.itemsize
+
+    def pages_of(self, tokens: int) -> int:
+        """Pages of a request of so many tokens."""
+        windows = [group.window for group in group_layers(self.layers)]
+        return kept_pages(windows, tokens, tokens, page_tokens_on(_DEVICE))
+
+    def bytes_of(self, tokens: int) -> int:
+        """Bytes of keys and values of a request of so many tokens."""
+        return self.pages_of(tokens) * bytes_of_page(self.layers, _DTYPE, _DEVICE)
 
 
 MODELS = (
     Model("Llama-3.1-8B", 32, 8, 128, 128, 8.03, 131_072),
     Model("Qwen3-32B", 64, 8, 128, 128, 32.76, 40_960),
     Model("Llama-3.3-70B", 80, 8, 128, 128, 70.55, 131_072),
-    Model("GPT-OSS-120B", 36, 8, 64, 64, 116.83, 131_072),
-    # Multi-head latent attention, expanded: each of 128 heads has a key of 128 + 64 numbers and a value of 128.
+    Model("GPT-OSS-120B", 36, 8, 64, 64, 116.83, 131_072, window=128),
+    # Multi-head latent attention, expanded: each of 128 heads has a key of 128 + 64 numbers and a value of 128, padded.
     Model("DeepSeek-V3", 61, 128, 192, 128, 671.03, 163_840),
 )
 GPUS = {"A100 or H100, 80 GB": 81_559, "H200, 141 GB": 143_771, "L40S, 48 GB": 46_068}
@@ -82,7 +101,7 @@ def requests_that_fit(model: Model, gpu_mib: int, context: int) -> int | None:
         pages = arena_pages(model.layers, settings, context, _DTYPE, _DEVICE)
     except ConfigurationError:  # not even one fits
         return 0
-    return pages // pages_for(context, page_tokens_on(_DEVICE))
+    return pages // model.pages_of(context)
 
 
 def tables() -> dict[str, str]:
@@ -97,11 +116,11 @@ def _bytes_lines() -> Iterator[str]:
     yield "| model | weights | layers x heads x numbers of key and value | KV of a token | of 8,192 tokens |"
     yield "|---|---:|---:|---:|---:|"
     for model in MODELS:
-        shape = f"{model.layer_count} x {model.kv_heads} x ({model.key_dim} + {model.value_dim})"
+        shape = f"{model.layer_count} x {model.kv_heads} x ({model.key_dim} + {model.stored_value_dim})"
         token = model.bytes_per_token
         yield (
             f"| {model.name} | {model.weight_bytes / 1e9:,.1f} GB | {shape} | {token / 1024:,.0f} KiB | "
-            f"{token * 8_192 / 1e9:,.2f} GB |"
+            f"{model.bytes_of(8_192) / 1e9:,.2f} GB |"
         )
 
 

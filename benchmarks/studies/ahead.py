@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.contenders import CONTENDERS, Addresses, Contender, Setup, ThroughServices, services
+from benchmarks.compared_services import Addresses, Setup, services
+from benchmarks.contenders import CONTENDERS, Contender, ThroughServices
 from benchmarks.models.pairs import open_pair
 from benchmarks.services import service
 from benchmarks.workload import Workload

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import re
 import socket
@@ -58,7 +59,7 @@ async def _services() -> AsyncIterator[tuple[str, int]]:
 @asynccontextmanager
 async def _attack(kind: str, address: str, port: int) -> AsyncIterator[None]:
     """Run the clients in a process of their own."""
-    command = ["-P", "-m", "benchmarks.studies.hostile", kind, "--attack", address, str(port)]
+    command = ["-P", "-m", "benchmarks.studies.hostile", *sys.argv[1:], "--attack", kind, address, str(port)]
     process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     try:
@@ -267,13 +268,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.hostile", description=__doc__)
     parser.add_argument("kind", nargs="*", choices=[*_ATTACKS, []], help="all of them by default")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of each measurement of inputs")
-    parser.add_argument("--attack", nargs=2, metavar=("ADDRESS", "PORT"), help=argparse.SUPPRESS)
+    parser.add_argument("--niceness", type=int, default=0,
+                        help="of the hostile clients: with 19 they take what services and measurement leave of the "
+                        "processor, as clients on another machine would")  # fmt: skip
+    parser.add_argument("--attack", nargs=3, metavar=("KIND", "ADDRESS", "PORT"), help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
     options = parse(sys.argv[1:])
     if options.attack:
-        asyncio.run(_ATTACKS[options.kind[0]](options.attack[0], int(options.attack[1])))
+        kind, address, port = options.attack
+        os.nice(options.niceness)
+        asyncio.run(_ATTACKS[kind](address, int(port)))
     else:
         asyncio.run(main(options.kind or [*_ATTACKS], options.seconds))

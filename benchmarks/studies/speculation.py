@@ -26,7 +26,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.contenders import Setup, services
+from benchmarks.compared_services import Setup, services
 from benchmarks.models.pairs import DEMO, Pair, open_pair
 from benchmarks.order import chosen, rotated
 from benchmarks.services import service

@@ -1,1 +1,1 @@
-"""Times and bytes of rounds, and time to the first token."""
+"""Times and bytes of rounds and of their parts, and time to the first token."""

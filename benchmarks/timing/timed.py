@@ -7,7 +7,7 @@ import statistics
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
-from benchmarks.contenders import Addresses
+from benchmarks.compared_services import Addresses
 from benchmarks.reports.report import PhaseRow, WireBytes
 from benchmarks.timing.phases import PhaseObserver
 from benchmarks.timing.relay import Relay, relay

@@ -13,7 +13,7 @@ from coordinator.admin.diagnosis import diagnose
 from coordinator.rejection.resolution import named_strategy
 from coordinator.requests.active import ActiveRequest
 from coordinator.requests.runner import RequestRunner
-from coordinator.settings.acceptance import configured_options, names_auto
+from coordinator.settings.acceptance import configured_options, for_draft, names_auto
 from coordinator.settings.live import LiveConfig
 from coordinator.speculation.report import of_coordinator
 from tandem import __version__
@@ -61,11 +61,13 @@ class Administration:
         self._replicas = replicas
         self._started = time.monotonic()
 
-    def status(self) -> Status:
+    async def status(self) -> Status:
         """How the coordinator does."""
-        replicas = self.replicas()
+        replicas = await self.replicas()
         settings = self._live_config.current
         has_draft = any(replica.role is Role.DRAFT for replica in replicas)
+        draft = next((each.model for each in replicas if each.role is Role.DRAFT and each.model), None)
+        options = for_draft(configured_options(settings), draft)
         return Status(
             version=__version__,
             state=state_of(replicas),
@@ -78,18 +80,18 @@ class Administration:
             settings=SpeculationSettings(
                 is_on=settings.speculation and has_draft,
                 num_speculative_tokens=settings.num_speculative_tokens,
-                rule=AUTO if names_auto(settings) else named_strategy(configured_options(settings)).name,
+                rule=AUTO if names_auto(settings) else named_strategy(options).name,
             ),
             replicas=tuple(replicas),
             speculation_state=self._speculation_state(replicas),
             decisions=tuple(self._completions.speculation.decisions()),
         )
 
-    def replicas(self) -> list[ReplicaSnapshot]:
+    async def replicas(self) -> list[ReplicaSnapshot]:
         """Every replica: targets first, then drafts, each by address."""
         return sorted(self._replicas.snapshots(), key=lambda shot: (shot.role is Role.DRAFT, shot.address))
 
-    def drain(self, address: str, *, allow_last_target: bool, by: str) -> ReplicaSnapshot:
+    async def drain(self, address: str, *, allow_last_target: bool, by: str) -> ReplicaSnapshot:
         """Send no new sequences to a replica, and let it finish its own.
 
         Args:
@@ -101,7 +103,7 @@ class Administration:
             NotFoundError: there is no such replica.
             InvalidRequestError: it is the last target, and `allow_last_target` is false.
         """
-        replicas = self.replicas()
+        replicas = await self.replicas()
         replica = _find(replicas, address)
         if is_last_target(replica, replicas) and not allow_last_target:
             raise InvalidRequestError(
@@ -109,24 +111,24 @@ class Administration:
             )
         self._replicas.drain(replica.role, replica.address)
         logger.info("replica drained", extra={"role": replica.role.value, "address": address, "by": by})
-        return _find(self.replicas(), address)
+        return _find(await self.replicas(), address)
 
-    def resume(self, address: str, *, by: str) -> ReplicaSnapshot:
+    async def resume(self, address: str, *, by: str) -> ReplicaSnapshot:
         """Give a replica new sequences again.
 
         Raises:
             NotFoundError: there is no such replica.
         """
-        replica = _find(self.replicas(), address)
+        replica = _find(await self.replicas(), address)
         self._replicas.resume(replica.role, replica.address)
         logger.info("replica resumed", extra={"role": replica.role.value, "address": address, "by": by})
-        return _find(self.replicas(), address)
+        return _find(await self.replicas(), address)
 
-    def requests(self) -> list[RequestReport]:
+    async def requests(self) -> list[RequestReport]:
         """The requests that run, the oldest first."""
         return [_report(request) for request in self._completions.requests.list()]
 
-    def request(self, request_id: str) -> RequestReport:
+    async def request(self, request_id: str) -> RequestReport:
         """The request whose id begins like this.
 
         Raises:
@@ -135,7 +137,7 @@ class Administration:
         """
         return _report(self._completions.requests.find(request_id))
 
-    def abort(self, request_id: str, *, reason: str, by: str) -> RequestReport:
+    async def abort(self, request_id: str, *, reason: str, by: str) -> RequestReport:
         """End the request whose id begins like this.
 
         Raises:
@@ -148,7 +150,7 @@ class Administration:
         logger.info("request aborted", extra={"request_id": request.request_id, "reason": reason, "by": by})
         return report
 
-    def stats(self) -> Stats:
+    async def stats(self) -> Stats:
         """Counts since the start."""
         total, by_rule = self._completions.stats.cumulative.snapshot()
         return Stats(
@@ -160,7 +162,7 @@ class Administration:
             completion_tokens=self._completions.requests.tokens.total,
             speculation=total,
             by_rule=by_rule,
-            speculation_state=self._speculation_state(self.replicas()),
+            speculation_state=self._speculation_state(await self.replicas()),
             decisions=tuple(self._completions.speculation.decisions()),
         )
 
@@ -175,14 +177,14 @@ class Administration:
                 f"interval_seconds is {interval_seconds:g}; it must be at least {MIN_INTERVAL_SECONDS:g}"
             )
         while True:
-            yield self.stats()
+            yield await self.stats()
             await asyncio.sleep(interval_seconds)
 
-    def config(self) -> list[ConfigOption]:
+    async def config(self) -> list[ConfigOption]:
         """Every option with its value and its origin."""
         return self._live_config.options()
 
-    def update_config(
+    async def update_config(
         self, values: Mapping[str, str], reset: Collection[str], *, by: str
     ) -> list[ConfigOption]:
         """Change options for new requests; see `LiveConfig.change`.
@@ -194,9 +196,9 @@ class Administration:
             raise InvalidRequestError("no option is named; name at least one to set or to reset")
         return self._live_config.change(values, reset, by)
 
-    def diagnose(self) -> Diagnosis:
+    async def diagnose(self) -> Diagnosis:
         """Findings, each with what to do about it."""
-        status = self.status()
+        status = await self.status()
         return Diagnosis(status.version, status.time, tuple(diagnose(status, self._live_config.current)))
 
     @property

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from urllib.parse import unquote
 
-from coordinator.admin.administration import Administration
+from coordinator.admin.administrator import Administrator
 from tandem.serving.interceptors.handlers import Context
 from tandem.v1 import admin_pb2
 from tandem.v1.admin_pb2_grpc import AdminServiceServicer
@@ -25,28 +25,29 @@ def caller(context: Context) -> str:
 class AdminServicer(AdminServiceServicer):
     """Shows and steers the coordinator."""
 
-    def __init__(self, administration: Administration) -> None:
+    def __init__(self, administration: Administrator, caller_of: Callable[[Context], str] = caller) -> None:
         self._administration = administration
+        self._caller = caller_of
 
     async def GetStatus(
         self, request: admin_pb2.GetStatusRequest, context: Context
     ) -> admin_pb2.GetStatusResponse:
         """How the coordinator does."""
-        return admin_pb2.GetStatusResponse(status=wire.status_to_proto(self._administration.status()))
+        return admin_pb2.GetStatusResponse(status=wire.status_to_proto(await self._administration.status()))
 
     async def ListReplicas(
         self, request: admin_pb2.ListReplicasRequest, context: Context
     ) -> admin_pb2.ListReplicasResponse:
         """Every replica."""
-        replicas = self._administration.replicas()
+        replicas = await self._administration.replicas()
         return admin_pb2.ListReplicasResponse(replicas=map(wire.replica_to_proto, replicas))
 
     async def DrainReplica(
         self, request: admin_pb2.DrainReplicaRequest, context: Context
     ) -> admin_pb2.DrainReplicaResponse:
         """Drain a replica."""
-        replica = self._administration.drain(
-            request.address, allow_last_target=request.allow_last_target, by=caller(context)
+        replica = await self._administration.drain(
+            request.address, allow_last_target=request.allow_last_target, by=self._caller(context)
         )
         return admin_pb2.DrainReplicaResponse(replica=wire.replica_to_proto(replica))
 
@@ -54,35 +55,37 @@ class AdminServicer(AdminServiceServicer):
         self, request: admin_pb2.ResumeReplicaRequest, context: Context
     ) -> admin_pb2.ResumeReplicaResponse:
         """New sequences for a replica again."""
-        replica = self._administration.resume(request.address, by=caller(context))
+        replica = await self._administration.resume(request.address, by=self._caller(context))
         return admin_pb2.ResumeReplicaResponse(replica=wire.replica_to_proto(replica))
 
     async def ListRequests(
         self, request: admin_pb2.ListRequestsRequest, context: Context
     ) -> admin_pb2.ListRequestsResponse:
         """The requests that run."""
-        requests = self._administration.requests()
+        requests = await self._administration.requests()
         return admin_pb2.ListRequestsResponse(requests=map(wire.request_to_proto, requests))
 
     async def GetRequest(
         self, request: admin_pb2.GetRequestRequest, context: Context
     ) -> admin_pb2.GetRequestResponse:
         """One of them."""
-        found = self._administration.request(request.request_id)
+        found = await self._administration.request(request.request_id)
         return admin_pb2.GetRequestResponse(request=wire.request_to_proto(found))
 
     async def AbortRequest(
         self, request: admin_pb2.AbortRequestRequest, context: Context
     ) -> admin_pb2.AbortRequestResponse:
         """Ends one of them."""
-        ended = self._administration.abort(request.request_id, reason=request.reason, by=caller(context))
+        ended = await self._administration.abort(
+            request.request_id, reason=request.reason, by=self._caller(context)
+        )
         return admin_pb2.AbortRequestResponse(request=wire.request_to_proto(ended))
 
     async def GetStats(
         self, request: admin_pb2.GetStatsRequest, context: Context
     ) -> admin_pb2.GetStatsResponse:
         """Counts since the start."""
-        return admin_pb2.GetStatsResponse(stats=wire.stats_to_proto(self._administration.stats()))
+        return admin_pb2.GetStatsResponse(stats=wire.stats_to_proto(await self._administration.stats()))
 
     async def WatchStats(
         self, request: admin_pb2.WatchStatsRequest, context: Context
@@ -97,15 +100,15 @@ class AdminServicer(AdminServiceServicer):
         self, request: admin_pb2.GetConfigRequest, context: Context
     ) -> admin_pb2.GetConfigResponse:
         """Every option."""
-        options = self._administration.config()
+        options = await self._administration.config()
         return admin_pb2.GetConfigResponse(options=map(wire.option_to_proto, options))
 
     async def UpdateConfig(
         self, request: admin_pb2.UpdateConfigRequest, context: Context
     ) -> admin_pb2.UpdateConfigResponse:
         """Changes options."""
-        options = self._administration.update_config(
-            dict(sorted(request.values.items())), list(request.reset_names), by=caller(context)
+        options = await self._administration.update_config(
+            dict(sorted(request.values.items())), list(request.reset_names), by=self._caller(context)
         )
         return admin_pb2.UpdateConfigResponse(options=map(wire.option_to_proto, options))
 
@@ -113,4 +116,4 @@ class AdminServicer(AdminServiceServicer):
         self, request: admin_pb2.DiagnoseRequest, context: Context
     ) -> admin_pb2.DiagnoseResponse:
         """Findings, each with what to do about it."""
-        return wire.diagnosis_to_proto(self._administration.diagnose())
+        return wire.diagnosis_to_proto(await self._administration.diagnose())

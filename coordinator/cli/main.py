@@ -18,7 +18,7 @@ from coordinator.cli.contexts.command import context
 from coordinator.cli.exit_codes import FAILED, OK
 from coordinator.cli.plan import command as plan
 from coordinator.cli.serve import serve
-from coordinator.cli.up import up
+from coordinator.cli.up.command import up
 from tandem import __version__
 from tandem.settings import exit_with
 from tandem.standard_streams import OutputError, fill_closed, unwritable

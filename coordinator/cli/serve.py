@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
+from collections.abc import Sequence
 
 import typer
 
+from tandem.config.methods import OWN_METHODS, canonical_method
 from tandem.errors import ConfigurationError
 from tandem.settings import exit_with
 
 SERVICES = {"draft": "draft_service", "target": "target_service", "coordinator": "coordinator"}
 """The package of each service."""
+
+BOUND_PACKAGE = "bound_service"
+"""Package of a target with a draft beside it."""
 
 _USAGE = """Usage: tandem serve SERVICE [OPTIONS]
 
@@ -26,7 +32,7 @@ def serve(context: typer.Context) -> None:
     if service in ("", "--help", "-h"):
         sys.stdout.write(_USAGE)
         raise typer.Exit(0 if service else 2)
-    package = SERVICES.get(service)
+    package = package_of(service, arguments)
     if package is None:
         exit_with(
             ConfigurationError(f"there is no service {service!r}; it must be one of {', '.join(SERVICES)}"), 2
@@ -36,3 +42,30 @@ def serve(context: typer.Context) -> None:
         exit_with(ConfigurationError(f"the {service} service is not installed here (package {package})"), 2)
     # Found by name, not imported above: the coordinator's image holds no other service, and no torch.
     importlib.import_module(f"{package}.__main__").run(arguments)
+
+
+def package_of(service: str, arguments: Sequence[str]) -> str | None:
+    """The package that serves with these options; None for an unknown service."""
+    if service == "target" and (_has(arguments, "DRAFT_MODEL") or _hosts_its_own(arguments)):
+        return BOUND_PACKAGE
+    return SERVICES.get(service)
+
+
+def _hosts_its_own(arguments: Sequence[str]) -> bool:
+    """True if the target's own checkpoint is to draft."""
+    named = _value(arguments, "METHOD") or _value(arguments, "SPECULATIVE_METHOD")
+    return canonical_method(named or "") in OWN_METHODS
+
+
+def _has(arguments: Sequence[str], option: str) -> bool:
+    return bool(_value(arguments, option))
+
+
+def _value(arguments: Sequence[str], option: str) -> str | None:
+    """Of an option of the target, on the command line or in the environment."""
+    flag = "--" + option.lower().replace("_", "-")
+    for word, following in zip(arguments, (*arguments[1:], ""), strict=True):
+        name, equals, value = word.partition("=")
+        if name == flag:
+            return value if equals else following
+    return os.environ.get(f"TANDEM_TARGET_{option}")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass
 
 from coordinator.decoding.detokenization import Detokenizer, StopStrings
-from coordinator.stats.speculation import record_round
+from coordinator.stats.tally import RoundTally
 from tandem.types import Acceptance, Chunk, FinishReason, NextToken, Proposal, SpeculationStats, Summary
 
 
@@ -41,15 +41,25 @@ class Completion:
     ) -> None:
         self.token_ids = list(prompt)
         """Prompt and committed tokens."""
-        self.stats = SpeculationStats()
+        self.tally = RoundTally()
+        """Its rounds."""
         self.finish_reason: FinishReason | None = None
         self._prompt_length = len(prompt)
         self._limits = limits
+        self._end_token_ids = frozenset((*limits.eos_token_ids, *limits.stop_token_ids))
+        self._room = min(limits.max_length - len(prompt), limits.max_tokens)
+        self._room_of_first_end = self._room - limits.min_tokens
+        """With less room than this, tokens and stop strings may end it."""
         self._detokenizer = detokenizer
         self._stop_strings = stop_strings
         self._request_id = request_id
         self._seed = seed
         self._stop_reason: str | int | None = None
+
+    @property
+    def stats(self) -> SpeculationStats:
+        """What speculation did for it so far."""
+        return self.tally.stats()
 
     @property
     def length(self) -> int:
@@ -59,8 +69,7 @@ class Completion:
     @property
     def room(self) -> int:
         """Number of tokens that may still be committed."""
-        generated = self.length - self._prompt_length
-        return min(self._limits.max_length - self.length, self._limits.max_tokens - generated)
+        return self._room
 
     @property
     def has_begun(self) -> bool:
@@ -74,39 +83,37 @@ class Completion:
 
     def extend(self, proposal: Proposal, acceptance: Acceptance) -> Chunk:
         """Commit the accepted tokens up to the completion's end, and drop those past it."""
-        tokens = list(_kept(proposal, acceptance))
-        texts: list[str] = []
-        for token_id, _ in tokens:
+        token_ids, texts = _kept(proposal, acceptance), []
+        for token_id in token_ids:
             texts.append(self._commit(token_id))
             if self.finish_reason is not None:
+                texts[-1] += self._remaining_text()
                 break
-        drafted = tuple(was_drafted for _, was_drafted in tokens[: len(texts)])
-        record_round(self.stats, drafted=len(proposal), accepted=sum(drafted))
-        if self.finish_reason is not None:
-            texts[-1] += self._remaining_text()
-        chunk = Chunk(
+        count, proposed = len(texts), len(proposal.token_ids)
+        accepted = min(acceptance.accepted_count, proposed, count)
+        self.tally.add(proposed, accepted)
+        return Chunk(
             text="".join(texts),
-            token_ids=tuple(token_id for token_id, _ in tokens[: len(texts)]),
-            drafted=drafted,
+            token_ids=token_ids[:count],
+            drafted=(True,) * accepted + (False,) * (count - accepted),
             text_lengths=tuple(map(len, texts)),
-            proposed=len(proposal),
+            summary=None if self.finish_reason is None else self._summary(self.finish_reason),
+            proposed=proposed,
             drafted_ahead=proposal.outcome_rank is not None,
-        )
-        return (
-            chunk if self.finish_reason is None else replace(chunk, summary=self._summary(self.finish_reason))
         )
 
     def _commit(self, token_id: int) -> str:
         self.token_ids.append(token_id)
-        if self.length - self._prompt_length <= self._limits.min_tokens:
+        self._room -= 1
+        if self._room >= self._room_of_first_end:
             text = self._detokenizer.push(token_id)
-        elif token_id in self._limits.eos_token_ids or token_id in self._limits.stop_token_ids:
+        elif token_id in self._end_token_ids:
             text = self._end_with(token_id)
         else:
             text = self._stop_strings.push(self._detokenizer.push(token_id))
             if self._stop_strings.met:
                 self._stop(self._stop_strings.found)
-        if self.finish_reason is None and self.room <= 0:
+        if self._room <= 0 and self.finish_reason is None:
             self.finish_reason = FinishReason.LENGTH
         return text
 
@@ -137,9 +144,7 @@ class Completion:
         )
 
 
-def _kept(proposal: Proposal, acceptance: Acceptance) -> Iterator[tuple[int, bool]]:
-    """The tokens that the rule keeps, each with whether the draft proposed it."""
-    for token_id in proposal.token_ids[: acceptance.accepted_count]:
-        yield token_id, True
-    if acceptance.next_token is not NextToken.NONE:
-        yield acceptance.next_token_id, False
+def _kept(proposal: Proposal, acceptance: Acceptance) -> tuple[int, ...]:
+    """The tokens that the rule keeps."""
+    accepted = proposal.token_ids[: acceptance.accepted_count]
+    return accepted if acceptance.next_token is NextToken.NONE else (*accepted, acceptance.next_token_id)

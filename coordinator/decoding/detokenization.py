@@ -54,6 +54,8 @@ class StopStrings:
 
     def push(self, text: str) -> str:
         """The text that is now certain to be part of the completion."""
+        if not self._stop:
+            return text
         text = self._held + text
         starts = [(start, string) for string in self._stop if (start := text.find(string)) >= 0]
         if starts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from coordinator.replicas.member import Member
@@ -52,3 +53,10 @@ class DraftLosses:
         """Drafts that were lost too short a time ago to be tried again."""
         now = time.monotonic()
         return {member for member, moment in self.retry_at.items() if now < moment}
+
+
+def bound_elsewhere(
+    members: Iterable[Member[DraftClient]], target_address: str | None
+) -> set[Member[DraftClient]]:
+    """Drafts that read the hidden states of another target than the one at this address."""
+    return {member for member in members if not member.goes_with(target_address)}

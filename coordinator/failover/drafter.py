@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from coordinator.decoding.completion import Completion
-from coordinator.failover.draft_losses import DraftLosses
+from coordinator.failover.draft_losses import DraftLosses, bound_elsewhere
 from coordinator.failover.served_request import ServedRequest
 from coordinator.replicas.member import Member
 from coordinator.replicas.pool import Pool
@@ -131,11 +131,12 @@ class FailoverDrafter:
             self._leave_for_better()
             if self._is_resuming:
                 return await self._resumed(completion, count)
-            if self._place is None:
-                if not self._is_near_the_end(completion):
-                    self._enter(completion)
+            if self._place is not None:
+                return await self._asked(self._place, completion, count)
+            entered = None if self._is_too_late(completion) else self._enter(completion)
+            if entered is None or not entered.member.is_bound:
                 return None
-            return await self._asked(self._place, completion, count)
+            return await self._asked(entered, completion, count)
         except TandemError as error:
             self._lose(error)
             return None
@@ -146,8 +147,8 @@ class FailoverDrafter:
         Under some rules the text depends on the proposals, and it must not depend on how a client reads.
         """
         self._is_resuming = False
-        self._enter(completion)
-        return None if self._place is None else await self._asked(self._place, completion, count)
+        entered = self._enter(completion)
+        return None if entered is None else await self._asked(entered, completion, count)
 
     async def _asked(self, place: _Place, completion: Completion, count: int) -> Proposal | None:
         sequence, budget = place.sequence, self._speculation.ahead_budget
@@ -219,21 +220,30 @@ class FailoverDrafter:
         self._losses.add_round()
         self._timings.is_drafted = True
 
-    def _is_near_the_end(self, completion: Completion) -> bool:
-        """True if the completion ends too soon for a new draft, which reads in one round and proposes in the next."""
-        return completion.has_begun and completion.room <= 2 * (self._limits.num_speculative_tokens + 1)
+    def _is_too_late(self, completion: Completion) -> bool:
+        """True if it ends too soon for a draft that reads in one round and proposes in the next; a bound one does both
+        at once."""
+        if not completion.has_begun or completion.room > 2 * (self._limits.num_speculative_tokens + 1):
+            return False
+        member = self._pool.choose(self._avoided)
+        return member is None or not member.is_bound
 
-    def _enter(self, completion: Completion) -> None:
+    def _enter(self, completion: Completion) -> _Place | None:
         """Begin on the least busy draft, if there is one. It reads the sequence while the target works."""
-        member = None if self._losses.are_too_many else self._pool.choose(self._losses.avoided)
+        member = None if self._losses.are_too_many else self._pool.choose(self._avoided)
         if member is None:
-            return
+            return None
         observer = self._observer.stream("draft", member.address)
         sequence = member.client.sequence(self._options, self._limits, observer)
         member.open_sequences += 1
         self._active.draft_address = member.address
         self._place = _Place(member, sequence, is_resumption=bool(self._losses.retry_at))
         sequence.begin(completion)
+        return self._place
+
+    @property
+    def _avoided(self) -> set[Member[DraftClient]]:
+        return self._losses.avoided | bound_elsewhere(self._pool.members, self._active.target_address)
 
     def _leave(self) -> None:
         if self._place is not None:
@@ -242,14 +252,14 @@ class FailoverDrafter:
             self._active.draft_address = None
 
     def _leave_for_better(self) -> None:
-        """Leave a draft that drains or hangs if another can take over."""
+        """Leave a draft that drains or hangs if another can take over, and a bound one whose target was left."""
         place = self._place
         if place is None:
             return
         hangs = place.sequence.is_open and place.sequence.late_seconds > _ABANDON_SECONDS
-        if (place.member.is_ready and not hangs) or not self._pool.choose(
-            {place.member, *self._losses.avoided}
-        ):
+        has_moved = not place.member.goes_with(self._active.target_address)
+        is_good = place.member.is_ready and not hangs
+        if not has_moved and (is_good or not self._pool.choose({place.member, *self._avoided})):
             return
         if hangs:
             self._lose(ServiceUnavailableError(f"it has been late for {place.sequence.late_seconds:.1f} s"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from starlette.exceptions import HTTPException
@@ -38,11 +38,11 @@ _HOST = re.compile(r"(?:(?P<name>[A-Za-z0-9.-]+)|\[(?P<ipv6>[0-9A-Fa-f:.]+)\])(?
 class Shown(Backend, Protocol):
     """Routes beside those for completions."""
 
-    def status(self) -> dict[str, Any]:
+    async def status(self) -> dict[str, Any]:
         """The page's data."""
 
     @property
-    def metrics(self) -> Callable[[], tuple[bytes, str] | None]:
+    def metrics(self) -> Callable[[], Awaitable[tuple[bytes, str] | None]]:
         """Returns the metrics in Prometheus's text form and its content type; None when none are collected."""
 
 
@@ -156,18 +156,18 @@ class App:
 
     async def _load(self, request: Request) -> Response:
         """`GET /load`, as in vLLM: how many requests the server has."""
-        load = self._shown.status()["load"]
+        load = (await self._shown.status())["load"]
         return JSONResponse({"server_load": load["running"] + load["queued"]})
 
     async def _metrics(self, request: Request) -> Response:
-        metrics = self._shown.metrics()
+        metrics = await self._shown.metrics()
         if metrics is None:
             raise HttpError(404, "no metrics are collected here", "not_found")
         content, media_type = metrics
         return Response(content, media_type=media_type)
 
     async def _status(self, request: Request) -> Response:
-        return JSONResponse(self._shown.status(), headers={"Cache-Control": "no-store"})
+        return JSONResponse(await self._shown.status(), headers={"Cache-Control": "no-store"})
 
 
 def _check_host(host: str) -> None:

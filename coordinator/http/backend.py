@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from coordinator.admin.administration import Administration
 from coordinator.http.chat.chats import Chats
 from coordinator.http.chat.template import ChatTemplate
 from coordinator.http.status import status_object
@@ -13,6 +12,7 @@ from coordinator.requests.plan import Models
 from coordinator.requests.runner import RequestRunner
 from coordinator.requests.turns import Turns
 from coordinator.settings.request_bounds import RequestBounds
+from tandem.admin import Status
 
 
 class CoordinatorBackend:
@@ -21,15 +21,15 @@ class CoordinatorBackend:
     def __init__(
         self,
         completions: RequestRunner,
-        administration: Administration,
+        status: Callable[[], Awaitable[Status]],
         chats: Chats,
-        metrics: Callable[[], tuple[bytes, str] | None],
+        metrics: Callable[[], Awaitable[tuple[bytes, str] | None]],
     ) -> None:
         self.completions = completions
         self._chats = chats
         self.metrics = metrics
         """Returns the metrics in Prometheus's text form and its content type; None when none are collected."""
-        self._administration = administration
+        self._status = status
 
     @property
     def models(self) -> Models:
@@ -51,6 +51,6 @@ class CoordinatorBackend:
         """Bounds of a request."""
         return self.completions.bounds
 
-    def status(self) -> dict[str, Any]:
+    async def status(self) -> dict[str, Any]:
         """The page's data."""
-        return status_object(self._administration.status(), chat=self.chat_template is not None)
+        return status_object(await self._status(), chat=self.chat_template is not None)

@@ -43,13 +43,14 @@ class HttpServer:
         most_connections: int,
         stalled_reader_seconds: float,
         tls: ssl.SSLContext | None = None,
+        listening: socket.socket | None = None,
     ) -> None:
-        """Bind the address.
+        """Bind the address, unless a listening socket is given: processes that share a port share the socket.
 
         Raises:
             ConfigurationError: it cannot be bound.
         """
-        self._socket = _bound(host, port)
+        self._socket = listening or bound_socket(host, port)
         self.address = _spelled(self._socket, host)
         """host:port that it listens on."""
         self.url = f"{'http' if tls is None else 'https'}://{self.address}"
@@ -159,7 +160,12 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
         timer.cancel()
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket that listens for HTTP.
+
+    Raises:
+        ConfigurationError: the address cannot be bound.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)

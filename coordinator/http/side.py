@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 from collections.abc import Sequence
 from functools import partial
@@ -32,6 +33,7 @@ class HttpSide:
         backend: CoordinatorBackend,
         readiness: ReadinessInterceptor,
         calls: RunningCalls,
+        listening: socket.socket | None = None,
     ) -> None:
         """Bind the address, and read the certificate.
 
@@ -56,6 +58,7 @@ class HttpSide:
             most_connections=settings.http_max_connections,
             stalled_reader_seconds=settings.stalled_reader_timeout_seconds,
             tls=_reloaded_context(settings),
+            listening=listening,
         )
 
     @property

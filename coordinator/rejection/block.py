@@ -5,9 +5,11 @@ Sun et al., "Block Verification Accelerates Speculative Decoding" (ICLR 2025, ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from coordinator.rejection.rows import JointRow, check_rows, joint_row, sample_bonus
 from coordinator.rejection.uniforms import Uniforms
-from tandem.types import Acceptance, NextToken, Proposal, SamplingParams, Verification
+from tandem.types import Acceptance, FloatArray, NextToken, Proposal, SamplingParams, Verification
 
 
 def accept(
@@ -29,7 +31,7 @@ def accept(
     count = len(proposal)
     rows = [joint_row(proposal, verification, index, sampling) for index in range(count)]
     weights = _prefix_weights(proposal, rows)
-    kept = _longest_kept(weights, rows, uniforms.accept.tolist())
+    kept = _longest_kept(weights, rows, uniforms.accept)
     if kept == count:
         bonus = sample_bonus(verification, sampling, uniforms, count)
         return Acceptance(count, bonus, NextToken.BONUS)
@@ -46,7 +48,7 @@ def _prefix_weights(proposal: Proposal, rows: list[JointRow]) -> list[float]:
     return weights
 
 
-def _longest_kept(weights: list[float], rows: list[JointRow], uniforms: list[float]) -> int:
+def _longest_kept(weights: list[float], rows: list[JointRow], uniforms: Sequence[float] | FloatArray) -> int:
     """Return the length of the longest prefix that passes its test. Tries the longest first, which skips most tests."""
     for length in range(len(rows), 0, -1):
         following = rows[length] if length < len(rows) else None

@@ -25,7 +25,7 @@ def accept(
         RowError: The rows leave out a token that the draft could have proposed, or do not fit the proposal.
     """
     check_rows(proposal, verification)
-    decisions = zip(proposal.token_ids, uniforms.accept.tolist(), strict=True)
+    decisions = zip(proposal.token_ids, uniforms.accept, strict=True)
     for index, (token_id, uniform) in enumerate(decisions):
         row = joint_row(proposal, verification, index, sampling)
         # Strictly below: a token of probability zero must not pass when both sides are 0.

@@ -24,6 +24,7 @@ from coordinator.rejection.strategies import (
     default_strategy,
     find_strategy,
 )
+from coordinator.rejection.together.rounds import AcceptMany
 from coordinator.rejection.uniforms import Uniforms
 from tandem.types import Acceptance, IntArray, Proposal, RowKind, SamplingParams, Verification
 
@@ -48,6 +49,11 @@ class AcceptanceRule:
     def name(self) -> str:
         """The rule's name."""
         return self.strategy.name
+
+    @property
+    def accept_many(self) -> AcceptMany | None:
+        """Decides many rounds at once; None for rules without that, and where think spans change the rule."""
+        return None if self.decide_thinking is not None else self.strategy.accept_many
 
     def row_kind(self, requested: RowKind | None = None) -> RowKind:
         """Return the requested kind of target row, or the cheapest one that the rule accepts.

@@ -19,6 +19,9 @@ from coordinator.rejection import (
 from coordinator.rejection.errors import RuleError
 from coordinator.rejection.options import RejectionOptions
 from coordinator.rejection.relaxed import Accept
+from coordinator.rejection.together import block as joint_block
+from coordinator.rejection.together import residual as joint_residual
+from coordinator.rejection.together.rounds import AcceptMany
 from tandem import acceptance_names
 from tandem.types import RowKind
 
@@ -61,6 +64,8 @@ class Strategy:
     """True if the rule needs only the target's argmax, which a token row holds at temperature 0 alone."""
     can_be_relaxed: bool = False
     """True if relaxed acceptance for thinking can wrap the rule."""
+    accept_many: AcceptMany | None = None
+    """Decides many rounds at once; None where that would not be faster."""
 
 
 _TOKEN, _SUPPORT, _DENSE = RowKind.TOKEN, RowKind.SUPPORT, RowKind.DENSE
@@ -101,6 +106,7 @@ RESIDUAL = Strategy(
     support=Support.DRAFT,
     races_recovery=True,
     can_be_relaxed=True,
+    accept_many=joint_residual.accept_many,
 )
 BLOCK = Strategy(
     name="block",
@@ -111,6 +117,7 @@ BLOCK = Strategy(
     build=lambda options: block.accept,
     support=Support.DRAFT,
     races_recovery=True,
+    accept_many=joint_block.accept_many,
 )
 STRICT = Strategy(
     name="strict",

@@ -39,7 +39,7 @@ def accept(
     """
     check_rows(proposal, verification)
     count = len(proposal)
-    decisions = zip(uniforms.accept.tolist(), schedule, strict=False)
+    decisions = zip(uniforms.accept, schedule, strict=False)
     accepted = next((index for index, (u, rate) in enumerate(decisions) if not u < rate), None)
     if accepted is None:
         accepted = min(count, len(schedule))

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar, overload
 
 import numpy as np
 
 from tandem.sampling.noise import Purpose, recovery_keys, sample, target_keys, uniform
 from tandem.types import FloatArray, IntArray
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Uniforms:
     """Independent random numbers, uniform on the open interval (0, 1), and the keys of more."""
 
-    accept: FloatArray
-    """Decides on each proposed token, shape [K]."""
-    recover: FloatArray
-    """Chooses the token after the accepted run by inversion, shape [K + 1]: entry i when i tokens were accepted."""
-    recovery_keys: IntArray
-    """Keys of the noise that samples the same token, int64 [K + 1]. A round uses either these or `recover`."""
+    accept: Sequence[float] | FloatArray
+    """Decides on each proposed token, K of them."""
+    recover: Sequence[float] | FloatArray
+    """Chooses the token after the accepted run by inversion, K + 1 of them: entry i when i tokens were accepted."""
+    recovery_keys: Sequence[int] | IntArray
+    """Keys of the noise that samples the same token, K + 1 of them, signed 64-bit. A round uses one of these, or one of
+    `recover`."""
 
     def part(self, start: int, stop: int) -> Uniforms:
         """Return the numbers for the tokens from `start` to before `stop`, and for the one after them."""
@@ -44,7 +49,7 @@ class Uniforms:
         """
         if not token_ids.size:
             return -1
-        key = self.recovery_keys[index : index + 1]
+        key = np.array([self.recovery_keys[index]], dtype=np.int64)
         # A single candidate, such as the target's sample after the proposal, needs no noise.
         column = int(sample(weights[None, :], key, token_ids)[0]) if token_ids.size > 1 else 0
         # If all weights are zero or one is NaN, the argmax lands on such a weight.
@@ -62,13 +67,35 @@ def draw_uniforms(seed: int, base_length: int, token_count: int) -> Uniforms:
     `tandem.sampling.noise`). A repeated round draws the same numbers. For an empty proposal the keys are the
     target's, so that its own sample results from every kind of row.
     """
-    accept, recover = (
-        [uniform(seed, base_length + i, purpose, base_length) for i in range(count)]
-        for purpose, count in ((Purpose.ACCEPTANCE, token_count), (Purpose.RECOVERY, token_count + 1))
-    )
+    count = token_count + 1
     keys_of = recovery_keys if token_count else target_keys
-    keys = keys_of(seed, base_length, token_count + 1)
-    return Uniforms(np.array(accept, dtype=np.float64), np.array(recover), keys)
+    return Uniforms(
+        _Drawn(token_count, lambda i: uniform(seed, base_length + i, Purpose.ACCEPTANCE, base_length)),
+        _Drawn(count, lambda i: uniform(seed, base_length + i, Purpose.RECOVERY, base_length)),
+        _Drawn(count, lambda i: int(keys_of(seed, base_length, i + 1)[i])),
+    )
+
+
+class _Drawn(Sequence[T], Generic[T]):
+    """Numbers that are drawn when somebody reads them: a round reads few of them, and each takes a microsecond."""
+
+    def __init__(self, count: int, draw: Callable[[int], T]) -> None:
+        self._count = count
+        self._draw = draw
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        if isinstance(index, slice):
+            return [self._draw(i) for i in range(*index.indices(self._count))]
+        if not 0 <= index < self._count:
+            raise IndexError(f"number {index} of {self._count}")
+        return self._draw(index)
 
 
 def invert(weights: FloatArray, outside_mass: float, uniform: float) -> int:

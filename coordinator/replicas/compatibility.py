@@ -40,7 +40,7 @@ def _drafting_method(deployment: Deployment) -> Iterator[str]:
         yield f"speculative_method is {method}; it needs a draft service: name it with draft_address"
         return
     # A service that drafts without a model has the method for its architecture.
-    served = STANDALONE if draft.has_model else draft.architecture
+    served = draft.drafting_method or (STANDALONE if draft.has_model else draft.architecture)
     if served != method:
         yield f"speculative_method is {method}; the draft service drafts by {served}: they must be the same"
 

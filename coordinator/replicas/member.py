@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from coordinator.replicas.hangs import UnansweredSteps
 from coordinator.replicas.means import ClientT, Means
 from coordinator.stats.moving_average import MovingAverage
+from coordinator.stats.tally import RoundTally
 from tandem.errors import (
     PermissionDeniedError,
     ServiceUnavailableError,
@@ -23,7 +24,7 @@ from tandem.errors import (
 from tandem.replica import ReplicaSnapshot, ReplicaState
 from tandem.rpc.channels import errors_of
 from tandem.rpc.resolver import Address
-from tandem.types import ModelInfo, SpeculationStats
+from tandem.types import ModelInfo
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class Member(Generic[ClientT]):
         """The address as configured, perhaps a name that several replicas share."""
         self.round_trip = MovingAverage()
         self.step = MovingAverage()
-        self.stats = SpeculationStats()
+        self.tally = RoundTally()
         self.open_sequences = 0
         self.model: ModelInfo | None = None
         self.drained_because = ""
@@ -86,6 +87,15 @@ class Member(Generic[ClientT]):
         return self._state is ReplicaState.READY and not self.drained_because
 
     @property
+    def is_bound(self) -> bool:
+        """True for a draft that reads the hidden states of the target in its own process, and for that target."""
+        return self.model is not None and bool(self.model.drafting_method)
+
+    def goes_with(self, target_address: str | None) -> bool:
+        """False for a draft that is bound to another target than the one at this address."""
+        return not self.is_bound or self.address == target_address
+
+    @property
     def client(self) -> ClientT:
         """For calls to it, once it was reached."""
         assert self._client is not None
@@ -102,7 +112,7 @@ class Member(Generic[ClientT]):
             open_sequences=self.open_sequences,
             round_trip_seconds=self.round_trip.value,
             step_seconds=self.step.value,
-            figures=self.stats,
+            figures=self.tally.stats(),
             model=self.model,
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import TypeVar
 
 import grpc.aio
@@ -17,7 +16,6 @@ from coordinator.replicas.member import Member
 from coordinator.replicas.pool import Pool
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.stats.rounds import RoundResult
-from coordinator.stats.speculation import record_result
 from coordinator.transport.draft_client import DraftClient
 from coordinator.transport.target_client import TargetClient
 from tandem.errors import IncompatibleModelsError, ServiceUnavailableError
@@ -69,11 +67,14 @@ class ReplicaRegistry:
         await self.targets.start()
         self._watching = asyncio.create_task(self._hang_monitor.run())
         await self._first(self.targets)
+        assert self.fleet.target is not None
+        if not self.drafts.addresses and self.fleet.target.drafting_method:
+            # The targets host drafts of their own.
+            self.drafts.addresses = self.targets.addresses
         if self.drafts.addresses:
             await self.drafts.start()
             await self._first(self.drafts)
         else:
-            assert self.fleet.target is not None
             check_models(Deployment(self._settings, self.fleet.target))
 
     async def close(self) -> None:
@@ -97,10 +98,10 @@ class ReplicaRegistry:
         """Count a round on the replicas that had a part in it."""
         target = self.targets.member(result.target_address or "")
         if target is not None:
-            record_result(target.stats, result)
+            target.tally.add_result(result)
         draft = self.drafts.member(result.draft_address or "") if result.is_drafted else None
         if draft is not None:
-            record_result(draft.stats, result)
+            draft.tally.add_result(result)
 
     def drain(self, role: Role, address: str) -> None:
         """Send no new sequences to a replica. Its own move to another replica, or stay until they end.
@@ -134,7 +135,7 @@ class ReplicaRegistry:
             means = Means(
                 role=role,
                 open_channel=lambda limit: open_channel(
-                    found, limit, self._credentials_for(origin), SERVICE_KEEPALIVE
+                    found, limit, self._credentials.for_address(origin), SERVICE_KEEPALIVE
                 ),
                 credentials_state=self._credentials.files_state,
                 message_limit=lambda: self.fleet.message_limit_bytes,
@@ -153,12 +154,6 @@ class ReplicaRegistry:
             self._resolver,
             self._settings.resolve_interval_seconds,
         )
-
-    def _credentials_for(self, origin: Address) -> Credentials:
-        """Certificates contain the configured name, not the addresses behind it."""
-        if origin.is_name and self._credentials.uses_tls and not self._credentials.server_name:
-            return replace(self._credentials, server_name=origin.host)
-        return self._credentials
 
     async def _first(self, pool: Pool[FoundT]) -> None:
         """Wait until one is ready, or one turns out to be incompatible."""

@@ -18,8 +18,8 @@ from coordinator.rejection.resolution import AcceptanceRule, resolve
 from coordinator.rejection.strategies import find_strategy
 from coordinator.rejection.uniforms import NO_UNIFORMS, draw_uniforms
 from coordinator.requests.active import ActiveRequest
-from coordinator.requests.validation import TokenizedRequest, check_request, penalizes
-from coordinator.settings.acceptance import names_auto, requested_options
+from coordinator.requests.validation import TokenizedRequest, check_request, is_separate_model, penalizes
+from coordinator.settings.acceptance import for_draft, names_auto, requested_options
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.settings.request_bounds import RequestBounds
 from coordinator.speculation.ahead import DraftAhead
@@ -131,6 +131,8 @@ class Plan:
         Raises:
             ProtocolError: the answers of draft and target do not fit each other.
         """
+        if verification.together is not None and (acceptance := verification.together()) is not None:
+            return acceptance
         uniforms = NO_UNIFORMS
         if self.rule.strategy.draws:
             uniforms = draw_uniforms(self.sampling.seed, proposal.base_length, len(proposal))
@@ -176,6 +178,7 @@ async def make_plan(
     if isinstance(prompt, str):
         prompt = await models.encoder.encode(prompt)
     options = requested_options(settings, request, _auto_rule(settings, request, choose_rule))
+    options = for_draft(options, models.draft)
     check_request(TokenizedRequest(request, prompt, models.target, models.draft, options))
     if request.logprobs is not None:
         request = replace(request, row_kind=RowKind.DENSE)
@@ -205,8 +208,11 @@ async def make_plan(
 
 def goes_without_drafting(request: GenerationRequest, bounds: RequestBounds, models: Models) -> bool:
     """True if the configuration says that the target serves the request alone because of its penalties."""
-    has_draft_model = models.draft is not None and models.draft.has_model
-    return has_draft_model and bounds.draft_model_penalties == "target-only" and penalizes(request)
+    return (
+        is_separate_model(models.draft)
+        and bounds.draft_model_penalties == "target-only"
+        and penalizes(request)
+    )
 
 
 def _limits(request: GenerationRequest, prompt_length: int, target: ModelInfo) -> Limits:
@@ -271,8 +277,9 @@ def _rule(options: RejectionOptions, sampling: SamplingParams, request: Generati
 
 
 def can_draft_ahead(rule: AcceptanceRule, draft: ModelInfo | None) -> bool:
-    """True if the draft has a model, and can tell which outcomes are likely."""
-    if draft is None or not draft.has_model:
+    """True if the draft has a model, and can tell which outcomes are likely. One that is bound to its target needs what
+    the verification computes."""
+    if draft is None or not draft.has_model or draft.drafting_method:
         return False
     strategy = rule.strategy
     return strategy.draft_row_kind in (RowKind.TOKEN, RowKind.SUPPORT) and not strategy.needs_token_logits

@@ -123,6 +123,7 @@ def open_verifier(services: Services, run: Run) -> FailoverVerifier:
         services.target_info.vocabulary_size,
         plan.rule.needs_statistics,
         plan.rule.strategy.races_recovery,
+        plan.rule.accept_many,
     )
     return FailoverVerifier(
         services.replicas.targets,

@@ -16,8 +16,8 @@ from coordinator.decoding.rounds import RoundRecorder
 from coordinator.requests.active import ActiveRequests
 from coordinator.requests.admission import Admission, Place
 from coordinator.requests.bounds import check_bounds
-from coordinator.requests.chunk_queue import ChunkQueue
-from coordinator.requests.delivery import stream_of
+from coordinator.requests.chunks.delivery import stream_of
+from coordinator.requests.chunks.queue import ChunkQueue
 from coordinator.requests.peers import Peers
 from coordinator.requests.plan import Models, Plan, make_plan
 from coordinator.requests.replica_streams import (
@@ -110,7 +110,8 @@ class RequestRunner:
         observer = self._observer.begin(request_id, traceparent)
         with _observed(observer), self._peers.stream(peer):
             run = partial(self._run, request, request_id, observer, Deadline(deadline_seconds))
-            async with aclosing(stream_of(run, deadline_seconds)) as chunks:
+            interval = self._live_config.current.stream_interval
+            async with aclosing(stream_of(run, deadline_seconds, interval)) as chunks:
                 async for chunk in chunks:
                     yield chunk
 
@@ -185,7 +186,8 @@ class RequestRunner:
 
     def _round_ended(self, run: Run, completion: Completion, result: RoundResult) -> None:
         """Hand the result of a round to everything that counts rounds."""
-        record_outcome(completion.stats.ahead, result)
+        if result.awaited_outcome:
+            record_outcome(completion.tally.ahead, result)
         self.requests.tokens.add(result.committed)
         self.stats.round_ended(run.plan.rule.name, result)
         self.services.replicas.round_ended(result)

@@ -10,6 +10,7 @@ from coordinator.rejection.errors import RuleError
 from coordinator.rejection.options import RejectionOptions
 from coordinator.rejection.resolution import named_strategy
 from coordinator.requests.bounds import too_long
+from tandem.config.methods import OWN_METHODS
 from tandem.config.rule import Rule, at_least, broken, spelled, within
 from tandem.errors import InvalidRequestError
 from tandem.plural import plural
@@ -42,7 +43,12 @@ class TokenizedRequest:
     @property
     def speculates_with_model(self) -> bool:
         """True if a draft model of its own proposes tokens for this request."""
-        return self.request.speculation and self.draft is not None and self.draft.has_model
+        return self.request.speculation and is_separate_model(self.draft)
+
+
+def is_separate_model(draft: ModelInfo | None) -> bool:
+    """True for a draft with a model of its own, so not for one whose layers lie in the target (as in MAX)."""
+    return draft is not None and draft.has_model and draft.drafting_method not in OWN_METHODS
 
 
 def check_request(subject: TokenizedRequest) -> None:

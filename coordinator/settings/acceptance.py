@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from coordinator.rejection.options import RejectionOptions
 from tandem.acceptance_names import AUTO, canonical_name
 from tandem.config import SpeculativeConfig
-from tandem.types import GenerationRequest
+from tandem.types import GenerationRequest, ModelInfo
 
 _SYNTHETIC = "synthetic"
 _RESIDUAL = "residual"
@@ -54,6 +54,13 @@ def requested_options(
     if names_auto(config, request):
         options["rejection_sampling_strategy"] = auto_rule
     return RejectionOptions(**options)
+
+
+def for_draft(options: RejectionOptions, draft: ModelInfo | None) -> RejectionOptions:
+    """The options with the method of a draft that reads the target's hidden states, which says so itself."""
+    if draft is None or not draft.drafting_method:
+        return options
+    return replace(options, speculative_method=draft.drafting_method)
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:

@@ -58,6 +58,9 @@ class CoordinatorSettings(
 
     port: int = Field(default=DEFAULT_PORT, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""
+    workers: int = Field(default=1, ge=1, le=64)
+    """Processes that share the ports. The bounds on requests, streams and HTTP are divided among them. Tandem's
+    own."""
     target_address: Addresses
     """host:port of the target service, or several with commas between them. A name stands for all of its addresses,
     and is looked up again every `resolve_interval_seconds`."""
@@ -81,8 +84,14 @@ class CoordinatorSettings(
     draft_ahead: Literal["auto", "off"] | Annotated[int, Field(ge=1, le=64)] = "auto"
     """How far the draft works ahead while the target verifies. auto: for as many outcomes of a verification as pay,
     none included. off: not at all. A number: always for so many outcomes. Tandem's own."""
+    stream_interval: int = Field(default=1, ge=1, le=1024)
+    """Tokens of a streamed chunk: it joins rounds until it has so many. The first tokens and the end are sent at once,
+    and so is what there is when a stream pauses. 1: each round is a chunk. vLLM's name."""
     trace_rounds: float = Field(default=0.0, ge=0, le=1)
     """Share of the traced requests that have a span for each round."""
+    measure_waits: bool = False
+    """Measure how long rounds wait inside the coordinator: the metric `tandem_round_wait_seconds`. A thread wakes the
+    event loop every 5 ms for that. Tandem's own."""
     start_timeout_seconds: float = Field(default=120.0, gt=0)
     """How long to wait at start until the other services are ready."""
 
@@ -110,7 +119,21 @@ def _plain_connections(settings: CoordinatorSettings) -> Iterator[str]:
                 )
 
 
+def _too_few_places(settings: CoordinatorSettings) -> Iterator[str]:
+    if settings.max_concurrent_requests < settings.workers:
+        yield (
+            f"max_concurrent_requests is {settings.max_concurrent_requests}; it must be at least workers "
+            f"({settings.workers}), which divide it"
+        )
+
+
 COORDINATOR_RULES: tuple[Rule[CoordinatorSettings], ...] = (
+    Rule(
+        "workers",
+        "`max_concurrent_requests` is at least `workers`.",
+        _too_few_places,
+        ("workers", "max_concurrent_requests"),
+    ),
     Rule(
         "service-tls",
         "Services on other machines are reached by TLS, or the coordinator is `insecure`.",

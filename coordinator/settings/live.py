@@ -28,6 +28,7 @@ LIVE_OPTIONS = (
     "draft_patience_seconds",
     "speculation_policy",
     "draft_ahead",
+    "stream_interval",
 )
 """Options that can change while the coordinator runs: each request reads their current values."""
 
@@ -70,8 +71,8 @@ class LiveConfig:
         Raises:
             InvalidRequestError: with a sentence for each option that cannot be changed like this.
         """
-        values = {_spelled(name): value for name, value in values.items()}
-        reset = [_spelled(name) for name in reset]
+        values = {spelled(name): value for name, value in values.items()}
+        reset = [spelled(name) for name in reset]
         if broken := list(_problems([*values, *reset])):
             raise InvalidRequestError("; ".join(broken))
         now = datetime.now(UTC)
@@ -109,7 +110,8 @@ class LiveConfig:
         return ConfigOption(name, value, self._at_start.origins.get(name, Origin.DEFAULT), is_live)
 
 
-def _spelled(name: str) -> str:
+def spelled(name: str) -> str:
+    """An option's name as the documentation spells it."""
     name = name.replace("-", "_")
     return ALIASES.get(name, name)
 

@@ -22,10 +22,12 @@ RENEWAL_ROUNDS = 32
 FIRST_RENEWAL_ROUNDS = 4
 TRIAL_ROUNDS = 3
 """Rounds of each request in a trial. The first one may share steps with sequences that have not begun the trial."""
-TRIAL_SHARE = 0.02
+TRIAL_SHARE = 0.01
 """Share of all rounds that trials may take, except for the first trial at each load."""
-FIRST_TRIAL_ROUNDS = 8
-"""Rounds of each request before the first trial."""
+FIRST_TRIAL_ROUNDS = 32
+"""Rounds of each request before the first trial: where the draft is useless, earlier ones cost more than they find."""
+SURPRISED_ROUNDS = 16
+"""Rounds of each request between a trial with a surprise and the next one."""
 MAX_BACKOFF = 32
 """Trials that change nothing become rarer, down to this share of the rate above."""
 MAX_PAUSE_ROUNDS = 1024
@@ -177,7 +179,7 @@ class Choice:
         self._surprise += accepted - SURPRISE * (expected_tokens(self.rates[:proposed])[-1] - 1.0)
         if self._surprise > 0.0:
             self._backoff = 1
-            self._next_trial = self._rounds + FIRST_TRIAL_ROUNDS * self.load
+            self._next_trial = self._rounds + SURPRISED_ROUNDS * self.load
 
     def count(self, proposed: int, seconds: float) -> None:
         """Count a uniform round at this load."""

@@ -7,7 +7,8 @@ import logging
 from collections import defaultdict
 
 from coordinator.stats.rounds import RoundResult
-from coordinator.stats.speculation import CumulativeStats, add, log_line, record_result
+from coordinator.stats.speculation import CumulativeStats, add, log_line
+from coordinator.stats.tally import RoundTally
 from tandem.types import SpeculationStats
 
 logger = logging.getLogger(__name__)
@@ -28,14 +29,14 @@ class StatsLog:
         self.cumulative = CumulativeStats()
         """Statistics since the start."""
         self._interval_seconds = interval_seconds
-        self._recent: defaultdict[Pair, SpeculationStats] = defaultdict(SpeculationStats)
+        self._recent: defaultdict[Pair, RoundTally] = defaultdict(RoundTally)
         self._timer: asyncio.TimerHandle | None = None
 
     def round_ended(self, rule: str, result: RoundResult) -> None:
         """Count a round of a request that runs under `rule`."""
         self.cumulative.record(rule, result)
         pair = result.draft_address or "none", result.target_address or "none"
-        record_result(self._recent[pair], result)
+        self._recent[pair].add_result(result)
         if self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._interval_seconds, self._write)
@@ -49,9 +50,10 @@ class StatsLog:
     def _write(self) -> None:
         self._timer = None
         total = SpeculationStats()
-        for stats in self._recent.values():
+        recent = {pair: tally.stats() for pair, tally in self._recent.items()}
+        for stats in recent.values():
             add(total, stats)
-        pairs = {pair: stats for pair, stats in self._recent.items() if stats.drafted}
+        pairs = {pair: stats for pair, stats in recent.items() if stats.drafted}
         self._recent.clear()
         if len(pairs) == 1:
             _log(total, *pairs)

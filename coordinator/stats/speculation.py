@@ -18,36 +18,11 @@ from coordinator.stats.ahead import (
     describe_ahead,
     hit_rate,
     outcomes_since,
-    record_outcome,
 )
 from coordinator.stats.rounds import RoundResult
+from coordinator.stats.tally import RoundTally
 from tandem.speculation_state import SpeculationState
 from tandem.types import PositionStats, SpeculationStats
-
-
-def record_round(stats: SpeculationStats, drafted: int, accepted: int) -> None:
-    """Count one verification, with or without a proposal.
-
-    Args:
-        stats: What to add to.
-        drafted: Tokens of the proposal.
-        accepted: How many of them were kept, from the first on.
-    """
-    stats.rounds += 1
-    stats.drafted += drafted
-    stats.accepted += accepted
-    _extend(stats, drafted)
-    for index in range(drafted):
-        position = stats.positions[index]
-        position.drafted += 1
-        position.reached += index <= accepted
-        position.accepted += index < accepted
-
-
-def record_result(stats: SpeculationStats, result: RoundResult) -> None:
-    """Count one round, drafting ahead included."""
-    record_round(stats, result.proposed, result.accepted)
-    record_outcome(stats.ahead, result)
 
 
 def add(total: SpeculationStats, stats: SpeculationStats) -> None:
@@ -85,19 +60,19 @@ class CumulativeStats:
     """Speculation statistics since the start, per acceptance rule."""
 
     def __init__(self) -> None:
-        self._by_rule: defaultdict[str, SpeculationStats] = defaultdict(SpeculationStats)
+        self._by_rule: defaultdict[str, RoundTally] = defaultdict(RoundTally)
 
     def record(self, rule: str, result: RoundResult) -> None:
         """Count a round under `rule`."""
-        record_result(self._by_rule[rule], result)
+        self._by_rule[rule].add_result(result)
 
     def snapshot(self) -> tuple[SpeculationStats, dict[str, SpeculationStats]]:
         """Statistics in total and per rule, as they are now."""
         total, by_rule = SpeculationStats(), {}
-        for rule, stats in self._by_rule.items():
+        for rule, tally in self._by_rule.items():
+            stats = by_rule[rule] = SpeculationStats()
+            add(stats, tally.stats())
             add(total, stats)
-            by_rule[rule] = SpeculationStats()
-            add(by_rule[rule], stats)
         return total, by_rule
 
 

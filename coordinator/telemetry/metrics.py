@@ -10,8 +10,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from coordinator.rejection.strategies import STRATEGIES
 from coordinator.stats.ahead import MAX_RANKS
 from coordinator.stats.rounds import RoundTimes
+from tandem.rpc.traffic import MessageWaits
 from tandem.telemetry import buckets
-from tandem.telemetry.histogram import LightHistogram
+from tandem.telemetry.histogram import LightHistogram, Series
 from tandem.types import AheadStats, SpeculationStats
 
 OUTCOMES = (
@@ -32,6 +33,9 @@ FAILOVERS = ("target_lost", "target_resumed", "draft_resumed")
 """Events of sequences that change their replica."""
 PEERS = ("draft", "target")
 _PHASES = ("draft", "verify", "sampling", "wait")
+WAIT_PLACES = ("event_loop", "answer", "question")
+"""A round waits until the event loop reads its answer, until its request goes on with that, and until its next question
+is written."""
 _MAX_POSITIONS = 32
 _BEYOND_RANKS = f"{MAX_RANKS + 1}+"
 _MAX_RULES = 16
@@ -40,7 +44,7 @@ _MAX_RULES = 16
 class CoordinatorMetrics:
     """Every metric that requests add to. `of` gives those of one model, with the labels looked up once."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, *, measures_waits: bool = False) -> None:
         self._registry = registry
         speculation = {
             "rounds": "Verifications, with or without a proposal.",
@@ -83,6 +87,7 @@ class CoordinatorMetrics:
             buckets.STEP_SECONDS,
             "phase",
         )
+        self.waits = self._round_waits() if measures_waits else None
         self.prefill = self._seconds("prefill_seconds", "First round of a request.")
         self.first_token = self._seconds("time_to_first_token_seconds", "From arrival to the first token.")
         self.inter_token = self._light(
@@ -97,6 +102,10 @@ class CoordinatorMetrics:
         self.request_prompt = self._sizes("request_prompt_tokens", "Prompt tokens of a request.")
         self.request_generation = self._sizes("request_generation_tokens", "Tokens generated of a request.")
         self.of = cache(lambda model_name: ModelMetrics(self, model_name))
+
+    def _round_waits(self) -> LightHistogram:
+        text = "Time that a round waits in the coordinator, by place; with measure_waits."
+        return self._light("round_wait_seconds", text, buckets.STEP_SECONDS, "place")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"tandem_{name}", text, ("model_name", *labels), registry=self._registry)
@@ -148,6 +157,13 @@ class ModelMetrics:
         self._inter_token = metrics.inter_token.labels(model_name)
         phases = [metrics.phase.labels(model_name, phase) for phase in _PHASES]
         self._draft, self._verify, self._sampling, self._wait = phases
+        self.message_waits: MessageWaits | None = None
+        """None: nobody measures."""
+        self.event_loop_wait: Series | None = None
+        if metrics.waits is not None:
+            loop, answer, question = (metrics.waits.labels(model_name, place) for place in WAIT_PLACES)
+            self.event_loop_wait = loop
+            self.message_waits = MessageWaits(answer.observe, question.observe)
 
     def prepare(self, position_count: int) -> None:
         """Begin the series of every acceptance rule and of so many positions: a rate needs a value to start from."""

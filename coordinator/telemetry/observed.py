@@ -23,7 +23,7 @@ from tandem.errors import (
     InvalidRequestError,
     ServiceUnavailableError,
 )
-from tandem.rpc.traffic import Traffic
+from tandem.rpc.traffic import MessageWaits, Traffic
 from tandem.telemetry import attributes as names
 from tandem.telemetry.spans import traceparent_of
 from tandem.types import SpeculationStats
@@ -53,10 +53,11 @@ class ObservedRequests:
         """Speculation statistics of the last minute."""
         self._model: ModelMetrics | None = None
 
-    def serve(self, model_name: str, num_speculative_tokens: int) -> None:
-        """Count requests for this model from now on, whose proposals usually have so many tokens."""
+    def serve(self, model_name: str, num_speculative_tokens: int) -> ModelMetrics:
+        """Count requests for this model from now on, whose proposals usually have so many tokens; its metrics."""
         self._model = self._metrics.of(model_name)
         self._model.prepare(num_speculative_tokens)
+        return self._model
 
     def begin(self, request_id: str, traceparent: str = "") -> ObservedRequest:
         """Observe a request."""
@@ -111,11 +112,13 @@ class ObservedRequest:
 
     def stream(self, role: str, address: str) -> ObservedStream:
         """Observe a stream."""
+        waits = self._metrics.message_waits
         if self._spans is None:
-            stream = ObservedStream(role, "", lambda _traffic, _error: None)
+            stream = ObservedStream(role, "", lambda _traffic, _error: None, waits)
         else:
             span = self._spans.stream(role, address)
-            stream = ObservedStream(role, traceparent_of(span), partial(self._spans.stream_ended, span))
+            ended = partial(self._spans.stream_ended, span)
+            stream = ObservedStream(role, traceparent_of(span), ended, waits)
         self._streams.append(stream)
         return stream
 
@@ -217,12 +220,16 @@ class ObservedStream:
     """Observes one stream to a service."""
 
     def __init__(
-        self, role: str, traceparent: str, report: Callable[[Traffic, Exception | None], None]
+        self,
+        role: str,
+        traceparent: str,
+        report: Callable[[Traffic, Exception | None], None],
+        waits: MessageWaits | None,
     ) -> None:
         assert role in PEERS
         self.role = role
         self.traceparent = traceparent
-        self.traffic = Traffic()
+        self.traffic = Traffic(waits=waits)
         self._report: Callable[[Traffic, Exception | None], None] | None = report
 
     def ended(self, error: Exception | None = None) -> None:

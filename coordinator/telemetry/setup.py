@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from coordinator.settings.coordinator import CoordinatorSettings
+from coordinator.telemetry.event_loop import EventLoopProbe
 from coordinator.telemetry.observer import NO_OBSERVER, Observer
 from tandem.replica import ReplicaSnapshot
 from tandem.speculation_state import SpeculationDecision
@@ -53,7 +54,8 @@ class CoordinatorTelemetry:
         self.process = process
         self._observed: ObservedRequests | None = None
         if self.process is not None:
-            self.observer = self._observed = _observed(self.process, settings.trace_rounds)
+            self.observer = self._observed = _observed(self.process, settings)
+        self._probe: EventLoopProbe | None = None
 
     @classmethod
     def of(cls, settings: CoordinatorSettings, is_read: bool = False) -> CoordinatorTelemetry:
@@ -83,7 +85,10 @@ class CoordinatorTelemetry:
         from coordinator.telemetry.state import State, StateCollector
 
         observed = self._observed
-        observed.serve(model_name, self._settings.num_speculative_tokens)
+        metrics = observed.serve(model_name, self._settings.num_speculative_tokens)
+        if metrics.event_loop_wait is not None:
+            self._probe = EventLoopProbe(metrics.event_loop_wait.observe)
+            self._probe.start()
 
         def read() -> State:
             return State(
@@ -99,6 +104,8 @@ class CoordinatorTelemetry:
 
     async def close(self) -> None:
         """Send the rest, as far as that is quick."""
+        if self._probe is not None:
+            await self._probe.close()
         if self.process is not None:
             await self.process.close()
 
@@ -110,8 +117,9 @@ class CoordinatorTelemetry:
         return None if self.process is None else self.process.prometheus_text()
 
 
-def _observed(telemetry: Telemetry, trace_rounds: float) -> ObservedRequests:
+def _observed(telemetry: Telemetry, settings: CoordinatorSettings) -> ObservedRequests:
     from coordinator.telemetry.metrics import CoordinatorMetrics
     from coordinator.telemetry.observed import ObservedRequests
 
-    return ObservedRequests(CoordinatorMetrics(telemetry.registry), telemetry.tracer, trace_rounds)
+    metrics = CoordinatorMetrics(telemetry.registry, measures_waits=settings.measure_waits)
+    return ObservedRequests(metrics, telemetry.tracer, settings.trace_rounds)

@@ -16,6 +16,7 @@ from tandem.speculation_state import SpeculationState
 from tandem.types import DraftOptions, ModelInfo, Proposal
 from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2_grpc import DraftServiceStub
+from tandem.wire import draft as wire
 from tandem.wire.common import model_info_from_proto
 
 
@@ -24,7 +25,7 @@ class DraftClient:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = DraftServiceStub(channel)
-        self._streams = StreamChoice(
+        self._streams: StreamChoice[wire.Answer] = StreamChoice(
             Methods(
                 service="draft service",
                 open_one=channel.stream_stream("/tandem.v1.DraftService/Propose"),
@@ -32,6 +33,7 @@ class DraftClient:
                 open_many=channel.stream_stream("/tandem.v1.DraftService/ProposeMany"),
                 message=lambda parts: draft_pb2.ProposeManyRequest(parts=parts),
                 read_many=draft_pb2.ProposeManyResponse.FromString,
+                read_columns=wire.columns_from_proto,
             )
         )
 
@@ -53,7 +55,8 @@ class DraftClient:
     ) -> DraftSequence:
         """Begin a sequence on it. The caller must cancel the sequence in the end, whatever happens."""
         stream = self._streams.stream(observer.traffic)
-        return DraftSequence(stream, replace(options, traceparent=observer.traceparent), limits, observer)
+        options = replace(options, traceparent=observer.traceparent, takes_columns=True)
+        return DraftSequence(stream, options, limits, observer)
 
 
 class NoDrafter:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
-from coordinator.decoding.completion import Completion
 from coordinator.speculation.waiting import Unfinished
 from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
+from coordinator.transport.arrivals import Arrivals
 from coordinator.transport.outcomes import PendingOutcomes
 from coordinator.transport.proposal_checks import DraftLimits, check_proposal
 from coordinator.transport.remote_sequence import RemoteSequence
-from coordinator.transport.sequence_stream import Message, SequenceStream
+from coordinator.transport.sequence_stream import SequenceStream
+from coordinator.transport.tokens import Tokens
 from tandem.errors import ProtocolError, TandemError
 from tandem.types import AheadBudget, DraftedOutcomes, DraftOptions, Proposal, ProposeStep
 from tandem.v1 import draft_pb2
@@ -25,13 +25,13 @@ class DraftSequence:
     """Asks a draft service for proposals, for as long as the sequence stays there.
 
     It begins by letting the draft read the sequence while the target does, without waiting for it. One step at a time
-    is under way; while its answer is late, no other is asked for. One task reads all that comes. What the draft drafts
-    ahead arrives between answers and is kept until the next round begins.
+    is under way; while its answer is late, no other is asked for. What the draft drafts ahead arrives between answers
+    and is kept until the next round begins.
     """
 
     def __init__(
         self,
-        stream: SequenceStream[draft_pb2.ProposeResponse],
+        stream: SequenceStream[wire.Answer],
         options: DraftOptions,
         limits: DraftLimits,
         observer: StreamObserver = NO_OBSERVER,
@@ -47,12 +47,11 @@ class DraftSequence:
         self._lengths_alone: set[int] = set()
         """Lengths at which the target went on alone since the last answer. A draft that knows budgets answers none."""
         self._knows_budgets = True
-        self._answer: asyncio.Future[Proposal] | None = None
+        self._is_asked = False
+        """True from a question on until somebody has taken its answer."""
+        self._answer: Proposal | None = None
         """To the last question, until somebody has taken it."""
-        self._sender: asyncio.Task[None] | None = None
-        self._reader: asyncio.Task[None] | None = None
-        self._arrival: asyncio.Future[None] | None = None
-        """Whoever waits for the next depth of the continuations."""
+        self._arrivals = Arrivals()
         self._error: TandemError | None = None
         self._is_open = False
         self._late_since: float | None = None
@@ -60,7 +59,7 @@ class DraftSequence:
     @property
     def is_idle(self) -> bool:
         """True if every step so far was answered."""
-        return self._answer is None or self._answer.done()
+        return not self._is_asked or self._answer is not None or self._error is not None
 
     @property
     def is_open(self) -> bool:
@@ -77,7 +76,7 @@ class DraftSequence:
         """Seconds by which an answer is late; 0 when none is."""
         return 0.0 if self._late_since is None else time.monotonic() - self._late_since
 
-    def awaits_outcome(self, completion: Completion) -> bool:
+    def awaits_outcome(self, completion: Tokens) -> bool:
         """True if outcomes of the round that has ended were asked for."""
         return self._knows_budgets and self._outcomes.awaits(completion.token_ids)
 
@@ -85,19 +84,20 @@ class DraftSequence:
         """Steps that the draft made ahead since this was last asked: number of branches, seconds."""
         return self._outcomes.take_steps()
 
-    def unread(self, completion: Completion) -> int:
+    def unread(self, completion: Tokens) -> int:
         """How many of the completion's tokens the draft does not have; 0 while a step's answer is outstanding."""
-        return 0 if self._answer is not None else completion.length - self._remote.length
+        return 0 if self._is_asked else completion.length - self._remote.length
 
-    def read(self, completion: Completion) -> None:
+    def read(self, completion: Tokens) -> None:
         """Let the draft read what it does not have, without waiting for it."""
         self._ask(completion, 0)
 
-    def begin(self, completion: Completion) -> None:
+    def begin(self, completion: Tokens) -> None:
         """Open the sequence, and let the draft read it."""
+        self._stream.listen(self._take, self._fail)
         self._ask(completion, 0, None, wire.options_to_proto(self._options))
 
-    def drafted_ahead(self, completion: Completion) -> Proposal | None:
+    def drafted_ahead(self, completion: Tokens) -> Proposal | None:
         """The continuation that was drafted ahead of what the last verification said; None where there is none.
 
         Raises:
@@ -106,11 +106,11 @@ class DraftSequence:
         if self._error is not None:
             self._observer.ended(self._error)
             raise self._error
-        if self._answer is not None:
+        if self._is_asked:
             return None
         return self._outcomes.find(completion.token_ids)
 
-    def unfinished(self, completion: Completion) -> Unfinished | None:
+    def unfinished(self, completion: Tokens) -> Unfinished | None:
         """The continuation of the outcome that came, while the draft is still at it; None otherwise."""
         return self._outcomes.unfinished(completion.token_ids, time.monotonic())
 
@@ -120,19 +120,16 @@ class DraftSequence:
         A failure of the draft ends the wait; `drafted_ahead` says which.
         """
         until = time.monotonic() + seconds
-        while (
-            self._outcomes.depth < tokens and self._error is None and (left := until - time.monotonic()) > 0.0
-        ):
-            self._arrival = asyncio.get_running_loop().create_future()
-            await asyncio.wait({self._arrival}, timeout=left)
+        while self._outcomes.depth < tokens and self._error is None and time.monotonic() < until:
+            await self._arrivals.next(until)
 
-    def go_on(self, completion: Completion, proposal: Proposal, budget: AheadBudget | None) -> None:
+    def go_on(self, completion: Tokens, proposal: Proposal, budget: AheadBudget | None) -> None:
         """Tell the draft what is being verified, so that it drafts ahead of that. Nothing is waited for.
 
         A draft that has not read the message before is granted nothing: the next round asks it, and notices that it is
         late.
         """
-        if self._sender is not None and not self._sender.done():
+        if self._stream.is_posting:
             budget = None
         self._outcomes.expect(completion.length, proposal.token_ids, budget)
         if budget is None:
@@ -141,10 +138,10 @@ class DraftSequence:
             self._lengths_alone.add(completion.length)
         delta = self._remote.delta_to(completion.token_ids, proposal.token_ids)
         step = ProposeStep(delta, 0, budget, len(proposal))
-        self._send(wire.step_to_proto(step))
+        self._stream.post(wire.step_to_proto(step))
 
     async def propose(
-        self, completion: Completion, count: int, patience_seconds: float, budget: AheadBudget | None = None
+        self, completion: Tokens, count: int, patience_seconds: float, budget: AheadBudget | None = None
     ) -> Proposal | None:
         """Up to `count` tokens that may follow; None while the draft is late.
 
@@ -161,7 +158,7 @@ class DraftSequence:
         try:
             if self._error is not None:
                 raise self._error
-            if self._answer is not None and await self._answered(until) is None:
+            if self._is_asked and await self._answered(until) is None:
                 return None
             self._ask(completion, count, budget)
             proposal = await self._answered(until)
@@ -180,25 +177,23 @@ class DraftSequence:
 
     async def finish(self) -> None:
         """End the sequence; the service lets go of it at once."""
-        if self._answer is not None:
+        if self._is_asked:
             return
-        self._send(wire.finish_to_proto())
-        assert self._reader is not None, "sending makes sure that somebody reads"
-        await asyncio.wait({self._reader}, timeout=_FINISH_SECONDS)
+        self._stream.post(wire.finish_to_proto())
+        until = time.monotonic() + _FINISH_SECONDS
+        while self._error is None and time.monotonic() < until:
+            await self._arrivals.next(until)
 
     def cancel(self) -> None:
         """Drop it, whatever is being done for it."""
         self._stream.cancel()
+        self._stream.stop_listening()
+        self._arrivals.close()
         self._observer.ended()
-        for task in (self._answer, self._sender, self._reader):
-            if task is not None:
-                # It may fail all the same, when the end of the call comes first; nobody else will ask for it.
-                task.add_done_callback(_forget)
-                task.cancel()
 
     def _ask(
         self,
-        completion: Completion,
+        completion: Tokens,
         count: int,
         budget: AheadBudget | None = None,
         *opening: draft_pb2.ProposeRequest,
@@ -207,73 +202,52 @@ class DraftSequence:
         messages = (*opening, wire.step_to_proto(step))
         self._outcomes.expect(completion.length, (), None)
         self._granted = step.ahead
-        self._answer = asyncio.get_running_loop().create_future()
-        self._send(*messages)
+        self._is_asked = True
+        self._stream.post(*messages)
 
     async def _answered(self, until: float) -> Proposal | None:
         """The answer to the last step; None while it is late. What is late already is not waited for again."""
-        assert self._answer is not None
-        patience = max(0.0, until - time.monotonic()) if self._late_since is None else 0.0
-        await asyncio.wait({self._answer}, timeout=patience)
-        if not self._answer.done():
-            self._late_since = self._late_since or time.monotonic()
-            return None
+        was_awaited = self._answer is None
+        while self._answer is None:
+            if self._error is not None:
+                raise self._error
+            if self._late_since is not None or time.monotonic() >= until:
+                self._late_since = self._late_since or time.monotonic()
+                return None
+            await self._arrivals.next(until)
+        if was_awaited:
+            self._stream.goes_on()
         answer, self._answer, self._late_since = self._answer, None, None
-        proposal = answer.result()
-        self._is_open = True
-        return proposal
+        self._is_asked, self._is_open = False, True
+        return answer
 
-    def _send(self, *messages: Message) -> None:
-        if self._reader is None:
-            self._reader = asyncio.create_task(self._read())
-        self._sender = asyncio.create_task(self._sent(self._sender, messages))
+    def _take(self, message: wire.Answer) -> None:
+        """A message has come.
 
-    async def _sent(self, before: asyncio.Task[None] | None, messages: tuple[Message, ...]) -> None:
-        """Send these after what came before them."""
-        if before is not None and not before.done():
-            await before
-        try:
-            await self._stream.send(*messages)
-        except TandemError as error:
-            self._fail(error)
+        Raises:
+            ProtocolError: nobody asked for it.
+        """
+        answer = wire.answer_from_proto(message)
+        if isinstance(answer, DraftedOutcomes):
+            self._outcomes.add(answer, time.monotonic())
+        else:
+            self._take_proposal(answer)
+        self._arrivals.notify()
 
-    async def _read(self) -> None:
-        try:
-            while True:
-                answer = wire.answer_from_proto(await self._stream.receive())
-                if isinstance(answer, DraftedOutcomes):
-                    self._outcomes.add(answer, time.monotonic())
-                    self._notify_arrival()
-                else:
-                    self._take(answer)
-        except TandemError as error:
-            self._fail(error)
-
-    def _notify_arrival(self) -> None:
-        if self._arrival is not None and not self._arrival.done():
-            self._arrival.set_result(None)
-
-    def _take(self, proposal: Proposal) -> None:
+    def _take_proposal(self, proposal: Proposal) -> None:
         """An answer has come. Outcomes of it may follow at once, before anybody looks at it."""
         if not proposal.token_ids and proposal.base_length in self._lengths_alone:
             # A release that does not draft ahead answers such a step like any other, and will push nothing.
             self._lengths_alone.discard(proposal.base_length)
             self._knows_budgets = False
             return
-        if self._answer is None or self._answer.done():
+        if not self._is_asked or self._answer is not None:
             raise ProtocolError("draft service: it proposed what nobody had asked for")
         self._lengths_alone.clear()
         self._outcomes.expect(proposal.base_length, proposal.token_ids, self._granted)
-        self._answer.set_result(proposal)
+        self._answer = proposal
 
     def _fail(self, error: TandemError) -> None:
         self._error = self._error or error
         self._outcomes.expect(0, (), None)
-        self._notify_arrival()
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(error)
-
-
-def _forget(answer: asyncio.Future[Proposal] | asyncio.Task[None]) -> None:
-    if not answer.cancelled():
-        answer.exception()
+        self._arrivals.notify()

@@ -58,12 +58,12 @@ def check_distribution(token_id: int, distribution: DraftDistribution, vocabular
         raise ProtocolError(
             "draft service: it sent a whole distribution; only its most probable tokens were asked for"
         )
-    support = distribution.token_ids
+    support = distribution.token_ids.tolist()
     if token_id not in support:
         raise ProtocolError(
             f"draft service: it proposed token id {token_id}, to which its own distribution gives no probability"
         )
-    if support.min() < 0 or support.max() >= vocabulary_size:
+    if min(support) < 0 or max(support) >= vocabulary_size:
         raise ProtocolError(
             f"draft service: it sent the probability of an unknown token; ids must be in 0..{vocabulary_size - 1}"
         )

@@ -22,6 +22,10 @@ class RemoteSequence:
         """How many tokens the service holds."""
         return self._agreed + len(self._tail)
 
+    def kept_length(self, committed: Sequence[int]) -> int:
+        """How many tokens, from the first on, the service holds and the coordinator committed."""
+        return self._agreed + _common_length(self._tail, committed[self._agreed :])
+
     def delta_to(self, committed: Sequence[int], proposed: Sequence[int] = ()) -> Delta:
         """The change that makes the service hold the committed tokens and then the proposed ones."""
         wanted = [*committed[self._agreed :], *proposed]
@@ -35,4 +39,9 @@ class RemoteSequence:
 
 
 def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    length = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        length += 1
+    return length

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from tandem.errors import ProtocolError
 from tandem.types import DenseRow, RowStatistics, SupportRow, TokenRow, Verification
 
@@ -41,12 +43,14 @@ def _check_support_row(row: SupportRow, vocabulary_size: int) -> None:
     # -1 stands for no token outside the support; then the mass there does not count.
     _check_id(row.outside_token_id, -1, vocabulary_size)
     outside = row.outside_mass if row.outside_token_id >= 0 else 0.0
-    minimum, mass = float(row.probs.min(initial=0.0)), float(row.probs.sum()) + outside
-    # Comparisons with NaN are false. The sum may exceed 1: the support may name a token twice.
+    values = row.probs.tolist()
+    minimum, mass = min(values, default=0.0), sum(values) + outside
+    # A NaN makes the sum one, and comparisons with it are false. The sum may exceed 1: the support may name a token
+    # twice.
     if not (minimum >= 0.0 and outside >= 0.0 and 0.0 < mass < math.inf):
         raise ProtocolError(
-            f"target service: a row's lowest probability is {min(minimum, outside):g} and their sum is {mass:g}; no "
-            "probability may be negative, and the sum must be a positive number"
+            f"target service: a row's lowest probability is {np.min([outside, *values]):g} and their sum is {mass:g}; "
+            "no probability may be negative, and the sum must be a positive number"
         )
     # A token's probability is at most the mass that holds it, before and after rounding.
     if row.outside_prob is not None and not 0.0 <= row.outside_prob <= outside:

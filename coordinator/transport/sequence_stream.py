@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from tandem.errors import ProtocolError, TandemError
 from tandem.rpc.channels import ending_of, failure
 from tandem.rpc.traffic import Traffic
+from tandem.wire.columns import Arrived
 from tandem.wire.status import Ending
 
 _FINISH_SECONDS = 0.5
@@ -49,6 +50,9 @@ class SequenceStream(ABC, Generic[AnswerT]):
         self._service = service
         self._read = read
         self._traffic = traffic or Traffic()
+        self._sender: asyncio.Task[None] | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._fail: Callable[[TandemError], None] = _ignore
         self.was_sent = False
         """True if the service may have received a message of the sequence."""
 
@@ -60,6 +64,12 @@ class SequenceStream(ABC, Generic[AnswerT]):
         """
         await self.send(*messages)
         return await self.receive()
+
+    def read_on_arrival(self, read: Callable[[Arrived[AnswerT]], None]) -> None:
+        """Hand each answer within a message for several sequences to `read` before any of the sequences goes on.
+
+        Streams of one sequence have no such answers.
+        """
 
     async def send(self, *messages: Message) -> None:
         """Send these, in order.
@@ -75,9 +85,61 @@ class SequenceStream(ABC, Generic[AnswerT]):
         Raises:
             TandemError: the service has ended the sequence, or its answer cannot be read.
         """
-        content = await self._receive()
-        self._traffic.received_bytes += len(content)
+        return self._parsed(await self._receive())
+
+    # ---- for a caller that never waits: it posts, and is told what comes
+
+    def listen(self, take: Callable[[AnswerT], None], fail: Callable[[TandemError], None]) -> None:
+        """Hand every answer from now on to `take`, as soon as it comes.
+
+        Args:
+            take: May raise a TandemError, which `fail` receives.
+            fail: Receives the reason why nothing follows. It may be called again, for a later one.
+        """
+        self._reader = asyncio.create_task(self._hand_to(take, fail))
+        self._fail = fail
+
+    def post(self, *messages: Message) -> None:
+        """Send these after all that was posted before, without waiting. Needs a listener, which learns of failures."""
+        contents = [self._counted(message) for message in messages]
+        self._sender = asyncio.create_task(self._send_after(self._sender, contents))
+
+    def goes_on(self) -> None:
+        """A listener's caller goes on with an answer that was handed to it. Ends the measurement of its wait."""
+
+    @property
+    def is_posting(self) -> bool:
+        """True if the service does not read, so that what was posted still waits to be sent."""
+        return self._sender is not None and not self._sender.done()
+
+    def stop_listening(self) -> None:
+        """Stop the tasks of `listen` and `post`."""
+        for task in (self._sender, self._reader):
+            if task is not None:
+                task.add_done_callback(_forget)
+                task.cancel()
+
+    async def _hand_to(self, take: Callable[[AnswerT], None], fail: Callable[[TandemError], None]) -> None:
+        try:
+            while True:
+                take(await self.receive())
+        except TandemError as error:
+            fail(error)
+
+    async def _send_after(self, before: asyncio.Task[None] | None, contents: Sequence[bytes]) -> None:
+        if before is not None and not before.done():
+            await before
+        try:
+            await self._send(contents)
+        except TandemError as error:
+            self._fail(error)
+
+    def _parsed(self, content: bytes | Arrived[AnswerT]) -> AnswerT:
         self._traffic.received_messages += 1
+        if isinstance(content, Arrived):
+            self._traffic.received_bytes += content.size
+            return content.answer
+        self._traffic.received_bytes += len(content)
         try:
             return self._read(content)
         except DecodeError:
@@ -101,8 +163,8 @@ class SequenceStream(ABC, Generic[AnswerT]):
         """Send these messages. Failures surface in `_receive`."""
 
     @abstractmethod
-    async def _receive(self) -> bytes:
-        """The next answer.
+    async def _receive(self) -> bytes | Arrived[AnswerT]:
+        """The next answer: its bytes, or what was read out of a message for several sequences.
 
         Raises:
             TandemError: the service has ended the sequence.
@@ -116,6 +178,16 @@ class SequenceStream(ABC, Generic[AnswerT]):
 
     def _failure(self, ending: Ending) -> TandemError:
         return failure(self._service, ending)
+
+
+def _ignore(_: TandemError) -> None:
+    """Nobody listens."""
+
+
+def _forget(task: asyncio.Task[None]) -> None:
+    """A task may fail although it was cancelled, when the end of the call comes first."""
+    if not task.cancelled():
+        task.exception()
 
 
 class DedicatedStream(SequenceStream[AnswerT]):

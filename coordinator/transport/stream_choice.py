@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic
 
 from coordinator.transport.multiplexed_stream import (
     MakeMessage,
     MultiplexedSequence,
     MultiplexedStream,
+    ReadColumns,
     ReadMessage,
 )
 from coordinator.transport.sequence_stream import AnswerT, Call, DedicatedStream, SequenceStream
 from tandem.rpc.traffic import Traffic
+from tandem.wire.columns import Arrived
+
+
+def _no_columns(_: object) -> Iterable[Arrived[Any]]:
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,8 @@ class Methods(Generic[AnswerT]):
     """Makes a shared stream's message from its parts."""
     read_many: ReadMessage
     """Reads an answer of a shared stream."""
+    read_columns: ReadColumns = _no_columns
+    """Reads the answers that it has as columns."""
 
 
 class StreamChoice(Generic[AnswerT]):
@@ -57,5 +65,7 @@ class StreamChoice(Generic[AnswerT]):
             self._own = DedicatedStream(methods.service, methods.open_one(), methods.read, traffic)
             return self._own
         if shared is None or not shared.takes_more:
-            shared = self._shared = MultiplexedStream(methods.open_many(), methods.message, methods.read_many)
+            shared = self._shared = MultiplexedStream(
+                methods.open_many(), methods.message, methods.read_many, methods.read_columns
+            )
         return MultiplexedSequence(methods.service, shared, methods.read, traffic)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import grpc.aio
 
 from coordinator.decoding.completion import Completion
+from coordinator.rejection.together.rounds import AcceptMany, Round, RoundsOfMessage
 from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
 from coordinator.transport.remote_sequence import RemoteSequence
 from coordinator.transport.row_checks import check_rows
@@ -32,7 +33,9 @@ from tandem.types import (
 from tandem.v1 import target_pb2
 from tandem.v1.target_pb2_grpc import TargetServiceStub
 from tandem.wire import target as wire
+from tandem.wire.columns import Arrived
 from tandem.wire.common import model_info_from_proto
+from tandem.wire.row_columns import ColumnAnswer, RowBlock
 
 _PROBE_SECONDS = 30.0
 """Timeout of a probe. Probes repeat for as long as the target is set aside."""
@@ -43,7 +46,7 @@ class TargetClient:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = TargetServiceStub(channel)
-        self._streams = StreamChoice(
+        self._streams: StreamChoice[wire.Answer] = StreamChoice(
             Methods(
                 service="target service",
                 open_one=channel.stream_stream("/tandem.v1.TargetService/Verify"),
@@ -51,8 +54,10 @@ class TargetClient:
                 open_many=channel.stream_stream("/tandem.v1.TargetService/VerifyMany"),
                 message=lambda parts: target_pb2.VerifyManyRequest(parts=parts),
                 read_many=target_pb2.VerifyManyResponse.FromString,
+                read_columns=wire.columns_from_proto,
             )
         )
+        self._messages = _Messages()
 
     async def model_info(self) -> ModelInfo:
         """Its model.
@@ -88,7 +93,7 @@ class TargetClient:
         try:
             async with asyncio.timeout(_PROBE_SECONDS):
                 await stream.ask(wire.options_to_proto(options), wire.step_to_proto(step))
-                await stream.finish(wire.finish_to_proto())
+                await stream.finish(wire.finish_to_proto(token_count=0))
         except TimeoutError:
             raise ServiceUnavailableError(
                 f"target service: it did not answer a probe within {_PROBE_SECONDS:g} s"
@@ -112,8 +117,8 @@ class TargetClient:
             features: Features that the service announced.
         """
         stream = self._streams.stream(observer.traffic)
-        options = replace(options, traceparent=observer.traceparent)
-        return TargetSequence(stream, options, rows, observer, features)
+        options = replace(options, traceparent=observer.traceparent, takes_columns=True)
+        return TargetSequence(stream, options, rows, observer, features, self._messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +133,8 @@ class RowChoice:
     with_statistics: bool = False
     races_recovery: bool = False
     """True if the target is to sample outside the supports with the recovery keys."""
+    accept_many: AcceptMany | None = None
+    """Decides the rounds of many sequences at once; None where the rule decides each alone."""
 
     def kind_for(self, proposal: Proposal) -> RowKind:
         """With nothing proposed, a support row would hold only a sample of the target, which a token row holds too."""
@@ -139,23 +146,55 @@ class RowChoice:
         return self.races_recovery and self.kind is RowKind.SUPPORT and len(proposal) > 0
 
 
+class _Messages:
+    """The rounds that the latest message answers. A message's answers are read one after the other."""
+
+    def __init__(self) -> None:
+        self._block: RowBlock | None = None
+        self._rounds = RoundsOfMessage()
+
+    def rounds(self, block: RowBlock) -> RoundsOfMessage:
+        """The rounds of the message with this block."""
+        if block is not self._block:
+            self._block, self._rounds = block, RoundsOfMessage()
+        return self._rounds
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A verification that is awaited."""
+
+    proposal: Proposal
+    base_length: int
+    step: VerifyStep
+
+
 class TargetSequence:
     """Asks a target service for rows, for as long as the sequence stays there."""
 
     def __init__(
         self,
-        stream: SequenceStream[target_pb2.VerifyResponse],
+        stream: SequenceStream[wire.Answer],
         options: TargetOptions,
         rows: RowChoice,
         observer: StreamObserver = NO_OBSERVER,
         features: Collection[ModelFeature] = (),
+        messages: _Messages | None = None,
     ) -> None:
         self._stream = stream
+        self._messages = messages or _Messages()
+        self._asked: _Asked | None = None
+        self._early: tuple[wire.Answer, Verification] | None = None
+        """An answer that was read when it came, before its sequence went on."""
+        if rows.accept_many is not None:
+            stream.read_on_arrival(self._read_early)
         self._features = features
         self._observer = observer
         self._options = options
         self._rows = rows
         self._remote = RemoteSequence()
+        self._committed: Sequence[int] = ()
+        """The completion's tokens, a list that grows with it."""
         self.is_new = True
         """True before the first answer."""
 
@@ -171,6 +210,7 @@ class TargetSequence:
             TandemError: the service failed, refused, or sent an invalid answer. The sequence is of no further use.
         """
         kind = self._rows.kind_for(proposal)
+        self._committed = completion.token_ids
         step = VerifyStep(
             delta=self._remote.delta_to(completion.token_ids, proposal.token_ids),
             row_kind=kind,
@@ -180,7 +220,7 @@ class TargetSequence:
             raced_recovery=self._rows.races_for(proposal),
         )
         try:
-            verification = await self._exchange(step, completion.length)
+            verification = await self._exchange(_Asked(proposal, completion.length, step))
         except TandemError as error:
             self._observer.ended(error)
             raise
@@ -190,23 +230,47 @@ class TargetSequence:
     async def finish(self) -> None:
         """End the sequence; the service lets go of it at once."""
         if not self.is_new:
-            await self._stream.finish(wire.finish_to_proto())
+            await self._stream.finish(wire.finish_to_proto(self._remote.kept_length(self._committed)))
 
     def cancel(self) -> None:
         """Drop the sequence, whatever the target is doing for it."""
         self._stream.cancel()
         self._observer.ended()
 
-    async def _exchange(self, step: VerifyStep, base_length: int) -> Verification:
+    async def _exchange(self, asked: _Asked) -> Verification:
         if self._options.adjustments and ModelFeature.LOGIT_ADJUSTMENTS not in self._features:
             # Requests are refused where no target has the feature; this one may have come from a target that has it.
             raise ProtocolError("target service: it is too old to apply logit_bias and min_tokens")
         opening = (wire.options_to_proto(self._options),) if self.is_new else ()
-        response = await self._stream.ask(*opening, wire.step_to_proto(step))
-        if response.base_length != base_length:
+        self._asked = asked
+        answer = await self._stream.ask(*opening, wire.step_to_proto(asked.step))
+        return self._taken_early(answer) or self._verification(answer, asked)
+
+    def _taken_early(self, answer: wire.Answer) -> Verification | None:
+        """What was read of the answer when it came."""
+        early, self._asked, self._early = self._early, None, None
+        return early[1] if early is not None and early[0] is answer else None
+
+    def _read_early(self, arrived: Arrived[wire.Answer]) -> None:
+        """An answer has come with others: let its rule decide on all of their rounds at once."""
+        answer, asked, accept_many = arrived.answer, self._asked, self._rows.accept_many
+        if accept_many is None or asked is None or not isinstance(answer, ColumnAnswer):
+            return
+        if asked.step.row_kind is not RowKind.SUPPORT:
+            return
+        try:
+            found = self._verification(answer, asked)
+        except TandemError:
+            return  # the sequence finds the same when it reads the answer
+        own = Round(asked.proposal, found, self._options.sampling)
+        together = self._messages.rounds(answer.block).add(accept_many, own)
+        self._early = answer, Verification(found.base_length, found.rows, found.cost, together)
+
+    def _verification(self, answer: wire.Answer, asked: _Asked) -> Verification:
+        if answer.base_length != asked.base_length:
             raise ProtocolError(
-                f"target service: it answered for {response.base_length} tokens; it was asked for {base_length}"
+                f"target service: it answered for {answer.base_length} tokens; it was asked for {asked.base_length}"
             )
-        verification = wire.verification_from_proto(response, step)
-        check_rows(verification, self._rows.vocabulary_size, with_statistics=step.with_statistics)
+        verification = wire.verification_from_proto(answer, asked.step)
+        check_rows(verification, self._rows.vocabulary_size, with_statistics=asked.step.with_statistics)
         return verification

@@ -1,7 +1,7 @@
-"""Write deploy/grafana/dashboards/tandem.json: what Grafana shows, from the short description in panels.py.
+"""Write deploy/grafana/dashboards/: what Grafana shows, from the short descriptions in panels.py and vllm_panels.py.
 
 python -m deploy.grafana           write it
-python -m deploy.grafana --check   exit 1 when the file differs from the description
+python -m deploy.grafana --check   exit 1 when a file differs from its description
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from deploy.grafana.panels import SECTIONS
-from deploy.grafana.parts import Panel
+from deploy.grafana.parts import Panel, Section
+from deploy.grafana.vllm_panels import VLLM_SECTIONS
 
 DASHBOARD = Path(__file__).parent / "dashboards" / "tandem.json"
+VLLM_DASHBOARD = DASHBOARD.with_name("vllm.json")
 
 _COLUMNS = 24
 _SOURCE = {"type": "prometheus", "uid": "${source}"}
@@ -22,9 +24,26 @@ _SOURCE = {"type": "prometheus", "uid": "${source}"}
 
 def dashboard() -> dict[str, Any]:
     """The dashboard as Grafana reads it."""
+    return _shell() | {"panels": _laid_out(SECTIONS)}
+
+
+def vllm_dashboard() -> dict[str, Any]:
+    """The one of a vLLM that drafts from our services."""
+    shell = _shell()
+    source, _ = shell["templating"]["list"]
+    own = {
+        "uid": "tandem-vllm",
+        "title": "Tandem with vLLM",
+        "description": "Whether Tandem's drafts help a vLLM, and what to look at when they do not.",
+        "templating": {"list": [source]},
+    }
+    return shell | own | {"panels": _laid_out(VLLM_SECTIONS)}
+
+
+def _laid_out(sections: list[Section]) -> list[dict[str, Any]]:
     panels: list[dict[str, Any]] = []
     top = 0
-    for section in SECTIONS:
+    for section in sections:
         panels.append(
             _at({"type": "row", "title": section.title, "panels": []}, len(panels), 0, top, _COLUMNS, 1)
         )
@@ -36,7 +55,7 @@ def dashboard() -> dict[str, Any]:
             panels.append(_at(_panel(panel), len(panels), left, top, panel.width, panel.height))
             left, height = left + panel.width, max(height, panel.height)
         top += height
-    return _shell() | {"panels": panels}
+    return panels
 
 
 def _at(panel: dict[str, Any], index: int, left: int, top: int, width: int, height: int) -> dict[str, Any]:
@@ -138,12 +157,13 @@ def _shell() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write the file, or check it."""
-    text = json.dumps(dashboard(), indent=2, ensure_ascii=False) + "\n"
-    if "--check" not in sys.argv[1:]:
-        DASHBOARD.write_text(text, encoding="utf-8")
-    elif not DASHBOARD.is_file() or DASHBOARD.read_text(encoding="utf-8") != text:
-        sys.exit(f"error: {DASHBOARD} is not what panels.py says; run python -m deploy.grafana")
+    """Write the files, or check them."""
+    for file, made in ((DASHBOARD, dashboard()), (VLLM_DASHBOARD, vllm_dashboard())):
+        text = json.dumps(made, indent=2, ensure_ascii=False) + "\n"
+        if "--check" not in sys.argv[1:]:
+            file.write_text(text, encoding="utf-8")
+        elif not file.is_file() or file.read_text(encoding="utf-8") != text:
+            sys.exit(f"error: {file} is not what its panels say; run python -m deploy.grafana")
 
 
 if __name__ == "__main__":

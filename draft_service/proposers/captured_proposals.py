@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draft_service.proposers.drafting import Drafting, truncated
+from draft_service.proposers.drafting import Drafting
 from tandem.engine.backends.cuda_graphs.buckets import Bucket
 from tandem.engine.backends.cuda_graphs.capture import CaptureOutcome, capture_each
 from tandem.engine.backends.cuda_graphs.captured_steps import GraphContext, trial_lengths
@@ -108,7 +108,11 @@ class _Loop:
         self._max_length = graphs.max_length
         self._spare_page = graphs.arena.spare_page
         self._inputs = StaticInputs(
-            bucket, graphs.max_length, (FIRST_KEY + token_count) * bucket.sequences, graphs.model.device
+            bucket,
+            graphs.max_length,
+            (FIRST_KEY + token_count) * bucket.sequences,
+            graphs.model.device,
+            graphs.arena.group_count,
         )
         self._first = StaticStep(graphs.model, graphs.arena, bucket, graphs.max_length)
         self._next = StaticStep(graphs.model, graphs.arena, Bucket(bucket.sequences, 1), graphs.max_length)
@@ -198,7 +202,7 @@ class _Loop:
         """Inputs of the draws, [FIRST_KEY + token_count, sequences], row after row."""
         columns = []
         for drafting in draftings:
-            sampling = truncated(drafting)
+            sampling = drafting.truncated()
             keys = proposal_keys(sampling.seed, drafting.base_length, self._token_count)
             bits = map(
                 _integer, (sampling.temperature, sampling.top_p * drafting.support_mass, sampling.min_p)
@@ -211,7 +215,7 @@ class _Loop:
         """Output of the capture: int32 [token_count, sequences, 2 + 2 * draft_top_k], as `draw` makes them."""
         inputs, count = self._inputs, self._bucket.sequences
         parameters = inputs.extra.view(-1, count)
-        logits = self._first.logits(inputs.token_ids, inputs.page_table, inputs.starts, inputs.widths)
+        logits = self._first.logits(inputs.token_ids, inputs.page_tables, inputs.starts, inputs.widths)
         rows = torch.arange(count, device=logits.device) * self._bucket.width + (inputs.widths - 1).clamp(
             min=0
         )
@@ -222,7 +226,7 @@ class _Loop:
             # A sequence whose proposal is complete becomes padding: it needs no page for more than it asked for.
             widths = (parameters[COUNT] > step).long()
             starts = (ends + step - 1) * widths
-            logits = self._next.logits(token_ids[:, None], inputs.page_table, starts, widths)
+            logits = self._next.logits(token_ids[:, None], inputs.page_tables, starts, widths)
             token_ids, drawn = draw(logits, parameters, step, self._draft_top_k)
             steps.append(drawn)
         return torch.stack(steps)

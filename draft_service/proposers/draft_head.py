@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from draft_service.proposers.drafting import Drafting, Outcome, truncated
+from draft_service.proposers.drafting import Drafting, Outcome
 from tandem.engine.backends.eager.sampler import TORCH_SAMPLER
 from tandem.engine.backends.interface import Sampler
 from tandem.engine.core.finite import non_finite
@@ -33,7 +34,7 @@ def extended(
         sampler: What computes and draws.
     """
     if all(drafting.options.sampling.is_greedy for drafting in draftings):
-        token_ids = sampler.argmax(logits)
+        token_ids: list[int] = sampler.argmax(logits).tolist()
     else:
         token_ids = _drawn(draftings, logits, sampler)
     return [
@@ -62,7 +63,7 @@ def _drawn(draftings: Sequence[Drafting], logits: Tensor, sampler: Sampler) -> l
         _draw_sparse([draftings[i] for i in sparse], own, sparse, token_ids, sampler)
     if full:
         probs = sampler.probabilities(logits[full], [draftings[i].options.sampling for i in full])
-        drawn = sampler.sample_tokens(probs, _keys([draftings[i] for i in full], logits))
+        drawn = sampler.sample_tokens(probs, _keys([draftings[i] for i in full], logits)).tolist()
         for i, token_id in zip(full, drawn, strict=True):
             token_ids[i] = token_id
             if draftings[i].options.row_kind is RowKind.DENSE:
@@ -84,18 +85,21 @@ def _draw_sparse(
     """
     width = min(max(drafting.draft_top_k for drafting in draftings), logits.shape[-1])
     top_logits, columns = sampler.topk(logits, width)
-    probs = sampler.probabilities(top_logits, [truncated(drafting, width) for drafting in draftings])
+    probs = sampler.probabilities(top_logits, [drafting.truncated(width) for drafting in draftings])
     # The distribution travels in binary32, so the token must be drawn from binary32 probabilities.
     probs = _of_mass(probs.float().double(), [drafting.support_mass for drafting in draftings])
     drawn = sampler.sample(probs, _keys(draftings, logits), columns).tolist()
-    for drafting, i, row, ids, winner in zip(
-        draftings, indices, probs.cpu().numpy(), columns.cpu().numpy(), drawn, strict=True
+    rows, ids = probs.cpu().numpy(), columns.cpu().numpy()
+    # Probabilities descend, so those that are kept come first. Where the first is NaN, so are the others.
+    counts = np.where(rows[:, 0] > 0.0, (rows > 0.0).sum(axis=1), 0).tolist()
+    with np.errstate(invalid="ignore"):
+        shares = rows / rows.sum(axis=1, keepdims=True)
+    for number, (drafting, i, count, winner) in enumerate(
+        zip(draftings, indices, counts, drawn, strict=True)
     ):
-        if not row[0] > 0.0:
-            continue  # the highest probability is NaN, and so are the others
-        kept = row > 0.0
-        drafting.distributions.append(SparseDistribution(ids[kept], row[kept] / row[kept].sum()))
-        token_ids[i] = int(ids[winner])
+        if count:
+            drafting.distributions.append(SparseDistribution(ids[number, :count], shares[number, :count]))
+            token_ids[i] = int(ids[number, winner])
 
 
 def _of_mass(probs: Tensor, masses: Sequence[float]) -> Tensor:

@@ -28,6 +28,8 @@ class Drafting:
     token_logits: list[float] = field(default_factory=list)
     _keys: list[int] = field(default_factory=list)
     """Noise keys of all tokens, computed with the first: four cost no more than one."""
+    _truncated: tuple[int | None, SamplingParams] | None = None
+    """The last parameters of `truncated` and their count: the same for each token."""
 
     @property
     def next_key(self) -> int:
@@ -45,17 +47,20 @@ class Drafting:
         logits = np.array(self.token_logits, dtype=np.float32) if self.options.with_token_logits else None
         return Done(Proposal(self.base_length, tuple(self.token_ids), tuple(self.distributions), logits))
 
+    def truncated(self, candidate_count: int | None = None) -> SamplingParams:
+        """The request's sampling parameters with the draft's own limit on the number of tokens.
 
-def truncated(drafting: Drafting, candidate_count: int | None = None) -> SamplingParams:
-    """The request's sampling parameters with the draft's own limit on the number of tokens.
-
-    Args:
-        drafting: The proposal in the making.
-        candidate_count: Number of tokens to which the parameters will be applied. A top-k that keeps all of them is
-            left out.
-    """
-    sampling = drafting.options.sampling
-    top_k = min(sampling.top_k or drafting.draft_top_k, drafting.draft_top_k)
-    if candidate_count is not None and top_k >= candidate_count:
-        top_k = 0
-    return SamplingParams(sampling.temperature, top_k, sampling.top_p, sampling.min_p, sampling.seed)
+        Args:
+            candidate_count: Number of tokens to which the parameters will be applied. A top-k that keeps all of them
+                is left out.
+        """
+        if self._truncated is None or self._truncated[0] != candidate_count:
+            sampling = self.options.sampling
+            top_k = min(sampling.top_k or self.draft_top_k, self.draft_top_k)
+            if candidate_count is not None and top_k >= candidate_count:
+                top_k = 0
+            self._truncated = (
+                candidate_count,
+                SamplingParams(sampling.temperature, top_k, sampling.top_p, sampling.min_p, sampling.seed),
+            )
+        return self._truncated[1]

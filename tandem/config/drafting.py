@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
-from tandem.config.methods import METHODS, MODEL_FREE_METHODS, NGRAM, SUFFIX, canonical_method
+from tandem.config.methods import METHODS, MODEL_FREE_METHODS, MTP, NGRAM, SUFFIX, canonical_method
 from tandem.config.refusals import REFUSED_METHODS
 from tandem.config.revisions import RevisionOptions
 from tandem.config.rule import Rule, at_least, within
@@ -19,8 +19,9 @@ class DraftingOptions(RevisionOptions):
     """How the draft service drafts."""
 
     speculative_method: str | None = None
-    """Drafting method: standalone, ngram or suffix. By default inferred from the draft model's name, as in vLLM. MAX's
-    name; vLLM: method, with draft_model for standalone."""
+    """Drafting method: standalone, ngram, suffix, eagle, eagle3 or medusa. By default inferred from the draft
+    model's name or config.json, as in vLLM. A draft that reads the target's hidden states (the last three) runs
+    in the target's process. MAX's name; vLLM: method, with draft_model for standalone."""
     draft_model_path: str | None = None
     """Folder or Hugging Face id of the draft model; ngram or suffix in its place names the method. MAX's name; vLLM:
     model."""
@@ -64,12 +65,12 @@ class DraftingOptions(RevisionOptions):
         return self.speculative_method == SUFFIX
 
     def is_eagle(self) -> bool:
-        """True if an EAGLE or EAGLE-3 head drafts. Not available in this version, so False."""
+        """True if an EAGLE or EAGLE-3 head drafts."""
         return self.speculative_method in ("eagle", "eagle3")
 
     def is_mtp(self) -> bool:
-        """True if the target's own prediction heads draft. Not available in this version, so False."""
-        return self.speculative_method == "mtp"
+        """True if the target's own prediction layers draft."""
+        return self.speculative_method == MTP
 
     def is_model_free(self) -> bool:
         """True if the method has no model, so that penalties and any target go with it."""

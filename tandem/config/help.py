@@ -24,6 +24,7 @@ GROUPS = {
     "RevisionOptions": "Model from a Hugging Face hub",
     "CoordinatorSettings": "Coordinator",
     "DraftSettings": "Drafting",
+    "TargetSettings": "Drafting",
     "DraftingOptions": "Drafting",
     "SpeculativeConfig": "Speculative decoding",
     "AcceptanceOptions": "Acceptance",

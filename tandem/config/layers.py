@@ -41,9 +41,9 @@ _OTHERS_OPTIONS = SpeculativeConfig.model_fields.keys() | {"enforce_eager"}
 decoding; here it is the services' that run a model, and refused where it is given to the coordinator itself."""
 
 # TANDEM_ sets an option of speculative decoding for every service, TANDEM_COORDINATOR_ and the like any option of one.
-# TANDEM_CLIENT_ is for clients.
+# TANDEM_CLIENT_ is for clients, TANDEM_VLLM_ for the plug-in of vLLM.
 _SERVICE_PREFIXES = tuple(
-    f"{ENVIRONMENT_PREFIX}{service}_" for service in ("CLIENT", "COORDINATOR", "DRAFT", "TARGET")
+    f"{ENVIRONMENT_PREFIX}{service}_" for service in ("CLIENT", "COORDINATOR", "DRAFT", "TARGET", "VLLM")
 )
 
 

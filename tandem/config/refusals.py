@@ -15,22 +15,20 @@ REFUSED_OPTIONS = {
     "disable_padded_drafter_batch": "batches are packed without padding, so there is none to disable",
     "use_local_argmax_reduction": "the draft's vocabulary is not split over devices, so there is nothing to reduce",
     "speculative_token_tree": "proposals are chains; set their length with num_speculative_tokens",
-    "parallel_drafting": "drafts propose one token after the other",
+    "parallel_drafting": "the method decides it: dflash proposes a block in one pass, the others token after token",
     "draft_sample_method": "the draft samples as the acceptance rule needs; set rejection_sampling_strategy",
 }
 """Named in the reference classes, refused here: the reason, which says what to do instead where there is something."""
 
-_HEAD = "it needs the target's hidden states, which are not handed out; use standalone, ngram or suffix"
-_MTP = "it needs prediction heads inside the target, which are not run; use standalone, ngram or suffix"
+_HEAD = (
+    "of the heads that read the target's hidden states eagle, eagle3, medusa, mtp and dflash are run; use one of "
+    "these, standalone, ngram or suffix"
+)
 
 REFUSED_METHODS = {
-    "eagle": _HEAD,
-    "eagle3": _HEAD,
-    "mtp": _MTP,
-    "medusa": _HEAD,
     "mlp_speculator": _HEAD,
-    "dflash": _HEAD,
-    "extract_hidden_states": _HEAD,
+    "extract_hidden_states": "it proposes nothing; start the target with --shared-storage-path, which writes the "
+    "hidden states of requests with any draft",
     "ngram_gpu": "prompt lookup needs no GPU here; use ngram",
     "custom_class": "no code from outside is loaded; use standalone, ngram or suffix",
 }

@@ -61,3 +61,22 @@ class EngineSettings:
             raise ConfigurationError(
                 f"device_memory_utilization is {utilization} and must be above 0 and at most 1."
             )
+
+    def longest_sequence(self, model_name: str, model_length: int) -> int:
+        """The longest sequence, in tokens.
+
+        Args:
+            model_name: for the error.
+            model_length: the longest that the model was made for.
+
+        Raises:
+            ConfigurationError: `max_length` is more than that.
+        """
+        if self.max_length is None:
+            return model_length
+        if self.max_length > model_length:
+            raise ConfigurationError(
+                f"max_length is {self.max_length}, but the model {model_name} was made for at most {model_length} "
+                "tokens."
+            )
+        return self.max_length

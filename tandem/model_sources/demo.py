@@ -1,4 +1,4 @@
-"""The folders of the bundled demo pair, in a wheel and in a checkout."""
+"""The folders of the bundled models, in a wheel and in a checkout: the demo pair, and a drafting head for SmolLM2."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.errors import ConfigurationError
+from tandem.model_sources.names import SMOLLM2
 
 WHEEL_PACKAGE = "tandem_demo"
-"""The package that holds the pair in a wheel, beside `tandem`; the build hook puts it there."""
+"""The package that holds them in a wheel, beside `tandem`; the build hook puts it there."""
 
 _ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = (_ROOT / WHEEL_PACKAGE, _ROOT / "models" / "demo")
+_SMOLLM2_FOLDERS = (_ROOT / WHEEL_PACKAGE / SMOLLM2, _ROOT / "models" / SMOLLM2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,19 @@ class DemoPair:
 
     target: Path
     draft: Path
+
+    def head(self, method: str) -> Path:
+        """Folder of a drafting head for the target.
+
+        Raises:
+            ConfigurationError: there is none for this method.
+        """
+        folder = self.target.parent / method
+        if not (folder / "config.json").is_file():
+            raise ConfigurationError(
+                f"there is no {method} head for the demo target here; name the folder of one with --draft"
+            )
+        return folder
 
 
 def demo_pair() -> DemoPair:
@@ -35,3 +50,9 @@ def demo_pair() -> DemoPair:
     raise ConfigurationError(
         "the demo models are not part of this installation; name a model with --target, a folder or a Hugging Face id"
     )
+
+
+def smollm2_head(method: str) -> Path | None:
+    """Folder of a drafting head for the model `smollm2`; None if this installation contains none for this method."""
+    folders = (folder / method for folder in _SMOLLM2_FOLDERS)
+    return next((folder for folder in folders if (folder / "config.json").is_file()), None)

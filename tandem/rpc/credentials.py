@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import grpc.aio
 
 from tandem.errors import ConfigurationError
 from tandem.rpc.reloaded_files import ReloadedFile
+from tandem.rpc.resolver import Address
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -45,6 +46,12 @@ class Credentials:
     def uses_tls(self) -> bool:
         """True if the connection is encrypted, and the server's certificate checked."""
         return self.tls or self.ca_file is not None or self.cert_file is not None
+
+    def for_address(self, origin: Address) -> Credentials:
+        """These for a replica behind that address. Certificates contain the configured name, not its addresses."""
+        if origin.is_name and self.uses_tls and not self.server_name:
+            return replace(self, server_name=origin.host)
+        return self
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Channel credentials for TLS.

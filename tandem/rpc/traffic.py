@@ -1,8 +1,19 @@
-"""How many bytes were exchanged for a sequence."""
+"""How many bytes were exchanged for a sequence, and how long its messages waited."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class MessageWaits:
+    """Receives how long the messages of a shared stream wait in this process, in seconds each."""
+
+    answer: Callable[[float], None]
+    """From reading an answer until its sequence goes on."""
+    question: Callable[[float], None]
+    """From a sequence's question until the message that has it is written."""
 
 
 @dataclass(slots=True)
@@ -13,3 +24,5 @@ class Traffic:
     received_bytes: int = 0
     sent_messages: int = 0
     received_messages: int = 0
+    waits: MessageWaits | None = None
+    """None: nobody measures."""

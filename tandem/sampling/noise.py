@@ -25,8 +25,10 @@ used only when it becomes the token there.
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any, TypeAlias
 
+import array_api_compat.numpy
 import numpy as np
 from array_api_compat import array_namespace, device
 
@@ -96,15 +98,26 @@ def _mixed_bits(bits: int) -> int:
     return bits ^ bits >> 31
 
 
+@lru_cache(maxsize=4096)
+def _seed_bits(seed: int) -> int:
+    """Return the part of a key that all keys of a request share."""
+    return _mixed_bits(seed & _ALL_BITS)
+
+
 def _key_bits(seed: int, position: int, purpose: Purpose, round_base: int) -> int:
     """Return a key of `stream_keys` as 64 unsigned bits."""
     word = position + (purpose << 2 * _LENGTH_BITS) + (round_base << _LENGTH_BITS)
-    return _mixed_bits(_mixed_bits(seed & _ALL_BITS) + word * _GOLDEN & _ALL_BITS)
+    return _mixed_bits(_seed_bits(seed) + word * _GOLDEN & _ALL_BITS)
+
+
+def _namespace(array: Array) -> Any:
+    """Return the array's namespace. Looking it up takes longer than the arithmetic on the few numbers of a round."""
+    return array_api_compat.numpy if type(array) is np.ndarray else array_namespace(array)
 
 
 def _unit_interval(bits: Array) -> Array:
     """Map bits to odd multiples of 2**-53: exact in float64, symmetric about one half, never 0 or 1."""
-    xp = array_namespace(bits)
+    xp = _namespace(bits)
     odd = _shift_right(bits, 11)
     odd |= 1
     return xp.astype(odd, xp.float64) * 2.0**-53
@@ -175,7 +188,7 @@ def token_uniforms(keys: Array, token_ids: Array | int) -> Array:
         float64 [R, V] on the keys' device, strictly between 0 and 1.
     """
     if isinstance(token_ids, int):
-        xp = array_namespace(keys)
+        xp = _namespace(keys)
         token_ids = xp.arange(token_ids, dtype=xp.int64, device=device(keys))
     return _unit_interval(_mix(keys[:, None] + (token_ids + 1) * _GOLDEN))
 
@@ -188,7 +201,7 @@ def uniform(seed: int, position: int, purpose: Purpose, round_base: int = 0) -> 
 
 def gumbel(keys: Array, token_ids: Array | int) -> Array:
     """Return standard Gumbel noise, float64 [R, V]; arguments as in `token_uniforms`."""
-    xp = array_namespace(keys)
+    xp = _namespace(keys)
     return -xp.log(-xp.log(token_uniforms(keys, token_ids)))
 
 
@@ -209,6 +222,6 @@ def sample(probs: Array, keys: Array, token_ids: Array | None = None) -> Array:
         int64 [R]: the sampled columns. The noise has the same bits everywhere; its logarithm may differ in
         the last place between devices, which changes about one sample in 10**13.
     """
-    xp = array_namespace(probs, keys)
+    xp = _namespace(probs)
     exponential = -xp.log(token_uniforms(keys, probs.shape[1] if token_ids is None else token_ids))
     return xp.argmax(probs / exponential, axis=1)

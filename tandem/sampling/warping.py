@@ -10,12 +10,13 @@ if min-p and top-p are combined: top-p then applies to the mass that min-p has l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 from array_api_compat import array_namespace, device, is_torch_array
 
-from tandem.types import SamplingParams
+from tandem.types import FloatArray, SamplingParams
 
 Array: TypeAlias = Any
 """A numpy array or a torch tensor, used almost only through the array API standard."""
@@ -24,45 +25,102 @@ _PLAIN = SamplingParams()
 """Leaves every distribution unchanged."""
 
 
-def warp(logits: Array, sampling: Sequence[SamplingParams]) -> Array:
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The steps that some row needs. The others are skipped, so they must leave every row as it is."""
+
+    has_greedy: bool
+    has_min_p: bool
+    candidate_count: int
+    """How many of the largest values top-k and top-p look at; 0 where no row has either."""
+    has_top_p: bool
+
+
+def all_steps(vocabulary_size: int) -> Steps:
+    """Every step, for rows whose parameters are not known when the steps are chosen."""
+    return Steps(True, True, vocabulary_size, True)
+
+
+def parameter_rows(sampling: Sequence[SamplingParams]) -> FloatArray:
+    """Return the parameters as `warp` takes them from the device of the logits.
+
+    Returns:
+        float64 [5, R]: temperature (1 where greedy), min-p, top-k, top-p, and 1 for a greedy row. A greedy row has
+        the parameters that change nothing.
+    """
+    others = [_PLAIN if params.is_greedy else params for params in sampling]
+    columns = [
+        (each.temperature, each.min_p, each.top_k, each.top_p, float(params.is_greedy))
+        for each, params in zip(others, sampling, strict=True)
+    ]
+    return np.array(columns, dtype=np.float64).T
+
+
+def warp(logits: Array, sampling: Sequence[SamplingParams], columns: Array | None = None) -> Array:
     """Return the probabilities to sample from: the logits, warped by the sampling parameters.
 
-    The steps to run follow from `sampling` on the host alone: the host never waits for the device, and the
-    vocabulary is sorted only when a row has top_k or top_p.
+    The steps to run follow from `sampling` on the host alone, and the vocabulary is sorted only when a row has top_k
+    or top_p. With `columns` the host never waits for the device.
 
     Args:
         logits: [R, V], a floating type. A row has at least one finite entry; -inf entries stay impossible.
         sampling: One for each row.
+        columns: Their `parameter_rows` on the device of `logits`; None copies those that rows do not share.
 
     Returns:
         float64 [R, V] on the device of `logits`; each row sums to one. A row of temperature 0 is one-hot at
         its argmax, the lowest id among equals.
     """
-    xp = array_namespace(logits)
     if all(params.is_greedy for params in sampling):
         return _one_hot_argmax(logits)
     # Greedy rows are replaced at the end; until then they are treated as unwarped rows, which is the cheapest.
     others = [_PLAIN if params.is_greedy else params for params in sampling]
-    scores = xp.astype(logits, xp.float64) / _column([params.temperature for params in others], logits)
+    truncates = any(params.top_k > 0 or params.top_p < 1.0 for params in others)
+    steps = Steps(
+        has_greedy=any(params.is_greedy for params in sampling),
+        has_min_p=any(params.min_p > 0.0 for params in others),
+        candidate_count=_candidate_count(others, logits.shape[1]) if truncates else 0,
+        has_top_p=any(params.top_p < 1.0 for params in others),
+    )
+    return warp_by(logits, _columns(parameter_rows(sampling), logits) if columns is None else columns, steps)
+
+
+def warp_by(logits: Array, columns: Array | Sequence[Array | float], steps: Steps) -> Array:
+    """Run these steps of `warp`.
+
+    Args:
+        logits: [R, V], a floating type.
+        columns: The five of `parameter_rows` on the device of `logits`, [R] each; a number stands for R equal ones.
+        steps: The steps to run.
+    """
+    xp = array_namespace(logits)
+    temperature, min_p, top_k, top_p, is_greedy = map(_upright, columns)
+    scores = xp.astype(logits, xp.float64) / temperature
     weights = xp.exp(scores - xp.max(scores, axis=1, keepdims=True))
-    if any(params.min_p > 0.0 for params in others):
+    if steps.has_min_p:
         # The maximum weight is 1, so the threshold needs no normalised probabilities.
-        weights = xp.where(weights < _column([params.min_p for params in others], logits), 0.0, weights)
-    if any(params.top_k > 0 or params.top_p < 1.0 for params in others):
-        weights = _truncate_sorted(weights, others)
+        weights = xp.where(weights < min_p, 0.0, weights)
+    if steps.candidate_count:
+        weights = _truncate_sorted(weights, top_k, top_p, steps)
     probs = weights / xp.sum(weights, axis=1, keepdims=True)
-    if any(params.is_greedy for params in sampling):
-        greedy = _column([float(params.is_greedy) for params in sampling], logits) > 0.0
-        probs = xp.where(greedy, _one_hot_argmax(logits), probs)
+    if steps.has_greedy:
+        probs = xp.where(is_greedy > 0.0, _one_hot_argmax(logits), probs)
     return probs
 
 
-def _column(values: Sequence[float], like: Array) -> Array:
-    """Return the values as float64 [R, 1] on the device of `like`; one number when all are equal."""
-    if all(value == values[0] for value in values):
-        return values[0]
+def _columns(rows: FloatArray, like: Array) -> list[Array | float]:
+    """Return the rows on the device of `like`; one number when all of a row are equal."""
     xp = array_namespace(like)
-    return xp.asarray(values, dtype=xp.float64, device=device(like))[:, None]
+    return [
+        float(row[0])
+        if (row == row[0]).all()
+        else xp.asarray(row.tolist(), dtype=xp.float64, device=device(like))
+        for row in rows
+    ]
+
+
+def _upright(column: Array | float) -> Array | float:
+    return column if isinstance(column, float) else column[:, None]
 
 
 def _one_hot_argmax(logits: Array) -> Array:
@@ -71,17 +129,17 @@ def _one_hot_argmax(logits: Array) -> Array:
     return xp.astype(token_ids == xp.argmax(logits, axis=1, keepdims=True), xp.float64)
 
 
-def _truncate_sorted(weights: Array, sampling: Sequence[SamplingParams]) -> Array:
+def _truncate_sorted(weights: Array, top_k: Array | float, top_p: Array | float, steps: Steps) -> Array:
     """Set to zero the entries of unnormalised probabilities [R, V] that top-k and then top-p remove."""
     xp = array_namespace(weights)
-    ascending = _largest(weights, _candidate_count(sampling, weights.shape[1]))
-    smallest_kept = _kth_largest(ascending, [params.top_k for params in sampling])
+    ascending = _largest(weights, steps.candidate_count)
+    smallest_kept = _kth_largest(ascending, top_k)
     # Tokens that tie with the smallest kept one are kept as well.
     weights = xp.where(weights < smallest_kept, 0.0, weights)
-    if all(params.top_p >= 1.0 for params in sampling):
+    if not steps.has_top_p:
         return weights
     ascending = xp.where(ascending < smallest_kept, 0.0, ascending)
-    return _keep_nucleus(weights, ascending, smallest_kept, [params.top_p for params in sampling])
+    return _keep_nucleus(weights, ascending, smallest_kept, top_p)
 
 
 def _candidate_count(sampling: Sequence[SamplingParams], vocabulary_size: int) -> int:
@@ -103,17 +161,19 @@ def _largest(values: Array, count: int) -> Array:
     return np.sort(np.partition(values, -count, axis=1)[:, -count:], axis=1)
 
 
-def _kth_largest(ascending: Array, top_k: Sequence[int]) -> Array:
+def _kth_largest(ascending: Array, top_k: Array | float) -> Array:
     """Return the `top_k`-th largest value of each sorted row, [R, 1]; 0 where `top_k` is 0."""
     xp = array_namespace(ascending)
     size = ascending.shape[1]
-    columns = [max(size - (count or size), 0) for count in top_k]
-    indices = xp.asarray(columns, dtype=xp.int64, device=device(ascending))[:, None]
-    keeps_some = _column([float(count > 0) for count in top_k], ascending)
-    return xp.take_along_axis(ascending, indices, axis=1) * keeps_some
+    if isinstance(top_k, float):
+        column = max(size - (int(top_k) or size), 0)
+        return ascending[:, column : column + 1] * float(top_k > 0.0)
+    counts = xp.where(top_k > 0.0, top_k, float(size))
+    indices = xp.astype(xp.clip(size - counts, min=0.0), xp.int64)
+    return xp.take_along_axis(ascending, indices, axis=1) * xp.astype(top_k > 0.0, xp.float64)
 
 
-def _keep_nucleus(weights: Array, ascending: Array, smallest_kept: Array, top_p: Sequence[float]) -> Array:
+def _keep_nucleus(weights: Array, ascending: Array, smallest_kept: Array, top_p: Array | float) -> Array:
     """Set to zero the least probable tokens of each row that together have at most 1 - top_p.
 
     Among equally probable tokens the lowest ids are dropped first, as in a stable sort. Sorted values alone
@@ -124,10 +184,10 @@ def _keep_nucleus(weights: Array, ascending: Array, smallest_kept: Array, top_p:
         ascending: The largest of them in ascending order, [R, C].
         smallest_kept: The smallest that is not zero, [R, 1], where C is less than V. Tokens that tie with it may
             be missing from `ascending`.
-        top_p: One for each row; 1 leaves the row unchanged.
+        top_p: [R, 1], or one number for all rows; 1 leaves a row unchanged.
     """
     xp = array_namespace(weights)
-    limits = _column([1.0 - value for value in top_p], weights)
+    limits = 1.0 - top_p
     total = xp.sum(weights, axis=1, keepdims=True)
     missing = _count(weights == smallest_kept) - _count(ascending == smallest_kept)
     tied_prob = smallest_kept / total
@@ -144,7 +204,7 @@ def _keep_nucleus(weights: Array, ascending: Array, smallest_kept: Array, top_p:
     at_boundary = weights == boundary
     rank = xp.cumulative_sum(xp.astype(at_boundary, xp.int64), axis=1)
     keeps = (weights > boundary) | (at_boundary & (rank > at_boundary_dropped))
-    keeps = keeps | (_column([float(value >= 1.0) for value in top_p], weights) > 0.0)
+    keeps = keeps | (top_p >= 1.0)
     return xp.where(keeps, weights, 0.0)
 
 

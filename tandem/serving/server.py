@@ -36,8 +36,6 @@ ENGINE_FAILED = "the engine has failed, and the log has the reason; start the se
 _GOODBYE_SECONDS = 0.5
 
 _SERVER_OPTIONS = (
-    # Two servers would silently share the port.
-    ("grpc.so_reuseport", 0),
     # A peer that is gone without a word is noticed by pings; clients may ping as often.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 4_000),
@@ -107,7 +105,12 @@ class CanFail(Protocol):
 
 
 async def serve(
-    settings: ServerSettings, service: Service, before_ready: Callable[[], None] = lambda: None
+    settings: ServerSettings,
+    service: Service,
+    before_ready: Callable[[], None] = lambda: None,
+    *,
+    shares_port: bool = False,
+    listens_late: bool = False,
 ) -> bool:
     """Serve until SIGTERM, SIGINT or SIGHUP, then let running calls finish within the drain timeout.
 
@@ -118,6 +121,8 @@ async def serve(
         settings: Where and how to serve.
         service: What to serve.
         before_ready: Called once the service has started, before it accepts calls.
+        shares_port: Whether other processes listen on the same port; the system gives each connection to one of them.
+        listens_late: Whether to listen only once the service is ready, so that no connection comes here before.
 
     Returns:
         True if the server was ever ready.
@@ -129,28 +134,30 @@ async def serve(
     calls = RunningCalls()
     readiness = Readiness(service.name, service.full_names)
     own = service.interceptors if isinstance(service, HasInterceptors) else ()
-    server = new_server(settings, calls, readiness.interceptor, *own)
+    server = new_server(settings, calls, readiness.interceptor, *own, shares_port=shares_port)
     await _register(server, service, readiness)
     if isinstance(service, HasOtherEndpoints):
         service.open_other_endpoints(readiness.interceptor, calls)
-    address = _bind(server, settings)
+    address = "" if listens_late else _bind(server, settings, shares_port=shares_port)
     with stop_signals() as stopping:
         service.request_drain = stopping.set
-        await server.start()
+        if not listens_late:
+            await server.start()
         expiry = asyncio.create_task(watch_expiry(settings.certificate_files))
         try:
-            announce(f"tandem {service.name}: listening on {address}")
+            if not listens_late:
+                announce(f"tandem {service.name}: listening on {address}")
             was_ready = await _unless(stopping, service.start())
             if was_ready:
                 before_ready()
                 await readiness.open()
+                if listens_late:
+                    address = _bind(server, settings, shares_port=shares_port)
+                    await server.start()
                 announce(f"tandem {service.name}: ready on {address}")
                 await serve_until(stopping, service, readiness)
             await readiness.close()
-            if not await calls.end(settings.drain_timeout_seconds):
-                logger.warning("calls cut off", extra={"service": service.name, "calls": len(calls)})
-                calls.cut_off(f"the {service.name} service has drained for as long as it may, and stops")
-                await calls.end(_GOODBYE_SECONDS)
+            await _drain(calls, settings.drain_timeout_seconds, service.name)
             if isinstance(service, CanFail) and service.failure:
                 raise TandemError(service.failure)
             return was_ready
@@ -162,8 +169,20 @@ async def serve(
             logger.info("stopped", extra={"service": service.name})
 
 
+async def _drain(calls: RunningCalls, seconds: float, service_name: str) -> None:
+    """Let running calls finish, and cut off those that take longer."""
+    if await calls.end(seconds):
+        return
+    logger.warning("calls cut off", extra={"service": service_name, "calls": len(calls)})
+    calls.cut_off(f"the {service_name} service has drained for as long as it may, and stops")
+    await calls.end(_GOODBYE_SECONDS)
+
+
 def new_server(
-    settings: ServerSettings, calls: RunningCalls, *interceptors: grpc.aio.ServerInterceptor
+    settings: ServerSettings,
+    calls: RunningCalls,
+    *interceptors: grpc.aio.ServerInterceptor,
+    shares_port: bool = False,
 ) -> grpc.aio.Server:
     """Create a server with the error boundary, authentication, the limit on anonymous calls, and these interceptors.
 
@@ -174,7 +193,8 @@ def new_server(
     authentication = AuthInterceptor(token_source(settings, settings.host))
     return grpc.aio.server(
         interceptors=[boundary, authentication, AnonymousCallLimiter(), *interceptors],
-        options=_SERVER_OPTIONS,
+        # By default two servers that share a port by mistake would not notice.
+        options=(("grpc.so_reuseport", int(shares_port)), *_SERVER_OPTIONS),
         maximum_concurrent_rpcs=settings.max_concurrent_streams,
     )
 
@@ -188,14 +208,15 @@ async def _register(server: grpc.aio.Server, service: Service, readiness: Readin
     await readiness.announce(health_pb2.HealthCheckResponse.NOT_SERVING)
 
 
-def _bind(server: grpc.aio.Server, settings: ServerSettings) -> str:
+def _bind(server: grpc.aio.Server, settings: ServerSettings, *, shares_port: bool) -> str:
     host, port = settings.host, settings.port
     credentials = None
     if settings.tls_cert_file is not None and settings.tls_key_file is not None:
         credentials = server_credentials(
             settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file
         )
-    _check_free(host, port)
+    if not shares_port:
+        check_free(host, port)
     name = f"[{host}]" if ":" in host else host
     address = f"{name}:{port}"
     if credentials is None:
@@ -203,7 +224,7 @@ def _bind(server: grpc.aio.Server, settings: ServerSettings) -> str:
     return f"{name}:{server.add_secure_port(address, credentials)}"
 
 
-def _check_free(host: str, port: int) -> None:
+def check_free(host: str, port: int) -> None:
     """Refuse an address that cannot be bound, before gRPC does: it writes lines of its own to stderr.
 
     Raises:

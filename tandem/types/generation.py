@@ -153,8 +153,9 @@ class Chunk:
     summary: Summary | None = None
     """Set on the last chunk."""
     proposed: int = 0
-    """Number of tokens that the draft proposed for this chunk, accepted or not."""
+    """Number of tokens that the draft proposed for this chunk, accepted or not; over all rounds that it joins."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """For each token, when the request asked for them."""
     drafted_ahead: bool = False
-    """True if the proposal was drafted during the verification before it, so that nobody waited for it."""
+    """True if the proposal was drafted during the verification before it, so that nobody waited for it. A chunk that
+    joins rounds: true if one of them had such a proposal."""

@@ -5,7 +5,7 @@ A `Proposal` comes from the draft, a `Verification` from the target, an `Accepta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -167,6 +167,9 @@ class Verification:
     """K + 1 rows, all of one kind."""
     cost: StepCost | None = None
     """Cost of verification; None where it was not measured."""
+    together: Callable[[], Acceptance | None] | None = None
+    """Decides on the proposal together with others that the same message answers; returns None where the rule must
+    decide on it alone. None where there are no others."""
 
 
 class NextToken(Enum):

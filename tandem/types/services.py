@@ -27,6 +27,8 @@ class DraftOptions:
     traceparent: str = ""
     ahead: AheadBudget | None = None
     """The largest budget that a step will grant; None where none does."""
+    takes_columns: bool = False
+    """True if proposals may come as columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class TargetOptions:
     """How many of the sequence's first tokens are the prompt; frequency and presence count the others only."""
     adjustments: LogitAdjustments = field(default_factory=LogitAdjustments)
     """Only for a service that has `ModelFeature.LOGIT_ADJUSTMENTS`."""
+    takes_columns: bool = False
+    """True if rows may come as columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,9 @@ class ModelInfo:
     features: frozenset[ModelFeature] = frozenset()
     captures: GraphCaptures | None = None
     """None where no graphs are captured, as on a CPU."""
+    drafting_method: str = ""
+    """Method of a draft that reads a target's hidden states: the service's own, for the target at its address alone, or
+    that of the draft which a target hosts. Empty otherwise."""
 
     @property
     def has_model(self) -> bool:

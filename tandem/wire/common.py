@@ -69,15 +69,20 @@ def cost_to_proto(cost: StepCost | None) -> types_pb2.StepCost | None:
 
 def cost_from_proto(message: types_pb2.StepCost) -> StepCost | None:
     """Read a step cost; None for impossible values, which would mislead a cost model."""
-    seconds, sequences, tokens = message.seconds, message.sequence_count, message.token_count
+    return step_cost(message.seconds, message.sequence_count, message.token_count)
+
+
+def step_cost(seconds: float, sequences: int, tokens: int) -> StepCost | None:
+    """The cost that a service reports; None for impossible values."""
     if not 0.0 < seconds < MAX_STEP_SECONDS or sequences < 1 or tokens < sequences:
         return None
     return StepCost(seconds, sequences, tokens)
 
 
-def delta_to_proto(delta: Delta) -> types_pb2.Delta:
-    """A delta as a message."""
-    return types_pb2.Delta(base_length=delta.base_length, token_ids=delta.token_ids)
+def set_delta(message: types_pb2.Delta, delta: Delta) -> None:
+    """Write a delta into a message's field. Half as long as to make a message and copy it there."""
+    message.base_length = delta.base_length
+    message.token_ids.extend(delta.token_ids)
 
 
 def delta_from_proto(message: types_pb2.Delta) -> Delta:
@@ -176,6 +181,7 @@ def model_info_to_proto(info: ModelInfo) -> types_pb2.ModelInfo:
         service_version=info.service_version,
         parameter_count=info.parameter_count,
         tensor_parallel_size=info.tensor_parallel_size,
+        drafting_method=info.drafting_method,
         features=[_FEATURES[feature] for feature in sorted(info.features, key=str)],
         captures=_captures_to_proto(info.captures),
     )
@@ -194,6 +200,7 @@ def model_info_from_proto(message: types_pb2.ModelInfo) -> ModelInfo:
         service_version=message.service_version,
         parameter_count=message.parameter_count,
         tensor_parallel_size=message.tensor_parallel_size or 1,
+        drafting_method=message.drafting_method,
         # A newer service may announce more features, which are ignored.
         features=frozenset(_FEATURES_BACK[value] for value in message.features if value in _FEATURES_BACK),
         captures=_captures_from_proto(message.captures) if message.HasField("captures") else None,

@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import TypeAlias
 
 from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.types import (
     MAX_AHEAD_TOKENS,
     MAX_BRANCHES,
     AheadBudget,
-    DenseLogits,
-    DraftDistribution,
     DraftedOutcomes,
     DraftOptions,
-    FloatArray,
-    IntArray,
     Proposal,
     ProposeStep,
-    SparseDistribution,
-    StepCost,
 )
-from tandem.v1 import draft_pb2
+from tandem.v1 import draft_pb2, types_pb2
+from tandem.wire.columns import (
+    Arrived,
+    heads_from_proto,
+    heads_to_proto,
+    ints_from_bytes,
+    ints_to_bytes,
+    joined,
+    parts,
+)
 from tandem.wire.common import (
     cost_from_proto,
     cost_to_proto,
     delta_from_proto,
-    delta_to_proto,
     floats_from_bytes,
     floats_to_bytes,
-    ids_to_array,
-    logits_from_tensor,
-    logits_to_tensor,
     row_kind_from_proto,
     row_kind_to_proto,
     sampling_from_proto,
     sampling_to_proto,
+    set_delta,
 )
+from tandem.wire.distribution_columns import (
+    ColumnAnswer,
+    DistributionBlock,
+    ProposalBlock,
+    columns_to_proto,
+)
+from tandem.wire.distributions import distribution_from_proto, distribution_to_proto
+from tandem.wire.outcomes import outcomes_from_proto
+from tandem.wire.parts import ColumnPart, grouped
+
+Answer: TypeAlias = "draft_pb2.ProposeResponse | ColumnAnswer"
+"""A proposal or outcomes as they came: in a message of their own, or within one for several sequences."""
 
 
 def options_to_proto(options: DraftOptions) -> draft_pb2.ProposeRequest:
@@ -50,6 +64,7 @@ def options_to_proto(options: DraftOptions) -> draft_pb2.ProposeRequest:
             with_token_logits=options.with_token_logits,
             traceparent=options.traceparent,
             ahead=_budget_to_proto(options.ahead),
+            takes_columns=options.takes_columns,
         )
     )
 
@@ -71,19 +86,21 @@ def options_from_proto(message: draft_pb2.ProposeOpen) -> DraftOptions:
         with_token_logits=message.with_token_logits,
         traceparent=message.traceparent,
         ahead=_budget_from_proto(message.ahead) if message.HasField("ahead") else None,
+        takes_columns=message.takes_columns,
     )
 
 
 def step_to_proto(step: ProposeStep) -> draft_pb2.ProposeRequest:
     """The message that asks for a proposal."""
-    return draft_pb2.ProposeRequest(
-        step=draft_pb2.ProposeStep(
-            delta=delta_to_proto(step.delta),
-            token_count=step.token_count,
-            ahead=_budget_to_proto(step.ahead),
-            proposed_count=step.proposed_count,
-        )
-    )
+    request = draft_pb2.ProposeRequest()
+    message = request.step
+    set_delta(message.delta, step.delta)
+    message.token_count = step.token_count
+    message.proposed_count = step.proposed_count
+    if step.ahead is not None:
+        message.ahead.branch_count = step.ahead.branch_count
+        message.ahead.token_count = step.ahead.token_count
+    return request
 
 
 def step_from_proto(message: draft_pb2.ProposeStep) -> ProposeStep:
@@ -130,84 +147,78 @@ def finish_to_proto() -> draft_pb2.ProposeRequest:
     return draft_pb2.ProposeRequest(finish=draft_pb2.ProposeFinish())
 
 
-def proposal_to_proto(proposal: Proposal) -> draft_pb2.ProposeResponse:
-    """A proposal as a message."""
+def proposal_to_proto(proposal: Proposal, *, with_columns: bool = False) -> draft_pb2.ProposeResponse:
+    """A proposal as a message.
+
+    Args:
+        proposal: The proposal.
+        with_columns: True if its sequence takes columns.
+    """
+    columns = columns_to_proto(proposal.distributions) if with_columns else None
+    rows = proposal.distributions if columns is None else ()
     return draft_pb2.ProposeResponse(
         cost=cost_to_proto(proposal.cost),
         base_length=proposal.base_length,
         token_ids=proposal.token_ids,
-        distributions=[_distribution_to_proto(distribution) for distribution in proposal.distributions],
+        distributions=[distribution_to_proto(distribution) for distribution in rows],
         token_logits=b"" if proposal.token_logits is None else floats_to_bytes(proposal.token_logits),
+        columns=columns,
     )
 
 
-def outcomes_to_proto(outcomes: DraftedOutcomes) -> draft_pb2.ProposeResponse:
-    """DraftedOutcomes as a message."""
-    supports = outcomes.distributions
-    return draft_pb2.ProposeResponse(
-        cost=cost_to_proto(outcomes.cost),
-        base_length=outcomes.base_length,
-        outcomes=draft_pb2.DraftedOutcomes(
-            depth=outcomes.depth,
-            accepted_counts=outcomes.accepted_counts,
-            next_token_ids=outcomes.next_token_ids,
-            token_ids=outcomes.token_ids,
-            support_sizes=[len(support.token_ids) for support in supports],
-            support_ids=b"".join(support.token_ids.astype("<i4").tobytes() for support in supports),
-            probabilities=b"".join(support.probs.astype("<f4").tobytes() for support in supports),
-        ),
-    )
+def many_to_proto(
+    answers: Iterable[types_pb2.SequencePart | ColumnPart[draft_pb2.ProposeResponse]],
+) -> draft_pb2.ProposeManyResponse:
+    """A message of a shared stream: answers with columns become one block for each form of proposal."""
+    own, groups = grouped(answers, lambda each: (bool(each.columns.support_sizes), bool(each.token_logits)))
+    message = draft_pb2.ProposeManyResponse(parts=own)
+    for group in groups:
+        proposals = [part.answer for part in group]
+        block = message.columns.add()
+        block.answers.CopyFrom(heads_to_proto((part.sequence, part.answer) for part in group))
+        block.token_counts = ints_to_bytes([len(each.token_ids) for each in proposals])
+        block.token_ids = ints_to_bytes(list(chain.from_iterable(each.token_ids for each in proposals)))
+        block.token_logits = b"".join(each.token_logits for each in proposals)
+        joined([each.columns for each in proposals], block.distributions)
+    return message
 
 
-def answer_from_proto(message: draft_pb2.ProposeResponse) -> Proposal | DraftedOutcomes:
+def columns_from_proto(message: draft_pb2.ProposeManyResponse) -> Iterator[Arrived[Answer]]:
+    """The proposals that a message of a shared stream has as columns.
+
+    Raises:
+        ProtocolError: the columns do not fit together.
+    """
+    for columns in message.columns:
+        count = len(columns.token_ids) // 4
+        token_ids = ints_from_bytes(columns.token_ids, count, "the column of tokens")
+        logits = (
+            floats_from_bytes(columns.token_logits, count, "token_logits") if columns.token_logits else None
+        )
+        block = ProposalBlock(token_ids, logits, DistributionBlock(columns.distributions))
+        yield from parts(
+            heads_from_proto(columns.answers),
+            columns.token_counts,
+            count,
+            columns.ByteSize(),
+            lambda head, start, stop, block=block: ColumnAnswer(  # type: ignore[misc]
+                head.base_length, head.cost, block, start, stop
+            ),
+        )
+
+
+def answer_from_proto(message: Answer) -> Proposal | DraftedOutcomes:
     """A proposal or outcomes, whichever the message holds.
 
     Raises:
         ProtocolError: its parts do not fit together.
     """
+    if isinstance(message, ColumnAnswer):
+        return message.proposal()
     if message.HasField("outcomes"):
         cost = cost_from_proto(message.cost) if message.HasField("cost") else None
-        return _outcomes_from_proto(message.base_length, message.outcomes, cost)
+        return outcomes_from_proto(message.base_length, message.outcomes, cost)
     return proposal_from_proto(message)
-
-
-def _outcomes_from_proto(
-    base_length: int, message: draft_pb2.DraftedOutcomes, cost: StepCost | None
-) -> DraftedOutcomes:
-    if len(message.accepted_counts) != len(message.next_token_ids):
-        raise ProtocolError(
-            f"outcomes came with {len(message.accepted_counts)} accepted counts and {len(message.next_token_ids)} "
-            "next tokens; there must be as many of both"
-        )
-    return DraftedOutcomes(
-        base_length=base_length,
-        depth=message.depth,
-        token_ids=tuple(message.token_ids),
-        accepted_counts=tuple(message.accepted_counts),
-        next_token_ids=tuple(message.next_token_ids),
-        distributions=_supports_from_proto(message) if message.support_sizes else (),
-        cost=cost,
-    )
-
-
-def _supports_from_proto(message: draft_pb2.DraftedOutcomes) -> tuple[SparseDistribution, ...]:
-    sizes = list(message.support_sizes)
-    if len(sizes) != len(message.token_ids) or min(sizes) < 1:
-        raise ProtocolError(
-            f"outcomes of {len(message.token_ids)} tokens came with supports of {sizes} ids; there must be one support "
-            "for each token, with at least one id"
-        )
-    total = sum(sizes)
-    if len(message.support_ids) != 4 * total:
-        raise ProtocolError(
-            f"the supports of outcomes hold {len(message.support_ids)} bytes of ids; their sizes ask for {4 * total}"
-        )
-    ends = np.cumsum(sizes)[:-1]
-    ids = np.split(np.frombuffer(message.support_ids, dtype="<i4").astype(np.int64), ends)
-    probs = np.split(
-        floats_from_bytes(message.probabilities, total, "supports of outcomes").astype(float), ends
-    )
-    return tuple(_support(own_ids, own) for own_ids, own in zip(ids, probs, strict=True))
 
 
 def proposal_from_proto(message: draft_pb2.ProposeResponse) -> Proposal:
@@ -227,36 +238,9 @@ def proposal_from_proto(message: draft_pb2.ProposeResponse) -> Proposal:
         if message.token_logits
         else None
     )
-    distributions = tuple(_distribution_from_proto(distribution) for distribution in message.distributions)
     cost = cost_from_proto(message.cost) if message.HasField("cost") else None
+    if message.HasField("columns") and message.columns.ByteSize():
+        block = ProposalBlock(list(token_ids), logits, DistributionBlock(message.columns))
+        return block.proposal(message.base_length, cost, 0, len(token_ids))
+    distributions = tuple(distribution_from_proto(distribution) for distribution in message.distributions)
     return Proposal(message.base_length, token_ids, distributions, logits, cost)
-
-
-def _distribution_to_proto(distribution: DraftDistribution) -> draft_pb2.DraftDistribution:
-    if isinstance(distribution, DenseLogits):
-        return draft_pb2.DraftDistribution(dense_logits=logits_to_tensor(distribution.logits))
-    return draft_pb2.DraftDistribution(
-        sparse=draft_pb2.SparseDistribution(
-            token_ids=distribution.token_ids.tolist(), probabilities=floats_to_bytes(distribution.probs)
-        )
-    )
-
-
-def _distribution_from_proto(message: draft_pb2.DraftDistribution) -> DraftDistribution:
-    if message.WhichOneof("distribution") == "dense_logits":
-        return DenseLogits(logits_from_tensor(message.dense_logits, "dense_logits"))
-    token_ids = ids_to_array(list(message.sparse.token_ids))
-    probs = floats_from_bytes(message.sparse.probabilities, len(token_ids), "a sparse distribution")
-    return _support(token_ids, probs.astype(float))
-
-
-def _support(token_ids: IntArray, probs: FloatArray) -> SparseDistribution:
-    total = float(probs.sum())
-    if not 0.999 < total < 1.001 or probs.min() < 0.0:
-        raise ProtocolError(
-            f"a sparse distribution sums to {total:g}; it must sum to 1, with nothing below 0"
-        )
-    if len(set(token_ids.tolist())) != len(token_ids):
-        raise ProtocolError("a sparse distribution names a token twice")
-    # binary32 rounded each probability; the draft sampled in proportion to them.
-    return SparseDistribution(token_ids, probs / total)

@@ -135,23 +135,21 @@ def chat_prompt_from_proto(message: generation_pb2.RenderChatResponse) -> tuple[
 
 def chunk_to_proto(chunk: Chunk) -> generation_pb2.GenerateResponse:
     """A piece of a completion as a message."""
-    return generation_pb2.GenerateResponse(
-        text=chunk.text,
-        token_ids=chunk.token_ids,
-        drafted=chunk.drafted,
-        text_lengths=chunk.text_lengths,
-        summary=None if chunk.summary is None else _summary_to_proto(chunk.summary),
-        proposed_token_count=chunk.proposed,
-        logprobs=[
-            generation_pb2.TokenLogprobs(
-                logprob=position.logprob,
-                top_token_ids=position.top_token_ids,
-                top_logprobs=position.top_logprobs,
-            )
-            for position in chunk.logprobs
-        ],
-        drafted_ahead=chunk.drafted_ahead,
+    message = generation_pb2.GenerateResponse(
+        text=chunk.text, proposed_token_count=chunk.proposed, drafted_ahead=chunk.drafted_ahead
     )
+    message.token_ids.extend(chunk.token_ids)
+    message.drafted.extend(chunk.drafted)
+    message.text_lengths.extend(chunk.text_lengths)
+    if chunk.summary is not None:
+        message.summary.CopyFrom(_summary_to_proto(chunk.summary))
+    for position in chunk.logprobs:
+        message.logprobs.add(
+            logprob=position.logprob,
+            top_token_ids=position.top_token_ids,
+            top_logprobs=position.top_logprobs,
+        )
+    return message
 
 
 def chunk_from_proto(message: generation_pb2.GenerateResponse) -> Chunk:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
+
 import numpy as np
 
 from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.types import (
-    MAX_LOGIT_BIAS,
     DenseRow,
     IntArray,
-    LogitAdjustments,
     RowKind,
     RowStatistics,
     SupportRow,
@@ -20,11 +21,12 @@ from tandem.types import (
     VerifyStep,
 )
 from tandem.v1 import target_pb2, types_pb2
+from tandem.wire.adjustments import adjustments_from_proto, adjustments_to_proto
+from tandem.wire.columns import Arrived, heads_from_proto, heads_to_proto, ints_to_bytes, joined, parts
 from tandem.wire.common import (
     cost_from_proto,
     cost_to_proto,
     delta_from_proto,
-    delta_to_proto,
     floats_from_bytes,
     floats_to_bytes,
     ids_to_array,
@@ -34,7 +36,13 @@ from tandem.wire.common import (
     row_kind_to_proto,
     sampling_from_proto,
     sampling_to_proto,
+    set_delta,
 )
+from tandem.wire.parts import ColumnPart, grouped
+from tandem.wire.row_columns import ColumnAnswer, RowBlock, columns_to_proto, form
+
+Answer: TypeAlias = "target_pb2.VerifyResponse | ColumnAnswer"
+"""A verification as it came: in a message of its own, or within one for several sequences."""
 
 _EMPTY_SUPPORT: IntArray = np.empty(0, dtype=np.int64)
 
@@ -48,7 +56,8 @@ def options_to_proto(options: TargetOptions) -> target_pb2.VerifyRequest:
             max_length=options.max_length,
             traceparent=options.traceparent,
             prompt_token_count=options.prompt_length,
-            logit_adjustments=_adjustments_to_proto(options.adjustments),
+            logit_adjustments=adjustments_to_proto(options.adjustments),
+            takes_columns=options.takes_columns,
         )
     )
 
@@ -69,44 +78,23 @@ def options_from_proto(message: target_pb2.VerifyOpen) -> TargetOptions:
         message.max_length,
         message.traceparent,
         message.prompt_token_count,
-        _adjustments_from_proto(message.logit_adjustments),
+        adjustments_from_proto(message.logit_adjustments),
+        message.takes_columns,
     )
-
-
-def _adjustments_to_proto(adjustments: LogitAdjustments) -> target_pb2.LogitAdjustments | None:
-    if not adjustments:
-        return None
-    return target_pb2.LogitAdjustments(
-        biases=adjustments.biases,
-        min_tokens=adjustments.min_tokens,
-        suppressed_token_ids=adjustments.suppressed_token_ids,
-    )
-
-
-def _adjustments_from_proto(message: target_pb2.LogitAdjustments) -> LogitAdjustments:
-    if message.min_tokens < 0:
-        raise InvalidRequestError(f"min_tokens is {message.min_tokens}; it must be at least 0")
-    for token_id, bias in message.biases.items():
-        if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
-            raise InvalidRequestError(
-                f"the bias of token {token_id} is {bias:g}; it must be between {-MAX_LOGIT_BIAS:g} and "
-                f"{MAX_LOGIT_BIAS:g}"
-            )
-    return LogitAdjustments(dict(message.biases), message.min_tokens, tuple(message.suppressed_token_ids))
 
 
 def step_to_proto(step: VerifyStep) -> target_pb2.VerifyRequest:
     """The message that asks for rows."""
-    return target_pb2.VerifyRequest(
-        step=target_pb2.VerifyStep(
-            delta=delta_to_proto(step.delta),
-            row_kind=row_kind_to_proto(step.row_kind),
-            row_count=step.row_count,
-            supports=[target_pb2.Support(token_ids=support.tolist()) for support in step.supports],
-            with_statistics=step.with_statistics,
-            raced_recovery=step.raced_recovery,
-        )
-    )
+    request = target_pb2.VerifyRequest()
+    message = request.step
+    set_delta(message.delta, step.delta)
+    message.row_kind = row_kind_to_proto(step.row_kind)
+    message.row_count = step.row_count
+    for support in step.supports:
+        message.supports.add().token_ids.extend(support.tolist())
+    message.with_statistics = step.with_statistics
+    message.raced_recovery = step.raced_recovery
+    return request
 
 
 def step_from_proto(message: target_pb2.VerifyStep) -> VerifyStep:
@@ -131,16 +119,31 @@ def step_from_proto(message: target_pb2.VerifyStep) -> VerifyStep:
     )
 
 
-def finish_to_proto() -> target_pb2.VerifyRequest:
-    """The message that ends a sequence."""
-    return target_pb2.VerifyRequest(finish=target_pb2.VerifyFinish())
+def finish_to_proto(token_count: int) -> target_pb2.VerifyRequest:
+    """The message that ends a sequence, of whose first tokens the coordinator keeps so many."""
+    return target_pb2.VerifyRequest(finish=target_pb2.VerifyFinish(token_count=token_count))
 
 
-def verification_to_proto(verification: Verification) -> target_pb2.VerifyResponse:
-    """A verification as a message."""
+def kept_from_proto(message: target_pb2.VerifyFinish) -> int | None:
+    """How many of the sequence's first tokens the coordinator keeps; None from one that does not say so."""
+    return message.token_count if message.HasField("token_count") else None
+
+
+def verification_to_proto(
+    verification: Verification, *, with_columns: bool = False
+) -> target_pb2.VerifyResponse:
+    """A verification as a message.
+
+    Args:
+        verification: The verification.
+        with_columns: True if its sequence takes columns.
+    """
     response = target_pb2.VerifyResponse(
         base_length=verification.base_length, cost=cost_to_proto(verification.cost)
     )
+    if with_columns and (columns := columns_to_proto(verification.rows)) is not None:
+        response.columns.CopyFrom(columns)
+        return response
     tokens = [row.token_id for row in verification.rows if isinstance(row, TokenRow)]
     supports = [_support_row_to_proto(row) for row in verification.rows if isinstance(row, SupportRow)]
     dense = [row.logits for row in verification.rows if isinstance(row, DenseRow)]
@@ -153,17 +156,55 @@ def verification_to_proto(verification: Verification) -> target_pb2.VerifyRespon
     return response
 
 
-def verification_from_proto(message: target_pb2.VerifyResponse, step: VerifyStep) -> Verification:
+def many_to_proto(
+    answers: Iterable[types_pb2.SequencePart | ColumnPart[target_pb2.VerifyResponse]],
+) -> target_pb2.VerifyManyResponse:
+    """A message of a shared stream: answers with columns become one block for each form of row."""
+    own, groups = grouped(answers, lambda answer: form(answer.columns))
+    message = target_pb2.VerifyManyResponse(parts=own)
+    for group in groups:
+        rows = [part.answer.columns for part in group]
+        block = message.columns.add()
+        block.answers.CopyFrom(heads_to_proto((part.sequence, part.answer) for part in group))
+        block.row_counts = ints_to_bytes([len(each.token_ids or each.support_sizes) // 4 for each in rows])
+        joined(rows, block.rows)
+    return message
+
+
+def columns_from_proto(message: target_pb2.VerifyManyResponse) -> Iterator[Arrived[Answer]]:
+    """The answers that a message of a shared stream has as columns.
+
+    Raises:
+        ProtocolError: the columns do not fit together.
+    """
+    for columns in message.columns:
+        block = RowBlock(columns.rows)
+        heads = heads_from_proto(columns.answers)
+        yield from parts(
+            heads,
+            columns.row_counts,
+            block.count,
+            columns.ByteSize(),
+            lambda head, start, stop, block=block: ColumnAnswer(  # type: ignore[misc]
+                head.base_length, head.cost, block, start, stop
+            ),
+        )
+
+
+def verification_from_proto(answer: Answer, step: VerifyStep) -> Verification:
     """The verification that answers `step`.
 
     Raises:
         ProtocolError: it does not have the rows that were requested.
     """
-    rows = _rows_from_proto(message, step)
+    if isinstance(answer, ColumnAnswer):
+        rows, cost = answer.rows(step), answer.cost
+    else:
+        rows = _rows_from_proto(answer, step)
+        cost = cost_from_proto(answer.cost) if answer.HasField("cost") else None
     if len(rows) != step.row_count:
         raise ProtocolError(f"{len(rows)} rows came for {step.row_count} that were requested")
-    cost = cost_from_proto(message.cost) if message.HasField("cost") else None
-    return Verification(message.base_length, rows, cost)
+    return Verification(answer.base_length, rows, cost)
 
 
 def _rows_from_proto(message: target_pb2.VerifyResponse, step: VerifyStep) -> tuple[TargetRow, ...]:
@@ -177,6 +218,9 @@ def _rows_from_proto(message: target_pb2.VerifyResponse, step: VerifyStep) -> tu
             return tuple(map(_support_row_from_proto, rows, supports))
         case "dense_rows", RowKind.DENSE:
             return _dense_rows_from_proto(message.dense_rows)
+        case "columns", _:
+            block = RowBlock(message.columns)
+            return block.rows(0, block.count, step)
         case None, _:
             return ()
         case kind, expected:

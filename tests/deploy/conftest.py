@@ -13,9 +13,9 @@ from tests.deploy.images import Image, build_code, image
 
 @pytest.fixture(scope="session")
 def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Image]:
-    """The three images."""
+    """The three images, and the one of the demo pair."""
     code = build_code(tmp_path_factory.mktemp("images"))
-    return {name: image(name, code) for name in ("coordinator", "draft", "target")}
+    return {name: image(name, code) for name in ("coordinator", "draft", "target", "demo-models")}
 
 
 @pytest.fixture(scope="session")

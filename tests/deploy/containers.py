@@ -143,10 +143,12 @@ def describe(
     }
     environment["PATH"] = environment["PATH"].replace("$PATH", "/usr/local/bin:/usr/bin:/bin")
     binds = {str(path): place for place, path in image.files.items()}
+    writable = []
     for volume in service.get("volumes", []):
         source, place, mode = volume.split(":")
-        assert mode == "ro", f"{name} may write to {source}"
+        assert mode in ("ro", "rw"), f"{name} may write to {source}"
         binds[str((ROOT / source).resolve())] = place
+        writable += [place] if mode == "rw" else []
     real = {place: Path(place) for place in _SYSTEM if Path(place).exists()}
     binds |= {str(path): place for place, path in real.items() if not path.is_symlink()}
     binds |= {sys.base_prefix: sys.base_prefix}
@@ -162,6 +164,7 @@ def describe(
         "read_only": service.get("read_only", False),
         "tmpfs": dict(entry.split(":") for entry in service.get("tmpfs", [])),
         "binds": binds,
+        "writable": writable,
         "links": {place: os.readlink(path) for place, path in real.items() if path.is_symlink()}
         | {f"{VENV}/bin/python": f"{sys.base_prefix}/bin/{PYTHON}"},
         "files": {

@@ -73,7 +73,9 @@ class Dockerfile:
         return [str(word) for word in json.loads(self.last(name, "ENTRYPOINT"))]
 
     def health_check(self, name: str) -> list[str]:
-        """The words that ask a container how it is."""
+        """The words that ask a container how it is; none for an image without a health check."""
+        if not any(stage.all("HEALTHCHECK") for stage in self.chain(name)):
+            return []
         return [str(word) for word in json.loads(self.last(name, "HEALTHCHECK").partition("CMD ")[2])]
 
     def copies(self, name: str) -> list[Copy]:

@@ -47,7 +47,7 @@ def start(container: dict[str, Any]) -> NoReturn:
     for place, target in container["links"].items():
         _inside(root, place).symlink_to(target)
     for source, place in container["binds"].items():
-        _bind(Path(source), _inside(root, place))
+        _bind(Path(source), _inside(root, place), is_writable=place in container["writable"])
     for place in ("/proc", "/dev", "/sys"):
         (root / place[1:]).mkdir(exist_ok=True)
         _mount(place, root / place[1:], None, MS_BIND | MS_REC)
@@ -91,13 +91,14 @@ def _inside(root: Path, place: str) -> Path:
     return path
 
 
-def _bind(source: Path, at: Path) -> None:
+def _bind(source: Path, at: Path, *, is_writable: bool) -> None:
     if source.is_dir():
         at.mkdir(exist_ok=True)
     else:
         at.touch()
     _mount(str(source), at, None, MS_BIND | MS_REC)
-    _mount(str(source), at, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID)
+    flags = 0 if is_writable else MS_RDONLY
+    _mount(str(source), at, None, MS_REMOUNT | MS_BIND | MS_NOSUID | flags)
 
 
 def _join_bridge(network: dict[str, Any]) -> None:

@@ -115,6 +115,9 @@ def image(name: str, code: Path) -> Image:
             for package in packages:
                 files |= {f"{SITE}/{place}": path for place, path in contents(distribution(package)).items()}
             continue
+        if copy.stage is None:
+            files[copy.destination] = ROOT / copy.sources[0]
+            continue
         assert copy.stage == "code", f"COPY --from={copy.stage} is not known here"
         for source in copy.sources:
             found = list(code.glob(source.removeprefix("/code/")))

@@ -19,7 +19,7 @@ def test_bench_measures_tandem_and_its_peers(tmp_path: Path) -> None:
     files = {name: tmp_path / f"bench.{name}" for name in ("json", "svg", "markdown")}
     with running(
         *(TANDEM, "bench", "--pair", PAIR, "--cache-folder", str(tmp_path / "cache")),
-        *("--contenders", "target-alone,speculative,one-process,transformers,vllm"),
+        *("--contenders", "target-alone,speculative,eagle3,one-process,transformers,vllm"),
         *("--rounds", "1", "--max-tokens", "4", "--batch", "2", "--threads", "1", "--dtype", "float32"),
         *[word for name, file in files.items() for word in (f"--{name}", str(file))],
         # The adaptive policy may decide that speculation does not pay for four tokens.
@@ -32,7 +32,10 @@ def test_bench_measures_tandem_and_its_peers(tmp_path: Path) -> None:
     ran = ("target-alone", "speculative", "one-process", "transformers")
     cells = {(cell.contender, cell.batch, cell.temperature): cell for cell in report.cells}
     assert cells.keys() == {(name, 2, heat) for name in ran for heat in (0.0, 1.0)}
-    assert report.absent == {"vllm": "name a Python that has vLLM with --vllm-python"}
+    assert report.absent == {
+        "vllm": "name a Python that has vLLM with --vllm-python",
+        "eagle3": "name the folder of the target's eagle3 head with --head",
+    }
     for cell in cells.values():
         assert cell.speed.median > 0
         assert cell.temperature > 0 or cell.same_tokens == 1.0, f"{cell.contender} wrote another text"

@@ -15,6 +15,7 @@ from tandem.serving.interceptors.handlers import Context
 from tandem.types import DraftedOutcomes, GenerationRequest, ProposeStep
 from tandem.v1 import draft_pb2, draft_pb2_grpc, target_pb2_grpc
 from tandem.wire import draft as wire
+from tandem.wire.outcomes import outcomes_to_proto
 from tests.fault_proxy import fault_proxy
 from tests.service.clients import Completed, complete, until
 from tests.service.fakes import FakeDraft, FakeTarget, coordinating, serving
@@ -56,7 +57,7 @@ class AheadDraft(FakeDraft):
 
     def pushes(self, tokens: list[int], step: ProposeStep) -> Pushes:
         """Return the messages to push for the round. Tests override this to violate the protocol."""
-        yield from map(wire.outcomes_to_proto, self.honest(tokens, step))
+        yield from map(outcomes_to_proto, self.honest(tokens, step))
 
     async def Propose(
         self, request_iterator: AsyncIterator[draft_pb2.ProposeRequest], context: Context

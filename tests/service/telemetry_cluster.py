@@ -115,6 +115,9 @@ class _Verified:
         await asyncio.sleep(self._fake.step_seconds)
         return self._fake.verification(self._tokens, step)
 
+    def keep(self, token_count: int | None) -> None:
+        """Forget it: nothing is written down at the end."""
+
 
 @dataclass(frozen=True, slots=True)
 class ObservedCluster:
@@ -148,6 +151,7 @@ async def observed_cluster(
     trace_rounds: float = 0.0,
     num_speculative_tokens: int = 2,
     draft_ahead: DraftAhead = "auto",
+    measure_waits: bool = False,
 ) -> AsyncIterator[ObservedCluster]:
     """Run a coordinator, a target and a draft in this process, each with telemetry."""
     exports = MemoryExports(sample_ratio)
@@ -175,6 +179,7 @@ async def observed_cluster(
             num_speculative_tokens=num_speculative_tokens,
             draft_ahead=draft_ahead,
             trace_rounds=trace_rounds,
+            measure_waits=measure_waits,
         )
         telemetry = Telemetry(settings, "coordinator", exports)
         service = CoordinatorService(settings, CoordinatorTelemetry(settings, telemetry))

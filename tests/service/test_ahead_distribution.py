@@ -46,7 +46,7 @@ def exact(model: Any, request: GenerationRequest) -> dict[tuple[int, ...], float
     for _ in range(PLACES.stop):
         contexts = torch.tensor([[*PROMPT, *tokens] for tokens in beginnings])
         with torch.inference_mode():
-            logits = model(contexts).logits[:, -1].double()
+            logits = model(contexts).logits[:, -1].double() / request.temperature
         top = logits.topk(request.top_k or logits.shape[-1])
         shares = top.values.softmax(dim=-1)
         beginnings = {

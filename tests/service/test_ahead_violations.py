@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tandem.types import ProposeStep
-from tandem.wire import draft as wire
+from tandem.wire.outcomes import outcomes_to_proto
 from tests.service.ahead_draft import EXPECTED, AheadDraft, Pushes, completed
 from tests.service.fake_rows import VOCABULARY_SIZE
 
@@ -19,28 +19,28 @@ def wrong_keys(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushe
     """Name outcomes with more accepted tokens than were proposed."""
     for each in draft.honest(tokens, step):
         counts = tuple(count + 5 for count in each.accepted_counts)
-        yield wire.outcomes_to_proto(replace(each, accepted_counts=counts))
+        yield outcomes_to_proto(replace(each, accepted_counts=counts))
 
 
 def wrong_tokens(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
     """Name the right outcome, and continue it with a token that the target rejects."""
     for each in draft.honest(tokens, step):
-        yield wire.outcomes_to_proto(replace(each, token_ids=(7,)))
+        yield outcomes_to_proto(replace(each, token_ids=(7,)))
 
 
 def unknown_tokens(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
     for each in draft.honest(tokens, step):
-        yield wire.outcomes_to_proto(replace(each, token_ids=(VOCABULARY_SIZE,)))
+        yield outcomes_to_proto(replace(each, token_ids=(VOCABULARY_SIZE,)))
 
 
 def twice(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
     for each in draft.honest(tokens, step):
-        yield from (wire.outcomes_to_proto(each), wire.outcomes_to_proto(each))
+        yield from (outcomes_to_proto(each), outcomes_to_proto(each))
 
 
 def same_outcome_twice(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
     first = next(draft.honest(tokens, step))
-    yield wire.outcomes_to_proto(
+    yield outcomes_to_proto(
         replace(
             first,
             token_ids=first.token_ids * 2,
@@ -52,20 +52,20 @@ def same_outcome_twice(draft: AheadDraft, tokens: list[int], step: ProposeStep) 
 
 def of_the_future(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
     for each in draft.honest(tokens, step):
-        yield wire.outcomes_to_proto(replace(each, base_length=each.base_length + 3))
+        yield outcomes_to_proto(replace(each, base_length=each.base_length + 3))
 
 
 def of_the_past(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
     """Name a round before the first, of which no outcomes can be late."""
     for each in draft.honest(tokens, step):
-        yield wire.outcomes_to_proto(replace(each, base_length=each.base_length - 1))
+        yield outcomes_to_proto(replace(each, base_length=each.base_length - 1))
 
 
 def endless(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
     (*_, last) = draft.honest(tokens, step)
-    yield from map(wire.outcomes_to_proto, draft.honest(tokens, step))
+    yield from map(outcomes_to_proto, draft.honest(tokens, step))
     for depth in range(100_000):
-        yield wire.outcomes_to_proto(replace(last, depth=last.depth + 1 + depth))
+        yield outcomes_to_proto(replace(last, depth=last.depth + 1 + depth))
 
 
 def endless_past(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
@@ -75,13 +75,13 @@ def endless_past(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pus
 
 def malformed(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
     """Leave out one half of an outcome's key."""
-    for push in map(wire.outcomes_to_proto, draft.honest(tokens, step)):
+    for push in map(outcomes_to_proto, draft.honest(tokens, step)):
         push.outcomes.accepted_counts.append(0)
         yield push
 
 
 def supports_without_bytes(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
-    for push in map(wire.outcomes_to_proto, draft.honest(tokens, step)):
+    for push in map(outcomes_to_proto, draft.honest(tokens, step)):
         push.outcomes.support_sizes.append(1 << 30)
         yield push
 
@@ -89,7 +89,7 @@ def supports_without_bytes(draft: AheadDraft, tokens: list[int], step: ProposeSt
 def too_many(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
     first = next(draft.honest(tokens, step))
     many = tuple(range(500))
-    yield wire.outcomes_to_proto(
+    yield outcomes_to_proto(
         replace(first, token_ids=many, accepted_counts=(0,) * len(many), next_token_ids=many)
     )
 

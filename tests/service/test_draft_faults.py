@@ -11,6 +11,7 @@ import pytest
 from tandem.serving.interceptors.handlers import Context
 from tandem.types import FinishReason, GenerationRequest
 from tandem.v1 import draft_pb2, types_pb2
+from tandem.wire import draft as draft_wire
 from tests.service.clients import complete, until
 from tests.service.fake_rows import VOCABULARY_SIZE
 from tests.service.fakes import FakeDraft, FakeTarget, cluster, refusal
@@ -68,6 +69,21 @@ class Leaving(FakeDraft):
         self, tokens: Sequence[int], count: int, context: Context
     ) -> draft_pb2.ProposeResponse | None:
         return None if len(self.requested) > 2 else self.proposal(tokens, count)
+
+
+class GarbledColumns(FakeDraft):
+    """Sends invalid columns."""
+
+    def __init__(self, garble: Callable[[draft_pb2.DistributionColumns], object]) -> None:
+        super().__init__()
+        self._garble = garble
+
+    async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
+        proposal = draft_wire.proposal_from_proto(self.proposal(tokens, count))
+        message = draft_wire.proposal_to_proto(proposal, with_columns=True)
+        if count and len(self.requested) > 2:
+            self._garble(message.columns)
+        return message
 
 
 class Garbled(FakeDraft):
@@ -137,6 +153,10 @@ def _dense_of_another_size(proposal: draft_pb2.ProposeResponse) -> None:
         distribution.dense_logits.data = b"\0\0\0\0"
 
 
+def _column(name: str, content: bytes) -> Callable[[], FakeDraft]:
+    return lambda: GarbledColumns(lambda columns: setattr(columns, name, content))
+
+
 FAULTS: dict[str, Callable[[], FakeDraft]] = {
     "hanging": Hanging,
     "hanging later": HangingLater,
@@ -155,6 +175,13 @@ FAULTS: dict[str, Callable[[], FakeDraft]] = {
     "repeated support": lambda: Garbled(_repeated_support),
     "too few distributions": lambda: Garbled(_too_few_distributions),
     "dense of another size": lambda: Garbled(_dense_of_another_size),
+    "a column of other sizes": _column("support_sizes", b"\1\0\0\0\2\0\0\0"),
+    "a column of too few sizes": _column("support_sizes", b"\1\0\0\0"),
+    "a column of cut sizes": _column("support_sizes", b"\1"),
+    "no column of sizes": _column("support_sizes", b""),
+    "a column without sums": _column("probabilities", bytes(8)),
+    "a column of cut bytes": _column("probabilities", bytes(7)),
+    "a column of unknown ids": _column("support_ids", b"\xff" * 8),
 }
 
 

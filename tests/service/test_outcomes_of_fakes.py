@@ -18,7 +18,7 @@ import pytest
 from tandem.serving.interceptors.handlers import Context
 from tandem.types import GenerationRequest, ProposeStep, StepCost
 from tandem.v1 import draft_pb2
-from tandem.wire import draft as wire
+from tandem.wire.outcomes import outcomes_to_proto
 from tests.service.ahead_draft import AheadDraft, Pushes, completed
 from tests.service.clients import complete, until
 from tests.service.fakes import FakeDraft, FakeTarget
@@ -41,7 +41,7 @@ class StepwiseDraft(AheadDraft):
 
     def pushes(self, tokens: list[int], step: ProposeStep) -> Pushes:
         for each in self.honest(tokens, step):
-            yield wire.outcomes_to_proto(replace(each, cost=StepCost(STEP_SECONDS, 1, 1)))
+            yield outcomes_to_proto(replace(each, cost=StepCost(STEP_SECONDS, 1, 1)))
 
     async def Propose(
         self, request_iterator: AsyncIterator[draft_pb2.ProposeRequest], context: Context

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 
 import grpc
+import numpy as np
 import pytest
 
 from coordinator.failover.verifier import MAX_LOSSES
@@ -51,6 +52,10 @@ def set_unknown_ids(response: target_pb2.VerifyResponse) -> None:
         response.token_rows.token_ids[0] = 1 << 20
     for row in response.support_rows.rows:
         row.outside_token_id = 1 << 20
+    columns = response.columns
+    for name in ("token_ids", "outside_token_ids"):
+        unknown = np.full(len(getattr(columns, name)) // 4, 1 << 20, "<i4")
+        setattr(columns, name, unknown.tobytes())
 
 
 LOSSES: dict[str, Callable[[int], Faults]] = {

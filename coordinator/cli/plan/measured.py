@@ -17,8 +17,8 @@ from typing import IO, Annotated
 
 import typer
 
-from coordinator.cli.up_arguments import NO_DRAFT, UpOptions, service_arguments
-from coordinator.cli.up_devices import DeviceOptions
+from coordinator.cli.up.arguments import NO_DRAFT, UpOptions, service_arguments
+from coordinator.cli.up.devices import DeviceOptions
 from coordinator.speculation.plan import StepTimes, measured_times
 from tandem.clients.admin import AdminClient
 from tandem.clients.aio import Client

@@ -235,5 +235,6 @@ def target_argmax(verification: Verification, index: int, sampling: SamplingPara
 
 def find_id(token_ids: IntArray, token_id: int) -> int:
     """Return the index of an id among distinct ids, -1 when absent."""
-    index = int((token_ids == token_id).argmax()) if token_ids.size else 0
+    # Many rules ask for a support of one id, which needs no search.
+    index = int((token_ids == token_id).argmax()) if token_ids.size > 1 else 0
     return index if token_ids.size and token_ids[index] == token_id else -1

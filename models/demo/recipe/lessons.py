@@ -56,7 +56,11 @@ def read_corpus_lessons(target: LlamaForCausalLM, stream: Tensor, minutes: float
 
 
 def write_lessons(
-    target: LlamaForCausalLM, functions: Sequence[Sequence[int]], minutes: float, seed: int
+    target: LlamaForCausalLM,
+    functions: Sequence[Sequence[int]],
+    minutes: float,
+    seed: int,
+    rows: int = ROWS,
 ) -> list[Lessons]:
     """Lessons on the target's own text, begun by the first tokens of functions; one group per length."""
     chooser, box = random.Random(seed), TimeBox(minutes)
@@ -66,7 +70,7 @@ def write_lessons(
         length = PROMPT_LENGTHS[count % len(PROMPT_LENGTHS)]
         temperature = TEMPERATURES[count % len(TEMPERATURES)]
         beginnings = [tokens[:length] for tokens in functions if len(tokens) >= length]
-        prompts = chooser.sample(beginnings, min(ROWS, len(beginnings)))
+        prompts = chooser.sample(beginnings, min(rows, len(beginnings)))
         written = continue_text(target, prompts, WRITTEN_LENGTH, temperature, seed + count)
         parts[length].append(Lessons(written.tokens[:, :-1], written.hidden.half()))
         count += 1

@@ -63,8 +63,11 @@ class Optimizers:
     """Both optimizers of one model behind one `step`."""
 
     def __init__(self, model: nn.Module, matrix_lr: float, other_lr: float) -> None:
-        matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-        others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for name, parameter in model.named_parameters():
+            is_inner = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
+            (matrices if is_inner else others).append(parameter)
         self._parts: list[tuple[torch.optim.Optimizer, float]] = [
             (BatchedMuon(matrices, lr=matrix_lr), matrix_lr),
             (torch.optim.AdamW(others, lr=other_lr, betas=(0.9, 0.95), weight_decay=0.0), other_lr),

@@ -64,6 +64,12 @@ class SequenceBranches:
         """Position of each branch's token."""
         return [length + self.step.depth for length in self.step.trunk_lengths[: self.count]]
 
+    def first_key(self, window: int | None) -> int:
+        """The first of the sequence's keys that any branch sees. Their own lie behind the trunk in any case."""
+        if window is None:
+            return 0
+        return max(0, min(min(self.positions()) - window + 1, self.sequence.length))
+
 
 class BranchRunner(Protocol):
     """Runs steps of branches."""
@@ -119,7 +125,7 @@ def clear_room(arena: KvArena, part: SequenceBranches) -> None:
     sequence, step = part.sequence, part.step
     end = sequence.length + step.room
     if step.depth == 0 and sequence.clean_length < end:
-        arena.zero(sequence.table, max(sequence.clean_length, sequence.length), end)
+        arena.zero(sequence.tables, max(sequence.clean_length, sequence.length), end)
         sequence.clean_length = end
 
 
@@ -171,10 +177,19 @@ class BranchView:
         self._arena = arena
         self._model = model
         self._masks: dict[tuple[int | None, int], Tensor] = {}
-        table, written = part.sequence.table, part.written
-        self._length = written + part.count
-        self._writer = PageWriter([(table, written, self._length)], model.device)
-        self._reader = PageReader.of_tables([table], 0, self._length, model.device)
+        self._length = part.written + part.count
+        tables, device = part.sequence.tables, model.device
+        self._writers = [
+            PageWriter.of_spans([(table, part.written, self._length)], device) for table in tables
+        ]
+        # From the beginning of a page, whose first numbers a window may hide.
+        self._firsts = [
+            part.first_key(table.window) // table.page_tokens * table.page_tokens for table in tables
+        ]
+        self._readers = [
+            PageReader.of_tables([table], first, self._length, device)
+            for table, first in zip(tables, self._firsts, strict=True)
+        ]
 
     def attend(
         self,
@@ -190,16 +205,18 @@ class BranchView:
         """Store the branches' keys and values and attend; see `AttentionStep.attend`."""
         layer_index: int = module.layer_idx  # type: ignore[assignment]
         layer, geometry = self._arena.layers[layer_index], self._model.layers[layer_index]
-        count, heads, length = self.count, query.shape[1], self._length
-        self._writer.write(layer, key, value)
+        count, heads, first = self.count, query.shape[1], self._firsts[layer.group]
+        length = self._length - first
+        self._writers[layer.group].write(layer, key, value)
+        reader = self._readers[layer.group]
         repeats = heads // geometry.kv_heads
         if sinks is not None:
             sinks = sinks.view(geometry.kv_heads, repeats).repeat_interleave(count, dim=1)
         output = grouped_attention(
             query.reshape(1, geometry.kv_heads, repeats * count, -1),
-            self._reader.read(layer.keys)[:, :, :length],
-            self._reader.read(layer.values)[:, :, :length],
-            mask=self._mask(geometry.window, repeats, length),
+            reader.read(layer.keys)[:, :, :length],
+            reader.read(layer.values)[:, :, :length],
+            mask=self._mask(geometry.window, repeats, first),
             is_causal=False,
             scale=scale,
             softcap=softcap,
@@ -207,18 +224,18 @@ class BranchView:
         )
         return output.view(1, heads, count, -1).transpose(1, 2)
 
-    def _mask(self, window: int | None, repeats: int, length: int) -> Tensor:
-        """Zero where a branch sees a key and minus infinity elsewhere, [1, 1, repeats * branches, length]."""
+    def _mask(self, window: int | None, repeats: int, first: int) -> Tensor:
+        """Zero where a branch sees a key and minus infinity elsewhere, [1, 1, repeats * branches, length - first]."""
         found = self._masks.get((window, repeats))
         if found is None:
-            found = self._masks[window, repeats] = self._made_mask(window, repeats, length)
+            found = self._masks[window, repeats] = self._made_mask(window, repeats, first)
         return found
 
-    def _made_mask(self, window: int | None, repeats: int, length: int) -> Tensor:
+    def _made_mask(self, window: int | None, repeats: int, first: int) -> Tensor:
         step, device = self._part.step, self._model.device
         count, width = self.count, len(step.trunk_lengths)
         trunk_lengths = torch.tensor(step.trunk_lengths[:count], device=device)[:, None]
-        slots = torch.arange(length, device=device)[None]
+        slots = torch.arange(first, self._length, device=device)[None]
         behind = slots - self._part.sequence.length
         own = (behind >= 0) & (behind % width == torch.arange(count, device=device)[:, None])
         # Position of each slot's token in the branch that sees it.

@@ -48,8 +48,16 @@ class Sampler(Protocol):
     """Chooses tokens from logits. Every sampler draws the same noise bits; probabilities may differ in their last
     places, which changes about one sample in 10**13."""
 
-    def probabilities(self, logits: Tensor, sampling: SequenceOf[SamplingParams]) -> Tensor:
-        """The distribution of each row, float64 [R, V]; see `tandem.sampling.warping.warp`."""
+    def probabilities(
+        self, logits: Tensor, sampling: SequenceOf[SamplingParams], columns: Tensor | None = None
+    ) -> Tensor:
+        """The distribution of each row, float64 [R, V]; see `tandem.sampling.warping.warp`.
+
+        Args:
+            logits: [R, V], any floating type.
+            sampling: of each row.
+            columns: their `parameter_rows` on the device of the logits, so that the host need not wait for it.
+        """
         ...
 
     def sample(self, probs: Tensor, keys: Tensor, token_ids: Tensor | None = None) -> Tensor:
@@ -62,15 +70,16 @@ class Sampler(Protocol):
         """
         ...
 
-    def sample_tokens(self, probs: Tensor, keys: Tensor) -> list[int]:
-        """The token that each row draws; -1 where the row is no distribution, as `probabilities` makes of logits that
-        are not finite. Waits for the device once."""
+    def sample_tokens(self, probs: Tensor, keys: Tensor) -> Tensor:
+        """The token that each row draws, int64 [R]; -1 where the row is no distribution, as `probabilities` makes of
+        logits that are not finite. Does not wait for the device."""
         ...
 
-    def argmax(self, logits: Tensor) -> list[int]:
-        """The column of each row's highest logit, the first of equal ones; -1 where the highest is not finite.
+    def argmax(self, logits: Tensor) -> Tensor:
+        """The column of each row's highest logit, the first of equal ones, int64 [R]; -1 where the highest is not
+        finite.
 
-        Kernels skip NaN as long as a row has other numbers. Waits for the device once.
+        Kernels skip NaN as long as a row has other numbers. Does not wait for the device.
         """
         ...
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.engine.backends.transfers import to_device
 from tandem.engine.kv_cache.segment import Segment
 from tandem.engine.models.attention import STEP_ARGUMENT
 
@@ -56,20 +58,16 @@ def run_modules(module: Any, packing: Packing, rows: SequenceOf[int], device: to
     Returns:
         Logits, [len(rows), vocabulary_size] in the dtype that the module's last layer gives.
     """
-    packed = torch.tensor((packing.token_ids(), packing.positions()), device=device)  # one copy to the device
+    keeps_all = list(rows) == list(range(packing.token_count))
+    numbers = [np.array((packing.token_ids(), packing.positions()), dtype=np.int64)]
+    packed, *kept = to_device(numbers if keeps_all else [*numbers, np.array(rows, dtype=np.int64)], device)
     output = module(
         input_ids=packed[:1],
         position_ids=packed[1:],
-        logits_to_keep=_rows_to_keep(rows, packed.shape[1], device),
+        # As transformers takes them; 0 stands for all in order, the usual case, and saves a gather.
+        logits_to_keep=kept[0] if kept else 0,
         use_cache=False,
         **{STEP_ARGUMENT: packing},
     )
     logits: Tensor = output.logits[0]
     return logits
-
-
-def _rows_to_keep(rows: SequenceOf[int], token_count: int, device: torch.device) -> Tensor | int:
-    """The rows as transformers takes them; 0 stands for all in order, the usual case, and saves a gather."""
-    if list(rows) == list(range(token_count)):
-        return 0
-    return torch.tensor(rows, dtype=torch.long, device=device)

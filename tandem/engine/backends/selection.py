@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tandem.engine.backends.branches import BranchRunner, EagerBranches
@@ -16,11 +16,14 @@ from tandem.engine.backends.cuda_graphs.capture import Capture, graph_capture
 from tandem.engine.backends.cuda_graphs.captured_steps import CapturedSteps, GraphContext
 from tandem.engine.backends.eager.backend import eager_backend
 from tandem.engine.backends.eager.sampler import TORCH_SAMPLER
+from tandem.engine.backends.fused.compiled import compile_layers
 from tandem.engine.backends.fused.fuse import fuse
+from tandem.engine.backends.hidden_states.tap import HiddenStateTap
 from tandem.engine.backends.interface import Sampler, StepBackend
 from tandem.engine.backends.trial import Reference
 from tandem.engine.kv_cache.arena import KvArena
 from tandem.engine.models.loading import LoadedModel
+from tandem.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,12 @@ class Backends:
     capture: Capture | None = None
     reference: Reference | None = None
     """Of the model as it was loaded, where its layers were replaced since."""
+    tap: HiddenStateTap | None = None
+    """Takes hidden states out of the steps, for a drafting head."""
+
+    def tapped(self, tap: HiddenStateTap) -> Backends:
+        """The ways whose hidden states a tap can take: all but captured graphs."""
+        return replace(self, capture=None, tap=tap)
 
     @property
     def sampler(self) -> Sampler:
@@ -49,6 +58,8 @@ class Backends:
 
     def steps(self, arena: KvArena, graphs: GraphContext | None = None) -> list[StepBackend]:
         """The backends of an arena, which must be empty. The last one accepts every step."""
+        if self.tap is not None:
+            self.tap.attach(arena)
         backends: list[StepBackend] = []
         if graphs is not None:
             backends.append(CapturedSteps(graphs))
@@ -83,13 +94,22 @@ def choose_backends(
 
     Args:
         model: its linear layers are packed in place where CPU kernels are used, and fused on a GPU.
-        compile_mode: ``auto`` uses CPU kernels where they work, ``on`` demands them, ``off`` leaves all to torch.
+        compile_mode: ``auto`` uses CPU kernels where they work, ``on`` demands them, ``off`` leaves all to torch;
+            ``layers`` compiles each layer by `torch.compile` on a GPU.
         compile_cache: folder for compiled kernels; None for the user's own.
         enforce_eager: capture no CUDA graphs.
 
     Raises:
-        ConfigurationError: `compile_mode` is ``on`` and the kernels cannot be used.
+        ConfigurationError: `compile_mode` is ``on`` and the kernels cannot be used, or ``layers`` on a CPU.
     """
-    native = load_native(model, compile_mode, compile_cache)
+    is_on_gpu, compiles_layers = model.device.type == "cuda", compile_mode == "layers"
+    if compiles_layers and not is_on_gpu:
+        raise ConfigurationError(
+            f"compile is layers, which is for a GPU, but the device is {model.device}; it should be auto, on or off."
+        )
+    native = load_native(model, "off" if compiles_layers else compile_mode, compile_cache)
+    reference = fuse(model) if is_on_gpu else None
+    if compiles_layers:
+        reference = compile_layers(model, reference)
     capture = graph_capture(model.device, enforce_eager=enforce_eager)
-    return Backends(model, native, capture, fuse(model) if model.device.type == "cuda" else None)
+    return Backends(model, native, capture, reference)

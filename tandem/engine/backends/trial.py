@@ -20,7 +20,8 @@ from tandem.engine.backends.eager.backend import eager_backend
 from tandem.engine.backends.interface import StepBackend
 from tandem.engine.backends.wide_arithmetic import computing_in
 from tandem.engine.kv_cache.arena import KvArena, page_tokens_on
-from tandem.engine.kv_cache.page_table import PageTable, pages_for
+from tandem.engine.kv_cache.layer_groups import group_layers, kept_pages
+from tandem.engine.kv_cache.page_table import PageTable, first_kept_page
 from tandem.engine.kv_cache.segment import Segment
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.models.loading import LoadedModel
@@ -75,6 +76,11 @@ def root_mean_square(values: Tensor) -> float:
     return float(values.double().square().mean().sqrt())
 
 
+def _difference(results: Tensor, expected: Tensor) -> Tensor:
+    difference = results.double() - expected.double()
+    return difference.masked_fill_(results == expected, 0.0)
+
+
 class Reference:
     """Torch's own logits of trial steps. Made before anything replaces torch's layers, so that it owes nothing to what
     is compared with it."""
@@ -86,8 +92,8 @@ class Reference:
         wide = _WIDER[model.dtype]
         self._exact = self._logits(wide, eager_backend)
         own = self._logits(model.dtype, eager_backend)
-        smallest = _SMALLEST_SPREAD * root_mean_square(self._exact)
-        self.spread = max(root_mean_square(own.double() - self._exact.double()), smallest)
+        smallest = _SMALLEST_SPREAD * root_mean_square(self._exact[self._exact.isfinite()])
+        self.spread = max(root_mean_square(_difference(own, self._exact)), smallest)
         """Root mean square of torch's own rounding errors in a logit."""
 
     @property
@@ -100,15 +106,19 @@ class Reference:
         return self.in_spreads(self._logits(self._model.dtype, make_backend), self._exact)
 
     def in_spreads(self, results: Tensor, expected: Tensor) -> float:
-        """Root mean square of a difference of logits, in spreads; not a number where any result is none."""
-        return root_mean_square(results.double() - expected.double()) / self.spread
+        """Root mean square of a difference of logits, in spreads; not a number where any result is none.
+
+        Minus infinity, which a drafting head gives for tokens that it cannot say, equals itself.
+        """
+        return root_mean_square(_difference(results, expected)) / self.spread
 
     def _logits(
         self, dtype: torch.dtype, make_backend: Callable[[LoadedModel, KvArena], StepBackend]
     ) -> Tensor:
         model = replace(self._model, dtype=dtype)
         size = page_tokens_on(model.device)
-        pages = sum(pages_for(past + count, size) for past, count in self._lengths)
+        windows = [group.window for group in group_layers(model.layers)]
+        pages = sum(kept_pages(windows, past, past + count, size) for past, count in self._lengths)
         arena = KvArena(model.layers, pages, dtype, model.device)
         with (
             torch.inference_mode(),
@@ -147,16 +157,16 @@ def trial_segments(
         stored_dtype: the past's keys and values are numbers of this dtype, whatever the arena's.
         tokens_ahead: for how many more tokens each sequence is to have room.
     """
-    needed = [pages_for(past + count + tokens_ahead, arena.page_tokens) for past, count in lengths]
-    page_count = sum(needed)
-    tables = scattered_tables(needed, arena.page_tokens)
+    spans = [(past, past + count + tokens_ahead) for past, count in lengths]
+    page_count = sum(arena.kept_pages(past, end) for past, end in spans)
+    tables = scattered_tables(spans, arena.page_tokens, arena.windows)
     segments = []
-    for index, ((past, count), table) in enumerate(zip(lengths, tables, strict=True)):
-        sequence = Sequence(table, table.capacity, vocabulary_size)
+    for index, ((past, count), own) in enumerate(zip(lengths, tables, strict=True)):
+        sequence = Sequence(own, own[0].capacity, vocabulary_size)
         sequence.token_ids = [(7 * index + 3 * step) % vocabulary_size for step in range(past + count)]
         sequence.advance(past)
         segments.append(Segment(sequence, count))
-    storages = [storage[:page_count] for layer in arena.layers for storage in (layer.keys, layer.values)]
+    storages = [storage[:page_count] for layer in arena.storages for storage in (layer.keys, layer.values)]
     generator = torch.Generator(storages[0].device).manual_seed(0)
     for storage in storages:
         _fill(storage, stored_dtype, generator)
@@ -167,16 +177,29 @@ def trial_segments(
             storage.zero_()
 
 
-def scattered_tables(counts: SequenceOf[int], page_tokens: int) -> list[PageTable]:
-    """Tables of so many pages each, from 0 up in all. They take turns, and the last pages come first: whoever reads
-    pages in the order of the arena reads those of others."""
-    tables = [PageTable(page_tokens, count * page_tokens) for count in counts]
-    free = list(range(sum(counts)))
+def scattered_tables(
+    spans: SequenceOf[tuple[int, int]], page_tokens: int, windows: SequenceOf[int | None] = (None,)
+) -> list[list[PageTable]]:
+    """The page tables of sequences, one for each window, with pages from 0 up in all.
+
+    They take turns, and the last pages come first: whoever reads pages in the order of the arena reads those of others.
+
+    Args:
+        spans: of each sequence, computed tokens and tokens for which it has room.
+        page_tokens: tokens of a page.
+        windows: of the groups of layers. As in service, pages before a window are those of others.
+    """
+    found = [[PageTable(page_tokens, end, window=window) for window in windows] for _, end in spans]
+    for (past, _), own in zip(spans, found, strict=True):
+        for table in own:
+            table.drop_before(first_kept_page(past, table.window, page_tokens))
+    tables = [table for own in found for table in own]
+    free = list(range(sum(table.max_pages - len(table) for table in tables)))
     while free:
         for table in tables:
             if len(table) < table.max_pages:
                 table.extend([free.pop()])
-    return tables
+    return found
 
 
 def _fill(storage: Tensor, stored_dtype: torch.dtype, generator: torch.Generator) -> None:

@@ -14,6 +14,7 @@ from tandem.engine.backends.cuda_graphs.buckets import make_buckets
 from tandem.engine.backends.cuda_graphs.capture import captures_of
 from tandem.engine.backends.cuda_graphs.captured_steps import GraphContext
 from tandem.engine.backends.eager.backend import SMALL_STEP_TOKENS
+from tandem.engine.backends.memory_profile import MemoryMeter, meter_of, plan_memory
 from tandem.engine.backends.selection import Backends
 from tandem.engine.core.background import BackgroundJob
 from tandem.engine.core.events import StepRecord
@@ -29,7 +30,7 @@ from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.models.rope import fix_rotary_frequencies
 from tandem.engine.settings import EngineSettings
-from tandem.errors import ConfigurationError, InvalidRequestError, ServiceUnavailableError
+from tandem.errors import InvalidRequestError, ServiceUnavailableError
 from tandem.types import Delta
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Engine(Generic[PayloadT, ResultT]):
         backends: Backends | None = None,
         make_proposer: MakeMultiStepProposer[PayloadT, ResultT] | None = None,
         on_failure: Callable[[], None] | None = None,
+        meter: MemoryMeter | None = None,
     ) -> None:
         """Allocates the KV cache.
 
@@ -72,48 +74,36 @@ class Engine(Generic[PayloadT, ResultT]):
             backends: what runs the steps of this very model; None runs all of them eagerly.
             make_proposer: captures several steps at once; called only where steps are captured.
             on_failure: called on the event loop when the thread has ended by itself: no job runs any more.
+            meter: reads the device's memory; None for the device's own.
 
         Raises:
             ConfigurationError: the settings cannot be met.
         """
         self.model = model
-        self.max_length = _max_length(model, settings)
+        self.max_length = settings.longest_sequence(model.info.name, model.info.max_length)
         """Longest sequence, in tokens."""
-        page_count = arena_pages(model.layers, settings, self.max_length, model.dtype, model.device)
         fix_rotary_frequencies(model.module, self.max_length, model.device)
-        arena = KvArena(model.layers, page_count, model.dtype, model.device)
-        self._admission = Admission(
-            settings.max_sequences,
-            settings.max_waiting,
-            model.info.vocabulary_size,
-            arena.page_tokens,
-            page_count,
-        )
-        self._cache = PagedCache(arena, reuses_prefixes=settings.prefix_reuse)
         backends = backends or Backends(model)
-        graphs = backends.graph_context(
-            arena, make_buckets(settings.max_sequences, settings.captured_widths), self.max_length
-        )
+        buckets = make_buckets(settings.max_sequences, settings.captured_widths)
+        captured = () if backends.capture is None else buckets
+        memory = plan_memory(model, settings, self.max_length, captured, meter or meter_of(model.device))
+        pages = arena_pages(model.layers, memory.settings, self.max_length, model.dtype, model.device)
+        arena = KvArena(model.layers, pages, model.dtype, model.device)
+        self._admission = Admission(settings, model.info.vocabulary_size, arena)
+        self._cache = PagedCache(arena, reuses_prefixes=settings.prefix_reuse)
+        graphs = backends.graph_context(arena, buckets, self.max_length)
         steps = backends.steps(arena, graphs)
         self._runner = StepRunner(steps)
         proposer = None if graphs is None or make_proposer is None else make_proposer(graphs)
         self.captures = captures_of(*steps, proposer)
         """The CUDA graphs; None where none are captured."""
+        memory.check(0 if self.captures is None else self.captures.memory_bytes)
         branches = backends.branches(arena, steps)
         self._watchdog = StepWatchdog(settings.step_timeout_seconds)
-        to_loop = _ToLoop(self)
         self._worker = Worker(
-            self._runner,
-            self._cache,
-            head,
-            settings,
-            to_loop,
-            model.device,
-            on_step,
-            proposer,
-            self._watchdog,
-            branches,
-        )
+            self._runner, self._cache, head, settings, _ToLoop(self), model.device, on_step,
+            proposer, self._watchdog, branches,
+        )  # fmt: skip
         self._on_failure = on_failure
         self._is_closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -275,17 +265,6 @@ class _ToLoop:
     def ended(self) -> None:
         """See `EngineObserver`."""
         self._engine._call_soon(self._engine._ended)
-
-
-def _max_length(model: LoadedModel, settings: EngineSettings) -> int:
-    if settings.max_length is None:
-        return model.info.max_length
-    if settings.max_length > model.info.max_length:
-        raise ConfigurationError(
-            f"max_length is {settings.max_length}, but the model {model.info.name} was made for at most "
-            f"{model.info.max_length} tokens."
-        )
-    return settings.max_length
 
 
 def _resolve(results: SequenceOf[tuple[Job[Any], object]]) -> None:

@@ -43,8 +43,9 @@ class PageScheduler:
         for job in jobs:
             sequence = job.sequence
             if sequence.pending_count > sequence.table.page_tokens or not len(sequence.table):
-                self._cache.reuse(sequence)
-                sequence.want_rows(max(job.row_count, 1))  # a job that has started has something to run
+                self._cache.reuse(
+                    sequence, max(job.row_count, 1)
+                )  # a job that has started has something to run
 
     def with_pages(self, segments: SequenceOf[Segment]) -> list[Segment]:
         """Those of the segments that can run now, in order; the others wait for pages."""

@@ -64,17 +64,10 @@ class Worker(Generic[PayloadT, ResultT]):
         self._queued: deque[Job[PayloadT]] = deque()
         self._running: RunningJobs[PayloadT] = RunningJobs(cache.distrust)
         self._background = BackgroundWork(runner, branches, on_step, self._watchdog, cache)
+        pages = PageScheduler(cache, self._background.drop)
         self._stepper = Stepper(
-            runner,
-            head,
-            settings.prefill_chunk_tokens,
-            self._running,
-            on_step,
-            proposer,
-            self._watchdog,
-            cache,
-            PageScheduler(cache, self._background.drop),
-        )
+            runner, head, settings.prefill_chunk_tokens, self._running, on_step, proposer, self._watchdog, cache, pages
+        )  # fmt: skip
         self._waits_for_pages = False
         """Every job does, and only news can change that."""
 
@@ -234,6 +227,7 @@ class Worker(Generic[PayloadT, ResultT]):
         self._background.drop(sequence)
         try:
             sequence.apply(job.delta)
+            self._cache.check_rows(sequence, job.row_count)
             sequence.want_rows(job.row_count)
         except InvalidRequestError as error:
             self._running.settle(job, error)

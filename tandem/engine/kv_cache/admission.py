@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+from tandem.engine.kv_cache.arena import KvArena
 from tandem.engine.kv_cache.page_table import PageTable
 from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.settings import EngineSettings
 from tandem.errors import CapacityError, ServiceUnavailableError
 
 _Wanted = tuple[int, int]
@@ -16,14 +18,19 @@ _Wanted = tuple[int, int]
 class Admission:
     """Counts the open sequences. Lives on the event loop's thread and is touched from nowhere else."""
 
-    def __init__(
-        self, max_sequences: int, max_waiting: int, vocabulary_size: int, page_tokens: int, page_count: int
-    ) -> None:
-        self._max_sequences = max_sequences
-        self._max_waiting = max_waiting
+    def __init__(self, settings: EngineSettings, vocabulary_size: int, arena: KvArena) -> None:
+        """
+        Args:
+            settings: say how many may be open at once, and how many may wait.
+            vocabulary_size: ids of sequences are below it.
+            arena: where sequences have their pages.
+        """
+        self._max_sequences = settings.max_sequences
+        self._max_waiting = settings.max_waiting
         self._vocabulary_size = vocabulary_size
-        self._page_tokens = page_tokens
-        self._total_tokens = page_count * page_tokens
+        self._page_tokens = arena.page_tokens
+        self._total_tokens = arena.page_count * arena.page_tokens
+        self._windows = arena.windows
         self._open: set[Sequence] = set()
         self._waiting: deque[tuple[_Wanted, asyncio.Future[Sequence]]] = deque()
 
@@ -91,7 +98,7 @@ class Admission:
     def _opened(self, wanted: _Wanted) -> Sequence:
         max_length, spare_tokens = wanted
         most_tokens = min(max_length + spare_tokens, max(self._total_tokens, max_length))
-        table = PageTable(self._page_tokens, most_tokens)
-        sequence = Sequence(table, max_length, self._vocabulary_size, spare_tokens)
+        tables = [PageTable(self._page_tokens, most_tokens, window=window) for window in self._windows]
+        sequence = Sequence(tables, max_length, self._vocabulary_size, spare_tokens)
         self._open.add(sequence)
         return sequence

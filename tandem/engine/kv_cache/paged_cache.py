@@ -1,16 +1,20 @@
 """Gives pages to sequences, shares those of common prefixes, and takes them back. Belongs to the engine's thread.
 
-Pages are taken as a sequence grows. A page that several sequences hold is never written to: who wants to write copies
-it first. When no page is left, the caller decides who restarts (`tandem.engine.core.page_scheduler`).
+Pages are taken as a sequence grows, one for each group of layers, and given back once they lie before a group's window.
+A page that several sequences hold is never written to: who wants to write copies it first. When no page is left, the
+caller decides who restarts (`tandem.engine.core.page_scheduler`).
 """
 
 from __future__ import annotations
 
 from tandem.engine.kv_cache.arena import KvArena, KvUsage
+from tandem.engine.kv_cache.layer_groups import most_pages
 from tandem.engine.kv_cache.page_pool import PagePool
-from tandem.engine.kv_cache.page_table import pages_for
-from tandem.engine.kv_cache.prefixes import MIN_COPIED_TOKENS, ROOT, PrefixIndex, common_length
+from tandem.engine.kv_cache.page_table import first_kept_page, pages_for
+from tandem.engine.kv_cache.prefix_sharing import PrefixSharing
+from tandem.engine.kv_cache.prefixes import PrefixIndex
 from tandem.engine.kv_cache.sequence import Sequence
+from tandem.errors import InvalidRequestError
 
 
 class PagedCache:
@@ -22,6 +26,8 @@ class PagedCache:
         self._reuses_prefixes = reuses_prefixes
         self._prefixes = PrefixIndex(arena.page_tokens)
         self._pool = PagePool(arena.page_count, self._prefixes.forget)
+        self._sharing = PrefixSharing(arena, self._pool, self._prefixes)
+        self._has_windows = any(window is not None for window in arena.windows)
         self._holders: dict[Sequence, None] = {}
         """Sequences with pages."""
         self._begun: set[Sequence] = set()
@@ -35,22 +41,45 @@ class PagedCache:
 
     def usage(self, waiting_count: int = 0, sequence_count: int = 0) -> KvUsage:
         """Use of the arena. May be called from any thread: the figures are then of about the same moment."""
-        size, pool = self._page_tokens, self._pool
+        pool, groups = self._pool, self._arena.group_count
         held = pool.page_count - pool.available_count
         return KvUsage(
-            total_tokens=pool.page_count * size,
-            reserved_tokens=held * size,
+            total_tokens=pool.page_count * self._page_tokens // groups,
+            reserved_tokens=held * self._page_tokens // groups,
             used_tokens=sum(sequence.computed_length for sequence in self.holders),
-            retained_tokens=pool.kept_count * size,
+            retained_tokens=pool.kept_count * self._page_tokens // groups,
             sequence_count=sequence_count,
             waiting_count=waiting_count,
             preemption_count=self.preemption_count,
         )
 
+    def check_rows(self, sequence: Sequence, row_count: int) -> None:
+        """Refuses rows that are too many to be computed in one step, as all rows of a job are.
+
+        Raises:
+            InvalidRequestError: the pages would not suffice, even if nobody else held any.
+        """
+        if not self._has_windows:
+            return  # the longest sequence fits in any steps
+        needed = most_pages(self._arena.windows, sequence.length, row_count, self._page_tokens)
+        if needed > self._pool.page_count:
+            raise InvalidRequestError(
+                f"Rows were asked for the last {row_count} positions, whose keys and values take {needed} pages at "
+                f"once, but the KV cache has {self._pool.page_count}; ask for fewer at a time."
+            )
+
     def is_ready(self, sequence: Sequence, end: int) -> bool:
         """True if the tokens from the first uncomputed one up to `end` may be written at once."""
-        table = sequence.table
-        return end <= table.capacity and sequence.computed_length >= len(sequence.chains) * self._page_tokens
+        computed = sequence.computed_length
+        return (
+            end <= sequence.table.capacity
+            and computed >= len(sequence.chains) * self._page_tokens
+            and not self._lacks_seen_pages(sequence)
+        )
+
+    def _lacks_seen_pages(self, sequence: Sequence) -> bool:
+        """True if it rolled back further than its pages reach: it computes all of its tokens again."""
+        return self._has_windows and sequence.computed_length < sequence.shortest_rollback
 
     def make_ready(self, sequence: Sequence, end: int) -> bool:
         """Gives the sequence pages of its own for its uncomputed tokens up to `end`.
@@ -58,6 +87,9 @@ class PagedCache:
         Returns:
             False if there are too few pages. Those that it got stay with it.
         """
+        if self._lacks_seen_pages(sequence):
+            sequence.chains.clear()
+            self._shorten(sequence, 0)
         if sequence not in self._begun and not self._may_begin(sequence):
             return False
         self._begun.add(sequence)
@@ -69,42 +101,56 @@ class PagedCache:
         Otherwise it would soon have to give up what it had begun. vLLM's scheduler has the same watermark, 1 % of all
         blocks.
         """
-        lacking = pages_for(sequence.length, self._page_tokens) - len(sequence.table)
         watermark = self._pool.page_count // 100 if self._begun else 0
+        lacking = self._lacking_count(sequence)
         return self._pool.available_count >= lacking + watermark or not self._has_older(sequence)
+
+    def _lacking_count(self, sequence: Sequence) -> int:
+        """Pages that it has yet to get to keep all of its tokens that a window does not pass over."""
+        size, length = self._page_tokens, sequence.length
+        return sum(
+            pages_for(length, size) - max(len(table), first_kept_page(length, table.window, size))
+            for table in sequence.tables
+        )
 
     def _has_older(self, sequence: Sequence) -> bool:
         return any(other.serial < sequence.serial for other in self._begun)
 
     def _extend(self, sequence: Sequence, end: int) -> bool:
-        table = sequence.table
         self._holders[sequence] = None
-        while table.capacity < end:
-            page = self._pool.take()
-            if page is None:
+        while sequence.table.capacity < end:
+            if self._pool.available_count < len(sequence.tables):
                 return False
-            table.extend((page,))
+            for table in sequence.tables:
+                page = self._pool.take()
+                assert page is not None, "enough are available"
+                table.extend((page,))
         return True
 
     def _own_written_pages(self, sequence: Sequence) -> bool:
         """Sees to it that what is about to be written belongs to the sequence alone, and is known to nobody."""
-        size, table = self._page_tokens, sequence.table
-        first = sequence.computed_length // size
+        first = sequence.computed_length // self._page_tokens
         while len(sequence.chains) > first:
-            index = len(sequence.chains) - 1
-            page = table[index]
-            if self._pool.holders(page) == 1:
-                self._prefixes.forget(page)
-            else:
-                own = self._pool.take()
-                if own is None:
+            for group in range(len(sequence.tables)):
+                if not self._own_page(sequence, group, len(sequence.chains) - 1):
                     return False
-                kept = max(0, sequence.computed_length - index * size)
-                if kept:
-                    self._arena.copy(page, own, kept)
-                table.replace(index, own)
-                self._pool.let_go(page, keep=page in self._prefixes)
             sequence.chains.pop()
+        return True
+
+    def _own_page(self, sequence: Sequence, group: int, index: int) -> bool:
+        table = sequence.tables[group]
+        page = table[index]
+        if self._pool.holders(page) == 1:
+            self._prefixes.forget(page)
+            return True
+        own = self._pool.take()
+        if own is None:
+            return False
+        kept = max(0, sequence.computed_length - index * self._page_tokens)
+        if kept:
+            self._arena.copy(page, own, kept)
+        table.replace(index, own)
+        self._pool.let_go(page, keep=page in self._prefixes)
         return True
 
     def take_spare(self, sequence: Sequence, end: int) -> None:
@@ -117,92 +163,43 @@ class PagedCache:
 
     def _shorten(self, sequence: Sequence, page_count: int) -> None:
         # The last page first: of a kept prefix, the end is taken before the beginning, without which it is lost.
-        for page in sequence.table.shorten(page_count):
-            self._pool.let_go(page, keep=page in self._prefixes)
+        for table in sequence.tables:
+            for page in table.shorten(page_count):
+                self._pool.let_go(page, keep=page in self._prefixes)
         sequence.clean_length = min(sequence.clean_length, sequence.table.capacity)
 
-    def reuse(self, sequence: Sequence) -> None:
-        """Lets a sequence take over what others have computed of the tokens that it is about to compute."""
+    def reuse(self, sequence: Sequence, row_count: int = 0) -> None:
+        """Lets a sequence take over what others have computed of the tokens that it is about to compute.
+
+        Args:
+            sequence: any.
+            row_count: its last tokens, which it computes itself.
+        """
         known_pages, own_tokens = divmod(sequence.computed_length, self._page_tokens)
         if not self._reuses_prefixes or own_tokens or known_pages > len(sequence.chains):
             return
         self._holders[sequence] = None
         del sequence.chains[known_pages:]
         self._shorten(sequence, known_pages)
-        self._share_full_pages(sequence)
-        self._copy_beginning(sequence)
-
-    def _share_full_pages(self, sequence: Sequence) -> None:
-        size, chains = self._page_tokens, sequence.chains
-        start = len(chains) * size
-        while start + size <= sequence.length:
-            parent = chains[-1] if chains else ROOT
-            known = self._prefixes.full_page(parent, sequence.token_ids[start : start + size])
-            if known is None:
-                return
-            self._pool.share(known.page)
-            sequence.table.extend((known.page,))
-            chains.append(known.chain)
-            sequence.advance(size)
-            start += size
-
-    def _copy_beginning(self, sequence: Sequence) -> None:
-        """Copies the part of one more page that begins as the sequence goes on."""
-        size, chains = self._page_tokens, sequence.chains
-        start = len(chains) * size
-        wanted = sequence.token_ids[start : start + size]
-        found = self._longest_beginning(sequence, wanted)
-        if found is None:
-            return
-        source, count = found
-        self._pool.touch(source)
-        if self._pool.available_count < 2:
-            return  # the source itself might be taken
-        page = self._pool.take()
-        assert page is not None, "two are available"
-        self._arena.copy(source, page, count)
-        sequence.table.extend((page,))
-        sequence.advance(count)
-
-    def _longest_beginning(self, sequence: Sequence, wanted: list[int]) -> tuple[int, int] | None:
-        """A page and how many of the wanted tokens it begins with, after the sequence's own chains."""
-        chains, size = sequence.chains, self._page_tokens
-        if len(wanted) < MIN_COPIED_TOKENS:
-            return None
-        parent, index, start = (chains[-1] if chains else ROOT), len(chains), len(chains) * size
-        best = self._prefixes.longest_beginning(parent, wanted)
-        page, longest = (best[0].page, best[1]) if best is not None else (-1, MIN_COPIED_TOKENS - 1)
-        for other in self._holders:
-            if other is sequence or other.computed_length - start <= longest or len(other.chains) < index:
-                continue
-            if index and other.chains[index - 1] != parent:
-                continue
-            count = common_length(other.token_ids[start : min(start + size, other.computed_length)], wanted)
-            if count > longest:
-                page, longest = other.table[index], count
-        return None if page < 0 else (page, longest)
+        end = sequence.length - row_count
+        self._sharing.share_blocks(sequence, end)
+        self._sharing.copy_beginning(sequence, end, self._holders)
 
     def computed(self, sequence: Sequence) -> None:
-        """Makes the sequence's full pages known to others. To be called after each step of it."""
-        size, chains = self._page_tokens, sequence.chains
-        if not self._reuses_prefixes or sequence.is_private:
-            return
-        while (len(chains) + 1) * size <= sequence.computed_length:
-            index = len(chains)
-            token_ids = sequence.token_ids[index * size : (index + 1) * size]
-            parent, page = (chains[-1] if chains else ROOT), sequence.table[index]
-            known = self._prefixes.full_page(parent, token_ids)
-            if known is None:
-                known = self._prefixes.enter(page, parent, token_ids)
-            elif known.page != page:  # another one has computed the same meanwhile: one copy is enough
-                self._pool.share(known.page)
-                sequence.table.replace(index, known.page)
-                self._pool.let_go(page, keep=False)
-            chains.append(known.chain)
+        """Makes the sequence's full blocks known to others, and takes back what lies before its windows. To be called
+        after each step of it."""
+        if self._reuses_prefixes and not sequence.is_private:
+            self._sharing.publish(sequence)
+        if self._has_windows:
+            for table in sequence.tables:
+                first = first_kept_page(sequence.computed_length, table.window, self._page_tokens)
+                for page in table.drop_before(first):
+                    self._pool.let_go(page, keep=page in self._prefixes)
 
     def release(self, sequence: Sequence) -> None:
         """Takes all pages back. What may be of use to others is kept for as long as there is room."""
-        self._keep_beginning(sequence)
+        if self._reuses_prefixes and not sequence.is_private:
+            self._sharing.publish_beginning(sequence)
         self._let_go(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
@@ -213,21 +210,9 @@ class PagedCache:
 
     def distrust(self, sequence: Sequence) -> None:
         """Takes all pages back, and nobody reuses what is in them: the numbers are wrong."""
-        for page in sequence.table.pages:
-            self._prefixes.forget(page)
+        self._sharing.disown(sequence)
         self._let_go(sequence)
         sequence.restart()
-
-    def _keep_beginning(self, sequence: Sequence) -> None:
-        """Makes the last page known, which is not full."""
-        index, size = len(sequence.chains), self._page_tokens
-        token_ids = sequence.token_ids[index * size : min((index + 1) * size, sequence.computed_length)]
-        if not self._reuses_prefixes or sequence.is_private or not MIN_COPIED_TOKENS <= len(token_ids) < size:
-            return
-        parent = sequence.chains[-1] if sequence.chains else ROOT
-        best = self._prefixes.longest_beginning(parent, token_ids)
-        if best is None or best[1] < len(token_ids):
-            self._prefixes.enter(sequence.table[index], parent, token_ids)
 
     def _let_go(self, sequence: Sequence) -> None:
         self._shorten(sequence, 0)

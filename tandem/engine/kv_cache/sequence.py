@@ -18,17 +18,23 @@ class Sequence:
     """Token ids and the state of their KV, made by `Engine.open`. Its state belongs to the engine's thread."""
 
     __slots__ = ("_computed_length", "chains", "clean_length", "idle_since", "is_private", "is_released", "max_length",
-                 "serial", "spare_tokens", "table", "token_ids", "vocabulary_size")  # fmt: skip
+                 "serial", "spare_tokens", "table", "tables", "token_ids", "vocabulary_size")  # fmt: skip
 
     def __init__(
-        self, table: PageTable, max_length: int, vocabulary_size: int, spare_tokens: int = 0
+        self,
+        tables: PageTable | TokenIds[PageTable],
+        max_length: int,
+        vocabulary_size: int,
+        spare_tokens: int = 0,
     ) -> None:
         self.serial = next(_serial_numbers)
         """Rises with each sequence: the younger one has the higher number."""
-        self.table = table
-        """Its pages in the arena."""
+        self.tables = (tables,) if isinstance(tables, PageTable) else tuple(tables)
+        """Its pages in the arena, for each group of layers; all of the same capacity."""
+        self.table = self.tables[0]
+        """The first of them, which holds pages for all tokens if any does."""
         self.chains: list[int] = []
-        """Of its first pages that are known to others; see `tandem.engine.kv_cache.prefixes`."""
+        """Of its first blocks that are known to others; see `tandem.engine.kv_cache.prefixes`."""
         self.spare_tokens = spare_tokens
         """Tokens behind its end for which room is wanted, if there is any: for branches."""
         self.max_length = max_length
@@ -76,7 +82,7 @@ class Sequence:
         self._check(delta)
         kept_length = delta.base_length + _common_prefix_length(self.token_ids, delta)
         self.token_ids[delta.base_length :] = delta.token_ids
-        self._computed_length = min(self._computed_length, kept_length)
+        self._roll_back(kept_length)
 
     def append(self, token_id: int) -> None:
         """Adds one token.
@@ -101,12 +107,22 @@ class Sequence:
             raise InvalidRequestError(
                 f"Rows were asked for the last {row_count} positions, but the sequence has {self.length} tokens."
             )
-        self._computed_length = min(self._computed_length, self.length - row_count)
+        self._roll_back(self.length - row_count)
 
     def advance(self, token_count: int) -> None:
         """Records that the next `token_count` tokens' KV is in the arena."""
         self._computed_length += token_count
         self.clean_length = max(self.clean_length, self._computed_length)
+
+    @property
+    def shortest_rollback(self) -> int:
+        """The fewest computed tokens that it may have without computing all of them again: what the next token sees of
+        them in layers with a window is still there."""
+        return max([table.shortest_length for table in self.tables])
+
+    def _roll_back(self, length: int) -> None:
+        if length < self._computed_length:
+            self._computed_length = length if length >= self.shortest_rollback else 0
 
     def restart(self) -> None:
         """Its pages were given to others: all of its tokens are to be computed again."""

@@ -47,11 +47,14 @@ _RECURRENT_LAYER_TYPES = frozenset(
 _RECURRENT_MODEL_TYPES = frozenset(
     {
         "bamba", "bailing_hybrid", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
-        "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next",
+        "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe",
         "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
     }
 )  # fmt: skip
 """Families with recurrent layers, some of which do not say so in `layer_types`."""
+
+_SOMETIMES_RECURRENT_MODEL_TYPES = frozenset({"qwen3_next"})
+"""Families whose layers are recurrent unless `layer_types` says that all have attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +179,16 @@ def _refuse_unusable(folder: Path, architecture: str, model_type: str, config: M
         )
     kinds = config.get("layer_types")
     layer_types = {str(kind) for kind in kinds} if isinstance(kinds, list) else set()
-    recurrent = sorted(layer_types & _RECURRENT_LAYER_TYPES)
-    if recurrent or model_type in _RECURRENT_MODEL_TYPES:
+    is_recurrent = bool(layer_types & _RECURRENT_LAYER_TYPES) or model_type in _RECURRENT_MODEL_TYPES
+    if is_recurrent or (
+        model_type in _SOMETIMES_RECURRENT_MODEL_TYPES and not has_attention_alone(model_type, layer_types)
+    ):
         raise recurrent_state_error(folder, architecture)
+
+
+def has_attention_alone(model_type: str, layer_types: Iterable[str]) -> bool:
+    """True for a model of a family with recurrent layers that has none of them itself."""
+    return model_type in _SOMETIMES_RECURRENT_MODEL_TYPES and set(layer_types) == {"full_attention"}
 
 
 def recurrent_state_error(folder: Path, architecture: str) -> ModelFolderError:

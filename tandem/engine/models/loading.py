@@ -12,11 +12,12 @@ import transformers
 from torch import nn
 
 import tandem
-from tandem.engine.kv_cache.arena import LayerGeometry
+from tandem.engine.kv_cache.layer_groups import LayerGeometry
 from tandem.engine.models.attention import UnsupportedAttentionError
 from tandem.engine.models.checkpoint import (
     CONFIG_FILE,
     Checkpoint,
+    has_attention_alone,
     open_checkpoint,
     recurrent_state_error,
     tokenizer_hash,
@@ -200,7 +201,10 @@ def _unknown_architecture(checkpoint: Checkpoint) -> ModelFolderError:
 
 def _refuse_recurrent(checkpoint: Checkpoint, config: Any) -> None:
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if getattr(model_class, "_is_stateful", False):
+    has_state = getattr(model_class, "_is_stateful", False)
+    if has_state and not has_attention_alone(
+        checkpoint.model_type, getattr(config, "layer_types", None) or ()
+    ):
         raise recurrent_state_error(checkpoint.folder, checkpoint.architecture)
 
 

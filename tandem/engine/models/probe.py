@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from tandem.engine.kv_cache.arena import LayerGeometry
+from tandem.engine.kv_cache.layer_groups import LayerGeometry
 from tandem.engine.models.attention import (
     ATTENTION_NAME,
     PROBE_NAME,

@@ -37,6 +37,8 @@ class Weights:
     """Tensors that hold anything."""
     value_count: int
     """Numbers in all of the tensors."""
+    names: frozenset[str]
+    """The tensors' names."""
 
 
 def find_weights(folder: Path) -> Weights:
@@ -47,8 +49,8 @@ def find_weights(folder: Path) -> Weights:
     """
     files = _weight_files(folder)
     shapes = [shape for file in files for shape in _shapes(file)]
-    sizes = [prod(shape) for shape in shapes]
-    return Weights(files, sum(size > 0 for size in sizes), sum(sizes))
+    sizes = [prod(shape) for _, shape in shapes]
+    return Weights(files, sum(size > 0 for size in sizes), sum(sizes), frozenset(name for name, _ in shapes))
 
 
 def first_of(names: Sequence[str]) -> str:
@@ -108,8 +110,8 @@ def shortened(value: object) -> str:
     return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."
 
 
-def _shapes(path: Path) -> list[tuple[int, ...]]:
-    """The shapes of a file's tensors, whose header fits the file.
+def _shapes(path: Path) -> list[tuple[str, tuple[int, ...]]]:
+    """The names and shapes of a file's tensors, whose header fits the file.
 
     Raises:
         ModelFolderError: it does not, or describes impossible tensors.
@@ -119,7 +121,7 @@ def _shapes(path: Path) -> list[tuple[int, ...]]:
         with safe_open(
             path, framework="np"
         ) as tensors:  # checks offsets, shapes and dtypes against each other
-            return [tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()]  # noqa: SIM118
+            return [(name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys()]  # noqa: SIM118
     except OSError as error:
         raise unreadable(path, error) from error
     except SafetensorError as error:

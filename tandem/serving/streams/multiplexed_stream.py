@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, cast
 
 from google.protobuf.message import DecodeError
 
@@ -19,7 +19,7 @@ from tandem.serving.calls import RunningCalls
 from tandem.serving.interceptors.error_boundary import ended_by, unreadable
 from tandem.serving.interceptors.readiness import ReadinessInterceptor
 from tandem.v1.types_pb2 import SequencePart
-from tandem.wire.parts import take_message
+from tandem.wire.parts import ColumnPart, size_of, take_message
 from tandem.wire.status import Ending, ending_to_proto
 
 _MAX_AHEAD = 8
@@ -35,6 +35,12 @@ class Answer(Protocol):
     def SerializeToString(self) -> bytes:
         """Its bytes."""
 
+    def HasField(self, field_name: Literal["columns"]) -> bool:
+        """True if it has columns, which are joined with those of other sequences."""
+
+    def ByteSize(self) -> int:
+        """How many bytes it has."""
+
 
 class Parts(Protocol):
     """A message of a shared stream."""
@@ -46,6 +52,9 @@ class Parts(Protocol):
 
 RequestT = TypeVar("RequestT")
 PartsT = TypeVar("PartsT", bound=Parts)
+
+Part: TypeAlias = "SequencePart | ColumnPart[Any]"
+"""What one sequence says, on its way into a message."""
 
 Behaviour = Callable[[AsyncIterator[RequestT]], AsyncIterator[Answer]]
 """Answers the requests of one sequence."""
@@ -74,7 +83,7 @@ class MultiplexedStreams:
         requests: AsyncIterator[PartsT],
         behaviour: Behaviour[RequestT],
         read: Callable[[bytes], RequestT],
-    ) -> AsyncGenerator[list[SequencePart]]:
+    ) -> AsyncGenerator[list[Part]]:
         """Queue of the messages of one stream's sequences, sent in as few messages as possible.
 
         Args:
@@ -141,7 +150,7 @@ class _MultiplexedStream(Generic[RequestT]):
         self._sequences: dict[int, _Sequence[RequestT]] = {}
         self._latest = 0
         """The highest number that a sequence ever had."""
-        self._outbox: list[SequencePart] = []
+        self._outbox: list[Part] = []
         self._waiting_bytes = 0
         """In the outbox, and in the message that is being written."""
         self._more = asyncio.Event()
@@ -167,13 +176,13 @@ class _MultiplexedStream(Generic[RequestT]):
             self._is_read = True
             self._more.set()
 
-    async def answers(self) -> AsyncIterator[list[SequencePart]]:
+    async def answers(self) -> AsyncIterator[list[Part]]:
         """Yield messages until all queued parts are sent."""
         while self._outbox or self._sequences or not self._is_read:
             if self._outbox:
-                taken = take_message(self._outbox)
+                taken = take_message(self._outbox, size_of)
                 yield taken
-                self._waiting_bytes -= sum(len(part.message) for part in taken)
+                self._waiting_bytes -= sum(map(size_of, taken))
                 self._less.set()
             else:
                 self._more.clear()
@@ -215,7 +224,7 @@ class _MultiplexedStream(Generic[RequestT]):
                 aclosing(cast("AsyncGenerator[Answer]", self._behaviour(sequence.requests()))) as answers,
             ):
                 async for answer in answers:
-                    self._say(SequencePart(sequence=number, message=answer.SerializeToString()))
+                    self._say(_part(number, answer))
                     while self._waiting_bytes >= _MAX_WAITING_BYTES:
                         self._less.clear()
                         await self._less.wait()
@@ -230,7 +239,13 @@ class _MultiplexedStream(Generic[RequestT]):
             arrived.get_nowait()  # nobody else does, and the stream's reader may be waiting for it
         self._more.set()
 
-    def _say(self, part: SequencePart) -> None:
+    def _say(self, part: Part) -> None:
         self._outbox.append(part)
-        self._waiting_bytes += len(part.message)
+        self._waiting_bytes += size_of(part)
         self._more.set()
+
+
+def _part(number: int, answer: Answer) -> Part:
+    if answer.HasField("columns"):
+        return ColumnPart(number, answer, answer.ByteSize())
+    return SequencePart(sequence=number, message=answer.SerializeToString())

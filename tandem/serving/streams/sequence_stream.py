@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Literal, Protocol, TypeVar
 
 from tandem.errors import InvalidRequestError
@@ -37,8 +37,18 @@ async def opening(requests: AsyncIterator[MessageT]) -> MessageT:
     raise InvalidRequestError("the stream ended before it began; its first message must be open")
 
 
-async def steps(requests: AsyncIterator[MessageT]) -> AsyncIterator[MessageT]:
+def _ignored(_: object) -> None:
+    pass
+
+
+async def steps(
+    requests: AsyncIterator[MessageT], on_finish: Callable[[MessageT], None] = _ignored
+) -> AsyncIterator[MessageT]:
     """The steps of an opened stream, until its Finish.
+
+    Args:
+        requests: the stream after its Open.
+        on_finish: is handed the Finish.
 
     Raises:
         InvalidRequestError: the message is not a step, or the stream ended without a Finish.
@@ -48,6 +58,7 @@ async def steps(requests: AsyncIterator[MessageT]) -> AsyncIterator[MessageT]:
             case "step":
                 yield request
             case "finish":
+                on_finish(request)
                 return
             case kind:
                 raise InvalidRequestError(

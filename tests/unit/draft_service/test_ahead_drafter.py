@@ -30,7 +30,7 @@ from tandem.types import (
     SamplingParams,
     SparseDistribution,
 )
-from tandem.wire import draft as wire
+from tandem.wire.outcomes import outcomes_to_proto
 from tests.service.clients import until
 from tests.unit.engine.tiny_models import CONFIGS, MAX_LENGTH, VOCABULARY_SIZE, save_checkpoint
 
@@ -255,7 +255,7 @@ async def test_a_rounds_messages_are_bounded(model: MakeModel, options: DraftOpt
     async with proposing(model("llama"), draft_top_k=64) as proposer, proposer.sequence(flat) as sequence:
         await proposed(sequence, ProposeStep(Delta(0, PROMPT), K, budget))
         drafted = await pushed(sequence, 5)
-    size = sum(wire.outcomes_to_proto(replace(each, cost=None)).ByteSize() for each in drafted.columns)
+    size = sum(outcomes_to_proto(replace(each, cost=None)).ByteSize() for each in drafted.columns)
     widths = [len(column.token_ids) for column in drafted.columns]
     assert size <= most
     assert widths == sorted(widths, reverse=True)

@@ -28,6 +28,10 @@ def test_the_default_method_is_a_draft_model() -> None:
     ("arguments", "sentence"),
     [
         ([], "--model is missing; give it, or set TANDEM_DRAFT_MODEL"),
+        (
+            ["--method", "eagle3", "--model", "head"],
+            "speculative_method is eagle3, which reads the target's hidden states and runs in its process",
+        ),
         (["--method", "ngram", "--prompt-lookup-min", "0"], "prompt_lookup_min is 0; it must be at least 1"),
         (
             ["--method", "suffix", "--suffix-decoding-min-token-prob", "2"],

@@ -29,7 +29,8 @@ from tandem.types import (
 )
 from target_service.adjustments import Adjustments, check_ids
 from target_service.penalties import History
-from target_service.rows import RowRequest, verifications
+from target_service.row_requests import RowRequest
+from target_service.rows import verifications
 
 VOCABULARY_SIZE = 12
 TOKENS = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)

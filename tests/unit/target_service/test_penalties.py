@@ -12,7 +12,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from tandem.sampling.warping import warp
 from tandem.types import Delta, DenseRow, RowKind, SamplingParams, SupportRow, TokenRow, VerifyStep
 from target_service.penalties import History, penalized
-from target_service.rows import RowRequest
+from target_service.row_requests import RowRequest
 from tests.unit.target_service.verified import verified
 
 VOCABULARY_SIZE = 12

@@ -18,7 +18,8 @@ from tandem.types import (
     TokenRow,
     VerifyStep,
 )
-from target_service.rows import RowRequest, verifications
+from target_service.row_requests import RowRequest
+from target_service.rows import verifications
 from tests.unit.target_service.verified import verified
 
 VOCABULARY_SIZE = 50

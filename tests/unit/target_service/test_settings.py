@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from tandem.engine.core.events import StepRecord
 from tandem.engine.models.loading import load_model
+from tandem.errors import ConfigurationError
 from tandem.types import Delta, RowKind, SamplingParams, TargetOptions, VerifyStep
+from target_service.service import TargetService
 from target_service.settings import TargetSettings
 from target_service.verifier import load_verifier
 from tests.paths import DEMO_TARGET
@@ -53,3 +58,42 @@ async def test_a_prompt_is_read_in_chunks_of_at_most_the_batched_tokens() -> Non
     finally:
         await verifier.close()
     assert [step.token_count for step in steps] == [20, 20, 8]
+
+
+REFUSED_EXTRACTIONS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"speculative_method": "extract_hidden_states"},
+        "--method is extract_hidden_states and --shared-storage-path is missing; name the folder for the files",
+    ),
+    (
+        {"eagle_aux_hidden_state_layer_ids": (1,)},
+        "--eagle-aux-hidden-state-layer-ids is [1] and --shared-storage-path is missing; name the folder for the "
+        "files, or leave out the layers",
+    ),
+    (
+        {"shared_storage_path": Path("states"), "speculative_method": "eagle3"},
+        "--shared-storage-path is states beside the draft --method eagle3; a target writes hidden states or hosts a "
+        "draft, so leave out one of them",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "sentence"), REFUSED_EXTRACTIONS)
+def test_extraction_is_refused_where_its_options_do_not_go_together(
+    options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        TargetService(TargetSettings(model=DEMO_TARGET, **options))
+    assert str(error.value) == sentence
+
+
+def test_extraction_needs_layers_of_the_model_and_a_folder(tmp_path: Path) -> None:
+    settings = TargetSettings(
+        model=DEMO_TARGET, shared_storage_path=tmp_path, eagle_aux_hidden_state_layer_ids=(1, 99)
+    )
+    with pytest.raises(ConfigurationError, match=r"is \[1, 99\]; .* layers, so each must be from 0 to"):
+        load_verifier(settings)
+    (tmp_path / "file").touch()
+    blocked = settings.model_copy(update={"shared_storage_path": tmp_path / "file" / "states"})
+    with pytest.raises(ConfigurationError, match="which cannot be written to: Not a directory"):
+        load_verifier(blocked)

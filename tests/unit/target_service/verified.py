@@ -7,7 +7,8 @@ import torch
 from tandem.engine.backends.eager.sampler import TORCH_SAMPLER
 from tandem.engine.backends.interface import Sampler
 from tandem.types import Verification
-from target_service.rows import RowRequest, verifications
+from target_service.row_requests import RowRequest
+from target_service.rows import verifications
 
 
 def verified(

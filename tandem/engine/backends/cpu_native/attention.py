@@ -11,7 +11,8 @@ from tandem.engine.backends.branches import BranchPacking
 from tandem.engine.backends.cpu_native.library.calls import AttentionCall, kind_of
 from tandem.engine.backends.cpu_native.library.kernels import Kernels, attention_call
 from tandem.engine.backends.packing import Packing
-from tandem.engine.kv_cache.arena import KvArena, LayerCache, LayerGeometry
+from tandem.engine.kv_cache.arena import KvArena, LayerCache
+from tandem.engine.kv_cache.layer_groups import LayerGeometry
 from tandem.engine.kv_cache.segment import Segment
 
 WIDEST_SEGMENT = 128
@@ -24,12 +25,18 @@ class NativeAttention:
     def __init__(self, kernels: Kernels, arena: KvArena, geometry: tuple[LayerGeometry, ...]) -> None:
         self.kernels = kernels
         self._layers = list(zip(arena.layers, geometry, strict=True))
+        self.group_count = arena.group_count
+        """Page tables of a sequence."""
         self.calls = [_layer_call(layer, shape) for layer, shape in self._layers]
         """The part of a call that is the same at each step, by layer."""
 
     def new_call(self, layer_index: int) -> AttentionCall:
         """A call of a layer that shares nothing with `calls`."""
         return _layer_call(*self._layers[layer_index])
+
+    def group_of(self, layer_index: int) -> int:
+        """Which of them says where a layer's keys and values lie."""
+        return self._layers[layer_index][0].group
 
     @staticmethod
     def suits(segments: SequenceOf[Segment]) -> bool:
@@ -50,8 +57,8 @@ def _layer_call(layer: LayerCache, shape: LayerGeometry) -> AttentionCall:
     )
 
 
-def places(packing: Packing) -> list[int]:
-    """Where a step's tokens belong, as the kernel reads it (`segments` in attention.h).
+def places(packing: Packing, group: int = 0) -> list[int]:
+    """Where a step's tokens belong in a group of layers, as the kernel reads it (`segments` in attention.h).
 
     The numbers name the sequences' page tables by address: they are of use while these live.
     """
@@ -59,13 +66,19 @@ def places(packing: Packing) -> list[int]:
         numbers = [-len(packing.parts)]
         for part in packing.parts:
             sequence, lengths = part.sequence, part.step.trunk_lengths
-            numbers += (sequence.table.address, part.written, part.count, sequence.length, len(lengths))
+            numbers += (
+                sequence.tables[group].address,
+                part.written,
+                part.count,
+                sequence.length,
+                len(lengths),
+            )
             numbers += lengths[: part.count]
         return numbers
     segments = packing.segments
     numbers = [len(segments)]
     for segment in segments:
-        numbers += (segment.sequence.table.address, segment.start, segment.token_count)
+        numbers += (segment.sequence.tables[group].address, segment.start, segment.token_count)
     return numbers
 
 
@@ -107,7 +120,7 @@ class NativeLayout(Packing):
         super().__init__(segments)
         self._attention = attention
         self._token_count = self.token_count
-        self._places = torch.tensor(places(self))
+        self._places = torch.tensor([places(self, group) for group in range(attention.group_count)])
 
     def attend(
         self,
@@ -128,6 +141,6 @@ class NativeLayout(Packing):
         output = query.new_empty((1, self._token_count, query.shape[1], value.shape[3]))
         floats = None if sinks is None else sinks.float()
         point(call, query, key, value, output, sinks=floats, scale=scale, softcap=softcap)
-        call.segments = self._places.data_ptr()
+        call.segments = self._places[self._attention.group_of(layer_index)].data_ptr()
         self._attention.kernels.run(attention_call(call))
         return output

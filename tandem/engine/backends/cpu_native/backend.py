@@ -11,6 +11,7 @@ from tandem.engine.backends.cpu_native.attention import NativeAttention, NativeL
 from tandem.engine.backends.cpu_native.library.kernels import Kernels
 from tandem.engine.backends.cpu_native.plans.planned_steps import PlannedSteps
 from tandem.engine.backends.cpu_native.plans.trace import Trace, TraceError
+from tandem.engine.backends.hidden_states.head_model import HeadModel
 from tandem.engine.backends.packing import run_modules
 from tandem.engine.backends.trial import Reference
 from tandem.engine.kv_cache.arena import KvArena
@@ -57,8 +58,9 @@ class CpuNativeBackend(ModuleSteps):
         """None where the pass is not the same list of operations for all tokens."""
         if trace is None:
             return
+        head = model.module if isinstance(model.module, HeadModel) else None
         try:
-            self.plans = PlannedSteps(trace.graph(), self.attention, reference, super().run)
+            self.plans = PlannedSteps(trace.graph(), self.attention, reference, super().run, head)
         except TraceError as error:
             logger.info("steps run by the model's modules", extra={"reason": str(error)})
 

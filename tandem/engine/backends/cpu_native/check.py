@@ -12,7 +12,8 @@ from tandem.engine.backends.cpu_native.attention import NativeAttention, NativeL
 from tandem.engine.backends.cpu_native.library.kernels import Kernels
 from tandem.engine.backends.cpu_native.linear import packed
 from tandem.engine.backends.cpu_native.pointwise import kernel_calls
-from tandem.engine.kv_cache.arena import KvArena, LayerGeometry, page_tokens_on
+from tandem.engine.kv_cache.arena import KvArena, page_tokens_on
+from tandem.engine.kv_cache.layer_groups import LayerGeometry
 from tandem.engine.kv_cache.page_table import PageTable, pages_for
 from tandem.engine.kv_cache.segment import Segment
 from tandem.engine.kv_cache.sequence import Sequence

@@ -96,6 +96,16 @@ def captures_of(*sources: object) -> GraphCaptures | None:
     return GraphCaptures(len(known) - len(missing), missing, sum(each.memory_bytes for each in known))
 
 
+def joined(*captures: GraphCaptures | None) -> GraphCaptures | None:
+    """What several parts of a service say, as one; None where none captures."""
+    known = [each for each in captures if each is not None]
+    if not known:
+        return None
+    missing = tuple(sentence for each in known for sentence in each.missing)
+    count = sum(each.captured_count for each in known)
+    return GraphCaptures(count, missing, sum(each.memory_bytes for each in known))
+
+
 def reserved_bytes(device: torch.device) -> int:
     """Memory of a GPU that this process has taken, graphs included; 0 elsewhere."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

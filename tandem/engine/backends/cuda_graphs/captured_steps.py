@@ -15,7 +15,6 @@ from tandem.engine.backends.cuda_graphs.static_step import StaticStep
 from tandem.engine.backends.eager.backend import eager_backend
 from tandem.engine.backends.trial import Lengths, Reference, trial_segments
 from tandem.engine.kv_cache.arena import KvArena
-from tandem.engine.kv_cache.page_table import pages_for
 from tandem.engine.kv_cache.segment import Segment
 from tandem.engine.models.loading import LoadedModel
 
@@ -44,7 +43,11 @@ class CapturedStep:
         self.bucket = bucket
         self._spare_page = context.arena.spare_page
         self._inputs = StaticInputs(
-            bucket, context.max_length, extra=bucket.token_count, device=context.model.device
+            bucket,
+            context.max_length,
+            extra=bucket.token_count,
+            device=context.model.device,
+            group_count=context.arena.group_count,
         )
         self._step = StaticStep(context.model, context.arena, bucket, context.max_length)
         self._replay = context.capture(self._work)
@@ -64,7 +67,7 @@ class CapturedStep:
 
     def _work(self) -> Tensor:
         inputs = self._inputs
-        logits = self._step.logits(inputs.token_ids, inputs.page_table, inputs.starts, inputs.widths)
+        logits = self._step.logits(inputs.token_ids, inputs.page_tables, inputs.starts, inputs.widths)
         return logits.index_select(0, inputs.extra)
 
 
@@ -124,13 +127,15 @@ class CapturedSteps:
 
 def trial_lengths(bucket: Bucket, arena: KvArena, max_length: int, tokens_ahead: int = 0) -> list[Lengths]:
     """As many sequences of a bucket's width as it and the arena hold, one of them as long as both allow."""
-    size, width = arena.page_tokens, bucket.width
-    longest = max(max_length - width - tokens_ahead, 0)
+    size, width, ahead = arena.page_tokens, bucket.width, bucket.width + tokens_ahead
+    longest = max(max_length - ahead, 0)
     short = min(_PAST_TOKENS, longest)
-    pages = pages_for(short + width + tokens_ahead, size)
+    pages = arena.kept_pages(short, short + ahead)
     count = min(bucket.sequences, arena.page_count // pages)
-    room = (arena.page_count - (count - 1) * pages) * size
-    long = max(short, min(longest, room - width - tokens_ahead))
+    room = arena.page_count - (count - 1) * pages
+    long = longest
+    while long > short and arena.kept_pages(long, long + ahead) > room:
+        long = max(short, (long + ahead - 1) // size * size - ahead)  # a page less
     return [(long, width), *[(short, width)] * (count - 1)]
 
 

@@ -67,6 +67,7 @@ class StaticInputs:
         max_length: int,
         extra: int,
         device: torch.device,
+        group_count: int = 1,
         transfer: Transfer | None = None,
     ) -> None:
         """Args:
@@ -74,12 +75,13 @@ class StaticInputs:
         max_length: the longest sequence, which the page tables have room for.
         extra: further numbers, for graphs that contain more than the step.
         device: where the step runs.
+        group_count: groups of layers, for each of which a sequence has a page table.
         transfer: None for the device's own.
         """
         self._bucket = bucket
         self._transfer = transfer or transfer_to(device)
         count, self._table_width = bucket.sequences, pages_for(max_length, page_tokens_on(device))
-        table_size = count * self._table_width
+        table_size = group_count * count * self._table_width
         self._sizes = [bucket.token_count, count, count, extra, pages_for(table_size, 2)]
         self._on_device = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
         self._on_host = torch.zeros(sum(self._sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -87,11 +89,12 @@ class StaticInputs:
         self.token_ids = token_ids.view(count, bucket.width)
         """[sequences, width], int64; each sequence's tokens first, then any."""
         # Page numbers are int32, as attention takes them: two in a place.
-        self.page_table = table.view(torch.int32)[:table_size].view(count, self._table_width)
-        """[sequences, max_pages], int32."""
+        table_shape = group_count, count, self._table_width
+        self.page_tables = table.view(torch.int32)[:table_size].view(table_shape)
+        """[groups of layers, sequences, max_pages], int32."""
         parts = [part.numpy() for part in torch.split(self._on_host, self._sizes)]
         self._token_ids, self._starts, self._widths, self._extra = parts[:4]
-        self._pages = parts[4].view(np.int32)[:table_size].reshape(count, self._table_width)
+        self._pages = parts[4].view(np.int32)[:table_size].reshape(table_shape)
 
     def fill(self, segments: SequenceOf[Segment], extra: SequenceOf[int], spare_page: int) -> None:
         """Sets the numbers for these segments; the rest of the bucket becomes padding, at the arena's spare page."""
@@ -102,9 +105,10 @@ class StaticInputs:
         self._on_host.zero_()
         self._pages[:] = spare_page
         for index, segment in enumerate(segments):
-            pages = segment.sequence.table.pages[: self._table_width]
             token_ids[index, : segment.token_count] = segment.token_ids()
             self._starts[index], self._widths[index] = segment.start, segment.token_count
-            self._pages[index, : len(pages)] = pages
+            for own, table in zip(self._pages, segment.sequence.tables, strict=True):
+                pages = table.pages[: self._table_width]
+                own[index, : len(pages)] = pages
         self._extra[: len(extra)] = extra
         self._transfer.start(self._on_device, self._on_host)

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from tandem.engine.backends.cuda_graphs.buckets import Bucket
 from tandem.engine.backends.paged.attention import paged_attention
+from tandem.engine.backends.paged.pages import PageWriter
 from tandem.engine.backends.paged.queries import PagedQueries
+from tandem.engine.backends.paged.scoring import Scoring
 from tandem.engine.backends.paged.varlen import varlen_for
 from tandem.engine.kv_cache.arena import KvArena
 from tandem.engine.models.attention import STEP_ARGUMENT
@@ -30,24 +32,24 @@ class StaticStep:
         self._arena = arena
         self._max_length = max_length
         self._module: Any = model.module
-        self._pages = self._offsets = torch.empty(0)
-        self._queries: PagedQueries | None = None
+        self._writers: list[PageWriter] = []
+        self._queries: list[PagedQueries] = []
         for layer in arena.layers:
-            varlen_for(layer.keys, layer.values)  # tried now: a capture must not hold the trial
+            varlen_for(layer.keys, layer.padded_values)  # tried now: a capture must not hold the trial
 
-    def logits(self, token_ids: Tensor, page_table: Tensor, starts: Tensor, widths: Tensor) -> Tensor:
+    def logits(self, token_ids: Tensor, page_tables: Tensor, starts: Tensor, widths: Tensor) -> Tensor:
         """One forward pass; keys and values are then in the arena. No value is looked at on the host.
 
         Args:
             token_ids: [sequences, width], int64; each sequence's tokens first, then any.
-            page_table: [sequences, max_pages], int32, with room for what is written.
+            page_tables: [groups of layers, sequences, max_pages], int32, with room for what is written.
             starts: [sequences], int64, tokens whose keys and values are in the arena.
             widths: [sequences], int64, tokens that follow; 0 for a sequence that is padding.
 
         Returns:
             [sequences * width, vocabulary_size] in the model's dtype.
         """
-        positions = self._lay_out(page_table, starts, widths)
+        positions = self._lay_out(page_tables, starts, widths)
         output = self._module(
             input_ids=token_ids.view(1, -1),
             position_ids=positions.view(1, -1),
@@ -70,39 +72,27 @@ class StaticStep:
         sinks: Tensor | None,
     ) -> Tensor:
         """See `AttentionStep.attend`. What is seen of the past is known from the layer; there is no `mask`."""
-        assert self._queries is not None
         layer_index: int = module.layer_idx  # type: ignore[assignment]
         geometry, layer = self._model.layers[layer_index], self._arena.layers[layer_index]
-        layer.keys[self._pages, self._offsets] = key[0].transpose(0, 1)
-        layer.values[self._pages, self._offsets] = value[0].transpose(0, 1)
-        output = paged_attention(
-            query[0].transpose(0, 1),
-            layer.keys,
-            layer.values,
-            self._queries,
-            window=geometry.window,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-        )
-        return output[None]
+        self._writers[layer.group].write(layer, key, value)
+        scoring = Scoring(geometry.window, scale, softcap, sinks)
+        return paged_attention(query[0].transpose(0, 1), layer, self._queries[layer.group], scoring)[None]
 
-    def _lay_out(self, page_table: Tensor, starts: Tensor, widths: Tensor) -> Tensor:
+    def _lay_out(self, page_tables: Tensor, starts: Tensor, widths: Tensor) -> Tensor:
         """Sets what all layers share and returns the tokens' positions, [sequences, width]."""
         device, bucket, page_tokens = starts.device, self.bucket, self._arena.page_tokens
         offsets = torch.arange(bucket.width, device=device)
         is_real = offsets < widths[:, None]
         positions = torch.where(is_real, starts[:, None] + offsets, 0)
-        pages = page_table.gather(1, positions // page_tokens).long()
-        self._pages = torch.where(is_real, pages, self._arena.spare_page).flatten()
-        self._offsets = (positions % page_tokens).flatten()
-        lengths = torch.where(widths > 0, starts + widths, 0)
-        self._queries = PagedQueries(
-            page_table,
-            torch.arange(bucket.sequences + 1, dtype=torch.int32, device=device) * bucket.width,
-            lengths.int(),
-            bucket.width,
-            self._max_length,
-            widths.int() if bucket.width > 1 else None,
-        )
+        columns, places = positions // page_tokens, (positions % page_tokens).flatten()
+        lengths = torch.where(widths > 0, starts + widths, 0).int()
+        query_starts = torch.arange(bucket.sequences + 1, dtype=torch.int32, device=device) * bucket.width
+        counts = widths.int() if bucket.width > 1 else None
+        self._writers, self._queries = [], []
+        for table in page_tables.unbind():
+            pages = torch.where(is_real, table.gather(1, columns).long(), self._arena.spare_page).flatten()
+            self._writers.append(PageWriter(pages, places))
+            self._queries.append(
+                PagedQueries(table, query_starts, lengths, bucket.width, self._max_length, counts)
+            )
         return positions

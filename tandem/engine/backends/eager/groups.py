@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from tandem.engine.backends.paged.pages import PageReader
-from tandem.engine.kv_cache.arena import LayerCache, LayerGeometry
+from tandem.engine.backends.paged.plain import plain_attention
+from tandem.engine.backends.paged.queries import PagedQueries
+from tandem.engine.backends.paged.scoring import Scoring
+from tandem.engine.kv_cache.arena import LayerCache
+from tandem.engine.kv_cache.layer_groups import LayerGeometry
 from tandem.engine.kv_cache.segment import Segment
 from tandem.engine.models.attention import grouped_attention
 
@@ -20,6 +24,12 @@ _PADDING_WORTH_A_CALL = 256
 """Superfluous keys per sequence above which another kernel call is cheaper. Measured on CPU (8 heads of 32)."""
 
 
+def reads_by_parts(device: torch.device) -> bool:
+    """True if attention that no kernel knows should read some pages at a time: the scores of a prompt with a long past
+    fill gigabytes. A CPU's steps are shorter."""
+    return device.type != "cpu"
+
+
 @dataclass(frozen=True, slots=True)
 class _Span:
     """Which keys a group reads, and which of them each query sees."""
@@ -28,8 +38,8 @@ class _Span:
     """Position of the first key."""
     skipped: int
     """Keys before it in its page."""
-    reader: PageReader | None
-    """None where a group's queries see their own step's keys alone."""
+    has_past: bool
+    """False where a group's queries see their own step's keys alone."""
     mask: Tensor | None
     is_causal: bool
 
@@ -48,7 +58,8 @@ class Group:
         self._total = first.end
         self._dtype = dtype
         self._device = device
-        self._readers: dict[int, PageReader] = {}
+        self._readers: dict[tuple[int, int], PageReader] = {}
+        self._queries: dict[int, PagedQueries] = {}
         self._spans: dict[tuple[int | None, int, bool], _Span] = {}
 
     @property
@@ -76,47 +87,58 @@ class Group:
         key: Tensor,
         value: Tensor,
         *,
-        scale: float | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        scoring: Scoring,
     ) -> Tensor:
         """Attention of the group's queries, whose keys and values are stored; see `AttentionStep.attend`.
 
         `query`, `key` and `value` are the group's part, [1, heads, group_tokens, dim].
         """
+        if not scoring.is_usual and reads_by_parts(self._device):
+            return plain_attention(
+                query[0].transpose(0, 1), layer.keys, layer.values, self._paged_queries(layer.group), scoring
+            )[None]
         batch, width, heads = len(self.segments), self.width, query.shape[1]
         repeats = heads // geometry.kv_heads
-        span = self._span(geometry.window, repeats, explicit=softcap is not None or sinks is not None)
-        if span.reader is not None:
-            key, value = self._read(layer.keys, span), self._read(layer.values, span)
+        span = self._span(scoring.window, repeats, explicit=not scoring.is_usual)
+        if span.has_past:
+            reader = self._reader(layer.group, span.first - span.skipped)
+            key, value = (
+                self._read(storage, reader, span, scoring.window) for storage in (layer.keys, layer.values)
+            )
         block = query if batch == 1 else query.view(heads, batch, width, -1).transpose(0, 1)
         if not span.is_causal and repeats > 1:
             block = block.reshape(batch, geometry.kv_heads, repeats * width, -1)
-        if sinks is not None:
-            sinks = sinks.view(geometry.kv_heads, repeats).repeat_interleave(width, dim=1)
         output = grouped_attention(
             block,
             key,
             value,
             mask=span.mask,
             is_causal=span.is_causal,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
+            scale=scoring.scale,
+            softcap=scoring.softcap,
+            sinks=_repeated(scoring.sinks, geometry.kv_heads, width),
         )
         if width == 1:
             return output.reshape(1, batch, heads, -1)
         output = output.view(batch, heads, width, -1).transpose(1, 2)
         return output.reshape(1, batch * width, heads, -1) if batch > 1 else output
 
-    def _read(self, storage: Tensor, span: _Span) -> Tensor:
-        """Keys or values that the group sees, with zeros behind the end of each sequence."""
-        assert span.reader is not None
-        found = span.reader.read(storage)[:, :, span.skipped : span.skipped + self.longest - span.first]
+    def _paged_queries(self, table_group: int) -> PagedQueries:
+        found = self._queries.get(table_group)
+        if found is None:
+            found = PagedQueries.of_segments(self.segments, table_group, self._device)
+            self._queries[table_group] = found
+        return found
+
+    def _read(self, storage: Tensor, reader: PageReader, span: _Span, window: int | None) -> Tensor:
+        """Keys or values that the group sees, with zeros behind the end of each sequence and before its window."""
+        found = reader.read(storage)[:, :, span.skipped : span.skipped + self.longest - span.first]
         for index, segment in enumerate(self.segments):
+            # A mask hides those keys, but hiding is arithmetic: a NaN that another sequence left would survive it.
             if segment.end < self.longest:
-                # A mask hides those keys, but hiding is arithmetic: a NaN that another sequence left would survive it.
                 found[index, :, segment.end - span.first :].zero_()
+            if window is not None and (unseen := segment.start - window + 1 - span.first) > 0:
+                found[index, :, :unseen].zero_()
         return found
 
     def _span(self, window: int | None, repeats: int, *, explicit: bool) -> _Span:
@@ -133,18 +155,20 @@ class Group:
         first = 0 if window is None else max(0, min(starts) - window + 1)
         skipped = first % self.segments[0].sequence.table.page_tokens
         is_alone = len(self.segments) == 1
-        reader = None if is_alone and starts == {0} else self._reader(first - skipped)
+        has_past = not is_alone or starts != {0}
         if self.width == 1 and len(starts) == 1:
-            return _Span(first, skipped, reader, None, is_causal=False)
+            return _Span(first, skipped, has_past, None, is_causal=False)
         if is_alone and starts == {0} and window is None and not explicit:
-            return _Span(first, skipped, reader, None, is_causal=True)
-        return _Span(first, skipped, reader, self._mask(window, first, repeats), is_causal=False)
+            return _Span(first, skipped, has_past, None, is_causal=True)
+        return _Span(first, skipped, has_past, self._mask(window, first, repeats), is_causal=False)
 
-    def _reader(self, start: int) -> PageReader:
-        if start not in self._readers:
-            tables = [segment.sequence.table for segment in self.segments]
-            self._readers[start] = PageReader.of_tables(tables, start, self.longest, self._device)
-        return self._readers[start]
+    def _reader(self, table_group: int, start: int) -> PageReader:
+        found = self._readers.get((table_group, start))
+        if found is None:
+            tables = [segment.sequence.tables[table_group] for segment in self.segments]
+            found = PageReader.of_tables(tables, start, self.longest, self._device)
+            self._readers[table_group, start] = found
+        return found
 
     def _mask(self, window: int | None, first: int, repeats: int) -> Tensor:
         """Zero where a query sees a key and minus infinity elsewhere, [batch, 1, repeats * width, length]."""
@@ -158,6 +182,11 @@ class Group:
             hidden, float("-inf")
         )
         return mask.repeat(1, 1, repeats, 1) if repeats > 1 else mask
+
+
+def _repeated(sinks: Tensor | None, kv_heads: int, width: int) -> Tensor | None:
+    """A sink for each query of a group's tokens, where their queries share a head of keys."""
+    return None if sinks is None else sinks.view(kv_heads, -1).repeat_interleave(width, dim=1)
 
 
 def grouped(segments: Iterable[Segment], dtype: torch.dtype, device: torch.device) -> list[Group]:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tandem.engine.backends.eager.groups import Group, grouped
 from tandem.engine.backends.packing import Packing
 from tandem.engine.backends.paged.attention import paged_attention
 from tandem.engine.backends.paged.pages import PageWriter
 from tandem.engine.backends.paged.queries import PagedQueries
+from tandem.engine.backends.paged.scoring import Scoring
 from tandem.engine.backends.paged.varlen import varlen_for
-from tandem.engine.kv_cache.arena import KvArena, LayerCache, LayerGeometry
+from tandem.engine.kv_cache.arena import KvArena, LayerCache
+from tandem.engine.kv_cache.layer_groups import LayerGeometry
 from tandem.engine.kv_cache.segment import Segment
 
 
@@ -39,8 +41,10 @@ class StepLayout(Packing):
         self._device = device
         self._groups = grouped(segments, dtype, device)
         super().__init__([segment for group in self._groups for segment in group.segments])
-        self._writer = PageWriter.of_segments(self.segments, device)
-        self._queries: PagedQueries | None = None
+        self._writers = [
+            PageWriter.of_segments(self.segments, device, group) for group in range(arena.group_count)
+        ]
+        self._queries: dict[int, PagedQueries] = {}
 
     def attend(
         self,
@@ -57,52 +61,70 @@ class StepLayout(Packing):
         """See `AttentionStep.attend`. What is seen of the past is known from the layer; there is no `mask`."""
         layer_index: int = module.layer_idx  # type: ignore[assignment]
         geometry, layer = self._geometry[layer_index], self._arena.layers[layer_index]
-        self._writer.write(layer, key, value)
-        if softcap is None and sinks is None and varlen_for(layer.keys, layer.values) is not None:
-            return self._attend_at_once(geometry, layer, query, scale)
+        self._writers[layer.group].write(layer, key, value)
+        scoring = Scoring(geometry.window, scale, softcap, sinks)
+        if scoring.is_usual and varlen_for(layer.keys, layer.padded_values) is not None:
+            return self._attend_at_once(layer, query, scoring)
         outputs = [
             group.attend(
                 geometry,
                 layer,
                 *(self._part(group, states) for states in (query, key, value)),
-                scale=scale,
-                softcap=softcap,
-                sinks=sinks,
+                scoring=scoring,
             )
             for group in self._groups
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
+    def attend_blocks(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, is_in_block: Tensor
+    ) -> Tensor:
+        """Stores keys and values of all tokens; then the last tokens of each segment, its block, see each other both
+        ways and all before them.
+
+        Args:
+            module: the calling layer, with its `layer_idx`.
+            query: [block_tokens, heads, key_dim]
+            key: [step_tokens, kv_heads, key_dim]
+            value: [step_tokens, kv_heads, value_dim]
+            is_in_block: bool [step_tokens]
+
+        Returns:
+            [block_tokens, heads, value_dim]
+        """
+        layer_index: int = module.layer_idx  # type: ignore[assignment]
+        layer = self._arena.layers[layer_index]
+        self._writers[layer.group].write(layer, key.transpose(0, 1)[None], value.transpose(0, 1)[None])
+        outputs, first, token_start = [], 0, 0
+        in_block = is_in_block.tolist()
+        for segment in self.segments:
+            count = sum(in_block[token_start : token_start + segment.token_count])
+            token_start += segment.token_count
+            if count == 0:
+                continue
+            slots = torch.from_numpy(segment.sequence.tables[layer.group].slots(0, segment.end))
+            pages, places = slots // layer.keys.shape[1], slots % layer.keys.shape[1]
+            keys, values = (
+                storage[pages.to(self._device), places.to(self._device)].transpose(0, 1)
+                for storage in (layer.keys, layer.values)
+            )
+            block = query[first : first + count].transpose(0, 1)
+            outputs.append(
+                functional.scaled_dot_product_attention(
+                    block[None], keys[None], values[None], enable_gqa=block.shape[0] != keys.shape[0]
+                )[0].transpose(0, 1)
+            )
+            first += count
+        return torch.cat(outputs) if outputs else query[:0, :, : value.shape[-1]]
+
     def _part(self, group: Group, states: Tensor) -> Tensor:
         """A group's part of the packed queries, keys or values."""
         return states if len(self._groups) == 1 else states[:, :, group.token_start : group.token_end]
 
-    def _attend_at_once(
-        self, geometry: LayerGeometry, layer: LayerCache, query: Tensor, scale: float | None
-    ) -> Tensor:
-        if self._queries is None:
-            self._queries = self._paged_queries()
-        output = paged_attention(
-            query[0].transpose(0, 1),
-            layer.keys,
-            layer.values,
-            self._queries,
-            window=geometry.window,
-            scale=scale,
-            softcap=None,
-            sinks=None,
-        )
-        return output[None]
-
-    def _paged_queries(self) -> PagedQueries:
-        counts = [segment.token_count for segment in self.segments]
-        tables = [segment.sequence.table.pages for segment in self.segments]
-        width = max(map(len, tables))
-        numbers = [page for pages in tables for page in pages + pages[-1:] * (width - len(pages))]
-        lengths = [segment.end for segment in self.segments]
-        # One copy to the device for all.
-        packed = torch.tensor(
-            [*numbers, *accumulate(counts, initial=0), *lengths], dtype=torch.int32, device=self._device
-        )
-        table, starts, ends = torch.split(packed, [len(numbers), len(counts) + 1, len(counts)])
-        return PagedQueries(table.view(-1, width), starts, ends, max(counts), max(lengths))
+    def _attend_at_once(self, layer: LayerCache, query: Tensor, scoring: Scoring) -> Tensor:
+        queries = self._queries.get(layer.group)
+        if queries is None:
+            queries = self._queries[layer.group] = PagedQueries.of_segments(
+                self.segments, layer.group, self._device
+            )
+        return paged_attention(query[0].transpose(0, 1), layer, queries, scoring)[None]

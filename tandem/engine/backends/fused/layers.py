@@ -5,7 +5,7 @@ On a GPU each operation is a kernel, and a step of few tokens waits for the laun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,8 @@ class FusedAttention(nn.Module):
         self.scaling: float = attention.scaling
         self.weight, self.bias = merged((attention.q_proj, attention.k_proj, attention.v_proj))
         self.o_proj = attention.o_proj
+        self.attention_forward: Callable[..., tuple[Tensor, None]] = attention_forward
+        """What attends; see `tandem.engine.models.attention`."""
         dim: int = attention.head_dim
         self._dim = dim
         self._heads = attention.q_proj.out_features // dim
@@ -87,7 +89,7 @@ class FusedAttention(nn.Module):
             rotating = functional.rms_norm(rotating, (self._dim,), None, self._epsilon) * self.head_weights
         rotating = rotated(rotating, *position_embeddings)
         query, key = torch.split(rotating, [heads, kv_heads], dim=2)
-        output, _ = attention_forward(
+        output, _ = self.attention_forward(
             self,
             query.transpose(1, 2),
             key.transpose(1, 2),

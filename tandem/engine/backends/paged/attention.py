@@ -11,36 +11,25 @@ from torch import Tensor
 
 from tandem.engine.backends.paged.plain import plain_attention
 from tandem.engine.backends.paged.queries import PagedQueries
+from tandem.engine.backends.paged.scoring import Scoring
 from tandem.engine.backends.paged.varlen import varlen_attention, varlen_for
+from tandem.engine.kv_cache.arena import LayerCache
 
 
-def paged_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    queries: PagedQueries,
-    *,
-    window: int | None,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def paged_attention(query: Tensor, layer: LayerCache, queries: PagedQueries, scoring: Scoring) -> Tensor:
     """Each query attends to the keys of its sequence up to its own position.
 
     Args:
         query: [tokens, heads, key_dim]
-        keys: [pages, page_tokens, kv_heads, key_dim]; the queries' own are there already.
-        values: [pages, page_tokens, kv_heads, value_dim]
-        queries: whose queries they are.
-        window: positions that a query sees, its own included; None for all.
-        scale: factor on the scores; None for key_dim ** -0.5.
-        softcap: bound of the scores, None for none.
-        sinks: [heads], a score that takes part in the softmax and attends to nothing; None for none.
+        layer: keys and values of the layer; the queries' own are there already.
+        queries: whose queries they are, by the page tables of the layer's group.
+        scoring: of the layer.
 
     Returns:
         [tokens, heads, value_dim], finite for padding if the keys and values of its sequence are.
     """
-    varlen = None if softcap is not None or sinks is not None else varlen_for(keys, values)
+    varlen = varlen_for(layer.keys, layer.padded_values) if scoring.is_usual else None
     if varlen is None:
-        return plain_attention(query, keys, values, queries, window, scale, softcap, sinks)
-    return varlen_attention(varlen, query, keys, values, queries, window, scale)
+        return plain_attention(query, layer.keys, layer.values, queries, scoring)
+    output = varlen_attention(varlen, query, layer.keys, layer.padded_values, queries, scoring)
+    return output[..., : layer.values.shape[-1]]

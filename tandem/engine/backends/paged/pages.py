@@ -22,21 +22,33 @@ prompt of 512 tokens: 98 us by runs and 158 scattered; for 16 times 5 tokens: 21
 
 
 class PageWriter:
-    """Where the tokens of a step belong, for every layer."""
+    """Where the tokens of a step belong, for every layer of a group."""
 
-    def __init__(self, spans: SequenceOf[Span], device: torch.device) -> None:
-        page_tokens = spans[0][0].page_tokens
-        self._runs = _long_runs(spans) if device.type == "cpu" else []
-        if not self._runs:
-            slots = torch.from_numpy(np.concatenate([table.slots(start, end) for table, start, end in spans]))
-            # One copy to the device for both.
-            places = torch.stack((slots // page_tokens, slots % page_tokens)).to(device)
-            self._pages, self._offsets = places[0], places[1]
+    def __init__(self, pages: Tensor, offsets: Tensor, runs: SequenceOf[tuple[int, int, int]] = ()) -> None:
+        """
+        Args:
+            pages: int64 [tokens], the page of each token.
+            offsets: int64 [tokens], its place there.
+            runs: instead of both, page, first and last place of consecutive tokens in one page.
+        """
+        self._pages, self._offsets, self._runs = pages, offsets, runs
 
     @classmethod
-    def of_segments(cls, segments: Iterable[Segment], device: torch.device) -> PageWriter:
-        """The writer of the tokens that the segments run."""
-        return cls([(part.sequence.table, part.start, part.end) for part in segments], device)
+    def of_spans(cls, spans: SequenceOf[Span], device: torch.device) -> PageWriter:
+        """The writer of the tokens of sequences at these positions."""
+        page_tokens = spans[0][0].page_tokens
+        if device.type == "cpu" and (runs := _long_runs(spans)):
+            return cls(torch.empty(0), torch.empty(0), runs)
+        slots = torch.from_numpy(np.concatenate([table.slots(start, end) for table, start, end in spans]))
+        # One copy to the device for both.
+        return cls(*torch.stack((slots // page_tokens, slots % page_tokens)).to(device))
+
+    @classmethod
+    def of_segments(cls, segments: Iterable[Segment], device: torch.device, group: int = 0) -> PageWriter:
+        """The writer of the tokens that the segments run, in a group of layers."""
+        return cls.of_spans(
+            [(part.sequence.tables[group], part.start, part.end) for part in segments], device
+        )
 
     def write(self, layer: LayerCache, key: Tensor, value: Tensor) -> None:
         """Stores keys and values, [1, kv_heads, tokens, dim] with the tokens of the spans in order."""

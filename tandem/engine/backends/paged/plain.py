@@ -4,36 +4,38 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tandem.engine.backends.paged.online_softmax import OnlineSoftmax
 from tandem.engine.backends.paged.queries import PagedQueries
-from tandem.engine.models.attention import grouped_attention
+from tandem.engine.backends.paged.scoring import Scoring
+
+MAX_PART_BYTES = 256 << 20
+"""The largest temporary, unless one page of each sequence makes a larger one."""
 
 
 def plain_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    queries: PagedQueries,
-    window: int | None,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, keys: Tensor, values: Tensor, queries: PagedQueries, scoring: Scoring
 ) -> Tensor:
-    """See `paged_attention`. It reads the whole page table, whatever the lengths, so all shapes are static."""
-    blocks = queries.blocks(query).transpose(1, 2)
-    count, heads, width, _ = blocks.shape
-    kv_heads = keys.shape[2]
-    repeats = heads // kv_heads
-    found_keys, found_values = queries.gathered(keys), queries.gathered(values)
-    if sinks is not None:
-        sinks = sinks.view(kv_heads, repeats).repeat_interleave(width, dim=1)
-    output = grouped_attention(
-        blocks.reshape(count, kv_heads, repeats * width, -1),
-        found_keys,
-        found_values,
-        mask=queries.mask(window, repeats, found_keys.dtype, found_keys.shape[2]),
-        is_causal=False,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-    )
-    return queries.unblocked(output.reshape(count, heads, width, -1).transpose(1, 2), query.shape[0])
+    """See `paged_attention`. It reads some pages of each sequence at a time, as many in all as a sequence may have: all
+    shapes are static.
+
+    Args:
+        query: [tokens, heads, key_dim]
+        keys: [pages, page_tokens, kv_heads, key_dim]
+        values: [pages, page_tokens, kv_heads, value_dim]
+        queries: whose queries they are.
+        scoring: of the layer.
+
+    Returns:
+        [tokens, heads, value_dim]
+    """
+    blocks = queries.blocks(query)
+    sequences, width, heads, dim = blocks.shape
+    _, page_tokens, kv_heads, _ = keys.shape
+    softmax = OnlineSoftmax(blocks, kv_heads, values.shape[3], scoring)
+    # Of a page: its keys, its values, their scores, the queries beside them.
+    copied = page_tokens * kv_heads * max(keys.shape[3], values.shape[3]) * keys.element_size()
+    scored = heads * width * max(page_tokens * 4, dim * keys.element_size())
+    page_count = max(1, MAX_PART_BYTES // (sequences * max(copied, scored)))
+    for part in queries.parts(scoring.window, page_count, page_tokens):
+        softmax.add(part.read(keys), part.read_values(values), part.hidden)
+    return queries.unblocked(softmax.result(), query.shape[0])

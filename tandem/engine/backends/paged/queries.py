@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
-from tandem.engine.backends.paged.pages import PageReader
+from tandem.engine.kv_cache.page_table import pages_for
+from tandem.engine.kv_cache.segment import Segment
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Some pages of each sequence."""
+
+    pages: Tensor
+    """[sequences, pages], integers."""
+    hidden: Tensor
+    """Which keys each query does not see, bool [sequences, pages, 1, 1, max_queries, page_tokens]."""
+    unseen: Tensor
+    """Which keys no query of the sequence sees, bool [sequences, pages, 1, page_tokens, 1]. They may be those of
+    others."""
+
+    def read(self, keys: Tensor) -> Tensor:
+        """A copy of the keys, [sequences, pages, kv_heads, page_tokens, dim]."""
+        found = keys.transpose(1, 2).index_select(0, self.pages.flatten())
+        return found.view(*self.pages.shape, *found.shape[1:])
+
+    def read_values(self, values: Tensor) -> Tensor:
+        """A copy of the values, with zeros where no query sees: a weight of zero would not hide a NaN."""
+        return self.read(values).masked_fill_(self.unseen, 0.0)
 
 
 class PagedQueries:
@@ -25,7 +52,8 @@ class PagedQueries:
     ) -> None:
         """
         Args:
-            page_table: [sequences, max_pages], int32. Numbers behind a sequence's end may be those of any page.
+            page_table: [sequences, max_pages], int32. Numbers behind a sequence's end, and before what its queries see
+                in layers with a window, may be those of any page.
             query_starts: [sequences + 1], int32, where the queries of each sequence begin among all.
             lengths: [sequences], int32, keys of each sequence, its queries' own included. The queries of a sequence of
                 length 0 are padding.
@@ -40,9 +68,23 @@ class PagedQueries:
         self.max_queries = max_queries
         self.max_length = max_length
         self.query_counts = query_counts
-        self._reader = PageReader(page_table)
-        self._masks: dict[tuple[int | None, int, torch.dtype], Tensor] = {}
+        self._parts: dict[tuple[int | None, int], list[Part]] = {}
         self._varlen: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+
+    @classmethod
+    def of_segments(cls, segments: SequenceOf[Segment], group: int, device: torch.device) -> PagedQueries:
+        """The queries of the tokens that the segments run, for the layers of a group."""
+        counts = [segment.token_count for segment in segments]
+        tables = [segment.sequence.tables[group].pages for segment in segments]
+        width = max(map(len, tables))
+        numbers = [page for pages in tables for page in pages + pages[-1:] * (width - len(pages))]
+        lengths = [segment.end for segment in segments]
+        # One copy to the device for all.
+        packed = torch.tensor(
+            [*numbers, *accumulate(counts, initial=0), *lengths], dtype=torch.int32, device=device
+        )
+        table, starts, ends = torch.split(packed, [len(numbers), len(counts) + 1, len(counts)])
+        return cls(table.view(-1, width), starts, ends, max(counts), max(lengths))
 
     @property
     def for_varlen(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -81,30 +123,41 @@ class PagedQueries:
         found = blocks[sequences, tokens - self.query_starts[sequences]]
         return found.masked_fill(~is_covered[:, None, None], 0.0)
 
-    def gathered(self, storage: Tensor) -> Tensor:
-        """Keys or values of the whole page table with zeros behind each sequence's end, [sequences, kv_heads, L, dim].
+    def parts(self, window: int | None, page_count: int, page_tokens: int) -> list[Part]:
+        """The pages that any of the queries may see, up to `page_count` of each sequence at a time.
 
-        A mask would hide what is there, but not a NaN: hiding is arithmetic.
+        Args:
+            window: positions that a query sees, its own included; None for all.
+            page_count: pages of a sequence in a part.
+            page_tokens: tokens of a page.
         """
-        found = self._reader.read(storage)
-        is_behind = torch.arange(found.shape[2], device=found.device) >= self.lengths[:, None]
-        return found.masked_fill_(is_behind[:, None, :, None], 0.0)
-
-    def mask(self, window: int | None, repeats: int, dtype: torch.dtype, length: int) -> Tensor:
-        """Zero where a query sees a key and minus infinity elsewhere, [sequences, 1, repeats * max_queries, length].
-
-        Padding sees at least one of its sequence's keys or zeros, so that its results are numbers.
-        """
-        found = self._masks.get((window, repeats, dtype))
+        found = self._parts.get((window, page_count))
         if found is None:
-            keys = torch.arange(length, device=self.lengths.device)
-            counts = self.query_starts.diff() if self.query_counts is None else self.query_counts
-            offsets = torch.arange(self.max_queries, device=keys.device)
-            queries = ((self.lengths - counts)[:, None] + offsets).clamp(0, length - 1)[:, None, :, None]
-            hidden = keys > queries
-            if window is not None:
-                hidden = hidden | (keys <= queries - window)
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=keys.device)
-            mask = mask.masked_fill(hidden, float("-inf"))
-            found = self._masks[window, repeats, dtype] = mask.repeat(1, 1, repeats, 1)
+            found = self._parts[window, page_count] = self._made_parts(window, page_count, page_tokens)
         return found
+
+    def _made_parts(self, window: int | None, page_count: int, page_tokens: int) -> list[Part]:
+        table, device = self.page_table, self.page_table.device
+        max_pages = table.shape[1]
+        counts = self.query_starts.diff() if self.query_counts is None else self.query_counts
+        starts = self.lengths - counts
+        firsts = torch.zeros_like(starts) if window is None else (starts - window + 1).clamp(min=0)
+        columns = torch.arange(max_pages, device=device)[None]
+        if window is not None:
+            # The queries see so many positions in a row, wherever in its page the first one lies.
+            seen = window - 1 + self.max_queries
+            columns = columns[:, : pages_for(seen - 1, page_tokens) + 1] + (firsts // page_tokens)[:, None]
+            table = table.gather(1, columns.clamp(max=max_pages - 1))
+        queries = (starts[:, None] + torch.arange(self.max_queries, device=device))[:, None, :, None]
+        ends, firsts = self.lengths[:, None, None, None], firsts[:, None, None, None]
+        parts = []
+        for own, pages in zip(
+            torch.split(columns, page_count, 1), torch.split(table, page_count, 1), strict=True
+        ):
+            keys = (own[..., None] * page_tokens + torch.arange(page_tokens, device=device))[:, :, None]
+            unseen = (keys >= ends) | (keys < firsts)
+            hidden = unseen | (keys > queries)
+            if window is not None:
+                hidden |= keys <= queries - window
+            parts.append(Part(pages, hidden[:, :, None, None], unseen[..., None]))
+        return parts

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from tandem.engine.backends.paged.plain import plain_attention
 from tandem.engine.backends.paged.queries import PagedQueries
+from tandem.engine.backends.paged.scoring import Scoring
+from tandem.engine.kv_cache.arena import VARLEN_DTYPES, VARLEN_WIDEST_HEAD
 
 logger = logging.getLogger(__name__)
 
-_WIDEST_HEAD = 256
-_DTYPES = (torch.float16, torch.bfloat16)
 _TRIAL_ERROR = 0.05
 """Largest difference in a trial whose numbers are of size 1: some ten times what bfloat16 rounds."""
 
@@ -28,7 +28,12 @@ Varlen = Callable[..., Tensor]
 def varlen_for(keys: Tensor, values: Tensor) -> Varlen | None:
     """`varlen_attn`, if it serves this layer's pages and gave right results here."""
     dim = keys.shape[-1]
-    if not keys.is_cuda or keys.dtype not in _DTYPES or dim > _WIDEST_HEAD or values.shape[-1] != dim:
+    if (
+        not keys.is_cuda
+        or keys.dtype not in VARLEN_DTYPES
+        or dim > VARLEN_WIDEST_HEAD
+        or values.shape[-1] != dim
+    ):
         return None
     return _tried_varlen(keys.device, keys.dtype, keys.shape[1], dim)
 
@@ -101,8 +106,8 @@ def _trial_error(form: Varlen, device: torch.device, dtype: torch.dtype, page_to
         )  # fmt: skip
         query = numbers(2 * width, 4, dim)
         for window in (None, 7):
-            found = varlen_attention(form, query, keys, values, queries, window, None)
-            expected = plain_attention(query, keys, values, queries, window, None, None, None)
+            found = varlen_attention(form, query, keys, values, queries, Scoring(window))
+            expected = plain_attention(query, keys, values, queries, Scoring(window))
             difference = (found - expected)[: width + 1]  # all but the padding
             errors.append(
                 difference.float().abs().max()
@@ -118,10 +123,9 @@ def varlen_attention(
     keys: Tensor,
     values: Tensor,
     queries: PagedQueries,
-    window: int | None,
-    scale: float | None,
+    scoring: Scoring,
 ) -> Tensor:
-    """Attention by `varlen_attn`; see `paged_attention`."""
+    """Attention by `varlen_attn`; see `plain_attention`."""
     table, query_starts, lengths, key_starts = queries.for_varlen
     return varlen(
         query,
@@ -131,8 +135,8 @@ def varlen_attention(
         key_starts,
         queries.max_queries,
         queries.max_length,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
+        scale=scoring.scale,
+        window_size=(-1 if scoring.window is None else scoring.window - 1, 0),
         enable_gqa=query.shape[1] != keys.shape[2],
         seqused_k=lengths,
         block_table=table,

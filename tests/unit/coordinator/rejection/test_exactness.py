@@ -137,7 +137,8 @@ def test_the_sum_over_branches_detects_a_small_mistake() -> None:
     def accept(
         proposal: Proposal, verification: Verification, sampling: SamplingParams, u: Uniforms
     ) -> Acceptance:
-        return residual.accept(proposal, verification, sampling, replace(u, accept=u.accept * (1 - 1e-9)))
+        generous = replace(u, accept=[uniform * (1 - 1e-9) for uniform in u.accept])
+        return residual.accept(proposal, verification, sampling, generous)
 
     target, draft = PAIRS["both positive"]
     actual = output_distribution(accept, Setting(target, draft, 1), length=1)

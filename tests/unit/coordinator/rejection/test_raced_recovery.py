@@ -33,7 +33,7 @@ from tandem.types import (
     VerifyStep,
 )
 from tandem.wire import target as wire
-from target_service.rows import RowRequest
+from target_service.row_requests import RowRequest
 from tests.end_to_end.chi_square import critical_value, statistic, visible_distance
 from tests.unit.target_service.verified import verified
 
@@ -202,7 +202,7 @@ def test_reused_noise_is_detected(purpose: Purpose, monkeypatch: pytest.MonkeyPa
     466 of 1200 rounds recover. The two mistakes are at distances of about 0.15, and the statistic is 52 and 45 where
     19 is exceeded once in 10 000 times.
     """
-    for module in ("target_service.rows", "coordinator.rejection.uniforms"):
+    for module in ("target_service.row_requests", "coordinator.rejection.uniforms"):
         monkeypatch.setattr(f"{module}.recovery_keys", keyed_for(purpose))
     found, freedom = statistic(recovered(1200), residual_law())
     assert (found > critical_value(freedom)) == (purpose is not Purpose.RECOVERY)

@@ -111,12 +111,12 @@ def test_rounds_share_no_uniforms() -> None:
 def test_shapes_of_uniforms() -> None:
     for count in (0, 1, 5):
         drawn = draw_uniforms(1, 10, count)
-        assert drawn.accept.shape == (count,)
-        assert drawn.recover.shape == drawn.recovery_keys.shape == (count + 1,)
+        assert len(drawn.accept) == count
+        assert len(drawn.recover) == len(drawn.recovery_keys) == count + 1
 
 
 def test_fewer_tokens_have_the_same_uniforms() -> None:
     longer, shorter = draw_uniforms(1, 10, 5), draw_uniforms(1, 10, 2)
-    assert longer.accept[:2].tolist() == shorter.accept.tolist()
-    assert longer.recover[:3].tolist() == shorter.recover.tolist()
-    assert longer.recovery_keys[:3].tolist() == shorter.recovery_keys.tolist()
+    assert longer.accept[:2] == shorter.accept[:]
+    assert longer.recover[:3] == shorter.recover[:]
+    assert longer.recovery_keys[:3] == shorter.recovery_keys[:]

@@ -163,11 +163,11 @@ def test_proposal_acceptance_and_recovery_use_different_noise(accept: Accept) ->
 def test_no_two_random_numbers_of_a_round_are_equal() -> None:
     drawn = draw_uniforms(seed=3, base_length=20, token_count=8)
     proposing = token_uniforms(proposal_keys(3, 20, 8), 50).ravel()
-    racing = token_uniforms(drawn.recovery_keys, 50)
+    racing = token_uniforms(np.array(drawn.recovery_keys), 50)
     numbers = [*drawn.accept, *racing.ravel(), *proposing]
     assert len(set(numbers)) == len(numbers) == 8 + 450 + 400
     # A round uses either this uniform or the sample that contains it, never both.
-    assert drawn.recover.tolist() == racing[:, 0].tolist()
+    assert list(drawn.recover) == racing[:, 0].tolist()
     assert len(set(Purpose)) == 4
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from coordinator.requests.admission import Admission
 from coordinator.requests.bounds import check_bounds
-from coordinator.requests.chunk_queue import ChunkQueue
-from coordinator.requests.delivery import RunRequest, stream_of
+from coordinator.requests.chunks.delivery import RunRequest, stream_of
+from coordinator.requests.chunks.queue import ChunkQueue
 from coordinator.settings.request_bounds import RequestBounds
 from tandem.errors import CapacityError, DeadlineError, InvalidRequestError
 from tandem.types import Chunk, GenerationRequest
@@ -202,5 +202,5 @@ async def test_the_deadline_reaches_a_slow_reader_as_an_error() -> None:
         while True:
             yield chunk(1)
 
-    with pytest.raises(DeadlineError, match="1 token was delivered"):
+    with pytest.raises(DeadlineError, match="2 tokens were delivered"):
         await read(stream_of(running(chunks), 0.02), [], pause_seconds=0.05)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.requests.chunk_queue import ChunkQueue
-from coordinator.requests.delivery import stream_of
+from coordinator.requests.chunks.delivery import stream_of
+from coordinator.requests.chunks.queue import ChunkQueue
 from tandem.errors import ServiceUnavailableError
 from tandem.types import Chunk, FinishReason, SpeculationStats, Summary
 

@@ -57,7 +57,8 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     (
         "speculative-method",
         {"speculative_method": "guessing"},
-        "speculative_method is guessing; it must be one of standalone, ngram, suffix",
+        "speculative_method is guessing; it must be one of standalone, ngram, suffix, eagle, eagle3, medusa, "
+        "mtp, dflash",
     ),
     *(
         (

@@ -8,18 +8,19 @@ from dataclasses import replace
 import pytest
 
 from coordinator.stats.ahead import MAX_RANKS, hit_rate, record_outcome
-from coordinator.stats.speculation import add, describe, log_line, record_result, since
+from coordinator.stats.speculation import add, describe, log_line, since
+from coordinator.stats.tally import RoundTally
 from tandem.types import AheadStats, SpeculationStats
 from tests.unit.coordinator.round_results import round_result
 
 
 def stats_of(*ranks: int | None, saved: float = 0.25) -> SpeculationStats:
     """Record one round for each rank; None is a miss."""
-    stats = SpeculationStats()
+    tally = RoundTally()
     for rank in ranks:
         hit_seconds = 0.0 if rank is None else saved
-        record_result(stats, round_result(4, 2, awaited=True, rank=rank, saved=hit_seconds))
-    return stats
+        tally.add_result(round_result(4, 2, awaited=True, rank=rank, saved=hit_seconds))
+    return tally.stats()
 
 
 def test_hits_are_counted_by_rank() -> None:

@@ -16,20 +16,20 @@ from coordinator.stats.speculation import (
     describe,
     log_line,
     proposals,
-    record_round,
     tokens_per_pass,
 )
+from coordinator.stats.tally import RoundTally
 from tandem.types import PositionStats, SpeculationStats
 from tests.unit.coordinator.round_results import round_result
 
 
 def _stats(*rounds: tuple[int, int, int]) -> SpeculationStats:
     """Record rounds given as (number of rounds, tokens drafted, tokens accepted)."""
-    stats = SpeculationStats()
+    tally = RoundTally()
     for count, drafted, accepted in rounds:
         for _ in range(count):
-            record_round(stats, drafted=drafted, accepted=accepted)
-    return stats
+            tally.add(drafted, accepted)
+    return tally.stats()
 
 
 # 100 verifications, 20 of which had no proposal.
@@ -98,7 +98,7 @@ def test_add_sums_all_counts() -> None:
 def test_add_does_not_change_its_argument() -> None:
     one, total = _stats((1, 2, 1)), SpeculationStats()
     add(total, one)
-    record_round(total, drafted=2, accepted=2)
+    add(total, _stats((1, 2, 2)))
     assert one == _stats((1, 2, 1))
 
 

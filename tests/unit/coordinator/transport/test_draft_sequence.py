@@ -24,7 +24,7 @@ LIMITS = DraftLimits(vocabulary_size=100, num_speculative_tokens=3, keeps_propos
 SECONDS = 20.0
 
 
-class Stream(SequenceStream[draft_pb2.ProposeResponse]):
+class Stream(SequenceStream[wire.Answer]):
     """A stream without a service: a test reads what is sent, and answers."""
 
     def __init__(self) -> None:

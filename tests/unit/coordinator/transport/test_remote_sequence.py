@@ -33,6 +33,14 @@ def test_repeating_a_step_changes_nothing() -> None:
     assert remote.delta_to([1, 2, 9]) == Delta(2, [9]), "a repeated proposal is still only a proposal"
 
 
+def test_kept_tokens_are_those_that_the_service_holds_and_that_were_committed() -> None:
+    remote = RemoteSequence()
+    remote.delta_to([1, 2, 3], [4, 5])
+    assert remote.kept_length([1, 2, 3, 4, 9]) == 4
+    assert remote.kept_length([1, 2, 3, 4, 5, 6]) == 5
+    assert remote.kept_length([1, 2, 3]) == 3
+
+
 rounds = st.lists(
     st.tuples(
         st.lists(st.integers(0, 2), max_size=4),  # the proposal

@@ -10,7 +10,7 @@ from coordinator.rejection.relaxed import Accept
 from coordinator.rejection.uniforms import draw_uniforms
 from coordinator.transport.target_client import RowChoice
 from tandem.types import Delta, Proposal, RowKind, SamplingParams, VerifyStep
-from target_service.rows import RowRequest
+from target_service.row_requests import RowRequest
 from tests.unit.target_service.verified import verified
 
 EMPTY, FULL = Proposal(3), Proposal(3, (7, 8))

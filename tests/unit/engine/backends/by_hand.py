@@ -13,6 +13,7 @@ from torch import Tensor
 from tandem.engine.backends.interface import StepBackend
 from tandem.engine.backends.trial import scattered_tables
 from tandem.engine.kv_cache.arena import KvArena
+from tandem.engine.kv_cache.layer_groups import group_layers
 from tandem.engine.kv_cache.segment import Segment
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.models.loading import LoadedModel, load_model
@@ -30,12 +31,14 @@ class ByHand:
         self.reference: Any = save_checkpoint(folder, CONFIGS[family]())
         self.model: LoadedModel = load_model(folder, dtype="float32")
         self.arena = self.new_arena()
-        tables = scattered_tables(PAGES, self.arena.page_tokens)
+        size = self.arena.page_tokens
+        tables = scattered_tables([(0, count * size) for count in PAGES], size, self.arena.windows)
         vocabulary_size = self.model.info.vocabulary_size
-        self.sequences = [Sequence(table, table.capacity, vocabulary_size) for table in tables]
+        self.sequences = [Sequence(own, own[0].capacity, vocabulary_size) for own in tables]
 
     def new_arena(self) -> KvArena:
-        arena = KvArena(self.model.layers, sum(PAGES), self.model.dtype, self.model.device)
+        count = sum(PAGES) * len(group_layers(self.model.layers))
+        arena = KvArena(self.model.layers, count, self.model.dtype, self.model.device)
         for layer in arena.layers:
             layer.keys.zero_()
             layer.values.zero_()
@@ -45,7 +48,7 @@ class ByHand:
         """Fills the arena with NaN, the spare page included."""
         for layer in self.arena.layers:
             layer.keys.fill_(float("nan"))
-            layer.values.fill_(float("nan"))
+            layer.padded_values.fill_(float("nan"))
 
     def step(self, backend: StepBackend, tokens: SequenceOf[SequenceOf[int]]) -> list[Tensor]:
         """Runs more tokens of each sequence that has some, all rows wanted; returns each one's logits."""

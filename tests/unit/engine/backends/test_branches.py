@@ -4,79 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import pytest
 import torch
 from torch import Tensor
 
 from tandem.engine.backends.branches import BranchStep
-from tandem.engine.backends.cpu_native.branches import NativeBranches
-from tandem.engine.core.engine import Engine
 from tandem.engine.core.events import StepRecord
-from tandem.engine.kv_cache.sequence import Sequence
-from tandem.errors import TandemError
 from tandem.types import Delta
+from tests.unit.engine.backends.branch_jobs import LEAVES_AFTER, TOKENS, Branches, poison, trust_kernels
 from tests.unit.engine.conftest import TinyModel
 from tests.unit.engine.greedy import RowsHead, plain_logits, rows, running
 
 _TRUNK = [5, 17, 80, 3, 44, 9, 21, 60]
-_LEAVES_AFTER = [5, 6, 6, 8, 7]
-_TOKENS = [[11, 12, 13, 14, 15], [21, 22, 23, 24], [31, 32, 33, 34]]
-"""By depth; the last branch is given up after the first."""
-
-
-@dataclass
-class Branches:
-    """A background job that runs given tokens."""
-
-    sequence: Sequence
-    delta: Delta
-    row_count: int = 3
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    trunk: Tensor | None = None
-    logits: list[Tensor] = field(default_factory=list)
-    error: TandemError | None = None
-    steps: int = 0
-    enough: int = 3
-
-    def begin(self, logits: Tensor, room: int) -> BranchStep | None:
-        self.trunk = logits.clone()
-        assert room >= len(_LEAVES_AFTER) * len(_TOKENS)
-        return self._step()
-
-    def advance(self, logits: Tensor) -> BranchStep | None:
-        self.logits.append(logits.clone())
-        if len(self.logits) == self.enough:
-            self.loop.call_soon_threadsafe(self.done.set)
-            return None
-        return self._step()
-
-    def _step(self) -> BranchStep:
-        depth = len(self.logits)
-        return BranchStep(_TOKENS[depth], _LEAVES_AFTER, depth, len(_TOKENS))
-
-    def count_step(self, record: StepRecord) -> None:
-        self.steps += 1
-
-    def fail(self, error: TandemError) -> None:
-        self.error = error
-        self.loop.call_soon_threadsafe(self.done.set)
-
-
-def poison(engine: Engine[object, object]) -> None:
-    """Fill all unwritten memory with NaN."""
-    for layer in engine._cache._arena.layers:
-        layer.keys.fill_(float("nan"))
-        layer.values.fill_(float("nan"))
-
-
-def trust_kernels(engine: Engine[object, object]) -> None:
-    """Have every step run by the kernels, as after their trial."""
-    branches = engine._worker._background._branches
-    if isinstance(branches, NativeBranches):
-        branches._is_trusted = True
 
 
 @pytest.mark.parametrize("with_kernels", [False, True])
@@ -101,7 +41,7 @@ async def test_each_branch_equals_a_sequence_of_its_own(
         assert torch.allclose(job.trunk, plain_logits(model.reference, _TRUNK)[-3:], atol=1e-3)
         for depth, logits in enumerate(job.logits):
             for branch, row in enumerate(logits):
-                path = _TRUNK[: _LEAVES_AFTER[branch]] + [_TOKENS[d][branch] for d in range(depth + 1)]
+                path = _TRUNK[: LEAVES_AFTER[branch]] + [TOKENS[d][branch] for d in range(depth + 1)]
                 assert torch.allclose(row, plain_logits(model.reference, path)[-1], atol=1e-3), (
                     depth,
                     branch,
@@ -147,7 +87,7 @@ async def test_sequences_share_steps_and_each_branch_is_what_it_would_be_alone(
         assert len(job.logits) == job.enough
         for depth, logits in enumerate(job.logits):
             for branch, row in enumerate(logits):
-                path = trunk[: _LEAVES_AFTER[branch]] + [_TOKENS[d][branch] for d in range(depth + 1)]
+                path = trunk[: LEAVES_AFTER[branch]] + [TOKENS[d][branch] for d in range(depth + 1)]
                 assert torch.allclose(row, plain_logits(model.reference, path)[-1], atol=1e-3), (
                     depth,
                     branch,

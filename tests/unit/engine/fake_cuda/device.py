@@ -149,6 +149,8 @@ class _HostMemory(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func is Tensor.pin_memory:
+            return args[0]
         if isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

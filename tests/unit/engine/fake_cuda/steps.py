@@ -13,8 +13,10 @@ from tandem.engine.backends.cuda_graphs.buckets import Bucket
 from tandem.engine.backends.cuda_graphs.capture import Work
 from tandem.engine.backends.cuda_graphs.captured_steps import CapturedStep, GraphContext
 from tandem.engine.backends.eager.backend import EagerBackend
+from tandem.engine.backends.trial import scattered_tables
 from tandem.engine.kv_cache.arena import KvArena
-from tandem.engine.kv_cache.page_table import PageTable, pages_for
+from tandem.engine.kv_cache.layer_groups import group_layers
+from tandem.engine.kv_cache.page_table import pages_for
 from tandem.engine.kv_cache.segment import Segment
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.models.loading import LoadedModel
@@ -41,16 +43,20 @@ class RecordingCapture:
 
 def new_arena(model: LoadedModel) -> KvArena:
     """Room for all sequences at their longest."""
-    return KvArena(model.layers, SEQUENCES * pages_for(MAX_LENGTH, 256), model.dtype, CUDA)
+    groups = len(group_layers(model.layers))
+    return KvArena(model.layers, groups * SEQUENCES * pages_for(MAX_LENGTH, 256), model.dtype, CUDA)
 
 
-def segments(counts: SequenceOf[int], end: int = MAX_LENGTH, tokens_ahead: int = 0) -> list[Segment]:
+def segments(
+    model: LoadedModel, counts: SequenceOf[int], end: int = MAX_LENGTH, tokens_ahead: int = 0
+) -> list[Segment]:
     """A segment of so many tokens of each sequence, whose last one stands shortly before `end`."""
-    pages = pages_for(MAX_LENGTH, 256)
+    windows = [group.window for group in group_layers(model.layers)]
+    past = end - tokens_ahead - max(counts)
+    tables = scattered_tables([(past, MAX_LENGTH)] * len(counts), 256, windows)
     found = []
-    for index, count in enumerate(counts):
-        table = PageTable(256, MAX_LENGTH, range(index * pages, (index + 1) * pages))
-        sequence = Sequence(table, MAX_LENGTH, 1000)
+    for own, count in zip(tables, counts, strict=True):
+        sequence = Sequence(own, MAX_LENGTH, 1000)
         sequence.token_ids = [5] * (end - tokens_ahead)
         sequence.advance(end - tokens_ahead - count)
         found.append(Segment(sequence, count))
@@ -68,14 +74,14 @@ def captured_step(model: LoadedModel, width: int = WIDTH) -> tuple[Tensor, Recor
     capture = RecordingCapture()
     step = CapturedStep(graph_context(model, capture), Bucket(SEQUENCES, width))
     with torch.inference_mode():
-        logits = step.run(segments([width] * SEQUENCES), range(SEQUENCES * width))
+        logits = step.run(segments(model, [width] * SEQUENCES), range(SEQUENCES * width))
     assert capture.recorder is not None
     return logits, capture.recorder
 
 
 def eager_step(model: LoadedModel, counts: SequenceOf[int]) -> tuple[Tensor, Recorder]:
     """The logits of an eager step of one row for each sequence, and what it ran."""
-    parts, ends, total = segments(counts), [], 0
+    parts, ends, total = segments(model, counts), [], 0
     for count in counts:
         total += count
         ends.append(total - 1)

@@ -30,18 +30,18 @@ MIX = [700, 300, *[WIDTH] * 15, *[1] * 15]
 COUNT, TOP_K = 4, 64
 """Of a proposal."""
 
-GB = 10**9
-PLAIN: dict[str, float] = {"Gemma-2-9B": 1.2 * GB, "GPT-OSS-20B": 1.5 * GB, "DeepSeek-V3": 13 * GB}
-"""The largest temporary where `varlen_attn` does not serve the layers: plain torch copies the keys of the whole page
-table. DeepSeek stores its keys expanded, 128 heads of 192."""
+PLAIN = {"Gemma-2-9B", "GPT-OSS-20B"}
+"""Plain torch attends, since scores are capped or have sinks."""
+MAX_PART_BYTES = 256 << 20
+"""Of keys, or whatever else it makes of some pages."""
 
 
 def _check(model: LoadedModel, recorder: Recorder, tokens: int, rows: int, steps: int = 1) -> None:
-    """One attention call for each layer, and no temporary above an activation; elsewhere plain torch's."""
+    """One attention call for each layer, and no temporary above an activation; elsewhere parts of a bounded size."""
     name, largest = model.info.name, recorder.largest
     if name in PLAIN:
         assert recorder.count(VARLEN) == 0
-        assert largest.output_bytes <= PLAIN[name], largest
+        assert largest.output_bytes <= MAX_PART_BYTES, largest
         return
     config: Any = model.module.config
     experts = getattr(config, "num_experts_per_tok", 1)  # which make gate and up in one product
@@ -74,7 +74,7 @@ def test_an_eager_step_of_prompts_verifications_and_decodes(
 def test_a_captured_proposal(name: str, real_model: Callable[[str], LoadedModel]) -> None:
     model, capture = real_model(name), RecordingCapture()
     loop = _Loop(graph_context(model, capture), Bucket(SEQUENCES, 2), COUNT, TOP_K)
-    parts = segments([2] * SEQUENCES, tokens_ahead=loop.tokens_ahead)
+    parts = segments(model, [2] * SEQUENCES, tokens_ahead=loop.tokens_ahead)
     greedy = [0] * (4 + COUNT) * SEQUENCES
     with torch.inference_mode():
         loop._inputs.fill(parts, greedy, loop._spare_page)

@@ -54,6 +54,6 @@ def test_a_table_gives_the_slot_of_each_position() -> None:
     assert table.pages == [1, 2]
     assert table.shorten(1) == [2]
     assert table.shorten(3) == []
-    with pytest.raises(IndexError, match="page 1 of 1"):
+    with pytest.raises(IndexError, match="page 1 of 0 to 1"):
         table[1]
     assert [pages_for(tokens, 4) for tokens in (0, 1, 4, 5)] == [0, 1, 1, 2]

@@ -9,7 +9,8 @@ import torch
 
 from tandem.engine.core.page_scheduler import PageScheduler
 from tandem.engine.kv_cache.admission import Admission
-from tandem.engine.kv_cache.arena import KvArena, LayerGeometry, arena_pages
+from tandem.engine.kv_cache.arena import KvArena, arena_pages
+from tandem.engine.kv_cache.layer_groups import LayerGeometry
 from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.kv_cache.segment import Segment
 from tandem.engine.kv_cache.sequence import Sequence
@@ -32,7 +33,7 @@ class Service:
         arena = KvArena(LAYERS, count, torch.bfloat16, META)
         self.cache = PagedCache(arena)
         self.scheduler = PageScheduler(self.cache, lambda _: None)
-        self.admission = Admission(settings.max_sequences, 0, 128_256, arena.page_tokens, count)
+        self.admission = Admission(settings, 128_256, arena)
 
     def run(self, sequences: Iterable[Sequence]) -> int:
         """A step of all tokens that are not computed; returns how many sequences ran."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from tandem.engine.kv_cache.arena import bytes_of_page
+from tandem.engine.kv_cache.layer_groups import group_layers
 from tandem.types import Delta
 from tests.unit.engine.conftest import TinyModel
 from tests.unit.engine.greedy import (
@@ -19,10 +22,12 @@ from tests.unit.engine.greedy import (
     plain_logits,
     rows,
     running,
+    settle,
 )
 from tests.unit.engine.tiny_models import CONFIGS, VOCABULARY_SIZE, WINDOW
 
 _TOKEN_COUNT = 10
+_PAGE_TOKENS = 64
 _UNPACKED = {"falcon", "falcon_alibi", "gptj", "bloom"}
 _WINDOWED = {"mistral", "qwen2", "mixtral", "gemma2", "gemma3", "phi3", "starcoder2", "gpt_oss", "phimoe"}
 
@@ -75,6 +80,34 @@ async def test_greedy_text_survives_rejected_proposals_and_repeated_messages(mod
             delta = Delta(len(token_ids) - 1, [token_id])
         everything = await rows(engine, sequence, Delta(len(token_ids), []), len(token_ids))
     assert torch.allclose(everything, plain_logits(model.reference, token_ids), atol=2e-3)
+
+
+@pytest.mark.parametrize("attention", ["kernels", "torch"])
+async def test_greedy_text_survives_preemption_and_shared_prefixes(model: TinyModel, attention: str) -> None:
+    generator = random.Random(3)
+    common = [generator.randrange(3, VOCABULARY_SIZE) for _ in range(_PAGE_TOKENS)]
+    prompts = [[*common, *prompt] for prompt in _prompts(6)]
+    checked = [0, 2, 5]
+    expected = [plain_greedy(model.reference, prompts[index], _TOKEN_COUNT) for index in checked]
+    layers = model.loaded.layers
+    groups = len(group_layers(layers))
+    # The longest request needs two pages in each group; six with a common page need seven.
+    room = 4 * groups * bytes_of_page(layers, torch.float32, torch.device("cpu"))
+    backends = model.backends if attention == "kernels" else model.loaded
+    limits: dict[str, Any] = {
+        "max_length": 2 * _PAGE_TOKENS,
+        "kv_cache_bytes": room,
+        "prefill_chunk_tokens": _PAGE_TOKENS,
+    }
+    async with running(backends, GreedyHead(), **limits) as engine:
+        first = await greedy(engine, prompts[0], _TOKEN_COUNT)
+        await settle(engine)
+        assert engine.usage.retained_tokens >= _PAGE_TOKENS, "what the others begin with"
+        together = await greedy_together(engine, prompts, _TOKEN_COUNT)
+        assert engine.usage.preemption_count > 0
+        await settle(engine)
+    assert first == expected[0]
+    assert [together[index] for index in checked] == expected
 
 
 def test_sequences_share_a_forward_pass_wherever_attention_can_be_replaced(

@@ -41,6 +41,23 @@ def test_the_method_by_the_checkpoint(tmp_path: Path, model_type: str, method: s
     assert inferred_method(str(tmp_path)) == method
 
 
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}, "eagle3"),
+        ({"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}, "eagle3"),
+        ({"architectures": ["EAGLEModel"], "model_type": "eagle"}, "eagle"),
+        ({"architectures": ["EagleLlamaForCausalLM"], "model_type": "llama"}, "eagle"),
+        ({"architectures": ["MedusaModel"], "model_type": "medusa"}, "medusa"),
+        ({"medusa_num_heads": 5, "medusa_num_layers": 1}, "medusa"),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "standalone"),
+    ],
+)
+def test_the_method_of_a_drafting_head(tmp_path: Path, config: dict[str, object], method: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert inferred_method(str(tmp_path)) == method
+
+
 @pytest.mark.parametrize("content", ["{", "[]", '{"model_type": 3}'])
 def test_a_checkpoint_that_says_nothing_is_a_model_like_any_other(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)

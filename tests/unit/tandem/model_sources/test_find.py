@@ -9,11 +9,11 @@ import pytest
 
 from tandem.errors import ConfigurationError, ModelFolderError
 from tandem.model_sources import demo
-from tandem.model_sources.demo import WHEEL_PACKAGE, DemoPair, demo_pair
+from tandem.model_sources.demo import WHEEL_PACKAGE, DemoPair, demo_pair, smollm2_head
 from tandem.model_sources.extras import require_engine
 from tandem.model_sources.find import find_model
 from tandem.model_sources.hub import model_name
-from tests.paths import DEMO_DRAFT, DEMO_TARGET
+from tests.paths import DEMO_DRAFT, DEMO_TARGET, SMOLLM2_EAGLE3
 
 
 def test_a_folder_is_itself_and_so_is_one_that_is_not_there(tmp_path: Path) -> None:
@@ -66,3 +66,15 @@ def test_the_demo_pair_of_a_wheel_comes_before_a_checkouts(
     monkeypatch.setattr(demo, "_FOLDERS", (tmp_path / "nowhere",))
     with pytest.raises(ConfigurationError, match="the demo models are not part of this installation"):
         demo_pair()
+
+
+def test_the_head_for_smollm2_of_a_wheel_comes_before_a_checkouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert smollm2_head("eagle3") == SMOLLM2_EAGLE3
+    assert smollm2_head("medusa") is None
+    monkeypatch.setattr(demo, "_SMOLLM2_FOLDERS", (tmp_path, SMOLLM2_EAGLE3.parent))
+    assert smollm2_head("eagle3") == SMOLLM2_EAGLE3
+    (tmp_path / "eagle3").mkdir()
+    (tmp_path / "eagle3" / "config.json").touch()
+    assert smollm2_head("eagle3") == tmp_path / "eagle3"

@@ -10,7 +10,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 
-from coordinator.stats.speculation import add, record_round, since
+from coordinator.stats.speculation import add, since
+from coordinator.stats.tally import RoundTally
 from coordinator.telemetry.metrics import CoordinatorMetrics
 from coordinator.telemetry.spans import RequestSpans
 from coordinator.telemetry.state import RecentStats, State, StateCollector
@@ -21,10 +22,10 @@ from tests.unit.coordinator.round_results import round_result
 
 
 def speculation_stats_of(*rounds: tuple[int, int]) -> SpeculationStats:
-    stats = SpeculationStats()
+    tally = RoundTally()
     for drafted, accepted in rounds:
-        record_round(stats, drafted, accepted)
-    return stats
+        tally.add(drafted, accepted)
+    return tally.stats()
 
 
 def series(registry: CollectorRegistry) -> int:

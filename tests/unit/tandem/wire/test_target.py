@@ -37,7 +37,10 @@ def test_options_and_steps_survive() -> None:
     assert (back.delta, back.row_kind, back.row_count) == (step.delta, RowKind.SUPPORT, 3)
     assert (back.with_statistics, back.raced_recovery) == (True, True)
     assert [support.tolist() for support in back.supports] == [[1, 2], []]
-    assert target.finish_to_proto().WhichOneof("message") == "finish"
+    finish = target.finish_to_proto(0)
+    assert finish.WhichOneof("message") == "finish"
+    assert target.kept_from_proto(finish.finish) == 0
+    assert target.kept_from_proto(target_pb2.VerifyFinish()) is None, "from an older coordinator"
 
 
 def round_trip(verification: Verification, step: VerifyStep) -> Verification:

@@ -20,16 +20,31 @@ numbers it wakes a second one, which takes 105 us where they take 3. docs/engine
 class ExecutionPlan:
     """The pass over `token_count` tokens."""
 
-    def __init__(self, graph: GraphModule, attention: NativeAttention, token_count: int) -> None:
-        """Lays out memory and binds the calls. The arena is not touched."""
+    def __init__(
+        self,
+        graph: GraphModule,
+        attention: NativeAttention,
+        token_count: int,
+        states: Tensor | None = None,
+    ) -> None:
+        """Lays out memory and binds the calls. The arena is not touched.
+
+        Args:
+            graph: see `tandem.engine.backends.cpu_native.plans.trace.traced`.
+            attention: what the layers' attention needs.
+            token_count: of the pass.
+            states: [token_count, state_size], any that a drafting head may read, to try its calls with.
+        """
         inputs = torch.zeros(2, token_count, dtype=torch.long)
-        where = torch.zeros(1 + 6 * token_count, dtype=torch.long)  # see `places`
-        compiled = PlanCompiler(graph, attention, inputs, where)
+        where = torch.zeros(attention.group_count, 1 + 6 * token_count, dtype=torch.long)  # see `places`
+        compiled = PlanCompiler(graph, attention, inputs, where, states)
+        self._states = states
         # As numpy's, which take a few numbers in a third of the time that torch takes.
         self._token_ids, self._positions = inputs.numpy()
         self._places = where.numpy()
         self._head = compiled.head
-        self._logits = compiled.output[0]
+        self._logits = compiled.outputs[0][0]
+        self._fed_back = compiled.outputs[1:]
         self._calls = compiled.joined_calls()
         self._kept = compiled.kept
         """The kernels know memory by address only."""
@@ -40,8 +55,17 @@ class ExecutionPlan:
         """True if logits of further tokens are free."""
         return self._head is not None
 
-    def replay(self, packing: Packing, rows: SequenceOf[int]) -> Tensor:
+    def fed_back(self, token_count: int) -> Tensor:
+        """What the last replay of a drafting head's pass feeds back, [token_count, state_size]; the next changes it."""
+        return self._fed_back[0][:token_count]
+
+    def replay(self, packing: Packing, rows: SequenceOf[int], states: Tensor | None = None) -> Tensor:
         """Runs a step of no more tokens than the plan's, and stores keys and values.
+
+        Args:
+            packing: the step.
+            rows: the tokens whose logits are wanted.
+            states: [tokens, state_size], what a drafting head reads.
 
         Returns:
             The logits of the tokens that `rows` names, [len(rows), vocabulary_size]; no later replay changes them.
@@ -49,8 +73,11 @@ class ExecutionPlan:
         count = packing.token_count
         self._token_ids[:count] = packing.token_ids()
         self._positions[:count] = packing.positions()
-        where = places(packing)
-        self._places[: len(where)] = where
+        if self._states is not None and states is not None:
+            self._states[:count] = states
+        for group, own in enumerate(self._places):
+            where = places(packing, group)
+            own[: len(where)] = where
         if self._head is not None:
             self._head.choose(rows)
         if self._needs_threads:

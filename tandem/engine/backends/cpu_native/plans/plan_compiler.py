@@ -57,7 +57,12 @@ class PlanCompiler:
     """Goes through the graph twice: to find the lifetime of each result, and to assign memory."""
 
     def __init__(
-        self, graph: GraphModule, attention: NativeAttention, inputs: Tensor, places: Tensor
+        self,
+        graph: GraphModule,
+        attention: NativeAttention,
+        inputs: Tensor,
+        places: Tensor,
+        states: Tensor | None = None,
     ) -> None:
         """Binds; the arena is not touched.
 
@@ -65,12 +70,14 @@ class PlanCompiler:
             graph: the pass; see `tandem.engine.backends.cpu_native.plans.trace.traced`.
             attention: what the layers' attention needs.
             inputs: int64 [2, tokens], from which the calls will read ids and positions.
-            places: from where they will read what `tandem.engine.backends.cpu_native.attention.places` says.
+            places: from where they will read what `tandem.engine.backends.cpu_native.attention.places` says, a row for
+                each group of layers.
+            states: [tokens, state_size], from where a drafting head's pass will read states.
         """
         self._graph = graph
         self._attention = attention
         self._kernels = attention.kernels
-        self._inputs = inputs
+        self._inputs = [inputs[:1], inputs[1:]] if states is None else [inputs[:1], inputs[1:], states]
         self._places = places
         self._nodes = list(graph.graph.nodes)
         self.calls: list[Call] = []
@@ -81,7 +88,10 @@ class PlanCompiler:
         self.head: Head | None = None
         self.most_numbers = 0
         """In the largest result that one of torch's own operations writes."""
-        self.output: Tensor
+        last = self._nodes[-1].args[0]
+        self._results: tuple[Node, ...] = tuple(last) if isinstance(last, tuple | list) else (last,)
+        self.outputs: list[Tensor] = []
+        """The logits, and what a drafting head feeds back."""
         with torch.no_grad():
             inputs[:] = torch.arange(inputs.shape[1]) % _PROBED  # all zeros would hide a mistake
             self._survey()
@@ -122,7 +132,7 @@ class PlanCompiler:
         match node.op:
             case "placeholder":
                 index = [other for other in self._nodes if other.op == "placeholder"].index(node)
-                return self._inputs[index : index + 1]
+                return self._inputs[index]
             case "get_attr":
                 return getattr(self._graph, str(node.target))
             case "output":
@@ -144,7 +154,7 @@ class PlanCompiler:
         released = self._released()
         for index, node in enumerate(self._nodes):
             if node.op == "output":
-                self.output = self._values[node.args[0]]
+                self.outputs = [self._values[each] for each in self._results]
             elif node.op == "call_function":
                 self._bind_node(node, shapes[node])
             self.kept.append(self._values.get(node))
@@ -175,11 +185,11 @@ class PlanCompiler:
         return {_memory(value) for value in values}
 
     def _released(self) -> dict[int, list[Node]]:
-        """Nodes whose memory is free once a node has run. The logits' memory never is."""
-        last = self._nodes[-1].args[0]
+        """Nodes whose memory is free once a node has run. That of the results never is."""
+        kept = {self._root[each] for each in self._results}
         released = defaultdict(list)
         for root, index in self._last_use.items():
-            if root is not self._root[last]:
+            if root not in kept:
                 released[index].append(root)
         return released
 
@@ -211,7 +221,7 @@ class PlanCompiler:
         output.zero_()
         self.kept += (weights, bias)
         inputs = self._laid(inputs, inputs.is_contiguous())
-        if self._root[node] is not self._root[self._nodes[-1].args[0]]:
+        if self._root[node] is not self._root[self._results[0]]:
             return [linear_call(inputs, weights, bias, output)]
         self.head = Head(inputs, weights, bias, output)
         return self.head.calls
@@ -232,7 +242,7 @@ class PlanCompiler:
         floats = None if sinks is None else sinks.float()
         call = self._attention.new_call(layer)
         point(call, query, key, value, output, sinks=floats, scale=scale, softcap=softcap)
-        call.segments = self._places.data_ptr()
+        call.segments = self._places[self._attention.group_of(layer)].data_ptr()
         self.kept.append(floats)
         return [attention_call(call)]
 

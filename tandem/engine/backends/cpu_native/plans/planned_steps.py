@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from tandem.engine.backends.cpu_native.attention import WIDEST_SEGMENT, NativeAttention
 from tandem.engine.backends.cpu_native.plans.execution_plan import ExecutionPlan
+from tandem.engine.backends.hidden_states.head_model import HeadModel
 from tandem.engine.backends.packing import Packing
 from tandem.engine.backends.trial import DistrustedError, Reference, trusted
 from tandem.engine.kv_cache.segment import Segment
@@ -37,12 +38,26 @@ class PlannedSteps:
     """Compiles the plan of a size when it is first wanted, some ten milliseconds."""
 
     def __init__(
-        self, graph: GraphModule, attention: NativeAttention, reference: Reference, run_modules: RunModules
+        self,
+        graph: GraphModule,
+        attention: NativeAttention,
+        reference: Reference,
+        run_modules: RunModules,
+        head: HeadModel | None = None,
     ) -> None:
+        """
+        Args:
+            graph: the pass; see `tandem.engine.backends.cpu_native.plans.trace.traced`.
+            attention: what the layers' attention needs.
+            reference: measures a plan's error.
+            run_modules: what is compared with.
+            head: the model if it is a drafting head.
+        """
         self._graph = graph
         self._attention = attention
         self._reference = reference
         self._run_modules = run_modules
+        self._head = head
         self._plans: dict[int, ExecutionPlan] = {}
         self._is_trusted = True
 
@@ -67,7 +82,7 @@ class PlannedSteps:
             return self._run_modules(segments, rows)
         size = next(size for size in TOKEN_COUNTS if size >= count)
         if size in self._plans:
-            return self._plans[size].replay(packing, rows)
+            return self._replayed(self._plans[size], packing, rows)
         return self._try_out(size, packing, rows)
 
     def replay(self, packing: Packing, rows: SequenceOf[int]) -> Tensor | None:
@@ -75,6 +90,17 @@ class PlannedSteps:
         size = next((size for size in TOKEN_COUNTS if size >= packing.token_count), 0)
         plan = self._plans.get(size)
         return None if plan is None else plan.replay(packing, rows)
+
+    def _replayed(self, plan: ExecutionPlan, packing: Packing, rows: SequenceOf[int]) -> Tensor:
+        if self._head is None:
+            return plan.replay(packing, rows)
+        states = self._head.states.of_step(packing.segments)
+        own_logits = plan.replay(packing, rows, states)
+        return self._head.finished(packing.segments, own_logits, plan.fed_back(packing.token_count))
+
+    def _compiled(self, size: int) -> ExecutionPlan:
+        states = None if self._head is None else self._head.states.any_states(size)
+        return ExecutionPlan(self._graph, self._attention, size, states)
 
     @property
     def _computes_wanted_rows_only(self) -> bool:
@@ -87,8 +113,8 @@ class PlannedSteps:
         expected = self._run_modules(packing.segments, compared)
         try:
             self._plans[size] = trusted(
-                lambda: ExecutionPlan(self._graph, self._attention, size),
-                lambda plan: self._reference.in_spreads(plan.replay(packing, compared), expected),
+                lambda: self._compiled(size),
+                lambda plan: self._reference.in_spreads(self._replayed(plan, packing, compared), expected),
                 _MAX_ERROR,
             )
         except DistrustedError as error:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import has_side_effect
 
 from tandem.engine.backends.cpu_native.linear import PackedLinear
+from tandem.engine.backends.hidden_states.head_model import HeadModel
 from tandem.engine.models.attention import STEP_ARGUMENT
 
 _TRACED_TOKENS = 7
@@ -49,6 +52,8 @@ for _key in ("Meta", "CPU"):  # while a plan is compiled, shapes are all that is
 
 LINEAR: Any = torch.ops.tandem.linear.default
 ATTEND: Any = torch.ops.tandem.attend.default
+# It stores keys and values: a trace must not lose one whose result is of no use.
+has_side_effect(ATTEND)
 
 
 class TraceError(Exception):
@@ -110,6 +115,7 @@ class Trace:
 
 def traced(module: nn.Module) -> GraphModule:
     """The pass of any number of tokens: from ids and positions, each [1, tokens], to logits [1, tokens, vocabulary].
+    A drafting head's also reads states and ends in those that it feeds back (`HeadModel.computed`).
 
     Nothing else may run the module meanwhile.
 
@@ -126,11 +132,13 @@ def traced(module: nn.Module) -> GraphModule:
         return logits
 
     tokens = torch.arange(_TRACED_TOKENS)[None]
+    inputs, of_inputs = [tokens, tokens.clone()], cast(Any, forward)
+    if isinstance(module, HeadModel):
+        inputs.append(module.states.any_states(_TRACED_TOKENS))
+        of_inputs = partial(module.computed, step=_TracedStep())
     with torch.no_grad(), _stand_ins(module), _quiet():
         try:
-            graph = make_fx(forward, tracing_mode="symbolic", _allow_non_fake_inputs=True)(
-                tokens, tokens.clone()
-            )
+            graph = make_fx(of_inputs, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
         except Exception as error:  # noqa: BLE001 - what cannot be traced runs as it is
             raise TraceError(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from None
     for node in graph.graph.nodes:

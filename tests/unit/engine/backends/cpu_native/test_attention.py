@@ -15,7 +15,8 @@ from tandem.engine.backends.cpu_native.attention import NativeAttention, places,
 from tandem.engine.backends.cpu_native.library.build import BuildError, built_kernels
 from tandem.engine.backends.cpu_native.library.kernels import Kernels, attention_call
 from tandem.engine.backends.packing import Packing
-from tandem.engine.kv_cache.arena import KvArena, LayerGeometry, page_tokens_on
+from tandem.engine.kv_cache.arena import KvArena, page_tokens_on
+from tandem.engine.kv_cache.layer_groups import LayerGeometry
 from tandem.engine.kv_cache.page_table import PageTable, pages_for
 from tandem.engine.kv_cache.segment import Segment
 from tandem.engine.kv_cache.sequence import Sequence
@@ -144,9 +145,15 @@ class Case:
         return slice(first, first + self.works[index].count)
 
     def run(
-        self, kernels: Kernels, tables: list[PageTable], only: int | None = None
+        self,
+        kernels: Kernels,
+        tables: list[PageTable],
+        only: int | None = None,
+        *,
+        keeps_window: bool = False,
     ) -> tuple[Tensor, KvArena]:
-        """Attention of all sequences, or of one of them alone; NaN lies wherever the step writes and reads nothing."""
+        """Attention of all sequences, or of one of them alone; NaN lies wherever the step writes and reads nothing, and
+        with `keeps_window` in pages wholly before what is seen, as if they were another's."""
         indices = range(len(self.works)) if only is None else [only]
         geometry = LayerGeometry(_KV_HEADS, _KEY_DIM, _VALUE_DIM, self.variant.window)
         arena = KvArena([geometry], sum(map(len, tables)), self.dtype, _CPU)
@@ -159,6 +166,10 @@ class Case:
             slots = torch.from_numpy(table.slots(0, work.written))
             where = slots // _PAGE_TOKENS, slots % _PAGE_TOKENS
             layer.keys[where], layer.values[where] = self.pasts[index]
+            if keeps_window:
+                first = int(work.seen(self.variant.window).any(dim=0).nonzero()[0])
+                for page in table.pages[: first // _PAGE_TOKENS]:
+                    layer.keys[page] = layer.values[page] = float("nan")
             sequences.append(work.sequence(table))
         tokens = [token for index in indices for token in range(*self.part(index).indices(self.token_count))]
         attention = NativeAttention(kernels, arena, (geometry,))
@@ -244,6 +255,16 @@ def test_bits_do_not_depend_on_where_the_pages_lie(
     for seed in (1, 2):
         results, _ = case.run(kernels, _tables(works, seed))
         assert torch.equal(results, expected)
+
+
+@_cases
+def test_pages_before_a_window_may_be_those_of_others(
+    kernels: Kernels, works: list[Work], variant: Variant, dtype: torch.dtype
+) -> None:
+    case, tables = Case(works, dtype, variant), _tables(works, seed=1)
+    expected, _ = case.run(kernels, tables)
+    results, _ = case.run(kernels, tables, keeps_window=True)
+    assert torch.equal(results, expected)
 
 
 @_cases

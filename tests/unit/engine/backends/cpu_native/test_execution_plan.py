@@ -28,6 +28,8 @@ _EXPERTS = {"qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "phimoe"}
 _USUAL = {"llama", "gemma2", "gpt2", "phi3"}
 _SEQUENCES = 8
 _PAGES_EACH = 2
+_GROUPS = 3
+"""Page tables of a sequence: as many as any of these models has groups of layers."""
 _PAGE_TOKENS = page_tokens_on(torch.device("cpu"))
 _PROMPTS = [[5, 17, 80, 3, 44], [9], [3 + step % 90 for step in range(40)], [7, 7, 7]]
 
@@ -39,7 +41,7 @@ class Runner:
         native = model.with_plans.native
         assert native is not None
         loaded = native.model
-        self.arena = KvArena(loaded.layers, _SEQUENCES * _PAGES_EACH, loaded.dtype, loaded.device)
+        self.arena = KvArena(loaded.layers, _GROUPS * _SEQUENCES * _PAGES_EACH, loaded.dtype, loaded.device)
         backend = native.backend(self.arena)
         assert isinstance(backend, CpuNativeBackend)
         self.backend = backend
@@ -65,9 +67,10 @@ def _segments(lengths: list[tuple[int, int]]) -> list[Segment]:
     """Sequences of so many tokens whose keys and values are there, and so many new ones, in scattered pages."""
     segments = []
     for index, (computed, count) in enumerate(lengths):
-        pages = range(index, _SEQUENCES * _PAGES_EACH, _SEQUENCES)
-        table = PageTable(_PAGE_TOKENS, len(pages) * _PAGE_TOKENS, reversed(pages))
-        sequence = Sequence(table, table.capacity, VOCABULARY_SIZE)
+        pages = range(index, _GROUPS * _SEQUENCES * _PAGES_EACH, _SEQUENCES)
+        room = _PAGES_EACH * _PAGE_TOKENS
+        tables = [PageTable(_PAGE_TOKENS, room, reversed(pages[group::_GROUPS])) for group in range(_GROUPS)]
+        sequence = Sequence(tables, room, VOCABULARY_SIZE)
         sequence.token_ids = [(11 * index + 7 * step) % 90 + 3 for step in range(computed + count)]
         sequence.advance(computed)
         segments.append(Segment(sequence, count))

@@ -223,8 +223,8 @@ def test_kernels_that_read_other_pages_than_the_tables_are_not_used(
     right = attention.places
     kept: list[PageTable] = []
 
-    def wrong(packing: Packing) -> list[int]:
-        numbers = right(packing)
+    def wrong(packing: Packing, group: int) -> list[int]:
+        numbers = right(packing, group)
         for index, segment in enumerate(packing.segments):
             table = segment.sequence.table
             kept.append(PageTable(table.page_tokens, table.capacity, range(table[0], table[0] + len(table))))

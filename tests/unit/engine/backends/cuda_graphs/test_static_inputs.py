@@ -44,7 +44,7 @@ class LaggingDevice:
 def test_the_host_buffer_is_not_filled_before_the_device_has_read_it() -> None:
     """A step without rows reads no result, so the host is soon at the next step."""
     device, seen = LaggingDevice(), []
-    inputs = StaticInputs(Bucket(1, 2), 256, 0, CPU, device)
+    inputs = StaticInputs(Bucket(1, 2), 256, 0, CPU, transfer=device)
     for step in range(3):
         inputs.fill([segment([step, step + 10], 0, [step])], [], SPARE)
         device.queued.append(lambda: seen.append(inputs.token_ids.flatten().tolist()))
@@ -60,15 +60,15 @@ def test_the_rest_of_a_bucket_is_padding_at_the_spare_page() -> None:
     assert inputs.starts.tolist() == [1, 0, 0]
     assert inputs.widths.tolist() == [2, 1, 0]
     assert inputs.extra.tolist() == [1, 2, 0, 0, 0]
-    assert inputs.page_table.dtype == torch.int32
-    assert inputs.page_table.tolist() == [[2, SPARE, SPARE, SPARE], [3, SPARE, SPARE, SPARE], [SPARE] * 4]
+    assert inputs.page_tables.dtype == torch.int32
+    assert inputs.page_tables.tolist() == [[[2, SPARE, SPARE, SPARE], [3, SPARE, SPARE, SPARE], [SPARE] * 4]]
 
 
 def test_a_table_longer_than_the_longest_sequence_is_cut() -> None:
     """For branches a sequence may hold room behind its end."""
     inputs = StaticInputs(Bucket(1, 1), 64, 0, CPU)
     inputs.fill([segment([5], 0, [2, 7])], [], SPARE)
-    assert inputs.page_table.tolist() == [[2]]
+    assert inputs.page_tables.tolist() == [[[2]]]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")

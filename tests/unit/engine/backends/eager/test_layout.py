@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.engine.backends.eager import groups
 from tandem.engine.backends.eager import layout as layouts
 from tandem.engine.backends.eager.backend import eager_backend
 from tandem.engine.backends.eager.layout import StepLayout
-from tandem.engine.backends.paged import attention
+from tandem.engine.backends.paged import attention, plain
 from tandem.engine.backends.trial import scattered_tables
-from tandem.engine.kv_cache.arena import KvArena, LayerGeometry
-from tandem.engine.kv_cache.page_table import pages_for
+from tandem.engine.kv_cache.arena import KvArena
+from tandem.engine.kv_cache.layer_groups import LayerGeometry
 from tandem.engine.kv_cache.segment import Segment
 from tandem.engine.kv_cache.sequence import Sequence
 from tests.unit.engine.backends.by_hand import ByHand, naive_varlen_for, some_tokens
@@ -35,12 +36,10 @@ STEPS = [
 def _segments(*computed_and_counts: tuple[int, int]) -> tuple[list[Segment], KvArena]:
     arena = KvArena(_GEOMETRY, 64, torch.float32, _CPU)
     size = arena.page_tokens
-    tables = scattered_tables(
-        [pages_for(computed + count, size) for computed, count in computed_and_counts], size
-    )
+    tables = scattered_tables([(computed, computed + count) for computed, count in computed_and_counts], size)
     segments = []
     for table, (computed, count) in zip(tables, computed_and_counts, strict=True):
-        sequence = Sequence(table, table.capacity, vocabulary_size=10)
+        sequence = Sequence(table, table[0].capacity, vocabulary_size=10)
         sequence.token_ids = [1] * (computed + count)
         sequence.advance(computed)
         segments.append(Segment(sequence, count))
@@ -69,6 +68,18 @@ def test_sequences_of_similar_size_share_a_call(sizes: list[tuple[int, int]], gr
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "gpt2", "bloom"])
 def test_mixed_steps_agree_with_transformers(family: str, tmp_path: Path) -> None:
     """Whatever others left in the arena is NaN."""
+    by_hand = ByHand(tmp_path, family)
+    by_hand.poison()
+    by_hand.check(eager_backend(by_hand.model, by_hand.arena), STEPS)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_capped_scores_and_sinks_read_some_pages_at_a_time(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, and here one page at a time."""
+    monkeypatch.setattr(groups, "reads_by_parts", lambda _: True)
+    monkeypatch.setattr(plain, "MAX_PART_BYTES", 1)
     by_hand = ByHand(tmp_path, family)
     by_hand.poison()
     by_hand.check(eager_backend(by_hand.model, by_hand.arena), STEPS)

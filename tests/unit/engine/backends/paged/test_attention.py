@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tandem.engine.backends.paged import attention, varlen
+from tandem.engine.backends.paged import attention, plain, varlen
 from tandem.engine.backends.paged.attention import paged_attention
 from tandem.engine.backends.paged.queries import PagedQueries
+from tandem.engine.backends.paged.scoring import Scoring
 from tandem.engine.backends.paged.varlen import varlen_for
+from tandem.engine.kv_cache.arena import LayerCache
 from tests.unit.engine.backends.by_hand import naive_varlen, naive_varlen_for
 
 PAGE_TOKENS, KV_HEADS, HEADS = 8, 2, 4
@@ -26,6 +28,10 @@ def numbers(*sizes: int, seed: int = 0) -> Tensor:
 def pages(count: int, dim: int, seed: int, *, by_head: bool) -> Tensor:
     storage = numbers(count, PAGE_TOKENS, KV_HEADS, dim, seed=seed)
     return storage.transpose(1, 2).contiguous().transpose(1, 2) if by_head else storage
+
+
+def layer_of(keys: Tensor, values: Tensor) -> LayerCache:
+    return LayerCache(keys, values, values)
 
 
 def integers(values: Any) -> Tensor:
@@ -66,16 +72,25 @@ OPTIONS = {
 }
 
 
+@pytest.mark.parametrize("part_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("by_head", [True, False])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("counts", [(7, 3, 1), (1, 1, 1), (4, 2, 4)])
 def test_plain_attention_keeps_the_contract(
-    counts: tuple[int, ...], options: dict[str, Any], by_head: bool
+    counts: tuple[int, ...],
+    options: dict[str, Any],
+    by_head: bool,
+    part_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prefill, verify and decode in one call; NaN behind each sequence's end and in every other page."""
+    """Prefill, verify and decode in one call, all pages at once or one after the other; NaN behind each sequence's end,
+    before what its queries see, and in every other page."""
+    monkeypatch.setattr(plain, "MAX_PART_BYTES", part_bytes)
+    window = options.get("window", 100)
     keys, values = pages(8, 16, 1, by_head=by_head), pages(8, 12, 2, by_head=by_head)
     used = [(table[at // PAGE_TOKENS], at % PAGE_TOKENS)
-            for table, length in zip(TABLE, LENGTHS, strict=True) for at in range(length)]  # fmt: skip
+            for table, length, count in zip(TABLE, LENGTHS, counts, strict=True)
+            for at in range(max(0, length - count - window + 1), length)]  # fmt: skip
     for storage in (keys, values):
         for page in range(8):
             for offset in range(PAGE_TOKENS):
@@ -85,7 +100,7 @@ def test_plain_attention_keeps_the_contract(
     starts = [sum(counts[:index]) for index in range(4)]
     queries = PagedQueries(integers(TABLE), integers(starts), integers(LENGTHS), max(counts), 24)
     given = {"window": None, "scale": None, "softcap": None, "sinks": None} | options
-    found = paged_attention(query, keys, values, queries, **given)
+    found = paged_attention(query, layer_of(keys, values), queries, Scoring(**given))
     for sequence, count in enumerate(counts):
         for index in range(count):
             row, position = starts[sequence] + index, LENGTHS[sequence] - count + index
@@ -104,7 +119,7 @@ def test_padding_gives_numbers_and_touches_nobody(with_varlen: bool, monkeypatch
     keys[0, 4:], values[4, 3:] = float("nan"), float("nan")
     query = numbers(12, HEADS, 16, seed=3)
     queries = PagedQueries(table, integers([0, 4, 8, 12]), integers([12, 0, 11]), 4, 24, integers([2, 0, 4]))
-    found = paged_attention(query, keys, values, queries, window=None, scale=None, softcap=None, sinks=None)
+    found = paged_attention(query, layer_of(keys, values), queries, Scoring())
     assert found.isfinite().all()
     assert not found[4:8].any()
     for row, sequence, position in ((0, 0, 10), (1, 0, 11), (8, 2, 7), (11, 2, 10)):
@@ -122,7 +137,7 @@ def test_padding_sees_zeros_where_it_sees_no_key(width: int, options: dict[str, 
         integers([1, 0]) if width > 1 else None,
     )  # fmt: skip
     given = {"window": None, "scale": None, "softcap": None, "sinks": None} | options | {"window": 1}
-    found = paged_attention(numbers(2 * width, HEADS, 16), keys, values, queries, **given)
+    found = paged_attention(numbers(2 * width, HEADS, 16), layer_of(keys, values), queries, Scoring(**given))
     assert found.isfinite().all()
 
 
@@ -157,9 +172,7 @@ def test_torch_takes_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.empty(*sizes, dtype=torch.int32) for sizes in ((4, 512), (5,), (4,), (4,))
         )
         queries = PagedQueries(table, starts, lengths, 5, 131072, counts)
-        result = paged_attention(
-            query, storage, storage, queries, window=4096, scale=0.1, softcap=None, sinks=None
-        )
+        result = paged_attention(query, layer_of(storage, storage), queries, Scoring(4096, 0.1))
     assert result.shape == (20, 32, 128)
 
 

@@ -29,12 +29,13 @@ def test_what_is_written_is_read_back(by_head: bool, spans: list[tuple[list[int]
             return torch.zeros(8, 2, PAGE_TOKENS, dim).transpose(1, 2)
         return torch.zeros(8, PAGE_TOKENS, 2, dim)
 
-    layer = LayerCache(storage(4), storage(6))
+    values = storage(6)
+    layer = LayerCache(storage(4), values, values)
     tables = [PageTable(PAGE_TOKENS, 256, pages) for pages, _, _ in spans]
     count = sum(end - start for _, start, end in spans)
     key, value = torch.randn(1, 2, count, 4), torch.randn(1, 2, count, 6)
     places = [(table, start, end) for table, (_, start, end) in zip(tables, spans, strict=True)]
-    PageWriter(places, CPU).write(layer, key, value)
+    PageWriter.of_spans(places, CPU).write(layer, key, value)
     first = 0
     for table, start, end in places:
         reader = PageReader.of_tables([table], 0, end, CPU)

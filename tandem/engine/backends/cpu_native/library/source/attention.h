@@ -127,14 +127,32 @@ static void score(const Attention& a, int64_t rows, int64_t pitch, bool fetches,
     }
 }
 
-// Marks the keys up to `length` that a branch attends to: the trunk up to where it leaves it, and its own tokens.
-static void see(const Attention& a, const int64_t* step, int64_t branch, int64_t length, int64_t pitch, Scratch& s) {
+// The first position that the token at `position` sees.
+static inline int64_t first_seen(const Attention& a, int64_t position) {
+    return a.window && position + 1 > a.window ? position + 1 - a.window : 0;
+}
+
+// Position of the token of a branch that leaves the trunk after `left` tokens.
+static inline int64_t position_of(const int64_t* step, int64_t left) { return left + (step[1] - step[3]) / step[4]; }
+
+// The first of a sequence's keys that any token of a segment, or any branch, sees. Tokens of branches lie behind the trunk,
+// whatever their positions.
+static int64_t first_key(const Attention& a, const int64_t* segment, bool branches) {
+    if (!branches) return first_seen(a, segment[1]);
+    int64_t left = segment[5];
+    for (int64_t i = 1; i < segment[2]; i++) left = segment[5 + i] < left ? segment[5 + i] : left;
+    const int64_t first = first_seen(a, position_of(segment, left)), trunk = segment[3];
+    return first < trunk ? first : trunk;
+}
+
+// Marks the keys from `begin` up to `end` that a branch attends to: the trunk up to where it leaves it, and its own tokens.
+static void see(const Attention& a, const int64_t* step, int64_t branch, int64_t begin, int64_t end, int64_t pitch,
+                Scratch& s) {
     const int64_t trunk = step[3], width = step[4], left = step[5 + branch];
     s.seen.assign(pitch, 0);
-    const int64_t position = left + (step[1] - trunk) / width;  // of the branch's token
-    const int64_t first = a.window && position + 1 > a.window ? position + 1 - a.window : 0;
-    for (int64_t j = first; j < left; j++) s.seen[j] = 1;
-    for (int64_t j = trunk + branch, own = left; j < length; j += width, own++) s.seen[j] = own >= first;
+    const int64_t first = first_seen(a, position_of(step, left));
+    for (int64_t j = first; j < left; j++) s.seen[j - begin] = 1;
+    for (int64_t j = trunk + branch, own = left; j < end; j += width, own++) s.seen[j - begin] = own >= first;
 }
 
 // Turns the scores from `first` up to `last`, or those of them that are `seen`, into weights that sum to one, and all others
@@ -216,8 +234,9 @@ static void attend(const Attention& a, int64_t head, int64_t token, const int64_
                    bool branches, bool fetches) {
     const int64_t *table = (const int64_t*)segment[0], start = segment[1], count = segment[2];
     const int64_t repeats = a.heads / a.kv_heads, rows = repeats * count;
-    // Down to a whole block, so that none crosses a page. What is before the window is the sequence's own, and hidden.
-    const int64_t begin = a.window && !branches && start + 1 > a.window ? (start + 1 - a.window) / LANES * LANES : 0;
+    // Down to a whole block, so that none crosses a page. What is before the window is the sequence's own, and hidden;
+    // pages from before may be others'.
+    const int64_t begin = first_key(a, segment, branches) / LANES * LANES;
     const int64_t length = start + count - begin;
     const int64_t pitch = (length + LANES - 1) / LANES * LANES;
     s.queries.resize(rows * a.key_dim);
@@ -235,7 +254,7 @@ static void attend(const Attention& a, int64_t head, int64_t token, const int64_
         const float* sink = a.sinks ? a.sinks + head * repeats + row / count : nullptr;
         for (int64_t j = length; j < pitch; j++) s.scores[row * pitch + j] = -INFINITY;
         if (branches) {
-            see(a, segment, row % count, length, pitch, s);
+            see(a, segment, row % count, begin, start + count, pitch, s);
             softmax(a, s.scores.data() + row * pitch, 0, length, pitch, sink, s.seen.data());
             continue;
         }

@@ -1,0 +1,198 @@
+"""Figures of a load, named as by `vllm bench serve`: throughput, goodput, percentiles of latencies. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+LATENCIES = ("ttft", "tpot", "itl", "e2el")
+"""Time to first token; time per output token after it; between two chunks; from arrival to the end."""
+
+
+@dataclass(slots=True)
+class Served:
+    """A request as its client saw it, in seconds of one clock."""
+
+    arrived: float
+    """When it was to be sent."""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    chunks: list[float] = field(default_factory=list)
+    """When each chunk with tokens came."""
+    ended: float = 0.0
+    error: str = ""
+    """Kind of the error that ended it; empty when it did not fail."""
+    reason: str = ""
+    """The error's sentence."""
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from arrival to the first token."""
+        return self.chunks[0] - self.arrived
+
+    @property
+    def e2el(self) -> float:
+        """Seconds from arrival to the end."""
+        return self.ended - self.arrived
+
+    @property
+    def itl(self) -> list[float]:
+        """Seconds between each two chunks."""
+        return [after - before for before, after in pairwise(self.chunks)]
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds by token after the first; None for a single token."""
+        return None if self.output_tokens < 2 else (self.e2el - self.ttft) / (self.output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """Bounds that a request meets to count as good, in seconds by latency."""
+
+    bounds: Mapping[str, float]
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> Goodput:
+        """Read NAME:MILLISECONDS of each bound, as `vllm bench serve --goodput` takes them.
+
+        Raises:
+            ValueError: a name or a number is wrong.
+        """
+        bounds = {}
+        for word in words:
+            name, _, text = word.partition(":")
+            try:
+                milliseconds = float(text)
+            except ValueError:
+                milliseconds = math.nan
+            if name not in LATENCIES or not milliseconds >= 0:
+                raise ValueError(f"{word!r} must be NAME:MILLISECONDS, NAME one of {', '.join(LATENCIES)}")
+            bounds[name] = milliseconds / 1000.0
+        return cls(bounds)
+
+    def is_met_by(self, served: Served) -> bool:
+        """True if the request ended well and within all bounds. Of its waits between chunks, the longest counts."""
+        if served.error or not served.chunks:
+            return False
+        own = {
+            "ttft": served.ttft,
+            "tpot": served.tpot or 0.0,
+            "itl": max(served.itl, default=0.0),
+            "e2el": served.e2el,
+        }
+        return all(own[name] <= bound for name, bound in self.bounds.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Mean and percentiles of one latency, in milliseconds."""
+
+    mean: float
+    percentiles: Mapping[str, float]
+    """By name: p50, p99."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Figures of a load."""
+
+    completed: int
+    failed: int
+    errors: Mapping[str, int]
+    """How often each kind of error came."""
+    reasons: Mapping[str, str]
+    """The sentence of the first error of each kind."""
+    seconds: float
+    """From the first arrival to the last end."""
+    prompt_tokens: int
+    output_tokens: int
+    requests_per_second: float
+    output_tokens_per_second: float
+    goodput: float | None
+    """Requests a second within the bounds; None without bounds."""
+    latencies: Mapping[str, Spread]
+    """Without a latency that no request has."""
+
+
+def figures(all_served: Sequence[Served], goodput: Goodput, percents: Sequence[float]) -> Figures:
+    """The figures of requests that were served.
+
+    Args:
+        all_served: At least one, ended or failed.
+        goodput: Bounds of good requests.
+        percents: Percentiles to give, 0 to 100.
+    """
+    well = [served for served in all_served if not served.error and served.chunks]
+    seconds = max(served.ended for served in all_served) - min(served.arrived for served in all_served)
+    values: dict[str, list[float]] = {
+        "ttft": [served.ttft for served in well],
+        "tpot": [each for served in well if (each := served.tpot) is not None],
+        "itl": [each for served in well for each in served.itl],
+        "e2el": [served.e2el for served in well],
+    }
+    errors: dict[str, int] = {}
+    reasons: dict[str, str] = {}
+    for served in all_served:
+        if served.error:
+            errors[served.error] = errors.get(served.error, 0) + 1
+            reasons.setdefault(served.error, served.reason)
+    tokens = sum(served.output_tokens for served in well)
+    good = sum(map(goodput.is_met_by, all_served))
+    return Figures(
+        completed=len(well),
+        failed=len(all_served) - len(well),
+        errors=errors,
+        reasons=reasons,
+        seconds=seconds,
+        prompt_tokens=sum(served.prompt_tokens for served in well),
+        output_tokens=tokens,
+        requests_per_second=_rate(len(well), seconds),
+        output_tokens_per_second=_rate(tokens, seconds),
+        goodput=_rate(good, seconds) if goodput.bounds else None,
+        latencies={name: spread(found, percents) for name, found in values.items() if found},
+    )
+
+
+def spread(seconds: Sequence[float], percents: Iterable[float]) -> Spread:
+    """Mean and percentiles of some seconds, at least one, in milliseconds."""
+    ordered = sorted(seconds)
+    return Spread(
+        1000.0 * sum(ordered) / len(ordered),
+        {f"p{percent:g}": 1000.0 * percentile(ordered, percent) for percent in percents},
+    )
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """A percentile of sorted values, between two of them in proportion, as numpy computes it."""
+    place = (len(ordered) - 1) * percent / 100.0
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def histogram_quantile(buckets: Sequence[tuple[float, float]], share: float) -> float:
+    """A quantile from a histogram, in proportion inside its bucket, as Prometheus computes it.
+
+    Args:
+        buckets: Upper bound and cumulative count of each, ascending; the last bound is infinite.
+        share: 0 to 1.
+
+    Returns:
+        The quantile; the largest finite bound if it lies beyond; 0 of no values.
+    """
+    total = buckets[-1][1]
+    below, before = 0.0, 0.0
+    for bound, count in buckets:
+        if total and count >= share * total:
+            if math.isinf(bound):
+                return below
+            return below + (bound - below) * (share * total - before) / max(count - before, 1e-12)
+        below, before = bound, count
+    return 0.0
+
+
+def _rate(count: float, seconds: float) -> float:
+    return count / seconds if seconds > 0 else 0.0

@@ -1,0 +1,108 @@
+"""Loads a target, a drafting head for it, and joins them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bound_service.method import head_method
+from draft_service.proposers.heads.block import block_kind
+from draft_service.proposers.heads.bound import BoundProposer, HeadKind
+from draft_service.proposers.heads.parallel import parallel_kind
+from tandem.config.methods import MTP
+from tandem.engine.backends.hidden_states.head_model import as_model
+from tandem.engine.backends.hidden_states.pairing import BoundSequences, PairedStates
+from tandem.engine.backends.hidden_states.tap import HiddenStateTap
+from tandem.engine.backends.selection import Backends, choose_backends
+from tandem.engine.kv_cache.memory import memory_allowance
+from tandem.engine.models.heads.configs.methods import AnyHeadConfig, read_config
+from tandem.engine.models.heads.configs.mtp import MtpConfig
+from tandem.engine.models.heads.interface import BlockHead, DraftHead
+from tandem.engine.models.heads.loading import load_head
+from tandem.engine.models.loading import LoadedModel
+from tandem.engine.settings import EngineSettings
+from tandem.telemetry.streams import OnStep
+from target_service.settings import TargetSettings
+from target_service.verifier import Verifier, engine_settings, load_target, make_verifier
+
+
+@dataclass(frozen=True, slots=True)
+class BoundPair:
+    """A target, and the draft that reads it."""
+
+    verifier: Verifier
+    proposer: BoundProposer
+
+
+def load_pair(
+    settings: TargetSettings,
+    head_folder: Path | None,
+    on_step: OnStep = None,
+    on_draft_step: OnStep = None,
+    on_failure: Callable[[], None] | None = None,
+) -> BoundPair:
+    """Load both.
+
+    Args:
+        settings: The target's. The head runs on its device and in its dtype.
+        head_folder: The head's checkpoint; None for the layers for multi-token prediction in the target's own.
+        on_step: Called after each step of the target, for metrics.
+        on_draft_step: Likewise of the head.
+        on_failure: Called when one of the engines has ended by itself.
+
+    Raises:
+        ConfigurationError: the target cannot be served as the settings ask, or the head is not one of this target's.
+    """
+    method = head_method(settings, head_folder)
+    config = read_config(head_folder or settings.model, method)
+    target = load_target(settings)
+    head = load_head(config, target)
+    tap, bound = HiddenStateTap(target, head), BoundSequences()
+    own, others = (
+        sum(each.values_per_token for each in layers) for layers in (head.layers, tap.model.layers)
+    )
+    limits, settings = _shared(engine_settings(settings, target), settings, own / (own + others), target)
+    # The head's cache first: on a GPU the target's then takes what is left of the process's share.
+    states = PairedStates(tap, head.state_size, target.dtype, target.device)
+    backends = _head_backends(as_model(head, states, target, *_names(config, target)), head, settings)
+    proposer = BoundProposer(backends, states, bound, limits, method, _kind(head), on_draft_step, on_failure)
+    model = replace(tap.model, info=replace(target.info, drafting_method=method))
+    verifier = make_verifier(model, settings, on_step, on_failure, tap, bound)
+    return BoundPair(verifier, proposer)
+
+
+def _names(config: AnyHeadConfig, target: LoadedModel) -> tuple[str, str]:
+    """A head's name and its architecture."""
+    if isinstance(config, MtpConfig):
+        return f"{target.info.name} ({MTP})", f"{target.info.architecture} ({MTP})"
+    return config.folder.name, config.architecture
+
+
+def _kind(head: DraftHead) -> HeadKind | None:
+    """How its passes become a proposal; None for one token each."""
+    if isinstance(head, BlockHead):
+        return block_kind(head.block_size, head.mask_token_id)
+    return parallel_kind(head.tokens_per_pass) if head.tokens_per_pass > 1 else None
+
+
+def _head_backends(model: LoadedModel, head: DraftHead, settings: TargetSettings) -> Backends:
+    """CPU kernels and execution plans where the head has the engine's attention; blocks have one of their own."""
+    return choose_backends(
+        model,
+        compile_mode="off" if isinstance(head, BlockHead) else settings.compile,
+        compile_cache=settings.compile_cache,
+        enforce_eager=True,
+    )
+
+
+def _shared(
+    limits: EngineSettings, settings: TargetSettings, share: float, target: LoadedModel
+) -> tuple[EngineSettings, TargetSettings]:
+    """The head's limits with its share of the memory, and the target's settings with the rest."""
+    given = limits.kv_cache_bytes
+    allowed = memory_allowance(limits.device_memory_utilization, target.device) if given is None else given
+    own = max(int(allowed * share), 1)
+    if given is not None:
+        settings = settings.model_copy(update={"kv_cache_memory_bytes": max(given - own, 1)})
+    return replace(limits, kv_cache_bytes=own), settings

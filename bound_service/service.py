@@ -1,0 +1,112 @@
+"""The process of a target with a draft beside it: TargetService and DraftService on one port."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+import grpc.aio
+
+from bound_service.method import head_folder, head_method
+from draft_service.servicer import DraftServicer
+from tandem.serving.calls import RunningCalls
+from tandem.serving.interceptors.readiness import ReadinessInterceptor
+from tandem.serving.loading import in_daemon_thread
+from tandem.serving.server import ENGINE_FAILED
+from tandem.telemetry.streams import observer_for
+from tandem.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from target_service.servicer import TargetServicer
+from target_service.settings import TargetSettings, check_extraction
+
+if TYPE_CHECKING:
+    from bound_service.loading import BoundPair
+
+
+class BoundService:
+    """Serves a target, and proposals of a head that reads it."""
+
+    name = "target"
+    full_names = (
+        target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name,
+        draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name,
+    )
+    request_drain: Callable[[], None]
+    """Set by the server: ends it as SIGTERM does."""
+
+    def __init__(self, settings: TargetSettings) -> None:
+        """Prepare to load both.
+
+        Raises:
+            ConfigurationError: the settings name no draft, or another method than the ones that run here.
+        """
+        check_extraction(settings)
+        self._settings = settings
+        self._head_folder = head_folder(settings)
+        head_method(settings, self._head_folder)
+        self._observer = observer_for(settings, self.name)
+        self._target, self._draft = TargetServicer(self._observer), DraftServicer()
+        self._pair: BoundPair | None = None
+        self.failure = ""
+        """Reason why the services cannot go on; empty while they can."""
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add both servicers."""
+        target_pb2_grpc.add_TargetServiceServicer_to_server(self._target, server)
+        draft_pb2_grpc.add_DraftServiceServicer_to_server(self._draft, server)
+
+    def open_other_endpoints(self, readiness: ReadinessInterceptor, calls: RunningCalls) -> None:
+        """Accept shared streams as well."""
+        for servicer in (self._target, self._draft):
+            servicer.shared.apply_limits(readiness, calls, self._settings.max_concurrent_streams)
+
+    async def start(self) -> None:
+        """Load both.
+
+        Raises:
+            ConfigurationError: the target cannot be served as the settings ask, or the head is not
+                one of this target's.
+        """
+        self._observer.start()
+        pair = self._pair = await in_daemon_thread(self._load)
+        await pair.verifier.start()
+        await pair.proposer.start()
+        self._observer.ready(pair.verifier.model_info.name, pair.verifier.kv_usage)
+        self._target.verifier, self._draft.proposer = pair.verifier, pair.proposer
+
+    @property
+    def overdue_seconds(self) -> float:
+        """How long an engine has been stuck in a step; 0 while all is well."""
+        if self._pair is None:
+            return 0.0
+        return max(self._pair.verifier.overdue_seconds, self._pair.proposer.overdue_seconds)
+
+    async def close(self) -> None:
+        """Stop both engines."""
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._observer.close)
+            if self._pair is not None:
+                stack.push_async_callback(self._pair.verifier.close)
+                stack.push_async_callback(self._pair.proposer.close)
+
+    def _load(self) -> BoundPair:
+        from tandem.engine.models.checkpoint import open_checkpoint
+        from tandem.engine.models.heads.configs.methods import read_config
+        from tandem.engine.threads import wait_asleep
+        from tandem.model_sources.extras import require_engine
+        from tandem.model_sources.find import find_model
+
+        # Torch takes seconds to import: refuse a wrong folder before.
+        require_engine()
+        folder = find_model(self._settings.model, self._settings.revision)
+        open_checkpoint(folder)
+        read_config(self._head_folder or folder, head_method(self._settings, self._head_folder))
+        wait_asleep()
+        from bound_service.loading import load_pair
+
+        settings = self._settings.model_copy(update={"model": folder})
+        return load_pair(settings, self._head_folder, self._observer.on_step, on_failure=self._fail)
+
+    def _fail(self) -> None:
+        self.failure = ENGINE_FAILED
+        self.request_drain()

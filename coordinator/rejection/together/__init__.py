@@ -1,0 +1,1 @@
+"""Acceptance of the rounds that one message answers."""

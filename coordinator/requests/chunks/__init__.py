@@ -1,0 +1,1 @@
+"""From a completion's rounds to the chunks that its client takes."""

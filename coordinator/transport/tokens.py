@@ -1,0 +1,18 @@
+"""What a draft's sequence has to know of the tokens that it extends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Tokens(Protocol):
+    """A sequence whose tokens never change once they are there: a completion, or a row of another engine's batch."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """All tokens, the prompt included."""
+
+    @property
+    def length(self) -> int:
+        """How many."""

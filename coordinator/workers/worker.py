@@ -1,0 +1,116 @@
+"""`python -m coordinator.workers.worker SETUP ...`: one of several coordinator processes on a port."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+import grpc.aio
+import uvloop
+
+from coordinator.service import CoordinatorService
+from coordinator.settings.coordinator import CoordinatorSettings
+from coordinator.telemetry.setup import CoordinatorTelemetry
+from coordinator.workers.forwarding import ForwardedAdmin, metrics_from, metrics_handler
+from coordinator.workers.setup import WorkerSetup, parent_address, settings_of_worker
+from tandem.admin import Status
+from tandem.clients.admin import AdminClient
+from tandem.logs import configure
+from tandem.rpc.channels import open_channel
+from tandem.serving.calls import RunningCalls
+from tandem.serving.heap import set_start_aside
+from tandem.serving.interceptors.error_boundary import ErrorBoundary
+from tandem.serving.process import exit_codes
+from tandem.serving.server import serve
+from tandem.serving.signals import end_now
+from tandem.settings import load_settings
+from tandem.standard_streams import fill_closed
+
+PROGRAM = "tandem serve coordinator"
+_PATIENCE_SECONDS = 10.0
+_GOODBYE_SECONDS = 0.2
+_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class WorkerService(CoordinatorService):
+    """A coordinator that lets its parent answer what concerns all workers."""
+
+    def __init__(self, settings: CoordinatorSettings, setup: WorkerSetup) -> None:
+        """Set everything up; nothing is connected yet.
+
+        Args:
+            settings: Of the whole coordinator.
+            setup: From the parent.
+        """
+        has_readers = settings.http_port is not None or settings.prometheus_port is not None
+        own = settings_of_worker(settings, setup)
+        listening = None if setup.http_socket is None else socket.socket(fileno=setup.http_socket)
+        super().__init__(own, CoordinatorTelemetry.of(own, is_read=has_readers), listening)
+        self.answers_while_starting = not setup.listens_late
+        self._setup = setup
+        if setup.changes:
+            self.live_config.change(setup.changes, (), "the state before this worker's start")
+        self._private: grpc.aio.Server | None = None
+
+    async def start(self) -> None:
+        """Open the way to this process alone, and start as any coordinator. See `CoordinatorService`."""
+        self._private = grpc.aio.server(interceptors=[ErrorBoundary(RunningCalls())])
+        super().register_admin(self._private)
+        self._private.add_generic_rpc_handlers((metrics_handler(self._own_metrics),))
+        self._private.add_insecure_port(self._setup.address)
+        await self._private.start()
+        await super().start()
+        for shot in self.replicas.snapshots():
+            if shot.address in self._setup.drained:
+                self.replicas.drain(shot.role, shot.address)
+
+    def register_admin(self, server: grpc.aio.Server) -> None:
+        """Let the parent answer AdminService."""
+        # Made here and not earlier: a channel belongs to the event loop.
+        parent = parent_address(self._setup.folder)
+        self._parent, self._for_all = open_channel(parent), AdminClient(parent)
+        server.add_generic_rpc_handlers((ForwardedAdmin(self._parent, self.admin_methods),))
+
+    async def status(self) -> Status:
+        """The status of all workers."""
+        return await self._for_all.status()
+
+    async def metrics(self) -> tuple[bytes, str] | None:
+        """The metrics of all workers."""
+        return await metrics_from(self._parent, _PATIENCE_SECONDS), _CONTENT_TYPE
+
+    async def close(self) -> None:
+        """See `CoordinatorService`."""
+        await super().close()
+        if self._private is not None:
+            await self._private.stop(_GOODBYE_SECONDS)
+        await self._for_all.close()
+        await self._parent.close()
+
+    async def _own_metrics(self) -> bytes:
+        found = self.telemetry.prometheus_text()
+        return b"" if found is None else found[0]
+
+
+def run(arguments: list[str]) -> None:
+    """Serve as the worker that the first argument describes, until a signal ends it."""
+    setup = WorkerSetup.from_json(arguments[0])
+    with exit_codes():
+        fill_closed()
+        settings = load_settings(CoordinatorSettings, arguments[1:], PROGRAM)
+        configure(settings.log_level, settings.log_format)
+        was_ready = uvloop.run(
+            serve(
+                settings_of_worker(settings, setup),
+                WorkerService(settings, setup),
+                before_ready=set_start_aside,
+                shares_port=True,
+                listens_late=setup.listens_late,
+            )
+        )
+    if not was_ready:
+        end_now(0)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

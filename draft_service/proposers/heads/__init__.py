@@ -1,0 +1,1 @@
+"""Drafting heads beside their target."""

@@ -1,0 +1,261 @@
+"""Trains Medusa heads for the demo target: each foresees one of the tokens that the target writes next.
+
+The heads learn the target's own distributions (Medusa-1 of Cai et al. 2024, arXiv 2401.10774, with distillation in
+place of the corpus' next token); the target stays as it is. Run as `python -m models.demo.recipe.heads.medusa --help`.
+"""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+from models.demo.recipe.architecture import load_model
+from models.demo.recipe.batches import packed
+from models.demo.recipe.corpus import read_corpus
+from models.demo.recipe.distill import kl_divergence, mixed_total_variation
+from models.demo.recipe.functions import functions
+from models.demo.recipe.lessons import Lessons, read_corpus_lessons, write_lessons
+from models.demo.recipe.optimizer import Optimizers
+from models.demo.recipe.sampling import continue_text
+from models.demo.recipe.timebox import Every, TimeBox, decayed
+from models.demo.recipe.tokenizer import load_tokenizer
+from tandem.engine.models import loading
+from tandem.engine.models.heads.configs.medusa import read_medusa_config
+from tandem.engine.models.heads.medusa import MedusaHeads
+
+DEMO_FOLDER = Path(__file__).parents[2]
+HEADS = 4
+LAYERS = 1
+HEAD_WEIGHT = 0.8
+"""Each head counts this much of the one before it, as in the paper."""
+ROWS_PER_BATCH = 4
+MATRIX_LR, OTHER_LR = 0.02, 1e-3
+TOTAL_VARIATION_FROM = 0.6
+RIDGE = 1e-3
+"""Relative to the mean square of the states."""
+SEED = 13
+PROMPT_TOKENS, NEW_TOKENS = 20, 128
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Counts of rounds in which every head proposes a token."""
+
+    rounds: int
+    accepted_by_position: tuple[int, ...]
+
+    def figures(self, temperature: float) -> dict[str, Any]:
+        """Rates per position and in all, and tokens per round, the target's own one included."""
+        accepted = sum(self.accepted_by_position)
+        return {
+            f"acceptance_rates_per_position_at_{temperature}": [
+                round(each / self.rounds, 4) for each in self.accepted_by_position
+            ],
+            f"acceptance_rate_at_{temperature}": accepted / (self.rounds * HEADS),
+            f"acceptance_length_at_{temperature}": 1 + accepted / self.rounds,
+        }
+
+
+def head_logits(heads: MedusaHeads, hidden: Tensor) -> Tensor:
+    """What the heads say at each base of some texts.
+
+    Args:
+        heads: all of them.
+        hidden: [rows, length, width], the target's final states.
+
+    Returns:
+        [rows, length - HEADS, HEADS, vocabulary]: of head k at base i the logits of the token at i + k + 2.
+    """
+    bases = hidden[:, :-HEADS]
+    return heads.logits(bases.flatten(0, 1)).view(*bases.shape[:2], HEADS, -1)
+
+
+def target_logits(target: LlamaForCausalLM, hidden: Tensor) -> Tensor:
+    """The target's logits for the same tokens, of the same shape."""
+    own: Tensor = target.lm_head(hidden)
+    return own[:, 1:].unfold(1, HEADS, 1).transpose(2, 3)
+
+
+def train(heads: MedusaHeads, target: LlamaForCausalLM, lessons: Sequence[Lessons], minutes: float) -> int:
+    """Train the heads in place until the time is up; returns the tokens seen."""
+    optimizers, box, report = Optimizers(heads, MATRIX_LR, OTHER_LR), TimeBox(minutes), Every(20)
+    batches = _endless(lessons, torch.Generator().manual_seed(SEED))
+    seen = 0
+    while not box.is_over:
+        batch = next(batches)
+        compare = mixed_total_variation if box.fraction >= TOTAL_VARIATION_FROM else kl_divergence
+        hidden = batch.hidden.float()
+        own = head_logits(heads, hidden)
+        with torch.no_grad():
+            wanted = target_logits(target, hidden)
+        losses = [HEAD_WEIGHT**k * compare(wanted[:, :, k], own[:, :, k]) for k in range(HEADS)]
+        loss = torch.stack(losses).sum()
+        torch.autograd.backward(loss)
+        nn.utils.clip_grad_norm_(heads.parameters(), 1.0)
+        optimizers.step(decayed(box.fraction))
+        seen += batch.token_count
+        if report.is_due():
+            logger.info("%.3f of the time, %d tokens, loss %.4f", box.fraction, seen, loss.item())
+    return seen
+
+
+def _endless(lessons: Sequence[Lessons], generator: torch.Generator) -> Iterator[Lessons]:
+    """Batches for ever; each pass takes every batch once, those of one group spread among the others'."""
+    while True:
+        passes = [group.batches(ROWS_PER_BATCH, generator) for group in lessons]
+        while passes:
+            index = int(torch.randint(len(passes), (1,), generator=generator))
+            batch = next(passes[index], None)
+            if batch is None:
+                del passes[index]
+            else:
+                yield batch
+
+
+@torch.no_grad()
+def acceptance(
+    heads: MedusaHeads, target: LlamaForCausalLM, written: Lessons, start: int, temperature: float
+) -> Acceptance:
+    """Counts on text that the target wrote from `start` on.
+
+    As in `measure_acceptance`: a token that the target wrote was accepted with probability min(1, q / p).
+    """
+    generator = torch.Generator().manual_seed(SEED)
+    counts, rounds = [0] * HEADS, 0
+    for part in written.batches(ROWS_PER_BATCH, torch.Generator().manual_seed(SEED)):
+        for row in _flags(heads, target, part, temperature, generator).tolist():
+            base = start - 2
+            while base < len(row):
+                run = row[base].index(False) if False in row[base] else HEADS
+                counts = [each + (position < run) for position, each in enumerate(counts)]
+                rounds, base = rounds + 1, base + run + 1
+    return Acceptance(rounds, tuple(counts))
+
+
+def _flags(
+    heads: MedusaHeads,
+    target: LlamaForCausalLM,
+    written: Lessons,
+    temperature: float,
+    generator: torch.Generator,
+) -> Tensor:
+    """[rows, bases, HEADS]: True where the head's token at a base would be accepted."""
+    hidden = written.hidden.float()
+    own, wanted = head_logits(heads, hidden), target_logits(target, hidden)
+    chosen = written.tokens[:, 2:].unfold(1, HEADS, 1)
+    own, wanted = own[:, : chosen.shape[1]], wanted[:, : chosen.shape[1]]
+    if temperature == 0.0:
+        return own.argmax(-1) == chosen
+    probs, target_probs = (
+        (each / temperature).log_softmax(-1).gather(-1, chosen[..., None])[..., 0] for each in (own, wanted)
+    )
+    return torch.rand(probs.shape, generator=generator) < (probs - target_probs).exp()
+
+
+def new_heads(target_folder: Path, folder: Path) -> MedusaHeads:
+    """Heads whose blocks do nothing yet. Their config is written to the folder."""
+    target = json.loads((target_folder / "config.json").read_text(encoding="utf-8"))
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "num_heads": HEADS,
+        "num_hidden_layers": LAYERS,
+        "hidden_size": target["hidden_size"],
+        "vocab_size": target["vocab_size"],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    loaded = loading.load_model(target_folder, dtype="float32")
+    torch.manual_seed(SEED)
+    heads = MedusaHeads(read_medusa_config(folder), loaded, has_bias=False)
+    with torch.no_grad():
+        for parameter in heads.blocks.parameters():
+            parameter.zero_()
+    return heads
+
+
+@torch.no_grad()
+def adopt_linear_maps(heads: MedusaHeads, target: LlamaForCausalLM, lessons: Sequence[Lessons]) -> None:
+    """Start each head as the target's output layer behind the linear map that best foresees the later state.
+
+    Ridge regression over all lessons: it costs less than one step of training and saves most of the first phase.
+    """
+    width = heads.state_size
+    inner = torch.zeros(width, width, dtype=torch.float64)
+    outer = torch.zeros(HEADS, width, width, dtype=torch.float64)
+    for group in lessons:
+        for hidden in torch.split(group.hidden, ROWS_PER_BATCH):
+            known = hidden[:, :-HEADS].flatten(0, 1).float()
+            inner += known.T @ known
+            for k in range(HEADS):
+                later = hidden[:, 1 + k : hidden.shape[1] - HEADS + 1 + k].flatten(0, 1).float()
+                outer[k] += known.T @ later
+    ridge = torch.eye(width, dtype=torch.float64) * inner.trace() / width * RIDGE
+    for output, each in zip(heads.lm_heads.parameters(), outer, strict=True):
+        output.copy_(target.lm_head.weight @ torch.linalg.solve(inner + ridge, each).float().T)
+
+
+def save(heads: MedusaHeads, folder: Path) -> None:
+    """Write the weights in bfloat16, by the names of vLLM's `MedusaModel`."""
+    tensors = {name: each.detach().bfloat16().contiguous() for name, each in heads.named_parameters()}
+    save_file(tensors, folder / "model.safetensors")
+
+
+def measured(heads: MedusaHeads, target: LlamaForCausalLM, folder: Path) -> dict[str, Any]:
+    """Acceptance on the held-out prompts of at least 20 tokens, cut there, 128 new tokens each."""
+    prompts = json.loads((DEMO_FOLDER / "heldout_prompts.json").read_text(encoding="utf-8"))
+    ids = load_tokenizer(folder)([each["prompt"] for each in prompts])["input_ids"]
+    same_length = [each[:PROMPT_TOKENS] for each in ids if len(each) >= PROMPT_TOKENS]
+    figures: dict[str, Any] = {}
+    for temperature in (0.0, 0.8):
+        texts = continue_text(target, same_length, NEW_TOKENS + HEADS, temperature, SEED)
+        written = Lessons(texts.tokens[:, :-1], texts.hidden)
+        found = acceptance(heads, target, written, PROMPT_TOKENS, temperature).figures(temperature)
+        logger.info("temperature %.1f: %s", temperature, found)
+        figures |= found
+    return figures
+
+
+def main() -> None:
+    """Train Medusa heads for the demo target, and measure them on the held-out prompts."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--target", type=Path, default=DEMO_FOLDER / "target")
+    parser.add_argument("--output", type=Path, default=DEMO_FOLDER / "medusa")
+    parser.add_argument("--minutes-reading", type=float, default=1.0)
+    parser.add_argument("--minutes-writing", type=float, default=5.0)
+    parser.add_argument("--minutes-heads", type=float, default=14.0)
+    parser.add_argument("--rows", type=int, default=48, help="texts that the target writes at a time")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    torch.set_num_threads(options.threads)
+
+    target, tokenizer, corpus = load_model(options.target), load_tokenizer(options.target), read_corpus()
+    heads = new_heads(options.target, options.output)
+    sources = [function.source for function in functions(corpus.training)]
+    beginnings = tokenizer(sources, verbose=False)["input_ids"]
+    stream = packed(corpus.training, tokenizer)
+    read = read_corpus_lessons(target, stream, options.minutes_reading, SEED)
+    written = write_lessons(target, beginnings, options.minutes_writing, SEED, options.rows)
+    lessons = [read, *written]
+    logger.info("%d tokens of lessons", sum(each.token_count for each in lessons))
+    adopt_linear_maps(heads, target, lessons)
+    seen = train(heads, target, lessons, options.minutes_heads)
+    save(heads, options.output)
+    figures = {"head_tokens_seen": seen, **measured(heads, target, options.target)}
+    (options.output / "figures.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

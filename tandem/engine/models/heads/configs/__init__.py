@@ -1,0 +1,1 @@
+"""The config of each kind of drafting head. Needs no torch."""

@@ -1,0 +1,123 @@
+"""The plug-in's counts as metrics for Prometheus and OTLP, and its lines in vLLM's own log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tandem.integrations.vllm.counts import WAIT_BUCKETS, Counts
+from tandem.telemetry.choice import telemetry_for
+from tandem.telemetry.settings import TelemetryOptions
+
+LOG_SECONDS = 10.0
+"""Interval of the log line, as of vLLM's own."""
+_PREFIX = "tandem_vllm_"
+_COUNTERS = {
+    "steps": "Steps of vLLM that asked for proposals.",
+    "timed_out_steps": "Steps that waited until their patience was over.",
+    "paused_steps": "Steps that asked nothing because the last waits were in vain.",
+    "proposals": "Proposals handed to vLLM.",
+    "proposed_tokens": "Tokens of these.",
+    "verified_tokens": "Proposed tokens whose verification was seen.",
+    "accepted_tokens": "Tokens of these that vLLM accepted.",
+    "answered_rows": "Proposals that came by a question and its answer.",
+    "late_rows": "Sequences that a step went on without.",
+    "awaited_outcomes": "Outcomes that a draft was to work ahead of.",
+    "hits": "Of these, those that it had drafted for.",
+    "lost_drafts": "Times that a draft failed a sequence.",
+}
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class CountsCollector(Collector):
+    """The counts as they are when somebody asks."""
+
+    def __init__(self, counts: Counts, open_sequences: Callable[[], int]) -> None:
+        self._counts = counts
+        self._open_sequences = open_sequences
+
+    def collect(self) -> Iterator[Metric]:
+        """Each count, and the number of sequences."""
+        for name, words in _COUNTERS.items():
+            yield CounterMetricFamily(_PREFIX + name, words, value=getattr(self._counts, name))
+        yield GaugeMetricFamily(
+            _PREFIX + "sequences", "Sequences kept for drafts now.", value=self._open_sequences()
+        )
+
+
+def wait_histogram(registry: CollectorRegistry) -> Histogram:
+    """The histogram of waits."""
+    words = "Time that a step of vLLM waited for its proposals."
+    return Histogram(_PREFIX + "wait_seconds", words, registry=registry, buckets=WAIT_BUCKETS)
+
+
+class Report:
+    """Serves metrics where an option says so, and logs a line every ten seconds in which vLLM made steps."""
+
+    def __init__(
+        self,
+        options: TelemetryOptions,
+        counts: Counts,
+        open_sequences: Callable[[], int],
+        logger: logging.Logger,
+    ) -> None:
+        """
+        Args:
+            options: Where metrics go.
+            counts: What is reported.
+            open_sequences: Counts the sequences that are kept now.
+            logger: vLLM's.
+        """
+        self._counts = counts
+        self._before = counts.copy()
+        self._logger = logger
+        self._next_line = time.monotonic() + LOG_SECONDS
+        self._waits: Histogram | None = None
+        telemetry = telemetry_for(options, "vllm")
+        if telemetry is not None:
+            telemetry.registry.register(CountsCollector(counts, open_sequences))
+            self._waits = wait_histogram(telemetry.registry)
+            telemetry.start()
+        self._telemetry = telemetry
+
+    @property
+    def prometheus_port(self) -> int | None:
+        """Port of the metrics; None where they are not served."""
+        return None if self._telemetry is None else self._telemetry.prometheus_port
+
+    def waited(self, seconds: float) -> None:
+        """A step waited so long. Logs the line when it is due."""
+        if self._waits is not None:
+            self._waits.observe(seconds)
+        now = time.monotonic()
+        if now >= self._next_line:
+            self._next_line = now + LOG_SECONDS
+            self._logger.info(self._counts.since(self._before).line())
+            self._before = self._counts.copy()
+
+
+class _Forwarding(logging.Handler):
+    """Writes our loggers' events, fields included, as lines of vLLM's logger."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__(logging.INFO)
+        self._logger = logger
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tail = "".join(f" {name}={value}" for name, value in vars(record).items() if name not in _STANDARD)
+        self._logger.log(record.levelno, "%s%s", record.getMessage(), tail, exc_info=record.exc_info)
+
+
+def log_through(logger: logging.Logger) -> None:
+    """Let what the shared code reports (replicas found, lost, unfit) appear in vLLM's log."""
+    for name in ("tandem", "coordinator"):
+        ours = logging.getLogger(name)
+        ours.handlers[:] = [_Forwarding(logger)]
+        ours.setLevel(logging.INFO)
+        ours.propagate = False

@@ -1,0 +1,83 @@
+"""The plug-in's options. All come from the environment: vLLM has no command line for a proposer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from coordinator.settings.coordinator import Addresses
+from coordinator.settings.service_access import ServiceAccessOptions
+from tandem.config.rule import Rule
+from tandem.errors import ConfigurationError
+from tandem.rpc.resolver import split_addresses
+from tandem.serving.protection import is_loopback
+from tandem.settings import COMMAND_LINE, FilledSettings, load_settings
+from tandem.telemetry.settings import TelemetryOptions
+
+ENVIRONMENT_PREFIX = "TANDEM_VLLM_"
+
+
+class VllmSettings(ServiceAccessOptions, TelemetryOptions, FilledSettings):
+    """Draft for a stock vLLM from Tandem's draft services."""
+
+    model_config = SettingsConfigDict(**COMMAND_LINE, env_prefix=ENVIRONMENT_PREFIX)
+
+    draft_address: Addresses | None = None
+    """host:port of the draft service, or several with commas between them. A name stands for all of its addresses,
+    and is looked up again every `resolve_interval_seconds`."""
+    draft_ahead: Literal["auto", "off"] | Annotated[int, Field(ge=1, le=64)] = "auto"
+    """How far the draft works ahead while vLLM computes. auto: it is measured whether that pays. off: not at all. A
+    number: always for so many outcomes."""
+    draft_patience_seconds: float | None = Field(default=None, gt=0)
+    """How long a step of vLLM waits for proposals. By default what the accepted tokens save, by the time of vLLM's own
+    steps: the mean number of accepted tokens times the mean step, at most 0.5 s."""
+    start_wait_seconds: float = Field(default=10.0, ge=0)
+    """How long vLLM's start waits for the first draft, so that a wrong one is reported at once. vLLM starts without."""
+    resolve_interval_seconds: float = Field(default=5.0, gt=0)
+    """Interval at which names of services are resolved again."""
+    insecure: bool = False
+    """Reach drafts on other machines without TLS, because the network is trusted."""
+
+    @classmethod
+    def rules(cls) -> tuple[Rule[Any], ...]:
+        """Rules for the plug-in's options."""
+        return (*super().rules(), *VLLM_RULES)
+
+
+def _plain_connections(settings: VllmSettings) -> Iterator[str]:
+    if settings.insecure or settings.service_credentials.uses_tls:
+        return
+    for address in split_addresses(settings.draft_address or ""):
+        if address.port >= 0 and not is_loopback(address.host):
+            yield (
+                f"draft_address is {address}, another machine, and prompts would go there in plain text: set "
+                f"{ENVIRONMENT_PREFIX}SERVICE_TLS_CA_FILE or {ENVIRONMENT_PREFIX}SERVICE_TLS, or "
+                f"{ENVIRONMENT_PREFIX}INSECURE=true where the network is trusted"
+            )
+
+
+VLLM_RULES: tuple[Rule[VllmSettings], ...] = (
+    Rule(
+        "service-tls",
+        "Drafts on other machines are reached by TLS, or the plug-in is `insecure`.",
+        _plain_connections,
+        ("draft_address",),
+    ),
+)
+
+
+def read_settings() -> VllmSettings:
+    """The settings that the environment holds.
+
+    Raises:
+        ConfigurationError: an option is wrong, or none names a draft.
+    """
+    settings = load_settings(VllmSettings, (), "vllm")
+    if settings.draft_address is None:
+        raise ConfigurationError(
+            f"{ENVIRONMENT_PREFIX}DRAFT_ADDRESS is not set; it must name the draft service as host:port"
+        )
+    return settings

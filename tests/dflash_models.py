@@ -1,0 +1,169 @@
+"""DFlash drafts with random weights, and what such a draft proposes, computed independently of the engine.
+
+The reference is written from z-lab's published layout and that of speculators' `DFlashDraftModel`: one sequence, no
+cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional
+
+HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS, THETA = 4, 2, 16, 40, 2, 5000.0
+
+
+def save_dflash(
+    folder: Path, target: Any, *, block_size: int = 5, layer_ids: Sequence[int] = (1, 4), seed: int = 5,
+    wrapped: bool = False, draft_vocabulary: int | None = None,
+) -> Path:  # fmt: skip
+    """Write a draft for a model of transformers; its mask is the vocabulary's last token.
+
+    Args:
+        folder: where.
+        target: the model.
+        block_size: tokens of a block, the last one of the text among them.
+        layer_ids: layers of the target whose outputs the draft reads, counted from 0.
+        seed: of the weights.
+        wrapped: in the speculators format.
+        draft_vocabulary: tokens that the draft can say, with `d2t` and an output layer of its own; only there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    size, vocabulary = target.config.hidden_size, target.config.vocab_size
+    generator = torch.Generator().manual_seed(seed)
+    tensors = _tensors(size, len(layer_ids), generator)
+    if draft_vocabulary is not None:
+        chosen = torch.randperm(vocabulary, generator=generator)[:draft_vocabulary].sort().values
+        tensors["d2t"] = chosen - torch.arange(draft_vocabulary)
+        tensors["lm_head.weight"] = torch.randn(draft_vocabulary, size, generator=generator) / size**0.5
+    layers = _layers_config(target)
+    config: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "block_size": block_size}
+    if wrapped:
+        config |= {"speculators_model_type": "dflash", "transformer_layer_config": layers}
+        config |= {
+            "aux_hidden_state_layer_ids": [each + 1 for each in layer_ids],
+            "mask_token_id": vocabulary - 1,
+        }
+        config |= {"draft_vocab_size": draft_vocabulary or vocabulary, "target_hidden_size": None}
+        config |= {"sample_from_anchor": False, "projector_type": "dflash"}
+    else:
+        own = {"mask_token_id": vocabulary - 1, "target_layer_ids": list(layer_ids)}
+        config |= {**layers, "dflash_config": own}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def _tensors(size: int, states: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Random tensors of a draft that reads so many states, by their published names."""
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        numbers: Tensor = torch.randn(rows, columns, generator=generator) / columns**0.5
+        return numbers
+
+    def norm(width: int) -> Tensor:
+        return 1 + 0.2 * torch.randn(width, generator=generator)
+
+    tensors = {"fc.weight": matrix(size, states * size)}
+    tensors |= {"hidden_norm.weight": norm(size), "norm.weight": norm(size)}
+    for index in range(LAYERS):
+        layer = {
+            "input_layernorm.weight": norm(size),
+            "post_attention_layernorm.weight": norm(size),
+            "self_attn.q_proj.weight": matrix(HEADS * HEAD_DIM, size),
+            "self_attn.k_proj.weight": matrix(KV_HEADS * HEAD_DIM, size),
+            "self_attn.v_proj.weight": matrix(KV_HEADS * HEAD_DIM, size),
+            "self_attn.o_proj.weight": matrix(size, HEADS * HEAD_DIM),
+            "self_attn.q_norm.weight": norm(HEAD_DIM),
+            "self_attn.k_norm.weight": norm(HEAD_DIM),
+            "mlp.gate_proj.weight": matrix(MLP, size),
+            "mlp.up_proj.weight": matrix(MLP, size),
+            "mlp.down_proj.weight": matrix(size, MLP),
+        }
+        tensors |= {f"layers.{index}.{name}": each for name, each in layer.items()}
+    return tensors
+
+
+def _layers_config(target: Any) -> dict[str, Any]:
+    """The draft's layers as a Qwen3 config."""
+    return {
+        "model_type": "qwen3",
+        "hidden_size": target.config.hidden_size,
+        "intermediate_size": MLP,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": THETA,
+        "attention_bias": False,
+        "layer_types": ["full_attention"] * LAYERS,
+        "max_position_embeddings": target.config.max_position_embeddings,
+        "vocab_size": target.config.vocab_size,
+        "num_target_layers": target.config.num_hidden_layers,
+    }
+
+
+class DFlashReference:
+    """Greedy proposals of a draft, in float32."""
+
+    def __init__(self, folder: Path, target: Any) -> None:
+        self._config = json.loads((folder / "config.json").read_text())
+        self._w = load_file(folder / "model.safetensors")
+        self._target = target
+
+    @torch.no_grad()
+    def propose(self, token_ids: Sequence[int], count: int) -> list[int]:
+        """The most probable `count` tokens after these."""
+        own = self._config.get("dflash_config", self._config)
+        # z-lab counts layers from 0 and means their outputs; speculators counts the layers before a state.
+        numbers = own.get("aux_hidden_state_layer_ids") or [each + 1 for each in own["target_layer_ids"]]
+        output = self._target(input_ids=torch.tensor([token_ids[:-1]]), output_hidden_states=True)
+        read = [output.hidden_states[number][0] for number in numbers]
+        context = self._norm(torch.cat(read, dim=-1) @ self._w["fc.weight"].T, "hidden_norm")
+        ids = torch.tensor([token_ids[-1], *(own["mask_token_id"] for _ in range(count))])
+        hidden = self._target.get_input_embeddings().weight[ids]
+        for index in range(LAYERS):
+            hidden = self._layer(f"layers.{index}", hidden, context)
+        normed = self._norm(hidden[1:], "norm")
+        if "d2t" not in self._w:
+            return [int(each) for each in (normed @ self._target.get_output_embeddings().weight.T).argmax(-1)]
+        best = (normed @ self._w["lm_head.weight"].T).argmax(-1)
+        return [int(each) for each in best + self._w["d2t"][best]]
+
+    def _layer(self, name: str, hidden: Tensor, context: Tensor) -> Tensor:
+        inner = self._norm(hidden, f"{name}.input_layernorm")
+        seen = torch.cat((context, inner))
+        query, key, value = (
+            (each @ self._w[f"{name}.self_attn.{part}_proj.weight"].T).view(len(each), -1, HEAD_DIM)
+            for part, each in (("q", inner), ("k", seen), ("v", seen))
+        )
+        query = _rotated(self._norm(query, f"{name}.self_attn.q_norm"), len(context))
+        key = _rotated(self._norm(key, f"{name}.self_attn.k_norm"), 0)
+        parts = []
+        for head in range(HEADS):
+            shared = head * KV_HEADS // HEADS
+            weights = (query[:, head] @ key[:, shared].T / HEAD_DIM**0.5).softmax(-1)  # every token sees all
+            parts.append(weights @ value[:, shared])
+        hidden = hidden + torch.cat(parts, dim=-1) @ self._w[f"{name}.self_attn.o_proj.weight"].T
+        inner = self._norm(hidden, f"{name}.post_attention_layernorm")
+        gate, up, down = (self._w[f"{name}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        return hidden + (functional.silu(inner @ gate.T) * (inner @ up.T)) @ down.T
+
+    def _norm(self, states: Tensor, name: str) -> Tensor:
+        return functional.rms_norm(states, states.shape[-1:], self._w[f"{name}.weight"], 1e-5)
+
+
+def _rotated(states: Tensor, first: int) -> Tensor:
+    half = HEAD_DIM // 2
+    angles = torch.arange(first, first + len(states))[:, None] / THETA ** (torch.arange(half) / half)
+    cosines, sines = angles.cos()[:, None], angles.sin()[:, None]
+    left, right = states[..., :half], states[..., half:]
+    return torch.cat((left * cosines - right * sines, right * cosines + left * sines), dim=-1)

@@ -1,0 +1,143 @@
+"""The plug-in inside a real vLLM: the same text, acceptance as of vLLM's own draft model, and nothing hurt by a draft.
+
+Each vLLM takes about a minute to start, so one run of them answers several questions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.models.pairs import Pair, open_pair
+from benchmarks.peers.process import Peer, peer
+from benchmarks.studies import vllm as study
+from benchmarks.workload import Workload
+from tests.end_to_end.processes import address_of, model_service
+from tests.paths import DEMO_DRAFT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+PROMPTS = 20
+MAX_TOKENS = 48
+ACCEPTANCE_TOLERANCE = 0.03
+
+
+@pytest.fixture
+def vllm_python(request: pytest.FixtureRequest) -> str:
+    """The Python that has vLLM."""
+    path: str = request.config.getoption("--vllm-python")
+    if not path:
+        pytest.skip("needs a Python with vLLM: make test-vllm, or --vllm-python PYTHON")
+    assert Path(path).is_file(), f"--vllm-python is {path}; it must be the file of a Python"
+    return path
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Pair:
+    return open_pair("demo", tmp_path, "cpu")
+
+
+async def test_text_and_acceptance_are_those_of_vllm_itself(vllm_python: str, pair: Pair) -> None:
+    options = study.parse(
+        ["--vllm-python", vllm_python, "--eager", "--max-tokens", str(MAX_TOKENS), "--prompts", str(PROMPTS)]
+    )
+    async with study.started(options, pair, list(study.WAYS)) as ways:
+        for batch in (1, 16):
+            found = await study.measured(options, ways, pair.prompts()[:PROMPTS], batch)
+            alone, own = found[study.ALONE], found[study.OWN_DRAFT]
+            for name in (study.PLAIN, study.AHEAD):
+                assert found[name].texts == alone.texts, f"{name}, batch {batch}: another text"
+                assert found[name].drafted > 0, f"{name}, batch {batch}: nothing was drafted"
+                difference = found[name].acceptance - own.acceptance
+                assert abs(difference) <= ACCEPTANCE_TOLERANCE, f"{name}, batch {batch}: {difference:+.3f}"
+
+
+@asynccontextmanager
+async def plugged(
+    python: str, pair: Pair, address: str, log: Path, engine: dict[str, Any] | None = None, **environment: str
+) -> AsyncIterator[Peer]:
+    """A vLLM that drafts by this service."""
+    setup: dict[str, Any] = {
+        "target": str(pair.target),
+        "draft": str(pair.draft),
+        "dtype": "float32",
+        "threads": 1,
+        "device": "cpu",
+        "max_length": 1024,
+        "max_sequences": 16,
+        "num_speculative_tokens": 4,
+        "mode": "tandem",
+        "environment": {
+            "TANDEM_VLLM_DRAFT_ADDRESS": address,
+            "TANDEM_VLLM_DRAFT_AHEAD": "off",
+            **environment,
+        },
+        "engine": {"enforce_eager": True, **(engine or {"distributed_executor_backend": "uni"})},
+    }
+    async with peer("vllm", python, "vllm_offline", setup, log) as running:
+        yield running
+
+
+async def test_no_request_fails_when_drafts_are_stopped_and_killed_under_it(
+    vllm_python: str, pair: Pair, tmp_path: Path
+) -> None:
+    """Sixteen streams; the draft is stopped, goes on, is killed, and another takes its place at the same address."""
+    workload = Workload(tuple(pair.prompts()[:16]), 0.0, 4 * MAX_TOKENS)
+    async with AsyncExitStack() as stack:
+        draft = stack.enter_context(model_service("draft_service", DEMO_DRAFT, "--dtype", "float32"))
+        address = await asyncio.to_thread(address_of, draft)
+        vllm = await stack.enter_async_context(plugged(vllm_python, pair, address, tmp_path / "log"))
+        undisturbed = await vllm.run(workload)
+        assert undisturbed.accepted > 0
+        expected = [answer.token_ids for answer in undisturbed.answers]
+
+        async def disturbed(*signals: signal.Signals) -> int:
+            running = asyncio.create_task(vllm.run(workload))
+            for number in signals:
+                await asyncio.sleep(undisturbed.seconds / 4)
+                draft.signal(number)
+            outcome = await running
+            assert [answer.token_ids for answer in outcome.answers] == expected
+            return outcome.accepted
+
+        assert await disturbed(signal.SIGSTOP, signal.SIGCONT) > 0
+        await disturbed(signal.SIGKILL)
+        assert await disturbed() == 0, "a draft that is dead proposed"
+        port = address.rpartition(":")[2]
+        again = stack.enter_context(
+            model_service("draft_service", DEMO_DRAFT, "--dtype", "float32", "--port", port)
+        )
+        await asyncio.to_thread(address_of, again)
+        await asyncio.sleep(2.0)  # until its health was asked for
+        last = await vllm.run(workload)
+        assert [answer.token_ids for answer in last.answers] == expected
+        assert last.accepted > 0, "the draft that was started again is not used"
+
+
+async def test_of_two_tensor_parallel_workers_one_asks(vllm_python: str, pair: Pair, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with AsyncExitStack() as stack:
+        draft = stack.enter_context(model_service("draft_service", DEMO_DRAFT, "--dtype", "float32"))
+        address = await asyncio.to_thread(address_of, draft)
+        vllm = await stack.enter_async_context(
+            plugged(
+                vllm_python,
+                pair,
+                address,
+                log,
+                {"tensor_parallel_size": 2},
+                VLLM_CPU_OMP_THREADS_BIND="0|1",
+                VLLM_LOGGING_LEVEL="INFO",
+            )
+        )
+        outcome = await vllm.run(Workload(tuple(pair.prompts()[:2]), 0.0, MAX_TOKENS))
+        assert outcome.accepted > 0
+        said = log.read_text(encoding="utf-8")
+    assert said.count("Loaded custom proposer class") == 2, "there are not two workers"
+    assert said.count("Tandem drafts by") == 1

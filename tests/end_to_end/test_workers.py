@@ -1,0 +1,213 @@
+"""`--workers 2`: two coordinator processes on one port, over scripted services, act as one coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tandem.admin import Stats
+from tandem.admin_client import AdminClient
+from tandem.client import Client
+from tandem.errors import AbortedError, InvalidRequestError, NotFoundError, ServiceUnavailableError
+from tandem.replica import ReplicaState
+from tandem.types import GenerationRequest
+from tests.end_to_end.processes import Process, address_of, coordinator, descendants, is_alive, service
+from tests.service.clients import until
+
+pytestmark = pytest.mark.slow
+
+SCRIPTED = "benchmarks.load.scripted_services"
+STREAMS = 16
+SECONDS = 60.0
+
+
+def request(tokens: int) -> GenerationRequest:
+    return GenerationRequest("def main():", max_tokens=tokens, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def services() -> Iterator[tuple[str, str]]:
+    with (
+        service(SCRIPTED, "--role", "target", "--step-ms", "2") as target,
+        service(SCRIPTED, "--role", "draft", "--step-ms", "1") as draft,
+    ):
+        yield target.line("ready on "), draft.line("ready on ")
+
+
+@contextmanager
+def coordinating(services: tuple[str, str], workers: int = 2, *options: str) -> Iterator[Process]:
+    with coordinator(*services, "--workers", str(workers), *options) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def two(services: tuple[str, str]) -> Iterator[Process]:
+    """A coordinator of two workers with HTTP and a Prometheus port."""
+    with coordinating(services, 2, "--http-port", "0", "--prometheus-port", "0") as process:
+        address_of(process)
+        yield process
+
+
+async def complete(address: str, tokens: int) -> tuple[str, list[int]]:
+    """Complete a prompt over a connection of its own."""
+    async with Client(address) as client:
+        chunks = [chunk async for chunk in client.generate(request(tokens))]
+    return "".join(chunk.text for chunk in chunks), [i for chunk in chunks for i in chunk.token_ids]
+
+
+def workers_of(process: Process) -> list[int]:
+    return [pid for pid in descendants(process.pid) if is_alive(pid)]
+
+
+async def stats_of(address: str) -> Stats:
+    async with AdminClient(address) as admin:
+        return await admin.stats()
+
+
+def read(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as response:
+        text: str = response.read().decode()
+    return text
+
+
+def total(text: str, name: str) -> float:
+    return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+
+
+async def test_both_workers_complete_requests_with_the_text_of_one(
+    services: tuple[str, str], two: Process
+) -> None:
+    with coordinating(services, 1) as alone:
+        expected = await complete(address_of(alone), 60)
+    address = address_of(two)
+    before = await stats_of(address)
+    found = await asyncio.gather(*(complete(address, 60) for _ in range(STREAMS)))
+    assert all(each == expected for each in found)
+    after = await stats_of(address)
+    assert after.outcomes.completed - before.outcomes.completed == STREAMS
+    assert after.completion_tokens - before.completion_tokens == STREAMS * 60
+    assert len(workers_of(two)) == 2
+    busy = [_processor_ticks(pid) for pid in workers_of(two)]
+    assert min(busy) > 0
+
+
+def _processor_ticks(pid: int) -> int:
+    with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+async def test_metrics_and_status_are_those_of_all_whoever_is_asked(two: Process) -> None:
+    address = address_of(two)
+    await asyncio.gather(*(complete(address, 20) for _ in range(STREAMS)))
+    url = f"{two.line('http on ')}"
+    tokens = (await stats_of(address)).completion_tokens
+    pages = [await asyncio.to_thread(read, f"{url}/metrics") for _ in range(4)]
+    for page in pages:
+        assert total(page, "tandem_generation_tokens_total") == tokens
+        assert total(page, "tandem_coordinator_workers") == 2
+        assert total(page, "tandem_replica_ready") == 2
+    port = re.search(r"metrics served address=(\S+)", two.stderr)
+    assert port
+    page = await asyncio.to_thread(read, f"http://{port[1]}/metrics")
+    assert total(page, "tandem_generation_tokens_total") == tokens
+    status = json.loads(await asyncio.to_thread(read, f"{url}/tandem/status"))
+    assert status["state"] == "ready"
+    assert len(status["replicas"]) == 2
+    assert json.loads(await asyncio.to_thread(read, f"{url}/health")) == {"status": "ok"}
+
+
+async def test_admin_verbs_reach_the_worker_that_has_the_request(two: Process) -> None:
+    address = address_of(two)
+    tasks = [asyncio.create_task(complete(address, 20_000)) for _ in range(6)]
+    async with AdminClient(address) as admin:
+        await running(address, len(tasks))
+        reports = await admin.requests()
+        assert len(reports) == len(tasks)
+        ages = [report.age_seconds for report in reports]
+        assert ages == sorted(ages, reverse=True)
+        for report in reports:
+            assert (await admin.request(report.request_id)).request_id == report.request_id
+            await admin.abort(report.request_id, "enough")
+        with pytest.raises(NotFoundError, match="no request that runs"):
+            await admin.abort("none-such")
+        with pytest.raises(InvalidRequestError, match="request_id is empty"):
+            await admin.request("")
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(result, AbortedError)
+        assert "enough" in str(result)
+
+
+async def test_a_killed_worker_is_started_again_as_it_was_and_a_drain_ends_all(
+    services: tuple[str, str],
+) -> None:
+    with coordinating(services) as process:
+        address = address_of(process)
+        expected = await complete(address, 600)
+        async with AdminClient(address) as admin:
+            await admin.update_config({"num_speculative_tokens": "3"})
+            await admin.drain(services[1])
+            counted = (await admin.stats()).completion_tokens
+        before = workers_of(process)
+        tasks = [asyncio.create_task(complete(address, 600)) for _ in range(STREAMS)]
+        await running(address, STREAMS)
+        os.kill(before[0], signal.SIGKILL)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        broken = [result for result in results if isinstance(result, BaseException)]
+        assert broken, "some streams were on the killed worker"
+        assert all(isinstance(error, ServiceUnavailableError) for error in broken), broken
+        whole = [result for result in results if not isinstance(result, BaseException)]
+        assert whole, "some streams were on the other worker"
+        assert all(result == expected for result in whole)
+        assert await complete(address, 600) == expected
+        await until(lambda: len(set(workers_of(process)) - {before[0]}) == 2, SECONDS)
+        assert before[1] in workers_of(process)
+        async with AdminClient(address) as admin:
+            assert "worker ended; it is started again" in process.stderr
+            assert (await admin.stats()).completion_tokens >= counted + 600 * len(whole)
+            replicas = {replica.address: replica for replica in await admin.replicas()}
+            assert replicas[services[1]].state is ReplicaState.DRAINING
+            option = next(each for each in await admin.config() if each.name == "num_speculative_tokens")
+            assert option.value == 3
+        tasks = [asyncio.create_task(complete(address, 1000)) for _ in range(8)]
+        await running(address, len(tasks))
+        process.signal(signal.SIGTERM)
+        assert all(len(tokens) == 1000 for _, tokens in await asyncio.gather(*tasks)), "a drain lets them end"
+        assert await asyncio.to_thread(process.wait, SECONDS) == 0
+        assert not workers_of(process)
+
+
+def test_a_start_that_fails_is_explained_once() -> None:
+    with coordinator("127.0.0.1:1", None, "--workers", "2", "--start-timeout-seconds", "0.3") as process:
+        assert process.wait(SECONDS) == 1
+        assert process.stderr.count("error: ") == 1
+
+
+def test_a_taken_port_is_refused(two: Process, services: tuple[str, str]) -> None:
+    port = address_of(two).rpartition(":")[2]
+    with coordinator(*services, "--workers", "2", "--port", port) as process:
+        assert process.wait(SECONDS) == 2
+        assert f"cannot listen on 127.0.0.1:{port}" in process.stderr
+
+
+async def test_an_end_of_the_parent_ends_the_workers(two: Process) -> None:
+    """The last test: nothing answers after it."""
+    pids = workers_of(two)
+    assert len(pids) == 2
+    two.signal(signal.SIGKILL)
+    await until(lambda: not any(map(is_alive, pids)), SECONDS)
+
+
+async def running(address: str, count: int) -> None:
+    """Wait until so many requests run."""
+    async with asyncio.timeout(SECONDS), AdminClient(address) as admin:
+        while (await admin.status()).load.running < count:  # noqa: ASYNC110 - it is another process
+            await asyncio.sleep(0.02)

@@ -1,0 +1,147 @@
+"""Tiny targets with a prediction layer in Qwen3-Next's layout, and what such a layer proposes, computed independently.
+
+The reference is written from Qwen3-Next's published layout: one sequence, no cache, every pair computed anew for each
+token. Qwen3-Next itself has recurrent layers, which no engine here runs: the one made here has attention alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.end_to_end.models import save_model
+from tests.mtp_models import MtpReference, attended, turned_halves
+
+FAMILIES = ("qwen3", "qwen3_moe", "qwen3_next")
+LAYERS, EXPERTS = 3, 4
+PREFIX = "mtp."
+
+_EXPERTS: dict[str, Any] = {
+    "num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True,
+}  # fmt: skip
+_SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen3_moe": _EXPERTS,
+    "qwen3_next": {
+        **_EXPERTS, "shared_expert_intermediate_size": 24, "layer_types": ["full_attention"] * LAYERS,
+    },
+}  # fmt: skip
+
+
+def qwen_target(family: str, vocabulary: int = 2048) -> Any:
+    """A model of transformers with random weights, without the prediction layer, which transformers does not build."""
+    config = transformers.AutoConfig.for_model(
+        family,
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=256,
+        rope_theta=10000.0,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+        **_SHAPES[family],
+    )
+    make: Any = transformers.AutoModelForCausalLM
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        return make.from_config(config, dtype=torch.float32).eval()
+
+
+def save_qwen_mtp(model: Any, folder: Path, seed: int = 7) -> Path:
+    """Write the target with a prediction layer of random weights, by the published names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_model(model, folder)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    like = f"model.layers.{LAYERS - 1}."
+    shapes = {f"layers.0.{name.removeprefix(like)}": each.shape
+              for name, each in tensors.items() if name.startswith(like)}  # fmt: skip
+    size = model.config.hidden_size
+    for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        shapes[f"{norm}.weight"] = torch.Size([size])
+    shapes["fc.weight"] = torch.Size([size, 2 * size])
+    centre = _centre_of_norms(model)
+    generator = torch.Generator().manual_seed(seed)
+    for name, shape in shapes.items():
+        numbers = torch.randn(shape, generator=generator)
+        tensors[PREFIX + name] = (
+            1 - centre + 0.2 * numbers if len(shape) == 1 else numbers * shape[-1] ** -0.5
+        )
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+def _centre_of_norms(model: Any) -> int:
+    """What a norm adds to its weight."""
+    return 1 if model.config.model_type == "qwen3_next" else 0
+
+
+class QwenMtpReference(MtpReference):
+    """Greedy proposals of the prediction layer in a checkpoint, in float32."""
+
+    def __init__(self, folder: Path, target: Any) -> None:
+        super().__init__(folder, target, PREFIX)
+        self._centre = _centre_of_norms(target)
+        self._has_gate = target.config.model_type == "qwen3_next"
+
+    def _layer(self, embedded: Tensor, states: Tensor) -> Tensor:
+        first, second = (
+            self._norm(embedded, "pre_fc_norm_embedding"),
+            self._norm(states, "pre_fc_norm_hidden"),
+        )
+        hidden = torch.cat((first, second), dim=-1) @ self._w["fc.weight"].T
+        hidden = hidden + self._attention(self._norm(hidden, "layers.0.input_layernorm"))
+        inner = self._norm(hidden, "layers.0.post_attention_layernorm")
+        is_sparse = "layers.0.mlp.gate.weight" in self._w
+        return self._norm(
+            hidden + (self._sparse(inner) if is_sparse else self._swiglu("layers.0.mlp", inner)), "norm"
+        )
+
+    def _attention(self, x: Tensor) -> Tensor:
+        """Qwen3's; Qwen3-Next has a gate for each of its outputs, and rotates a quarter of each head."""
+        size = self._config.head_dim
+        query, key, value = (
+            (x @ self._w[f"layers.0.self_attn.{name}_proj.weight"].T).view(len(x), heads, -1)
+            for name, heads in (("q", 2), ("k", 1), ("v", 1))
+        )
+        gates = query[..., size:].sigmoid().flatten(1) if self._has_gate else torch.ones(1)
+        rotated = size // 4 if self._has_gate else size
+        query, key = (
+            torch.cat((turned_halves(each[..., :rotated]), each[..., rotated:]), dim=-1)
+            for each in (
+                self._norm(query[..., :size], "layers.0.self_attn.q_norm"),
+                self._norm(key, "layers.0.self_attn.k_norm"),
+            )
+        )
+        output = attended(query, key.expand(-1, 2, -1), value.expand(-1, 2, -1))
+        return (output * gates) @ self._w["layers.0.self_attn.o_proj.weight"].T
+
+    def _sparse(self, x: Tensor) -> Tensor:
+        """Two experts for each token; Qwen3-Next has one more for all, with a gate."""
+        name = "layers.0.mlp"
+        output = torch.zeros_like(x)
+        if self._has_gate:
+            share = (x @ self._w[f"{name}.shared_expert_gate.weight"].T).sigmoid()
+            output = share * self._swiglu(f"{name}.shared_expert", x)
+        shares = (x @ self._w[f"{name}.gate.weight"].T).softmax(-1)
+        for row in range(len(x)):
+            best = shares[row].topk(2)
+            for expert, weight in zip(best.indices.tolist(), best.values / best.values.sum(), strict=True):
+                output[row] += weight * self._swiglu(f"{name}.experts.{expert}", x[row])
+        return output
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        scaled = x * (x.square().mean(-1, keepdim=True) + self._config.rms_norm_eps).rsqrt()
+        normed: Tensor = scaled * (self._centre + self._w[f"{name}.weight"])
+        return normed

@@ -1,0 +1,283 @@
+"""The plug-in between a stand-in of vLLM and drafts on real gRPC: right proposals, and no step that is hurt."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+
+import pytest
+
+from coordinator.replicas.pool import Pool
+from coordinator.transport.draft_client import DraftClient
+from tandem.integrations.vllm import TandemProposer
+from tandem.serving.interceptors.handlers import Context
+from tandem.v1 import draft_pb2
+from tests.service.ahead_draft import AheadDraft
+from tests.service.clients import until
+from tests.service.fakes import MAX_LENGTH, FakeDraft, counting
+from tests.service.vllm_drafts import disturbance, fitting, hashed, plugged, run, served, steps_of
+from tests.service.vllm_stub import TOKEN_COUNT, Request, Runner
+
+SECONDS = 30.0
+TOKEN = "a-token-of-many-characters"
+
+
+class CheckedRunner(Runner):
+    """Every proposal must be what the draft says of that row's tokens."""
+
+    def step(self, propose: object) -> None:
+        super().step(propose)  # type: ignore[arg-type]
+        for request in self.requests:
+            assert request.proposal == _continuation(request.tokens, len(request.proposal))
+
+
+def _continuation(tokens: Sequence[int], count: int) -> list[int]:
+    following: list[int] = []
+    for _ in range(count):
+        following.append(hashed([*tokens, *following]))
+    return following
+
+
+def mostly_right(tokens: Sequence[int]) -> int:
+    """Return the draft's token, but every fourth time another one."""
+    token_id = hashed(tokens)
+    return (token_id + 1) % 2048 if token_id % 4 == 0 else token_id
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_every_proposal_extends_the_right_tokens(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    draft, runner = fitting(FakeDraft(hashed)), CheckedRunner(mostly_right)
+    async with served(draft) as [(address, _)]:
+        async with plugged(monkeypatch, address) as proposer:
+            disturbed = disturbance(runner, seed)
+            for _ in range(12):
+                disturbed()
+            await run(proposer, runner, 90, disturbed)
+            assert runner.accepted > 50, "the drafts were hardly used"
+        await until(lambda: not draft.running, SECONDS)
+
+
+async def test_ended_sequences_are_finished_on_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, runner = fitting(FakeDraft(hashed)), Runner(hashed)
+    async with served(draft) as [(address, _)], plugged(monkeypatch, address) as proposer:
+        runner.requests = [Request([1, 2, index]) for index in range(8)]
+        await run(proposer, runner, 3)
+        assert draft.running == 8
+        del runner.requests[2:]
+        await run(proposer, runner, 6)
+        await until(lambda: draft.running == 2, SECONDS)
+        assert steps_of(proposer).link.open_sequences == 2
+
+
+async def test_a_pause_without_steps_frees_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its last request vLLM makes no step that could tell of an end."""
+    monkeypatch.setattr("tandem.integrations.vllm.link.IDLE_SECONDS", 0.4)
+    draft, runner = fitting(FakeDraft(hashed)), Runner(hashed)
+    async with served(draft) as [(address, _)], plugged(monkeypatch, address) as proposer:
+        runner.requests = [Request([1, 2])]
+        await run(proposer, runner, 3)
+        await until(lambda: not draft.running, SECONDS)
+        before = runner.accepted
+        await run(proposer, runner, 4)
+        assert runner.accepted > before, "a sequence that went on after the pause has no draft again"
+
+
+async def test_outcomes_drafted_ahead_answer_without_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, runner = fitting(AheadDraft()), Runner(counting)
+    async with served(draft) as [(address, _)], plugged(monkeypatch, address, ahead="4") as proposer:
+        runner.requests = [Request([10])]
+        for _ in range(9):
+            await run(proposer, runner, 1)
+            await asyncio.sleep(0.05)  # vLLM's step, in which the outcomes arrive
+        counts = steps_of(proposer).counts
+        assert len(draft.requested) == 2, "it was asked for more than the prompt and the first proposal"
+        assert counts.hits == counts.awaited_outcomes == 7
+        assert runner.accepted == 7 * TOKEN_COUNT
+
+
+class StoppableDraft(FakeDraft):
+    """Answers nothing while it is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__(hashed)
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
+
+    async def respond(
+        self, tokens: Sequence[int], count: int, context: Context
+    ) -> draft_pb2.ProposeResponse | None:
+        await self.goes_on.wait()
+        return self.proposal(tokens, count)
+
+
+async def test_no_step_waits_longer_than_the_patience_for_a_stopped_draft(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    draft, runner = StoppableDraft(), CheckedRunner(hashed)
+    fitting(draft)
+    async with served(draft) as [(address, _)], plugged(monkeypatch, address, patience=0.2) as proposer:
+        runner.requests = [Request([1, index]) for index in range(16)]
+        await run(proposer, runner, 4)
+        before = runner.accepted
+        assert before > 0
+        draft.goes_on.clear()
+        began = time.monotonic()
+        await run(proposer, runner, 10)
+        seconds = time.monotonic() - began
+        counts = steps_of(proposer).counts
+        assert counts.timed_out_steps == 1, "what is late already was waited for again"
+        assert counts.wait_seconds < seconds
+        draft.goes_on.set()
+        runner.requests = [Request([2, index]) for index in range(16)]
+        await run(proposer, runner, 4)
+        assert runner.accepted > before, "the draft that went on is not used"
+
+
+async def test_requests_go_on_with_the_next_draft_when_one_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts = [fitting(FakeDraft(hashed)), fitting(FakeDraft(hashed))]
+    runner = CheckedRunner(hashed)
+    async with served(*drafts) as [(one, server), (other, _)], plugged(monkeypatch, one, other) as proposer:
+        await _both_ready(proposer)
+        runner.requests = [Request([1, index]) for index in range(16)]
+        await run(proposer, runner, 3)
+        assert [draft.running for draft in drafts] == [8, 8]
+        await server.stop(None)
+        await run(proposer, runner, 4)
+        await until(lambda: drafts[1].running == 16, SECONDS)
+        before = runner.accepted
+        await run(proposer, runner, 3)
+        assert runner.accepted - before > 2 * 16 * TOKEN_COUNT, "some sequences have no draft"
+
+
+async def test_sequences_leave_a_draft_that_drains(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts = [fitting(FakeDraft(hashed)), fitting(FakeDraft(hashed))]
+    runner = CheckedRunner(hashed)
+    async with served(*drafts) as [(one, _), (other, _)], plugged(monkeypatch, one, other) as proposer:
+        pool = await _both_ready(proposer)
+        runner.requests = [Request([1, index]) for index in range(6)]
+        await run(proposer, runner, 2)
+        loop = steps_of(proposer).link._loop
+        assert loop is not None
+        loop.call_soon_threadsafe(pool.drain, one, "maintenance")
+        await run(proposer, runner, 2)
+        await until(lambda: [draft.running for draft in drafts] == [0, 6], SECONDS)
+        before = runner.accepted
+        await run(proposer, runner, 2)
+        assert runner.accepted > before
+
+
+async def _both_ready(proposer: TandemProposer) -> Pool[DraftClient]:
+    pool = steps_of(proposer).link._pool
+    assert pool is not None
+    await until(lambda: all(member.is_ready for member in pool.members), SECONDS)
+    return pool
+
+
+async def test_without_any_draft_every_step_is_vllms_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = Runner(hashed)
+    async with plugged(monkeypatch, "127.0.0.1:1", START_WAIT_SECONDS="0.2") as proposer:
+        runner.requests = [Request([1, index]) for index in range(16)]
+        await run(proposer, runner, 20)
+        assert runner.proposed == 0
+        assert steps_of(proposer).counts.timed_out_steps == 0
+    assert "proposes nothing until a draft is ready" in caplog.text
+
+
+async def test_a_draft_with_another_tokenizer_is_named_and_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    draft, runner = FakeDraft(hashed), Runner(hashed)
+    async with served(draft) as [(address, _)], plugged(monkeypatch, address) as proposer:
+        assert "another tokenizer" in caplog.text
+        runner.requests = [Request([1])]
+        await run(proposer, runner, 3)
+        assert runner.proposed == draft.opened == 0
+
+
+class WrongDraft(FakeDraft):
+    """Proposes ids that no vocabulary has."""
+
+    def proposal(self, tokens: Sequence[int], count: int) -> draft_pb2.ProposeResponse:
+        wrong = super().proposal(tokens, count)
+        wrong.token_ids[:] = [1 << 20] * count
+        return wrong
+
+
+async def test_a_draft_that_breaks_the_protocol_costs_proposals_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, runner = fitting(WrongDraft(hashed)), Runner(hashed)
+    async with served(draft) as [(address, _)], plugged(monkeypatch, address) as proposer:
+        runner.requests = [Request([1])]
+        await run(proposer, runner, 10)
+        assert runner.proposed == 0
+        assert steps_of(proposer).counts.lost_drafts >= 1
+
+
+@pytest.mark.parametrize(("token", "is_used"), [(TOKEN, True), ("another-token-as-long", False)])
+async def test_the_drafts_token_is_sent(monkeypatch: pytest.MonkeyPatch, token: str, is_used: bool) -> None:
+    draft, runner = fitting(FakeDraft(hashed)), Runner(hashed)
+    async with (
+        served(draft, auth_token=TOKEN) as [(address, _)],
+        plugged(monkeypatch, address, SERVICE_TOKEN=token, START_WAIT_SECONDS="1") as proposer,
+    ):
+        runner.requests = [Request([1])]
+        await run(proposer, runner, 4)
+        assert (runner.proposed > 0) is is_used
+
+
+async def test_metrics_tell_what_was_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, runner = fitting(FakeDraft(hashed)), Runner(hashed)
+    async with (
+        served(draft) as [(address, _)],
+        plugged(monkeypatch, address, PROMETHEUS_PORT="0") as proposer,
+    ):
+        runner.requests = [Request([1])]
+        await run(proposer, runner, 5)
+        report = steps_of(proposer)._report
+        assert report is not None
+        text = await asyncio.to_thread(_metrics, report.prometheus_port)
+    assert f"tandem_vllm_proposed_tokens_total {float(runner.proposed)}" in text
+    assert "tandem_vllm_wait_seconds_count 5.0" in text
+
+
+def _metrics(port: int | None) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=SECONDS) as answer:
+        return str(answer.read().decode())
+
+
+async def test_of_two_tensor_parallel_processes_one_asks() -> None:
+    draft = fitting(FakeDraft(hashed))
+    async with served(draft) as [(address, _)]:
+        processes = [
+            await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "tests.service.vllm_rank",
+                str(rank),
+                address,
+                stdout=asyncio.subprocess.PIPE,
+            )
+            for rank in (0, 1)
+        ]
+        outputs = [(await process.communicate())[0].decode().strip() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert [int(output) > 0 for output in outputs] == [True, False]
+    assert draft.opened == 1
+
+
+def test_random_batches_reach_every_kind_of_change() -> None:
+    """The stand-in itself: what the tests above take for granted."""
+    runner, chance = Runner(hashed), random.Random(1)
+    kinds = set()
+    for _ in range(300):
+        before = (len(runner.requests), len(runner.preempted))
+        runner.disturb(chance)
+        kinds.add((len(runner.requests) - before[0], len(runner.preempted) - before[1]))
+        runner.step(lambda sampled, *_, **__: [[] for _ in sampled])
+    assert {(1, 0), (-1, 0), (-1, 1), (1, -1)} <= kinds
+    assert all(len(request.tokens) <= MAX_LENGTH for request in runner.requests)

@@ -1,0 +1,176 @@
+"""A stand-in for the parts of vLLM that the plug-in meets: its packages, its configuration, its model runner.
+
+The runner keeps a batch as vLLM 0.32 does: rows are swapped and condensed between steps, a prompt may be read in parts,
+requests are preempted and come back, and proposals are verified against a target that is a function of all tokens.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.paths import DEMO_TARGET
+from tests.service.fakes import MAX_LENGTH
+
+VERSION = "0.32.0"
+TOKEN_COUNT = 3
+NextToken = Callable[[Sequence[int]], int]
+
+
+class GPUModelRunner:
+    """As far as its source is read."""
+
+    drafter: Any
+    input_batch: Any
+    speculative_config: Any
+
+    def propose_draft_token_ids(self, sampled_token_ids: Any, slot_mappings: Any) -> Any:
+        """Call a proposer as vLLM 0.32 does."""
+        drafted = None
+        if self.speculative_config.method == "ngram":
+            drafted = self.drafter.propose(self.speculative_config.num_speculative_tokens, sampled_token_ids)
+        elif self.speculative_config.method == "custom_class":
+            drafted = self.drafter.propose(
+                sampled_token_ids,
+                self.input_batch.num_tokens_no_spec,
+                self.input_batch.token_ids_cpu,
+                slot_mappings=slot_mappings,
+            )
+        return drafted
+
+
+class ChangedRunner:
+    """Another release's."""
+
+    drafter: Any
+    method: str
+
+    def propose_draft_token_ids(self, sampled_token_ids: Any, request_ids: Any) -> Any:
+        """Call a proposer otherwise."""
+        if self.method == "custom_class":
+            return self.drafter.propose(sampled_token_ids, request_ids)
+        return None
+
+
+def modules(runner: type = GPUModelRunner, version: str = VERSION) -> dict[str, ModuleType]:
+    """The packages of vLLM that the plug-in imports."""
+    made = {
+        name: ModuleType(name)
+        for name in ("vllm", "vllm.v1", "vllm.v1.worker", "vllm.v1.worker.gpu_model_runner")
+    }
+    made["vllm"].__version__ = version  # type: ignore[attr-defined]
+    made["vllm.v1.worker.gpu_model_runner"].GPUModelRunner = runner  # type: ignore[attr-defined]
+    return made
+
+
+def install(patch: pytest.MonkeyPatch, runner: type = GPUModelRunner, version: str = VERSION) -> None:
+    """Let `import vllm` find the stand-in."""
+    for name, module in modules(runner, version).items():
+        patch.setitem(sys.modules, name, module)
+
+
+def config(rank: int = 0, tensor_parallel_size: int = 1, vocabulary_size: int = 2048) -> Any:
+    """The part of `VllmConfig` that the plug-in reads, with the demo pair's tokenizer."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            model="target",
+            tokenizer=str(DEMO_TARGET),
+            max_model_len=MAX_LENGTH,
+            get_vocab_size=lambda: vocabulary_size,
+        ),
+        parallel_config=SimpleNamespace(rank=rank, tensor_parallel_size=tensor_parallel_size),
+        speculative_config=SimpleNamespace(num_speculative_tokens=TOKEN_COUNT),
+    )
+
+
+@dataclass(eq=False)
+class Request:
+    """One request of the runner."""
+
+    tokens: list[int]
+    unread: int = 0
+    """Tokens of the prompt that later steps read."""
+    proposal: list[int] = field(default_factory=list)
+
+
+class Runner:
+    """A batch, and steps of it."""
+
+    def __init__(self, target: NextToken, max_rows: int = 24) -> None:
+        self._target = target
+        self._token_ids = np.zeros((max_rows, MAX_LENGTH), np.int32)
+        self._lengths = np.zeros(max_rows, np.int32)
+        self.requests: list[Request] = []
+        """By row."""
+        self.preempted: list[Request] = []
+        self.accepted = 0
+        self.proposed = 0
+
+    def step(self, propose: Callable[..., list[list[int]]]) -> None:
+        """Verify what was proposed, sample, and have the next tokens proposed."""
+        sampled = [self._sampled(request) for request in self.requests]
+        for row, request in enumerate(self.requests):
+            self._lengths[row] = len(request.tokens)
+            self._token_ids[row, : len(request.tokens)] = request.tokens
+            self._token_ids[row, len(request.tokens) :] = -1  # nothing past the end may be read
+        proposals = propose(sampled, self._lengths, self._token_ids, slot_mappings=None)
+        assert len(proposals) == len(self.requests)
+        for request, proposal in zip(self.requests, proposals, strict=True):
+            assert len(proposal) <= TOKEN_COUNT
+            request.proposal = proposal
+            self.proposed += len(proposal)
+        self._end()
+
+    def disturb(self, chance: random.Random) -> None:
+        """Swap, add, remove, preempt or bring back."""
+        rows = len(self.requests)
+        match chance.choice(("swap", "add", "add", "remove", "preempt", "resume", "nothing")):
+            case "add" if rows < len(self._lengths):
+                prompt = [chance.randrange(1, 4) for _ in range(chance.randrange(1, 9))]
+                self.requests.append(Request(prompt, unread=chance.choice((0, 0, 1))))
+            case "swap" if rows > 1:
+                a, b = chance.sample(range(rows), 2)
+                self.requests[a], self.requests[b] = self.requests[b], self.requests[a]
+            case "remove" if rows:
+                self._take(chance.randrange(rows))
+            case "preempt" if rows:
+                self.preempted.append(self._take(chance.randrange(rows)))
+            case "resume" if self.preempted and rows < len(self._lengths):
+                request = self.preempted.pop()
+                request.proposal, request.unread = [], 1
+                self.requests.append(request)
+
+    def _take(self, row: int) -> Request:
+        """Remove a row; the last one takes its place, as vLLM condenses."""
+        request = self.requests[row]
+        last = self.requests.pop()
+        if last is not request:
+            self.requests[row] = last
+        return request
+
+    def _sampled(self, request: Request) -> list[int]:
+        if request.unread:
+            request.unread -= 1
+            return []
+        sampled: list[int] = []
+        for proposed in [*request.proposal, None]:
+            token_id = self._target(request.tokens + sampled)
+            sampled.append(token_id)
+            if token_id != proposed:
+                break
+        self.accepted += len(sampled) - 1
+        request.tokens += sampled
+        return sampled
+
+    def _end(self) -> None:
+        """Requests near the length limit end."""
+        for row in reversed(range(len(self.requests))):
+            if len(self.requests[row].tokens) > MAX_LENGTH - 2 * (TOKEN_COUNT + 1):
+                self._take(row)

@@ -1,0 +1,174 @@
+"""A load over HTTP: a server of OpenAI's completions that is not Tandem's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from benchmarks.load.arrivals import Arrival
+from benchmarks.load.clients.http_exchange import Origin
+from benchmarks.load.clients.over_http import http_connection, origin_of, served_model
+from benchmarks.load.figures import Served
+from benchmarks.load.generator import run
+from benchmarks.load.sending import send
+from coordinator.cli.exit_codes import UNREACHABLE
+from tandem.errors import NotFoundError, ProtocolError, ServiceUnavailableError
+from tests.unit.benchmarks.openai_server import (
+    Answer,
+    OpenAiServer,
+    answered,
+    chunked,
+    events,
+    openai_server,
+    text,
+    usage,
+)
+
+WANTED = [Arrival(0.0, 3, 8), Arrival(0.0, 5, 6)]
+WITH_USAGE = chunked(events(text("a"), text("bc"), text(""), usage(8)))
+
+
+async def load(answer: Answer, clients: int = 1, token: str = "") -> tuple[list[Served], OpenAiServer]:
+    async with openai_server(answer) as server:
+        connect = partial(http_connection, origin_of(server.url), "some", token)
+        return await send(connect, WANTED, clients, 0.5, is_paced=False), server
+
+
+def always(*pieces: bytes) -> Answer:
+    return lambda path, body: pieces
+
+
+@pytest.mark.parametrize(
+    ("url", "spelled"),
+    [
+        ("http://127.0.0.1:8000", "http://127.0.0.1:8000"),
+        ("http://127.0.0.1:8000/v1/", "http://127.0.0.1:8000"),
+        ("https://host/proxy/v1", "https://host:443/proxy"),
+        ("http://[::1]:5", "http://[::1]:5"),
+    ],
+)
+def test_a_url_is_taken_with_or_without_its_version(url: str, spelled: str) -> None:
+    assert str(origin_of(url)) == spelled
+
+
+@pytest.mark.parametrize("url", ["", "host:80", "ftp://h", "http://h:99999", "http://h/?a=1", "http://a@h"])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match=r"must be http://HOST:PORT or https://HOST:PORT"):
+        Origin.parse(url)
+
+
+async def test_tokens_are_those_of_the_usage_and_chunks_those_with_text() -> None:
+    found, server = await load(always(*WITH_USAGE))
+    assert [(served.output_tokens, len(served.chunks), served.error) for served in found] == [(8, 2, "")] * 2
+    assert all(served.ended >= served.chunks[-1] >= served.chunks[0] >= served.arrived for served in found)
+    assert server.connections == 1, "a client keeps its connection"
+    path, headers, body = server.asked[0]
+    assert path == "/v1/completions"
+    assert headers["host"] == server.url.removeprefix("http://")
+    assert "authorization" not in headers
+    assert body == {
+        "model": "some",
+        "prompt": [300, 301, 302],
+        "max_tokens": 8,
+        "temperature": 0.5,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+async def test_a_server_without_usage_is_counted_a_token_for_each_chunk() -> None:
+    found, _ = await load(always(*chunked(events(text("a"), text("b")), events(text("c")))))
+    assert [served.output_tokens for served in found] == [3, 3]
+
+
+async def test_events_are_read_wherever_the_bytes_are_cut() -> None:
+    content = b": a comment\n\n" + events(text("é"), text("b"), usage(7)).replace(b"\n\n", b"\r\n\r\n")
+    found, _ = await load(always(*chunked(*(content[i : i + 1] for i in range(len(content))))))
+    assert [(served.output_tokens, len(served.chunks)) for served in found] == [(7, 2)] * 2
+
+
+@pytest.mark.parametrize("more", ["connection: close", "x-other: 1"])
+async def test_a_connection_that_the_server_closes_is_opened_again(more: str) -> None:
+    found, server = await load(always(*answered("200 OK", events(text("a"), usage(4)), more)))
+    assert [served.output_tokens for served in found] == [4, 4]
+    assert server.connections == (2 if "close" in more else 1)
+
+
+async def test_each_client_has_a_connection_and_shows_its_token() -> None:
+    _, server = await load(always(*WITH_USAGE), clients=2, token="secret")
+    assert server.connections == 2
+    assert {headers["authorization"] for _, headers, _ in server.asked} == {"Bearer secret"}
+
+
+REFUSED = json.dumps({"error": {"message": "no such field: ignore_eos"}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "error", "reason"),
+    [
+        (answered("400 Bad Request", REFUSED), "InvalidRequestError", "answered 400: no such field: ignore_eos"),
+        (answered("429 Too Many Requests", b"{}"), "CapacityError", "answered 429: {}"),
+        (answered("500 Internal Server Error", b"oh"), "TandemError", "answered 500: oh"),
+        (answered("503 Service Unavailable", b""), "ServiceUnavailableError", "answered 503"),
+        (
+            chunked(events(text("a")), events({"error": {"message": "it broke"}}, done=False)),
+            "TandemError",
+            "ended a completion: it broke",
+        ),
+        (chunked(b"data: {]\n\n"), "ProtocolError", "an event of a completion is no JSON object"),
+        ([*chunked(events(text("a")))[:-1], b"none\r\n"], "ProtocolError", "does not speak HTTP/1.1"),
+        ([b"SSH-2.0-OpenSSH_9\r\n\r\n"], "ProtocolError", "does not speak HTTP/1.1"),
+    ],
+)  # fmt: skip
+async def test_failures_are_counted_by_kind_and_the_load_goes_on(
+    pieces: Sequence[bytes], error: str, reason: str
+) -> None:
+    def first_fails(path: str, body: Any) -> Sequence[bytes]:
+        return pieces if len(body["prompt"]) == 3 else WITH_USAGE
+
+    found, _ = await load(first_fails)
+    assert [served.error for served in found] == [error, ""]
+    assert reason in found[0].reason
+
+
+async def test_an_answer_that_is_cut_off_is_a_failure() -> None:
+    cut = [*chunked(events(text("a")))[:-1], b"5\r\ndat"]
+
+    def then_close(path: str, body: Any) -> Sequence[bytes]:
+        return [cut[0].replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"), *cut[1:]]
+
+    found, _ = await load(then_close)
+    assert [served.error for served in found] == ["ServiceUnavailableError"] * 2
+    assert "closed the connection before its answer ended" in found[0].reason
+
+
+async def test_the_first_model_of_the_list_is_asked_for() -> None:
+    listed = json.dumps({"data": [{"id": "first"}, {"id": "second"}]}).encode()
+    async with openai_server(always(*answered("200 OK", listed))) as server:
+        assert await served_model(origin_of(server.url)) == "first"
+        assert server.asked[0][0] == "/v1/models"
+
+
+async def test_a_server_without_models_is_explained() -> None:
+    async with openai_server(always(*answered("200 OK", b'{"data": []}'))) as server:
+        with pytest.raises(ProtocolError, match="lists no model; name one with --model"):
+            await served_model(origin_of(server.url))
+    async with openai_server(always(*answered("404 Not Found", b"nothing here"))) as server:
+        with pytest.raises(NotFoundError, match="answered 404: nothing here"):
+            await served_model(origin_of(server.url))
+    with pytest.raises(ServiceUnavailableError, match=r"cannot connect to http://127\.0\.0\.1:1"):
+        await served_model(origin_of("http://127.0.0.1:1"))
+
+
+def test_a_server_that_is_not_there_ends_the_command_with_a_sentence(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(["--http", "http://127.0.0.1:1", "--clients", "2"])
+    assert ended.value.code == UNREACHABLE
+    assert "cannot connect to http://127.0.0.1:1: " in capsys.readouterr().err

@@ -1,0 +1,277 @@
+"""The processes that `tandem up` starts for its options, and the options that it refuses before it starts anything."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from coordinator.cli.serve import package_of
+from coordinator.cli.up import devices
+from coordinator.cli.up.arguments import UpOptions, next_command, service_arguments
+from coordinator.cli.up.devices import DeviceOptions
+from coordinator.settings.coordinator import CoordinatorSettings
+from draft_service.settings import DraftSettings
+from tandem.errors import ConfigurationError
+from tandem.model_sources import demo
+from tandem.settings import load_settings
+from target_service.settings import TargetSettings
+from tests.commands import Commands
+from tests.paths import DEMO_DRAFT, DEMO_TARGET, SMOLLM2_EAGLE3
+
+
+def value(words: list[str] | None, option: str) -> str | None:
+    """Return the value of the option; None without the option."""
+    assert words is not None
+    return words[words.index(option) + 1] if option in words else None
+
+
+@pytest.mark.parametrize(
+    ("options", "model", "method"),
+    [
+        (UpOptions(), str(DEMO_DRAFT), None),
+        (UpOptions(target=str(DEMO_TARGET)), None, "suffix"),
+        (UpOptions(model="demo"), str(DEMO_DRAFT), None),
+        (UpOptions(model=str(DEMO_TARGET)), None, "suffix"),
+        (UpOptions(draft="ngram"), None, "ngram"),
+        (UpOptions(draft="suffix"), None, "suffix"),
+        (UpOptions(draft="owner/model"), "owner/model", None),
+        (UpOptions(target=str(DEMO_TARGET), draft=str(DEMO_DRAFT)), str(DEMO_DRAFT), None),
+    ],
+)
+def test_the_named_draft_is_started(options: UpOptions, model: str | None, method: str | None) -> None:
+    arguments = service_arguments(options)
+    assert (value(arguments.draft, "--model"), value(arguments.draft, "--method")) == (model, method)
+    assert value(arguments.target, "--model") == str(DEMO_TARGET)
+
+
+@pytest.mark.parametrize("method", [None, "eagle3"])
+def test_a_drafting_head_is_hosted_by_the_target(tmp_path: Path, method: str | None) -> None:
+    content = {"architectures": ["LlamaForCausalLMEagle3"]} if method is None else {}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    arguments = service_arguments(UpOptions(draft=str(tmp_path), method=method))
+    assert arguments.draft is None
+    assert value(arguments.target, "--draft-model") == str(tmp_path)
+    assert package_of("target", arguments.target) == "bound_service"
+    assert package_of("target", service_arguments(UpOptions()).target) == "target_service"
+
+
+@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+def test_the_demo_target_has_heads(method: str) -> None:
+    arguments = service_arguments(UpOptions(method=method))
+    assert arguments.draft is None
+    assert value(arguments.target, "--draft-model") == str(DEMO_TARGET.parent / method)
+
+
+def test_a_method_without_a_model_may_be_named_by_its_option() -> None:
+    arguments = service_arguments(UpOptions(method="ngram"))
+    assert value(arguments.draft, "--method") == "ngram"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            UpOptions(target=str(DEMO_TARGET), method="eagle3"),
+            "--method is eagle3; name the folder of such a head with --draft",
+        ),
+        (
+            UpOptions(method="lookahead"),
+            "--method is lookahead; it must be one of standalone, ngram, suffix, eagle, eagle3, medusa, mtp, dflash",
+        ),
+    ],
+)
+def test_a_method_that_cannot_be_started_is_refused(options: UpOptions, sentence: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        service_arguments(options)
+    assert str(error.value) == sentence
+
+
+def test_a_named_model_gets_a_draft_without_a_model() -> None:
+    arguments = service_arguments(UpOptions(model="owner/model"))
+    assert value(arguments.target, "--model") == "owner/model"
+    assert value(arguments.draft, "--method") == "suffix"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [UpOptions(model="smollm2"), UpOptions(target="smollm2"), UpOptions(model="smollm2", method="eagle3")],
+)
+def test_smollm2_drafts_with_its_head(options: UpOptions) -> None:
+    arguments = service_arguments(options)
+    assert arguments.draft is None
+    assert value(arguments.target, "--model") == "smollm2"
+    assert value(arguments.target, "--draft-model") == str(SMOLLM2_EAGLE3)
+
+
+@pytest.mark.parametrize(
+    "options", [UpOptions(model="smollm2", draft="suffix"), UpOptions(model="smollm2", method="suffix")]
+)
+def test_smollm2_drafts_by_another_method_where_one_is_named(options: UpOptions) -> None:
+    arguments = service_arguments(options)
+    assert value(arguments.target, "--draft-model") is None
+    assert value(arguments.draft, "--method") == "suffix"
+
+
+def test_a_head_that_nobody_asked_for_is_lossless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    option = "--rejection-sampling-strategy"
+    assert value(service_arguments(UpOptions(model="smollm2")).coordinator, option) == "residual"
+    assert value(service_arguments(UpOptions(model="smollm2", method="eagle3")).coordinator, option) is None
+    assert value(service_arguments(UpOptions(method="eagle3")).coordinator, option) is None
+    file = tmp_path / "tandem.json"
+    file.write_text(json.dumps({"rejection_sample_method": "block"}), encoding="utf-8")
+    arguments = service_arguments(UpOptions(model="smollm2", config_file=file))
+    assert value(arguments.coordinator, option) is None
+    monkeypatch.setenv("TANDEM_COORDINATOR_REJECTION_SAMPLING_STRATEGY", "strict")
+    assert value(service_arguments(UpOptions(model="smollm2")).coordinator, option) is None
+
+
+def test_a_config_file_may_name_another_draft_for_smollm2(tmp_path: Path) -> None:
+    file = tmp_path / "tandem.json"
+    file.write_text(json.dumps({"method": "ngram"}), encoding="utf-8")
+    arguments = service_arguments(UpOptions(model="smollm2", config_file=file))
+    assert value(arguments.target, "--draft-model") is None
+    assert value(arguments.draft, "--config-file") == str(file)
+
+
+def test_smollm2_without_its_head_drafts_without_a_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(demo, "_SMOLLM2_FOLDERS", (tmp_path,))
+    assert value(service_arguments(UpOptions(model="smollm2")).draft, "--method") == "suffix"
+    with pytest.raises(
+        ConfigurationError, match=r"^--method is eagle3; name the folder of such a head with --draft"
+    ):
+        service_arguments(UpOptions(model="smollm2", method="eagle3"))
+
+
+def test_a_folder_called_smollm2_is_no_short_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "smollm2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert value(service_arguments(UpOptions(model="smollm2")).draft, "--method") == "suffix"
+
+
+def test_a_model_may_take_longer_to_load_than_a_lone_coordinator_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    default = CoordinatorSettings(target_address="127.0.0.1:1").start_timeout_seconds
+    option = "--start-timeout-seconds"
+    assert float(value(service_arguments(UpOptions()).coordinator, option) or 0) > 10 * default
+    monkeypatch.setenv("TANDEM_COORDINATOR_START_TIMEOUT_SECONDS", "5")
+    assert option not in service_arguments(UpOptions()).coordinator
+
+
+def test_no_draft_starts_no_draft_process() -> None:
+    assert service_arguments(UpOptions(draft="none")).draft is None
+
+
+def test_the_services_accept_their_arguments(tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.touch()
+    options = UpOptions(
+        devices=DeviceOptions("gpu:1"),
+        dtype="bfloat16",
+        threads=3,
+        max_length=99,
+        num_speculative_tokens=5,
+        draft_ahead="8",
+        chat_template=template,
+        http_port=0,
+    )
+    arguments = service_arguments(options)
+    assert arguments.draft is not None
+    target = load_settings(TargetSettings, arguments.target, "test")
+    draft = load_settings(DraftSettings, arguments.draft, "test")
+    coordinator = load_settings(
+        CoordinatorSettings, [*arguments.coordinator, "--target-address", "127.0.0.1:1"], "test"
+    )
+    assert target.device == draft.compute_device == "cuda:1"
+    assert (target.dtype, draft.threads, target.max_length) == ("bfloat16", 3, 99)
+    assert (coordinator.num_speculative_tokens, coordinator.chat_template) == (5, template)
+    assert coordinator.draft_ahead == 8
+    assert (coordinator.http_port, coordinator.host, coordinator.http_host) == (0, "127.0.0.1", "127.0.0.1")
+
+
+@pytest.mark.parametrize(("content", "draft"), [({"method": "ngram"}, None), ({}, str(DEMO_DRAFT))])
+def test_a_config_file_names_the_draft_where_the_command_line_does_not(
+    content: dict[str, str], draft: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "tandem.json"
+    file.write_text(json.dumps(content | {"num_speculative_tokens": 3}), encoding="utf-8")
+    arguments = service_arguments(UpOptions(config_file=file))
+    assert arguments.draft is not None
+    assert value(arguments.coordinator, "--config-file") == str(file)
+    assert value(arguments.draft, "--model") == draft
+    settings = load_settings(DraftSettings, arguments.draft, "test")
+    assert settings.method == content.get("method", "standalone")
+
+
+def test_http_takes_another_port_where_its_own_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setattr(devices, "HTTP_PORT", taken.getsockname()[1])
+        assert value(service_arguments(UpOptions()).coordinator, "--http-port") == "0"
+    assert value(service_arguments(UpOptions(http_port=81)).coordinator, "--http-port") == "81"
+    without = service_arguments(UpOptions(http=False))
+    assert not without.has_http
+
+
+def test_http_listens_on_the_default_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setattr(devices, "HTTP_PORT", port)
+    assert value(service_arguments(UpOptions()).coordinator, "--http-port") == str(port)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--device", "tpu"), "--device is 'tpu': it must be cpu, cuda, cuda:N, gpu or gpu:N"),
+        (("--target-device", "tpu"), "--target-device is 'tpu': it must be cpu, cuda, cuda:N, gpu or gpu:N"),
+        (("--draft-devices", "0"), "--draft-device is '0': it must be cpu, cuda, cuda:N, gpu or gpu:N"),
+        (("--dtype", "int8"), "--dtype is 'int8'; it must be one of auto, float32, bfloat16, float16"),
+        (("--target", "no/such/folder"), "--target is no/such/folder; there is no such folder"),
+        (
+            ("--model", "demo", "--target", "x"),
+            "--model is demo and --target is x, which both name the target",
+        ),
+        (("--model", "smollm3"), "--model is smollm3; there is no such folder"),
+        (("--draft", "nagram"), "a Hugging Face id, or ngram, suffix, none"),
+        (
+            ("--draft", "setup.py", "--target", "pyproject.toml"),
+            "--target is pyproject.toml; a file is there",
+        ),
+        (("--chat-template", "no-such.jinja"), "--chat-template is no-such.jinja; there is no such file"),
+        (("--config-file", "no-such.toml"), "no-such.toml"),
+    ],
+)
+def test_conflicting_options_are_refused_before_anything_starts(
+    words: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sentence in Commands(monkeypatch, capsys).fail(2, "up", *words)
+
+
+def test_the_next_command_names_the_address_where_it_is_not_the_default() -> None:
+    assert next_command("127.0.0.1:50051").endswith("generate 'def main():' --max-tokens 64")
+    assert next_command("127.0.0.1:7").endswith("--max-tokens 64 --address 127.0.0.1:7")
+
+
+def test_a_path_is_not_taken_for_an_id(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="there is no such folder"):
+        service_arguments(UpOptions(target=str(tmp_path / "model")))
+
+
+def test_mtp_is_hosted_by_the_target_alone() -> None:
+    arguments = service_arguments(UpOptions(target=str(DEMO_TARGET), method="mtp"))
+    assert arguments.draft is None
+    assert arguments.target[arguments.target.index("--method") + 1] == "mtp"
+    assert package_of("target", arguments.target) == "bound_service"
+    assert package_of("target", ["--method=extract_hidden_states"]) == "target_service"
+    with pytest.raises(
+        ConfigurationError, match="--method is mtp, whose weights lie in the target's own checkpoint"
+    ):
+        service_arguments(UpOptions(target=str(DEMO_TARGET), method="mtp", draft="somewhere"))

@@ -1,0 +1,217 @@
+"""A chunk joins rounds until it has enough tokens. Nothing is lost or waits for a round that does not come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.requests.chunks import queue as chunk_queue
+from coordinator.requests.chunks.delivery import stream_of
+from coordinator.requests.chunks.held import joined
+from coordinator.requests.chunks.queue import ChunkQueue
+from tandem.errors import DeadlineError, ServiceUnavailableError
+from tandem.types import Chunk, FinishReason, SpeculationStats, Summary, TokenLogprobs
+
+SUMMARY = Summary(FinishReason.LENGTH, 1, 3, SpeculationStats(), request_id="r", seed=0)
+SECONDS = 20.0
+SHORT_PAUSE = 0.02
+
+
+def chunk(*token_ids: int, is_last: bool = False) -> Chunk:
+    """A round's chunk; the text of a token is its number in a pair of brackets."""
+    texts = [f"[{token_id}]" for token_id in token_ids]
+    return Chunk(
+        "".join(texts),
+        token_ids,
+        tuple(token_id % 2 == 0 for token_id in token_ids),
+        tuple(map(len, texts)),
+        SUMMARY if is_last else None,
+        proposed=len(token_ids),
+        logprobs=tuple(TokenLogprobs(-float(token_id)) for token_id in token_ids),
+    )
+
+
+def rounds_of(counts: list[int]) -> list[Chunk]:
+    """Rounds of so many tokens each, which count up."""
+    chunks, first = [], 0
+    for number, count in enumerate(counts):
+        chunks.append(chunk(*range(first, first + count), is_last=number == len(counts) - 1))
+        first += count
+    return chunks
+
+
+async def delivered(
+    rounds: list[Chunk], interval: int, making: list[int] | None = None, reading: list[int] | None = None
+) -> list[Chunk]:
+    """The chunks that a reader gets, with pauses in turns of the event loop on both sides."""
+
+    async def run(queue: ChunkQueue) -> None:
+        for number, each in enumerate(rounds):
+            await _turns(making[number % len(making)] if making else 0)
+            await queue.put(each)
+
+    found: list[Chunk] = []
+    async with asyncio.timeout(SECONDS):
+        async for each in stream_of(run, None, interval):
+            found.append(each)
+            await _turns(reading[len(found) % len(reading)] if reading else 0)
+    return found
+
+
+async def read(stream: AsyncGenerator[Chunk], found: list[Chunk]) -> None:
+    """Add the stream's chunks to those found, even if it ends with an error."""
+    async for each in stream:
+        found.append(each)  # noqa: PERF401 - those before an error count
+
+
+async def _turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+PAUSES = st.lists(st.integers(0, 4), min_size=1, max_size=6)
+
+
+@given(counts=st.lists(st.integers(1, 6), min_size=1, max_size=30), interval=st.integers(1, 20), making=PAUSES,
+       reading=PAUSES)  # fmt: skip
+def test_joined_chunks_say_what_the_rounds_said_and_are_cut_at_the_interval(
+    counts: list[int], interval: int, making: list[int], reading: list[int]
+) -> None:
+    rounds = rounds_of(counts)
+    found = asyncio.run(delivered(rounds, interval, making, reading))
+    assert joined(found) == joined(rounds)
+    assert found[0].token_ids == rounds[0].token_ids, "the first tokens are sent at once"
+    ends = [0]
+    for count in counts:
+        ends.append(ends[-1] + count)
+    position = 0
+    for each in found[1:-1]:
+        position += len(each.token_ids)
+        assert len(each.token_ids) >= interval
+    for before, each in pairwise(found):
+        first = before.token_ids[-1] + 1
+        until = each.token_ids[-1] + 1
+        assert until in ends, "a round is never split"
+        earlier = [end for end in ends if first < end < until]
+        assert all(end - first < interval for end in earlier), "no round is added to tokens that are enough"
+    assert all(each.summary is None for each in found[:-1])
+
+
+def test_a_joined_chunk_counts_all_of_its_rounds() -> None:
+    whole = joined([chunk(1, 2), chunk(), chunk(3)])
+    assert whole == Chunk(
+        "[1][2][3]",
+        (1, 2, 3),
+        (False, True, False),
+        (3, 3, 3),
+        proposed=3,
+        logprobs=(TokenLogprobs(-1.0), TokenLogprobs(-2.0), TokenLogprobs(-3.0)),
+    )
+
+
+async def test_by_default_each_round_is_a_chunk() -> None:
+    rounds = rounds_of([1, 3, 2])
+    assert await delivered(rounds, 1) == rounds
+
+
+async def test_a_round_without_tokens_does_not_count_as_the_first_tokens() -> None:
+    found = await delivered([chunk(), chunk(1), chunk(2), chunk(3, is_last=True)], 10)
+    assert [each.token_ids for each in found] == [(), (1,), (2, 3)]
+
+
+async def test_a_pause_delivers_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_queue, "PAUSE_SECONDS", SHORT_PAUSE)
+    goes_on = asyncio.Event()
+
+    async def run(queue: ChunkQueue) -> None:
+        await queue.put(chunk(1))
+        await queue.put(chunk(2))
+        await queue.put(chunk(3))
+        await goes_on.wait()
+        await queue.put(chunk(4, is_last=True))
+
+    async with asyncio.timeout(SECONDS), aclosing(stream_of(run, None, 100)) as stream:
+        assert (await anext(stream)).token_ids == (1,)
+        assert (await anext(stream)).token_ids == (2, 3)
+        goes_on.set()
+        assert (await anext(stream)).token_ids == (4,)
+        assert await anext(stream, None) is None
+
+
+async def test_a_reader_that_comes_after_the_pause_gets_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_queue, "PAUSE_SECONDS", SHORT_PAUSE)
+
+    async def run(queue: ChunkQueue) -> None:
+        await queue.put(chunk(1))
+        await queue.put(chunk(2))
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(SECONDS), aclosing(stream_of(run, None, 100)) as stream:
+        assert (await anext(stream)).token_ids == (1,)
+        await asyncio.sleep(3 * SHORT_PAUSE)
+        assert (await anext(stream)).token_ids == (2,)
+
+
+async def test_an_error_comes_after_what_was_held() -> None:
+    async def run(queue: ChunkQueue) -> None:
+        for number in range(3):
+            await queue.put(chunk(number))
+        raise ServiceUnavailableError("lost")
+
+    found: list[Chunk] = []
+    with pytest.raises(ServiceUnavailableError, match="lost"):
+        await read(stream_of(run, None, 100), found)
+    assert joined(found).token_ids == (0, 1, 2)
+
+
+async def test_a_deadline_delivers_what_was_held_and_counts_it() -> None:
+    async def run(queue: ChunkQueue) -> None:
+        for number in range(3):
+            await queue.put(chunk(number))
+        await asyncio.Event().wait()
+
+    found: list[Chunk] = []
+    with pytest.raises(DeadlineError, match="3 tokens were delivered"):
+        await read(stream_of(run, 0.05, 100), found)
+    assert joined(found).token_ids == (0, 1, 2)
+
+
+async def test_a_reader_that_stops_holds_up_the_rounds_after_one_interval() -> None:
+    made = 0
+
+    async def run(queue: ChunkQueue) -> None:
+        nonlocal made
+        while True:
+            await queue.put(chunk(made))
+            made += 1
+
+    async with aclosing(stream_of(run, None, 4)) as stream:
+        await anext(stream)
+        await asyncio.sleep(0.05)
+        assert made == 4, "three are held, the fourth waits with them for the reader"
+        assert (await anext(stream)).token_ids == (1, 2, 3, 4)
+
+
+async def test_no_timer_outlives_a_stream() -> None:
+    queue = ChunkQueue(100)
+    await asyncio.wait_for(_put_two(queue), SECONDS)
+    timer = queue._pause
+    assert timer is not None
+    queue.close()
+    assert timer.cancelled()
+    assert await queue.get() == chunk(2)
+    assert await queue.get() is None
+
+
+async def _put_two(queue: ChunkQueue) -> None:
+    reader = asyncio.create_task(queue.get())
+    await asyncio.sleep(0)
+    await queue.put(chunk(1))
+    assert await reader == chunk(1)
+    await queue.put(chunk(2))

@@ -1,0 +1,161 @@
+"""Texts many times as long as a window: what a layer does not see any more is given back, and the text is the same."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.engine.backends.cuda_graphs.capture import without_capture
+from tandem.engine.backends.selection import choose_backends
+from tandem.engine.kv_cache.layer_groups import group_layers
+from tandem.engine.models.loading import load_model
+from tandem.types import Delta
+from tests.unit.engine.backends.branch_jobs import TOKENS, Branches, poison, trust_kernels
+from tests.unit.engine.conftest import TinyModel
+from tests.unit.engine.greedy import (
+    GreedyHead,
+    RowsHead,
+    greedy,
+    greedy_together,
+    plain_greedy,
+    plain_logits,
+    rows,
+    running,
+    settle,
+)
+from tests.unit.engine.tiny_models import CONFIGS, VOCABULARY_SIZE, WINDOW, save_checkpoint
+
+_LENGTH = 640
+_PAGE_TOKENS = 64
+_MAX_PAGES = 5
+"""Of a sequence in a group with a window: the window, what a rollback reaches and a chunk of 64 tokens."""
+_TOKEN_COUNT = 5
+
+
+def _long(family: str, folder: Path) -> TinyModel:
+    config = CONFIGS[family]()
+    config.max_position_embeddings = _LENGTH
+    reference = save_checkpoint(folder, config)
+    backends = choose_backends(load_model(folder, dtype="float32"))
+    trace = None if backends.native is None else backends.native.trace
+    native = None if backends.native is None else replace(backends.native, trace=None)
+    return TinyModel(folder, reference, replace(backends, native=native), trace)
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    """Makes a model of long texts, once."""
+    made: dict[str, TinyModel] = {}
+
+    def make(family: str) -> TinyModel:
+        if family not in made:
+            made[family] = _long(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return make
+
+
+def _prompts(*lengths: int) -> list[list[int]]:
+    generator = random.Random(5)
+    return [[generator.randrange(3, VOCABULARY_SIZE) for _ in range(length)] for length in lengths]
+
+
+def _page_bytes(model: TinyModel) -> int:
+    """Of a page in one group of layers."""
+    layers = model.loaded.layers
+    return _PAGE_TOKENS * 4 * layers[0].values_per_token * max(len(g.layers) for g in group_layers(layers))
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "gpt_oss", "qwen2"])
+async def test_long_texts_are_those_of_transformers(
+    family: str, long_model: Callable[[str], TinyModel]
+) -> None:
+    model = long_model(family)
+    prompts = _prompts(400, 500, *[20 + 11 * number for number in range(14)])
+    expected = [plain_greedy(model.reference, prompt, _TOKEN_COUNT) for prompt in prompts[:2]]
+    windows = [group.window for group in group_layers(model.loaded.layers)]
+    assert set(windows) - {None} == {WINDOW}
+    # Room for two of the longest, as long as windows are given back.
+    pages = sum(_MAX_PAGES if window else -(-_LENGTH // _PAGE_TOKENS) for window in windows)
+    room = 2 * pages * _page_bytes(model)
+    async with running(model.backends, GreedyHead(), kv_cache_bytes=room, prefill_chunk_tokens=64) as engine:
+        alone = [await greedy(engine, prompt, _TOKEN_COUNT) for prompt in prompts[:2]]
+        await settle(engine)
+        again = await greedy(engine, prompts[0], _TOKEN_COUNT)
+        assert engine.usage.preemption_count == 0
+        together = await greedy_together(engine, prompts, _TOKEN_COUNT)
+        assert engine.usage.preemption_count > 0, "sixteen need more than there is"
+        assert together[:2] == alone == expected
+        assert again == expected[0]
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss"])
+async def test_captured_steps_find_the_pages_of_each_window(
+    family: str, long_model: Callable[[str], TinyModel]
+) -> None:
+    """Their trial has a sequence whose windows have passed over most of it, too."""
+    model = long_model(family)
+    (prompt,) = _prompts(500)
+    backends = replace(model.backends, capture=without_capture)
+    settings: dict[str, Any] = {"max_sequences": 1, "captured_widths": (1, 4), "prefill_chunk_tokens": 64}
+    async with running(backends, GreedyHead(), **settings) as engine:
+        assert engine.captures is not None
+        assert (engine.captures.captured_count, engine.captures.missing) == (2, ())
+        assert await greedy(engine, prompt, _TOKEN_COUNT) == plain_greedy(
+            model.reference, prompt, _TOKEN_COUNT
+        )
+
+
+@pytest.mark.parametrize(
+    ("family", "with_kernels"), [("mistral", True), ("gemma2", True), ("gemma2", False), ("gpt_oss", False)]
+)
+async def test_branches_see_what_their_windows_reach(
+    family: str, with_kernels: bool, long_model: Callable[[str], TinyModel]
+) -> None:
+    model = long_model(family)
+    (text,) = _prompts(500)
+    async with running(model.with_plans if with_kernels else model.loaded, RowsHead()) as engine:
+        if with_kernels:
+            await engine.warm_up()
+            trust_kernels(engine)
+        poison(engine)
+        sequence = await engine.open(_LENGTH, 64)
+        await rows(engine, sequence, Delta(0, text[:-3]), 1)
+        assert sequence.tables[-1].first > 0
+        lengths = [497, 498, 498, 500, 499]
+        job = Branches(sequence, Delta(497, text[497:]), leaves_after=lengths)
+        engine.put_back(job)
+        async with asyncio.timeout(60):
+            await job.done.wait()
+        assert job.error is None
+        for depth, logits in enumerate(job.logits):
+            for branch, row in enumerate(logits):
+                path = text[: lengths[branch]] + [TOKENS[d][branch] for d in range(depth + 1)]
+                expected = plain_logits(model.reference, path)[-1]
+                assert torch.allclose(row, expected, atol=1e-3), (depth, branch)
+        engine.release(sequence)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gpt_oss"])
+async def test_rollbacks_within_and_beyond_what_is_kept(
+    family: str, long_model: Callable[[str], TinyModel]
+) -> None:
+    """A proposal that is rejected costs nothing; what goes further back is computed again."""
+    model = long_model(family)
+    (text,) = _prompts(500)
+    async with running(model.backends, RowsHead(), prefill_chunk_tokens=64) as engine:
+        sequence = await engine.open(_LENGTH)
+        await rows(engine, sequence, Delta(0, text), 1)
+        assert sequence.tables[-1].first > 0
+        for base, row_count in ((495, 5), (400, 1), (404, 404), (120, 3)):
+            text = [*text[:base], 7, 8, 9, 10]
+            found = await rows(engine, sequence, Delta(base, [7, 8, 9, 10]), row_count)
+            assert torch.allclose(found, plain_logits(model.reference, text)[-row_count:], atol=2e-3), base
+        engine.release(sequence)

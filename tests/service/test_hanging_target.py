@@ -23,6 +23,8 @@ from tests.service.served import Served, addresses, served
 
 SECONDS = 30.0
 BOUND_SECONDS = 0.5
+PROBE_LENGTH = 2
+"""Tokens of a probe, as `TargetClient.probe` asks."""
 REQUEST = GenerationRequest((1, 2, 3), max_tokens=20, temperature=0.0, ignore_eos=True)
 EXPECTED = list(range(4, 24))
 
@@ -35,6 +37,11 @@ class HangingTarget(FakeTarget):
         self.answers = answers
         self.works = asyncio.Event()
         self.steps = 0
+        self.requests = 0
+
+    def open(self, max_length: int) -> None:
+        super().open(max_length)
+        self.requests += max_length > PROBE_LENGTH
 
     async def Verify(  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: Context
@@ -92,16 +99,16 @@ async def test_a_hung_target_gets_no_requests_until_it_answers_a_probe() -> None
     hanging, healthy = HangingTarget(0), FakeTarget()
     async with fleet(hanging, healthy) as tried:
         await four(tried.client)
-        await until(lambda: hanging.running == 1, SECONDS)  # the probe
-        steps = hanging.steps
+        await until(lambda: tried.shot(hanging).state is ReplicaState.DOWN, SECONDS)
+        requests = hanging.requests
         for _ in range(3):
             await four(tried.client)
-        assert hanging.steps == steps
+        assert hanging.requests == requests
         assert tried.shot(hanging).state is ReplicaState.DOWN
         hanging.works.set()
         await until(lambda: tried.shot(hanging).state is ReplicaState.READY, SECONDS)
         assert [list(each.token_ids) for each in await four(tried.client)] == [EXPECTED] * 4
-        assert hanging.steps > steps
+        assert hanging.requests > requests
 
 
 async def test_the_only_target_may_be_slow() -> None:

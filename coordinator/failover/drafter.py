@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from coordinator.decoding.completion import Completion
 from coordinator.failover.draft_losses import DraftLosses, bound_elsewhere
+from coordinator.failover.draft_place import DraftPlace
 from coordinator.failover.served_request import ServedRequest
 from coordinator.replicas.member import Member
 from coordinator.replicas.pool import Pool
@@ -35,20 +35,6 @@ _DEPTH_PATIENCE = 1.5
 """Times the expected time until the continuation of an outcome is long enough that a round waits for it."""
 _MIN_DEPTH_SECONDS = 0.001
 """It waits so much longer still: an arrival is not told more exactly than the event loop wakes up."""
-
-
-@dataclass(slots=True, eq=False)
-class _Place:
-    """A sequence on a draft."""
-
-    member: Member[DraftClient]
-    sequence: DraftSequence
-    is_resumption: bool
-    """True if the request lost another draft before."""
-
-    def leave(self) -> None:
-        self.sequence.cancel()
-        self.member.open_sequences -= 1
 
 
 class FailoverDrafter:
@@ -89,7 +75,7 @@ class FailoverDrafter:
         self._speculation = speculation
         self._load = load
         self._is_paused = False
-        self._place: _Place | None = None
+        self._place: DraftPlace | None = None
         self._is_resuming = False
         self._losses = DraftLosses()
 
@@ -150,8 +136,9 @@ class FailoverDrafter:
         entered = self._enter(completion)
         return None if entered is None else await self._asked(entered, completion, count)
 
-    async def _asked(self, place: _Place, completion: Completion, count: int) -> Proposal | None:
+    async def _asked(self, place: DraftPlace, completion: Completion, count: int) -> Proposal | None:
         sequence, budget = place.sequence, self._speculation.ahead_budget
+        is_miss = False
         if sequence.awaits_outcome(completion):
             await self._wait_for_more(sequence, completion, count)
             drafted = self._drafted_ahead(place, completion, count)
@@ -159,6 +146,7 @@ class FailoverDrafter:
                 sequence.go_on(completion, drafted, budget)
                 self._answered(place)
                 return drafted
+            is_miss = True
             if not self._limits.keeps_proposals:
                 count = self._speculation.tokens_after_miss(count)
             if count == 0:
@@ -169,6 +157,13 @@ class FailoverDrafter:
         if sequence.unread(completion) > _MAX_UNREAD:
             sequence.read(completion)
             return None
+        return await self._requested(place, completion, count, is_miss=is_miss)
+
+    async def _requested(
+        self, place: DraftPlace, completion: Completion, count: int, *, is_miss: bool
+    ) -> Proposal | None:
+        """The answer of the draft, if it comes in time."""
+        sequence, budget = place.sequence, self._speculation.ahead_budget
         was_idle, was_late = sequence.is_idle, sequence.is_late
         began = time.monotonic()
         proposal = await sequence.propose(completion, count, self._timings.patience_seconds, budget)
@@ -182,6 +177,8 @@ class FailoverDrafter:
             # A step that waited for an earlier one says nothing about the time of steps.
             self._timings.drafted(seconds, proposal.cost)
             place.member.step.add(seconds)
+            if is_miss:
+                self._speculation.asked_after_miss(len(proposal), seconds)
         self._answered(place)
         return proposal
 
@@ -198,21 +195,23 @@ class FailoverDrafter:
             tokens = self._speculation.tokens_after_hit(unfinished, count)
         if tokens > ready:
             expected_seconds = due_seconds + (tokens - ready - 1) * step_seconds
-            await sequence.reach_depth(tokens, _DEPTH_PATIENCE * expected_seconds + _MIN_DEPTH_SECONDS)
+            await sequence.reach_depth(
+                completion, tokens, _DEPTH_PATIENCE * expected_seconds + _MIN_DEPTH_SECONDS
+            )
 
-    def _drafted_ahead(self, place: _Place, completion: Completion, count: int) -> Proposal | None:
+    def _drafted_ahead(self, place: DraftPlace, completion: Completion, count: int) -> Proposal | None:
         """The proposal of this round, if the draft made it while the target verified the last one."""
         sequence, ahead = place.sequence, self._speculation.ahead
         for branch_count, seconds in sequence.take_branch_steps():
             ahead.stepped(branch_count, seconds)
         drafted = sequence.drafted_ahead(completion)
-        ahead.came(None if drafted is None else drafted.outcome_rank)
+        ahead.came(drafted.outcome_rank if drafted else None)
         if drafted is not None and self._limits.keeps_proposals and len(drafted) < count:
             drafted = None  # how far the draft got is a matter of time, and the text must not be
         self._timings.drafted_ahead(drafted)
         return None if drafted is None else drafted.cut(count)
 
-    def _answered(self, place: _Place) -> None:
+    def _answered(self, place: DraftPlace) -> None:
         """The draft has done its part of the round."""
         if place.is_resumption:
             place.is_resumption = False
@@ -228,7 +227,7 @@ class FailoverDrafter:
         member = self._pool.choose(self._avoided)
         return member is None or not member.is_bound
 
-    def _enter(self, completion: Completion) -> _Place | None:
+    def _enter(self, completion: Completion) -> DraftPlace | None:
         """Begin on the least busy draft, if there is one. It reads the sequence while the target works."""
         member = None if self._losses.are_too_many else self._pool.choose(self._avoided)
         if member is None:
@@ -237,7 +236,7 @@ class FailoverDrafter:
         sequence = member.client.sequence(self._options, self._limits, observer)
         member.open_sequences += 1
         self._active.draft_address = member.address
-        self._place = _Place(member, sequence, is_resumption=bool(self._losses.retry_at))
+        self._place = DraftPlace(member, sequence, is_resumption=bool(self._losses.retry_at))
         sequence.begin(completion)
         return self._place
 
@@ -292,7 +291,7 @@ class FailoverDrafter:
         self._is_paused = is_paused
         return tokens
 
-    def _report(self, name: str, place: _Place, more: dict[str, EventValue] | None = None) -> None:
+    def _report(self, name: str, place: DraftPlace, more: dict[str, EventValue] | None = None) -> None:
         details: dict[str, EventValue] = {"address": place.member.address, **(more or {})}
         severity = logging.WARNING if name == "draft_lost" else logging.INFO
         message = name.replace("_", " ")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from coordinator.speculation.choice import Choice
+from coordinator.stats.moving_average import MovingAverage
 from tandem.types import MAX_AHEAD_TOKENS, AheadBudget
 
 DraftAhead = Literal["auto", "off"] | int
@@ -71,10 +72,12 @@ class OutcomeHits:
 
 
 class BranchCosts:
-    """Seconds of a step of so many branches."""
+    """Seconds of a step of so many branches, and of a question after a miss."""
 
     def __init__(self) -> None:
         self._measured: dict[int, float] = {}
+        self.question = MovingAverage()
+        """Seconds of a question after a miss, beside the steps that answer it."""
 
     def add(self, branch_count: int, seconds: float) -> None:
         """Count a step."""
@@ -252,6 +255,15 @@ class RequestAhead:
     def stepped(self, branch_count: int, seconds: float) -> None:
         """The draft has made a step of so many branches."""
         self._costs.add(branch_count, seconds)
+
+    def asked(self, seconds: float) -> None:
+        """The draft was asked after a miss, which took so long beside its steps."""
+        self._costs.question.add(max(seconds, 0.0))
+
+    @property
+    def question_seconds(self) -> float | None:
+        """Seconds of a question after a miss, beside the draft's steps; None before the first."""
+        return self._costs.question.value
 
     def end_round(self, choice: AheadChoice, tokens: float, seconds: float) -> None:
         """Count a round, unless it was the first of its way: that one is half of the other's."""

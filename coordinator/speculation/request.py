@@ -143,18 +143,29 @@ class RequestSpeculation:
     def tokens_after_miss(self, count: int) -> int:
         """How many tokens to ask for, up to `count`, where another outcome came than was drafted for.
 
-        0: the target goes on alone, and the draft drafts ahead of that.
+        0: the target goes on alone, and the draft drafts ahead of that. With a fixed policy it is that or `count`.
         """
         choice = self._choice
-        if choice is None or not self.is_adaptive or len(choice.expected) <= count:
+        if choice is None or len(choice.expected) <= count:
             return count
         costs, load = choice.costs, choice.load
+        wait_seconds = self.ahead.question_seconds
+        if wait_seconds is None:
+            wait_seconds = max(costs.rest_seconds(load, count) - costs.rest_seconds(load, 0), 0.0)
         return tokens_after_miss(
-            choice.expected[: count + 1],
+            choice.expected,
+            [costs.verify_seconds(load, load * (tokens + 1)) for tokens in range(count + 1)],
+            counts=range(count + 1) if self.is_adaptive else (0, count),
             draft_seconds=costs.draft_seconds(load),
-            wait_seconds=max(costs.rest_seconds(load, count) - costs.rest_seconds(load, 0), 0.0),
+            wait_seconds=wait_seconds,
             tokens_per_second=max(choice.tokens_per_second, default=0.0),
         )
+
+    def asked_after_miss(self, tokens: int, seconds: float) -> None:
+        """The draft has answered the question after a miss with so many tokens, after so long."""
+        choice = self._choice
+        if choice is not None and choice.costs.knows_draft:
+            self.ahead.asked(seconds - tokens * choice.costs.draft_seconds(choice.load))
 
     def tokens_after_hit(self, unfinished: Unfinished, count: int) -> int:
         """How many tokens of a continuation to wait for, `count` at most, where the draft is still drafting it."""

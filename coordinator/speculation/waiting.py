@@ -5,7 +5,7 @@ Each token is worth its wait while it is expected to bring more than the same ti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
@@ -40,19 +40,27 @@ def tokens_after_hit(expected: Sequence[float], unfinished: Unfinished, *, token
 
 
 def tokens_after_miss(
-    expected: Sequence[float], *, draft_seconds: float, wait_seconds: float, tokens_per_second: float
+    expected: Sequence[float],
+    verify_seconds: Sequence[float],
+    *,
+    counts: Iterable[int],
+    draft_seconds: float,
+    wait_seconds: float,
+    tokens_per_second: float,
 ) -> int:
     """How many tokens to ask for when another outcome came than those that were drafted for; 0: the target goes on.
 
     Args:
         expected: Expected tokens of a round with a proposal of 0, 1, ... tokens.
+        verify_seconds: Of a verification of as many.
+        counts: Numbers of tokens to choose from.
         draft_seconds: Of a draft step.
-        wait_seconds: Of asking the draft, beside its steps.
+        wait_seconds: Of asking the draft, beside its steps: messages, and the step of branches that it is at.
         tokens_per_second: What rounds make now.
     """
 
     def advantage(count: int) -> float:
         waited = wait_seconds + count * draft_seconds if count else 0.0
-        return expected[count] - tokens_per_second * waited
+        return expected[count] - tokens_per_second * (waited + verify_seconds[count])
 
-    return max(range(len(expected)), key=advantage)
+    return max(counts, key=advantage)

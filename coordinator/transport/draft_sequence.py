@@ -114,13 +114,15 @@ class DraftSequence:
         """The continuation of the outcome that came, while the draft is still at it; None otherwise."""
         return self._outcomes.unfinished(completion.token_ids, time.monotonic())
 
-    async def reach_depth(self, tokens: int, seconds: float) -> None:
-        """Wait until the continuations have so many tokens, but not longer than so many seconds.
+    async def reach_depth(self, completion: Tokens, tokens: int, seconds: float) -> None:
+        """Wait until the continuation of the outcome that came has so many tokens, but not longer than so many seconds.
 
         A failure of the draft ends the wait; `drafted_ahead` says which.
         """
         until = time.monotonic() + seconds
-        while self._outcomes.depth < tokens and self._error is None and time.monotonic() < until:
+        while self._outcomes.ready_count(completion.token_ids) < tokens and self._error is None:
+            if time.monotonic() >= until:
+                break
             await self._arrivals.next(until)
 
     def go_on(self, completion: Tokens, proposal: Proposal, budget: AheadBudget | None) -> None:

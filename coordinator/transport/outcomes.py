@@ -65,16 +65,13 @@ class PendingOutcomes:
         self._budget: AheadBudget | None = None
         self._ranks: dict[tuple[int, int], int] = {}
         self._columns: list[DraftedOutcomes] = []
+        self._lead: tuple[int, ...] = ()
+        """Tokens of the first outcome behind those of the columns."""
         self._steps: list[tuple[int, float]] = []
         self._stale_messages = 0
         self._max_stale = 0
         self._support_ids = 0
         self._times = DepthTimes()
-
-    @property
-    def depth(self) -> int:
-        """Depths of the round that are there: tokens of the longest continuations."""
-        return len(self._columns)
 
     def awaits(self, token_ids: Sequence[int]) -> bool:
         """True if a budget was granted for the round whose outcome this sequence is."""
@@ -100,6 +97,7 @@ class PendingOutcomes:
         self._base_length, self._proposed, self._budget = base_length, tuple(proposed), budget
         self._ranks.clear()
         self._columns.clear()
+        self._lead = ()
         self._times.begin()
         self._support_ids = 0
         del self._steps[:-_MAX_STEPS]
@@ -128,6 +126,7 @@ class PendingOutcomes:
             keys = zip(drafted.accepted_counts, drafted.next_token_ids, strict=True)
             self._ranks = {key: rank for rank, key in enumerate(keys)}
         self._columns.append(drafted)
+        self._lead = drafted.lead_token_ids
         self._times.arrived(now, drafted.cost.seconds if drafted.cost else None)
         if drafted.cost is not None:
             self._steps.append((len(drafted.token_ids), drafted.cost.seconds))
@@ -146,7 +145,20 @@ class PendingOutcomes:
         if self._needs_distributions:
             distributions = tuple(column.distributions[rank] for column in columns)
         tokens = tuple(column.token_ids[rank] for column in columns)
+        if rank == 0:
+            tokens += self._lead
         return Proposal(len(token_ids), tokens, distributions, outcome_rank=rank)
+
+    def ready_count(self, token_ids: Sequence[int]) -> int:
+        """Number of tokens of the outcome that came, if it goes on in every depth that is there; 0 before the first.
+
+        Args:
+            token_ids: The sequence as it is now.
+        """
+        return self._ready_count(self._ranks.get(self._outcome(token_ids)))
+
+    def _ready_count(self, rank: int | None) -> int:
+        return len(self._columns) + (len(self._lead) if rank == 0 else 0)
 
     def unfinished(self, token_ids: Sequence[int], now: float) -> Unfinished | None:
         """The continuation of the outcome that came, while the draft is still at it; None otherwise.
@@ -155,7 +167,8 @@ class PendingOutcomes:
             token_ids: The sequence as it is now.
             now: The time, on the clock of `add`.
         """
-        rank, ready = self._ranks.get(self._outcome(token_ids)), self.depth
+        rank = self._ranks.get(self._outcome(token_ids))
+        ready = self._ready_count(rank)
         if rank is None or self._budget is None or ready >= self._budget.token_count:
             return None
         if rank >= len(self._columns[-1].token_ids):
@@ -188,6 +201,11 @@ class PendingOutcomes:
             self._check_keys(drafted)
         elif drafted.accepted_counts:
             raise ProtocolError("draft service: it named its outcomes twice; they come with depth 0 alone")
+        if drafted.depth + 1 + len(drafted.lead_token_ids) > budget.token_count:
+            raise ProtocolError(
+                f"draft service: it is {len(drafted.lead_token_ids)} tokens ahead at depth {drafted.depth} of its "
+                f"outcomes; {budget.token_count} tokens were granted"
+            )
         self._check_tokens(drafted)
 
     def _check_keys(self, drafted: DraftedOutcomes) -> None:
@@ -206,7 +224,7 @@ class PendingOutcomes:
             raise ProtocolError("draft service: it drafted twice for one outcome")
 
     def _check_tokens(self, drafted: DraftedOutcomes) -> None:
-        ids = (*drafted.token_ids, *drafted.next_token_ids)
+        ids = (*drafted.token_ids, *drafted.next_token_ids, *drafted.lead_token_ids)
         unknown = next((token_id for token_id in ids if not 0 <= token_id < self._vocabulary_size), None)
         if unknown is not None:
             raise ProtocolError(
@@ -214,6 +232,11 @@ class PendingOutcomes:
             )
         if not self._needs_distributions:
             return
+        if drafted.lead_token_ids:
+            raise ProtocolError(
+                "draft service: it is ahead with its first outcome by tokens without distributions; the rule needs one "
+                "for each"
+            )
         if len(drafted.distributions) != len(drafted.token_ids):
             raise ProtocolError(
                 f"draft service: it pushed {len(drafted.token_ids)} tokens with {len(drafted.distributions)} "

@@ -22,6 +22,7 @@ from tandem.engine.backends.branches import BranchStep
 from tandem.engine.backends.interface import Sampler
 from tandem.engine.core.events import StepRecord
 from tandem.engine.core.jobs import Failed
+from tandem.engine.core.kept_branches import Lead
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.errors import TandemError
 from tandem.sampling.noise import gumbel, recovery_keys, target_keys
@@ -67,7 +68,14 @@ class BranchDrafting:
     """Set once the trunk was read; for the history, which learns the outcome of the round on the event loop."""
     _outcomes: list[tuple[int, int]] = field(default_factory=list)
     _branches: list[Drafting] = field(default_factory=list)
+    _token_count: int = 0
+    """Tokens of each continuation."""
+    _lead_count: int = 0
+    """Tokens behind the trunk, in the cache, that the first outcome begins with."""
     _depth: int = 0
+    _max_depth: int = 0
+    """Steps of branches: one for each token, and one that reads the last. Without it, a branch that comes true would have to
+    be read before its own outcomes can be ranked."""
     _bytes: int = 0
     _ready: DraftedOutcomes | None = None
     """The outcomes of the step in progress."""
@@ -82,7 +90,15 @@ class BranchDrafting:
         """See `BackgroundJob`."""
         return len(self.proposed) + 1
 
-    def begin(self, logits: Tensor, room: int) -> BranchStep | None:
+    @property
+    def max_lead(self) -> int:
+        """See `BackgroundJob`. Tokens that are drawn with noise of their position alone do not depend on the round."""
+        if self.options.row_kind is not RowKind.TOKEN:
+            return 0
+        tokens = self.budget.token_count
+        return max(min(tokens, self.max_length - self.delta.length - tokens - 1), 0)
+
+    def begin(self, logits: Tensor, room: int, lead: Lead | None) -> BranchStep | None:
         """See `BackgroundJob`."""
         ranking = rank(logits, self.proposed, self.base_length, self.options, self.sampler)
         if ranking is None:
@@ -93,6 +109,9 @@ class BranchDrafting:
         if tokens <= 0:
             return None
         count = min(self.budget.branch_count, room // tokens)
+        led = 0 if lead is None else len(lead.token_ids)
+        reads_last = count * (tokens + 1) <= room and self.delta.length + led + tokens < self.max_length
+        self._token_count, self._max_depth = tokens, tokens + reads_last
         self._outcomes = self.history.likeliest(self.proposed, ranking, count)
         self._branches = [
             Drafting(
@@ -100,10 +119,28 @@ class BranchDrafting:
             )
             for accepted, _ in self._outcomes
         ]
-        return self._step([token_id for _, token_id in self._outcomes])
+        inputs = [token_id for _, token_id in self._outcomes]
+        if lead is not None and self._outcomes[:1] == [(len(self.proposed), lead.token_ids[0])]:
+            token_id = self._led(lead)
+            if token_id is None:
+                return None
+            inputs[0] = token_id
+        return self._step(inputs)
+
+    def _led(self, lead: Lead) -> int | None:
+        """Let the first branch go on behind the lead; its next token, None where the logits are not finite."""
+        self._lead_count = len(lead.token_ids)
+        first = self._branches[0]
+        # It goes on for as long as the others do.
+        first.token_count = self._lead_count + self._max_depth + 1
+        first.token_ids += lead.token_ids[1:]
+        (outcome,) = extended([first], lead.logits[-1:], self.sampler)
+        return None if isinstance(outcome, Failed) else first.token_ids[-1]
 
     def advance(self, logits: Tensor) -> BranchStep | None:
         """See `BackgroundJob`."""
+        if self._depth == self._token_count:
+            return None  # the last tokens are read, which is all
         if any(isinstance(outcome, Failed) for outcome in extended(self._branches, logits, self.sampler)):
             return None  # an explicit request for this proposal raises the error
         self._keep_within_bytes()
@@ -125,14 +162,15 @@ class BranchDrafting:
         self.push(error)
 
     def _step(self, token_ids: Sequence[int]) -> BranchStep | None:
-        if not token_ids or self._depth == self._branches[0].token_count:
+        if not token_ids or self._depth == self._max_depth:
             return None
         lengths = [self.base_length + accepted for accepted, _ in self._outcomes]
-        return BranchStep(token_ids, lengths, self._depth, self._branches[0].token_count)
+        lengths[0] += self._lead_count
+        return BranchStep(token_ids, lengths, self._depth, self._max_depth)
 
     def _keep_within_bytes(self) -> None:
         """Give up the last branches where a round's messages would be too long; each depth has its share."""
-        allowed = MAX_ROUND_BYTES * (self._depth + 1) // self._branches[0].token_count
+        allowed = MAX_ROUND_BYTES * (self._depth + 1) // self._token_count
         kept = 0
         for branch in self._branches:
             support = branch.distributions[-1] if branch.distributions else None
@@ -151,10 +189,11 @@ class BranchDrafting:
         return DraftedOutcomes(
             base_length=self.base_length,
             depth=self._depth,
-            token_ids=tuple(branch.token_ids[-1] for branch in self._branches),
+            token_ids=tuple(branch.token_ids[self._depth] for branch in self._branches),
             accepted_counts=tuple(accepted for accepted, _ in named),
             next_token_ids=tuple(token_id for _, token_id in named),
             distributions=tuple(support for support in supports if isinstance(support, SparseDistribution)),
+            lead_token_ids=tuple(self._branches[0].token_ids[self._depth + 1 : self._token_count]),
         )
 
 

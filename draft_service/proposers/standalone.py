@@ -143,7 +143,7 @@ class StandaloneProposer:
             CapacityError: there is no room for another.
             InvalidRequestError: it may become longer than the model can read.
         """
-        spare = 0 if options.ahead is None else options.ahead.branch_count * options.ahead.token_count
+        spare = 0 if options.ahead is None else options.ahead.branch_count * (options.ahead.token_count + 1)
         cached = await self._engine.open(options.max_length or self.model_info.max_length, spare)
         try:
             top_k = options.draft_top_k or self._draft_top_k

@@ -41,5 +41,7 @@ class DraftedOutcomes:
     """`t` of each outcome; given with the first depth only."""
     distributions: tuple[SparseDistribution, ...] = ()
     """Distribution that each of `token_ids` was drawn from; empty for deterministic proposals."""
+    lead_token_ids: tuple[int, ...] = ()
+    """Tokens of the first continuation behind this depth's, where the draft is ahead with it."""
     cost: StepCost | None = None
     """Cost of the step of this depth; None where it was not measured."""

@@ -29,6 +29,7 @@ def outcomes_to_proto(outcomes: DraftedOutcomes) -> draft_pb2.ProposeResponse:
             accepted_counts=outcomes.accepted_counts,
             next_token_ids=outcomes.next_token_ids,
             token_ids=outcomes.token_ids,
+            lead_token_ids=outcomes.lead_token_ids,
             support_sizes=[len(support.token_ids) for support in supports],
             support_ids=b"".join(support.token_ids.astype("<i4").tobytes() for support in supports),
             probabilities=b"".join(support.probs.astype("<f4").tobytes() for support in supports),
@@ -56,6 +57,7 @@ def outcomes_from_proto(
         accepted_counts=tuple(message.accepted_counts),
         next_token_ids=tuple(message.next_token_ids),
         distributions=_supports_from_proto(message) if message.support_sizes else (),
+        lead_token_ids=tuple(message.lead_token_ids),
         cost=cost,
     )
 

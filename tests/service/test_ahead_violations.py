@@ -94,11 +94,27 @@ def too_many(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
     )
 
 
+def too_far_ahead(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
+    for each in draft.honest(tokens, step):
+        yield outcomes_to_proto(replace(each, lead_token_ids=(1,) * 200))
+
+
+def unknown_lead(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
+    first = next(draft.honest(tokens, step))
+    yield outcomes_to_proto(replace(first, lead_token_ids=(1 << 30,)))
+
+
+def wrong_lead(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
+    first = next(draft.honest(tokens, step))
+    assert step.ahead is not None
+    yield outcomes_to_proto(replace(first, lead_token_ids=(1,) * (step.ahead.token_count - 1)))
+
+
 def unasked_proposal(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
     yield draft.proposal(tokens, 2)
 
 
-HARMLESS: tuple[Violation, ...] = (wrong_tokens,)
+HARMLESS: tuple[Violation, ...] = (wrong_tokens, wrong_lead)
 
 
 FATAL: tuple[Violation, ...] = (
@@ -113,6 +129,8 @@ FATAL: tuple[Violation, ...] = (
     malformed,
     supports_without_bytes,
     too_many,
+    too_far_ahead,
+    unknown_lead,
     unasked_proposal,
 )
 

@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from tandem.engine.backends.branches import BranchRunner, BranchStep, SequenceBranches
 from tandem.engine.core.events import StepRecord
+from tandem.engine.core.kept_branches import KeptBranches, Lead
 from tandem.engine.core.runner import StepRunner
 from tandem.engine.core.watchdog import StepWatchdog
 from tandem.engine.kv_cache.paged_cache import PagedCache
@@ -43,12 +45,17 @@ class BackgroundJob(Protocol):
     def row_count(self) -> int:
         """Number of the trunk's last positions whose logits decide where it branches."""
 
-    def begin(self, logits: Tensor, room: int) -> BranchStep | None:
+    @property
+    def max_lead(self) -> int:
+        """Number of tokens behind the trunk that are of use if a branch of the sequence's last job has them."""
+
+    def begin(self, logits: Tensor, room: int, lead: Lead | None) -> BranchStep | None:
         """Choose the branches.
 
         Args:
             logits: [row_count, vocabulary_size] of the trunk's last positions.
-            room: Tokens that fit behind the trunk.
+            room: Tokens that fit behind the trunk and the lead.
+            lead: Tokens behind the trunk that are in the cache; a branch may go on behind them.
 
         Returns:
             The first step; None for no branches.
@@ -64,6 +71,25 @@ class BackgroundJob(Protocol):
         """It ends with an error."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Trunk:
+    """A job's trunk, as far as it has yet to be read."""
+
+    job: BackgroundJob
+    known: SequenceOf[Tensor] = ()
+    """Logits of the first of its last positions, [positions, vocabulary_size], that a branch has computed before."""
+    lead: Lead | None = None
+
+    @property
+    def unread(self) -> Segment:
+        return Segment(self.job.sequence, self.job.sequence.pending_count)
+
+    @property
+    def row_count(self) -> int:
+        """Positions whose logits are not known."""
+        return self.job.row_count - sum(len(logits) for logits in self.known)
+
+
 @dataclass(slots=True)
 class _Begun:
     """A job whose trunk is read."""
@@ -71,6 +97,7 @@ class _Begun:
     job: BackgroundJob
     step: BranchStep
     """The one that is to come."""
+    lead: Lead | None
 
     @property
     def part(self) -> SequenceBranches:
@@ -103,6 +130,7 @@ class BackgroundWork:
         self._watchdog = watchdog
         self._waiting: dict[Sequence, BackgroundJob] = {}
         self._begun: dict[Sequence, _Begun] = {}
+        self._kept = KeptBranches()
 
     @property
     def is_empty(self) -> bool:
@@ -110,12 +138,16 @@ class BackgroundWork:
         return not (self._waiting or self._begun)
 
     def add(self, job: BackgroundJob) -> None:
-        """Take a job, in place of the sequence's last one."""
-        self.drop(job.sequence)
+        """Take a job, in place of the sequence's last one. The delta may go on with a branch of that one."""
+        self._end(job.sequence)
         self._waiting[job.sequence] = job
 
     def drop(self, sequence: Sequence) -> None:
         """Do no more for a sequence. Its tokens are then those of its last job's delta."""
+        self._end(sequence)
+        self._kept.forget(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
         self._begun.pop(sequence, None)
         job = self._waiting.pop(sequence, None)
         if job is not None and not sequence.is_released:
@@ -125,52 +157,61 @@ class BackgroundWork:
         """Run one step: of trunks while any wait to be read, otherwise of branches."""
         began = time.perf_counter()
         for sequence in [each for each in (*self._waiting, *self._begun) if each.is_released]:
-            self._waiting.pop(sequence, None)
-            self._begun.pop(sequence, None)
+            self.drop(sequence)
         trunks = self._next_trunks()
         begun = [] if trunks else self._next_branches()
         try:
             if trunks:
-                self._begin(trunks, began)
+                self._read(trunks, began)
             elif begun:
                 self._advance(begun, began)
         except Exception as error:
             logger.exception("background step failed")
-            for job in [*(job for job, _ in trunks), *(each.job for each in begun)]:
+            for job in [*(trunk.job for trunk in trunks), *(each.job for each in begun)]:
                 self._fail(job, error)
         finally:
             self._watchdog.end()
 
-    def _next_trunks(self) -> list[tuple[BackgroundJob, Segment]]:
-        """Take jobs that wait, as many as have trunks that fit into one step."""
-        trunks: list[tuple[BackgroundJob, Segment]] = []
+    def _next_trunks(self) -> list[_Trunk]:
+        """Take jobs that wait, as many as have trunks that fit into one step. Those with nothing to read begin."""
+        trunks: list[_Trunk] = []
         tokens = 0
         for sequence, job in [*self._waiting.items()]:
             del self._waiting[sequence]
-            count = self._unread(job)
-            if not 0 < count <= _MAX_STEP_TOKENS:
+            trunk = self._prepared(job)
+            count = sequence.pending_count
+            if trunk is None or count > _MAX_STEP_TOKENS:
                 continue
             if tokens + count > _MAX_STEP_TOKENS:
                 self._waiting[sequence] = job
                 break
-            trunks.append((job, Segment(sequence, count)))
+            if not count:
+                self._begin(trunk)
+                continue
+            trunks.append(trunk)
             tokens += count
         return trunks
 
-    def _unread(self, job: BackgroundJob) -> int:
-        """Apply the job's delta; the tokens that are to be read then, 0 where nothing can follow."""
+    def _prepared(self, job: BackgroundJob) -> _Trunk | None:
+        """Apply the job's delta, and take over what a branch has computed of it; None where nothing can follow."""
         sequence = job.sequence
         if not self._applied(job) or self._branches is None:
-            return 0
+            return None
         try:
             sequence.want_rows(job.row_count)
         except InvalidRequestError as error:
             job.fail(error)
-            return 0
+            return None
         if not self._cache.make_ready(sequence, sequence.length):
-            return 0
+            return None
+        continuation = self._kept.take(sequence, min(job.max_lead, sequence.free_places))
+        if continuation is not None:
+            sequence.token_ids += continuation.lead.token_ids if continuation.lead else ()
+            self._cache.take_over(sequence, continuation.positions)
         self._cache.take_spare(sequence, sequence.length + sequence.spare_tokens)
-        return sequence.pending_count if sequence.table.capacity > sequence.length else 0
+        if sequence.table.capacity <= sequence.length:
+            return None
+        return _Trunk(job) if continuation is None else _Trunk(job, (continuation.logits,), continuation.lead)
 
     def _next_branches(self) -> list[_Begun]:
         """Take jobs whose turn it is, as many as have branches that fit into one step."""
@@ -183,21 +224,28 @@ class BackgroundWork:
             taken.append(self._begun.pop(sequence))
         return taken
 
-    def _begin(self, trunks: SequenceOf[tuple[BackgroundJob, Segment]], began: float) -> None:
+    def _read(self, trunks: SequenceOf[_Trunk], began: float) -> None:
         rows: list[int] = []
+        segments = [trunk.unread for trunk in trunks]
         tokens = 0
-        for job, segment in trunks:
+        for trunk, segment in zip(trunks, segments, strict=True):
             tokens += segment.token_count
-            rows += range(tokens - job.row_count, tokens)
+            rows += range(tokens - trunk.row_count, tokens)
         self._watchdog.begin(tokens)
-        logits = self._runner.run([segment for _, segment in trunks], rows)
+        logits = self._runner.run(segments, rows)
         first = 0
-        for job, segment in trunks:
-            own, first = logits[first : first + job.row_count], first + job.row_count
-            sequence = segment.sequence
-            sequence.advance(segment.token_count)
-            self._follow(job, partial(job.begin, own, sequence.table.capacity - sequence.length))
+        for trunk, segment in zip(trunks, segments, strict=True):
+            own, first = logits[first : first + trunk.row_count], first + trunk.row_count
+            segment.sequence.advance(segment.token_count)
+            self._begin(trunk, own)
         self._count(len(trunks), tokens, len(rows), began)
+
+    def _begin(self, trunk: _Trunk, *logits: Tensor) -> None:
+        """Let a job choose its branches, by the logits that were known and those of what was read now."""
+        sequence, parts = trunk.job.sequence, (*trunk.known, *logits)
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+        room = sequence.table.capacity - sequence.length
+        self._follow(trunk.job, partial(trunk.job.begin, rows, room, trunk.lead), trunk.lead)
 
     def _advance(self, begun: SequenceOf[_Begun], began: float) -> None:
         assert self._branches is not None, "without it no job begins"
@@ -208,12 +256,15 @@ class BackgroundWork:
         first = 0
         for each, part in zip(begun, parts, strict=True):
             own, first = logits[first : first + part.count], first + part.count
-            self._follow(each.job, partial(each.job.advance, own))  # behind the others
+            self._kept.add(part, own, each.lead)
+            self._follow(each.job, partial(each.job.advance, own), each.lead)  # behind the others
         record = self._count(len(begun), tokens, tokens, began)
         for each in begun:
             each.job.count_step(record)
 
-    def _follow(self, job: BackgroundJob, next_step: Callable[[], BranchStep | None]) -> None:
+    def _follow(
+        self, job: BackgroundJob, next_step: Callable[[], BranchStep | None], lead: Lead | None
+    ) -> None:
         """Let a job take its logits and say what to run next. Its failure is no other job's."""
         try:
             step = next_step()
@@ -222,7 +273,7 @@ class BackgroundWork:
             self._fail(job, error)
             return
         if step is not None:
-            self._begun[job.sequence] = _Begun(job, step)
+            self._begun[job.sequence] = _Begun(job, step, lead)
 
     def _fail(self, job: BackgroundJob, error: Exception) -> None:
         self._begun.pop(job.sequence, None)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -120,6 +121,20 @@ class KvArena:
         for storage in self.storages:
             storage.keys[target, :count] = storage.keys[source, :count]
             storage.values[target, :count] = storage.values[source, :count]
+
+    def move(self, tables: Iterable[PageTable], positions: SequenceOf[int], target: int) -> None:
+        """Copies a sequence's tokens at some positions to those from `target` on, in every layer. They may overlap."""
+        size = self.page_tokens
+        both = np.stack((np.array(positions), np.arange(target, target + len(positions))))
+        for table in tables:
+            slots = table.slots_of(both)
+            # One copy to the device for all four.
+            (from_pages, to_pages), (from_places, to_places) = torch.from_numpy(
+                np.stack((slots // size, slots % size))
+            ).to(self.storages[0].keys.device)
+            for storage in self.storages:
+                for numbers in (storage.keys, storage.padded_values):
+                    numbers[to_pages, to_places] = numbers[from_pages, from_places]
 
     def _layer(self, layer: LayerGeometry, dtype: torch.dtype, device: torch.device) -> LayerCache:
         keys = self._storage(layer.kv_heads, layer.key_dim, dtype, device)

@@ -129,6 +129,9 @@ class PageTable:
 
     def slots(self, start: int, end: int) -> np.ndarray:
         """Where the positions from `start` up to `end` lie: page times `page_tokens` plus offset, int64."""
-        positions = np.arange(start, end)
+        return self.slots_of(np.arange(start, end))
+
+    def slots_of(self, positions: np.ndarray) -> np.ndarray:
+        """Where these positions lie; see `slots`."""
         pages, offsets = np.divmod(positions, self.page_tokens)
         return self._numbers[pages] * self.page_tokens + offsets

@@ -7,6 +7,8 @@ caller decides who restarts (`tandem.engine.core.page_scheduler`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+
 from tandem.engine.kv_cache.arena import KvArena, KvUsage
 from tandem.engine.kv_cache.layer_groups import most_pages
 from tandem.engine.kv_cache.page_pool import PagePool
@@ -156,6 +158,14 @@ class PagedCache:
     def take_spare(self, sequence: Sequence, end: int) -> None:
         """Gives pages up to `end` as far as there are any that nobody holds."""
         self._extend(sequence, min(end, sequence.table.max_pages * self._page_tokens))
+
+    def take_over(self, sequence: Sequence, positions: SequenceOf[int]) -> None:
+        """Makes what lies at these positions the keys and values of the sequence's first uncomputed tokens.
+
+        The pages of the tokens must be the sequence's own; see `make_ready`.
+        """
+        self._arena.move(sequence.tables, positions, sequence.computed_length)
+        sequence.advance(len(positions))
 
     def trim(self, sequence: Sequence) -> None:
         """Takes the pages back that lie behind the sequence's last token."""

@@ -70,6 +70,11 @@ class Sequence:
         """True if one more token fits."""
         return len(self.token_ids) < self.max_length
 
+    @property
+    def free_places(self) -> int:
+        """Number of tokens that fit behind its last one without another page."""
+        return max(min(self.table.capacity, self.max_length) - self.length, 0)
+
     def apply(self, delta: Delta) -> None:
         """Sets ``token_ids[base_length:]`` and keeps the KV of everything that did not change by it.
 

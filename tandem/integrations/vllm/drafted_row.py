@@ -187,7 +187,7 @@ class DraftedRow:
         if more > 0:
             seconds = unfinished.due_seconds + (more - 1) * unfinished.step_seconds
             left = ask.until - time.monotonic()
-            await sequence.reach_depth(wanted, min(_DEPTH_PATIENCE * seconds, left))
+            await sequence.reach_depth(self, wanted, min(_DEPTH_PATIENCE * seconds, left))
 
     def _room(self, member: Member[DraftClient]) -> int:
         """Tokens that the draft can still propose within its own length."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from coordinator.speculation.choice import MANY
 from coordinator.speculation.controller import SpeculationController
 from coordinator.speculation.kinds import TEMPERATURE_RANGES, request_kind, temperature_words
@@ -147,3 +149,16 @@ def test_auto_chooses_the_rule_with_the_most_tokens_once_each_is_measured() -> N
         request.end()
     assert set(chosen[:3]) == set(names)
     assert set(chosen[3:]) == {"strict"}
+
+
+@pytest.mark.parametrize("is_adaptive", [False, True])
+@pytest.mark.parametrize(("beside_seconds", "expected"), [(0.0003, K), (0.015, 0)])
+def test_a_question_that_takes_long_beside_its_steps_is_not_asked_after_a_miss(
+    is_adaptive: bool, beside_seconds: float, expected: int
+) -> None:
+    """The draft may be busy with branches of the outcomes that did not come."""
+    request = begun(SpeculationController(), is_adaptive=is_adaptive)
+    simulate(request, 60, 0.1, K)
+    for _ in range(20):
+        request.asked_after_miss(K, K * 0.001 + beside_seconds)
+    assert request.tokens_after_miss(K) == expected

@@ -50,6 +50,38 @@ def test_the_actual_outcome_is_found_with_its_rank_and_all_its_tokens() -> None:
     assert whole.distributions == ()
 
 
+def test_the_first_outcome_has_what_the_draft_is_ahead_with() -> None:
+    came = (*PREFIX, *PROPOSED, 10)
+    outcomes = pending(replace(FIRST, lead_token_ids=(7,)))
+    found, other = outcomes.find(came), outcomes.find((*PREFIX, 11))
+    assert found is not None
+    assert other is not None
+    assert (found.token_ids, other.token_ids) == ((4, 7), (5,))
+    assert (outcomes.ready_count(came), outcomes.ready_count((*PREFIX, 11))) == (2, 1)
+    outcomes.add(replace(SECOND, lead_token_ids=(9,)))
+    found, other = outcomes.find(came), outcomes.find((*PREFIX, 11))
+    assert found is not None
+    assert other is not None
+    assert (found.token_ids, other.token_ids) == ((4, 7, 9), (5, 8))
+    assert outcomes.unfinished(came, 0.0) is None, "it is complete"
+    outcomes.expect(BASE + 4, (4, 7, 9), BUDGET)
+    assert outcomes.ready_count((*came, 4, 7, 9, 1)) == 0, "that was ahead of the last round"
+
+
+@pytest.mark.parametrize(
+    ("lead", "kind", "message"),
+    [
+        ((7, 8, 9), RowKind.TOKEN, "it is 3 tokens ahead at depth 0 of its outcomes; 3 tokens were granted"),
+        ((VOCABULARY_SIZE,), RowKind.TOKEN, "it drafted token id 12 ahead"),
+        ((7,), RowKind.SUPPORT, "by tokens without distributions; the rule needs one for each"),
+    ],
+)
+def test_a_lead_that_cannot_be_used_is_refused(lead: tuple[int, ...], kind: RowKind, message: str) -> None:
+    first = replace(FIRST, distributions=tuple(support(token_id) for token_id in FIRST.token_ids))
+    with pytest.raises(ProtocolError, match=message):
+        pending(replace(first, lead_token_ids=lead), kind=kind)
+
+
 def test_a_continuation_that_the_draft_still_drafts_says_when_its_next_token_is_due() -> None:
     outcomes = PendingOutcomes(VOCABULARY_SIZE, RowKind.TOKEN)
     outcomes.expect(BASE, PROPOSED, BUDGET)

@@ -12,6 +12,7 @@ from tandem.engine.backends.branches import BranchStep
 from tandem.engine.backends.cpu_native.branches import NativeBranches
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.events import StepRecord
+from tandem.engine.core.kept_branches import Lead
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.errors import TandemError
 from tandem.types import Delta
@@ -36,8 +37,11 @@ class Branches:
     steps: int = 0
     enough: int = 3
     leaves_after: SequenceOf[int] = tuple(LEAVES_AFTER)
+    max_lead: int = 0
+    lead: Lead | None = None
 
-    def begin(self, logits: Tensor, room: int) -> BranchStep | None:
+    def begin(self, logits: Tensor, room: int, lead: Lead | None) -> BranchStep | None:
+        self.lead = lead
         self.trunk = logits.clone()
         assert room >= len(self.leaves_after) * len(TOKENS)
         return self._step()

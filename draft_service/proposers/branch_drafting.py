@@ -74,8 +74,8 @@ class BranchDrafting:
     """Tokens behind the trunk, in the cache, that the first outcome begins with."""
     _depth: int = 0
     _max_depth: int = 0
-    """Steps of branches: one for each token, and one that reads the last. Without it, a branch that comes true would have
-    to be read before its own outcomes can be ranked."""
+    """Steps of branches: one for each token, and one that reads the last: otherwise a branch that comes true has to be
+    read before its own outcomes are ranked."""
     _bytes: int = 0
     _ready: DraftedOutcomes | None = None
     """The outcomes of the step in progress."""

@@ -39,7 +39,7 @@ _WINNER, _WINNER_PROB, _OUTSIDE_MASS, _MAX_LOGIT, _FIRST_PROB = range(5)
 
 
 class Draw(IntEnum):
-    """What a graph computes; each does more than the one before, and takes longer."""
+    """Amount of work in a graph; each does more than the one before, and takes longer."""
 
     ARGMAX = 0
     PLAIN = 1

@@ -1,4 +1,4 @@
-"""What one sequence asks of a step: the rows that it wants, and how."""
+"""The rows that one sequence wants of a step, and how."""
 
 from __future__ import annotations
 

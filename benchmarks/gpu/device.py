@@ -25,7 +25,7 @@ def synchronized(device: torch.device) -> None:
 
 
 def median_milliseconds(work: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Of a piece of work, after two runs that are not counted."""
+    """Median milliseconds of a piece of work, after two runs that are not counted."""
     taken = []
     for number in range(rounds + 2):
         synchronized(device)

@@ -1,4 +1,4 @@
-"""What is measured on a GPU, as written to JSON."""
+"""The figures of a GPU, as written to JSON."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class DeviceFacts(Data):
     cuda_version: str
     driver_version: str
     read_bytes_per_second: float
-    """Of a tensor of a gibibyte, or of less where there is less memory."""
+    """Bandwidth of reading a tensor of a gibibyte, or of less where there is less memory."""
     paged_attention: str
-    """What reads pages here: varlen_attn, or plain torch."""
+    """The function that reads pages here: varlen_attn, or plain torch."""
 
 
 class StepFigure(Data):
@@ -37,7 +37,7 @@ class StepFigure(Data):
 
 
 class CaptureFigure(Data):
-    """What became of capturing a size of step, or of a whole proposal."""
+    """Result of capturing a size of step, or a whole proposal."""
 
     shape: str
     reason: str | None

@@ -17,7 +17,7 @@ _SCRIPTED = "benchmarks.load.scripted_services"
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What runs."""
+    """The processes that run."""
 
     address: str
     """Of the coordinator."""

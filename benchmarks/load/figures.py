@@ -102,7 +102,7 @@ class Figures:
     completed: int
     failed: int
     errors: Mapping[str, int]
-    """How often each kind of error came."""
+    """Number of errors of each kind."""
     reasons: Mapping[str, str]
     """The sentence of the first error of each kind."""
     seconds: float

@@ -83,7 +83,7 @@ async def _measure(options: argparse.Namespace) -> LoadReport:
 
 @asynccontextmanager
 async def _loaded(options: argparse.Namespace) -> AsyncIterator[tuple[Connect, Cluster | None]]:
-    """What connects a client to the server that is loaded, and what was started for it."""
+    """The connections of clients to the server under load, and the processes that were started for it."""
     if options.http is not None:
         yield await _over_http(options.http, options), None
         return
@@ -106,7 +106,7 @@ async def _loaded(options: argparse.Namespace) -> AsyncIterator[tuple[Connect, C
 
 
 async def _over_http(origin: Origin, options: argparse.Namespace) -> Connect:
-    """What connects a client to an OpenAI-compatible server.
+    """Connections of clients to an OpenAI-compatible server.
 
     Raises:
         TandemError: it cannot be reached, or does not say what model it serves.

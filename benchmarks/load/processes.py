@@ -1,4 +1,4 @@
-"""What a process and its children have used, from the system."""
+"""Resources that a process and its children have used, as the system counts them."""
 
 from __future__ import annotations
 

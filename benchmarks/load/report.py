@@ -1,4 +1,4 @@
-"""What a load found: as a table, and as JSON writes it."""
+"""Reports on a load, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.load.figures import Figures
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What one process used, its children included."""
+    """Resources that one process used, its children included."""
 
     processor_milliseconds_per_token: float
     mebibytes: list[float]
@@ -40,7 +40,7 @@ _PLACES = {
     BETWEEN: "a round, from acceptance to its question",
     "question": "a question, to be written",
 }
-"""What waits in the coordinator, in the order of a round."""
+"""The places where a round waits in the coordinator, in its order."""
 
 
 def table(report: LoadReport) -> Table:

@@ -1,4 +1,4 @@
-"""What scripted services say: a fixed text, and a draft that is wrong at a fixed share of the positions.
+"""The script of services without models: a fixed text, and a draft that is wrong at a fixed share of the positions.
 
 Both services compute it from a position alone, so that they agree without a word and need no model.
 """

@@ -106,7 +106,7 @@ def _part(number: int, answer: Any) -> _Part:
 
 
 class _Scripted:
-    """What both roles share: sequences are lengths, and a stream's answers leave in one message."""
+    """The part that both roles share: sequences are lengths, and a stream's answers leave in one message."""
 
     with_columns = False
     """True once a sequence has opened that takes columns."""
@@ -122,7 +122,7 @@ class _Scripted:
         raise NotImplementedError
 
     def cost(self, sequences: int, tokens: int) -> StepCost:
-        """What a step costs, as real services report it."""
+        """Cost of a step, as real services report it."""
         return StepCost(self._step_seconds, sequences, tokens)
 
     def take(self, stream: _Stream, number: int, request: Any) -> None:

@@ -63,7 +63,7 @@ class Lookup:
         return sequence
 
     def microseconds(self) -> Iterator[float]:
-        """What each of some lookups takes."""
+        """Time that each of some lookups takes."""
         generator = random.Random(1)
         for _ in range(ROUNDS):
             sequence = self._sequence(generator.choice(self._prefixes))

@@ -32,7 +32,7 @@ _FEWEST_ROUNDS = 5
 
 @dataclass(slots=True)
 class Found:
-    """What one way did, over all rounds."""
+    """Results of one way, over all rounds."""
 
     speeds: list[float] = field(default_factory=list)
     """Tokens per second of each round."""

@@ -58,7 +58,7 @@ class Completion:
 
     @property
     def stats(self) -> SpeculationStats:
-        """What speculation did for it so far."""
+        """Counts of what speculation did for it so far."""
         return self.tally.stats()
 
     @property

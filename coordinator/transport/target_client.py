@@ -247,7 +247,7 @@ class TargetSequence:
         return self._taken_early(answer) or self._verification(answer, asked)
 
     def _taken_early(self, answer: wire.Answer) -> Verification | None:
-        """What was read of the answer when it came."""
+        """The verification that was read when the answer came, if it was."""
         early, self._asked, self._early = self._early, None, None
         return early[1] if early is not None and early[0] is answer else None
 

@@ -1,4 +1,4 @@
-"""What a draft's sequence has to know of the tokens that it extends."""
+"""The tokens that a draft's sequence extends, as far as it has to know them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parent serves: AdminService and metrics for its workers, and the Prometheus port."""
+"""The parent's servers: AdminService and metrics for its workers, and the Prometheus port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several coordinators that share replicas say, as one: counts are added, states are the worst."""
+"""Joins the answers of several coordinators that share replicas: counts are added, states are the worst."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _speculation(stats: Iterable[SpeculationStats]) -> SpeculationStats:
 
 
 def _state(states: Sequence[SpeculationState]) -> SpeculationState:
-    """That of a worker where a draft proposes, if there is one."""
+    """State of a worker where a draft proposes, if there is one."""
     return next((state for state in states if state.is_on), states[0])
 
 

@@ -1,4 +1,4 @@
-"""What a worker is told by its parent, and its share of the bounds."""
+"""The setup that a worker receives from its parent, and its share of the bounds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class WorkerSetup:
     http_socket: int | None = None
     """Number of the inherited socket that listens for HTTP; None without HTTP."""
     listens_late: bool = False
-    """Whether others answer already, so that no connection is to come here before it is ready."""
+    """True if others answer already, so that no connection is to come here before it is ready."""
     changes: dict[str, str] = field(default_factory=dict)
     """Options changed while the coordinator ran, as `LiveConfig.change` takes them."""
     drained: list[str] = field(default_factory=list)

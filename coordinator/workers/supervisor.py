@@ -40,7 +40,7 @@ _KILL_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """What the workers share, held by the parent for as long as it lives."""
+    """State that the workers share, held by the parent for as long as it lives."""
 
     grpc: int
     http: socket.socket | None
@@ -75,7 +75,7 @@ class Supervisor:
         self._has_answered = False
         """True once a worker took requests."""
         self._exit_code: asyncio.Future[int] | None = None
-        """Of a worker that never took requests while none did."""
+        """Exit code of a worker that never took requests while none did."""
 
     async def run(self) -> int:
         """Run until a signal, then drain all workers.

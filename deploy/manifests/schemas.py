@@ -82,7 +82,7 @@ _SPECS: dict[tuple[str, str], Object] = {
 
 
 def schema_faults(entry: Object) -> Iterator[str]:
-    """What an object has that its schema does not allow, or lacks."""
+    """The places where an object breaks its schema: what it has too much, and what it lacks."""
     validator = _validator(str(entry.get("apiVersion")), str(entry.get("kind")))
     if validator is None:
         yield f"{entry.get('kind')} of {entry.get('apiVersion')} is no kind of Kubernetes {KUBERNETES}"

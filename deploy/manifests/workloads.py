@@ -65,7 +65,7 @@ class Manifests:
         return [workload for workload in self.workloads if wanted <= workload.labels.items()]
 
     def options(self, workload: Workload) -> dict[str, str]:
-        """What ConfigMaps give to the environment of a workload's containers."""
+        """The variables that ConfigMaps give to a workload's containers."""
         found: dict[str, str] = {}
         for container in containers_of(workload.pod):
             for source in container.get("envFrom", []):

@@ -28,7 +28,7 @@ class Ranking:
 
 
 class _Calibration:
-    """How often what was believed to some degree came true."""
+    """Frequency with which beliefs of each strength came true."""
 
     def __init__(self, prior_scale: float) -> None:
         lower = (0.0, *_EDGES)

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)  # one for each answer: to freeze it would take three times as long
 class Head:
-    """What every answer says, whatever its kind."""
+    """The fields of every answer, whatever its kind."""
 
     sequence: int
     base_length: int
@@ -57,7 +57,7 @@ def joined(messages: Sequence[MessageT], into: MessageT) -> MessageT:
 
 
 class Answer(Protocol):
-    """What every answer of a service says."""
+    """The fields of every answer of a service."""
 
     @property
     def base_length(self) -> int:

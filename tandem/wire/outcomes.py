@@ -1,4 +1,4 @@
-"""What a draft has drafted ahead for several outcomes of a verification."""
+"""Outcomes of a verification that a draft has drafted ahead for, as messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a load needs of a client, whatever it speaks."""
+"""The client that a load uses, whatever protocol it speaks."""
 
 from __future__ import annotations
 

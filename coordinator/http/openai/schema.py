@@ -236,7 +236,7 @@ class TokenizeBody(_Body):
     prompt: str | None = None
     messages: Items[Message] | None = Field(default=None, min_length=1, max_length=MAX_CHAT_MESSAGES)
     add_special_tokens: bool = True
-    """Of a prompt; a chat's template writes them itself."""
+    """Add the special tokens of a prompt; a chat's template writes them itself."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None

@@ -17,7 +17,7 @@ _MIN_ROUNDS = 3
 
 @dataclass(slots=True, eq=False)  # one for each round: to freeze it would take three times as long
 class Round:
-    """What a rule decides on."""
+    """One round that a rule decides on."""
 
     proposal: Proposal
     verification: Verification

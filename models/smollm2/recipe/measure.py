@@ -1,4 +1,4 @@
-"""What the head gives as it is served: acceptance and tokens/s on the held-out questions, beside other drafts.
+"""Measures the head as it is served: acceptance and tokens/s on the held-out questions, beside other drafts.
 
 Run as `python -m models.smollm2.recipe.measure`. Each question is answered in turn without and with speculation by the
 same services, so that a machine that slows down slows both. By default every round proposes as much as it may.

@@ -1,4 +1,4 @@
-"""What an engine needs of a GPU's memory beside weights and keys, measured before the KV cache takes the rest.
+"""Memory of a GPU that an engine needs beside weights and keys, measured before the KV cache takes the rest.
 
 As vLLM does, the largest step is run once and the most memory that it held is left free. CUDA graphs keep memory of
 their own, for which room is left as well.

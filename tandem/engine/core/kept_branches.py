@@ -1,4 +1,4 @@
-"""What branches have computed. A sequence that goes on with one of them need not compute its tokens again."""
+"""Keeps the results of branches: a sequence that goes on with one of them need not compute its tokens again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Continuation:
     logits: Tensor
     """Those that follow each of the sequence's tokens that the branch has, [tokens, vocabulary_size]."""
     lead: Lead | None = None
-    """What the branch has behind the sequence's last token."""
+    """Tokens that the branch has behind the sequence's last one."""
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ _PAGE_TOKENS_ACCELERATOR = 256
 
 VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 VARLEN_WIDEST_HEAD = 256
-"""What torch's `varlen_attn` serves."""
+"""The dtypes and head sizes that torch's `varlen_attn` serves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class KvUsage:
     waiting_count: int
     """Requests that wait because too many sequences are open."""
     preemption_count: int
-    """How often a sequence had to give its pages to an older one."""
+    """Number of times that a sequence had to give its pages to an older one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class KvArena:
             self._layer(layers[index], dtype, device)
             for index in max((group.layers for group in groups), key=len)
         )
-        """What the layers share."""
+        """The tensors that the layers share."""
         by_index = {
             index: replace(storage, group=number)
             for number, group in enumerate(groups)

@@ -1,4 +1,4 @@
-"""What the plug-in did, for metrics and the log line."""
+"""Counts of the plug-in's work, for metrics and the log line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Counts:
     ended_sequences: int = 0
 
     def since(self, before: Counts) -> Counts:
-        """What came after a copy of these."""
+        """The counts since a copy of these."""
         return Counts(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(self)))
 
     def copy(self) -> Counts:

@@ -35,7 +35,7 @@ _DEPTH_PATIENCE = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a step asks for one sequence."""
+    """The question that a step has for one sequence."""
 
     count: int
     """Tokens to propose; 0: only take note of the tokens."""
@@ -46,7 +46,7 @@ class Ask:
     expected: Sequence[float]
     """Expected tokens of a step with a proposal of 0, 1, ..., `count` tokens."""
     tokens_per_second: float
-    """What a sequence makes now."""
+    """Speed of a sequence now."""
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""What vLLM calls: translates its batch into sequences, and the drafts' answers into lists of token ids."""
+"""The proposer that vLLM calls: translates batches into sequences, and the drafts' answers into lists of token ids."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TandemProposer:
 
     @property
     def steps(self) -> StepDrafter | None:
-        """What asks the drafts; None in a process that does not, and before the start."""
+        """The part that asks the drafts; None in a process that does not, and before the start."""
         return self._steps
 
     def load_model(self, model: object = None) -> None:

@@ -54,7 +54,7 @@ RequestT = TypeVar("RequestT")
 PartsT = TypeVar("PartsT", bound=Parts)
 
 Part: TypeAlias = "SequencePart | ColumnPart[Any]"
-"""What one sequence says, on its way into a message."""
+"""An answer of one sequence, on its way into a message."""
 
 Behaviour = Callable[[AsyncIterator[RequestT]], AsyncIterator[Answer]]
 """Answers the requests of one sequence."""

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from draft_service.proposers.branch_drafting import MAX_ROUND_BYTES
-from draft_service.proposers.draft_head import propose_head
-from draft_service.proposers.standalone import StandaloneProposer, StandaloneSequence
-from tandem.engine.core.engine import Engine
-from tandem.engine.models.loading import LoadedModel, load_model
-from tandem.engine.settings import EngineSettings
+from draft_service.proposers.standalone import StandaloneProposer
 from tandem.errors import InvalidRequestError
 from tandem.types import (
     MAX_AHEAD_TOKENS,
@@ -24,85 +17,27 @@ from tandem.types import (
     Delta,
     DraftedOutcomes,
     DraftOptions,
-    Proposal,
     ProposeStep,
     RowKind,
-    SamplingParams,
     SparseDistribution,
 )
 from tandem.wire.outcomes import outcomes_to_proto
 from tests.service.clients import until
-from tests.unit.engine.tiny_models import CONFIGS, MAX_LENGTH, VOCABULARY_SIZE, save_checkpoint
-
-SECONDS = 20.0
-PROMPT = (5, 17, 80, 3, 44)
-K = 4
-BUDGET = AheadBudget(branch_count=12, token_count=K)
-GREEDY = DraftOptions("r", SamplingParams(temperature=0.0), ahead=BUDGET, row_kind=RowKind.TOKEN)
-STRICT = DraftOptions("r", SamplingParams(1.0, seed=3), ahead=BUDGET, row_kind=RowKind.TOKEN)
-SUPPORT = DraftOptions("r", SamplingParams(0.9, seed=4), ahead=BUDGET, row_kind=RowKind.SUPPORT)
-
-MakeModel = Callable[[str], LoadedModel]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
-    made: dict[str, Path] = {}
-
-    def make(family: str) -> LoadedModel:
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp(family)
-            save_checkpoint(made[family], CONFIGS[family]())
-        return load_model(made[family], device="cpu", dtype="float32", threads=1)
-
-    return make
-
-
-@asynccontextmanager
-async def proposing(model: LoadedModel, draft_top_k: int = 8) -> AsyncIterator[StandaloneProposer]:
-    engine = Engine(model, propose_head, EngineSettings(max_sequences=3))
-    engine.start()
-    try:
-        async with asyncio.timeout(SECONDS):
-            yield StandaloneProposer(engine, draft_top_k)
-    finally:
-        await engine.close()
-
-
-@dataclass(frozen=True)
-class Round:
-    """All outcomes that were pushed for one verification."""
-
-    columns: tuple[DraftedOutcomes, ...]
-
-    @property
-    def outcomes(self) -> list[tuple[int, int]]:
-        first = self.columns[0]
-        return list(zip(first.accepted_counts, first.next_token_ids, strict=True))
-
-    def tokens(self, rank: int) -> tuple[int, ...]:
-        return tuple(column.token_ids[rank] for column in self.columns if rank < len(column.token_ids))
-
-    def distributions(self, rank: int) -> list[SparseDistribution]:
-        return [column.distributions[rank] for column in self.columns if rank < len(column.distributions)]
-
-
-async def pushed(sequence: StandaloneSequence, depths: int = K) -> Round:
-    queue = sequence.pushed
-    assert queue is not None
-    columns = []
-    for depth in range(depths):
-        column = await queue.get()
-        assert isinstance(column, DraftedOutcomes)
-        assert column.depth == depth
-        columns.append(column)
-    return Round(tuple(columns))
-
-
-async def proposed(sequence: StandaloneSequence, step: ProposeStep) -> Proposal:
-    proposal = await sequence.propose(step)
-    assert proposal is not None
-    return proposal
+from tests.unit.draft_service.ahead_rounds import (
+    BUDGET,
+    GREEDY,
+    PROMPT,
+    SECONDS,
+    STRICT,
+    SUPPORT,
+    K,
+    MakeModel,
+    Round,
+    proposed,
+    proposing,
+    pushed,
+)
+from tests.unit.engine.tiny_models import MAX_LENGTH, VOCABULARY_SIZE
 
 
 async def assert_as_if_asked(
@@ -128,10 +63,10 @@ async def assert_as_if_asked(
     ids=["greedy", "strict", "support", "learned positions"],
 )
 async def test_each_continuation_is_what_would_be_proposed(
-    model: MakeModel, family: str, options: DraftOptions
+    make_model: MakeModel, family: str, options: DraftOptions
 ) -> None:
     """This holds after an answer, after a hit, and after a miss."""
-    async with proposing(model(family)) as proposer, proposer.sequence(options) as sequence:
+    async with proposing(make_model(family)) as proposer, proposer.sequence(options) as sequence:
         first = await proposed(sequence, ProposeStep(Delta(0, PROMPT), K, BUDGET))
         before = (*PROMPT, *first.token_ids)
         drafted = await pushed(sequence)
@@ -157,52 +92,11 @@ async def test_each_continuation_is_what_would_be_proposed(
         await assert_as_if_asked(proposer, options, before, await pushed(sequence))
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [("llama", GREEDY), ("llama", STRICT), ("llama", SUPPORT), ("gpt2", STRICT)],
-    ids=["greedy", "strict", "support", "learned positions"],
-)
-async def test_hits_that_follow_each_other_have_what_would_be_proposed(
-    model: MakeModel, family: str, options: DraftOptions
-) -> None:
-    """Each goes on with a branch of the one before; where it is the first outcome, a lead shortens the way."""
-    leads = 0
-    async with proposing(model(family)) as proposer, proposer.sequence(options) as sequence:
-        accepted_so_far = proposer._histories[options.row_kind, options.sampling.is_greedy]._accepted
-        accepted_so_far._rates = [0.99] * len(
-            accepted_so_far._rates
-        )  # as a draft that is nearly always right
-        first = await proposed(sequence, ProposeStep(Delta(0, PROMPT), K, BUDGET))
-        before, count = (*PROMPT, *first.token_ids), K
-        for number, (rank, taken) in enumerate(
-            [(0, 2), (0, 1), (0, 3), (5, K), (0, 2), (3, 1), (0, K), (0, 1)]
-        ):
-            drafted = await pushed(sequence)
-            lead = drafted.columns[0].lead_token_ids
-            leads += len(lead)
-            async with proposer.sequence(replace(options, ahead=None)) as plain:
-                for other in (0, rank):
-                    accepted, token_id = drafted.outcomes[other]
-                    tokens = (*before[: len(before) - count + accepted], token_id)
-                    fresh = await proposed(plain, ProposeStep(Delta(0, tokens), K))
-                    assert drafted.tokens(other) == fresh.token_ids, number
-                    if other == 0:
-                        assert lead == fresh.token_ids[1 : 1 + len(lead)]
-            accepted, token_id = drafted.outcomes[rank]
-            kept = len(before) - count + accepted
-            tail = (token_id, *drafted.tokens(rank)[:taken])
-            before, count = (*before[:kept], *tail), taken
-            # The branches are then as long as they become.
-            await until(lambda: proposer._engine._worker._background.is_empty, SECONDS)
-            assert await sequence.propose(ProposeStep(Delta(kept, tail), 0, BUDGET, taken)) is None
-    assert bool(leads) == (options.row_kind is RowKind.TOKEN)
-
-
-async def test_a_request_ends_the_drafting_of_the_previous_round(model: MakeModel) -> None:
+async def test_a_request_ends_the_drafting_of_the_previous_round(make_model: MakeModel) -> None:
     """No outcome of it is pushed after the answer."""
     long = AheadBudget(8, 32)
     async with (
-        proposing(model("llama")) as proposer,
+        proposing(make_model("llama")) as proposer,
         proposer.sequence(replace(GREEDY, ahead=long)) as sequence,
     ):
         tokens = list(PROMPT)
@@ -221,12 +115,12 @@ async def test_a_request_ends_the_drafting_of_the_previous_round(model: MakeMode
 
 @pytest.mark.parametrize(("room", "depths"), [(K + 2, 2), (K + 1, 1), (K, 0)])
 async def test_continuations_end_at_the_models_last_position(
-    model: MakeModel, room: int, depths: int
+    make_model: MakeModel, room: int, depths: int
 ) -> None:
     """The model has learned positions; without a position left, no continuation begins."""
     prompt = tuple(i % VOCABULARY_SIZE for i in range(MAX_LENGTH - room))
     budget = AheadBudget(64, K)
-    async with proposing(model("gpt2")) as proposer, proposer.sequence(GREEDY) as sequence:
+    async with proposing(make_model("gpt2")) as proposer, proposer.sequence(GREEDY) as sequence:
         first = await proposed(sequence, ProposeStep(Delta(0, prompt), K, budget))
         drafted = await pushed(sequence, depths)
         assert sequence.pushed is not None
@@ -243,18 +137,18 @@ async def test_continuations_end_at_the_models_last_position(
                 assert drafted.tokens(rank) == fresh.token_ids
 
 
-async def test_the_longest_proposal_is_answered_without_drafting_ahead(model: MakeModel) -> None:
+async def test_the_longest_proposal_is_answered_without_drafting_ahead(make_model: MakeModel) -> None:
     options = replace(GREEDY, max_length=len(PROMPT) + 3)
-    async with proposing(model("llama")) as proposer, proposer.sequence(options) as sequence:
+    async with proposing(make_model("llama")) as proposer, proposer.sequence(options) as sequence:
         for _ in range(2):
             assert len(await proposed(sequence, ProposeStep(Delta(0, PROMPT), K, BUDGET))) == K
         assert sequence.pushed is not None
         assert sequence.pushed.empty()
 
 
-async def test_a_step_without_an_answer_that_does_not_fit_ends_the_sequence(model: MakeModel) -> None:
+async def test_a_step_without_an_answer_that_does_not_fit_ends_the_sequence(make_model: MakeModel) -> None:
     options = replace(GREEDY, max_length=len(PROMPT) + 1)
-    async with proposing(model("llama")) as proposer, proposer.sequence(options) as sequence:
+    async with proposing(make_model("llama")) as proposer, proposer.sequence(options) as sequence:
         assert await sequence.propose(ProposeStep(Delta(0, (*PROMPT, 1, 2)), 0, BUDGET, 2)) is None
         assert sequence.pushed is not None
         error = await sequence.pushed.get()
@@ -262,8 +156,8 @@ async def test_a_step_without_an_answer_that_does_not_fit_ends_the_sequence(mode
         assert "would have 7 tokens, but its limit is 6" in str(error)
 
 
-async def test_a_delta_that_leaves_a_gap_is_refused(model: MakeModel) -> None:
-    async with proposing(model("llama")) as proposer, proposer.sequence(GREEDY) as sequence:
+async def test_a_delta_that_leaves_a_gap_is_refused(make_model: MakeModel) -> None:
+    async with proposing(make_model("llama")) as proposer, proposer.sequence(GREEDY) as sequence:
         with pytest.raises(InvalidRequestError, match="starts at token 9, but the sequence has 0 tokens"):
             await sequence.propose(ProposeStep(Delta(9, (1, 2)), 0, BUDGET, 1))
 
@@ -278,22 +172,25 @@ async def test_a_delta_that_leaves_a_gap_is_refused(model: MakeModel) -> None:
     ids=["not opened for it", "token logits", "whole distributions"],
 )
 async def test_no_outcomes_are_drafted_if_they_cannot_be_predicted(
-    model: MakeModel, options: DraftOptions
+    make_model: MakeModel, options: DraftOptions
 ) -> None:
-    async with proposing(model("llama")) as proposer, proposer.sequence(options) as sequence:
+    async with proposing(make_model("llama")) as proposer, proposer.sequence(options) as sequence:
         for _ in range(3):
             assert len(await proposed(sequence, ProposeStep(Delta(0, PROMPT), K, BUDGET))) == K
         assert sequence.pushed is None or sequence.pushed.empty()
 
 
 @pytest.mark.parametrize(("options", "most"), [(SUPPORT, MAX_ROUND_BYTES), (STRICT, 600), (GREEDY, 600)])
-async def test_a_rounds_messages_are_bounded(model: MakeModel, options: DraftOptions, most: int) -> None:
+async def test_a_rounds_messages_are_bounded(make_model: MakeModel, options: DraftOptions, most: int) -> None:
     """Supports of 64 ids for 16 outcomes of 5 tokens are over 40 KB: the last outcomes are given up."""
     budget = AheadBudget(16, 5)
     flat = replace(options, ahead=budget, sampling=replace(options.sampling, temperature=50.0))
     if options is GREEDY:
         flat = replace(GREEDY, ahead=budget)
-    async with proposing(model("llama"), draft_top_k=64) as proposer, proposer.sequence(flat) as sequence:
+    async with (
+        proposing(make_model("llama"), draft_top_k=64) as proposer,
+        proposer.sequence(flat) as sequence,
+    ):
         await proposed(sequence, ProposeStep(Delta(0, PROMPT), K, budget))
         drafted = await pushed(sequence, 5)
     size = sum(outcomes_to_proto(replace(each, cost=None)).ByteSize() for each in drafted.columns)
@@ -305,9 +202,9 @@ async def test_a_rounds_messages_are_bounded(model: MakeModel, options: DraftOpt
         assert 16 > widths[-1] > 0
 
 
-async def test_of_what_nobody_reads_one_round_is_kept(model: MakeModel) -> None:
+async def test_of_what_nobody_reads_one_round_is_kept(make_model: MakeModel) -> None:
     """However many rounds are granted, as by a coordinator that reads nothing."""
-    async with proposing(model("llama")) as proposer, proposer.sequence(GREEDY) as sequence:
+    async with proposing(make_model("llama")) as proposer, proposer.sequence(GREEDY) as sequence:
         assert sequence.pushed is not None
         for _ in range(12):
             await proposed(sequence, ProposeStep(Delta(0, PROMPT), K, BUDGET))
@@ -315,18 +212,20 @@ async def test_of_what_nobody_reads_one_round_is_kept(model: MakeModel) -> None:
             assert sequence.pushed.qsize() <= K
 
 
-async def test_nothing_is_drafted_ahead_of_what_is_longer_than_a_proposal_may_be(model: MakeModel) -> None:
+async def test_nothing_is_drafted_ahead_of_what_is_longer_than_a_proposal_may_be(
+    make_model: MakeModel,
+) -> None:
     """Reading it would take a row of logits for each of its tokens, whatever a coordinator says that it proposed."""
     long = tuple(i % VOCABULARY_SIZE for i in range(MAX_AHEAD_TOKENS + 2))
-    async with proposing(model("llama")) as proposer, proposer.sequence(GREEDY) as sequence:
+    async with proposing(make_model("llama")) as proposer, proposer.sequence(GREEDY) as sequence:
         assert sequence.pushed is not None
         for proposed_count, are_drafted in ((MAX_AHEAD_TOKENS + 1, False), (MAX_AHEAD_TOKENS, True)):
             assert await sequence.propose(ProposeStep(Delta(0, long), 0, BUDGET, proposed_count)) is None
             assert (sequence._ahead is not None and sequence._ahead._round is not None) == are_drafted
 
 
-async def test_a_released_sequence_is_not_drafted_for(model: MakeModel) -> None:
-    async with proposing(model("llama")) as proposer:
+async def test_a_released_sequence_is_not_drafted_for(make_model: MakeModel) -> None:
+    async with proposing(make_model("llama")) as proposer:
         async with proposer.sequence(replace(GREEDY, ahead=AheadBudget(16, 64))) as sequence:
             await proposed(sequence, ProposeStep(Delta(0, PROMPT), K, AheadBudget(16, 64)))
             assert sequence.pushed is not None

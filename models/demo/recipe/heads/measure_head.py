@@ -1,4 +1,4 @@
-"""How often the target accepts each token of an EAGLE-3 head's proposals, beside the standalone draft's.
+"""Measures how often the target accepts each token of an EAGLE-3 head's proposals, beside the standalone draft's.
 
 Run as `python -m models.demo.recipe.heads.measure_head`. The first token of a proposal is read from the target's
 states, the later ones from the head's own: what is lost between them is the price of own states, and what the first one

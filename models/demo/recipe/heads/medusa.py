@@ -68,7 +68,7 @@ class Acceptance:
 
 
 def head_logits(heads: MedusaHeads, hidden: Tensor) -> Tensor:
-    """What the heads say at each base of some texts.
+    """Outputs of the heads at each base of some texts.
 
     Args:
         heads: all of them.

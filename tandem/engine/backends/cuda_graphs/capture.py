@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CaptureOutcome:
-    """What became of capturing work of one shape."""
+    """Result of capturing work of one shape."""
 
     shape: str
     """As people read it."""
@@ -84,7 +84,7 @@ def capture_each(
 
 
 def captures_of(*sources: object) -> GraphCaptures | None:
-    """What a service says of its captures; None where nothing was to be captured.
+    """Report of a service's captures; None where nothing was to be captured.
 
     Args:
         sources: backends and proposers; those that capture have `outcomes`.
@@ -97,7 +97,7 @@ def captures_of(*sources: object) -> GraphCaptures | None:
 
 
 def joined(*captures: GraphCaptures | None) -> GraphCaptures | None:
-    """What several parts of a service say, as one; None where none captures."""
+    """Joins the reports of several parts of a service; None where none captures."""
     known = [each for each in captures if each is not None]
     if not known:
         return None

@@ -1,4 +1,4 @@
-"""What a layer of the Llama family computes, in fewer operations.
+"""Computes a layer of the Llama family in fewer operations.
 
 On a GPU each operation is a kernel, and a step of few tokens waits for the launch and the memory traffic of each.
 """
@@ -58,7 +58,7 @@ class FusedAttention(nn.Module):
         self.weight, self.bias = merged((attention.q_proj, attention.k_proj, attention.v_proj))
         self.o_proj = attention.o_proj
         self.attention_forward: Callable[..., tuple[Tensor, None]] = attention_forward
-        """What attends; see `tandem.engine.models.attention`."""
+        """The function that attends; see `tandem.engine.models.attention`."""
         dim: int = attention.head_dim
         self._dim = dim
         self._heads = attention.q_proj.out_features // dim

@@ -45,7 +45,7 @@ class HeadModel(nn.Module):
     def computed(
         self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any
     ) -> tuple[Tensor, Tensor]:
-        """What a pass computes and nothing else, so that it can be traced.
+        """Computes a pass and nothing else, so that it can be traced.
 
         Args:
             token_ids: int64 [1, tokens]

@@ -44,7 +44,7 @@ class StateReader(Protocol):
         """The modules that `combined` calls."""
 
     def combined(self, hidden_states: SequenceOf[Tensor]) -> Tensor:
-        """What is kept, [tokens, state_size], of [tokens, hidden size] for each of `layer_ids`."""
+        """The numbers to keep, [tokens, state_size], of [tokens, hidden size] for each of `layer_ids`."""
 
 
 class _StateLayer(nn.Module):

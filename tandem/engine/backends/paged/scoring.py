@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scoring:
-    """What attention layers differ in, beside their sizes."""
+    """Properties in which attention layers differ, beside their sizes."""
 
     window: int | None = None
     """Positions that a query sees, its own included; None for all."""

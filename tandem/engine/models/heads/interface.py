@@ -1,4 +1,4 @@
-"""What every drafting head is to the engine: a model of its own that reads pairs of a token and a state.
+"""The engine's view of a drafting head: a model of its own that reads pairs of a token and a state.
 
 The pair of position i is the token at i + 1 and the target's state at i, so a head predicts the token at i + 2. Where
 the target has not read the token yet, within a proposal, the head's own state takes the place of the target's.
@@ -39,7 +39,7 @@ class DraftHead(nn.Module):
         raise NotImplementedError
 
     def combined(self, hidden_states: Sequence[Tensor]) -> Tensor:
-        """What the head reads of the target's states, [tokens, state_size].
+        """The part of the target's states that the head reads, [tokens, state_size].
 
         Args:
             hidden_states: [tokens, target_hidden_size] for each of `layer_ids`.

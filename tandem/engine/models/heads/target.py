@@ -1,4 +1,4 @@
-"""What every drafting head asks about its target."""
+"""Facts about its target that every drafting head needs."""
 
 from __future__ import annotations
 

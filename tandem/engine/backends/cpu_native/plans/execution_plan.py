@@ -56,7 +56,7 @@ class ExecutionPlan:
         return self._head is not None
 
     def fed_back(self, token_count: int) -> Tensor:
-        """What the last replay of a drafting head's pass feeds back, [token_count, state_size]; the next changes it."""
+        """States that a drafting head's last pass feeds back, [token_count, state_size]; the next pass changes them."""
         return self._fed_back[0][:token_count]
 
     def replay(self, packing: Packing, rows: SequenceOf[int], states: Tensor | None = None) -> Tensor:

@@ -27,7 +27,7 @@ _LAYER_MODELS = ("qwen3", "llama")
 
 @dataclass(frozen=True, slots=True)
 class DFlashConfig:
-    """What a DFlash draft needs beside its layers' config."""
+    """Settings that a DFlash draft needs beside its layers' config."""
 
     architecture = ARCHITECTURE
 

@@ -1,0 +1,134 @@
+"""The study of servers: how each starts, is stopped and loaded, and the table."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.load.clients.over_http import origin_of
+from benchmarks.load.figures import Figures, Spread
+from benchmarks.models.pairs import Pair
+from benchmarks.reports.report import PairInfo
+from benchmarks.studies import vllm_server as study
+from benchmarks.studies.http_servers import ALONE, SERVERS, SPECULATIVE, Launch, launch_of
+from tandem.errors import ServiceUnavailableError
+from tests.service.clients import until
+from tests.unit.benchmarks.openai_server import answered, chunked, events, openai_server, text, usage
+
+PAIR = Pair(Path("t"), Path("d"), PairInfo(name="demo", target_parameters=1, draft_parameters=1))
+
+
+def options(*more: str) -> argparse.Namespace:
+    return study.parse(["--vllm-python", "python-of-vllm", *more])
+
+
+def found(tokens_per_second: float, failed: int = 0) -> Figures:
+    spread = Spread(1.0, {"p50": 12.4, "p99": 20.0})
+    return Figures(
+        *(4, failed, {}, {}, 1.0, 10, 40, 4.0, tokens_per_second, None), {"ttft": spread, "itl": spread}
+    )
+
+
+def server(name: str, *speeds: float) -> study.Server:
+    return study.Server(name, origin_of("http://127.0.0.1:1"), found=[found(speed) for speed in speeds])
+
+
+def test_ratios_are_medians_of_the_rounds_by_the_best_mode() -> None:
+    lines = study.table(
+        [server("Tandem", 10, 22, 30), server("vLLM", 10, 20, 20), server("vLLM, ngram", 9, 9, 40)]
+    )
+
+    assert lines[2:] == [
+        "| Tandem | 10, 22, 30 | 22 | 1.10 | 12 ms | 12 ms | 0 |",
+        "| vLLM | 10, 20, 20 | 20 | 1.00 | 12 ms | 12 ms | 0 |",
+        "| vLLM, ngram | 9, 9, 40 | 9 | 0.90 | 12 ms | 12 ms | 0 |",
+    ]
+
+
+def test_without_vllm_there_is_no_ratio() -> None:
+    assert "| Tandem | 10 | 10 | - |" in study.table([server("Tandem", 10)])[2]
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_each_server_gets_the_same_models_and_reuses_no_prefix(name: str) -> None:
+    launch = launch_of(name, options("--threads", "2"), PAIR, 8001)
+
+    assert "8001" in launch.command
+    assert "t" in launch.command
+    if name in (ALONE, SPECULATIVE):
+        assert launch.environment["TANDEM_TARGET_ENABLE_PREFIX_CACHING"] == "false"
+        assert launch.command[launch.command.index("--draft") + 1] == ("none" if name == ALONE else "d")
+        assert launch.command[launch.command.index("--threads") + 1] == "2"
+    else:
+        assert "--no-enable-prefix-caching" in launch.command
+        assert launch.environment["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+
+
+def test_threads_are_each_servers_own_unless_they_are_named() -> None:
+    assert "--threads" not in launch_of(ALONE, options(), PAIR, 1).command
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in launch_of("vLLM", options(), PAIR, 1).environment
+
+
+def test_a_mode_of_vllm_has_its_own_configuration() -> None:
+    configurations = [
+        json.loads(launch_of(name, options(), PAIR, 1).command[-1])
+        for name in ("vLLM, ngram", "vLLM, draft_model")
+    ]
+
+    assert configurations[0]["method"] == "ngram"
+    assert configurations[1] == {"method": "draft_model", "model": "d", "num_speculative_tokens": 4}
+    assert "--speculative-config" not in launch_of("vLLM", options(), PAIR, 1).command
+
+
+async def test_every_server_is_loaded_once_to_warm_up_and_once_for_each_round() -> None:
+    def answer(path: str, body: Any) -> Sequence[bytes]:
+        if path == "/v1/models":
+            return answered("200 OK", json.dumps({"data": [{"id": "m"}]}).encode())
+        return chunked(events(text("a"), text("b"), usage(body["max_tokens"])))
+
+    async with openai_server(answer) as first, openai_server(answer) as second:
+        servers = [
+            study.Server(name, origin_of(ran.url)) for name, ran in (("Tandem", first), ("vLLM", second))
+        ]
+        await study.measured(options("--rounds", "2", "--requests", "3", "--clients", "2"), servers)
+
+        for each, ran in zip(servers, (first, second), strict=True):
+            assert [one.completed for one in each.found] == [3, 3]
+            assert sum(path == "/v1/completions" for path, _, _ in ran.asked) == 3 * (3 + 3)
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+async def test_a_server_is_stopped_and_goes_on() -> None:
+    process = await asyncio.create_subprocess_exec("sleep", "60")
+    ran = study.Server("some", origin_of("http://127.0.0.1:1"), process.pid)
+    try:
+        ran.pause()
+        await until(lambda: state(process.pid) == "T", 5.0)
+        ran.resume()
+        await until(lambda: state(process.pid) in "SR", 5.0)
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def test_a_server_that_ends_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "print('begins'); print('ValueError: no such mode'); print('ends'); exit(3)",
+    ]
+    monkeypatch.setattr(study, "launch_of", lambda *_: Launch(command))
+
+    with pytest.raises(ServiceUnavailableError, match="ended with exit code 3: ValueError: no such mode"):
+        async with study.started("vLLM", options(), PAIR, tmp_path):
+            pass

@@ -29,16 +29,26 @@ class Launch:
 
 
 def launch_of(name: str, options: argparse.Namespace, pair: Pair, port: int) -> Launch:
-    """The command of a server, by its name in `SERVERS`.
+    """The command of a server.
 
     No server may reuse the prefixes of a prompt that an earlier round sent.
+
+    Args:
+        name: One of `SERVERS`, with @THREADS after it where the threads are not those of the options.
+        options: Of `vllm_server`.
+        pair: Target and draft.
+        port: Where it is to listen for HTTP.
     """
-    if name in _OURS:
-        return _tandem(options, pair, port, has_draft=_OURS[name])
-    return _vllm(options, pair, port, _MODES[name])
+    kind, _, number = name.partition("@")
+    threads = int(number) if number else options.threads
+    if kind in _OURS:
+        return _tandem(options, pair, port, threads, has_draft=_OURS[kind])
+    return _vllm(options, pair, port, threads, _MODES[kind])
 
 
-def _tandem(options: argparse.Namespace, pair: Pair, port: int, *, has_draft: bool) -> Launch:
+def _tandem(
+    options: argparse.Namespace, pair: Pair, port: int, threads: int | None, *, has_draft: bool
+) -> Launch:
     command = [
         *(sys.executable, "-P", "-m", "coordinator.cli", "up", "--port", "0", "--http-port", str(port)),
         *("--target", str(pair.target), "--draft", str(pair.draft) if has_draft else "none"),
@@ -46,13 +56,13 @@ def _tandem(options: argparse.Namespace, pair: Pair, port: int, *, has_draft: bo
     ]
     if has_draft:
         command += ["--num-speculative-tokens", str(options.tokens)]
-    if options.threads is not None:
-        command += ["--threads", str(options.threads)]
+    if threads is not None:
+        command += ["--threads", str(threads)]
     off = {f"TANDEM_{role}_ENABLE_PREFIX_CACHING": "false" for role in ("TARGET", "DRAFT")}
     return Launch(command, off)
 
 
-def _vllm(options: argparse.Namespace, pair: Pair, port: int, mode: str) -> Launch:
+def _vllm(options: argparse.Namespace, pair: Pair, port: int, threads: int | None, mode: str) -> Launch:
     command = [
         *(str(options.vllm_python), "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"),
         *("--port", str(port), "--model", str(pair.target), "--dtype", options.dtype),
@@ -62,8 +72,8 @@ def _vllm(options: argparse.Namespace, pair: Pair, port: int, mode: str) -> Laun
     if mode:
         command += ["--speculative-config", json.dumps(_speculation(mode, options, pair))]
     environment = {"VLLM_CPU_KVCACHE_SPACE": str(_KV_CACHE_GIBIBYTES)}
-    if options.threads is not None:
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{options.threads - 1}"
+    if threads is not None:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}"
     return Launch(command, environment)
 
 

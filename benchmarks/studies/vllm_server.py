@@ -232,7 +232,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--vllm-python", type=Path, required=True, help="Python with vLLM")
     add("--pair", default="shaped:25M:1:0.8", help="as for tandem bench")
-    add("--servers", type=_names, default=list(SERVERS), help="several with semicolons")
+    add(
+        "--servers",
+        type=_names,
+        default=list(SERVERS),
+        help="several with semicolons; NAME@THREADS for other threads than --threads",
+    )
     add("--rounds", type=int, default=3, help="loads of each server that count")
     add("--clients", type=int, default=16, help="requests at once")
     add("--requests", type=int, default=64, help="of each load")
@@ -252,7 +257,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _names(text: str) -> list[str]:
-    return [next(name for name in SERVERS if name == part.strip()) for part in text.split(";")]
+    names = [part.strip() for part in text.split(";")]
+    if unknown := [name for name in names if name.partition("@")[0] not in SERVERS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} must be one of {'; '.join(SERVERS)}")
+    return names
 
 
 if __name__ == "__main__":

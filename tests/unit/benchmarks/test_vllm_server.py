@@ -74,6 +74,14 @@ def test_each_server_gets_the_same_models_and_reuses_no_prefix(name: str) -> Non
 def test_threads_are_each_servers_own_unless_they_are_named() -> None:
     assert "--threads" not in launch_of(ALONE, options(), PAIR, 1).command
     assert "VLLM_CPU_OMP_THREADS_BIND" not in launch_of("vLLM", options(), PAIR, 1).environment
+    assert launch_of("vLLM@2", options(), PAIR, 1).environment["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+
+
+def test_a_server_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        options("--servers", "Tandem;SGLang@2")
+
+    assert "'SGLang@2' must be one of Tandem, target alone; Tandem; vLLM" in capsys.readouterr().err
 
 
 def test_a_mode_of_vllm_has_its_own_configuration() -> None:

@@ -92,7 +92,7 @@ class BoundService:
     def _load(self) -> BoundPair:
         from tandem.engine.models.checkpoint import open_checkpoint
         from tandem.engine.models.heads.configs.methods import read_config
-        from tandem.engine.threads import wait_asleep
+        from tandem.engine.threads import switch_early, wait_asleep
         from tandem.model_sources.extras import require_engine
         from tandem.model_sources.find import find_model
 
@@ -102,6 +102,7 @@ class BoundService:
         open_checkpoint(folder)
         read_config(self._head_folder or folder, head_method(self._settings, self._head_folder))
         wait_asleep()
+        switch_early()
         from bound_service.loading import load_pair
 
         settings = self._settings.model_copy(update={"model": folder})

@@ -105,7 +105,7 @@ def _load_standalone(
     settings: DraftSettings, checkpoint: Path, on_step: OnStep, on_failure: Callable[[], None]
 ) -> Proposer:
     from tandem.engine.models.checkpoint import open_checkpoint
-    from tandem.engine.threads import wait_asleep
+    from tandem.engine.threads import switch_early, wait_asleep
     from tandem.model_sources.extras import require_engine
     from tandem.model_sources.find import find_model
 
@@ -114,6 +114,7 @@ def _load_standalone(
     folder = find_model(checkpoint, settings.revision)
     open_checkpoint(folder)
     wait_asleep()
+    switch_early()
     from draft_service.proposers.standalone import load_standalone
 
     return load_standalone(settings.model_copy(update={"model": folder}), on_step, on_failure)

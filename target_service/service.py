@@ -81,7 +81,7 @@ class TargetService:
 
     def _load(self) -> Verifier:
         from tandem.engine.models.checkpoint import open_checkpoint
-        from tandem.engine.threads import wait_asleep
+        from tandem.engine.threads import switch_early, wait_asleep
         from tandem.model_sources.extras import require_engine
         from tandem.model_sources.find import find_model
 
@@ -90,6 +90,7 @@ class TargetService:
         folder = find_model(self._settings.model, self._settings.revision)
         open_checkpoint(folder)
         wait_asleep()
+        switch_early()
         from target_service.verifier import load_verifier
 
         settings = self._settings.model_copy(update={"model": folder})

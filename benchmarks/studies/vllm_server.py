@@ -263,5 +263,12 @@ def _names(text: str) -> list[str]:
     return names
 
 
+async def run(arguments: Sequence[str]) -> None:
+    """Measure what a command line asks for. SIGTERM ends the servers too: those that are stopped could not end."""
+    measuring = asyncio.ensure_future(main(parse(arguments)))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, measuring.cancel)
+    await measuring
+
+
 if __name__ == "__main__":
-    asyncio.run(main(parse(sys.argv[1:])))
+    asyncio.run(run(sys.argv[1:]))

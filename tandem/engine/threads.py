@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 _SPIN_VARIABLE = "GOMP_SPINCOUNT"
 _SPINS = 1000
@@ -14,3 +15,14 @@ another service needs. Measured with two threads on two busy cores, a product of
 def wait_asleep() -> None:
     """Makes idle threads of this process give up their core at once, unless the environment sets it otherwise."""
     os.environ.setdefault(_SPIN_VARIABLE, str(_SPINS))
+
+
+_SWITCH_SECONDS = 0.0005
+"""For how long a thread of this process may hold the interpreter while another one waits. By default it is 5 ms, as long
+as a small model's step: the engine's thread needs the interpreter several times in a step, and the event loop, which
+answers the step before, would hold it for as long as it has work. docs/benchmarks.md has the measurement."""
+
+
+def switch_early() -> None:
+    """Lets the engine's thread have the interpreter soon after it asks."""
+    sys.setswitchinterval(_SWITCH_SECONDS)

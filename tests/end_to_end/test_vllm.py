@@ -133,6 +133,8 @@ async def test_of_two_tensor_parallel_workers_one_asks(vllm_python: str, pair: P
                 log,
                 {"tensor_parallel_size": 2},
                 VLLM_CPU_OMP_THREADS_BIND="0|1",
+                # Two workers that poll on two cores hold the draft up for longer than its tokens are worth.
+                TANDEM_VLLM_DRAFT_PATIENCE_SECONDS="5",
                 VLLM_LOGGING_LEVEL="INFO",
             )
         )

@@ -18,9 +18,9 @@ def wait_asleep() -> None:
 
 
 _SWITCH_SECONDS = 0.0005
-"""For how long a thread of this process may hold the interpreter while another one waits. By default it is 5 ms, as long
-as a small model's step: the engine's thread needs the interpreter several times in a step, and the event loop, which
-answers the step before, would hold it for as long as it has work. docs/benchmarks.md has the measurement."""
+"""For how long a thread of this process may hold the interpreter while another one waits; Python's default is 5 ms, as
+long as a small model's step. The engine's thread needs the interpreter several times in a step, and the event loop,
+which answers the step before, would hold it for as long as it has work. docs/engine.md has the measurement."""
 
 
 def switch_early() -> None:

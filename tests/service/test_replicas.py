@@ -118,8 +118,9 @@ async def test_a_replica_that_refuses_the_token_is_unused_until_it_accepts_it(
         await becomes(replicas, first.address, ReplicaState.READY)
 
 
-def test_a_stopped_service_is_noticed_within_five_seconds() -> None:
-    assert SERVICE_KEEPALIVE.interval_seconds + SERVICE_KEEPALIVE.answer_seconds < 5.0
+def test_a_stopped_service_is_noticed_within_four_seconds() -> None:
+    assert SERVICE_KEEPALIVE.interval_seconds + SERVICE_KEEPALIVE.answer_seconds < 4.0
+    assert SERVICE_KEEPALIVE.answer_seconds >= 2.5, "a service on a busy machine would count as stopped"
     assert SERVICE_KEEPALIVE.interval_seconds > 1.0, "servers treat more frequent pings as an attack"
 
 

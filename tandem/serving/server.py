@@ -14,6 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from tandem.errors import ConfigurationError, TandemError
+from tandem.rpc.wake_ups import read_all_wake_ups
 from tandem.serving.calls import RunningCalls
 from tandem.serving.certificates import watch_expiry
 from tandem.serving.interceptors.anonymous_calls import AnonymousCallLimiter
@@ -131,6 +132,7 @@ async def serve(
         ConfigurationError: the address cannot be bound, or the service cannot start with its options.
         TandemError: the service could not continue.
     """
+    read_all_wake_ups()
     calls = RunningCalls()
     readiness = Readiness(service.name, service.full_names)
     own = service.interceptors if isinstance(service, HasInterceptors) else ()

@@ -236,9 +236,10 @@ async def _stall_grpc(address: str, port: int) -> None:
     request = GenerationRequest((5, 9), max_tokens=400, logprobs=20, ignore_eos=True)
     async with Client(address) as client:
         streams = [aiter(client.generate(request)) for _ in range(READERS)]
-        firsts = asyncio.gather(*(anext(stream) for stream in streams), return_exceptions=True)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(firsts, OPENING_SECONDS)
+        # Those that get nothing in time stay: they go on waiting for their places.
+        await asyncio.wait(
+            [asyncio.ensure_future(anext(stream)) for stream in streams], timeout=OPENING_SECONDS
+        )
         _say_ready()
         await asyncio.Event().wait()
 

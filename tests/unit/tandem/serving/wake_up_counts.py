@@ -9,7 +9,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 import grpc
 import grpc.aio
@@ -17,6 +17,11 @@ import grpc.aio
 from tandem.serving.server import serve
 from tandem.settings import ServerSettings
 from tests.unit.tandem.serving.served import Scripted
+
+if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
+
+_Arguments = TypeVarTuple("_Arguments")
 
 CALLS = 120
 """Fewer events than gRPC's socket has room for, so that its thread writes all bytes while the loop is held."""
@@ -27,7 +32,9 @@ class CountingLoop(asyncio.SelectorEventLoop):
 
     grpc_wake_ups = 0
 
-    def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:
+    def add_reader(
+        self, fd: FileDescriptorLike, callback: Callable[[*_Arguments], Any], *args: *_Arguments
+    ) -> None:
         def counted() -> None:
             self.grpc_wake_ups += 1
             callback(*args)
@@ -42,7 +49,7 @@ async def count() -> int:
     server = asyncio.create_task(serve(ServerSettings(port=0), Scripted()))
     await asyncio.sleep(0.2)
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
-        call = channel.unary_unary("/none/None")
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/none/None")
         calls = [asyncio.ensure_future(call(b"", timeout=0.3, wait_for_ready=True)) for _ in range(CALLS)]
         await asyncio.sleep(0.1)
         before = loop.grpc_wake_ups

@@ -55,7 +55,7 @@ CLIENT_KEEPALIVE = Keepalive(5.0, 4.0)
 SERVICE_KEEPALIVE = Keepalive(1.2, 2.5)
 """Between a coordinator and its services: a stream of text pauses until a stopped target is noticed, for at most the
 sum of both times. The interval is longer than that of health checks, so a service that answers those gets no pings. The
-time for an answer allows for a machine that is short of processors; gRPC's own threads answer, however busy Python is."""
+time for an answer allows for a machine short of processors; gRPC's own threads answer, however busy Python is."""
 
 _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),

@@ -30,8 +30,9 @@ _MANY_TOKENS = 8
 wanted."""
 
 _MAX_ERROR = 0.5
-"""In spreads. A plan makes the calls that the modules make, which passed their own trial; padding alone may change in
-which order a kernel adds up."""
+"""In spreads, of a step that fills its plan: the plan makes the calls that the modules make, which passed their own
+trial. Where tokens are padded, torch may choose another kernel, which adds up in another order, so the error may be
+that of any kernel. In float32, 129 tokens in the plan of 160 differ from the modules by 0.2 to 0.52 spreads, 130 by 0."""
 
 
 class PlannedSteps:
@@ -115,7 +116,7 @@ class PlannedSteps:
             self._plans[size] = trusted(
                 lambda: self._compiled(size),
                 lambda plan: self._reference.in_spreads(self._replayed(plan, packing, compared), expected),
-                _MAX_ERROR,
+                _MAX_ERROR if size == packing.token_count else self._reference.limit,
             )
         except DistrustedError as error:
             logger.warning("steps run by the model's modules", extra={"reason": str(error)})

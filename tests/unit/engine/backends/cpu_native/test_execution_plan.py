@@ -275,6 +275,23 @@ async def test_a_plan_that_is_wrong_is_never_used(
     assert reasons[0].startswith("its error is" if fault == "numbers" else "RuntimeError: no such kernel")
 
 
+@pytest.mark.parametrize(("count", "is_trusted"), [(9, True), (10, False)])
+def test_only_padding_excuses_the_error_of_another_order_of_additions(
+    llama_runner: Runner, monkeypatch: pytest.MonkeyPatch, count: int, is_trusted: bool
+) -> None:
+    right = ExecutionPlan.replay
+    planned = llama_runner.planned
+
+    def rounded(self: ExecutionPlan, packing: Packing, rows: SequenceOf[int]) -> Tensor:
+        return right(self, packing, rows) + planned._reference.spread
+
+    monkeypatch.setattr(ExecutionPlan, "replay", rounded)
+    with torch.inference_mode():
+        llama_runner.run(_segments([(9, count)]), list(range(count)))
+    assert planned._is_trusted == is_trusted
+    assert (10 in planned._plans) == is_trusted
+
+
 @pytest.mark.parametrize("family", sorted(_USUAL))
 async def test_texts_are_the_same_with_plans_and_without(
     family: str, tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch

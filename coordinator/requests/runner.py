@@ -179,9 +179,10 @@ class RequestRunner:
                 self._round_ended(run, completion, recorder.result(chunk))
                 if chunk.summary is not None:
                     chunk = self._with_state(chunk, chunk.summary, plan, drafter.speculation_state)
-                with active.delivering():
-                    await queue.put(logprobs.added_to(chunk))
-                if completion.can_extend:
+                active.is_delivering = True
+                await queue.put(logprobs.added_to(chunk))
+                active.is_delivering = False
+                if active.has_stalled and completion.can_extend:
                     await active.resume()
 
     def _round_ended(self, run: Run, completion: Completion, result: RoundResult) -> None:

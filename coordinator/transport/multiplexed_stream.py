@@ -63,8 +63,12 @@ class MultiplexedSequence(SequenceStream[AnswerT]):
         """The listener, if there is one."""
         self._ending: Ending | None = None
         self._on_arrival: Callable[[Arrived[AnswerT]], None] | None = None
-        self._read_at = self._asked_at = 0.0
-        """When its last answer was read and its last question put into the outbox, by the clock of `perf_counter`."""
+        self._read_at = 0.0
+        """When its last answer was read, by the clock of `perf_counter`."""
+        self.asked_at = 0.0
+        """When its last question was put into the outbox."""
+        self.number = 0
+        """On the stream; 0 before its first message."""
         stream.add(self)
 
     def cancel(self) -> None:
@@ -84,6 +88,11 @@ class MultiplexedSequence(SequenceStream[AnswerT]):
         for message in messages:
             self._stream.send(self, self._counted(message))
 
+    async def ask(self, *messages: Message) -> AnswerT:
+        """See `SequenceStream`. Sending waits for nothing here, so no coroutine is made for it."""
+        self.post(*messages)
+        return self._parsed(await self._receive())
+
     async def _send(self, contents: Sequence[bytes]) -> None:
         for content in contents:
             self._stream.send(self, content)
@@ -102,15 +111,11 @@ class MultiplexedSequence(SequenceStream[AnswerT]):
         if self._traffic.waits is not None:
             self._traffic.waits.answer(time.perf_counter() - self._read_at)
 
-    def asked(self) -> None:
-        """A message is in the outbox."""
-        self._asked_at = time.perf_counter()
-
     def was_written(self, began: float) -> None:
         """A message has left the outbox, in a write that began then."""
         self.was_sent = True
-        if self._traffic.waits is not None and self._asked_at <= began:
-            self._traffic.waits.question(began - self._asked_at)
+        if self._traffic.waits is not None and self.asked_at <= began:
+            self._traffic.waits.question(began - self.asked_at)
 
     def arrive(self, content: bytes | Arrived[AnswerT], read_at: float) -> None:
         """An answer has come, in a message that was read then."""
@@ -156,8 +161,7 @@ class MultiplexedStream:
         self._message = message
         self._read_message = read
         self._read_columns = read_columns
-        self._sequences: dict[MultiplexedSequence[Any], int] = {}
-        """Numbers of the sequences; 0 before the first message of one."""
+        self._sequences: set[MultiplexedSequence[Any]] = set()
         self._numbered: dict[int, MultiplexedSequence[Any]] = {}
         self._numbers = itertools.count(1)
         self._outbox: list[SequencePart] = []
@@ -178,24 +182,25 @@ class MultiplexedStream:
 
     def add(self, sequence: MultiplexedSequence[Any]) -> None:
         """Take a sequence."""
-        self._sequences[sequence] = 0
+        self._sequences.add(sequence)
 
     def send(self, sequence: MultiplexedSequence[Any], content: bytes) -> None:
         """Queue a message of a sequence. Sequences are numbered in the order of their first messages."""
         if sequence not in self._sequences:
             return  # the sequence was dropped
-        sequence.asked()
-        number = self._sequences[sequence] = self._sequences[sequence] or next(self._numbers)
-        self._numbered[number] = sequence
-        self._put(SequencePart(sequence=number, message=content))
+        if not sequence.number:
+            sequence.number = next(self._numbers)
+            self._numbered[sequence.number] = sequence
+        sequence.asked_at = time.perf_counter()
+        self._put(SequencePart(sequence=sequence.number, message=content))
 
     def drop(self, sequence: MultiplexedSequence[Any]) -> None:
         """End a sequence's share of the stream."""
-        number = self._sequences.pop(sequence, 0)
         sequence.end(Ending())
-        if number:
-            del self._numbered[number]
-            self._put(SequencePart(sequence=number, end=SequenceEnd()))
+        if sequence in self._sequences and sequence.number:
+            del self._numbered[sequence.number]
+            self._put(SequencePart(sequence=sequence.number, end=SequenceEnd()))
+        self._sequences.discard(sequence)
         if not self._sequences:
             self._end(Ending())
 

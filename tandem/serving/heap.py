@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 
 YOUNG_OBJECTS = 10_000
-"""New objects, less those that were freed, before the collector looks at them. By Python's default of 700 a coordinator
-collects many times a second and finds nothing, since rounds leave no cycles: a tenth of its time (docs/benchmarks.md)."""
+"""New objects, less those that were freed, after which the collector looks at them. With Python's default of 700 a
+coordinator collects hundreds of times a second and finds nothing, since rounds leave no cycles: a tenth of its time
+(docs/benchmarks.md)."""
 
 
 def set_start_aside() -> None:

@@ -29,7 +29,7 @@ from tandem.wire.status import Ending, ending_from_proto
 
 _MAX_SECONDS = 60.0
 """A stream older than this accepts no new sequences, so that a renewed access token comes into use."""
-ANSWERS_PER_TURN = 64
+ANSWERS_PER_TURN = 32
 """Answers of one message that are handed out in one turn of the event loop. A round takes some 40 us, so the questions
 of so many leave together, and do not wait for the rounds of hundreds of others (docs/benchmarks.md)."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from coordinator.decoding.detokenization import Detokenizer, StopStrings
@@ -83,12 +83,8 @@ class Completion:
 
     def extend(self, proposal: Proposal, acceptance: Acceptance) -> Chunk:
         """Commit the accepted tokens up to the completion's end, and drop those past it."""
-        token_ids, texts = _kept(proposal, acceptance), []
-        for token_id in token_ids:
-            texts.append(self._commit(token_id))
-            if self.finish_reason is not None:
-                texts[-1] += self._remaining_text()
-                break
+        token_ids = _kept(proposal, acceptance)
+        texts = self._commit_up_to_end(token_ids) if self._may_end(token_ids) else self._commit_all(token_ids)
         count, proposed = len(texts), len(proposal.token_ids)
         accepted = min(acceptance.accepted_count, proposed, count)
         self.tally.add(proposed, accepted)
@@ -101,6 +97,25 @@ class Completion:
             proposed=proposed,
             drafted_ahead=proposal.outcome_rank is not None,
         )
+
+    def _may_end(self, token_ids: Sequence[int]) -> bool:
+        """False if none of these tokens can end it, as is the case in nearly every round."""
+        is_plain = len(token_ids) < self._room and not self._stop_strings.are_sought
+        return not (is_plain and self._end_token_ids.isdisjoint(token_ids))
+
+    def _commit_all(self, token_ids: Sequence[int]) -> list[str]:
+        self.token_ids += token_ids
+        self._room -= len(token_ids)
+        return list(map(self._detokenizer.push, token_ids))
+
+    def _commit_up_to_end(self, token_ids: Sequence[int]) -> list[str]:
+        texts = []
+        for token_id in token_ids:
+            texts.append(self._commit(token_id))
+            if self.finish_reason is not None:
+                texts[-1] += self._remaining_text()
+                break
+        return texts
 
     def _commit(self, token_id: int) -> str:
         self.token_ids.append(token_id)

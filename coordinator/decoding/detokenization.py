@@ -48,6 +48,11 @@ class StopStrings:
         """The stop string that was met."""
 
     @property
+    def are_sought(self) -> bool:
+        """True if there are any."""
+        return bool(self._stop)
+
+    @property
     def met(self) -> bool:
         """True if one of the stop strings was met."""
         return self.found is not None

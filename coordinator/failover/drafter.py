@@ -85,7 +85,13 @@ class FailoverDrafter:
         if count <= 0:
             self._leave_if_draining()
             return Proposal(completion.length)
-        proposal = await self._proposed(completion, count)
+        proposal = None
+        try:
+            place = self._place_to_ask(completion)
+            if place is not None:
+                proposal = await self._asked(place, completion, count)
+        except TandemError as error:
+            self._lose(error)
         return Proposal(completion.length) if proposal is None else proposal
 
     @property
@@ -112,29 +118,18 @@ class FailoverDrafter:
         self._leave()
         self._speculation.end()
 
-    async def _proposed(self, completion: Completion, count: int) -> Proposal | None:
-        try:
-            self._leave_for_better()
-            if self._is_resuming:
-                return await self._resumed(completion, count)
-            if self._place is not None:
-                return await self._asked(self._place, completion, count)
-            entered = None if self._is_too_late(completion) else self._enter(completion)
-            if entered is None or not entered.member.is_bound:
-                return None
-            return await self._asked(entered, completion, count)
-        except TandemError as error:
-            self._lose(error)
-            return None
-
-    async def _resumed(self, completion: Completion, count: int) -> Proposal | None:
-        """A proposal in the very round in which a draft is entered again.
-
-        Under some rules the text depends on the proposals, and it must not depend on how a client reads.
-        """
-        self._is_resuming = False
-        entered = self._enter(completion)
-        return None if entered is None else await self._asked(entered, completion, count)
+    def _place_to_ask(self, completion: Completion) -> DraftPlace | None:
+        """The draft to ask in this round; None where there is none, or where it begins to read the sequence."""
+        self._leave_for_better()
+        if self._is_resuming:
+            # In the very round in which a draft is entered again: under some rules the text depends on the proposals,
+            # and it must not depend on how a client reads.
+            self._is_resuming = False
+            return self._enter(completion)
+        if self._place is not None:
+            return self._place
+        entered = None if self._is_too_late(completion) else self._enter(completion)
+        return entered if entered is not None and entered.member.is_bound else None
 
     async def _asked(self, place: DraftPlace, completion: Completion, count: int) -> Proposal | None:
         sequence, budget = place.sequence, self._speculation.ahead_budget

@@ -126,7 +126,8 @@ class FailoverVerifier:
         place = self._place = self._place or self._enter(await self._member(trouble))
         is_first = place.sequence.is_new
         began = time.monotonic()
-        verification = await self._verified(place, completion, proposal)
+        answered = self._answered if self._left is None else self._moved
+        verification = await answered(place, completion, proposal)
         seconds = time.monotonic() - began
         self._timings.verified(seconds, len(proposal), is_first=is_first, cost=verification.cost)
         if not is_first:
@@ -136,9 +137,8 @@ class FailoverVerifier:
             self._left = None
         return verification
 
-    async def _verified(self, place: _Place, completion: Completion, proposal: Proposal) -> Verification:
-        if self._left is None:
-            return await self._answered(place, completion, proposal)
+    async def _moved(self, place: _Place, completion: Completion, proposal: Proposal) -> Verification:
+        """The answer of a target that takes the sequence over from a draining one."""
         try:
             async with asyncio.timeout(_MOVE_SECONDS):
                 return await self._answered(place, completion, proposal)

@@ -57,26 +57,13 @@ class ActiveRequest:
     abort_reason: str | None = None
     """Reason given by whoever aborted it, may be empty; None while it was not aborted."""
     _task: asyncio.Task[object] | None = None
-    _is_delivering: bool = False
+    is_delivering: bool = False
+    """True while a chunk waits for the client, so that the services compute nothing for the request."""
 
     @property
     def completion_tokens(self) -> int:
         """Number of tokens of its completion."""
         return self.completion.length - self.prompt_tokens
-
-    @contextmanager
-    def delivering(self) -> Iterator[None]:
-        """Mark the request as delivering: the block hands a chunk over and waits until the client takes it."""
-        self._is_delivering = True
-        try:
-            yield
-        finally:
-            self._is_delivering = False
-
-    @property
-    def is_delivering(self) -> bool:
-        """True while a chunk waits for the client, so that the services compute nothing for the request."""
-        return self._is_delivering
 
     def stall(self) -> None:
         """Give up its places here and on the services while its client does not read. Only called while it delivers."""

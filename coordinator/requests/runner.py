@@ -17,6 +17,7 @@ from coordinator.requests.active import ActiveRequests
 from coordinator.requests.admission import Admission, Place
 from coordinator.requests.bounds import check_bounds
 from coordinator.requests.chunks.delivery import stream_of
+from coordinator.requests.chunks.pacing import ChunkPacer
 from coordinator.requests.chunks.queue import ChunkQueue
 from coordinator.requests.peers import Peers
 from coordinator.requests.plan import Models, Plan, make_plan
@@ -63,6 +64,7 @@ class RequestRunner:
         self._peers = Peers(
             bounds.max_streams_per_peer or bounds.max_concurrent_requests + bounds.max_queued_requests
         )
+        self._pacer = ChunkPacer()
         self.turns = Turns()
         """Large requests take turns to be parsed."""
         self._latest_state: SpeculationState | None = None
@@ -111,7 +113,7 @@ class RequestRunner:
         with _observed(observer), self._peers.stream(peer):
             run = partial(self._run, request, request_id, observer, Deadline(deadline_seconds))
             interval = self._live_config.current.stream_interval
-            async with aclosing(stream_of(run, deadline_seconds, interval)) as chunks:
+            async with aclosing(stream_of(run, deadline_seconds, interval, self._pacer)) as chunks:
                 async for chunk in chunks:
                     yield chunk
 
@@ -179,9 +181,10 @@ class RequestRunner:
                 self._round_ended(run, completion, recorder.result(chunk))
                 if chunk.summary is not None:
                     chunk = self._with_state(chunk, chunk.summary, plan, drafter.speculation_state)
-                with active.delivering():
-                    await queue.put(logprobs.added_to(chunk))
-                if completion.can_extend:
+                active.is_delivering = True
+                await queue.put(logprobs.added_to(chunk))
+                active.is_delivering = False
+                if active.has_stalled and completion.can_extend:
                     await active.resume()
 
     def _round_ended(self, run: Run, completion: Completion, result: RoundResult) -> None:

@@ -12,6 +12,7 @@ _MIN_SECONDS = 0.25
 """Shorter waits would take a pause of the machine for a lost draft."""
 _MAX_SECONDS = 0.8
 """A draft that hangs stops a stream once, for less than a second."""
+_NO_DRAFTING = StepCost(0.0, 1, 0)
 
 
 class RoundTimings:
@@ -93,7 +94,7 @@ class RoundTimings:
             return None  # an earlier round had asked for the proposal
         load = self.load
         verify = verify_cost or StepCost(verify_seconds, load, load * (proposed + 1))
-        draft = StepCost(0.0, 1, 0)
+        draft = _NO_DRAFTING
         if proposed and drafting is not None:
             draft_seconds, draft_cost = drafting
             draft = draft_cost or StepCost(draft_seconds, load, 0)

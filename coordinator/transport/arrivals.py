@@ -24,13 +24,14 @@ class Arrivals:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def next(self, until: float) -> None:
-        """Wait for the next arrival, but not beyond a moment of the monotonic clock."""
+    def next(self, until: float) -> asyncio.Future[None]:
+        """The next arrival, which is awaited at once, but not beyond a moment of the monotonic clock."""
         loop = asyncio.get_running_loop()
-        self._waiter, self._until = loop.create_future(), until
+        waiter = self._waiter = loop.create_future()
+        self._until = until
         if self._timer is None or self._fires_at > until:
             self._start(loop)
-        await self._waiter
+        return waiter
 
     def close(self) -> None:
         """Stop the timer."""

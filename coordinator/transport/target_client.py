@@ -209,9 +209,22 @@ class TargetSequence:
         Raises:
             TandemError: the service failed, refused, or sent an invalid answer. The sequence is of no further use.
         """
-        kind = self._rows.kind_for(proposal)
         self._committed = completion.token_ids
-        step = VerifyStep(
+        asked = self._asked = _Asked(proposal, completion.length, self._step(completion, proposal))
+        try:
+            self._check_features()
+            opening = (wire.options_to_proto(self._options),) if self.is_new else ()
+            answer = await self._stream.ask(*opening, wire.step_to_proto(asked.step))
+            verification = self._taken_early(answer) or self._verification(answer, asked)
+        except TandemError as error:
+            self._observer.ended(error)
+            raise
+        self.is_new = False
+        return verification
+
+    def _step(self, completion: Completion, proposal: Proposal) -> VerifyStep:
+        kind = self._rows.kind_for(proposal)
+        return VerifyStep(
             delta=self._remote.delta_to(completion.token_ids, proposal.token_ids),
             row_kind=kind,
             row_count=len(proposal) + 1,
@@ -219,13 +232,6 @@ class TargetSequence:
             with_statistics=self._rows.with_statistics,
             raced_recovery=self._rows.races_for(proposal),
         )
-        try:
-            verification = await self._exchange(_Asked(proposal, completion.length, step))
-        except TandemError as error:
-            self._observer.ended(error)
-            raise
-        self.is_new = False
-        return verification
 
     async def finish(self) -> None:
         """End the sequence; the service lets go of it at once."""
@@ -237,14 +243,10 @@ class TargetSequence:
         self._stream.cancel()
         self._observer.ended()
 
-    async def _exchange(self, asked: _Asked) -> Verification:
+    def _check_features(self) -> None:
         if self._options.adjustments and ModelFeature.LOGIT_ADJUSTMENTS not in self._features:
             # Requests are refused where no target has the feature; this one may have come from a target that has it.
             raise ProtocolError("target service: it is too old to apply logit_bias and min_tokens")
-        opening = (wire.options_to_proto(self._options),) if self.is_new else ()
-        self._asked = asked
-        answer = await self._stream.ask(*opening, wire.step_to_proto(asked.step))
-        return self._taken_early(answer) or self._verification(answer, asked)
 
     def _taken_early(self, answer: wire.Answer) -> Verification | None:
         """The verification that was read when the answer came, if it was."""

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.slow
 
 logger = logging.getLogger(__name__)
 
-STREAMS = 16
 TOKENS = 60
 PAUSE_SECONDS = 6.0
 """Longest allowed pause while one target lives: 5 s to notice a stopped one, and the rest to read all tokens."""
@@ -43,9 +42,9 @@ _TELL_EVERY = 20
 class Record:
     """Pauses that clients saw."""
 
-    completed: int = 0
-    chunks: list[int] = field(default_factory=lambda: [0] * STREAMS)
+    chunks: list[int]
     """Number of chunks of each stream."""
+    completed: int = 0
     pauses: list[tuple[float, float]] = field(default_factory=list)
     """The longer pauses, with their begin and end."""
     outages: list[tuple[float, float]] = field(default_factory=list)
@@ -194,18 +193,23 @@ async def all_progress(record: Record) -> None:
 
 
 @pytest.mark.parametrize(
-    "strikes", [pytest.param(2, id="short"), pytest.param(300, id="long", marks=pytest.mark.soak)]
+    ("strikes", "streams"),
+    [
+        pytest.param(2, 16, id="short"),
+        pytest.param(300, 16, id="long", marks=pytest.mark.soak),
+        pytest.param(24, 64, id="many", marks=pytest.mark.soak),
+    ],
 )
 async def test_kills_stops_and_restarts_lose_no_token(
-    strikes: int, services: Nursery, prompts: list[str]
+    strikes: int, streams: int, services: Nursery, prompts: list[str]
 ) -> None:
     targets = started(services.model_service("target_service", DEMO_TARGET) for _ in range(2))
     drafts = started(services.model_service("draft_service", DEMO_DRAFT) for _ in range(2))
     requests = [
-        request(prompts[i % len(prompts)], ("greedy", "strict")[i % 2], TOKENS) for i in range(STREAMS)
+        request(prompts[i % len(prompts)], ("greedy", "strict")[i % 2], TOKENS) for i in range(streams)
     ]
     chance = random.Random(19)
-    record, over = Record(), asyncio.Event()
+    record, over = Record([0] * streams), asyncio.Event()
     campaign = Campaign(chance, drafts, targets, record)
     async with joined(targets, drafts) as client, streaming(client, requests, record, over):
         for _ in range(strikes):
@@ -218,6 +222,6 @@ async def test_kills_stops_and_restarts_lose_no_token(
     campaign.tell()
     for each in (*targets, *drafts):
         each.kill()
-    assert record.completed >= STREAMS
+    assert record.completed >= streams
     if strikes > 4:
         assert record.longest_pause(with_target=True) < PAUSE_SECONDS

@@ -13,7 +13,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from coordinator.rejection.together.rounds import AcceptMany, RoundsOfMessage
+from coordinator.rejection.together.rounds import AcceptMany, Round, RoundsOfMessage
 from coordinator.settings.coordinator import CoordinatorSettings
 from draft_service.servicer import DraftServicer
 from tandem.engine.models.loading import LoadedModel
@@ -146,13 +146,18 @@ async def test_an_upgrade_of_either_side_keeps_every_token_of_every_rule_and_row
     # Whether three answers meet in one message is a matter of time; here one is enough.
     monkeypatch.setattr("tandem.wire.parts._MIN_JOINED", 1)
     monkeypatch.setattr("coordinator.rejection.together.rounds._MIN_ROUNDS", 1)
-    decide = RoundsOfMessage._acceptance
+    add = RoundsOfMessage.add
 
-    def deciding(self: RoundsOfMessage, accept_many: AcceptMany, index: int) -> Acceptance | None:
-        decided.append(decide(self, accept_many, index))
-        return decided[-1]
+    def adding(self: RoundsOfMessage, accept_many: AcceptMany, own: Round) -> Callable[[], Acceptance | None]:
+        decide = add(self, accept_many, own)
 
-    monkeypatch.setattr(RoundsOfMessage, "_acceptance", deciding)
+        def deciding() -> Acceptance | None:
+            decided.append(decide())
+            return decided[-1]
+
+        return deciding
+
+    monkeypatch.setattr(RoundsOfMessage, "add", adding)
     for wire in (target_wire, draft_wire):
         monkeypatch.setattr(wire, "columns_from_proto", counting(wire.columns_from_proto, shared))
     before, verified, proposed = await completed(model, at_once, old_target=True, old_draft=True)

@@ -87,9 +87,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     messages: list[int] = []
     hand_out = multiplexed_stream.MultiplexedStream._hand_out
 
-    def counted(stream: Any, message: Any) -> None:
+    async def counted(stream: Any, message: Any) -> None:
         messages.append(len(messages))
-        hand_out(stream, message)
+        await hand_out(stream, message)
 
     monkeypatch.setattr(multiplexed_stream.MultiplexedStream, "_hand_out", counted)
     return messages

@@ -29,11 +29,11 @@ AcceptMany = Callable[[Sequence[Round]], list[Acceptance | None]]
 
 
 class RoundsOfMessage:
-    """The rounds that one message answers. They are decided when the first acceptance is asked for."""
+    """The rounds that one message answers. Those of a rule are decided when the first acceptance is asked for; rounds
+    that come later are decided with each other."""
 
     def __init__(self) -> None:
-        self._rounds: dict[AcceptMany, list[Round]] = {}
-        self._decided: dict[AcceptMany, list[Acceptance | None]] = {}
+        self._open: dict[AcceptMany, _Batch] = {}
 
     def add(self, accept_many: AcceptMany, own: Round) -> Callable[[], Acceptance | None]:
         """Take a round.
@@ -45,15 +45,25 @@ class RoundsOfMessage:
         Returns:
             What returns its acceptance; None if the rule must decide on it alone.
         """
-        rounds = self._rounds.setdefault(accept_many, [])
-        index = len(rounds)
-        rounds.append(own)
-        return lambda: self._acceptance(accept_many, index)
+        batch = self._open.get(accept_many)
+        if batch is None or batch.decided is not None:
+            batch = self._open[accept_many] = _Batch(accept_many)
+        index = len(batch.rounds)
+        batch.rounds.append(own)
+        return lambda: batch.acceptance(index)
 
-    def _acceptance(self, accept_many: AcceptMany, index: int) -> Acceptance | None:
-        decided = self._decided.get(accept_many)
-        if decided is None:
-            rounds = self._rounds[accept_many]
-            decided = accept_many(rounds) if len(rounds) >= _MIN_ROUNDS else []
-            self._decided[accept_many] = decided
-        return decided[index] if index < len(decided) else None
+
+class _Batch:
+    """Rounds that one call decides."""
+
+    def __init__(self, accept_many: AcceptMany) -> None:
+        self.rounds: list[Round] = []
+        self.decided: list[Acceptance | None] | None = None
+        """None until the first acceptance is asked for."""
+        self._accept_many = accept_many
+
+    def acceptance(self, index: int) -> Acceptance | None:
+        """Of the round with that index; None if the rule must decide on it alone."""
+        if self.decided is None:
+            self.decided = self._accept_many(self.rounds) if len(self.rounds) >= _MIN_ROUNDS else []
+        return self.decided[index] if self.decided else None

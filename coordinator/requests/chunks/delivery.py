@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 
+from coordinator.requests.chunks.pacing import ChunkPacer
 from coordinator.requests.chunks.queue import ChunkQueue
 from tandem.errors import DeadlineError
 from tandem.plural import plural
@@ -15,7 +16,10 @@ RunRequest = Callable[[ChunkQueue], Coroutine[None, None, None]]
 
 
 async def stream_of(
-    run: RunRequest, deadline_seconds: float | None, stream_interval: int = 1
+    run: RunRequest,
+    deadline_seconds: float | None,
+    stream_interval: int = 1,
+    pacer: ChunkPacer | None = None,
 ) -> AsyncGenerator[Chunk]:
     """Yield a request's chunks. The request ends with its reader, and at its deadline.
 
@@ -23,12 +27,13 @@ async def stream_of(
         run: The request.
         deadline_seconds: Seconds until the request is cancelled, whatever it waits for; None: never.
         stream_interval: Tokens that a chunk has at least, except for the first, the last, and one before a pause.
+        pacer: Shared with the other requests; None: one of its own.
 
     Raises:
         DeadlineError: the deadline has passed. The error says how many tokens were delivered.
         TandemError: the request failed.
     """
-    queue, delivered = ChunkQueue(stream_interval), 0
+    queue, delivered = ChunkQueue(stream_interval, pacer), 0
     task = asyncio.create_task(run(queue))
     task.add_done_callback(lambda _: queue.close())
     expiry = _Expiry(task, deadline_seconds)

@@ -6,6 +6,7 @@ import asyncio
 import time
 
 from coordinator.requests.chunks.held import HeldChunks
+from coordinator.requests.chunks.pacing import ChunkPacer
 from tandem.types import Chunk
 
 PAUSE_SECONDS = 0.2
@@ -20,13 +21,15 @@ class ChunkQueue:
     the chunk after the one it has, and nothing else.
     """
 
-    def __init__(self, stream_interval: int = 1) -> None:
+    def __init__(self, stream_interval: int = 1, pacer: ChunkPacer | None = None) -> None:
         """Begin without chunks.
 
         Args:
             stream_interval: Join chunks until they have so many tokens; 1: deliver each as it comes.
+            pacer: Shared with the other requests; None: one of its own.
         """
         self._held = HeldChunks(stream_interval)
+        self._pacer = pacer or ChunkPacer()
         self._last_put = 0.0
         self._pause: asyncio.TimerHandle | None = None
         """Set while chunks are held."""
@@ -51,7 +54,7 @@ class ChunkQueue:
         chunk = self._taken()
         if self._chunk is not None:
             # The reader wakes a turn of the loop later than the writer of the next round's question, which goes first.
-            asyncio.get_running_loop().call_soon(_resolve, self._chunk, chunk)
+            self._pacer.hand_over(self._chunk, chunk)
             self._chunk = None
             if chunk.summary is not None:
                 await self._reader()

@@ -227,3 +227,12 @@ def test_two_rounds_are_decided_one_by_one() -> None:
     message = RoundsOfMessage()
     together = [message.add(accept_many_of("residual"), make_round(generator, 3, 10, 0.8)) for _ in range(2)]
     assert [each() for each in together] == [None, None]
+
+
+def test_rounds_that_come_after_a_decision_are_decided_with_each_other() -> None:
+    generator = np.random.default_rng(8)
+    message = RoundsOfMessage()
+    for _ in range(2):
+        rounds = [make_round(generator, 3, 10, 0.8) for _ in range(4)]
+        together = [message.add(accept_many_of("residual"), own) for own in rounds]
+        assert [each() for each in together] == [one_by_one(own) for own in rounds]

@@ -19,7 +19,7 @@ def later(seconds: float) -> float:
 
 async def test_an_arrival_ends_the_wait() -> None:
     arrivals = Arrivals()
-    waiting = asyncio.create_task(arrivals.next(later(LONG)))
+    waiting = asyncio.ensure_future(arrivals.next(later(LONG)))
     await asyncio.sleep(0)
     assert not waiting.done()
     arrivals.notify()
@@ -39,7 +39,7 @@ async def test_a_wait_keeps_its_own_limit_beside_the_timer_of_an_earlier_one(
     limits: tuple[float, float],
 ) -> None:
     arrivals = Arrivals()
-    first = asyncio.create_task(arrivals.next(later(limits[0])))
+    first = asyncio.ensure_future(arrivals.next(later(limits[0])))
     await asyncio.sleep(0)
     arrivals.notify()
     await first
@@ -60,7 +60,7 @@ async def test_waits_that_end_early_share_a_timer(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(loop, "call_later", counted)
     for _ in range(1000):
-        waiting = asyncio.create_task(arrivals.next(later(LONG)))
+        waiting = asyncio.ensure_future(arrivals.next(later(LONG)))
         await asyncio.sleep(0)
         arrivals.notify()
         await waiting

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tandem.engine.backends.branches import BranchRunner, BranchStep, SequenceBranches
+from tandem.engine.core.background_job import BackgroundJob
 from tandem.engine.core.events import StepRecord
 from tandem.engine.core.kept_branches import KeptBranches, Lead
 from tandem.engine.core.runner import StepRunner
@@ -22,53 +22,11 @@ from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.kv_cache.segment import Segment
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.errors import InvalidRequestError, TandemError
-from tandem.types import Delta
 
 logger = logging.getLogger(__name__)
 
 _MAX_STEP_TOKENS = 256
 """Maximum tokens of trunks and branches in a step: a longer step would delay jobs that arrive meanwhile."""
-
-
-class BackgroundJob(Protocol):
-    """Branches of one sequence. Every method is called on the engine's thread."""
-
-    @property
-    def sequence(self) -> Sequence:
-        """The sequence."""
-
-    @property
-    def delta(self) -> Delta:
-        """Makes the sequence the trunk. It is applied in any case, also when the work is never begun."""
-
-    @property
-    def row_count(self) -> int:
-        """Number of the trunk's last positions whose logits decide where it branches."""
-
-    @property
-    def max_lead(self) -> int:
-        """Number of tokens behind the trunk that are of use if a branch of the sequence's last job has them."""
-
-    def begin(self, logits: Tensor, room: int, lead: Lead | None) -> BranchStep | None:
-        """Choose the branches.
-
-        Args:
-            logits: [row_count, vocabulary_size] of the trunk's last positions.
-            room: Tokens that fit behind the trunk and the lead.
-            lead: Tokens behind the trunk that are in the cache; a branch may go on behind them.
-
-        Returns:
-            The first step; None for no branches.
-        """
-
-    def advance(self, logits: Tensor) -> BranchStep | None:
-        """Take the logits that follow each branch, [branches, vocabulary_size], and return what to run next."""
-
-    def count_step(self, record: StepRecord) -> None:
-        """A step of branches has ended, with what `advance` made of it."""
-
-    def fail(self, error: TandemError) -> None:
-        """It ends with an error."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,7 +136,12 @@ class BackgroundWork:
         tokens = 0
         for sequence, job in [*self._waiting.items()]:
             del self._waiting[sequence]
-            trunk = self._prepared(job)
+            try:
+                trunk = self._prepared(job)
+            except Exception as error:
+                logger.exception("background job failed")
+                self._fail(job, error)
+                continue
             count = sequence.pending_count
             if trunk is None or count > _MAX_STEP_TOKENS:
                 continue

@@ -162,3 +162,21 @@ async def test_logits_beyond_the_bound_are_not_kept(llama: TinyModel) -> None:
             Branches(own.sequence, Delta(8, _PATH[:2]), 2, leaves_after=(8, 9, 10, 10, 10), max_lead=4)
         )
         assert own.engine._worker._background._kept.take(own.sequence, 4) is None
+
+
+async def test_a_branch_that_cannot_be_taken_over_is_an_error_of_that_job(
+    llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("injected")
+
+    async with drafted(llama) as own:
+        job = Branches(own.sequence, Delta(8, _PATH[:2]), 2, max_lead=4)
+        with monkeypatch.context() as patched:
+            patched.setattr(own.engine._cache, "take_over", out_of_memory)
+            own.engine.put_back(job)
+            async with asyncio.timeout(20):
+                await job.done.wait()
+        assert str(job.error) == "the model's step failed"
+        more = await rows(own.engine, own.sequence, Delta(8, [7, 8]), 2)
+        assert torch.allclose(more, plain_logits(llama.reference, [*_TRUNK, 7, 8])[-2:], atol=1e-3)

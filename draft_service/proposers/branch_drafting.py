@@ -20,9 +20,9 @@ from draft_service.proposers.drafting import Drafting
 from draft_service.proposers.outcome_choice import OutcomeHistory, Ranking
 from tandem.engine.backends.branches import BranchStep
 from tandem.engine.backends.interface import Sampler
+from tandem.engine.core.background.kept_branches import Lead
 from tandem.engine.core.events import StepRecord
 from tandem.engine.core.jobs import Failed
-from tandem.engine.core.kept_branches import Lead
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.errors import TandemError
 from tandem.sampling.noise import gumbel, recovery_keys, target_keys

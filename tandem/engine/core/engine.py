@@ -16,7 +16,7 @@ from tandem.engine.backends.cuda_graphs.captured_steps import GraphContext
 from tandem.engine.backends.eager.backend import SMALL_STEP_TOKENS
 from tandem.engine.backends.memory_profile import MemoryMeter, meter_of, plan_memory
 from tandem.engine.backends.selection import Backends
-from tandem.engine.core.background_job import BackgroundJob
+from tandem.engine.core.background.job import BackgroundJob
 from tandem.engine.core.events import StepRecord
 from tandem.engine.core.finite import finite_head
 from tandem.engine.core.jobs import Head, Job, MultiStepProposer, PayloadT, ResultT

@@ -15,8 +15,8 @@ import torch
 
 from tandem.engine.backends.branches import BranchRunner
 from tandem.engine.core import page_scheduler
-from tandem.engine.core.background import BackgroundWork
-from tandem.engine.core.background_job import BackgroundJob
+from tandem.engine.core.background.job import BackgroundJob
+from tandem.engine.core.background.work import BackgroundWork
 from tandem.engine.core.events import EngineObserver, StepRecord
 from tandem.engine.core.jobs import Head, Job, MultiStepProposer, PayloadT, ResultT
 from tandem.engine.core.page_scheduler import PageScheduler

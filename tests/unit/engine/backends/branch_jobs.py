@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tandem.engine.backends.branches import BranchStep
 from tandem.engine.backends.cpu_native.branches import NativeBranches
+from tandem.engine.core.background.kept_branches import Lead
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.events import StepRecord
-from tandem.engine.core.kept_branches import Lead
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.errors import TandemError
 from tandem.types import Delta

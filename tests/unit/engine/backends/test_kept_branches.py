@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from tandem.engine.core.background.kept_branches import MAX_BYTES, KeptBranches
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.events import StepRecord
-from tandem.engine.core.kept_branches import MAX_BYTES, KeptBranches
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.types import Delta
 from tests.service.clients import until

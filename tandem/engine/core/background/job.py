@@ -7,8 +7,8 @@ from typing import Protocol
 from torch import Tensor
 
 from tandem.engine.backends.branches import BranchStep
+from tandem.engine.core.background.kept_branches import Lead
 from tandem.engine.core.events import StepRecord
-from tandem.engine.core.kept_branches import Lead
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.errors import TandemError
 from tandem.types import Delta

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from tandem.engine.backends.branches import BranchRunner, BranchStep, SequenceBranches
-from tandem.engine.core.background_job import BackgroundJob
+from tandem.engine.core.background.job import BackgroundJob
+from tandem.engine.core.background.kept_branches import KeptBranches, Lead
 from tandem.engine.core.events import StepRecord
-from tandem.engine.core.kept_branches import KeptBranches, Lead
 from tandem.engine.core.runner import StepRunner
 from tandem.engine.core.watchdog import StepWatchdog
 from tandem.engine.kv_cache.paged_cache import PagedCache

@@ -77,6 +77,8 @@ class FailoverDrafter:
         self._is_paused = False
         self._place: DraftPlace | None = None
         self._is_resuming = False
+        self._went_alone = False
+        """True if the last outcome that nobody had drafted for left the target alone for a round."""
         self._losses = DraftLosses()
 
     async def propose(self, completion: Completion) -> Proposal:
@@ -139,11 +141,14 @@ class FailoverDrafter:
             drafted = self._drafted_ahead(place, completion, count)
             if drafted is not None:
                 sequence.go_on(completion, drafted, budget)
+                self._went_alone = False
                 self._answered(place)
                 return drafted
             is_miss = True
-            if not self._limits.keeps_proposals:
+            # Never twice: a draft that has nothing ready after a round of the target alone must be asked.
+            if not (self._limits.keeps_proposals or self._went_alone):
                 count = self._speculation.tokens_after_miss(count)
+            self._went_alone = count == 0
             if count == 0:
                 # The target goes on alone, and the draft works ahead of that.
                 alone = Proposal(completion.length)

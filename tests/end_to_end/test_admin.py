@@ -90,18 +90,23 @@ def test_every_verb_shows_its_result_in_every_format(
 def test_requests_are_listed_shown_and_aborted(
     commands: Commands, cluster: str, target: str, draft: str, form: str
 ) -> None:
-    with busy(cluster, 1) as errors:
+    def running() -> str:
         listed: list[Any] = []
         while not listed or not listed[0]["speculation"]["drafted"]:
             listed = json.loads(commands.succeed("admin", "requests", "list", "-o", "json"))
-        request_id = listed[0]["request_id"]
-        outs = {
-            "requests-list": commands.succeed("admin", "requests", "list", "-o", form),
-            "requests-show": commands.succeed("admin", "requests", "show", request_id[:16], "-o", form),
-            "requests-abort": commands.succeed(
-                "admin", "requests", "abort", request_id, "--reason", "making room", "-o", form
-            ),
-        }
+        return str(listed[0]["request_id"])
+
+    outs: dict[str, str] = {}
+    # A request each: the longest one is over after a few commands.
+    with busy(cluster, 1):
+        running()
+        outs["requests-list"] = commands.succeed("admin", "requests", "list", "-o", form)
+    with busy(cluster, 1):
+        outs["requests-show"] = commands.succeed("admin", "requests", "show", running()[:16], "-o", form)
+    with busy(cluster, 1) as errors:
+        request_id = running()
+        abort = ("admin", "requests", "abort", request_id, "--reason", "making room", "-o", form)
+        outs["requests-abort"] = commands.succeed(*abort)
     (error,) = errors
     assert isinstance(error, AbortedError)
     assert re.search(r"an administrator ended the request after \d+ tokens: making room$", str(error))

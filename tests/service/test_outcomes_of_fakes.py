@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import pytest
 
+from coordinator.speculation.request import RequestSpeculation
 from tandem.serving.interceptors.handlers import Context
 from tandem.types import GenerationRequest, ProposeStep, StepCost
 from tandem.v1 import draft_pb2
@@ -74,6 +75,26 @@ async def test_a_draft_without_the_feature_is_asked_each_round() -> None:
     assert done.stats.accepted == done.stats.drafted > TOKENS / 2
 
 
+async def test_a_draft_that_never_has_an_outcome_ready_is_asked_every_second_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However long its answers seem to take: what the wait costs was measured beside other work of the draft."""
+    monkeypatch.setattr(RequestSpeculation, "tokens_after_miss", lambda *_: 0)
+    draft = PushingNothing()
+    done = await completed(draft)
+    assert done.token_ids == EXPECTED
+    assert draft.granted > 0
+    assert done.stats.ahead.hits == 0
+    assert (done.stats.rounds - 2) // 2 <= proposal_requests(draft) < done.stats.rounds - 2
+
+
+class PushingNothing(AheadDraft):
+    """Knows budgets, and never gets to use them."""
+
+    def pushes(self, tokens: list[int], step: ProposeStep) -> Pushes:
+        return iter(())
+
+
 async def test_a_draft_pushes_nothing_without_a_budget() -> None:
     draft = AheadDraft()
     done = await completed(draft, ahead="off")  # type: ignore[arg-type]
@@ -91,8 +112,9 @@ async def test_hits_hide_the_round_trip_to_a_distant_draft() -> None:
     assert proposal_requests(draft) + done.stats.ahead.hits <= done.stats.rounds
 
 
-async def test_a_round_waits_for_the_last_token_of_a_continuation() -> None:
+async def test_a_round_waits_for_the_last_token_of_a_continuation(monkeypatch: pytest.MonkeyPatch) -> None:
     """One step of the draft ends before the verification, and the other one soon after it."""
+    monkeypatch.setattr(RequestSpeculation, "tokens_after_miss", lambda _, count: count)
     draft = StepwiseDraft()
     done = await completed(draft, step_seconds=1.6 * STEP_SECONDS)
     assert done.token_ids == EXPECTED

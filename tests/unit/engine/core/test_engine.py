@@ -183,7 +183,10 @@ async def test_a_step_waits_for_the_sequences_of_the_last_one(
     finally:
         await engine.close()
     together = [record.sequence_count for record in records]
-    assert together[2:] == [3] * len(together[2:]), "all steps but the first two hold all sequences"
+    # One that comes a step later than the others ends a step later.
+    assert together[2:-2] == [3] * len(together[2:-2]), (
+        "all steps but the first and the last two hold all sequences"
+    )
     assert len(together) <= 22
 
 

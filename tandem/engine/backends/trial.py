@@ -7,6 +7,7 @@ the loaded model's own layers, head counts and lengths; a replacement is trusted
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -37,6 +38,11 @@ often, and measure at most 1.2; float32 has no such places, there the order of t
 
 _SMALLEST_SPREAD = 1e-7
 """Relative to the logits: a model of few operations may happen to be computed exactly."""
+
+_SINGLE_EXCESS = 3.0
+"""Times the limit by which the error in one sequence of the trial may exceed torch's."""
+_LEAST_RATIO = 0.25
+"""A sequence that is more exact than this makes up for no other."""
 
 _FILLED_PAGES = 64
 
@@ -95,6 +101,8 @@ class Reference:
         smallest = _SMALLEST_SPREAD * root_mean_square(self._exact[self._exact.isfinite()])
         self.spread = max(root_mean_square(_difference(own, self._exact)), smallest)
         """Root mean square of torch's own rounding errors in a logit."""
+        self._spreads = [max(error, smallest) for error in self._errors(own)]
+        """The same for each sequence of the trial."""
 
     @property
     def limit(self) -> float:
@@ -102,8 +110,23 @@ class Reference:
         return MAX_ERROR[self._model.dtype]
 
     def error_of(self, make_backend: Callable[[LoadedModel, KvArena], StepBackend]) -> float:
-        """The error of a backend's logits in the trial steps, in spreads."""
-        return self.in_spreads(self._logits(self._model.dtype, make_backend), self._exact)
+        """The error of a backend's logits in the trial steps, in spreads; not a number where any result is none.
+
+        It is the geometric mean of the ratios to torch's own error, sequence by sequence: behind keys and values of
+        random numbers some sequence may make much of any rounding, and must count no more than the others. No ratio may
+        be beyond three times the limit, so that a fault of one length does not hide behind the others.
+        """
+        results = self._logits(self._model.dtype, make_backend)
+        errors = zip(self._errors(results), self._spreads, strict=True)
+        ratios = [max(error / spread, _LEAST_RATIO) for error, spread in errors]
+        if any(math.isnan(ratio) for ratio in ratios):
+            return math.nan
+        return max(math.prod(ratios) ** (1.0 / len(ratios)), max(ratios) / _SINGLE_EXCESS)
+
+    def _errors(self, results: Tensor) -> list[float]:
+        """Root mean square of the errors in each sequence's logits."""
+        parts = torch.split(_difference(results, self._exact), [count for _, count in self._lengths])
+        return [root_mean_square(part) for part in parts]
 
     def in_spreads(self, results: Tensor, expected: Tensor) -> float:
         """Root mean square of a difference of logits, in spreads; not a number where any result is none.

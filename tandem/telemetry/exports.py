@@ -81,6 +81,9 @@ class OtlpExports:
             thread.start()
         for thread in ending:
             thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in ending):
+            self._failures.complain("traces and metrics")
+        self._failures.mute()
         # Ends a transfer that is still under way, and with it the thread.
         self._spans.span_exporter.shutdown()
         self._metrics.abort()
@@ -98,18 +101,28 @@ class Failures:
         )
         self._counters = {signal: counter.labels(signal) for signal in ("traces", "metrics")}
         self._complained = float("-inf")
+        self._is_muted = False
         self._lock = threading.Lock()
 
     def count(self, signal: str) -> None:
         """A batch of `traces` or `metrics` was lost."""
         self._counters[signal].inc()
+        self.complain(signal)
+
+    def complain(self, signal: str) -> None:
+        """Say that `signal` was lost, unless that was said in the last minute."""
         now = time.monotonic()
         with self._lock:
-            if now - self._complained < _SECONDS_BETWEEN_COMPLAINTS:
+            if self._is_muted or now - self._complained < _SECONDS_BETWEEN_COMPLAINTS:
                 return
             self._complained = now
         logger.warning("the telemetry collector does not answer; what it would get is lost",
                        extra={"signal": signal})  # fmt: skip
+
+    def mute(self) -> None:
+        """Complain no more: a transfer that is cut off at the end may fail when the log has long been closed."""
+        with self._lock:
+            self._is_muted = True
 
 
 class CountingSpanExporter(SpanExporter):

@@ -45,13 +45,18 @@ def shown(page: Page, element: str) -> str:
     return str(page.evaluate(f"document.getElementById('{element}').textContent"))
 
 
+def visit(page: Page, url: str) -> None:
+    """Open the page and wait for its status, which shows more lines: a click while they come would miss its button."""
+    page.open(url)
+    page.until("document.getElementById('state').textContent === 'ready'")
+
+
 def settle(page: Page) -> None:
     page.until("document.getElementById('run').textContent === 'Complete'", 120.0)
 
 
 def test_a_prompt_is_typed_and_tokens_appear(url: str, browser: Page, tmp_path: Path) -> None:
-    browser.open(url)
-    browser.until("document.getElementById('state').textContent === 'ready'")
+    visit(browser, url)
     browser.until("document.querySelectorAll('#replicas tbody tr').length === 2")
     assert shown(browser, "acceptance") == shown(browser, "speedup") == DASH
     browser.type("#prompt", "def area(width, height):\n")
@@ -111,7 +116,7 @@ def test_rounds_that_were_drafted_ahead_are_marked(paced_pair: tuple[str, str], 
 
 
 def test_numbers_update_during_a_completion_and_stop_ends_it(url: str, browser: Page) -> None:
-    browser.open(url)
+    visit(browser, url)
     browser.type("#max-tokens", "900")
     browser.type("#temperature", "1")
     browser.evaluate("document.getElementById('compare').checked = false")
@@ -129,7 +134,7 @@ def test_numbers_update_during_a_completion_and_stop_ends_it(url: str, browser: 
 
 
 def test_a_refusal_is_shown_in_the_coordinators_words(url: str, browser: Page) -> None:
-    browser.open(url)
+    visit(browser, url)
     browser.type("#prompt", "")
     browser.click("#run")
     browser.until("!document.getElementById('problem').hidden")
@@ -138,7 +143,7 @@ def test_a_refusal_is_shown_in_the_coordinators_words(url: str, browser: Page) -
 
 
 def test_a_refused_request_clears_the_previous_completion(url: str, browser: Page) -> None:
-    browser.open(url)
+    visit(browser, url)
     browser.type("#max-tokens", "8")
     browser.click("#run")
     browser.until("document.getElementById('speedup').textContent !== '\u2013'")
@@ -155,7 +160,7 @@ def test_a_refused_request_clears_the_previous_completion(url: str, browser: Pag
 
 
 def test_a_slowdown_is_marked_with_its_reason(url: str, browser: Page) -> None:
-    browser.open(url)
+    visit(browser, url)
     show = (
         "import('/page.js').then((page) => page.showSpeedUp(%s, {perSecond: 80, passMs: 12.5, perPass: 1}))"
     )
@@ -179,7 +184,7 @@ def test_a_slowdown_is_marked_with_its_reason(url: str, browser: Page) -> None:
 
 
 def test_a_sample_prompt_works_as_text_and_as_chat(url: str, browser: Page) -> None:
-    browser.open(url)
+    visit(browser, url)
     browser.until("!document.getElementById('modes').hidden")
     browser.evaluate("document.querySelectorAll('#samples button')[1].click()")
     assert browser.evaluate("document.getElementById('prompt').value") == "class Stack:\n"
@@ -200,7 +205,7 @@ def test_a_sample_prompt_works_as_text_and_as_chat(url: str, browser: Page) -> N
 
 @pytest.mark.parametrize("mode", ["text", "chat"])
 def test_the_displayed_code_does_the_same_as_the_page(url: str, browser: Page, mode: str) -> None:
-    browser.open(url)
+    visit(browser, url)
     browser.until("!document.getElementById('modes').hidden")
     browser.click(f"#{mode}")
     browser.type("#prompt", "print('it\\'s')\n# $HOME \"two\"\n")
@@ -221,8 +226,7 @@ def test_the_displayed_code_does_the_same_as_the_page(url: str, browser: Page, m
 
 
 def test_on_a_phone_the_numbers_are_above_the_text_and_nothing_is_cut_off(url: str, browser: Page) -> None:
-    browser.open(url)
-    browser.until("document.getElementById('state').textContent === 'ready'")
+    visit(browser, url)
     top = "document.getElementById('%s').getBoundingClientRect().top"
     try:
         browser.resize(390, 844)
@@ -234,7 +238,7 @@ def test_on_a_phone_the_numbers_are_above_the_text_and_nothing_is_cut_off(url: s
 
 
 def test_bars_and_strip_share_their_colours(url: str, browser: Page) -> None:
-    browser.open(url)
+    visit(browser, url)
     browser.type("#max-tokens", "24")
     browser.evaluate("document.getElementById('compare').checked = false")
     browser.click("#run")
@@ -252,7 +256,7 @@ def test_bars_and_strip_share_their_colours(url: str, browser: Page) -> None:
 
 
 def test_the_page_shows_the_state_of_speculation(target_address: str, url: str, browser: Page) -> None:
-    browser.open(url)
+    visit(browser, url)
     browser.until("document.getElementById('speculation').textContent.startsWith('Speculation is on: ')")
     with coordinator(target_address, None, "--http-port", "0") as process:
         address_of(process)
@@ -268,6 +272,9 @@ def test_the_page_asks_for_a_required_token(target_address: str, browser: Page) 
         browser.until("!document.getElementById('token-option').hidden")
         browser.type("#token", TOKEN)
         browser.type("#max-tokens", "4")
+        # The token opens the status, as in `visit`.
+        browser.until("document.getElementById('state').textContent === 'ready'")
+        browser.until("document.querySelectorAll('#replicas tbody tr').length === 1")
         browser.click("#run")
         browser.until("document.querySelectorAll('#output .supplied').length > 0")
         settle(browser)
@@ -275,8 +282,7 @@ def test_the_page_asks_for_a_required_token(target_address: str, browser: Page) 
 
 
 def test_the_page_loads_nothing_from_other_hosts(url: str, browser: Page) -> None:
-    browser.open(url)
-    browser.until("document.getElementById('state').textContent === 'ready'")
+    visit(browser, url)
     names = browser.evaluate("performance.getEntriesByType('resource').map((entry) => entry.name)")
     assert names
     assert all(name.startswith(url) for name in names)

@@ -120,6 +120,15 @@ def test_warnings_are_rare_and_losses_are_counted(caplog: pytest.LogCaptureFixtu
     assert registry.get_sample_value(name, {"signal": "metrics"}) == 1
 
 
+def test_a_transfer_that_is_cut_off_at_the_end_writes_to_no_closed_log(caplog: pytest.LogCaptureFixture) -> None:
+    registry = CollectorRegistry()
+    failures = Failures(registry)
+    failures.mute()
+    failures.count("traces")
+    assert caplog.messages == []
+    assert registry.get_sample_value("tandem_telemetry_export_failures_total", {"signal": "traces"}) == 1
+
+
 async def test_values_of_the_event_loop_are_read_on_it() -> None:
     read = OnLoop(threading.get_ident)
     here = threading.get_ident()

@@ -142,7 +142,8 @@ class ModelServerSettings(RevisionOptions, ServerSettings):
     max_length: int | None = Field(default=None, ge=1)
     """Maximum tokens of a sequence, prompt and completion together. By default the model's own maximum."""
     max_sequences: int = Field(default=32, ge=1)
-    """Maximum sequences in the KV cache at once; others wait."""
+    """Maximum sequences in the KV cache at once; others wait. A free place goes to the client address that has the
+    fewest, and an eighth more are kept for addresses with fewer than four."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
     """Maximum prompt tokens in one step: a longer prompt is read in chunks, and other requests go on between them. By
     default 2048 on a GPU and 512 on a CPU. vLLM's name."""

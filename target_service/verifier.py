@@ -25,6 +25,7 @@ from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.settings import EngineSettings, prefill_chunk_tokens
 from tandem.errors import InvalidRequestError, NonFiniteLogitsError
+from tandem.fair_places import extra_places
 from tandem.telemetry.streams import OnStep
 from tandem.types import ModelFeature, ModelInfo, TargetOptions, Verification, VerifyStep
 from target_service.adjustments import Adjustments, check_ids
@@ -117,7 +118,8 @@ def engine_settings(settings: TargetSettings, model: LoadedModel) -> EngineSetti
     """The limits of the model's engine."""
     return EngineSettings(
         max_length=settings.max_length,
-        max_sequences=settings.max_sequences,
+        max_sequences=settings.max_sequences + extra_places(settings.max_sequences),
+        kept_sequences=extra_places(settings.max_sequences),
         prefill_chunk_tokens=prefill_chunk_tokens(settings.max_num_batched_tokens, model.device.type),
         kv_cache_bytes=settings.kv_cache_memory_bytes,
         device_memory_utilization=settings.device_memory_utilization,
@@ -218,7 +220,9 @@ class Verifier:
                 does not have.
         """
         adjustments = self._adjustments(options)
-        cached = await self._engine.open(options.max_length or self.model_info.max_length)
+        cached = await self._engine.open(
+            options.max_length or self.model_info.max_length, client=options.client
+        )
         self._bound.open(options.request_id, cached)
         sequence = VerifiedSequence(self._engine, cached, options, adjustments)
         try:

@@ -3,6 +3,7 @@
     python -m benchmarks.load --clients 64
     python -m benchmarks.load --clients 1,16,64 --rules residual --tokens 200
     python -m benchmarks.load --clients 64 --rules greedy --workers 1,2
+    python -m benchmarks.load --clients 64 --rules greedy --workers 1,2 --worker-cores 0.25  # Linux, as root
 
 The processor time of each process comes from the system, so other work on the machine changes it less than the tokens
 per second, which the two scripted services and the clients share.
@@ -25,7 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.load.cluster import RULES, Cluster, cluster
-from benchmarks.load.processes import processor_seconds, resident_mebibytes
+from benchmarks.load.processes import processor_seconds, resident_mebibytes, tree
+from benchmarks.load.processor_quota import held_to
 from tandem.clients.aio import Client
 
 _WARM_UP_CLIENTS = 4
@@ -84,11 +86,20 @@ async def measure(options: argparse.Namespace, show: Callable[[Load, list[Cost]]
     """Measure every rule with every number of workers and clients."""
     for rule, workers in product(options.rules, options.worker_counts):
         options.workers = workers
-        async with cluster(rule, options) as ran:
+        async with AsyncExitStack() as stack:
+            ran = await stack.enter_async_context(cluster(rule, options))
             await cost(ran, Load(_WARM_UP_CLIENTS, options.tokens, rule, workers))
+            if options.worker_cores is not None:
+                stack.enter_context(held_to(workers_of(ran.pids["coordinator"]), options.worker_cores))
             for clients in options.clients:
                 load = Load(clients, options.tokens, rule, workers)
                 show(load, [await cost(ran, load) for _ in range(options.rounds)])
+
+
+def workers_of(coordinator: int) -> list[int]:
+    """The processes that do a coordinator's work: its children, or itself where it has none."""
+    first, *others = tree(coordinator)
+    return others or [first]
 
 
 def _used(ran: Cluster) -> dict[str, float]:
@@ -115,6 +126,11 @@ def main() -> None:
         type=lambda text: [int(part) for part in text.split(",")],
         default=[1],
         help="processes of the coordinator",
+    )
+    parser.add_argument(
+        "--worker-cores",
+        type=float,
+        help="how much of a core each worker may use: shows on few cores what more workers give on many",
     )
     parser.add_argument("--stream-interval", type=int, default=1, help="tokens of a streamed chunk")
     parser.add_argument("--tokens", type=int, default=400, help="of each completion")

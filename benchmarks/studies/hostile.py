@@ -1,8 +1,9 @@
 """`python -m benchmarks.studies.hostile`: what others notice of clients that mean harm.
 
 `inputs`: 64 clients send the largest inputs that are allowed, over and over, while `/health` is asked and another
-client streams. `http-readers` and `grpc-readers`: 300 clients ask for long streams and never read them; a good request
-is timed before and meanwhile. The clients are a process of their own, on the same cores as the services.
+client streams. `http-readers` and `grpc-readers`: 300 streams of one address are never read; good requests of another
+address are timed before, while they come, and afterwards. `http-readers-of-many-addresses`: the same from 250. The
+clients are a process of their own, on the same cores as the services.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 
 import httpx
 
@@ -121,22 +123,25 @@ async def _readers(kind: str, address: str, port: int, seconds: float) -> list[s
             async with AsyncExitStack() as stack:
                 if name != "alone":
                     await stack.enter_async_context(_attack(kind, address, port))
-                    first = await _good_request(http, 0)
-                    lines.append(f"{kind}, while they arrive: a request of 16 tokens {1e3 * first:.1f} ms")
-                    await _stalled(http)
+                    arriving = await _until_stalled(http)
+                    lines.append(
+                        f"{kind}, while they arrive: a request of 16 tokens {1e3 * arriving[0]:.1f} ms at first, then "
+                        f"{_described(arriving)}"
+                    )
                 found = [await _good_request(http, number) for number in range(GOOD_REQUESTS)]
             lines.append(f"{kind}, {name}: a request of 16 tokens {_described(found)}")
     return lines
 
 
-async def _stalled(http: httpx.AsyncClient) -> None:
-    """Wait until the readers have given up their places."""
+async def _until_stalled(http: httpx.AsyncClient) -> list[float]:
+    """Seconds of good requests, one after another, until the readers have given up their places."""
     deadline = time.perf_counter() + SETTLED_SECONDS
-    load = 1
-    while load:
+    found = [await _good_request(http, 0)]
+    while load := (await http.get("/load")).json()["server_load"]:
         if time.perf_counter() > deadline:
             raise TimeoutError(f"{load} readers still hold places after {SETTLED_SECONDS:g} s")
-        load = (await http.get("/load")).json()["server_load"]
+        found.append(await _good_request(http, len(found)))
+    return found
 
 
 async def _good_request(http: httpx.AsyncClient, number: int) -> float:
@@ -208,8 +213,8 @@ async def _largest(port: int) -> list[tuple[str, bytes]]:
     ]
 
 
-async def _stall_http(address: str, port: int) -> None:
-    """Ask for so many long streams, and read none of them."""
+async def _stall_http(address: str, port: int, addresses: int = 1) -> None:
+    """Ask for so many long streams, from so many addresses, and read none of them."""
     del address
     body = json.dumps(
         {"prompt": [5, 9], "max_tokens": 400, "logprobs": 20, "stream": True, "ignore_eos": True}
@@ -222,7 +227,7 @@ async def _stall_http(address: str, port: int) -> None:
     for number in range(READERS):
         reader = socket.socket()
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        reader.bind((f"127.0.2.{number % 250 + 1}", 0))
+        reader.bind((f"127.0.2.{number % addresses + 1}", 0))
         reader.connect(("127.0.0.1", port))
         reader.sendall((head + body).encode())
         stalled.append(reader)
@@ -249,7 +254,12 @@ def _say_ready() -> None:
     sys.stdout.flush()
 
 
-_ATTACKS = {"inputs": _send_inputs, "http-readers": _stall_http, "grpc-readers": _stall_grpc}
+_ATTACKS: dict[str, Callable[[str, int], Coroutine[None, None, None]]] = {
+    "inputs": _send_inputs,
+    "http-readers": _stall_http,
+    "http-readers-of-many-addresses": partial(_stall_http, addresses=250),
+    "grpc-readers": _stall_grpc,
+}
 
 
 async def main(kinds: Sequence[str], seconds: float) -> None:

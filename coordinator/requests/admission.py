@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from tandem.errors import CapacityError, DeadlineError
+from tandem.fair_places import FairPlaces, extra_places
 from tandem.plural import plural
 
 _MIN_RETRY_SECONDS, _MAX_RETRY_SECONDS = 0.1, 60.0
@@ -17,7 +17,7 @@ _NEWEST = 0.1
 
 
 class Admission:
-    """Gives each request a place in order of arrival, and refuses it at once when too many wait."""
+    """Gives each request a place, fairly among clients, and refuses it at once when too many wait."""
 
     def __init__(
         self,
@@ -25,25 +25,28 @@ class Admission:
         max_queued_requests: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.running = 0
-        """Requests that have a place."""
+        self._places = FairPlaces(max_concurrent_requests, extra_places(max_concurrent_requests))
         self._max_running = max_concurrent_requests
         self._max_queued = max_queued_requests
         self._clock = clock
-        self._queue: deque[asyncio.Future[None]] = deque()
         self._returning = 0
         """Requests in the queue that had a place before."""
         self._usual_seconds = 0.0
 
     @property
+    def running(self) -> int:
+        """Requests that have a place."""
+        return self._places.held
+
+    @property
     def queued(self) -> int:
         """Requests that wait for their first place."""
-        return len(self._queue) - self._returning
+        return self._places.waiting - self._returning
 
     @property
     def is_full(self) -> bool:
-        """True if a new request would be refused."""
-        return not self._has_room and self.queued >= self._max_queued
+        """True if a new request would be refused, unless its client has few."""
+        return self._refuses("")
 
     def refusal(self) -> CapacityError:
         """The error for refused requests, with the time after which to try again."""
@@ -54,73 +57,46 @@ class Admission:
         )
 
     @asynccontextmanager
-    async def place(self, deadline_seconds: float | None) -> AsyncIterator[Place]:
+    async def place(self, deadline_seconds: float | None, client: str = "") -> AsyncIterator[Place]:
         """A place for as long as the block lasts. The request may release it in between.
 
         Args:
             deadline_seconds: How long the client waits at most; None: forever.
+            client: The client's address; empty: not known.
 
         Raises:
             CapacityError: too many run and wait already. It says when to try again.
             DeadlineError: there was no place within that time.
         """
-        await self._enter(deadline_seconds)
-        place = Place(self, self._clock)
+        await self._enter(deadline_seconds, client)
+        place = Place(self, client, self._clock)
         try:
             yield place
         finally:
             place.release()
             self._note(place.held_seconds)
 
-    async def _enter(self, deadline_seconds: float | None) -> None:
-        if self.is_full:
+    async def _enter(self, deadline_seconds: float | None, client: str) -> None:
+        if self._refuses(client):
             raise self.refusal()
         try:
             async with asyncio.timeout(deadline_seconds):
-                await self._turn()
+                await self._places.take(client)
         except TimeoutError:
             raise DeadlineError(
                 f"the request waited {deadline_seconds:g} s for a place, which is all it was given"
             ) from None
 
-    async def _return(self) -> None:
-        """Wait for a place again, at the end of the queue. A request that has begun is never refused."""
+    async def _return(self, client: str) -> None:
+        """Wait for a place again, behind the client's other requests. One that has begun is never refused."""
         self._returning += 1
         try:
-            await self._turn()
+            await self._places.take(client)
         finally:
             self._returning -= 1
 
-    async def _turn(self) -> None:
-        """Wait for a place, in order of arrival."""
-        if self._has_room:
-            self.running += 1
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.append(turn)
-        try:
-            await turn  # the request that leaves hands over its place: `running` stays as it is
-        except BaseException:
-            self._give_up(turn)
-            raise
-
-    @property
-    def _has_room(self) -> bool:
-        return self.running < self._max_running and not self._queue
-
-    def _give_up(self, turn: asyncio.Future[None]) -> None:
-        if turn in self._queue:
-            self._queue.remove(turn)
-        elif turn.done() and not turn.cancelled():
-            self._leave()  # the place arrived just as the request left
-
-    def _leave(self) -> None:
-        while self._queue:
-            turn = self._queue.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self.running -= 1
+    def _refuses(self, client: str) -> bool:
+        return not self._places.has_room(client) and self.queued >= self._max_queued
 
     def _note(self, seconds: float) -> None:
         self._usual_seconds += _NEWEST * (seconds - self._usual_seconds) if self._usual_seconds else seconds
@@ -136,9 +112,11 @@ class Admission:
 class Place:
     """A request's place. The request may release it, and take one again later."""
 
-    def __init__(self, admission: Admission, clock: Callable[[], float]) -> None:
+    def __init__(self, admission: Admission, client: str, clock: Callable[[], float]) -> None:
         self.held_seconds = 0.0
         """Seconds for which it was held, without the time since it was last taken."""
+        self.client = client
+        """The address of the request's client; empty: not known."""
         self._admission = admission
         self._clock = clock
         self._since: float | None = clock()
@@ -148,10 +126,10 @@ class Place:
         if self._since is not None:
             self.held_seconds += self._clock() - self._since
             self._since = None
-            self._admission._leave()
+            self._admission._places.leave(self.client)
 
     async def take_again(self) -> None:
         """Wait for a place again."""
         if self._since is None:
-            await self._admission._return()
+            await self._admission._return(self.client)
             self._since = self._clock()

@@ -53,6 +53,8 @@ class Run:
     deadline: Deadline
     speculation: RequestSpeculation | None
     """Decides how much each round proposes; None where the target works alone."""
+    client: str = ""
+    """Address of the client, whose sequences share places fairly with those of others; empty: not known."""
 
 
 def open_speculation(
@@ -96,6 +98,7 @@ def open_drafter(
         draft_top_k=plan.draft_top_k,
         with_token_logits=strategy.needs_token_logits,
         ahead=speculation.ahead.max_budget(plan.num_speculative_tokens),
+        client=run.client,
     )
     limits = DraftLimits(
         plan.num_speculative_tokens,
@@ -116,6 +119,7 @@ def open_verifier(services: Services, run: Run) -> FailoverVerifier:
         max_length=len(plan.prompt) + plan.limits.max_tokens,
         prompt_length=len(plan.prompt),
         adjustments=plan.adjustments,
+        client=run.client,
     )
     rows = RowChoice(
         plan.rule.row_kind(plan.request.row_kind),

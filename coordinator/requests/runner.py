@@ -111,7 +111,7 @@ class RequestRunner:
         request_id = request_id or uuid.uuid4().hex
         observer = self._observer.begin(request_id, traceparent)
         with _observed(observer), self._peers.stream(peer):
-            run = partial(self._run, request, request_id, observer, Deadline(deadline_seconds))
+            run = partial(self._run, request, request_id, peer, observer, Deadline(deadline_seconds))
             interval = self._live_config.current.stream_interval
             async with aclosing(stream_of(run, deadline_seconds, interval, self._pacer)) as chunks:
                 async for chunk in chunks:
@@ -133,6 +133,7 @@ class RequestRunner:
         self,
         request: GenerationRequest,
         request_id: str,
+        peer: str,
         observer: RequestObserver,
         deadline: Deadline,
         queue: ChunkQueue,
@@ -140,7 +141,7 @@ class RequestRunner:
         """Check a request, wait for its place, and run it."""
         # Waiting requests stay in memory: hundreds of any size would take all of it.
         self._check_bounds(request)
-        async with self.admission.place(deadline.remaining_seconds) as place:
+        async with self.admission.place(deadline.remaining_seconds, peer) as place:
             observer.admitted()
             plan = await self._plan(request, request_id)
             await self._run_rounds(plan, observer, deadline, place, queue)
@@ -166,7 +167,7 @@ class RequestRunner:
             active = streams.enter_context(self.requests.running(plan.active(completion)))
             speculation = open_speculation(services, self.speculation, plan)
             timings = RoundTimings(plan.draft_patience_seconds)
-            run = Run(plan, observer, active, timings, deadline, speculation)
+            run = Run(plan, observer, active, timings, deadline, speculation, place.client)
             drafter = open_drafter(services, run, lambda: self.admission.running)
             await streams.enter_async_context(closing(drafter))
             verifier = await streams.enter_async_context(closing(open_verifier(services, run)))

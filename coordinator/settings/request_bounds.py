@@ -18,7 +18,8 @@ class RequestBounds(Options):
     """Bounds on the coordinator's work."""
 
     max_concurrent_requests: int = Field(default=256, ge=1)
-    """Maximum requests that run at once."""
+    """Maximum requests that run at once. A free place goes to the client address that has the fewest, and an eighth
+    more are kept for addresses with fewer than four."""
     max_queued_requests: int = Field(default=256, ge=0)
     """Maximum requests that wait for a place; others are refused at once, with the time after which to try again."""
     max_streams_per_peer: int | None = Field(default=None, ge=1)

@@ -15,6 +15,7 @@ from typing import Protocol
 import tandem
 from draft_service.proposers.token_state import TokenState
 from tandem.errors import InvalidRequestError
+from tandem.fair_places import FairPlaces, extra_places
 from tandem.types import DraftOptions, ModelInfo, Proposal, ProposeStep
 
 # One or two milliseconds of work: other sequences' proposals wait no longer than that for a long prompt.
@@ -44,7 +45,8 @@ class SequenceLimits:
     max_length: int | None = None
     """Maximum tokens of a sequence. None: whatever the coordinator asks for."""
     max_sequences: int = 32
-    """Maximum sequences at once; others wait, as they do for a place in a KV cache."""
+    """Maximum sequences at once, but for the extra places of clients with few; others wait, as they do for a place in
+    a KV cache."""
 
 
 class ModelFreeProposer:
@@ -56,7 +58,7 @@ class ModelFreeProposer:
         self._method = method
         self._new_index = new_index
         self._max_length = limits.max_length or 0
-        self._places = asyncio.Semaphore(limits.max_sequences)
+        self._places = FairPlaces(limits.max_sequences, extra_places(limits.max_sequences))
         # One sequence at a time adds what it leaves to others.
         self._finishing = asyncio.Lock()
 
@@ -99,12 +101,15 @@ class ModelFreeProposer:
                 f"a sequence of up to {options.max_length} tokens was asked for; this service takes "
                 f"up to {self._max_length}"
             )
-        async with self._places:
+        await self._places.take(options.client)
+        try:
             tokens = TokenState(options.max_length or self._max_length)
             index = self._new_index(tokens)
             yield ModelFreeSequence(tokens, index)
             async with self._finishing:
                 await _in_pieces(index.finish())
+        finally:
+            self._places.leave(options.client)
 
 
 class ModelFreeSequence:

@@ -26,6 +26,7 @@ from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.loading import load_model
 from tandem.engine.settings import EngineSettings, prefill_chunk_tokens
 from tandem.errors import InvalidRequestError, NonFiniteLogitsError
+from tandem.fair_places import extra_places
 from tandem.telemetry.streams import OnStep
 from tandem.types import (
     Delta,
@@ -67,7 +68,8 @@ def load_standalone(
     )
     limits = EngineSettings(
         max_length=settings.max_length,
-        max_sequences=settings.max_sequences,
+        max_sequences=settings.max_sequences + extra_places(settings.max_sequences),
+        kept_sequences=extra_places(settings.max_sequences),
         prefill_chunk_tokens=prefill_chunk_tokens(settings.max_num_batched_tokens, model.device.type),
         kv_cache_bytes=settings.kv_cache_memory_bytes,
         device_memory_utilization=settings.device_memory_utilization,
@@ -144,7 +146,9 @@ class StandaloneProposer:
             InvalidRequestError: it may become longer than the model can read.
         """
         spare = 0 if options.ahead is None else options.ahead.branch_count * (options.ahead.token_count + 1)
-        cached = await self._engine.open(options.max_length or self.model_info.max_length, spare)
+        cached = await self._engine.open(
+            options.max_length or self.model_info.max_length, spare, options.client
+        )
         try:
             top_k = options.draft_top_k or self._draft_top_k
             history = self._histories[options.row_kind, options.sampling.is_greedy]

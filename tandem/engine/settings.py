@@ -26,6 +26,8 @@ class EngineSettings:
     """Longest sequence, in tokens. None takes the model's own limit."""
     max_sequences: int = 64
     """Maximum sequences open at once, and in one forward pass."""
+    kept_sequences: int = 0
+    """How many of them are kept for clients that have few open."""
     max_waiting: int = 256
     """Requests that may wait for room before more are refused."""
     prefill_chunk_tokens: int = _PREFILL_CHUNK_TOKENS_CPU
@@ -50,6 +52,11 @@ class EngineSettings:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigurationError(f"{name} is {value} and must be at least 1.")
+        if not 0 <= self.kept_sequences < self.max_sequences:
+            raise ConfigurationError(
+                f"kept_sequences is {self.kept_sequences}; it must be at least 0 and less than max_sequences, "
+                f"{self.max_sequences}."
+            )
         if self.max_waiting < 0:
             raise ConfigurationError(f"max_waiting is {self.max_waiting} and must not be negative.")
         if self.max_length is not None and self.max_length < 1:

@@ -29,6 +29,8 @@ class DraftOptions:
     """The largest budget that a step will grant; None where none does."""
     takes_columns: bool = False
     """True if proposals may come as columns."""
+    client: str = ""
+    """Whose sequence it is: clients share places fairly. Empty: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class TargetOptions:
     """Only for a service that has `ModelFeature.LOGIT_ADJUSTMENTS`."""
     takes_columns: bool = False
     """True if rows may come as columns."""
+    client: str = ""
+    """Whose sequence it is: clients share places fairly. Empty: not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ def options_to_proto(options: DraftOptions) -> draft_pb2.ProposeRequest:
             traceparent=options.traceparent,
             ahead=_budget_to_proto(options.ahead),
             takes_columns=options.takes_columns,
+            client=options.client,
         )
     )
 
@@ -87,6 +88,7 @@ def options_from_proto(message: draft_pb2.ProposeOpen) -> DraftOptions:
         traceparent=message.traceparent,
         ahead=_budget_from_proto(message.ahead) if message.HasField("ahead") else None,
         takes_columns=message.takes_columns,
+        client=message.client,
     )
 
 

@@ -58,6 +58,7 @@ def options_to_proto(options: TargetOptions) -> target_pb2.VerifyRequest:
             prompt_token_count=options.prompt_length,
             logit_adjustments=adjustments_to_proto(options.adjustments),
             takes_columns=options.takes_columns,
+            client=options.client,
         )
     )
 
@@ -80,6 +81,7 @@ def options_from_proto(message: target_pb2.VerifyOpen) -> TargetOptions:
         message.prompt_token_count,
         adjustments_from_proto(message.logit_adjustments),
         message.takes_columns,
+        message.client,
     )
 
 

@@ -48,14 +48,19 @@ def tiny_model(folder: Path, seed: int = 1) -> LoadedModel:
 
 @asynccontextmanager
 async def engine(
-    model: LoadedModel, head: Head[Any, Any], step_seconds: float = 0.0, max_sequences: int = 8
+    model: LoadedModel,
+    head: Head[Any, Any],
+    step_seconds: float = 0.0,
+    max_sequences: int = 8,
+    kept_sequences: int = 0,
 ) -> AsyncIterator[Engine[Any, Any]]:
     """A running engine whose steps take a while."""
 
     def pause(_: object) -> None:
         time.sleep(step_seconds)
 
-    made = Engine(model, head, EngineSettings(max_sequences=max_sequences), on_step=pause)
+    settings = EngineSettings(max_sequences=max_sequences, kept_sequences=kept_sequences)
+    made = Engine(model, head, settings, on_step=pause)
     made.start()
     try:
         yield made
@@ -129,11 +134,15 @@ class FaultyTarget(TargetServicer):
 
 @asynccontextmanager
 async def target(
-    model: LoadedModel, faults: Faults, step_seconds: float = 0.0, max_sequences: int = 8
+    model: LoadedModel,
+    faults: Faults,
+    step_seconds: float = 0.0,
+    max_sequences: int = 8,
+    kept_sequences: int = 0,
 ) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
     """A target service in this process: its address, and its server."""
     servicer = FaultyTarget(faults)
-    async with engine(model, verify_head, step_seconds, max_sequences) as verifying:
+    async with engine(model, verify_head, step_seconds, max_sequences, kept_sequences) as verifying:
         servicer.verifier = Verifier(verifying, [DEMO_TARGET / "tokenizer.json"])
         async with serving(
             lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server)
@@ -147,10 +156,13 @@ async def draft(
     servicer: DraftServicer | None = None,
     draft_top_k: int = 8,
     max_sequences: int = 8,
+    kept_sequences: int = 0,
 ) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
     """A draft service in this process, with this servicer or a plain one: its address, and its server."""
     servicer = servicer or DraftServicer()
-    async with engine(model, propose_head, max_sequences=max_sequences) as proposing:
+    async with engine(
+        model, propose_head, max_sequences=max_sequences, kept_sequences=kept_sequences
+    ) as proposing:
         servicer.proposer = StandaloneProposer(proposing, draft_top_k=draft_top_k)
         async with serving(
             lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server)

@@ -156,9 +156,9 @@ class Engine(Generic[PayloadT, ResultT]):
         with self._worker.using_head(partial(finite_head, self.model.info)):
             await self._submit(Job(sequence, Delta(0, token_ids), count, None))
 
-    async def open(self, max_length: int, spare_tokens: int = 0) -> Sequence:
-        """A new, empty sequence of up to `max_length` tokens; waits while `max_sequences` are open, first come, first
-        served.
+    async def open(self, max_length: int, spare_tokens: int = 0, client: str = "") -> Sequence:
+        """A new, empty sequence of up to `max_length` tokens; waits while `max_sequences` are open. A free place goes
+        to the client that has the fewest, and then in order of arrival.
 
         It takes pages as it grows, and `spare_tokens` more behind its end while there are any: for branches
         (`put_back`).
@@ -175,7 +175,7 @@ class Engine(Generic[PayloadT, ResultT]):
             raise InvalidRequestError(
                 f"A sequence of up to {max_length} tokens was asked for; this model serves 1 to {self.max_length}."
             )
-        return await self._admission.open(max_length, spare_tokens)
+        return await self._admission.open(max_length, spare_tokens, client)
 
     def release(self, sequence: Sequence) -> None:
         """Gives the sequence's pages back, before the next step. Jobs of it that are in flight are dropped."""

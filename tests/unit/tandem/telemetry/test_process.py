@@ -120,7 +120,9 @@ def test_warnings_are_rare_and_losses_are_counted(caplog: pytest.LogCaptureFixtu
     assert registry.get_sample_value(name, {"signal": "metrics"}) == 1
 
 
-def test_a_transfer_that_is_cut_off_at_the_end_writes_to_no_closed_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_transfer_that_is_cut_off_at_the_end_writes_to_no_closed_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     registry = CollectorRegistry()
     failures = Failures(registry)
     failures.mute()

@@ -137,17 +137,23 @@ async def _until_stalled(http: httpx.AsyncClient) -> list[float]:
     """Seconds of good requests, one after another, until the readers have given up their places."""
     deadline = time.perf_counter() + SETTLED_SECONDS
     found = [await _good_request(http, 0)]
-    while load := (await http.get("/load")).json()["server_load"]:
+    while count := await _sequences(http):
         if time.perf_counter() > deadline:
-            raise TimeoutError(f"{load} readers still hold places after {SETTLED_SECONDS:g} s")
+            raise TimeoutError(f"{count} readers still hold places after {SETTLED_SECONDS:g} s")
         found.append(await _good_request(http, len(found)))
     return found
+
+
+async def _sequences(http: httpx.AsyncClient) -> int:
+    """Sequences that are open or wait on the target."""
+    replicas = (await http.get("/tandem/status")).json()["replicas"]
+    return sum(int(replica["open_sequences"]) for replica in replicas if replica["role"] == "target")
 
 
 async def _good_request(http: httpx.AsyncClient, number: int) -> float:
     began = time.perf_counter()
     body = {
-        "prompt": [5, 9, number + 1],
+        "prompt": [5, 9, number % 1000],
         "max_tokens": 16,
         "temperature": 0,
         "ignore_eos": True,

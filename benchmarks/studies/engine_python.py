@@ -59,9 +59,9 @@ class NoModel:
         return self._logits[: len(rows)]
 
     @property
-    def warm_up_sizes(self) -> Sequence[int]:
+    def warm_up_steps(self) -> Sequence[tuple[int, ...]]:
         """One, for a warm-up."""
-        return (1,)
+        return ((1,),)
 
     def prompt_tokens(self, limit: int) -> int:
         """As many as allowed."""

@@ -71,7 +71,7 @@ async def chat_prompt(
     Raises:
         InvalidRequestError: there is no template, it does not take the messages, or the prompt is too large.
     """
-    messages = [message.model_dump() for message in body.messages]
+    messages = [message.fields for message in body.messages]
     prompt = await text_of_chat(
         template,
         messages,

@@ -185,6 +185,11 @@ class Message(BaseModel):
     role: str
     content: str | Items[dict[str, Any]] | None = None
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """All of it, as `model_dump` gives it: that takes three times as long, for JSON that is plain already."""
+        return {"role": self.role, "content": self.content, **(self.model_extra or {})}
+
 
 class ChatBody(Sampled):
     """`POST /v1/chat/completions`."""

@@ -35,8 +35,9 @@ class StepBackend(Protocol):
         ...
 
     @property
-    def warm_up_sizes(self) -> SequenceOf[int]:
-        """Token counts of a single sequence for which the backend prepares something on first use, smallest first."""
+    def warm_up_steps(self) -> SequenceOf[tuple[int, ...]]:
+        """Steps for which the backend prepares something on first use, smallest first; each as the number of tokens of
+        its sequences. Those of all but the first are few, as where one reads a prompt beside others that decode."""
         ...
 
     def prompt_tokens(self, limit: int) -> int:

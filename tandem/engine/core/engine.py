@@ -89,6 +89,7 @@ class Engine(Generic[PayloadT, ResultT]):
         memory = plan_memory(model, settings, self.max_length, captured, meter or meter_of(model.device))
         pages = arena_pages(model.layers, memory.settings, self.max_length, model.dtype, model.device)
         arena = KvArena(model.layers, pages, model.dtype, model.device)
+        self._most_sequences = settings.max_sequences - settings.kept_sequences
         self._admission = Admission(settings, model.info.vocabulary_size, arena)
         self._cache = PagedCache(arena, reuses_prefixes=settings.prefix_reuse)
         graphs = backends.graph_context(arena, buckets, self.max_length)
@@ -124,30 +125,47 @@ class Engine(Generic[PayloadT, ResultT]):
             logger.error("engine thread did not stop", extra={"timeout_seconds": _CLOSE_TIMEOUT_SECONDS})
 
     async def warm_up(self) -> None:
-        """Runs steps of several sizes, so that the first requests do not pay for what is set up when a size is first
-        wanted; of a large model only the small ones, which are all that the time allows for.
+        """Runs steps of several sizes, so that no request pays for what is set up when a size is first wanted; of a
+        large model only the small ones, which are all that the time allows for.
 
         Raises:
             NonFiniteLogitsError: the model computes NaN or infinity.
         """
-        ends = time.perf_counter() + _WARM_UP_SECONDS
-        sizes = self._runner.warm_up_sizes
-        sequence = await self.open(min(sizes[-1], self.max_length))
-        sequence.is_private = True
+        steps = [
+            step
+            for step in self._runner.warm_up_steps
+            if len(step) <= self._most_sequences and max(step) <= self.max_length
+        ]
+        sequences = [await self.open(max(map(max, steps))) for _ in range(max(map(len, steps)))]
         try:
-            for size in sizes:
-                began = time.perf_counter()
-                if size > sequence.max_length:
-                    break
-                # Another token each time, or it would be known already.
-                token_ids = (size % self.model.info.vocabulary_size,) * size
-                await self._submit(Job(sequence, Delta(0, token_ids), 0, None))
-                ended = time.perf_counter()
-                if size >= SMALL_STEP_TOKENS and ended + 2 * (ended - began) > ends:
-                    break
-            await self._check_logits(sequence)
+            for sequence in sequences:
+                sequence.is_private = True
+                await self._submit(
+                    Job(sequence, Delta(0, (0,)), 0, None)
+                )  # a new one would wait its turn for more
+            await self._run_warm_up(steps, sequences)
+            await self._check_logits(sequences[0])
         finally:
-            self.release(sequence)
+            for sequence in sequences:
+                self.release(sequence)
+
+    async def _run_warm_up(self, steps: SequenceOf[tuple[int, ...]], sequences: SequenceOf[Sequence]) -> None:
+        ends = time.perf_counter() + _WARM_UP_SECONDS
+        for step in steps:
+            began, size = time.perf_counter(), sum(step)
+            # Another token each time, or it would be known already.
+            token_id = size % self.model.info.vocabulary_size
+            jobs: list[Job[Any]] = [
+                Job(sequence, Delta(0, (token_id,) * count), 0, None)
+                for sequence, count in zip(sequences, step, strict=False)
+            ]
+            for job in jobs:
+                job.future = asyncio.get_running_loop().create_future()
+            self._worker.submit(*jobs)  # together, so that they share a step
+            await asyncio.gather(*(job.future for job in jobs if job.future is not None))
+            ended = time.perf_counter()
+            if size >= SMALL_STEP_TOKENS and ended + 2 * (ended - began) > ends:
+                break
 
     async def _check_logits(self, sequence: Sequence) -> None:
         """Refuses a model that computes what are no numbers, by several tokens with rows for all of them."""

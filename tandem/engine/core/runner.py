@@ -17,9 +17,9 @@ class StepRunner:
         self.backends = tuple(backends)
 
     @property
-    def warm_up_sizes(self) -> SequenceOf[int]:
-        """Token counts of a single sequence for which some backend prepares something, smallest first."""
-        return sorted({size for backend in self.backends for size in backend.warm_up_sizes})
+    def warm_up_steps(self) -> SequenceOf[tuple[int, ...]]:
+        """Steps for which some backend prepares something, smallest first; see `StepBackend`."""
+        return sorted({step for backend in self.backends for step in backend.warm_up_steps}, key=sum)
 
     def prompt_tokens(self, limit: int) -> int:
         """The number of prompt tokens, up to `limit`, that a step should take."""

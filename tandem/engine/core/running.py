@@ -36,6 +36,7 @@ class RunningJobs(Generic[PayloadT]):
         if self.by_sequence.get(job.sequence) is job:
             del self.by_sequence[job.sequence]
             job.sequence.idle_since = time.monotonic()
+            job.sequence.is_new = False
         self._ended.append((job, result))
 
     def settle_untrusted(self, job: Job[PayloadT], failed: Failed) -> None:

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 from tandem.engine.core.jobs import Job
 from tandem.engine.kv_cache.segment import Segment
 
 _SHORT_TOKENS = 32
-"""Work of at most this many tokens (a draft step, a verify block) never waits for a prompt."""
+"""Work of at most this many tokens is short: a draft step, a verify block."""
 
 
-def next_segments(jobs: Iterable[Job[Any]], prefill_chunk_tokens: int) -> list[Segment]:
+def next_segments(jobs: Collection[Job[Any]], prompt_tokens: int) -> list[Segment]:
     """The next part of each job that may run now, oldest job first.
 
-    Short work always runs, whole. Long work shares `prefill_chunk_tokens`, so that it delays the rest by one chunk at
-    most. Rows are all computed in one step: the last part of a job is at least as long as its `row_count`.
+    Work of a sequence that has had an answer always runs, whole, if it is short. All other is reading prompts and
+    shares `prompt_tokens`, so that it delays the rest by so much at most: short prompts first, then parts of long
+    ones. Rows are all computed in one step: the last part of a job is at least as long as its `row_count`.
     """
-    budget = prefill_chunk_tokens
-    segments = []
+    short = min(_SHORT_TOKENS, prompt_tokens)
+    budget = prompt_tokens
+    counts: dict[Job[Any], int] = {}
     for job in jobs:
         pending = job.sequence.pending_count
-        if pending <= min(_SHORT_TOKENS, prefill_chunk_tokens):
-            segments.append(Segment(job.sequence, pending))
+        if pending > short:
             continue
-        count = _part(pending, job.row_count, budget)
-        if count:
-            segments.append(Segment(job.sequence, count))
-            budget -= count
-    return segments
+        if not job.sequence.is_new:
+            counts[job] = pending
+        elif pending <= budget:
+            counts[job] = pending
+            budget -= pending
+    for job in jobs:
+        pending = job.sequence.pending_count
+        if pending > short:
+            counts[job] = _part(pending, job.row_count, budget)
+            budget -= counts[job]
+    return [Segment(job.sequence, counts[job]) for job in jobs if counts.get(job)]
 
 
 def _part(pending: int, row_count: int, budget: int) -> int:

@@ -96,8 +96,8 @@ class Worker(Generic[PayloadT, ResultT]):
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
-    def submit(self, job: Job[PayloadT]) -> None:
-        """Submits a job; it joins the next step.
+    def submit(self, *jobs: Job[PayloadT]) -> None:
+        """Submits jobs; they join the next step.
 
         Raises:
             ServiceUnavailableError: the thread has ended, or is about to.
@@ -105,8 +105,9 @@ class Worker(Generic[PayloadT, ResultT]):
         with self._wakeup:
             if self._is_stopping:
                 raise ServiceUnavailableError("The engine is not running.")
-            self._submitted.append(job)
-            self._rejoin.came_back(job.sequence)
+            self._submitted.extend(jobs)
+            for job in jobs:
+                self._rejoin.came_back(job.sequence)
 
     def put_back(self, job: BackgroundJob) -> None:
         """Submits background work, which runs while there is no job. A later job of its sequence ends it.

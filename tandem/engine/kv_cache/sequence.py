@@ -17,8 +17,8 @@ _serial_numbers = count(1)
 class Sequence:
     """Token ids and the state of their KV, made by `Engine.open`. Its state belongs to the engine's thread."""
 
-    __slots__ = ("_computed_length", "chains", "clean_length", "idle_since", "is_private", "is_released", "max_length",
-                 "serial", "spare_tokens", "table", "tables", "token_ids", "vocabulary_size")  # fmt: skip
+    __slots__ = ("_computed_length", "chains", "clean_length", "idle_since", "is_new", "is_private", "is_released",
+                 "max_length", "serial", "spare_tokens", "table", "tables", "token_ids", "vocabulary_size")  # fmt: skip
 
     def __init__(
         self,
@@ -44,6 +44,8 @@ class Sequence:
         self._computed_length = 0
         self.clean_length = 0
         """Positions below this hold numbers of this sequence or zeros, never leftovers of another."""
+        self.is_new = True
+        """No job of it has ended: what it has to compute is a prompt, however short."""
         self.is_released = False
         self.is_private = False
         """Nobody else reuses what it computed."""

@@ -29,7 +29,7 @@ class ModuleSteps:
         self.attention = NativeAttention(kernels, arena, model.layers)
 
     @property
-    def warm_up_sizes(self) -> SequenceOf[int]:
+    def warm_up_steps(self) -> SequenceOf[tuple[int, ...]]:
         """See `StepBackend`."""
         return ()
 
@@ -65,9 +65,9 @@ class CpuNativeBackend(ModuleSteps):
             logger.info("steps run by the model's modules", extra={"reason": str(error)})
 
     @property
-    def warm_up_sizes(self) -> SequenceOf[int]:
+    def warm_up_steps(self) -> SequenceOf[tuple[int, ...]]:
         """See `StepBackend`."""
-        return () if self.plans is None else self.plans.warm_up_sizes
+        return () if self.plans is None else self.plans.warm_up_steps
 
     def prompt_tokens(self, limit: int) -> int:
         """See `StepBackend`."""

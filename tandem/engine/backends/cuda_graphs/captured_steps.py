@@ -100,7 +100,7 @@ class CapturedSteps:
         return len(self._steps)
 
     @property
-    def warm_up_sizes(self) -> SequenceOf[int]:
+    def warm_up_steps(self) -> SequenceOf[tuple[int, ...]]:
         """See `StepBackend`. All is set up by the capture."""
         return ()
 

@@ -26,9 +26,9 @@ class EagerBackend:
         self._arena = arena
 
     @property
-    def warm_up_sizes(self) -> SequenceOf[int]:
+    def warm_up_steps(self) -> SequenceOf[tuple[int, ...]]:
         """See `StepBackend`. torch sets up buffers for each small size."""
-        return range(1, SMALL_STEP_TOKENS + 1)
+        return [(size,) for size in range(1, SMALL_STEP_TOKENS + 1)]
 
     def prompt_tokens(self, limit: int) -> int:
         """See `StepBackend`."""

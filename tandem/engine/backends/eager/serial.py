@@ -32,9 +32,9 @@ class SerialBackend:
         self._cache = Cache(layers=list(self._layers))
 
     @property
-    def warm_up_sizes(self) -> SequenceOf[int]:
+    def warm_up_steps(self) -> SequenceOf[tuple[int, ...]]:
         """See `StepBackend`."""
-        return range(1, _SMALL_STEP_TOKENS + 1)
+        return [(size,) for size in range(1, _SMALL_STEP_TOKENS + 1)]
 
     def prompt_tokens(self, limit: int) -> int:
         """See `StepBackend`."""

@@ -14,7 +14,7 @@ from coordinator.http.chat.template import ChatTemplate
 from coordinator.http.openai.fields import FIELDS, Effect, Endpoint, FieldRow, rows_of
 from coordinator.http.openai.known import KnownFields
 from coordinator.http.openai.prompts import requests_of
-from coordinator.http.openai.schema import ChatBody, CompletionBody
+from coordinator.http.openai.schema import ChatBody, CompletionBody, Message
 from coordinator.requests.bounds import check_bounds
 from coordinator.requests.plan import Models
 from coordinator.requests.validation import TokenizedRequest, check_request
@@ -101,6 +101,20 @@ def test_the_table_has_every_field_that_is_known() -> None:
     assert set(completions) >= set(CompletionBody.model_fields) - set(KnownFields.model_fields)
     assert set(chat) | set(completions) == set(ChatBody.model_fields) | set(CompletionBody.model_fields)
     assert len({row.name for row in FIELDS}) >= 40
+
+
+@pytest.mark.parametrize(
+    "content", [None, "hi", [{"type": "text", "text": "hi"}, {"type": "image", "n": [1]}]]
+)
+def test_a_message_reaches_its_template_with_everything_that_came(content: object) -> None:
+    came = {
+        "role": "user",
+        "content": content,
+        "name": "ann",
+        "tool_calls": [{"id": 1, "function": {"n": None}}],
+    }
+    message = Message.model_validate(came)
+    assert message.fields == message.model_dump() == came
 
 
 async def test_a_final_assistant_message_is_continued() -> None:

@@ -31,7 +31,7 @@ def test_torch_passes_its_own_trial(family: str, dtype: str, tiny_model: Callabl
 class Wrong:
     """Gives torch's own logits, but in each sequence with its error times a factor."""
 
-    warm_up_sizes = ()
+    warm_up_steps = ()
 
     def __init__(self, reference: Reference, own: torch.Tensor, factors: Sequence[float]) -> None:
         counts = [count for _, count in reference._lengths]

@@ -14,7 +14,9 @@ _CHUNK = 100
 
 
 def _job(pending: int, row_count: int = 1, computed: int = 0) -> Job[None]:
+    """A job of a sequence that has had an answer, if it has computed anything."""
     sequence = Sequence(PageTable(64, 1024), 1024, vocabulary_size=2)
+    sequence.is_new = not computed
     sequence.apply(Delta(0, [1] * (computed + pending)))
     sequence.advance(computed)
     return Job(sequence, Delta(0, ()), row_count, None)
@@ -27,6 +29,17 @@ def _counts(*jobs: Job[None]) -> list[int]:
 
 def test_short_work_runs_beside_a_long_prompt() -> None:
     assert _counts(_job(500), _job(1, computed=40), _job(6, 6, computed=9)) == [100, 1, 6]
+
+
+def test_rounds_always_run_and_short_prompts_share_a_chunk() -> None:
+    """Forty prompts of which others have computed all but the ends would make a step of a thousand tokens."""
+    rounds = [_job(5, 5, computed=40) for _ in range(30)]
+    prompts = [_job(30) for _ in range(40)]
+    assert _counts(*prompts, *rounds) == [30, 30, 30, *[0] * 37, *[5] * 30]
+
+
+def test_a_short_prompt_goes_before_a_long_one() -> None:
+    assert _counts(_job(500), _job(10), _job(20)) == [70, 10, 20]
 
 
 def test_long_prompts_share_one_chunk_oldest_first() -> None:

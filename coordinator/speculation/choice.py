@@ -23,7 +23,7 @@ FIRST_RENEWAL_ROUNDS = 4
 TRIAL_ROUNDS = 3
 """Rounds of each request in a trial. The first one may share steps with sequences that have not begun the trial."""
 TRIAL_SHARE = 0.01
-"""Share of all rounds that trials may take, except for the first trial at each load."""
+"""Share of all rounds, and of their time, that trials may take, except for the first trial at each load."""
 FIRST_TRIAL_ROUNDS = 32
 """Rounds of each request before the first trial: where the draft is useless, earlier ones cost more than they find."""
 SURPRISED_ROUNDS = 16
@@ -171,7 +171,8 @@ class Choice:
         self.gains.forget(REMEMBERED_PROPOSALS)
         self.costs.forget_drafting()
         self._surprise = -1.0
-        self._begin_trial(TRIAL_ROUNDS + 1)  # in the first round the draft reads the prompt
+        # In the first round the draft reads the prompt. The others' rounds share the steps of this one's proposals.
+        self._begin_trial((TRIAL_ROUNDS + 1) * self.load)
         return self.trial_tokens
 
     def tried(self, proposed: int, accepted: int) -> None:
@@ -190,7 +191,7 @@ class Choice:
 
     def _begin_trial(self, rounds: int) -> None:
         self.trial_tokens = other = self._candidate()
-        pause = rounds / TRIAL_SHARE * self._backoff
+        pause = rounds * self._dearness(other) / TRIAL_SHARE * self._backoff
         if self._is_hopeless(other):
             pause *= 4
         self._next_trial = self._rounds + int(
@@ -198,6 +199,11 @@ class Choice:
         )
         self._backoff = min(2 * self._backoff, MAX_BACKOFF)
         self._trials += 1
+
+    def _dearness(self, other: int) -> float:
+        """A round with `other` tokens by one with the best number, in predicted seconds; at least 1."""
+        seconds = self.round_seconds
+        return max(seconds[other] / max(seconds[self.tokens], 1e-9), 1.0) if seconds else 1.0
 
     def _candidate(self) -> int:
         """The length that the next trial tries: the most promising other one, or sometimes 0 or the longest.

@@ -220,9 +220,8 @@ class Verifier:
                 does not have.
         """
         adjustments = self._adjustments(options)
-        cached = await self._engine.open(
-            options.max_length or self.model_info.max_length, client=options.client
-        )
+        longest = options.max_length or self.model_info.max_length
+        cached = await self._engine.open(longest, client=options.client)
         self._bound.open(options.request_id, cached)
         sequence = VerifiedSequence(self._engine, cached, options, adjustments)
         try:

@@ -123,11 +123,9 @@ async def _readers(kind: str, address: str, port: int, seconds: float) -> list[s
             async with AsyncExitStack() as stack:
                 if name != "alone":
                     await stack.enter_async_context(_attack(kind, address, port))
-                    arriving = await _until_stalled(http)
-                    lines.append(
-                        f"{kind}, while they arrive: a request of 16 tokens {1e3 * arriving[0]:.1f} ms at first, then "
-                        f"{_described(arriving)}"
-                    )
+                    came = await _until_stalled(http)
+                    said = f"{1e3 * came[0]:.1f} ms at first, then {_described(came)}"
+                    lines.append(f"{kind}, while they arrive: a request of 16 tokens {said}")
                 found = [await _good_request(http, number) for number in range(GOOD_REQUESTS)]
             lines.append(f"{kind}, {name}: a request of 16 tokens {_described(found)}")
     return lines

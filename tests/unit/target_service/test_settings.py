@@ -43,7 +43,9 @@ async def test_the_kv_cache_has_the_size_in_bytes_that_was_asked_for() -> None:
     layers = load_model(DEMO_TARGET, dtype="float32").layers
     size = 3 * 64 * 4 * sum(layer.values_per_token for layer in layers)
     limited = load_verifier(settings.model_copy(update={"kv_cache_memory_bytes": size}))
-    assert (whole, limited.kv_usage().total_tokens) == (10 * 64, 3 * 64), "nine, and one that is kept for clients with few"
+    assert (whole, limited.kv_usage().total_tokens) == (10 * 64, 3 * 64), (
+        "nine, and one that is kept for clients with few"
+    )
 
 
 async def test_a_prompt_is_read_in_chunks_of_at_most_the_batched_tokens() -> None:

@@ -6,7 +6,7 @@ import sys
 
 from benchmarks import bench
 from benchmarks.load import generator
-from coordinator.cli.bench import sends_load
+from coordinator.cli.serve import sends_load
 
 if __name__ == "__main__":
     run = generator.run if sends_load(sys.argv[1:]) else bench.run

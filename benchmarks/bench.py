@@ -15,7 +15,7 @@ from benchmarks.reports.report import Report
 from benchmarks.reports.tables import markdown, show
 from benchmarks.settings import BenchSettings, parse
 from benchmarks.targets import targets_of
-from coordinator.cli.exit_codes import exit_code
+from coordinator.cli.command import exit_code
 from tandem.errors import TandemError
 from tandem.logs import configure
 from tandem.settings import exit_with

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.services import service
-from coordinator.cli.up.devices import DRAFT_SHARE, TARGET_SHARE
-from tandem.config.methods import checkpoint_method
+from coordinator.cli.up import DRAFT_SHARE, TARGET_SHARE
+from tandem.config.names import checkpoint_method
 
 _SHARES = {"target": TARGET_SHARE, "draft": DRAFT_SHARE}
 """Of one GPU's memory, where both models are on it."""

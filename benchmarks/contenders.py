@@ -24,8 +24,8 @@ from benchmarks.services import service
 from benchmarks.workload import Answer, Outcome, Workload
 from coordinator.cli.serve import BOUND_PACKAGE
 from coordinator.stats.speculation import add
-from tandem.clients.aio import Client
-from tandem.config.methods import BOUND_METHODS, MODEL_FREE_METHODS, OWN_METHODS
+from tandem.client import Client
+from tandem.config.names import BOUND_METHODS, MODEL_FREE_METHODS, OWN_METHODS
 from tandem.types import GenerationRequest, SpeculationStats
 
 HEAD_METHODS = tuple(method for method in BOUND_METHODS if method not in OWN_METHODS)

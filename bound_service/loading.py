@@ -10,7 +10,7 @@ from bound_service.method import head_method
 from draft_service.proposers.heads.block import block_kind
 from draft_service.proposers.heads.bound import BoundProposer, HeadKind
 from draft_service.proposers.heads.parallel import parallel_kind
-from tandem.config.methods import MTP
+from tandem.config.names import MTP
 from tandem.engine.backends.hidden_states.head_model import as_model
 from tandem.engine.backends.hidden_states.pairing import BoundSequences, PairedStates
 from tandem.engine.backends.hidden_states.tap import HiddenStateTap

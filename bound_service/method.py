@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tandem.config.methods import BOUND_METHODS, MTP, OWN_METHODS, canonical_method, checkpoint_method
+from tandem.config.names import BOUND_METHODS, MTP, OWN_METHODS, canonical_method, checkpoint_method
 from tandem.errors import ConfigurationError
 from target_service.settings import TargetSettings
 

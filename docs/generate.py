@@ -17,18 +17,20 @@ from coordinator.http.openai.rules import HTTP_RULES
 from coordinator.replicas.compatibility import MODEL_RULES
 from coordinator.requests.bounds import BOUND_RULES
 from coordinator.requests.validation import REQUEST_RULES
-from coordinator.settings.coordinator import COORDINATOR_RULES, CheckedSpeculativeConfig, CoordinatorSettings
-from coordinator.settings.http import HTTP_OPTION_RULES, HttpOptions
-from coordinator.settings.request_bounds import RequestBounds
-from coordinator.settings.service_access import ServiceAccessOptions
+from coordinator.settings.coordinator import (
+    COORDINATOR_RULES,
+    HTTP_OPTION_RULES,
+    CheckedSpeculativeConfig,
+    CoordinatorSettings,
+    HttpOptions,
+    RequestBounds,
+    ServiceAccessOptions,
+)
 from draft_service.settings import DraftSettings
-from tandem.config.acceptance import AcceptanceOptions
-from tandem.config.drafting import DraftingOptions
-from tandem.config.normalization import ALIASES
-from tandem.config.refusals import REFUSED_METHODS, REFUSED_OPTIONS
+from tandem.config.names import REFUSED_METHODS, REFUSED_OPTIONS
+from tandem.config.options import ALIASES
 from tandem.config.rule import Rule, spelled
-from tandem.config.source_options import SourceOptions
-from tandem.config.speculative import SpeculativeConfig
+from tandem.config.speculative import AcceptanceOptions, DraftingOptions, SourceOptions, SpeculativeConfig
 from tandem.serving.protection import AdminOptions, ProtectionOptions
 from tandem.settings import SERVER_RULES, ModelServerSettings, ServerSettings
 from tandem.telemetry.settings import TelemetryOptions

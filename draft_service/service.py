@@ -14,7 +14,7 @@ from draft_service.proposers.ngram import ngram_proposer
 from draft_service.proposers.suffix import suffix_proposer
 from draft_service.servicer import DraftServicer
 from draft_service.settings import DraftSettings
-from tandem.config.methods import BOUND_METHODS
+from tandem.config.names import BOUND_METHODS
 from tandem.errors import ConfigurationError
 from tandem.serving.calls import RunningCalls
 from tandem.serving.interceptors.readiness import ReadinessInterceptor

@@ -7,10 +7,8 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from tandem.config.devices import as_torch
-from tandem.config.drafting import DraftingOptions
-from tandem.config.methods import STANDALONE
-from tandem.config.source_options import SourceOptions
+from tandem.config.names import STANDALONE, as_torch
+from tandem.config.speculative import DraftingOptions, SourceOptions
 from tandem.errors import ConfigurationError
 from tandem.settings import COMMAND_LINE, ModelServerSettings
 

@@ -1,5 +1,163 @@
-"""The public import name of `AdminClient`; `tandem.clients.admin` holds it."""
+"""The Python client for administration, on which `tandem admin` is built.
 
-from tandem.clients.admin import AdminClient
+async with AdminClient("127.0.0.1:50051") as admin:
+    status = await admin.status()
+"""
 
-__all__ = ["AdminClient"]
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tandem.admin import ConfigOption, Diagnosis, RequestReport, Stats, Status
+from tandem.client import DEFAULT_ADDRESS, coordinator_errors
+from tandem.errors import DeadlineError, ServiceUnavailableError
+from tandem.replica import ReplicaSnapshot
+from tandem.rpc.channels import open_channel
+from tandem.rpc.credentials import PLAIN, Credentials
+from tandem.v1 import admin_pb2
+from tandem.v1.admin_pb2_grpc import AdminServiceStub
+from tandem.wire import admin as wire
+
+DEFAULT_TIMEOUT_SECONDS = 10.0
+
+
+class AdminClient:
+    """Calls a coordinator's AdminService.
+
+    Every method raises a `TandemError`: ServiceUnavailableError without an answer in time, NotFoundError and
+    InvalidRequestError for wrong names and values, UnauthenticatedError and PermissionDeniedError for a wrong token.
+    """
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        credentials: Credentials = PLAIN,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    ) -> None:
+        """Connects on first use.
+
+        Args:
+            address: host:port of the coordinator.
+            credentials: How to connect; an admin token among them where the coordinator has one.
+            timeout_seconds: How long one call may take.
+        """
+        self.address = address
+        self._timeout = timeout_seconds
+        self._channel = open_channel(address, credentials=credentials)
+        self._stub = AdminServiceStub(self._channel)
+
+    async def __aenter__(self) -> AdminClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._channel.close()
+
+    async def is_serving(self) -> bool:
+        """True if the coordinator takes requests, by the standard health protocol, which needs no token."""
+        stub = health_pb2_grpc.HealthStub(self._channel)
+        with self._errors():
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=self._timeout)
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def status(self) -> Status:
+        """How the coordinator does."""
+        with self._errors():
+            answer = await self._stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=self._timeout)
+        return wire.status_from_proto(answer.status)
+
+    async def replicas(self) -> list[ReplicaSnapshot]:
+        """Every replica: targets first, then drafts, each by address."""
+        with self._errors():
+            answer = await self._stub.ListReplicas(admin_pb2.ListReplicasRequest(), timeout=self._timeout)
+        return [*map(wire.replica_from_proto, answer.replicas)]
+
+    async def drain(self, address: str, *, allow_last_target: bool = False) -> ReplicaSnapshot:
+        """Send no new sequences to a replica, and let it finish its own."""
+        request = admin_pb2.DrainReplicaRequest(address=address, allow_last_target=allow_last_target)
+        with self._errors():
+            answer = await self._stub.DrainReplica(request, timeout=self._timeout)
+        return wire.replica_from_proto(answer.replica)
+
+    async def resume(self, address: str) -> ReplicaSnapshot:
+        """Give a replica new sequences again."""
+        request = admin_pb2.ResumeReplicaRequest(address=address)
+        with self._errors():
+            answer = await self._stub.ResumeReplica(request, timeout=self._timeout)
+        return wire.replica_from_proto(answer.replica)
+
+    async def requests(self) -> list[RequestReport]:
+        """The requests that run, the oldest first."""
+        with self._errors():
+            answer = await self._stub.ListRequests(admin_pb2.ListRequestsRequest(), timeout=self._timeout)
+        return [*map(wire.request_from_proto, answer.requests)]
+
+    async def request(self, request_id: str) -> RequestReport:
+        """The request whose id begins like this."""
+        request = admin_pb2.GetRequestRequest(request_id=request_id)
+        with self._errors():
+            answer = await self._stub.GetRequest(request, timeout=self._timeout)
+        return wire.request_from_proto(answer.request)
+
+    async def abort(self, request_id: str, reason: str = "") -> RequestReport:
+        """End the request whose id begins like this; its client receives the reason."""
+        request = admin_pb2.AbortRequestRequest(request_id=request_id, reason=reason)
+        with self._errors():
+            answer = await self._stub.AbortRequest(request, timeout=self._timeout)
+        return wire.request_from_proto(answer.request)
+
+    async def stats(self) -> Stats:
+        """Counts since the start."""
+        with self._errors():
+            answer = await self._stub.GetStats(admin_pb2.GetStatsRequest(), timeout=self._timeout)
+        return wire.stats_from_proto(answer.stats)
+
+    async def watch_stats(self, interval_seconds: float = 1.0) -> AsyncGenerator[Stats]:
+        """Statistics at a fixed interval, until the caller leaves the loop."""
+        call = self._stub.WatchStats(admin_pb2.WatchStatsRequest(interval_seconds=interval_seconds))
+        try:
+            with self._errors():
+                async for answer in call:
+                    yield wire.stats_from_proto(answer.stats)
+        finally:
+            call.cancel()
+
+    async def config(self) -> list[ConfigOption]:
+        """Every option with its value and its origin."""
+        with self._errors():
+            answer = await self._stub.GetConfig(admin_pb2.GetConfigRequest(), timeout=self._timeout)
+        return [*map(wire.option_from_proto, answer.options)]
+
+    async def update_config(
+        self, values: Mapping[str, str], reset: Collection[str] = ()
+    ) -> list[ConfigOption]:
+        """Change options for new requests; returns the named options."""
+        request = admin_pb2.UpdateConfigRequest(values=values, reset_names=reset)
+        with self._errors():
+            answer = await self._stub.UpdateConfig(request, timeout=self._timeout)
+        return [*map(wire.option_from_proto, answer.options)]
+
+    async def diagnose(self) -> Diagnosis:
+        """The coordinator's findings, each with what to do about it."""
+        with self._errors():
+            answer = await self._stub.Diagnose(admin_pb2.DiagnoseRequest(), timeout=self._timeout)
+        return wire.diagnosis_from_proto(answer)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            with coordinator_errors(self.address):
+                yield
+        except DeadlineError:
+            raise ServiceUnavailableError(
+                f"coordinator {self.address}: no answer within {self._timeout:g} s"
+            ) from None

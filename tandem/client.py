@@ -1,5 +1,375 @@
-"""The public import name of `Client`; `tandem.clients.aio` holds it."""
+"""Decides whether and when a request is retried: a pure function that both clients share."""
 
-from tandem.clients.aio import Client
+from __future__ import annotations
 
-__all__ = ["Client"]
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, TypedDict, Unpack
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tandem.errors import (
+    CapacityError,
+    DeadlineError,
+    InvalidRequestError,
+    ServiceUnavailableError,
+    TandemError,
+)
+from tandem.plural import plural
+from tandem.rpc.channels import errors_of, open_channel
+from tandem.rpc.credentials import PLAIN, Credentials
+from tandem.types import (
+    ChatMessage,
+    Chunk,
+    FinishReason,
+    GenerationRequest,
+    RowKind,
+    SpeculationStats,
+    Summary,
+    TokenLogprobs,
+)
+from tandem.v1 import generation_pb2
+from tandem.v1.generation_pb2_grpc import GenerationServiceStub
+from tandem.wire.generation import chat_prompt_from_proto, chat_to_proto, chunk_from_proto, request_to_proto
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """Number of retries of a request that has delivered nothing.
+
+    Only for errors that may pass: a coordinator that cannot be reached, or one that is full and says when to come back.
+    """
+
+    attempts: int = 4
+    """Maximum attempts, including the first."""
+    first_wait_seconds: float = 0.1
+    """Longest wait before the second try; it doubles with each."""
+    longest_wait_seconds: float = 5.0
+    """Longest wait before an attempt. A refusal that asks for a longer wait is raised instead."""
+
+    def wait_seconds(self, error: TandemError, tried: int, uniform: float) -> float | None:
+        """Seconds to wait before the next attempt; None: do not retry.
+
+        Args:
+            error: Error of the last attempt.
+            tried: Number of attempts so far.
+            uniform: Between 0 and 1: spreads the retries of clients that failed at the same moment.
+        """
+        if tried >= self.attempts:
+            return None
+        spread = self.first_wait_seconds * 2.0 ** (tried - 1)
+        if isinstance(error, ServiceUnavailableError):
+            # At least half of the wait remains.
+            return min(spread * (0.5 + 0.5 * uniform), self.longest_wait_seconds)
+        hint = error.retry_after_seconds if isinstance(error, CapacityError) else None
+        return hint + spread * uniform if hint is not None and hint <= self.longest_wait_seconds else None
+
+
+NO_RETRIES = Retries(attempts=1)
+"""A single try."""
+
+
+class Tries:
+    """The tries of one request, within its time."""
+
+    def __init__(self, retries: Retries, timeout_seconds: float | None, service: str) -> None:
+        self.timeout_seconds = timeout_seconds
+        self.delivered = 0
+        """Tokens received so far."""
+        self._retries = retries
+        self._service = service
+        self._tried = 0
+        self._end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+
+    @property
+    def remaining_seconds(self) -> float | None:
+        """How long the next try may take; None: without end."""
+        return None if self._end is None else max(0.0, self._end - time.monotonic())
+
+    def wait_seconds(self, error: TandemError) -> float:
+        """Seconds to wait before the next attempt.
+
+        Raises:
+            TandemError: the error itself, if there is no next attempt: tokens were delivered, a retry would not help,
+                or the time is up.
+        """
+        self._tried += 1
+        if isinstance(error, DeadlineError) and self.timeout_seconds is not None:
+            # gRPC's own clock may strike before the coordinator has had its say.
+            raise DeadlineError(
+                f"{self._service}: the request took longer than the {self.timeout_seconds:g} s it was given; "
+                f"{plural(self.delivered, 'token')} {'was' if self.delivered == 1 else 'were'} delivered"
+            ) from None
+        wait = None if self.delivered else self._retries.wait_seconds(error, self._tried, random.random())
+        remaining = self.remaining_seconds
+        if wait is None or (remaining is not None and wait >= remaining):
+            raise error
+        return wait
+
+
+# What gRPC says where an HTTP/1 server answers: the first bytes are no frame of HTTP/2.
+_SPEAKS_HTTP = ("Expected SETTINGS frame as the first frame", "connect an http1.x server")
+_REFUSED = "Connection refused"
+
+
+@contextmanager
+def coordinator_errors(address: str) -> Iterator[None]:
+    """Raise gRPC errors of the block as ours, naming the coordinator and the next step.
+
+    Raises:
+        TandemError: the branch of the tree that the status code stands for.
+    """
+    try:
+        with errors_of(f"coordinator {address}"):
+            yield
+    except ServiceUnavailableError as error:
+        advice = advice_on(str(error))
+        if advice is None:
+            raise
+        raise ServiceUnavailableError(f"coordinator {address}: {advice}") from error
+
+
+def advice_on(sentence: str) -> str | None:
+    """The reason in plain words and what to do, in place of gRPC's sentence; None where nothing better is known."""
+    if any(mark in sentence for mark in _SPEAKS_HTTP):
+        return (
+            "an HTTP server answers there, and this needs the coordinator's gRPC port (50051 unless set), not the "
+            "one of the page"
+        )
+    if _REFUSED in sentence:
+        return "connection refused; is `tandem up` running there? If it listens elsewhere, name its address"
+    return None
+
+
+Prompt = str | Sequence[int] | GenerationRequest
+"""Text, token ids of the target's vocabulary, or a request that says everything."""
+
+
+class Options(TypedDict, total=False):
+    """How to complete a prompt: fields of `GenerationRequest`, which documents them."""
+
+    max_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    seed: int | None
+    stop: str | Sequence[str]
+    num_speculative_tokens: int | None
+    rejection_sampling_strategy: str | None
+    speculation: bool
+    row_kind: RowKind | None
+    ignore_eos: bool
+    logprobs: int | None
+    logit_bias: Mapping[int, float]
+    min_tokens: int
+    stop_token_ids: Sequence[int]
+    include_stop_str_in_output: bool
+    max_tokens_must_fit: bool
+
+
+_BITS = {"seed": 64, "max_tokens": 32, "top_k": 32, "num_speculative_tokens": 32, "logprobs": 32}
+"""Size of the signed integers that carry these fields."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """A whole completion."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    drafted: tuple[bool, ...]
+    """For each token, whether the draft proposed it and the target accepted it."""
+    summary: Summary
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """For each token, when the request asked for them."""
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Reason for its end."""
+        return self.summary.finish_reason
+
+    @property
+    def speculation(self) -> SpeculationStats:
+        """Its speculation statistics."""
+        return self.summary.speculation
+
+
+def as_request(prompt: Prompt, options: Options) -> GenerationRequest:
+    """The request that a client's arguments mean."""
+    values: dict[str, Any] = dict(options)
+    if "stop" in values:
+        stop = values["stop"]
+        values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    if "stop_token_ids" in values:
+        values["stop_token_ids"] = tuple(values["stop_token_ids"])
+    if isinstance(prompt, GenerationRequest):
+        return replace(prompt, **values)
+    return GenerationRequest(prompt if isinstance(prompt, str) else tuple(prompt), **values)
+
+
+def as_message(request: GenerationRequest) -> generation_pb2.GenerateRequest:
+    """The request as a message.
+
+    Raises:
+        InvalidRequestError: a value has a wrong type, or is out of the protocol's range.
+    """
+    for name, bits in _BITS.items():
+        value, limit = getattr(request, name), 1 << (bits - 1)
+        if isinstance(value, int) and not -limit <= value < limit:
+            raise InvalidRequestError(f"{name} is {value}; it must be from {-limit} to {limit - 1}")
+    try:
+        return request_to_proto(request)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"the request cannot be sent: {error}") from None
+
+
+def joined(chunks: Sequence[Chunk]) -> Completed:
+    """All pieces of a completion as one."""
+    summary = chunks[-1].summary if chunks else None
+    assert summary is not None
+    return Completed(
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+        drafted=tuple(drafted for chunk in chunks for drafted in chunk.drafted),
+        summary=summary,
+        logprobs=tuple(position for chunk in chunks for position in chunk.logprobs),
+    )
+
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+_POLL_SECONDS = 0.1
+
+
+class Client:
+    """Talks to a coordinator."""
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        credentials: Credentials = PLAIN,
+        *,
+        retries: Retries = Retries(),
+    ) -> None:
+        """Connect on first use.
+
+        Args:
+            address: host:port of the coordinator.
+            credentials: TLS and the token, where it asks for them.
+            retries: How often a request that nothing was delivered of is tried again.
+
+        Raises:
+            ConfigurationError: a file of the credentials cannot be read, or makes no sense.
+        """
+        self.address = address
+        self._retries = retries
+        self._channel = open_channel(address, credentials=credentials)
+        self._stub = GenerationServiceStub(self._channel)
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection; requests still running are cancelled."""
+        await self._channel.close()
+
+    async def generate(
+        self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[Options]
+    ) -> AsyncGenerator[Chunk]:
+        """Stream a completion. The last chunk carries the summary.
+
+        Args:
+            prompt: Text, token ids, or a complete `GenerationRequest`.
+            timeout_seconds: Time limit of the whole call, including waits between retries.
+            options: Fields of `GenerationRequest`.
+
+        Raises:
+            TandemError: the coordinator refused or failed; the error's class says which.
+        """
+        message = as_message(as_request(prompt, options))
+        tries = Tries(self._retries, timeout_seconds, f"coordinator {self.address}")
+        while True:
+            try:
+                async with aclosing(self._try(message, tries)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+            except TandemError as error:
+                wait_seconds = tries.wait_seconds(error)
+            else:
+                return
+            await asyncio.sleep(wait_seconds)
+
+    async def complete(
+        self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[Options]
+    ) -> Completed:
+        """A whole completion; arguments and errors are those of `generate`."""
+        return joined(
+            [chunk async for chunk in self.generate(prompt, timeout_seconds=timeout_seconds, **options)]
+        )
+
+    async def chat_prompt(
+        self, messages: Sequence[ChatMessage], *, timeout_seconds: float | None = None
+    ) -> tuple[int, ...]:
+        """The prompt that a chat makes by the model's chat template, as token ids for `generate`.
+
+        Raises:
+            InvalidRequestError: the model has no chat template, or it does not take these messages.
+            TandemError: the coordinator refused or failed; the error's class says which.
+        """
+        with coordinator_errors(self.address):
+            response = await self._stub.RenderChat(chat_to_proto(messages), timeout=timeout_seconds)
+        return chat_prompt_from_proto(response)
+
+    async def _try(self, message: generation_pb2.GenerateRequest, tries: Tries) -> AsyncGenerator[Chunk]:
+        call = self._stub.Generate(message, timeout=tries.remaining_seconds)
+        try:
+            with coordinator_errors(self.address):
+                async for response in call:
+                    chunk = chunk_from_proto(response)
+                    tries.delivered += len(chunk.token_ids)
+                    yield chunk
+        finally:
+            call.cancel()
+
+    async def wait_until_ready(self, timeout_seconds: float) -> None:
+        """Return once the coordinator serves.
+
+        Raises:
+            ServiceUnavailableError: it does not within the time.
+        """
+        if not await serves(self._channel, timeout_seconds):
+            raise ServiceUnavailableError(
+                f"coordinator {self.address}: not ready within {timeout_seconds:g} s"
+            )
+
+
+async def serves(channel: grpc.aio.Channel, timeout_seconds: float) -> bool:
+    """True if the server behind a channel says within the time that it serves, by the standard health protocol."""
+    stub = health_pb2_grpc.HealthStub(channel)
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            while True:
+                try:
+                    answer = await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        return True
+                except grpc.aio.AioRpcError:
+                    pass  # not reachable yet; the time limit decides
+                await asyncio.sleep(_POLL_SECONDS)
+    except TimeoutError:
+        return False

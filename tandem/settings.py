@@ -19,11 +19,11 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from tandem.config.devices import Device
 from tandem.config.layers import Origin, merged, origins, read_layers
+from tandem.config.names import Device
 from tandem.config.options import SENTENCE, Options
-from tandem.config.revisions import RevisionOptions
 from tandem.config.rule import Rule
+from tandem.config.speculative import RevisionOptions
 from tandem.errors import ConfigurationError
 from tandem.logs import LogFormat, LogLevel
 from tandem.serving.protection import ProtectionOptions, exposure

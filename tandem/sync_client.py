@@ -1,5 +1,145 @@
-"""The public import name of `SyncClient`; `tandem.clients.sync` holds it."""
+"""The Python client without async.
 
-from tandem.clients.sync import SyncClient
+    with SyncClient("127.0.0.1:50051") as client:
+        for chunk in client.generate("def main():", max_tokens=64):
+            print(chunk.text, end="")
 
-__all__ = ["SyncClient"]
+Leaving the loop, by Ctrl-C too, cancels the request on every service. It may be shared by threads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Unpack, cast
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tandem.client import (
+    DEFAULT_ADDRESS,
+    Completed,
+    Options,
+    Prompt,
+    Retries,
+    Tries,
+    as_message,
+    as_request,
+    coordinator_errors,
+    joined,
+)
+from tandem.errors import ServiceUnavailableError, TandemError
+from tandem.rpc.channels import open_sync_channel
+from tandem.rpc.credentials import PLAIN, Credentials
+from tandem.types import ChatMessage, Chunk
+from tandem.v1 import generation_pb2
+from tandem.v1.generation_pb2_grpc import GenerationServiceStub
+from tandem.wire.generation import chat_prompt_from_proto, chat_to_proto, chunk_from_proto
+
+_POLL_SECONDS = 0.1
+
+
+class SyncClient:
+    """Talks to a coordinator."""
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        credentials: Credentials = PLAIN,
+        *,
+        retries: Retries = Retries(),  # noqa: B008 - it never changes
+    ) -> None:
+        """As `tandem.client.Client`."""
+        self.address = address
+        self._retries = retries
+        self._channel = open_sync_channel(address, credentials)
+        # The stubs' types know awaited channels only.
+        self._stub: Any = GenerationServiceStub(cast(Any, self._channel))
+        self._header = credentials.header() or tuple
+
+    def __enter__(self) -> SyncClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; requests still running are cancelled."""
+        self._channel.close()
+
+    def generate(
+        self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[Options]
+    ) -> Iterator[Chunk]:
+        """Stream a completion. The last chunk carries the summary.
+
+        Args:
+            prompt: Text, token ids, or a complete `GenerationRequest`.
+            timeout_seconds: Time limit of the whole call, including waits between retries.
+            options: Fields of `GenerationRequest`.
+
+        Raises:
+            TandemError: the coordinator refused or failed; the error's class says which.
+        """
+        message = as_message(as_request(prompt, options))
+        tries = Tries(self._retries, timeout_seconds, f"coordinator {self.address}")
+        while True:
+            try:
+                yield from self._try(message, tries)
+            except TandemError as error:
+                wait_seconds = tries.wait_seconds(error)
+            else:
+                return
+            time.sleep(wait_seconds)
+
+    def complete(
+        self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[Options]
+    ) -> Completed:
+        """A whole completion; arguments and errors are those of `generate`."""
+        return joined([*self.generate(prompt, timeout_seconds=timeout_seconds, **options)])
+
+    def chat_prompt(
+        self, messages: Sequence[ChatMessage], *, timeout_seconds: float | None = None
+    ) -> tuple[int, ...]:
+        """As `tandem.client.Client.chat_prompt`."""
+        with coordinator_errors(self.address):
+            response = self._stub.RenderChat(
+                chat_to_proto(messages), timeout=timeout_seconds, metadata=self._header()
+            )
+        return chat_prompt_from_proto(response)
+
+    def wait_until_ready(self, timeout_seconds: float) -> None:
+        """Return once the coordinator serves.
+
+        Raises:
+            ServiceUnavailableError: it does not within the time.
+        """
+        stub: Any = health_pb2_grpc.HealthStub(self._channel)
+        end = time.monotonic() + timeout_seconds
+        while (remaining := end - time.monotonic()) > 0.0:
+            try:
+                answer = stub.Check(
+                    health_pb2.HealthCheckRequest(),
+                    timeout=remaining,
+                    metadata=self._header(),
+                    wait_for_ready=True,
+                )
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            except grpc.RpcError:
+                pass  # not reachable yet; the time limit decides
+            time.sleep(min(_POLL_SECONDS, remaining))
+        raise ServiceUnavailableError(f"coordinator {self.address}: not ready within {timeout_seconds:g} s")
+
+    def _try(self, message: generation_pb2.GenerateRequest, tries: Tries) -> Iterator[Chunk]:
+        call = self._stub.Generate(message, timeout=tries.remaining_seconds, metadata=self._header())
+        try:
+            with coordinator_errors(self.address):
+                for response in call:
+                    chunk = chunk_from_proto(response)
+                    tries.delivered += len(chunk.token_ids)
+                    yield chunk
+        finally:
+            call.cancel()

@@ -30,7 +30,7 @@ from benchmarks.gpu.steps import StepSizes, model_figures
 from benchmarks.measure import measure
 from benchmarks.reports.report import Report
 from benchmarks.settings import BenchSettings
-from tandem.config.devices import as_torch
+from tandem.config.names import as_torch
 from tandem.errors import TandemError
 
 T = TypeVar("T")

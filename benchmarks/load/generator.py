@@ -27,7 +27,7 @@ from benchmarks.load.options import parse, shown
 from benchmarks.load.processes import processor_seconds, resident_mebibytes
 from benchmarks.load.report import LoadReport, Used, table
 from benchmarks.load.sending import send
-from coordinator.cli.exit_codes import exit_code
+from coordinator.cli.command import exit_code
 from tandem.errors import TandemError
 from tandem.rpc.credentials import Credentials
 from tandem.settings import exit_with

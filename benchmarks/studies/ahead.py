@@ -21,7 +21,7 @@ from benchmarks.contenders import CONTENDERS, Contender, ThroughServices
 from benchmarks.models.pairs import open_pair
 from benchmarks.services import service
 from benchmarks.workload import Workload
-from tandem.clients.aio import Client
+from tandem.client import Client
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,14 +26,14 @@ from tokenizers import Tokenizer
 
 from benchmarks.inputs.editing import editing_prompts, source_text
 from benchmarks.services import service
-from coordinator.cli.received import Record
+from coordinator.cli.generate import Record
 from coordinator.stats.speculation import acceptance_rate, add, tokens_per_pass
 from draft_service.proposers.model_free import TokenIndex
 from draft_service.proposers.ngram import NgramIndex
 from draft_service.proposers.suffix import ResponseCache, SuffixIndex
 from draft_service.proposers.token_state import TokenState
-from tandem.clients.aio import Client
-from tandem.config.drafting import DraftingOptions
+from tandem.client import Client
+from tandem.config.speculative import DraftingOptions
 from tandem.types import Delta, GenerationRequest, SpeculationStats
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"

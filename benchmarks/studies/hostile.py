@@ -26,7 +26,7 @@ import httpx
 
 from benchmarks.models.pairs import DEMO
 from benchmarks.services import service
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.types import GenerationRequest
 
 CLIENTS = 64

@@ -35,8 +35,8 @@ from coordinator.speculation.controller import SpeculationController
 from coordinator.speculation.kinds import request_kind
 from coordinator.stats.rounds import RoundCost, RoundResult, RoundTimes
 from tandem.admin import Stats
-from tandem.clients.admin import AdminClient
-from tandem.clients.aio import Client
+from tandem.admin_client import AdminClient
+from tandem.client import Client
 from tandem.types import GenerationRequest
 
 RANDOM = "random"

@@ -28,7 +28,7 @@ from coordinator.speculation.round_timings import RoundTimings
 from coordinator.telemetry.metrics import CoordinatorMetrics
 from coordinator.telemetry.observed import ObservedRequests
 from coordinator.telemetry.observer import NO_OBSERVER, EventValue, RequestObserver
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.types import Acceptance, GenerationRequest, NextToken, Proposal, Verification
 
 MODELS = Path(__file__).resolve().parents[2] / "models" / "demo"

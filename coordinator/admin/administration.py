@@ -17,7 +17,6 @@ from coordinator.settings.acceptance import configured_options, for_draft, names
 from coordinator.settings.live import LiveConfig
 from coordinator.speculation.report import of_coordinator
 from tandem import __version__
-from tandem.acceptance_names import AUTO
 from tandem.admin import (
     ConfigOption,
     CoordinatorState,
@@ -29,6 +28,7 @@ from tandem.admin import (
     Status,
     Throughput,
 )
+from tandem.config.names import AUTO
 from tandem.errors import InvalidRequestError, NotFoundError
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role, is_last_target
 from tandem.speculation_state import SpeculationState

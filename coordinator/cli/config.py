@@ -12,8 +12,7 @@ import typer
 from pydantic import ValidationError
 from rich.table import Table
 
-from coordinator.cli.command import command, errors_to_exit, new_app
-from coordinator.cli.output import OutputForm, OutputOptions, plain_table
+from coordinator.cli.command import OutputForm, OutputOptions, command, errors_to_exit, new_app, plain_table
 from coordinator.settings.coordinator import ConfigSettings
 from tandem.config.layers import Origin, merged, origins, read_layers
 from tandem.config.rule import spelled

@@ -1,22 +1,87 @@
-"""How a command reaches its coordinator: the options, and the sources of their values.
-
-Sources, the strongest first: the command line, the context that --context names, the environment, the current context,
-the default.
-"""
+"""How a command reaches its coordinator: its options, the named contexts, and `tandem context`."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import yaml
+from rich.table import Table
 
-from coordinator.cli.contexts.file import Contexts, read_contexts
-from tandem.clients.aio import DEFAULT_ADDRESS
+from coordinator.cli.command import OutputOptions, command, new_app, plain_table
+from tandem.client import DEFAULT_ADDRESS
 from tandem.errors import ConfigurationError
 from tandem.rpc.credentials import Credentials
+
+
+@dataclass(slots=True)
+class Contexts:
+    """Content of the file."""
+
+    path: Path
+    current: str = ""
+    """Name of the current context; empty: none."""
+    by_name: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def get(self, name: str) -> Mapping[str, Any]:
+        """One of them.
+
+        Raises:
+            ConfigurationError: there is none of that name.
+        """
+        if name not in self.by_name:
+            known = ", ".join(self.by_name) or "none"
+            raise ConfigurationError(f"there is no context {name!r}; {self.path} has: {known}")
+        return self.by_name[name]
+
+    def save(self) -> None:
+        """Write the file, for its owner's eyes only: it may hold a token.
+
+        Raises:
+            ConfigurationError: it cannot be written.
+        """
+        content = {"current": self.current, "contexts": self.by_name}
+        # Written beside the file and moved over it: a reader never finds half a file.
+        scratch = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            scratch.touch(mode=0o600)
+            scratch.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+            scratch.replace(self.path)
+        except OSError as error:
+            raise ConfigurationError(f"{self.path} cannot be written: {error.strerror}") from None
+
+
+def contexts_path() -> Path:
+    """Path of the file, by the XDG base directory specification."""
+    base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(base).expanduser() / "tandem" / "config.yaml"
+
+
+def read_contexts() -> Contexts:
+    """Content of the file; empty when there is none.
+
+    Raises:
+        ConfigurationError: it cannot be read, or holds something else.
+    """
+    path = contexts_path()
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except FileNotFoundError:
+        return Contexts(path)
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigurationError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    by_name = content.get("contexts") or {} if isinstance(content, dict) else None
+    if not isinstance(by_name, dict) or not all(isinstance(value, dict) for value in by_name.values()):
+        raise ConfigurationError(f"{path} must hold `contexts`, each a name with its settings")
+    return Contexts(path, str(content.get("current") or ""), by_name)
+
 
 ENVIRONMENT_PREFIX = "TANDEM_CLIENT_"
 
@@ -147,3 +212,83 @@ def _address(value: str) -> str:
             f"address is {value!r}; it must be host:port, for instance {DEFAULT_ADDRESS}"
         )
     return value
+
+
+context = new_app(
+    "Name coordinators, and choose the one for commands.\n\n"
+    "Contexts are kept in ~/.config/tandem/config.yaml ($XDG_CONFIG_HOME). Options of a command and the environment "
+    "are stronger than the current context; a context named with --context is stronger than the environment."
+)
+
+Name = Annotated[str, typer.Argument(help="The context's name.")]
+
+
+@command(context, "tandem context list", name="list")
+def list_contexts(output: OutputOptions) -> None:
+    """List the contexts; the current one is marked."""
+    contexts = read_contexts()
+    entries: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "current": name == contexts.current,
+            **{k: v for k, v in values.items() if k != "token"},
+        }
+        for name, values in contexts.by_name.items()
+    ]
+    output.show(entries, lambda: _table(entries))
+
+
+@command(context, "tandem context use staging")
+def use(name: Name) -> None:
+    """Make a context the current one."""
+    contexts = read_contexts()
+    contexts.get(name)
+    contexts.current = name
+    contexts.save()
+
+
+@command(
+    context,
+    "tandem context set local --address 127.0.0.1:50051",
+    "tandem context set staging --address staging.example.org:50051 --tls-ca-file ca.pem --token-file token",
+    name="set",
+)
+def set_context(name: Name, settings: ConnectionSettings, click: typer.Context) -> None:
+    """Create a context, or change the given options of one. The first one becomes the current one."""
+    contexts = read_contexts()
+    changes = {key: _kept(value) for key, value in asdict(settings).items() if is_by_hand(click, key)}
+    if not changes:
+        raise ConfigurationError("nothing was given to set; give at least --address")
+    contexts.by_name[name] = contexts.by_name.get(name, {}) | changes
+    contexts.current = contexts.current or name
+    contexts.save()
+
+
+@command(context, "tandem context delete staging")
+def delete(name: Name) -> None:
+    """Forget a context."""
+    contexts = read_contexts()
+    contexts.get(name)
+    del contexts.by_name[name]
+    if contexts.current == name:
+        contexts.current = ""
+    contexts.save()
+
+
+def _kept(value: object) -> object:
+    """Convert to the file's form, with absolute paths."""
+    return str(value.expanduser().absolute()) if isinstance(value, Path) else value
+
+
+def _table(entries: list[dict[str, Any]]) -> Table:
+    table = plain_table("", "NAME", "ADDRESS", "TLS", "TOKEN")
+    for entry in entries:
+        by_tls = entry.get("tls") or "tls_ca_file" in entry or "tls_cert_file" in entry
+        table.add_row(
+            "*" if entry["current"] else "",
+            entry["name"],
+            entry.get("address", DEFAULT_ADDRESS),
+            "yes" if by_tls else "no",
+            entry.get("token_file", ""),
+        )
+    return table

@@ -9,16 +9,13 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from coordinator.cli import generate
+from coordinator.cli import generate, plan
 from coordinator.cli.admin import admin
-from coordinator.cli.bench import bench
-from coordinator.cli.command import new_app
+from coordinator.cli.command import FAILED, OK, new_app
 from coordinator.cli.config import config
-from coordinator.cli.contexts.command import context
-from coordinator.cli.exit_codes import FAILED, OK
-from coordinator.cli.plan import command as plan
-from coordinator.cli.serve import serve
-from coordinator.cli.up.command import up
+from coordinator.cli.connection import context
+from coordinator.cli.serve import bench, serve
+from coordinator.cli.up import up
 from tandem import __version__
 from tandem.settings import exit_with
 from tandem.standard_streams import OutputError, fill_closed, unwritable

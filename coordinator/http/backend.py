@@ -11,7 +11,7 @@ from coordinator.http.status import status_object
 from coordinator.requests.plan import Models
 from coordinator.requests.runner import RequestRunner
 from coordinator.requests.turns import Turns
-from coordinator.settings.request_bounds import RequestBounds
+from coordinator.settings.coordinator import RequestBounds
 from tandem.admin import Status
 
 

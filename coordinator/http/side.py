@@ -15,8 +15,7 @@ from coordinator.http.backend import CoordinatorBackend
 from coordinator.http.bodies.held_bytes import HttpMemory
 from coordinator.http.bodies.unknown_fields import HEADER, UnknownFields
 from coordinator.http.server import HttpServer
-from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.settings.http import origins
+from coordinator.settings.coordinator import CoordinatorSettings, origins
 from tandem.rpc.reloaded_files import ReloadedFile
 from tandem.serving.calls import RunningCalls
 from tandem.serving.interceptors.readiness import ReadinessInterceptor

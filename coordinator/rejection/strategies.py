@@ -22,7 +22,7 @@ from coordinator.rejection.relaxed import Accept
 from coordinator.rejection.together import block as joint_block
 from coordinator.rejection.together import residual as joint_residual
 from coordinator.rejection.together.rounds import AcceptMany
-from tandem import acceptance_names
+from tandem.config import names as acceptance_names
 from tandem.types import RowKind
 
 
@@ -81,7 +81,7 @@ def _synthetic_schedule(options: RejectionOptions) -> tuple[float, ...]:
 
 
 def _aliases(name: str) -> tuple[str, ...]:
-    return tuple(alias for alias, meant in acceptance_names.ALIASES.items() if meant == name)
+    return tuple(alias for alias, meant in acceptance_names.RULE_ALIASES.items() if meant == name)
 
 
 GREEDY = Strategy(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tandem.config import SpeculativeConfig
-from tandem.config.methods import STANDALONE
+from tandem.config.names import STANDALONE
 from tandem.config.rule import Rule, broken
 from tandem.errors import IncompatibleModelsError
 from tandem.types import ModelInfo

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 
 from coordinator.replicas.compatibility import Deployment, check_models
-from coordinator.settings.request_bounds import MAX_SPECULATIVE_TOKENS
+from coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS
 from tandem.config import SpeculativeConfig
-from tandem.config.acceptance import MAX_CONFIGURED_TOKENS
+from tandem.config.speculative import MAX_CONFIGURED_TOKENS
 from tandem.errors import IncompatibleModelsError
 from tandem.replica import Role
 from tandem.rpc.channels import DEFAULT_MESSAGE_LIMIT_BYTES, message_limit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from coordinator.settings.request_bounds import MAX_SPECULATIVE_TOKENS, RequestBounds
+from coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS, RequestBounds
 from tandem.config.rule import Rule, broken
 from tandem.errors import InvalidRequestError
 from tandem.plural import plural

@@ -14,7 +14,7 @@ from coordinator.requests.bounds import too_long
 from coordinator.requests.plan import Models
 from coordinator.requests.runner import RequestRunner
 from coordinator.requests.turns import LARGE_BYTES
-from coordinator.settings.request_bounds import MAX_CHAT_MESSAGES, RequestBounds
+from coordinator.settings.coordinator import MAX_CHAT_MESSAGES, RequestBounds
 from tandem.errors import InvalidRequestError
 from tandem.serving.interceptors.error_boundary import unreadable
 from tandem.serving.interceptors.handlers import Handler, Interceptor, behaviour_of, remade

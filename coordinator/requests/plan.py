@@ -20,11 +20,10 @@ from coordinator.rejection.uniforms import NO_UNIFORMS, draw_uniforms
 from coordinator.requests.active import ActiveRequest
 from coordinator.requests.validation import TokenizedRequest, check_request, is_separate_model, penalizes
 from coordinator.settings.acceptance import for_draft, names_auto, requested_options
-from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.settings.request_bounds import RequestBounds
+from coordinator.settings.coordinator import CoordinatorSettings, RequestBounds
 from coordinator.speculation.ahead import DraftAhead
 from coordinator.telemetry.observer import EventValue
-from tandem.acceptance_names import AUTO_NAMES
+from tandem.config.names import AUTO_NAMES
 from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.types import (
     Acceptance,

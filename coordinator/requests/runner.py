@@ -30,8 +30,8 @@ from coordinator.requests.replica_streams import (
 )
 from coordinator.requests.stalled_streams import StalledStreams
 from coordinator.requests.turns import Turns
+from coordinator.settings.coordinator import RequestBounds
 from coordinator.settings.live import LiveConfig
-from coordinator.settings.request_bounds import RequestBounds
 from coordinator.speculation import report as speculation_report
 from coordinator.speculation.controller import SpeculationController
 from coordinator.speculation.round_timings import RoundTimings

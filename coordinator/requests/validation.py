@@ -10,7 +10,7 @@ from coordinator.rejection.errors import RuleError
 from coordinator.rejection.options import RejectionOptions
 from coordinator.rejection.resolution import named_strategy
 from coordinator.requests.bounds import too_long
-from tandem.config.methods import OWN_METHODS
+from tandem.config.names import OWN_METHODS
 from tandem.config.rule import Rule, at_least, broken, spelled, within
 from tandem.errors import InvalidRequestError
 from tandem.plural import plural

@@ -1,23 +1,166 @@
-"""The coordinator's own settings, and the configuration that it checks."""
+"""Bounds on the work of one request, and of all requests together."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_settings import SettingsConfigDict
 
-from coordinator.settings.combinations import COMBINATION_RULES
-from coordinator.settings.http import HttpOptions
-from coordinator.settings.request_bounds import RequestBounds
-from coordinator.settings.service_access import ServiceAccessOptions
+from coordinator.settings.acceptance import COMBINATION_RULES
 from tandem.config import SpeculativeConfig
+from tandem.config.options import Options
 from tandem.config.rule import Rule
+from tandem.rpc.credentials import Credentials
 from tandem.rpc.resolver import split_addresses
-from tandem.serving.protection import AdminOptions, is_loopback
+from tandem.serving.protection import AdminOptions, exposure, is_loopback
 from tandem.settings import COMMAND_LINE, ServerSettings
+
+MAX_SPECULATIVE_TOKENS = 32
+"""A request may ask for so many tokens per proposal, or for as many as the coordinator's own setting."""
+MAX_CHAT_MESSAGES = 2_048
+"""Maximum messages of a chat."""
+
+
+class RequestBounds(Options):
+    """Bounds on the coordinator's work."""
+
+    max_concurrent_requests: int = Field(default=256, ge=1)
+    """Maximum requests that run at once. A free place goes to the client address that has the fewest, and an eighth
+    more are kept for addresses with fewer than four."""
+    max_queued_requests: int = Field(default=256, ge=0)
+    """Maximum requests that wait for a place; others are refused at once, with the time after which to try again."""
+    max_streams_per_peer: int | None = Field(default=None, ge=1)
+    """Maximum requests of one client address at once, including those whose client does not read. By default as many
+    as may run and wait. Behind a proxy all clients have the proxy's address. An IPv6 /64 counts as one address."""
+    stalled_stream_seconds: float = Field(default=1.0, gt=0)
+    """How long a stream may wait for its client before it gives up its places in the coordinator, on the draft and on
+    the target. It takes them again when its client reads."""
+    max_prompt_bytes: int = Field(default=1 << 20, ge=1)
+    """Maximum bytes of a prompt's text, in UTF-8."""
+    max_stop_strings: int = Field(default=16, ge=0)
+    """Maximum stop strings of a request."""
+    max_stop_length: int = Field(default=256, ge=1)
+    """Maximum characters of a stop string."""
+    max_logit_biases: int = Field(default=1024, ge=0)
+    """Maximum token ids in a request's logit_bias."""
+    max_stop_token_ids: int = Field(default=256, ge=0)
+    """Maximum stop token ids of a request."""
+    draft_model_penalties: Literal["refuse", "target-only"] = "refuse"
+    """Treatment of a request with repetition, frequency or presence penalties where a separate draft model
+    proposes: refuse it, as MAX does, or let the target serve it without drafting. Tandem's own."""
+
+
+class ServiceAccessOptions(Options):
+    """TLS and tokens towards the draft and target services."""
+
+    service_tls: bool = False
+    """Connect to the services by TLS, and trust this machine's authorities."""
+    service_tls_ca_file: Path | None = None
+    """Use TLS with the authorities in this PEM file."""
+    service_tls_cert_file: Path | None = None
+    """PEM file of the coordinator's own certificate, for services that ask for one (mutual TLS)."""
+    service_tls_key_file: Path | None = None
+    """PEM file of its key, unencrypted."""
+    service_tls_server_name: str = ""
+    """Name in the services' certificates, where it differs from their address."""
+    service_token: SecretStr | None = None
+    """Bearer token for the services. Prefer the environment or service_token_file."""
+    service_token_file: Path | None = None
+    """File whose first line is that token. Read again when it changes."""
+
+    @property
+    def service_credentials(self) -> Credentials:
+        """These options as credentials of a channel."""
+        return Credentials(
+            ca_file=self.service_tls_ca_file,
+            cert_file=self.service_tls_cert_file,
+            key_file=self.service_tls_key_file,
+            server_name=self.service_tls_server_name,
+            token="" if self.service_token is None else self.service_token.get_secret_value(),
+            token_file=self.service_token_file,
+            tls=self.service_tls,
+        )
+
+
+class HttpOptions(Options):
+    """HTTP beside gRPC, off unless it has a port. TLS and tokens are those of the server."""
+
+    http_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port for HTTP: OpenAI's API, /metrics and a page to try it on; 0 takes any free one. By default there is none."""
+    http_host: str = "127.0.0.1"
+    """Address to listen on for HTTP."""
+    http_max_connections: int = Field(default=1024, ge=1)
+    """Maximum HTTP connections at once; others are answered with 503."""
+    http_max_body_bytes: int = Field(default=4 << 20, ge=1024)
+    """Maximum bytes of a request's body."""
+    http_max_held_body_bytes: int = Field(default=64 << 20, ge=1024)
+    """Maximum bytes of bodies that have not come whole, over all connections; the first 64 KiB of each are free."""
+    http_max_held_answer_bytes: int = Field(default=256 << 20, ge=1024)
+    """Maximum bytes of answers that are not streamed, over all connections; the first 64 KiB of each are free."""
+    served_model_name: str | None = None
+    """Name of the model in OpenAI's API. By default the name of the target's folder. Name and meaning are vLLM's."""
+    chat_template: Path | None = None
+    """Jinja template for chats, in place of the model's own. Name and meaning are vLLM's."""
+    unknown_fields: Literal["refuse", "ignore"] = "refuse"
+    """Treatment of unknown request fields: refuse them by name, or ignore them, log each once, and name
+    it in the header X-Tandem-Ignored."""
+    cors_origin: str | None = None
+    """Origins whose web pages may call HTTP, such as https://chat.example, with commas between them; * for all. By
+    default none may."""
+
+    @classmethod
+    def rules(cls) -> tuple[Rule[Any], ...]:
+        """Rules for these options."""
+        return (*super().rules(), *HTTP_OPTION_RULES)
+
+
+def _exposure(settings: Any) -> Iterator[str]:
+    if settings.http_port is not None:
+        yield from exposure(settings, settings.http_host, "http_host")
+
+
+def origins(text: str | None) -> list[str]:
+    """Each of the origins in an option's text."""
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
+
+
+_ORIGIN = re.compile(r"\*|https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(:[0-9]+)?")
+
+
+def _cors(settings: Any) -> Iterator[str]:
+    for origin in origins(settings.cors_origin):
+        if not _ORIGIN.fullmatch(origin):
+            yield f"cors_origin is {origin}; it must be * or scheme://host:port, such as https://chat.example"
+
+
+def _held_bodies(settings: Any) -> Iterator[str]:
+    if settings.http_max_held_body_bytes < settings.http_max_body_bytes:
+        yield (
+            f"http_max_held_body_bytes is {settings.http_max_held_body_bytes}; it must be at least "
+            f"http_max_body_bytes ({settings.http_max_body_bytes}), or the largest body is never taken"
+        )
+
+
+HTTP_OPTION_RULES: tuple[Rule[Any], ...] = (
+    Rule("cors-origin", "`cors_origin` is `*` or origins: `scheme://host:port`.", _cors, ("cors_origin",)),
+    Rule(
+        "http-held-bodies",
+        "`http_max_held_body_bytes` is at least `http_max_body_bytes`.",
+        _held_bodies,
+        ("http_max_held_body_bytes", "http_max_body_bytes"),
+    ),
+    Rule(
+        "http-exposure",
+        "With an `http_host` that other machines reach, the server has TLS and asks who calls, or is `insecure`.",
+        _exposure,
+        ("http_host", "http_port"),
+    ),
+)
+
 
 DEFAULT_PORT = 50051
 

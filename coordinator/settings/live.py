@@ -12,11 +12,9 @@ from pydantic import ValidationError
 
 from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.admin import ConfigOption
-from tandem.config.acceptance import AcceptanceOptions
 from tandem.config.layers import Origin
-from tandem.config.normalization import ALIASES
-from tandem.config.options import unknown_option
-from tandem.config.source_options import SourceOptions
+from tandem.config.options import ALIASES, unknown_option
+from tandem.config.speculative import AcceptanceOptions, SourceOptions
 from tandem.errors import InvalidRequestError
 from tandem.settings import sentences
 

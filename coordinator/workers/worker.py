@@ -11,10 +11,16 @@ import uvloop
 from coordinator.service import CoordinatorService
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.telemetry.setup import CoordinatorTelemetry
-from coordinator.workers.forwarding import ForwardedAdmin, metrics_from, metrics_handler
-from coordinator.workers.setup import WorkerSetup, parent_address, settings_of_worker
+from coordinator.workers.link import (
+    ForwardedAdmin,
+    WorkerSetup,
+    metrics_from,
+    metrics_handler,
+    parent_address,
+    settings_of_worker,
+)
 from tandem.admin import Status
-from tandem.clients.admin import AdminClient
+from tandem.admin_client import AdminClient
 from tandem.logs import configure
 from tandem.rpc.channels import open_channel
 from tandem.serving.calls import RunningCalls

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from draft_service.proposers.model_free import ModelFreeProposer, SequenceLimits
 from draft_service.proposers.token_state import TokenState
-from tandem.config.drafting import DraftingOptions, LookupMatch
+from tandem.config.speculative import DraftingOptions, LookupMatch
 
 _NONE = -1
 

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from draft_service.proposers.model_free import ModelFreeProposer, SequenceLimits
 from draft_service.proposers.suffix_tree import END, Continuation, SuffixTree, window_at
 from draft_service.proposers.token_state import TokenState
-from tandem.config.drafting import DraftingOptions
+from tandem.config.speculative import DraftingOptions
 
 # The sequence's own text in its own tree.
 _OWN = 0

@@ -14,8 +14,7 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from tandem.config.normalization import ALIASES
-from tandem.config.options import ENVIRONMENT_PREFIX
+from tandem.config.options import ALIASES, ENVIRONMENT_PREFIX
 from tandem.config.rule import spelled
 from tandem.config.speculative import SpeculativeConfig
 

@@ -14,11 +14,16 @@ from typing import Any
 
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
-from tandem.config.files import read_section
 from tandem.config.help import help_text
-from tandem.config.normalization import ALIASES, inferred, spelled_one_way
-from tandem.config.options import ENVIRONMENT_PREFIX, unknown_option
-from tandem.config.refusals import REFUSED_OPTIONS
+from tandem.config.names import REFUSED_OPTIONS
+from tandem.config.options import (
+    ALIASES,
+    ENVIRONMENT_PREFIX,
+    inferred,
+    read_section,
+    spelled_one_way,
+    unknown_option,
+)
 from tandem.config.speculative import SpeculativeConfig
 from tandem.errors import ConfigurationError
 

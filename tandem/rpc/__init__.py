@@ -1,4 +1,4 @@
 """The calling side of gRPC: channels, credentials, addresses, deadlines.
 
-Imported by the coordinator and by `tandem.clients`; imports no service.
+Imported by the coordinator and by the clients; imports no service.
 """

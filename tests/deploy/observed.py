@@ -30,7 +30,7 @@ _CONFIG = ROOT / "deploy" / "prometheus"
 
 _LOAD = """
 import asyncio, json, sys, time
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.types import GenerationRequest
 
 async def work(client, prompts, number, end):

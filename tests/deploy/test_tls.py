@@ -20,7 +20,7 @@ TOKEN = "a-token-for-the-test-alone"
 ASK = """
 import asyncio, sys
 from pathlib import Path
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.rpc.credentials import Credentials
 from tandem.types import GenerationRequest
 

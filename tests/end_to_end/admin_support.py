@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.errors import TandemError
 from tandem.types import GenerationRequest
 

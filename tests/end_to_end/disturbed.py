@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.types import Chunk, GenerationRequest, SpeculationStats
 from tests.end_to_end.nurslings import Nursling
 from tests.end_to_end.processes import Process, address_of, coordinator

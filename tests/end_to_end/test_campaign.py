@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.types import GenerationRequest
 from tests.end_to_end.disturbed import joined, request, started, streamed
 from tests.end_to_end.nurslings import Nursery, Nursling

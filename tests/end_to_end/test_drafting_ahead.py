@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.types import GenerationRequest
 from tests.end_to_end.disturbed import Stream, begun, joined, joining, request, revived, started, streamed
 from tests.end_to_end.nurslings import Nursery, Nursling

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.types import GenerationRequest
 from tests.end_to_end.disturbed import begun, joined, request, revived, started, streamed
 from tests.end_to_end.nurslings import Nursery, Nursling

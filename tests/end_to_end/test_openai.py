@@ -11,7 +11,7 @@ import pytest
 from openai import APIError, BadRequestError, NotFoundError, OpenAI
 from tokenizers import Tokenizer
 
-from tandem.clients.sync import SyncClient
+from tandem.sync_client import SyncClient
 from tests.end_to_end.processes import Process, address_of, coordinator, until
 from tests.paths import DEMO_TARGET
 

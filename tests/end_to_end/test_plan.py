@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cli.plan.measured import measured_through
+from coordinator.cli.plan import measured_through
 from coordinator.speculation.plan import plan
 from tests.end_to_end.processes import TANDEM, run
 

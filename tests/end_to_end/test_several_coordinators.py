@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, ExitStack
 
 import pytest
 
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.errors import ServiceUnavailableError
 from tandem.types import GenerationRequest
 from tests.end_to_end.disturbed import Stream, request, started

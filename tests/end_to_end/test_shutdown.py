@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.errors import ServiceUnavailableError
 from tandem.rpc.channels import open_channel
 from tandem.types import GenerationRequest

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.types import GenerationRequest
 from tests.collector import Collector, ReceivedSpan, collecting
 from tests.end_to_end.processes import Process, address_of, coordinator, model_service, until

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.replica import Role
 from tandem.types import GenerationRequest
 from tests.end_to_end.chi_square import critical_value, statistic, visible_distance

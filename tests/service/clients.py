@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.types import FinishReason, GenerationRequest, SpeculationStats, Summary
 
 AT_ONCE = 16

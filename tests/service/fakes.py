@@ -21,7 +21,7 @@ from pydantic import SecretStr
 from coordinator.service import CoordinatorService
 from coordinator.settings.coordinator import CoordinatorSettings
 from draft_service.servicer import DraftServicer
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.errors import (
     CapacityError,
     InvalidRequestError,

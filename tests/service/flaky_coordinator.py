@@ -12,13 +12,12 @@ import pytest
 from grpc_reflection.v1alpha import reflection
 from pydantic import SecretStr
 
-from tandem.clients.aio import Client
-from tandem.clients.options import Completed
-from tandem.clients.sync import SyncClient
+from tandem.client import Client, Completed
 from tandem.serving.calls import RunningCalls
 from tandem.serving.interceptors.handlers import Context
 from tandem.serving.server import new_server
 from tandem.settings import ServerSettings
+from tandem.sync_client import SyncClient
 from tandem.types import Chunk, FinishReason, SpeculationStats, Summary
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 from tandem.wire.generation import chunk_to_proto

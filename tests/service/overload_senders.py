@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import grpc.aio
 
 from coordinator.requests.large_requests import GENERATE
-from tandem.clients.aio import Client
-from tandem.clients.retries import Retries
+from tandem.client import Client, Retries
 from tandem.errors import CapacityError
 from tandem.types import GenerationRequest
 from tandem.v1 import generation_pb2

@@ -11,7 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.speculation.ahead import DraftAhead
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.replica import ReplicaState
 from tandem.serving.interceptors.handlers import Context
 from tandem.v1 import draft_pb2_grpc, target_pb2_grpc

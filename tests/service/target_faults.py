@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from coordinator.service import CoordinatorService
 from coordinator.settings.coordinator import CoordinatorSettings
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.engine.models.loading import LoadedModel
 from tandem.types import GenerationRequest
 from tandem.v1 import target_pb2

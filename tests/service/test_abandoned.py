@@ -20,7 +20,7 @@ from coordinator.settings.coordinator import CoordinatorSettings
 from draft_service.proposers.draft_head import propose_head
 from draft_service.proposers.standalone import StandaloneProposer
 from draft_service.servicer import DraftServicer
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Head
 from tandem.engine.models.loading import LoadedModel, load_model
@@ -47,7 +47,7 @@ WATCHES = 2
 
 CLIENT = """
 import asyncio, sys
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.types import GenerationRequest
 
 async def main():

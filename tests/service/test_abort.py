@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.service import CoordinatorService
 from coordinator.settings.coordinator import CoordinatorSettings
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.errors import AbortedError
 from tandem.types import GenerationRequest
 from tandem.v1 import draft_pb2_grpc, target_pb2_grpc

@@ -12,8 +12,8 @@ import pytest
 
 from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.admin import CoordinatorState, Severity
-from tandem.clients.admin import AdminClient
-from tandem.clients.aio import Client
+from tandem.admin_client import AdminClient
+from tandem.client import Client
 from tandem.config.layers import Origin
 from tandem.errors import AbortedError, InvalidRequestError, NotFoundError, ServiceUnavailableError
 from tandem.replica import ReplicaState, Role

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.errors import TandemError
 from tandem.types import GenerationRequest
 from tests.dflash_models import save_dflash

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.clients.admin import AdminClient
-from tandem.clients.aio import Client
+from tandem.admin_client import AdminClient
+from tandem.client import Client
 from tandem.errors import TandemError
 from tandem.replica import Role
 from tandem.types import GenerationRequest

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tandem.clients.admin import AdminClient
-from tandem.clients.aio import Client
+from tandem.admin_client import AdminClient
+from tandem.client import Client
 from tandem.types import GenerationRequest
 from tests.mtp_models import mtp_target, save_mtp
 from tests.qwen_mtp_models import FAMILIES, qwen_target, save_qwen_mtp

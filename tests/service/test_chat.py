@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.settings.request_bounds import MAX_CHAT_MESSAGES
-from tandem.clients.aio import Client
+from coordinator.settings.coordinator import MAX_CHAT_MESSAGES, CoordinatorSettings
+from tandem.client import Client
 from tandem.errors import InvalidRequestError
 from tandem.types import ChatMessage
 from tandem.v1 import target_pb2_grpc

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import grpc
 import pytest
 
-from tandem.clients.retries import NO_RETRIES, Retries
+from tandem.client import NO_RETRIES, Retries
 from tandem.errors import CapacityError, InvalidRequestError, ServiceUnavailableError
 from tests.service.flaky_coordinator import (
     BOTH,

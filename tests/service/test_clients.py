@@ -13,11 +13,9 @@ from typing import get_type_hints
 
 import pytest
 
-from tandem.clients.aio import Client
-from tandem.clients.options import Options
-from tandem.clients.retries import Retries
-from tandem.clients.sync import SyncClient
+from tandem.client import Client, Options, Retries
 from tandem.errors import DeadlineError, InvalidRequestError, ServiceUnavailableError
+from tandem.sync_client import SyncClient
 from tandem.types import FinishReason, GenerationRequest
 from tests.paths import ROOT
 from tests.service.clients import until
@@ -113,7 +111,7 @@ async def test_leaving_the_loop_cancels_the_request() -> None:
 
 SCRIPT = """
 import sys
-from tandem.clients.sync import SyncClient
+from tandem.sync_client import SyncClient
 with SyncClient(sys.argv[1]) as client:
     for chunk in client.generate((10,), max_tokens=50):
         print("a chunk", flush=True)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.stats.speculation import describe
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.errors import InvalidRequestError
 from tandem.types import FinishReason, GenerationRequest, PositionStats, RowKind
 from tandem.v1 import target_pb2_grpc

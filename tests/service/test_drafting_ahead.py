@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator.speculation.ahead import DraftAhead
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.engine.models.loading import LoadedModel, load_model
 from tests.end_to_end.models import blurred, save_model
 from tests.service.ahead_pair import GREEDY, REQUESTS, SAMPLED, SECONDS, hits, pair, small_target

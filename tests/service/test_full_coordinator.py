@@ -15,7 +15,7 @@ from coordinator.service import CoordinatorService
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.telemetry.observer import NoObserver
 from coordinator.telemetry.setup import CoordinatorTelemetry
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.errors import CapacityError
 from tandem.rpc.credentials import Credentials
 from tandem.types import GenerationRequest

@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.service import CoordinatorService
 from coordinator.settings.coordinator import CoordinatorSettings
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.errors import ServiceUnavailableError
 from tandem.replica import ReplicaSnapshot, ReplicaState
 from tandem.serving.interceptors.handlers import Context

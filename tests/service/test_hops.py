@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from coordinator.settings.coordinator import CoordinatorSettings
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import DeadlineError, ServiceUnavailableError, TandemError
 from tandem.types import Chunk, GenerationRequest

@@ -16,7 +16,7 @@ from coordinator.http.openai import prompts as prompts_module
 from coordinator.requests import large_requests
 from coordinator.requests.turns import LARGE_BYTES, Turns
 from coordinator.settings.coordinator import CoordinatorSettings
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.errors import InvalidRequestError
 from tandem.types import GenerationRequest
 from tandem.v1 import generation_pb2, target_pb2_grpc

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from coordinator.settings.coordinator import CoordinatorSettings
 from draft_service.proposers.draft_head import propose_head
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.engine.core.jobs import Continue, Done, Failed, Job
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import ProtocolError, TandemError

@@ -17,8 +17,7 @@ import grpc.aio
 import pytest
 
 from coordinator.requests.large_requests import GENERATE
-from tandem.clients.aio import Client
-from tandem.clients.retries import Retries
+from tandem.client import Client, Retries
 from tandem.errors import DeadlineError
 from tandem.types import GenerationRequest
 from tandem.v1 import generation_pb2

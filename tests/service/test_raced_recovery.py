@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.transport.target_client import RowChoice
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.engine.models.loading import LoadedModel
 from tandem.types import GenerationRequest, RowKind
 from tandem.v1 import target_pb2

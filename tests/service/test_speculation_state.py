@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from coordinator.speculation import report as speculation_report
-from tandem.clients.admin import AdminClient
-from tandem.clients.aio import Client
+from tandem.admin_client import AdminClient
+from tandem.client import Client
 from tandem.speculation_state import SpeculationState
 from tandem.types import GenerationRequest
 from tests.service.fakes import Fake, FakeDraft, FakeTarget

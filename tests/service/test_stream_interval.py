@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.admin_client import AdminClient
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.types import Chunk, GenerationRequest
 from tandem.v1 import target_pb2_grpc
 from tests.service.fakes import FakeTarget, coordinator, serving

@@ -12,7 +12,7 @@ import pytest
 
 from coordinator.failover.verifier import MAX_LOSSES
 from coordinator.settings.coordinator import CoordinatorSettings
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import CapacityError, InvalidRequestError, ProtocolError, ServiceUnavailableError
 from tandem.replica import Role

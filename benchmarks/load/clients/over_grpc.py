@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager
 
 from benchmarks.load.clients.connection import Connection, LoadRequest
 from benchmarks.load.figures import Served
-from tandem.clients.aio import Client
-from tandem.clients.retries import Retries
+from tandem.client import Client, Retries
 from tandem.rpc.credentials import PLAIN, Credentials
 from tandem.types import GenerationRequest
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from coordinator.cli.connection import ConnectionOptions, connect
-from tandem.clients.admin import DEFAULT_TIMEOUT_SECONDS, AdminClient
+from tandem.admin_client import DEFAULT_TIMEOUT_SECONDS, AdminClient
 
 
 def admin_client(options: ConnectionOptions, click: typer.Context) -> AdminClient:

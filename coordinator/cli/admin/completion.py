@@ -8,9 +8,9 @@ from dataclasses import fields
 
 import typer
 
-from coordinator.cli.admin.words import plural
+from coordinator.cli.admin.views import plural
 from coordinator.cli.connection import ConnectionOptions, connect
-from tandem.clients.admin import AdminClient
+from tandem.admin_client import AdminClient
 from tandem.errors import TandemError
 
 _PATIENCE_SECONDS = 1.0

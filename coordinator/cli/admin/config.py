@@ -9,9 +9,8 @@ import typer
 from rich.table import Table
 
 from coordinator.cli.admin.client import admin_client
-from coordinator.cli.command import command, new_app
+from coordinator.cli.command import OutputOptions, command, new_app, plain_table
 from coordinator.cli.connection import ConnectionOptions
-from coordinator.cli.output import OutputOptions, plain_table
 from tandem.admin import ConfigOption
 from tandem.config.layers import Origin
 from tandem.config.rule import spelled

@@ -15,14 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.cli.admin.client import admin_client
-from coordinator.cli.admin.words import milliseconds, plural
-from coordinator.cli.command import command
+from coordinator.cli.admin.views import milliseconds, plural
+from coordinator.cli.command import UNHEALTHY, UNREACHABLE, OutputOptions, command, exit_code
 from coordinator.cli.connection import Connection, ConnectionOptions, connect
-from coordinator.cli.exit_codes import UNHEALTHY, UNREACHABLE, exit_code
-from coordinator.cli.output import OutputOptions
 from tandem import __version__
 from tandem.admin import Diagnosis, Finding, Severity
-from tandem.clients.admin import DEFAULT_TIMEOUT_SECONDS, AdminClient
+from tandem.admin_client import DEFAULT_TIMEOUT_SECONDS, AdminClient
 from tandem.errors import PermissionDeniedError, ServiceUnavailableError, TandemError, UnauthenticatedError
 from tandem.rpc.addresses import is_local
 

@@ -10,13 +10,11 @@ from typing import Annotated
 import typer
 
 from coordinator.cli.admin.client import admin_client
-from coordinator.cli.admin.words import plural
-from coordinator.cli.command import command
+from coordinator.cli.admin.views import plural
+from coordinator.cli.command import UNHEALTHY, OutputOptions, command
 from coordinator.cli.connection import ConnectionOptions
-from coordinator.cli.exit_codes import UNHEALTHY
-from coordinator.cli.output import OutputOptions
 from tandem.admin import Status
-from tandem.clients.admin import AdminClient
+from tandem.admin_client import AdminClient
 from tandem.errors import PermissionDeniedError, ServiceUnavailableError, UnauthenticatedError
 from tandem.replica import ReplicaState, Role
 

@@ -13,10 +13,9 @@ from rich.text import Text
 
 from coordinator.cli.admin.client import admin_client
 from coordinator.cli.admin.completion import replica_addresses
-from coordinator.cli.admin.words import NOTHING, ahead_words, duration, milliseconds, percent, plural, state
-from coordinator.cli.command import command, new_app
+from coordinator.cli.admin.views import NOTHING, ahead_words, duration, milliseconds, percent, plural, state
+from coordinator.cli.command import OutputOptions, command, new_app, plain_table
 from coordinator.cli.connection import ConnectionOptions
-from coordinator.cli.output import OutputOptions, plain_table
 from coordinator.stats.speculation import acceptance_length, acceptance_rate
 from tandem.errors import ConfigurationError, NotFoundError, TandemError
 from tandem.replica import ReplicaSnapshot, ReplicaState, is_last_target

@@ -12,10 +12,9 @@ from rich.table import Table
 from coordinator.cli.admin.client import admin_client
 from coordinator.cli.admin.completion import request_ids
 from coordinator.cli.admin.status import fact_table, speculation_words
-from coordinator.cli.admin.words import NOTHING, duration, percent, plural
-from coordinator.cli.command import command, new_app
+from coordinator.cli.admin.views import NOTHING, duration, percent, plural
+from coordinator.cli.command import OutputOptions, command, new_app, plain_table
 from coordinator.cli.connection import ConnectionOptions
-from coordinator.cli.output import OutputOptions, plain_table
 from tandem.admin import RequestReport
 
 requests = new_app("List, show and abort running requests.")

@@ -22,10 +22,9 @@ from coordinator.cli.admin.status import (
     speculation_words,
     throughput_words,
 )
-from coordinator.cli.admin.words import bar, duration, percent, plural
-from coordinator.cli.command import command
+from coordinator.cli.admin.views import bar, duration, percent, plural
+from coordinator.cli.command import OutputForm, OutputOptions, command, plain_table
 from coordinator.cli.connection import ConnectionOptions
-from coordinator.cli.output import OutputForm, OutputOptions, plain_table
 from coordinator.stats.speculation import (
     acceptance_length,
     acceptance_rate,
@@ -35,7 +34,7 @@ from coordinator.stats.speculation import (
     tokens_per_pass,
 )
 from tandem.admin import Outcomes, Stats
-from tandem.clients.admin import AdminClient
+from tandem.admin_client import AdminClient
 from tandem.types import AheadStats, SpeculationStats
 
 _WIDEST_BAR = 22

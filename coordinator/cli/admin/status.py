@@ -11,10 +11,9 @@ from rich.text import Text
 
 from coordinator.cli.admin.client import admin_client
 from coordinator.cli.admin.replicas import reasons, replica_table
-from coordinator.cli.admin.words import ahead_words, duration, percent, plural
-from coordinator.cli.command import command
+from coordinator.cli.admin.views import ahead_words, duration, percent, plural
+from coordinator.cli.command import OutputOptions, command
 from coordinator.cli.connection import ConnectionOptions
-from coordinator.cli.output import OutputOptions
 from coordinator.stats.speculation import acceptance_length, acceptance_rate
 from tandem.admin import CoordinatorState, Load, SpeculationSettings, Status, Throughput
 from tandem.speculation_state import SpeculationDecision, SpeculationState

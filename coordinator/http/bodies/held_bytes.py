@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from coordinator.settings.http import HttpOptions
+from coordinator.settings.coordinator import HttpOptions
 from tandem.errors import CapacityError
 
 FREE_BYTES = 64 << 10

@@ -27,7 +27,7 @@ from coordinator.http.tasks import merged
 from coordinator.requests.peers import peer_of_host
 from coordinator.requests.plan import Models
 from coordinator.requests.turns import Turns
-from coordinator.settings.request_bounds import RequestBounds
+from coordinator.settings.coordinator import RequestBounds
 from tandem.serving.calls import RunningCalls
 from tandem.types import Chunk, GenerationRequest
 

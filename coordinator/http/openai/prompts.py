@@ -12,7 +12,7 @@ from coordinator.http.openai.schema import ChatBody, CompletionBody
 from coordinator.requests.bounds import too_much_text
 from coordinator.requests.plan import Models, goes_without_drafting
 from coordinator.requests.validation import REQUEST_RULES, TokenizedRequest
-from coordinator.settings.request_bounds import RequestBounds
+from coordinator.settings.coordinator import RequestBounds
 from tandem.config.rule import broken
 from tandem.errors import InvalidRequestError
 from tandem.types import GenerationRequest

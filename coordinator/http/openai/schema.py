@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from coordinator.http.openai.known import KnownFields
-from coordinator.settings.request_bounds import MAX_CHAT_MESSAGES
+from coordinator.settings.coordinator import MAX_CHAT_MESSAGES
 from tandem.errors import InvalidRequestError
 
 DEFAULT_COMPLETION_TOKENS = 16

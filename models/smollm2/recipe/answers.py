@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.services import service
 from models.demo.recipe.timebox import Every, TimeBox
 from models.smollm2.recipe.questions import held_out_questions, training_questions
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.model_sources.names import SMOLLM2
 from tandem.types import ChatMessage, GenerationRequest
 

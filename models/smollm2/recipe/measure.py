@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from benchmarks.services import cluster
 from coordinator.stats.speculation import acceptance_length, acceptance_rate, add, conditional_rates
 from models.smollm2.recipe.questions import held_out_questions
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.model_sources.names import SMOLLM2
 from tandem.types import ChatMessage, GenerationRequest, SpeculationStats
 

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from coordinator.settings.coordinator import Addresses
-from coordinator.settings.service_access import ServiceAccessOptions
+from coordinator.settings.coordinator import Addresses, ServiceAccessOptions
 from tandem.config.rule import Rule
 from tandem.errors import ConfigurationError
 from tandem.rpc.resolver import split_addresses

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.compared_services import Setup
 from benchmarks.contenders import CONTENDERS, HEAD_METHODS
-from tandem.config.methods import MODEL_FREE_METHODS
+from tandem.config.names import MODEL_FREE_METHODS
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 
 

@@ -15,7 +15,7 @@ from benchmarks.load.clients.over_http import http_connection, origin_of, served
 from benchmarks.load.figures import Served
 from benchmarks.load.generator import run
 from benchmarks.load.sending import send
-from coordinator.cli.exit_codes import UNREACHABLE
+from coordinator.cli.command import UNREACHABLE
 from tandem.errors import NotFoundError, ProtocolError, ServiceUnavailableError
 from tests.unit.benchmarks.openai_server import (
     Answer,

@@ -17,7 +17,7 @@ from benchmarks.load.figures import Goodput, figures
 from benchmarks.load.options import parse
 from benchmarks.load.script import Script
 from benchmarks.load.sending import send
-from coordinator.cli.bench import sends_load
+from coordinator.cli.serve import sends_load
 from tests.end_to_end.processes import TANDEM
 from tests.paths import ROOT
 

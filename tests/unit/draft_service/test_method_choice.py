@@ -11,7 +11,7 @@ from draft_service.proposers.ngram import ngram_proposer
 from draft_service.proposers.suffix import suffix_proposer
 from draft_service.service import DraftService
 from draft_service.settings import DraftSettings
-from tandem.config.drafting import DraftingOptions
+from tandem.config.speculative import DraftingOptions
 from tandem.errors import ConfigurationError
 from tandem.settings import load_settings
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from draft_service.proposers.model_free import SequenceLimits
 from draft_service.proposers.ngram import NgramIndex, ngram_proposer
-from tandem.config.drafting import DraftingOptions, LookupMatch
+from tandem.config.speculative import DraftingOptions, LookupMatch
 from tandem.types import Delta, RowKind
 from tests.paths import ROOT
 from tests.unit.draft_service.deltas import Held, script_to_deltas, scripts

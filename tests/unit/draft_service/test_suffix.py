@@ -21,7 +21,7 @@ from draft_service.proposers.suffix import (
     suffix_proposer,
 )
 from draft_service.proposers.suffix_tree import SuffixTree
-from tandem.config.drafting import DraftingOptions
+from tandem.config.speculative import DraftingOptions
 from tandem.types import Delta, RowKind
 from tests.unit.draft_service.deltas import Held, script_to_deltas, scripts
 from tests.unit.draft_service.served import opened, served

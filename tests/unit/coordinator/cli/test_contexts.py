@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cli.connection import merged
-from coordinator.cli.contexts.file import Contexts, read_contexts
+from coordinator.cli.connection import Contexts, merged, read_contexts
 from tandem.errors import ConfigurationError
 from tests.commands import Commands
 

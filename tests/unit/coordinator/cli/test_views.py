@@ -13,7 +13,7 @@ from coordinator.cli.admin.doctor import clock, distance, summary, version, view
 from coordinator.cli.admin.requests import request_table, request_view
 from coordinator.cli.admin.stats import stats_view
 from coordinator.cli.admin.status import status_view
-from coordinator.cli.output import as_text, plain
+from coordinator.cli.command import as_text, plain
 from tandem.admin import Diagnosis, Severity
 from tests.snapshots import assert_matches
 from tests.unit.coordinator.cli.samples import BEFORE, FINDINGS, NOW, REPLICAS, REQUEST, STATS, STATUS

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.cli.admin.config import pairs
-from coordinator.cli.admin.words import bar, duration, milliseconds, percent, plural
+from coordinator.cli.admin.views import bar, duration, milliseconds, percent, plural
 from tandem.errors import ConfigurationError
 
 

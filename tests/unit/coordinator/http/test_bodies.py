@@ -15,7 +15,7 @@ from coordinator.http.openai.prompts import requests_of
 from coordinator.http.openai.rules import HTTP_RULES, Body
 from coordinator.http.openai.schema import ChatBody, CompletionBody, Sampled
 from coordinator.requests.plan import Models
-from coordinator.settings.request_bounds import RequestBounds
+from coordinator.settings.coordinator import RequestBounds
 from tandem.errors import InvalidRequestError
 from tandem.types import GenerationRequest, ModelInfo
 from tests.paths import DEMO_TARGET

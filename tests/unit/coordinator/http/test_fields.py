@@ -18,7 +18,7 @@ from coordinator.http.openai.schema import ChatBody, CompletionBody, Message
 from coordinator.requests.bounds import check_bounds
 from coordinator.requests.plan import Models
 from coordinator.requests.validation import TokenizedRequest, check_request
-from coordinator.settings.request_bounds import RequestBounds
+from coordinator.settings.coordinator import RequestBounds
 from tandem.errors import InvalidRequestError
 from tandem.types import GenerationRequest, ModelFeature
 from tests.unit.coordinator.http.test_bodies import INFO, TOKENIZER

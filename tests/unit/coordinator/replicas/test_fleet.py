@@ -9,9 +9,8 @@ import pytest
 
 from coordinator.replicas.fleet import Fleet
 from coordinator.requests.bounds import check_bounds
-from coordinator.settings.coordinator import CheckedSpeculativeConfig
-from coordinator.settings.request_bounds import RequestBounds
-from tandem.config.acceptance import MAX_CONFIGURED_TOKENS
+from coordinator.settings.coordinator import CheckedSpeculativeConfig, RequestBounds
+from tandem.config.speculative import MAX_CONFIGURED_TOKENS
 from tandem.replica import Role
 from tandem.types import DenseRow, GenerationRequest, Verification
 from tandem.wire.target import verification_to_proto

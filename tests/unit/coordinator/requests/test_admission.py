@@ -13,7 +13,7 @@ from coordinator.requests.admission import Admission
 from coordinator.requests.bounds import check_bounds
 from coordinator.requests.chunks.delivery import RunRequest, stream_of
 from coordinator.requests.chunks.queue import ChunkQueue
-from coordinator.settings.request_bounds import RequestBounds
+from coordinator.settings.coordinator import RequestBounds
 from tandem.errors import CapacityError, DeadlineError, InvalidRequestError
 from tandem.types import Chunk, GenerationRequest
 

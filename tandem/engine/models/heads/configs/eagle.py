@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.config.methods import EAGLE
+from tandem.config.names import EAGLE
 from tandem.engine.models.checkpoint import CONFIG_FILE
 from tandem.engine.models.heads.configs.values import check_layer, flag, nested, size
 from tandem.engine.models.json_files import read_object

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.config.methods import MEDUSA
+from tandem.config.names import MEDUSA
 from tandem.engine.models.checkpoint import CONFIG_FILE
 from tandem.engine.models.heads.configs.values import flag, size
 from tandem.engine.models.json_files import read_object

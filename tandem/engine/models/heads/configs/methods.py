@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tandem.config.methods import DFLASH, EAGLE, EAGLE3, MEDUSA, MTP
+from tandem.config.names import DFLASH, EAGLE, EAGLE3, MEDUSA, MTP
 from tandem.engine.models.heads.configs.dflash import DFlashConfig, read_dflash_config
 from tandem.engine.models.heads.configs.eagle import EagleConfig, read_eagle_config
 from tandem.engine.models.heads.configs.eagle3 import HeadConfig, read_head_config
@@ -29,7 +29,7 @@ def read_config(folder: Path, method: str) -> AnyHeadConfig:
 
     Args:
         folder: the checkpoint; the target's own for `mtp`.
-        method: one of `tandem.config.methods.BOUND_METHODS`.
+        method: one of `tandem.config.names.BOUND_METHODS`.
 
     Raises:
         ModelFolderError: there is none, its format is unknown, or a number in it is missing or wrong.

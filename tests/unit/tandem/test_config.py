@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
+from typer.testing import CliRunner
 
+from coordinator.cli.main import app
 from coordinator.settings.coordinator import ConfigSettings, CoordinatorSettings
 from draft_service.settings import DraftSettings
+from tandem.config.help import OTHERS, group_of, help_text
 from tandem.config.layers import Origin, merged, origins, read_layers
 from tandem.errors import ConfigurationError
 from tandem.settings import load_settings
 from target_service.settings import TargetSettings
+from tests.commands import Commands
+from tests.paths import ROOT
 
 ADDRESS = ("--target-address", "127.0.0.1:1")
 
@@ -271,3 +281,155 @@ def test_a_rule_ignores_unreadable_options() -> None:
 
 def test_an_option_without_its_value() -> None:
     assert refusal("--target-address") == "--target-address: expected one argument"
+
+
+RUNNER = CliRunner()
+
+
+def test_show_prints_each_value_and_its_origin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_RELAXED_TOPK", "4")
+    result = RUNNER.invoke(app, ["config", "show", "--json", "--num-speculative-tokens", "5"])
+    assert result.exit_code == 0
+    printed = json.loads(result.stdout)
+    assert printed["num_speculative_tokens"] == {"value": 5, "from": "command line"}
+    assert printed["relaxed_topk"] == {"value": 4, "from": "environment"}
+    assert printed["relaxed_delta"] == {"value": 0.6, "from": "default"}
+    assert set(printed) == set(ConfigSettings.model_fields)
+
+
+def test_show_prints_a_table() -> None:
+    result = RUNNER.invoke(app, ["config", "show", "--method", "ngram"])
+    lines = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines()}
+    assert lines["speculative_method"] == ["ngram", "command", "line"]
+    assert lines["num_speculative_tokens"] == ["2", "default"]
+
+
+def test_show_prints_the_named_options() -> None:
+    words = ["config", "show", "num-speculative-tokens", "relaxed_topk", "-o", "json", "--relaxed-topk", "3"]
+    printed = json.loads(RUNNER.invoke(app, words).stdout)
+    assert printed == {
+        "num_speculative_tokens": {"value": 2, "from": "default"},
+        "relaxed_topk": {"value": 3, "from": "command line"},
+    }
+    assert RUNNER.invoke(app, ["config", "show", "relaxed_topk", "--output=yaml"]).stdout.startswith(
+        "relaxed_topk:"
+    )
+    unknown = RUNNER.invoke(app, ["config", "show", "no_such_option"])
+    assert (unknown.exit_code, unknown.stderr) == (2, "error: there is no option no_such_option\n")
+    wrong = RUNNER.invoke(app, ["config", "show", "-o", "xml"])
+    assert (wrong.exit_code, wrong.stderr) == (
+        2,
+        "error: --output is 'xml'; it must be one of table, json, yaml\n",
+    )
+
+
+def test_show_has_help() -> None:
+    for option in ("-h", "--help"):
+        result = RUNNER.invoke(app, ["config", "show", option])
+        assert result.exit_code == 0
+        assert "tandem config show [NAME]... [-o table|json|yaml]" in result.stdout
+
+
+def test_show_refuses_as_the_coordinator_does() -> None:
+    result = RUNNER.invoke(app, ["config", "show", "--relaxed-topk", "0", "--max-num-steps", "2"])
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 2
+    assert RUNNER.invoke(app, ["config", "show", "--nonsense", "1"]).exit_code == 2
+
+
+def test_check_accepts_a_valid_file(tmp_path: Path) -> None:
+    path = tmp_path / "good.yaml"
+    path.write_text("method: ngram\nprompt_lookup_max: 4\nnum_speculative_tokens: 4\n")
+    result = RUNNER.invoke(app, ["config", "check", str(path)])
+    assert (result.exit_code, result.stdout) == (0, f"{path}: ok\n")
+
+
+def test_check_takes_json(tmp_path: Path) -> None:
+    path = tmp_path / "good.json"
+    path.write_text('{"method": "ngram", "num_speculative_tokens": 4}')
+    result = RUNNER.invoke(app, ["config", "check", str(path)])
+    assert (result.exit_code, result.stdout) == (0, f"{path}: ok\n")
+    path.write_text('{"num_speculative_tokens": 4,}')
+    result = RUNNER.invoke(app, ["config", "check", str(path)])
+    assert result.exit_code == 2
+    assert "it is not valid json" in result.stderr
+
+
+def test_check_takes_json_without_a_file() -> None:
+    good = RUNNER.invoke(app, ["config", "check", '{"method": "ngram", "num_speculative_tokens": 4}'])
+    assert (good.exit_code, good.stdout) == (0, "ok\n")
+    bad = RUNNER.invoke(
+        app, ["config", "check", '{"method": "ngram", "num_speculative_tokens": 0, "foo": 1}']
+    )
+    assert (bad.exit_code, bad.stderr.splitlines()) == (
+        2,
+        ["error: foo is not an option", "error: num_speculative_tokens is 0; it must be at least 1"],
+    )
+
+
+def test_check_prints_every_broken_rule_on_its_own_line(tmp_path: Path) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(
+        '[coordinator]\nmoe_backend = "triton"\nnum_speculative_tokens = 0\nrelaxed_topk = "x"\nenable_echo = true\n'
+    )
+    result = RUNNER.invoke(app, ["config", "check", str(path), "--section-name", "coordinator"])
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == [
+        "error: relaxed_topk is 'x'; it must be an integer",
+        "error: moe_backend is not available in this version: the draft model runs through transformers, which chooses "
+        "its own kernels",
+        "error: num_speculative_tokens is 0; it must be at least 1",
+        "error: enable_echo is true; it must be false: the prompt is not streamed back; put it before the completion",
+    ]
+
+
+def test_check_names_a_missing_file() -> None:
+    result = RUNNER.invoke(app, ["config", "check", "nowhere.toml"])
+    assert result.exit_code == 2
+    assert (
+        result.stderr == "error: config_file is nowhere.toml; it cannot be read: No such file or directory\n"
+    )
+
+
+def test_the_page_of_options_is_up_to_date() -> None:
+    command = [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"]
+    assert subprocess.run(command, capture_output=True, text=True, check=False).stderr == ""
+
+
+SERVICES = [CoordinatorSettings, DraftSettings, TargetSettings]
+
+
+@pytest.mark.parametrize("cls", SERVICES)
+def test_every_option_appears_once_in_a_group(cls: type[BaseModel]) -> None:
+    assert [name for name in cls.model_fields if group_of(cls, name) == OTHERS] == []
+    text = help_text(cls, "tandem serve x", 80)
+    for name in cls.model_fields:
+        assert len(re.findall(rf"^  --{name.replace('_', '-')},? ", text, re.MULTILINE)) == 1
+        assert re.search(rf"TANDEM_([A-Z]+_)?{name.upper()}\b", re.sub(r"\s+", " ", text))
+
+
+@pytest.mark.parametrize("cls", SERVICES)
+def test_it_fits_a_terminal(cls: type[BaseModel]) -> None:
+    too_long = [line for line in help_text(cls, "tandem serve x", 80).splitlines() if len(line) > 80]
+    assert all(len(line.split()) <= 3 for line in too_long), "only what cannot be broken is longer"
+
+
+def test_defaults_and_variables_are_shown_together() -> None:
+    text = re.sub(r"\s+", " ", help_text(TargetSettings, "tandem serve target", 80))
+    assert text.startswith("Usage: tandem serve target [OPTIONS] Serve a target model. Model: --model <path>")
+    assert "[env var: TANDEM_TARGET_MODEL; required]" in text
+    assert "[env var: TANDEM_TARGET_DEVICE; default: cpu]" in text
+    assert "--dtype <auto|float32|bfloat16|float16>" in text
+    assert "--enforce-eager / --no-enforce-eager" in text
+    coordinator = help_text(CoordinatorSettings, "tandem serve coordinator", 80)
+    assert "TANDEM_NUM_SPECULATIVE_TOKENS" in coordinator, "what services share has no service in its name"
+
+
+@pytest.mark.parametrize("service", ["draft", "target", "coordinator"])
+def test_help_is_printed_for_either_name(
+    service: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = Commands(monkeypatch, capsys)
+    text = commands.succeed("serve", service, "--help")
+    assert text.startswith(f"Usage: tandem serve {service} [OPTIONS]\n\n  ")
+    assert commands.succeed("serve", service, "-h") == text

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.clients.retries import NO_RETRIES, Retries, Tries
+from tandem.client import NO_RETRIES, Retries, Tries
 from tandem.errors import (
     CapacityError,
     DeadlineError,

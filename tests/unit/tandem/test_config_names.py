@@ -1,8 +1,10 @@
-"""Every option of MAX's and vLLM's `SpeculativeConfig` is supported, or refused by name with a reason."""
+"""Inferred values, as in vLLM."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +13,101 @@ from pydantic import ValidationError
 from coordinator.rejection.options import RejectionOptions
 from coordinator.rejection.strategies import STRATEGIES
 from coordinator.settings.acceptance import configured_options
-from tandem import acceptance_names
+from draft_service.settings import DraftSettings
 from tandem.config import SpeculativeConfig
-from tandem.config.methods import METHODS
-from tandem.config.normalization import ALIASES
-from tandem.config.refusals import REFUSED_METHODS, REFUSED_OPTIONS
+from tandem.config import names as acceptance_names
+from tandem.config.names import METHODS, REFUSED_METHODS, REFUSED_OPTIONS, as_torch, inferred_method
+from tandem.config.options import ALIASES
+from target_service.settings import TargetSettings
+
+
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [
+        ("meta/Llama-68M", "standalone"),
+        ("ngram", "ngram"),
+        ("suffix", "suffix"),
+        ("yuhuili/EAGLE-LLaMA3-Instruct-8B", "eagle"),
+        ("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "eagle3"),
+        ("z-lab/Qwen3-8B-DFlash-b16", "dflash"),
+    ],
+)
+def test_the_method_by_the_models_name(model: str, method: str) -> None:
+    assert inferred_method(model) == method
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method"),
+    [
+        ("medusa", "medusa"),
+        ("mlp_speculator", "mlp_speculator"),
+        ("deepseek_mtp", "mtp"),
+        ("llama", "standalone"),
+    ],
+)
+def test_the_method_by_the_checkpoint(tmp_path: Path, model_type: str, method: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    assert inferred_method(str(tmp_path)) == method
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}, "eagle3"),
+        ({"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}, "eagle3"),
+        ({"architectures": ["EAGLEModel"], "model_type": "eagle"}, "eagle"),
+        ({"architectures": ["EagleLlamaForCausalLM"], "model_type": "llama"}, "eagle"),
+        ({"architectures": ["MedusaModel"], "model_type": "medusa"}, "medusa"),
+        ({"medusa_num_heads": 5, "medusa_num_layers": 1}, "medusa"),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "standalone"),
+    ],
+)
+def test_the_method_of_a_drafting_head(tmp_path: Path, config: dict[str, object], method: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert inferred_method(str(tmp_path)) == method
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"model_type": 3}'])
+def test_a_checkpoint_that_says_nothing_is_a_model_like_any_other(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    assert inferred_method(str(tmp_path)) == "standalone"
+
+
+def test_a_method_given_as_the_model_is_not_a_model() -> None:
+    config = SpeculativeConfig.model_validate({"model": "ngram"})
+    assert (config.speculative_method, config.draft_model_path) == ("ngram", None)
+
+
+def test_a_method_that_is_named_is_not_inferred() -> None:
+    assert SpeculativeConfig.model_validate(
+        {"model": "my/eagle-like", "method": "draft_model"}
+    ).is_standalone()
+
+
+def test_nothing_is_inferred_without_model_and_method() -> None:
+    assert SpeculativeConfig().speculative_method is None
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [((None, None), (5, 5)), ((3, None), (3, 3)), ((None, 2), (2, 2)), ((2, 4), (2, 4))],
+)
+def test_one_end_of_the_lookup_sets_the_other(
+    given: tuple[int | None, ...], expected: tuple[int, int]
+) -> None:
+    config = SpeculativeConfig(prompt_lookup_min=given[0], prompt_lookup_max=given[1])
+    assert (config.prompt_lookup_min, config.prompt_lookup_max) == expected
+
+
+def test_a_rate_list_may_be_one_word() -> None:
+    for rates in ("0.9,0.5", "[0.9, 0.5]", [0.9, 0.5]):
+        assert SpeculativeConfig(synthetic_acceptance_rates=rates).synthetic_acceptance_rates == (0.9, 0.5)
+
+
+def test_it_is_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        SpeculativeConfig().num_speculative_tokens = 3  # type: ignore[misc]
+
 
 MAX_OPTIONS: dict[str, Any] = {
     "config_file": None,
@@ -138,7 +230,9 @@ def test_an_acceptance_rule_goes_by_either_name(name: str) -> None:
 
 def test_names_of_acceptance_rules_are_those_of_the_rules() -> None:
     assert {strategy.name for strategy in STRATEGIES} == set(acceptance_names.NAMES)
-    assert {alias for strategy in STRATEGIES for alias in strategy.aliases} == set(acceptance_names.ALIASES)
+    assert {alias for strategy in STRATEGIES for alias in strategy.aliases} == set(
+        acceptance_names.RULE_ALIASES
+    )
 
 
 def test_the_acceptance_rules_have_the_same_options_and_defaults() -> None:
@@ -169,3 +263,20 @@ def test_predicates(options: dict[str, Any], predicate: str) -> None:
             "is_ngram",
             "is_model_free",
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [("cpu", "cpu"), ("cuda", "cuda"), ("gpu", "cuda"), ("cuda:1", "cuda:1"), ("gpu:12", "cuda:12")],
+)
+def test_gpu_and_cuda_are_the_same_everywhere(name: str, device: str) -> None:
+    assert as_torch(name) == device
+    assert TargetSettings(model=Path(), device=name).compute_device == device
+    assert DraftSettings(device=name).compute_device == device
+    assert DraftSettings(draft_devices=name).compute_device == device
+
+
+@pytest.mark.parametrize("name", ["", "tpu", "cpu:0", "cuda:", "cuda:x", "CUDA", "gpu0", "cuda:0,1"])
+def test_unknown_devices_are_refused(name: str) -> None:
+    with pytest.raises(ValidationError, match="it must be cpu, cuda, cuda:N, gpu or gpu:N"):
+        TargetSettings(model=Path(), device=name)

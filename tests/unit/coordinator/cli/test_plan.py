@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cli.plan.measured import PairOptions
+from coordinator.cli.plan import PairOptions
 from tandem.errors import ConfigurationError
 
 

@@ -1,4 +1,4 @@
-"""Formats numbers for people."""
+"""What `tandem admin` shows people: numbers, states and tables."""
 
 from __future__ import annotations
 

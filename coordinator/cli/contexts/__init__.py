@@ -1,1 +1,0 @@
-"""`tandem context`: the command, and the file with the named coordinators."""

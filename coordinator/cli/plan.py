@@ -1,0 +1,543 @@
+"""`tandem plan`: what speculation gains, at which proposal length, and what would help most."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Annotated, Any
+from xml.sax.saxutils import escape
+
+import typer
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from coordinator.cli.admin.client import admin_client
+from coordinator.cli.admin.views import percent
+from coordinator.cli.command import OutputOptions, command, plain_table
+from coordinator.cli.connection import ConnectionOptions
+from coordinator.cli.up import NO_DRAFT, DeviceOptions, UpOptions, service_arguments
+from coordinator.speculation.plan import (
+    MAX_TOKENS,
+    PER_8_ROWS,
+    BatchPlan,
+    StepTimes,
+    measured_times,
+    plan,
+)
+from tandem.admin_client import AdminClient
+from tandem.client import Client
+from tandem.config.names import DEVICES
+from tandem.errors import ConfigurationError, NotFoundError, ServiceUnavailableError
+from tandem.model_sources.names import DEMO
+from tandem.speculation_state import SpeculationDecision
+from tandem.types import GenerationRequest
+
+_WIDTH, _HEIGHT = 720, 360
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 220, 40, 44
+_COLOURS = ("#0f766e", "#b45309", "#1d4ed8", "#9d174d", "#4d7c0f", "#475569")
+
+
+def svg(plans: dict[str, BatchPlan]) -> str:
+    """The chart as an SVG document, on a white background so that it is readable on dark pages too."""
+    longest = max(len(found.rows) for found in plans.values()) - 1
+    maximum = max(1.2, *(row.speedup for found in plans.values() for row in found.rows)) * 1.05
+
+    def x(tokens: float) -> float:
+        return _LEFT + tokens / max(longest, 1) * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(speedup: float) -> float:
+        return _HEIGHT - _BOTTOM - speedup / maximum * (_HEIGHT - _TOP - _BOTTOM)
+
+    def line(index: int, name: str, found: BatchPlan) -> list[str]:
+        colour, top = _COLOURS[index % len(_COLOURS)], _TOP + 18 * index
+        points = " ".join(f"{x(row.tokens):.1f},{y(row.speedup):.1f}" for row in found.rows)
+        label = f"{name}: {found.best_speedup:.2f}x at K = {found.best_tokens}"
+        best = f'cx="{x(found.best_tokens):.1f}" cy="{y(found.best_speedup):.1f}"'
+        return [
+            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>',
+            f'<circle {best} r="4" fill="{colour}"/>',
+            f'<rect x="{_WIDTH - _RIGHT + 10}" y="{top - 9}" width="10" height="10" fill="{colour}"/>',
+            _text(_WIDTH - _RIGHT + 26, top, label, "start"),
+        ]
+
+    axes = [
+        f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(1.0):.1f}" y2="{y(1.0):.1f}" stroke="#64748b" '
+        'stroke-dasharray="4 4"/>',
+        _text(_LEFT - 8, y(1.0) + 4, "1.0x", "end"),
+        _text(_LEFT - 8, y(0.0) + 4, "0", "end"),
+        *(_text(x(tokens), _HEIGHT - 22, str(tokens), "middle") for tokens in range(0, longest + 1, 2)),
+        _text(x(longest / 2), _HEIGHT - 6, "proposed tokens (K)", "middle"),
+        _text(16, 24, "Speed-up over the target alone", "start", 15),
+    ]
+    lines = [part for index, item in enumerate(plans.items()) for part in line(index, *item)]
+    return _document([*axes, *lines])
+
+
+def _document(body: list[str]) -> str:
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
+            f'height="{_HEIGHT}" font-family="system-ui, sans-serif" font-size="11" role="img">',
+            "<title>Speed-up over the target alone by proposal length</title>",
+            f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
+            *body,
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def _text(x: float, y: float, words: str, anchor: str, size: int = 11) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+_LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Proposal lengths that are measured, up to the longest asked for; those between are interpolated."""
+_PASSES = 4
+"""Each length is measured as often, in turn with the others, so that a machine that slows down slows all of them. The
+first time does not count."""
+_TOKENS = 24
+"""Tokens of each completion, beside the longest proposal."""
+_ROUND_TRIPS = 30
+_MAX_DRAFT_SHARE = 0.9
+"""Share of a round without its messages that the draft's steps may take."""
+_FIXED = {
+    "TANDEM_COORDINATOR_SPECULATION_POLICY": "fixed",
+    "TANDEM_COORDINATOR_DRAFT_PATIENCE_SECONDS": "60",
+}
+"""Each round is to propose exactly as much as it is asked to."""
+_STOP_SECONDS = 45.0
+_PROMPTS = (
+    "def fibonacci(count):\n    ",
+    "The capital of France is",
+    "class Stack:\n    def __init__(self):\n",
+    "Once upon a time, in a village by the sea,",
+    "import json\n\n\ndef read_settings(path):\n",
+    "The three laws of motion state that",
+    "for index, line in enumerate(lines):\n    ",
+    "Dear all, thank you for",
+)
+"""Code and prose, so that acceptance is no one kind's."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairOptions:
+    """The pair to measure on this machine; neither model named: nothing is measured."""
+
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="demo|smollm2|DIR|ID",
+            help="Measure this target here: the demo pair's, a folder or a Hugging Face id.",
+        ),
+    ] = None
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ngram|suffix|DIR|ID",
+            help="Measure with this draft. [default: as in tandem up]",
+        ),
+    ] = None
+    device: Annotated[str, typer.Option(help=f"Where both models run: {DEVICES}.")] = "cpu"
+    temperature: Annotated[
+        float, typer.Option(min=0.0, max=2.0, help="Temperature of the measured completions.")
+    ] = 0.0
+
+    @property
+    def is_named(self) -> bool:
+        """True if a model was named, so that it is to be measured."""
+        return self.target is not None or self.draft is not None
+
+    def up_words(self) -> list[str]:
+        """Options of `tandem up` for this pair.
+
+        Raises:
+            ConfigurationError: no service could start with it, or there is no draft.
+        """
+        if self.draft == NO_DRAFT:
+            raise ConfigurationError(
+                "--draft is none; a plan compares a draft with the target alone: name one, or ngram or suffix"
+            )
+        is_demo = self.target in (None, DEMO)
+        service_arguments(
+            UpOptions(
+                model=DEMO if is_demo else None,
+                target=None if is_demo else self.target,
+                draft=self.draft,
+                devices=DeviceOptions(self.device),
+                http=False,
+            )
+        )
+        named = [] if is_demo else ["--target", str(self.target)]
+        drafted = [] if self.draft is None else ["--draft", self.draft]
+        # A plan adds up the times of draft and target, which drafting ahead would let overlap.
+        fixed = ["--no-http", "--port", "0", "--draft-ahead", "off"]
+        return [*fixed, "--device", self.device, *named, *drafted]
+
+
+async def measured_pair(
+    options: PairOptions, batches: Sequence[int], max_tokens: int
+) -> dict[int, StepTimes]:
+    """Step times and acceptance by batch size, at proposals of 0 to `max_tokens` tokens.
+
+    Raises:
+        ConfigurationError: no service could start with the options.
+        ServiceUnavailableError: a service ended by itself, or the draft proposed nothing.
+    """
+    async with _services(options.up_words()) as address:
+        return await measured_through(address, batches, max_tokens, options.temperature)
+
+
+async def measured_through(
+    address: str, batches: Sequence[int], max_tokens: int, temperature: float
+) -> dict[int, StepTimes]:
+    """The same through a coordinator whose proposals have a fixed length.
+
+    Raises:
+        ServiceUnavailableError: the draft proposed nothing.
+    """
+    lengths = [0, *(length for length in _LENGTHS if length < max_tokens), max_tokens]
+    async with Client(address) as client, AdminClient(address) as admin:
+        seconds = {batch: await _round_seconds(client, batch, lengths, temperature) for batch in batches}
+        decisions = (await admin.stats()).decisions
+        trip = await _round_trip_seconds(admin)
+    full = [decision for decision in decisions if len(decision.round_seconds) == max_tokens + 1]
+    found = {}
+    for batch, by_length in seconds.items():
+        if 0 not in by_length or len(by_length) < 2 or not full:
+            raise ServiceUnavailableError(
+                f"the draft proposed nothing that could be measured at batch {batch}; see whether it starts with "
+                "tandem up"
+            )
+        nearest = min(full, key=lambda decision: abs(decision.load - batch))
+        found[batch] = _times(
+            nearest, [_interpolated(by_length, each) for each in range(max_tokens + 1)], trip
+        )
+    return found
+
+
+def _times(decision: SpeculationDecision, rounds: Sequence[float], trip: float) -> StepTimes:
+    """Step times from measured rounds, with the draft's step and the acceptance as the coordinator knows them."""
+    # On a busy machine a message alone may take longer than a round; then half of the shortest round counts.
+    messages = min(2.0 * trip, min(rounds) / 2.0)
+    # The parts of a round take no longer than the round: the step is a mean over all rounds, slow ones included.
+    step = min(
+        decision.draft_step_seconds,
+        *(
+            _MAX_DRAFT_SHARE * max(seconds - messages, 0.0) / count
+            for count, seconds in enumerate(rounds)
+            if count
+        ),
+    )
+    return measured_times(
+        replace(decision, round_seconds=tuple(rounds), message_seconds=messages, draft_step_seconds=step)
+    )
+
+
+async def _round_trip_seconds(admin: AdminClient) -> float:
+    """Seconds of a message that asks for no work, and its answer."""
+    seconds = []
+    for _ in range(_ROUND_TRIPS):
+        began = time.monotonic()
+        await admin.is_serving()
+        seconds.append(time.monotonic() - began)
+    return statistics.median(seconds)
+
+
+async def _round_seconds(
+    client: Client, batch: int, lengths: Sequence[int], temperature: float
+) -> dict[int, float]:
+    """Seconds of a round by its proposed tokens, without the lengths that no round had.
+
+    The lower quartile, and no more than a longer proposal took: what else runs on the machine only adds.
+    """
+    seconds: dict[int, list[float]] = {}
+    for number, length in itertools.product(range(_PASSES), lengths):
+        request = GenerationRequest(
+            "",
+            max_tokens=_TOKENS + lengths[-1],
+            temperature=temperature,
+            num_speculative_tokens=length or None,
+            speculation=length > 0,
+            ignore_eos=True,
+        )
+        prompts = itertools.islice(itertools.cycle(_PROMPTS), batch)
+        rounds = await asyncio.gather(
+            *(_rounds(client, replace(request, prompt=prompt)) for prompt in prompts)
+        )
+        if number:
+            of_length = seconds.setdefault(length, [])
+            of_length += [each for some in rounds for proposed, each in some if proposed == length]
+    found: dict[int, float] = {}
+    smallest = math.inf
+    for length in sorted((length for length, measured in seconds.items() if measured), reverse=True):
+        ordered = sorted(seconds[length])
+        smallest = found[length] = min(smallest, ordered[len(ordered) // 4])
+    return found
+
+
+async def _rounds(client: Client, request: GenerationRequest) -> list[tuple[int, float]]:
+    """Proposed tokens and seconds of each round after the first."""
+    rounds = []
+    before: float | None = None
+    async for chunk in client.generate(request):
+        now = time.monotonic()
+        if before is not None and chunk.token_ids:
+            rounds.append((chunk.proposed, now - before))
+        before = now
+    return rounds
+
+
+def _interpolated(by_length: dict[int, float], length: int) -> float:
+    """Seconds at a length, on the line between its measured neighbours; beyond the last one, as at that one."""
+    below = max(known for known in by_length if known <= length)
+    above = min((known for known in by_length if known >= length), default=below)
+    if above == below:
+        return by_length[below]
+    share = (length - below) / (above - below)
+    return by_length[below] + share * (by_length[above] - by_length[below])
+
+
+@asynccontextmanager
+async def _services(words: Sequence[str]) -> AsyncIterator[str]:
+    """Run `tandem up`; the coordinator's address.
+
+    Raises:
+        ServiceUnavailableError: it ended before it was ready, with the reason that it gave.
+    """
+    with TemporaryFile() as errors:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "tandem.serving.supervised", str(os.getpid())),
+            *("coordinator.cli", "up", *words),
+            stdin=asyncio.subprocess.PIPE,  # its end tells the child that this process is gone
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            env={**os.environ, **_FIXED},
+            start_new_session=True,
+        )
+        try:
+            yield await _address(process, errors)
+        finally:
+            if process.returncode is None:
+                process.terminate()
+                await asyncio.shield(_ended(process))
+
+
+async def _address(process: asyncio.subprocess.Process, errors: IO[bytes]) -> str:
+    assert process.stdout is not None
+    async for line in process.stdout:
+        _, found, address = line.decode().partition("ready on ")
+        if found:
+            return address.strip()
+    code = await process.wait()
+    errors.seek(0)
+    reasons = [line for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
+    reason = reasons[0].removeprefix("error: ") if reasons else f"tandem up ended with exit code {code}"
+    raise ServiceUnavailableError(f"the pair could not be measured: {reason}")
+
+
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    try:
+        async with asyncio.timeout(_STOP_SECONDS):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command to its group."""
+    command(
+        app,
+        "tandem plan --address 10.0.0.5:50051",
+        "tandem plan --target models/my-target --draft models/my-draft --batch 1,8 --svg plan.svg",
+        "tandem plan --verify-ms 6.5 --draft-step-ms 1.2 --acceptance 0.8 --round-trip-ms 0.5 --batch 1,8,32",
+        "tandem plan --verify-ms 22 --draft-step-ms 1.5 --acceptance 0.9,0.8,0.7 --svg plan.svg -o json",
+        name="plan",
+    )(show_plan)
+
+
+async def show_plan(
+    click: typer.Context,
+    connection: ConnectionOptions,
+    pair: PairOptions,
+    output: OutputOptions,
+    verify_ms: Annotated[
+        float | None,
+        typer.Option(help="Step of the target with one row, in ms. Without it, ask the coordinator."),
+    ] = None,
+    draft_step_ms: Annotated[
+        float | None, typer.Option(help="Step of the draft with one row, in ms.")
+    ] = None,
+    acceptance: Annotated[
+        str | None,
+        typer.Option(
+            help="Conditional acceptance rate at each position; the last one holds for all after it."
+        ),
+    ] = None,
+    round_trip_ms: Annotated[float, typer.Option(help="Question to a service and its answer, in ms.")] = 0.0,
+    per_8_rows: Annotated[
+        float, typer.Option(help="Share by which a step takes longer for each 8 rows more.")
+    ] = PER_8_ROWS,
+    batch: Annotated[str, typer.Option(help="Requests at once, for instance 1,8,32.")] = "1",
+    max_tokens: Annotated[int, typer.Option(min=1, max=128, help="Longest proposal.")] = MAX_TOKENS,
+    svg_file: Annotated[
+        Path | None, typer.Option("--svg", help="Write a chart of speed-up by proposal length.")
+    ] = None,
+) -> None:
+    """Show the gain of speculation at each proposal length, the best length, and what would help most.
+
+    The step times come from the options, from models that are measured on this machine (--target, --draft), or from the
+    measurements of a running coordinator. The speed-up is over the
+    target alone: (1 + E[accepted(K)]) x round of the target alone / round with K proposed tokens. The column without
+    the wire is the usual formula (1 + E[accepted]) / (cost_draft x K + cost_verify).
+    """
+    if pair.is_named:
+        if verify_ms is not None:
+            raise ConfigurationError(
+                "--verify-ms was given with --target or --draft; give the step times or a pair to measure"
+            )
+        measured = await measured_pair(pair, _sizes(batch), max_tokens)
+        plans = {f"batch {size}": plan(times, size, max_tokens) for size, times in measured.items()}
+    elif verify_ms is None:
+        plans = await _measured_plans(connection, click)
+    else:
+        times = _step_times(verify_ms, draft_step_ms, acceptance, round_trip_ms, per_8_rows)
+        plans = {f"batch {size}": plan(times, size, max_tokens) for size in _sizes(batch)}
+    if svg_file is not None:
+        svg_file.write_text(svg(plans), encoding="utf-8")
+    output.show(_described(plans), lambda: plan_view(plans))
+
+
+async def _measured_plans(connection: ConnectionOptions, click: typer.Context) -> dict[str, BatchPlan]:
+    """Plans from a coordinator's measurements, by rule, temperature and batch size.
+
+    Raises:
+        NotFoundError: the coordinator has measured no rounds yet.
+    """
+    async with admin_client(connection, click) as client:
+        decisions = (await client.stats()).decisions
+    measured = [decision for decision in decisions if len(decision.round_seconds) > 1]
+    # A plan adds up the times of draft and target. Rounds that draft ahead let them overlap.
+    known = [decision for decision in measured if decision.ahead_outcomes is None] or measured
+    if not known:
+        raise NotFoundError(
+            "the coordinator has measured no rounds yet; run requests, name a pair with --target and --draft, or give "
+            "--verify-ms, --draft-step-ms and --acceptance"
+        )
+    return {
+        f"{decision.rule}, temperature {decision.temperatures}, batch {decision.load}": plan(
+            measured_times(decision), decision.load, len(decision.round_seconds) - 1
+        )
+        for decision in known
+    }
+
+
+def _step_times(
+    verify_ms: float,
+    draft_step_ms: float | None,
+    acceptance: str | None,
+    round_trip_ms: float,
+    per_8_rows: float,
+) -> StepTimes:
+    """Step times and acceptance from the options of the command line.
+
+    Raises:
+        ConfigurationError: an option is missing or out of range.
+    """
+    if draft_step_ms is None or acceptance is None:
+        raise ConfigurationError(
+            "--verify-ms was given without --draft-step-ms and --acceptance; give all three"
+        )
+    for name, value in (("--verify-ms", verify_ms), ("--draft-step-ms", draft_step_ms)):
+        if not 0.0 < value < 1e7:
+            raise ConfigurationError(f"{name} is {value:g}; it must be above 0")
+    for name, value in (("--round-trip-ms", round_trip_ms), ("--per-8-rows", per_8_rows)):
+        if not 0.0 <= value < 1e7:
+            raise ConfigurationError(f"{name} is {value:g}; it must be at least 0")
+    return StepTimes(
+        verify_ms / 1e3, draft_step_ms / 1e3, _rates(acceptance), round_trip_ms / 1e3, per_8_rows
+    )
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    try:
+        rates = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        rates = ()
+    if not rates or not all(0.0 <= rate <= 1.0 for rate in rates):
+        raise ConfigurationError(
+            f"--acceptance is {text}; it must be rates between 0 and 1 with commas between them"
+        )
+    return rates
+
+
+def _sizes(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and 0 < int(part) <= 4096 for part in parts):
+        raise ConfigurationError(
+            f"--batch is {text}; it must be numbers from 1 to 4096 with commas between them"
+        )
+    return [int(part) for part in parts]
+
+
+def _described(plans: dict[str, BatchPlan]) -> list[dict[str, Any]]:
+    return [
+        {
+            "of": name,
+            "batch": found.batch,
+            "best_tokens": found.best_tokens,
+            "best_speedup": round(found.best_speedup, 4),
+            "break_even_acceptance": found.break_even_acceptance,
+            "remedies": [{"remedy": remedy, "speedup": round(gain, 4)} for remedy, gain in found.remedies],
+            "lengths": found.rows,
+        }
+        for name, found in plans.items()
+    ]
+
+
+def plan_view(plans: dict[str, BatchPlan]) -> RenderableType:
+    """A table for each batch, and what follows from it."""
+    parts: list[RenderableType] = []
+    for name, found in plans.items():
+        parts += [_table(name, found), *_words(found), ""]
+    return Group(*parts[:-1])
+
+
+def _table(name: str, found: BatchPlan) -> Table:
+    table = plain_table(">K", ">TOKENS/PASS", ">ROUND", ">SPEED-UP", ">WITHOUT THE WIRE", "")
+    table.title, table.title_justify, table.title_style = name, "left", "bold"
+    for row in found.rows:
+        table.add_row(
+            str(row.tokens),
+            f"{row.tokens_per_pass:.2f}",
+            f"{row.round_seconds * 1e3:.2f} ms",
+            f"{row.speedup:.2f}x",
+            f"{row.speedup_without_wire:.2f}x",
+            "best" if row.tokens == found.best_tokens else "",
+        )
+    return table
+
+
+def _words(found: BatchPlan) -> list[str]:
+    best = (
+        f"{found.best_speedup:.2f}x with K = {found.best_tokens}" if found.best_tokens else "the target alone"
+    )
+    break_even = found.break_even_acceptance
+    pays = (
+        "drafting does not pay at any acceptance"
+        if break_even is None
+        else f"drafting pays from an acceptance of {percent(break_even)} at every position"
+    )
+    help_words = ", ".join(f"{remedy} {gain:.2f}x" for remedy, gain in found.remedies)
+    return [f"best: {best}; {pays}", f"what would help, the most helpful first: {help_words}"]

@@ -1,0 +1,165 @@
+"""Names of drafting methods, acceptance rules and devices, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
+
+_TARGETS = "a model's folder is served as it is; "
+
+REFUSED_OPTIONS = {
+    "tensor_parallel_size": "a service runs its model on one device; start more replicas to serve "
+    "more requests",
+    "enforce_eager": "whether the draft runs captured graphs is decided by its own service and device",
+    "quantization": _TARGETS
+    + "name one whose weights have the type you want, and set dtype on the draft service",
+    "moe_backend": "the draft model runs through transformers, which chooses its own kernels",
+    "draft_load_config": "weights are read from safetensors and nothing else",
+    "disable_padded_drafter_batch": "batches are packed without padding, so there is none to disable",
+    "use_local_argmax_reduction": "the draft's vocabulary is not split over devices, so there is nothing to reduce",
+    "speculative_token_tree": "proposals are chains; set their length with num_speculative_tokens",
+    "parallel_drafting": "the method decides it: dflash proposes a block in one pass, the others token after token",
+    "draft_sample_method": "the draft samples as the acceptance rule needs; set rejection_sampling_strategy",
+}
+"""Named in the reference classes, refused here: the reason, which says what to do instead where there is something."""
+
+_HEAD = (
+    "of the heads that read the target's hidden states eagle, eagle3, medusa, mtp and dflash are run; use one of "
+    "these, standalone, ngram or suffix"
+)
+
+REFUSED_METHODS = {
+    "mlp_speculator": _HEAD,
+    "extract_hidden_states": "it proposes nothing; start the target with --shared-storage-path, which writes the "
+    "hidden states of requests with any draft",
+    "ngram_gpu": "prompt lookup needs no GPU here; use ngram",
+    "custom_class": "no code from outside is loaded; use standalone, ngram or suffix",
+}
+"""Drafting methods, likewise. vLLM's deprecated names such as deepseek_mtp count as mtp."""
+
+
+STANDALONE, NGRAM, SUFFIX = "standalone", "ngram", "suffix"
+EAGLE, EAGLE3, MEDUSA, MTP, DFLASH = "eagle", "eagle3", "medusa", "mtp", "dflash"
+
+METHODS = (STANDALONE, NGRAM, SUFFIX, EAGLE, EAGLE3, MEDUSA, MTP, DFLASH)
+"""Drafting methods of this version."""
+
+BOUND_METHODS = (EAGLE, EAGLE3, MEDUSA, MTP, DFLASH)
+"""Those of them that read the target's hidden states, and so run in the target's process."""
+
+OWN_METHODS = (MTP,)
+"""Those of them whose weights lie in the target's own checkpoint, so that no draft is named."""
+
+MODEL_FREE_METHODS = (NGRAM, SUFFIX)
+"""Those of them that have no model."""
+
+_EAGLE_ARCHITECTURES = ("EAGLEModel", "EagleLlamaForCausalLM", "EagleLlamaModel")
+"""As vLLM writes them. SafeAILab's heads of EAGLE-1 and 2 say LlamaForCausalLM, so their name has to tell."""
+
+METHOD_ALIASES = {"draft_model": STANDALONE}
+"""vLLM's word for it."""
+
+
+def canonical_method(name: str) -> str:
+    """A method's own name; an unknown one is returned as it is spelled."""
+    spelled = name.strip().lower()
+    if spelled.endswith("_mtp"):
+        return MTP
+    return METHOD_ALIASES.get(spelled, spelled)
+
+
+def inferred_method(draft_model: str) -> str:
+    """The method that a draft model implies, by its name or its config.json, as in vLLM."""
+    if canonical_method(draft_model) in MODEL_FREE_METHODS:
+        return canonical_method(draft_model)
+    return _method_named(draft_model) or _method_in(_config(Path(draft_model))) or STANDALONE
+
+
+def checkpoint_method(folder: Path) -> str:
+    """The method that a folder's config.json names, or else its own name; empty where neither names one."""
+    return _method_in(_config(folder)) or _method_named(str(folder))
+
+
+def _method_named(draft_model: str) -> str:
+    name = Path(draft_model).name.lower()
+    marks = ((EAGLE3, "eagle3"), (EAGLE, "eagle-"), ("dflash", "dflash"))
+    return next((method for method, mark in marks if mark in name), "")
+
+
+def _method_in(config: Mapping[str, Any]) -> str:
+    wrapped = config.get("speculators_model_type")
+    if isinstance(wrapped, str):
+        return canonical_method(wrapped)
+    architectures = config.get("architectures")
+    if isinstance(architectures, list) and any("eagle3" in str(name).lower() for name in architectures):
+        return EAGLE3
+    if isinstance(architectures, list) and any("dflash" in str(name).lower() for name in architectures):
+        return DFLASH
+    if isinstance(architectures, list) and any(str(name) in _EAGLE_ARCHITECTURES for name in architectures):
+        return EAGLE
+    if "medusa_num_heads" in config:
+        return MEDUSA
+    model_type = canonical_method(str(config.get("model_type", "")))
+    return model_type if model_type in (*BOUND_METHODS, *REFUSED_METHODS) else ""
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    """A checkpoint's config; empty when there is none: loading the folder reports it better."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+NAMES = ("greedy", "residual", "block", "strict", "typical-acceptance", "logit-comparison", "synthetic")
+"""The rules."""
+
+RULE_ALIASES = {"probabilistic": "residual", "standard": "residual", "typical": "typical-acceptance"}
+"""Other words for some of them; the first two are vLLM's."""
+
+AUTO = "auto"
+"""Picks the rule of `AUTO_NAMES` with the most tokens per second. Tandem's own."""
+
+AUTO_NAMES = ("block", "strict", "residual")
+"""All of them lossless; the first are tried first."""
+
+SPELLINGS = (*NAMES, *RULE_ALIASES, AUTO)
+"""All that can be written."""
+
+
+def canonical_name(name: str) -> str:
+    """A rule's own name. Capitals and underscores do not matter; an unknown name is returned as it is spelled."""
+    spelled = name.strip().lower().replace("_", "-")
+    return RULE_ALIASES.get(spelled, spelled)
+
+
+def default_name(speculative_method: str | None) -> str:
+    """The rule of a drafting method when none is named, as in MAX."""
+    return "typical-acceptance" if speculative_method in ("eagle", "eagle3", "mtp") else "residual"
+
+
+_DEVICE = re.compile(r"cpu|(?:cuda|gpu)(:\d+)?")
+
+DEVICES = "cpu, cuda, cuda:N, gpu or gpu:N"
+"""Accepted names of a device."""
+
+
+def as_torch(name: str) -> str:
+    """The device as torch names it: gpu:1 is cuda:1.
+
+    Raises:
+        ValueError: there is no device of that name.
+    """
+    if _DEVICE.fullmatch(name) is None:
+        raise ValueError(f"it must be {DEVICES}")
+    return name.replace("gpu", "cuda")
+
+
+Device = Annotated[str, AfterValidator(as_torch)]
+"""A device as torch names it, whichever name it was given by."""

@@ -10,9 +10,8 @@ import grpc.aio
 
 from bound_service.method import head_folder, head_method
 from draft_service.servicer import DraftServicer
-from tandem.serving.calls import RunningCalls
-from tandem.serving.interceptors.readiness import ReadinessInterceptor
-from tandem.serving.loading import in_daemon_thread
+from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
+from tandem.serving.process import in_daemon_thread
 from tandem.serving.server import ENGINE_FAILED
 from tandem.telemetry.streams import observer_for
 from tandem.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc

@@ -14,10 +14,8 @@ from coordinator.admin.servicer import AdminServicer
 from coordinator.decoding.tokenization import PromptEncoder, read_tokenizer
 from coordinator.http.chat.chats import Chats
 from coordinator.replicas.registry import ReplicaRegistry
-from coordinator.requests.admission_interceptor import AdmissionInterceptor
-from coordinator.requests.large_requests import LargeRequests
-from coordinator.requests.replica_streams import Services
-from coordinator.requests.runner import RequestRunner
+from coordinator.requests.arrival import AdmissionInterceptor, LargeRequests
+from coordinator.requests.runner import RequestRunner, Services
 from coordinator.servicer import GenerationServicer
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.settings.live import LiveConfig
@@ -25,8 +23,7 @@ from coordinator.telemetry.setup import CoordinatorTelemetry
 from tandem.admin import Status
 from tandem.errors import ServiceUnavailableError
 from tandem.replica import ReplicaState, Role
-from tandem.serving.calls import RunningCalls
-from tandem.serving.interceptors.readiness import ReadinessInterceptor
+from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
 from tandem.serving.server import announce
 from tandem.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 

@@ -7,10 +7,10 @@ from contextlib import aclosing
 from dataclasses import asdict
 
 from coordinator.http.chat.chats import Chats, check_message_count, ids_of_chat, text_of_chat
-from coordinator.requests.large_requests import UnparsedRequest, parsed
-from coordinator.requests.peers import peer_of_grpc
+from coordinator.requests.admission import peer_of_grpc
+from coordinator.requests.arrival import UnparsedRequest, parsed
 from coordinator.requests.runner import RequestRunner
-from tandem.serving.interceptors.handlers import Context, traceparent_of
+from tandem.serving.interceptors import Context, traceparent_of
 from tandem.v1 import generation_pb2
 from tandem.v1.generation_pb2_grpc import GenerationServiceServicer
 from tandem.wire.generation import (

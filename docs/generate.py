@@ -15,8 +15,7 @@ from pydantic.fields import FieldInfo
 from coordinator.http.openai import fields
 from coordinator.http.openai.rules import HTTP_RULES
 from coordinator.replicas.compatibility import MODEL_RULES
-from coordinator.requests.bounds import BOUND_RULES
-from coordinator.requests.validation import REQUEST_RULES
+from coordinator.requests.validation import BOUND_RULES, REQUEST_RULES
 from coordinator.settings.coordinator import (
     COORDINATOR_RULES,
     HTTP_OPTION_RULES,

@@ -16,9 +16,8 @@ from draft_service.servicer import DraftServicer
 from draft_service.settings import DraftSettings
 from tandem.config.names import BOUND_METHODS
 from tandem.errors import ConfigurationError
-from tandem.serving.calls import RunningCalls
-from tandem.serving.interceptors.readiness import ReadinessInterceptor
-from tandem.serving.loading import in_daemon_thread
+from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
+from tandem.serving.process import in_daemon_thread
 from tandem.serving.server import ENGINE_FAILED
 from tandem.telemetry.streams import OnStep, observer_for
 from tandem.v1 import draft_pb2, draft_pb2_grpc

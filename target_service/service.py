@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import grpc.aio
 
 from tandem.errors import ConfigurationError
-from tandem.serving.calls import RunningCalls
-from tandem.serving.interceptors.readiness import ReadinessInterceptor
-from tandem.serving.loading import in_daemon_thread
+from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
+from tandem.serving.process import in_daemon_thread
 from tandem.serving.server import ENGINE_FAILED
 from tandem.telemetry.streams import observer_for
 from tandem.v1 import target_pb2, target_pb2_grpc

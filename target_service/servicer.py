@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from tandem.serving.interceptors.handlers import Context
+from tandem.serving.interceptors import Context
 from tandem.serving.streams.multiplexed_stream import MultiplexedStreams
 from tandem.serving.streams.sequence_stream import opening, steps
 from tandem.telemetry.streams import NO_SERVICE_OBSERVER, ServiceObserver

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from tandem.serving.interceptors.handlers import Context
+from tandem.serving.interceptors import Context
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 
 

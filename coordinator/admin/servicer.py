@@ -7,7 +7,7 @@ from contextlib import aclosing
 from urllib.parse import unquote
 
 from coordinator.admin.administrator import Administrator
-from tandem.serving.interceptors.handlers import Context
+from tandem.serving.interceptors import Context
 from tandem.v1 import admin_pb2
 from tandem.v1.admin_pb2_grpc import AdminServiceServicer
 from tandem.wire import admin as wire

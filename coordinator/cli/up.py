@@ -35,8 +35,7 @@ from tandem.model_sources.demo import demo_pair, smollm2_head
 from tandem.model_sources.extras import require_engine
 from tandem.model_sources.hub import is_model_id
 from tandem.model_sources.names import DEMO, NAMES, SMOLLM2
-from tandem.serving.server import announce
-from tandem.serving.signals import stop_signals
+from tandem.serving.server import announce, stop_signals
 from tandem.settings import exit_with
 
 SMOLLM2_METHOD = "eagle3"

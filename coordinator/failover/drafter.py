@@ -7,11 +7,9 @@ import time
 from collections.abc import Callable
 
 from coordinator.decoding.completion import Completion
-from coordinator.failover.draft_losses import DraftLosses, bound_elsewhere
-from coordinator.failover.draft_place import DraftPlace
+from coordinator.failover.placement import DraftLosses, DraftPlace, bound_elsewhere
 from coordinator.failover.served_request import ServedRequest
-from coordinator.replicas.member import Member
-from coordinator.replicas.pool import Pool
+from coordinator.replicas.pool import Member, Pool
 from coordinator.speculation import report as speculation_report
 from coordinator.speculation.request import RequestSpeculation
 from coordinator.speculation.round_timings import RoundTimings

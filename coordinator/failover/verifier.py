@@ -1,17 +1,15 @@
-"""Verifies on whichever target is available: when one is lost, the client sees a pause and nothing else."""
+"""Failures of a round on the way to a target's answer."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coordinator.decoding.completion import Completion
 from coordinator.failover.served_request import ServedRequest
-from coordinator.failover.trouble import RoundTrouble
-from coordinator.replicas.member import Member
-from coordinator.replicas.pool import Pool
+from coordinator.replicas.pool import Member, Pool
 from coordinator.speculation.round_timings import RoundTimings
 from coordinator.telemetry.observer import RequestObserver
 from coordinator.transport.target_client import RowChoice, TargetClient, TargetSequence
@@ -24,8 +22,33 @@ from tandem.errors import (
     TandemError,
 )
 from tandem.replica import ReplicaState
-from tandem.rpc.deadline import Deadline
+from tandem.rpc.channels import Deadline
 from tandem.types import Proposal, TargetOptions, Verification
+
+
+@dataclass(slots=True, eq=False)
+class RoundTrouble:
+    """Failures in the round in progress."""
+
+    began: float | None = None
+    """Time of the first failure, by the monotonic clock; None before it."""
+    losses: int = 0
+    """Targets that were lost during a request to them."""
+    is_reported: bool = False
+    """True if a loss was reported to the observer."""
+    avoided: set[Member[TargetClient]] = field(default_factory=set)
+    """Targets that had no room or sent invalid answers."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the first failure. The time before it does not count, since a prompt may take minutes."""
+        return 0.0 if self.began is None else time.monotonic() - self.began
+
+    def begin(self) -> None:
+        """A failure occurred."""
+        if self.began is None:
+            self.began = time.monotonic()
+
 
 logger = logging.getLogger(__name__)
 

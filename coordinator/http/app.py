@@ -23,10 +23,10 @@ from coordinator.http.pages import PATHS, Pages
 from coordinator.http.tokenization import Tokenization
 from tandem import __version__
 from tandem.errors import ServiceUnavailableError
-from tandem.serving import tokens
-from tandem.serving.calls import RunningCalls
-from tandem.serving.interceptors.readiness import ReadinessInterceptor
-from tandem.serving.protection import is_loopback
+from tandem.rpc.addresses import is_loopback
+from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
+from tandem.serving.protection import Scope as TokenScope
+from tandem.serving.protection import Tokens, authorize
 
 # A load balancer has no token, and the page asks for one.
 _OPEN_PATHS = frozenset({"/health", "/ping", "/openapi.json", "/docs", *PATHS})
@@ -54,7 +54,7 @@ class App:
         shown: Shown,
         readiness: ReadinessInterceptor,
         calls: RunningCalls,
-        known_tokens: Callable[[], tokens.Tokens],
+        known_tokens: Callable[[], Tokens],
         model_name: str | None,
         memory: HttpMemory,
         *,
@@ -142,7 +142,7 @@ class App:
         if scope["path"] in _OPEN_PATHS:
             return
         authorization = headers.get(b"authorization", b"").decode("latin-1") or None
-        tokens.authorize(tokens.Scope.CLIENT, authorization, self._known_tokens())
+        authorize(TokenScope.CLIENT, authorization, self._known_tokens())
         if self._readiness.closed_because:
             raise ServiceUnavailableError(self._readiness.closed_because)
 

@@ -9,8 +9,7 @@ from coordinator.http.chat.chats import Chats
 from coordinator.http.chat.template import ChatTemplate
 from coordinator.http.status import status_object
 from coordinator.requests.plan import Models
-from coordinator.requests.runner import RequestRunner
-from coordinator.requests.turns import Turns
+from coordinator.requests.runner import RequestRunner, Turns
 from coordinator.settings.coordinator import RequestBounds
 from tandem.admin import Status
 

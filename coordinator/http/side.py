@@ -16,10 +16,10 @@ from coordinator.http.bodies.held_bytes import HttpMemory
 from coordinator.http.bodies.unknown_fields import HEADER, UnknownFields
 from coordinator.http.server import HttpServer
 from coordinator.settings.coordinator import CoordinatorSettings, origins
-from tandem.rpc.reloaded_files import ReloadedFile
-from tandem.serving.calls import RunningCalls
-from tandem.serving.interceptors.readiness import ReadinessInterceptor
-from tandem.serving.protection import is_loopback, token_source
+from tandem.rpc.addresses import is_loopback
+from tandem.rpc.credentials import ReloadedFile
+from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
+from tandem.serving.protection import token_source
 from tandem.serving.tls import server_context
 
 

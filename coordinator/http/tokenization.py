@@ -12,7 +12,7 @@ from coordinator.http.bodies.unknown_fields import ignored_header
 from coordinator.http.openai.api import OpenAIApi
 from coordinator.http.openai.prompts import chat_prompt
 from coordinator.http.openai.schema import ChatBody, DetokenizeBody, TokenizeBody
-from coordinator.requests.bounds import too_much_text
+from coordinator.requests.validation import too_much_text
 from tandem.errors import InvalidRequestError
 
 

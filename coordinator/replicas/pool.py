@@ -1,21 +1,329 @@
-"""The replicas of one role: finds them by address or name, follows each, and chooses the least busy one."""
+"""A replica and the pool of all replicas of one role, which follows names and health."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
-from typing import Generic
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
-from coordinator.replicas.means import ClientT
-from coordinator.replicas.member import Member
-from tandem.errors import InvalidRequestError
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from coordinator.replicas.hangs import UnansweredSteps, VerificationTimes
+from coordinator.stats.moving_average import MovingAverage
+from coordinator.stats.tally import RoundTally
+from tandem.errors import (
+    InvalidRequestError,
+    PermissionDeniedError,
+    ServiceUnavailableError,
+    TandemError,
+    UnauthenticatedError,
+)
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
-from tandem.rpc.resolver import Address, Resolver, joined
-from tandem.types import SpeculationStats
+from tandem.rpc.addresses import Address, Resolver, joined
+from tandem.rpc.channels import errors_of
+from tandem.types import ModelInfo, SpeculationStats
+
+
+class Client(Protocol):
+    """Calls one service."""
+
+    async def model_info(self) -> ModelInfo:
+        """Its model."""
+
+
+ClientT = TypeVar("ClientT", bound=Client)
+
+
+@dataclass(frozen=True, slots=True)
+class Means(Generic[ClientT]):
+    """Callbacks and factories that a member gets from its pool."""
+
+    role: Role
+    open_channel: Callable[[int], grpc.aio.Channel]
+    """Opens a channel to the member's address, for messages of at most so many bytes."""
+    credentials_state: Callable[[], object]
+    """Differs once the files that channels are opened with were renewed."""
+    message_limit: Callable[[], int]
+    """Maximum bytes of a message of the fleet's models, as far as they are known."""
+    make_client: Callable[[grpc.aio.Channel], ClientT]
+    judge: Callable[[ModelInfo], str]
+    """Reason why a replica with this model cannot join; empty when it can."""
+    probe: Callable[[ClientT], Awaitable[None]]
+    """Has it do a little of its work. Raises TandemError when it does not."""
+    verification_times: VerificationTimes
+    """Those of the pool."""
+    changed: Callable[[], None]
+    """To be called whenever the member's state changes."""
+
 
 logger = logging.getLogger(__name__)
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+
+_NEEDS_OPERATOR = (ReplicaState.INCOMPATIBLE, ReplicaState.REFUSED)
+"""States that a replica leaves only after somebody changes it."""
+
+POLL_SECONDS = 0.1
+"""Interval of health checks for a replica that does not serve."""
+_CONNECT_SECONDS = 1.0
+_PING_SECONDS = 1.0
+"""Interval of health checks for a replica that serves, beside its Watch."""
+UNANSWERED_SECONDS = 5.0
+"""A replica without an answer for so long gets no new sequences. Its streams end by keepalive, somewhat later."""
+
+
+class Member(Generic[ClientT]):
+    """Follows a replica's health, and counts what is done on it.
+
+    While the replica serves, a Watch of the standard health protocol reports at once when it stops. A replica that does
+    not serve is polled instead, since an open Watch would delay its drain.
+    """
+
+    def __init__(self, address: str, origin: Address, means: Means[ClientT]) -> None:
+        self.address = address
+        """Resolved."""
+        self.origin = origin
+        """The address as configured, perhaps a name that several replicas share."""
+        self.round_trip = MovingAverage()
+        self.step = MovingAverage()
+        self.tally = RoundTally()
+        self.open_sequences = 0
+        self.model: ModelInfo | None = None
+        self.drained_because = ""
+        """Reason for an operator's drain; empty without one."""
+        self.unanswered = UnansweredSteps(means.verification_times)
+        self._means = means
+        self._state = ReplicaState.CONNECTING
+        self._reason = "it was not reached yet"
+        self._since = time.monotonic()
+        self._suspected = asyncio.Event()
+        self._must_answer_probe = False
+        self._channel: grpc.aio.Channel | None = None
+        self._opened_with: object = None
+        """Message limit and credentials of the channel."""
+        self._client: ClientT | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def state(self) -> ReplicaState:
+        """State of the replica, and the reason for it."""
+        if self._state is ReplicaState.READY and self.drained_because:
+            return ReplicaState.DRAINING
+        return self._state
+
+    @property
+    def is_ready(self) -> bool:
+        """True if new sequences may go to it."""
+        return self._state is ReplicaState.READY and not self.drained_because
+
+    @property
+    def is_bound(self) -> bool:
+        """True for a draft that reads the hidden states of the target in its own process, and for that target."""
+        return self.model is not None and bool(self.model.drafting_method)
+
+    def goes_with(self, target_address: str | None) -> bool:
+        """False for a draft that is bound to another target than the one at this address."""
+        return not self.is_bound or self.address == target_address
+
+    @property
+    def client(self) -> ClientT:
+        """For calls to it, once it was reached."""
+        assert self._client is not None
+        return self._client
+
+    def snapshot(self) -> ReplicaSnapshot:
+        """A snapshot of the replica."""
+        return ReplicaSnapshot(
+            role=self._means.role,
+            address=self.address,
+            state=self.state,
+            reason=self.drained_because if self._state is ReplicaState.READY else self._reason,
+            since_seconds=time.monotonic() - self._since,
+            open_sequences=self.open_sequences,
+            round_trip_seconds=self.round_trip.value,
+            step_seconds=self.step.value,
+            figures=self.tally.stats(),
+            model=self.model,
+        )
+
+    def start(self) -> None:
+        """Begin to follow it."""
+        self._task = asyncio.create_task(self._follow())
+
+    async def close(self) -> None:
+        """Close the connection, which ends the streams that are still open on it."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._channel is not None:
+            await self._channel.close()
+
+    def suspect(self, reason: str) -> None:
+        """A stream broke: send nothing new there until it has answered for itself."""
+        if self._state is ReplicaState.READY:
+            self._become(ReplicaState.DOWN, reason)
+            self._suspected.set()
+
+    def set_aside(self, reason: str) -> None:
+        """It hangs: send nothing new there until it has answered a probe, however well its health is."""
+        self._must_answer_probe = True
+        self.suspect(reason)
+
+    def drain(self, reason: str) -> None:
+        """Send no new sequences to it until `resume`."""
+        self.drained_because = reason
+        self._notify_change()
+
+    def resume(self) -> None:
+        """Send new sequences there again."""
+        self.drained_because = ""
+        self._notify_change()
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                await self._until_serving()
+                if await self._meet():
+                    await self._while_serving()
+            except (UnauthenticatedError, PermissionDeniedError) as error:
+                self._become(ReplicaState.REFUSED, str(error))
+            except (grpc.aio.AioRpcError, TandemError) as error:
+                self._lost(_words(error))
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _until_serving(self) -> None:
+        while True:
+            await self._connect()
+            try:
+                # The call waits for the connection, so that it is answered as soon as there is one.
+                if await self._serves(_CONNECT_SECONDS, wait_for_ready=True):
+                    return
+                self._starting()
+            except grpc.aio.AioRpcError:
+                self._lost(await self._obstacle())
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _serves(self, seconds: float, *, wait_for_ready: bool = False) -> bool:
+        """The replica's own answer to a health check."""
+        began = time.monotonic()
+        answer = await self._health().Check(
+            health_pb2.HealthCheckRequest(), timeout=seconds, wait_for_ready=wait_for_ready
+        )
+        self.round_trip.add(time.monotonic() - began)
+        return bool(answer.status == _SERVING)
+
+    async def _obstacle(self) -> str:
+        """Reason why it cannot be reached; calls that wait for a connection do not give one."""
+        try:
+            await self._serves(_CONNECT_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            return _words(error)
+        return "it was slow to answer"
+
+    async def _meet(self) -> bool:
+        """Ask for its model. True if the model fits."""
+        with errors_of(f"{self._means.role.value} service"):
+            self.model = await self.client.model_info()
+        if reason := self._means.judge(self.model):
+            self._become(ReplicaState.INCOMPATIBLE, reason)
+            # It may come back with another model; until then only its health matters.
+            await self._watch()
+            return False
+        await self._connect()
+        if self._must_answer_probe:
+            await self._means.probe(self.client)
+            self._must_answer_probe = False
+        self._suspected.clear()
+        self._become(ReplicaState.READY, "")
+        return True
+
+    async def _while_serving(self) -> None:
+        tasks = [asyncio.create_task(work) for work in (self._watch(), self._ping(), self._suspected.wait())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        """Return when the replica reports that it no longer serves."""
+        call = self._health().Watch(health_pb2.HealthCheckRequest())
+        try:
+            async for answer in call:
+                if answer.status != _SERVING:
+                    if self._state is ReplicaState.READY:
+                        self._become(ReplicaState.DRAINING, "it said that it drains")
+                    return
+        finally:
+            call.cancel()
+        raise ServiceUnavailableError("it ended the watch of its health")
+
+    async def _ping(self) -> None:
+        while True:
+            await asyncio.sleep(_PING_SECONDS)
+            await self._serves(UNANSWERED_SECONDS)
+
+    def _starting(self) -> None:
+        if self._state is not ReplicaState.DRAINING:
+            self._become(ReplicaState.CONNECTING, "it is still starting")
+
+    def _lost(self, reason: str) -> None:
+        if self.model is None:
+            self._become(ReplicaState.CONNECTING, f"it was not reached yet: {reason}")
+        elif self._state is not ReplicaState.DOWN:
+            self._become(ReplicaState.DOWN, reason)
+
+    def _become(self, state: ReplicaState, reason: str) -> None:
+        was, self._reason = self._state, reason
+        if state is was:
+            return
+        self._state = state
+        alarming = was is ReplicaState.READY or state in _NEEDS_OPERATOR
+        logger.log(
+            logging.WARNING if alarming else logging.INFO,
+            "replica %s",
+            state.value,
+            extra={"role": self._means.role.value, "address": self.address, "reason": reason},
+        )
+        self._notify_change()
+
+    def _notify_change(self) -> None:
+        self._since = time.monotonic()
+        self._means.changed()
+
+    def _health(self) -> health_pb2_grpc.HealthStub:
+        return health_pb2_grpc.HealthStub(self._channel)
+
+    async def _connect(self) -> None:
+        """Open a channel, or replace one that was opened before the size of messages was known or with old
+        certificates."""
+        limit = self._means.message_limit()
+        wanted = limit, self._means.credentials_state()
+        if self._channel is not None and (wanted == self._opened_with or self.open_sequences > 0):
+            return
+        old, self._channel = self._channel, self._means.open_channel(limit)
+        self._opened_with = wanted
+        self._client = self._means.make_client(self._channel)
+        if old is not None:
+            await old.close()
+
+
+def _words(error: grpc.aio.AioRpcError | TandemError) -> str:
+    if isinstance(error, TandemError):
+        return str(error)
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return "it does not answer"
+    return error.details() or error.code().name.lower()
+
 
 _GONE = "its name no longer stands for this address"
 

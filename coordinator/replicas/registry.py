@@ -8,21 +8,18 @@ from typing import TypeVar
 
 import grpc.aio
 
-from coordinator.replicas.compatibility import Deployment, check_models
-from coordinator.replicas.fleet import Fleet
+from coordinator.replicas.compatibility import Deployment, Fleet, check_models
 from coordinator.replicas.hangs import HangMonitor, VerificationTimes
-from coordinator.replicas.means import ClientT, Means
-from coordinator.replicas.member import Member
-from coordinator.replicas.pool import Pool
+from coordinator.replicas.pool import ClientT, Means, Member, Pool
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.stats.rounds import RoundResult
 from coordinator.transport.draft_client import DraftClient
 from coordinator.transport.target_client import TargetClient
 from tandem.errors import IncompatibleModelsError, ServiceUnavailableError
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
+from tandem.rpc.addresses import Address, Resolver, resolve, split_addresses
 from tandem.rpc.channels import SERVICE_KEEPALIVE, open_channel
 from tandem.rpc.credentials import PLAIN, Credentials
-from tandem.rpc.resolver import Address, Resolver, resolve, split_addresses
 from tandem.types import ModelFeature
 
 _BY_OPERATOR = "an operator drained it"

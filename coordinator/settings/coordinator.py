@@ -14,9 +14,9 @@ from coordinator.settings.acceptance import COMBINATION_RULES
 from tandem.config import SpeculativeConfig
 from tandem.config.options import Options
 from tandem.config.rule import Rule
+from tandem.rpc.addresses import is_loopback, split_addresses
 from tandem.rpc.credentials import Credentials
-from tandem.rpc.resolver import split_addresses
-from tandem.serving.protection import AdminOptions, exposure, is_loopback
+from tandem.serving.protection import AdminOptions, exposure
 from tandem.settings import COMMAND_LINE, ServerSettings
 
 MAX_SPECULATIVE_TOKENS = 32

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from coordinator.rejection.strategies import STRATEGIES
 from coordinator.stats.ahead import MAX_RANKS
 from coordinator.stats.rounds import RoundTimes
-from tandem.rpc.traffic import MessageWaits
+from tandem.rpc.channels import MessageWaits
 from tandem.telemetry import buckets
 from tandem.telemetry.histogram import LightHistogram, Series
 from tandem.types import AheadStats, SpeculationStats

@@ -23,7 +23,7 @@ from tandem.errors import (
     InvalidRequestError,
     ServiceUnavailableError,
 )
-from tandem.rpc.traffic import MessageWaits, Traffic
+from tandem.rpc.channels import MessageWaits, Traffic
 from tandem.telemetry import attributes as names
 from tandem.telemetry.spans import traceparent_of
 from tandem.types import SpeculationStats

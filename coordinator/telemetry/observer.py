@@ -7,7 +7,7 @@ from typing import Protocol
 
 from coordinator.decoding.completion import Completion
 from coordinator.stats.rounds import RoundResult
-from tandem.rpc.traffic import Traffic
+from tandem.rpc.channels import Traffic
 
 EventValue = str | int | float | bool
 

@@ -20,7 +20,7 @@ from coordinator.stats.speculation import (
     tokens_per_pass,
 )
 from coordinator.telemetry.observer import EventValue
-from tandem.rpc.traffic import Traffic
+from tandem.rpc.channels import Traffic
 from tandem.telemetry import attributes as names
 from tandem.telemetry.spans import context_of, mark_error, traceparent_of, under
 from tandem.types import SpeculationStats

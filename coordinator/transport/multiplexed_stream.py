@@ -20,8 +20,7 @@ from google.protobuf.message import DecodeError
 
 from coordinator.transport.sequence_stream import UNREADABLE, AnswerT, Call, Message, SequenceStream
 from tandem.errors import ProtocolError, TandemError
-from tandem.rpc.channels import ending_of
-from tandem.rpc.traffic import Traffic
+from tandem.rpc.channels import Traffic, ending_of
 from tandem.v1.types_pb2 import SequenceEnd, SequencePart
 from tandem.wire.columns import Arrived
 from tandem.wire.parts import size_of, take_message

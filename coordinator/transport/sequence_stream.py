@@ -12,8 +12,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from tandem.errors import ProtocolError, TandemError
-from tandem.rpc.channels import ending_of, failure
-from tandem.rpc.traffic import Traffic
+from tandem.rpc.channels import Traffic, ending_of, failure
 from tandem.wire.columns import Arrived
 from tandem.wire.status import Ending
 

@@ -14,7 +14,7 @@ from coordinator.transport.multiplexed_stream import (
     ReadMessage,
 )
 from coordinator.transport.sequence_stream import AnswerT, Call, DedicatedStream, SequenceStream
-from tandem.rpc.traffic import Traffic
+from tandem.rpc.channels import Traffic
 from tandem.wire.columns import Arrived
 
 

@@ -13,7 +13,7 @@ import grpc.aio
 
 from coordinator.admin.servicer import caller
 from coordinator.settings.coordinator import CoordinatorSettings
-from tandem.serving.interceptors.handlers import Context, Handler
+from tandem.serving.interceptors import Context, Handler
 
 
 @dataclass(frozen=True, slots=True)

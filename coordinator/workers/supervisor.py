@@ -23,10 +23,8 @@ from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.workers.hub import Hub
 from coordinator.workers.link import WorkerSetup, forwarded_caller, metrics_handler, parent_address
 from tandem.errors import ConfigurationError
-from tandem.serving.calls import RunningCalls
-from tandem.serving.interceptors.error_boundary import ErrorBoundary
-from tandem.serving.server import announce, check_free
-from tandem.serving.signals import stop_signals
+from tandem.serving.interceptors import ErrorBoundary, RunningCalls
+from tandem.serving.server import announce, check_free, stop_signals
 from tandem.v1 import admin_pb2_grpc
 
 if TYPE_CHECKING:

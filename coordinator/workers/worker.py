@@ -23,12 +23,9 @@ from tandem.admin import Status
 from tandem.admin_client import AdminClient
 from tandem.logs import configure
 from tandem.rpc.channels import open_channel
-from tandem.serving.calls import RunningCalls
-from tandem.serving.heap import set_start_aside
-from tandem.serving.interceptors.error_boundary import ErrorBoundary
-from tandem.serving.process import exit_codes
-from tandem.serving.server import serve
-from tandem.serving.signals import end_now
+from tandem.serving.interceptors import ErrorBoundary, RunningCalls
+from tandem.serving.process import exit_codes, set_start_aside
+from tandem.serving.server import end_now, serve
 from tandem.settings import load_settings
 from tandem.standard_streams import fill_closed
 

@@ -1,8 +1,99 @@
-"""Addresses: host:port, and their properties."""
+"""Addresses, and the names that stand for several of them."""
 
 from __future__ import annotations
 
-from tandem.serving.protection import is_loopback
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+Resolver = Callable[[str, int], Awaitable[list[str]]]
+"""From a host's name and a port to its IP addresses.
+
+Raises:
+    OSError: the name has no address, or no name server answered.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """An address as a user gave it."""
+
+    host: str
+    """A name, or an IP address without brackets; the whole text for a form that only gRPC knows, such as unix:/path."""
+    port: int
+    """-1 for such a form."""
+
+    def __str__(self) -> str:
+        return self.host if self.port < 0 else joined(self.host, self.port)
+
+    @property
+    def is_name(self) -> bool:
+        """True if the host has to be resolved, and may stand for several replicas."""
+        if self.port < 0:
+            return False
+        try:
+            ipaddress.ip_address(self.host.partition("%")[0])
+        except ValueError:
+            return True
+        return False
+
+
+def joined(host: str, port: int) -> str:
+    """host:port, with brackets where an IPv6 address needs them."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_address(text: str) -> Address:
+    """The parts of host:port.
+
+    Raises:
+        ValueError: it is not of that form.
+    """
+    if text.startswith(("unix:", "unix-abstract:", "vsock:")):
+        return Address(text, -1)
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536 or (":" in host and host[0] != "["):
+        raise ValueError(
+            f"{text!r} is not an address; it must be host:port, or [host]:port for an IPv6 address"
+        )
+    return Address(host.removeprefix("[").removesuffix("]"), int(port))
+
+
+def split_addresses(text: str) -> tuple[Address, ...]:
+    """The addresses of a text with commas between them.
+
+    Raises:
+        ValueError: one of them is not of the form host:port.
+    """
+    return tuple(parse_address(part.strip()) for part in text.split(",") if part.strip())
+
+
+async def resolve(host: str, port: int) -> list[str]:
+    """The IP addresses of a name, from the system's resolver.
+
+    Of a name with addresses of both families only the IPv4 ones count: otherwise a replica with one of each would count
+    twice.
+
+    Raises:
+        OSError: the name has no address, or no name server answered.
+    """
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    families = {family for family, *_ in found}
+    wanted = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
+    return list(dict.fromkeys(str(address[0]) for family, *_, address in found if family == wanted))
+
+
+def is_loopback(host: str) -> bool:
+    """True if only this machine reaches a server that listens on that address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def is_local(address: str) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+import math
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, cast
@@ -193,3 +196,70 @@ async def closing(stream: StreamT) -> AsyncIterator[StreamT]:
         await stream.finish()
     finally:
         stream.cancel()
+
+
+class Deadline:
+    """A deadline so many seconds from now, or none."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._moment = math.inf if seconds is None else time.monotonic() + seconds
+
+    @property
+    def remaining_seconds(self) -> float | None:
+        """Remaining seconds, at least 0; None without a deadline."""
+        return None if math.isinf(self._moment) else max(0.0, self._moment - time.monotonic())
+
+    def at_most(self, seconds: float) -> float:
+        """Remaining seconds, at most `seconds`."""
+        return min(seconds, max(0.0, self._moment - time.monotonic()))
+
+
+@dataclass(frozen=True, slots=True)
+class MessageWaits:
+    """Receives how long the messages of a shared stream wait in this process, in seconds each."""
+
+    answer: Callable[[float], None]
+    """From reading an answer until its sequence goes on."""
+    question: Callable[[float], None]
+    """From a sequence's question until the message that has it is written."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes sent and received for one sequence: serialized messages without framing."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    sent_messages: int = 0
+    received_messages: int = 0
+    waits: MessageWaits | None = None
+    """None: nobody measures."""
+
+
+_ALL_BYTES = 1 << 16
+"""More than the socket holds."""
+
+
+class _ReadEnd(socket.socket):
+    """Reads all bytes that there are, however few are asked for."""
+
+    def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
+        """All bytes. Whoever reads them handles every event that came before."""
+        return super().recv(max(bufsize, _ALL_BYTES), flags)
+
+
+def read_all_wake_ups() -> None:
+    """Let this process read all bytes at once. Called on the event loop, before anything else of `grpc.aio` is used;
+    later it has no effect."""
+    own_pair = socket.socketpair
+
+    def pair() -> tuple[socket.socket, socket.socket]:
+        read_end, write_end = own_pair()
+        return _ReadEnd(read_end.family, read_end.type, read_end.proto, read_end.detach()), write_end
+
+    # gRPC offers no other way to the sockets, which it makes here, and which live as long as anything uses `grpc.aio`.
+    socket.socketpair = pair  # type: ignore[assignment]
+    try:
+        grpc.aio.init_grpc_aio()
+    finally:
+        socket.socketpair = own_pair

@@ -1,12 +1,16 @@
-"""One server's life: bind, load, serve, drain, exit."""
+"""A gRPC server's life: bind, load, serve, drain."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import socket
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Protocol, runtime_checkable
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import NoReturn, Protocol, runtime_checkable
 
 import grpc
 import grpc.aio
@@ -14,21 +18,126 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from tandem.errors import ConfigurationError, TandemError
-from tandem.rpc.wake_ups import read_all_wake_ups
-from tandem.serving.calls import RunningCalls
-from tandem.serving.certificates import watch_expiry
-from tandem.serving.interceptors.anonymous_calls import AnonymousCallLimiter
-from tandem.serving.interceptors.auth import AuthInterceptor
-from tandem.serving.interceptors.error_boundary import ErrorBoundary
-from tandem.serving.interceptors.readiness import ReadinessInterceptor
+from tandem.rpc.channels import read_all_wake_ups
+from tandem.serving.interceptors import (
+    AnonymousCallLimiter,
+    AuthInterceptor,
+    ErrorBoundary,
+    ReadinessInterceptor,
+    RunningCalls,
+)
 from tandem.serving.protection import token_source
-from tandem.serving.readiness import Readiness, serve_until
-from tandem.serving.signals import stop_signals
-from tandem.serving.tls import server_credentials
+from tandem.serving.tls import server_credentials, watch_expiry
 from tandem.settings import ServerSettings
 from tandem.standard_streams import write_out
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def stop_signals(before_end: Callable[[], None] = lambda: None) -> Iterator[asyncio.Event]:
+    """An event that SIGTERM, SIGINT and SIGHUP set. A further SIGTERM or SIGINT ends the process at once.
+
+    A terminal that closes sends SIGHUP, and its shell may send it again, so a further one is no sign of impatience.
+    SIGHUP stays ignored where it was ignored at the start: that is what nohup asks for.
+
+    Args:
+        before_end: Called before the process ends at once.
+    """
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def stop(number: int) -> None:
+        if stopping.is_set() and number != signal.SIGHUP:
+            logger.warning("second signal; nothing more is waited for", extra={"signal": number})
+            before_end()
+            end_now(128 + number)  # as shells report a death by a signal
+        stopping.set()
+
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, stop, number)
+    try:
+        yield stopping
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+def end_now(code: int) -> NoReturn:
+    """End the process without the interpreter's own end, which waits for threads and may abort because of them."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)
+
+
+_STALL_CHECK_SECONDS = 0.5
+"""Interval of the check for a stuck service."""
+
+
+@runtime_checkable
+class CanStall(Protocol):
+    """A service whose work may get stuck."""
+
+    @property
+    def overdue_seconds(self) -> float:
+        """How long it has been stuck; 0 while all is well."""
+
+
+class Readiness:
+    """Readiness of a server: it admits or refuses calls, and reports the health status."""
+
+    def __init__(self, name: str, full_names: Sequence[str]) -> None:
+        self.interceptor = ReadinessInterceptor(f"the {name} service is still starting")
+        self.health = health.aio.HealthServicer()
+        self.name = name
+        self._full_names = full_names
+
+    async def announce(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
+        """Set this health status for the server and for each of its services."""
+        for name in ("", *self._full_names):
+            await self.health.set(name, status)
+
+    async def open(self) -> None:
+        """Admit calls."""
+        self.interceptor.closed_because = ""
+        await self.announce(health_pb2.HealthCheckResponse.SERVING)
+
+    async def pause(self, reason: str) -> None:
+        """Refuse calls with this reason until `open` is called."""
+        self.interceptor.closed_because = reason
+        await self.announce(health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    async def close(self) -> None:
+        """Refuse new calls; running ones continue."""
+        self.interceptor.closed_because = f"the {self.name} service is draining"
+        await self.health.enter_graceful_shutdown()
+        logger.info("draining", extra={"service": self.name})
+
+
+async def serve_until(stopping: asyncio.Event, service: object, readiness: Readiness) -> None:
+    """Wait for the end, and take no new calls while the service is stuck."""
+    is_paused = False
+    while not stopping.is_set():
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_STALL_CHECK_SECONDS if isinstance(service, CanStall) else None):
+                await stopping.wait()
+        seconds = service.overdue_seconds if isinstance(service, CanStall) else 0.0
+        if seconds and not is_paused:
+            logger.error(
+                "a step does not end", extra={"service": readiness.name, "seconds": round(seconds, 1)}
+            )
+            await readiness.pause(
+                f"the {readiness.name} service has been stuck in a step for {seconds:.0f} s"
+            )
+        elif is_paused and not seconds:
+            logger.warning("the step has ended", extra={"service": readiness.name})
+            await readiness.open()
+        is_paused = bool(seconds)
+
 
 ENGINE_FAILED = "the engine has failed, and the log has the reason; start the service again"
 """A `CanFail.failure`."""

@@ -8,8 +8,7 @@ import re
 from prometheus_client import CollectorRegistry
 
 from deploy.grafana.__main__ import VLLM_DASHBOARD, vllm_dashboard
-from tandem.integrations.vllm.counts import Counts
-from tandem.integrations.vllm.metrics import CountsCollector, wait_histogram
+from tandem.integrations.vllm.metrics import Counts, CountsCollector, wait_histogram
 
 VLLM_METRICS = {
     "vllm:spec_decode_num_accepted_tokens_total",

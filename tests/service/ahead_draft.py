@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.speculation.ahead import DraftAhead
 from tandem.client import Client
-from tandem.serving.interceptors.handlers import Context
+from tandem.serving.interceptors import Context
 from tandem.types import DraftedOutcomes, GenerationRequest, ProposeStep
 from tandem.v1 import draft_pb2, draft_pb2_grpc, target_pb2_grpc
 from tandem.wire import draft as wire

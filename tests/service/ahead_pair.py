@@ -16,7 +16,7 @@ from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.speculation.ahead import DraftAhead
 from draft_service.servicer import DraftServicer
 from tandem.engine.models.loading import LoadedModel
-from tandem.serving.interceptors.handlers import Context
+from tandem.serving.interceptors import Context
 from tandem.types import GenerationRequest
 from tandem.v1 import draft_pb2
 from tests.end_to_end.models import random_model

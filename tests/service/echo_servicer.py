@@ -15,7 +15,7 @@ from coordinator.transport.multiplexed_stream import MultiplexedSequence
 from coordinator.transport.sequence_stream import DedicatedStream, SequenceStream
 from coordinator.transport.stream_choice import Methods, StreamChoice
 from tandem.rpc.channels import open_channel
-from tandem.serving.interceptors.handlers import Context
+from tandem.serving.interceptors import Context
 from tandem.v1 import target_pb2, target_pb2_grpc
 from tandem.v1.types_pb2 import SequencePart
 from tests.service.fakes import FakeTarget, refusal, serving

@@ -21,7 +21,7 @@ from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Head
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.settings import EngineSettings
-from tandem.serving.interceptors.handlers import Context
+from tandem.serving.interceptors import Context
 from tandem.v1 import draft_pb2_grpc, target_pb2, target_pb2_grpc
 from target_service.servicer import TargetServicer
 from target_service.verifier import Verifier, verify_head

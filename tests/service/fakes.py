@@ -29,8 +29,7 @@ from tandem.errors import (
     TandemError,
     status_code,
 )
-from tandem.serving.calls import RunningCalls
-from tandem.serving.interceptors.handlers import Context
+from tandem.serving.interceptors import Context, RunningCalls
 from tandem.serving.server import new_server
 from tandem.serving.streams.multiplexed_stream import MultiplexedStreams
 from tandem.settings import ServerSettings

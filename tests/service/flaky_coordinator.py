@@ -13,8 +13,7 @@ from grpc_reflection.v1alpha import reflection
 from pydantic import SecretStr
 
 from tandem.client import Client, Completed
-from tandem.serving.calls import RunningCalls
-from tandem.serving.interceptors.handlers import Context
+from tandem.serving.interceptors import Context, RunningCalls
 from tandem.serving.server import new_server
 from tandem.settings import ServerSettings
 from tandem.sync_client import SyncClient

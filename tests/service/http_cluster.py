@@ -11,8 +11,7 @@ import httpx2
 
 from coordinator.service import CoordinatorService
 from coordinator.settings.coordinator import CoordinatorSettings
-from tandem.serving.calls import RunningCalls
-from tandem.serving.interceptors.readiness import ReadinessInterceptor
+from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
 from tandem.v1 import draft_pb2_grpc, target_pb2_grpc
 from tests.service.fakes import FakeDraft, FakeTarget, serving
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from coordinator.requests.large_requests import GENERATE
+from coordinator.requests.arrival import GENERATE
 from tandem.client import Client, Retries
 from tandem.errors import CapacityError
 from tandem.types import GenerationRequest

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from coordinator.replicas.registry import ReplicaRegistry
 from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.replica import ReplicaSnapshot, ReplicaState
-from tandem.rpc.resolver import Resolver
+from tandem.rpc.addresses import Resolver
 from tests.service.clients import until
 
 SECONDS = 20.0

@@ -13,7 +13,7 @@ from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.speculation.ahead import DraftAhead
 from tandem.client import Client
 from tandem.replica import ReplicaState
-from tandem.serving.interceptors.handlers import Context
+from tandem.serving.interceptors import Context
 from tandem.v1 import draft_pb2_grpc, target_pb2_grpc
 from tests.service.clients import until
 from tests.service.fakes import Fake, FakeDraft, FakeTarget, coordinator

@@ -17,7 +17,7 @@ from coordinator.rejection.together.rounds import AcceptMany, Round, RoundsOfMes
 from coordinator.settings.coordinator import CoordinatorSettings
 from draft_service.servicer import DraftServicer
 from tandem.engine.models.loading import LoadedModel
-from tandem.serving.interceptors.handlers import Context
+from tandem.serving.interceptors import Context
 from tandem.types import (
     Acceptance,
     Delta,

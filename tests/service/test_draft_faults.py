@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import grpc
 import pytest
 
-from tandem.serving.interceptors.handlers import Context
+from tandem.serving.interceptors import Context
 from tandem.types import FinishReason, GenerationRequest
 from tandem.v1 import draft_pb2, types_pb2
 from tandem.wire import draft as draft_wire

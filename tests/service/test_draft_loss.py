@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import grpc
 import pytest
 
-from tandem.serving.interceptors.handlers import Context
+from tandem.serving.interceptors import Context
 from tandem.types import GenerationRequest
 from tandem.v1 import draft_pb2
 from tests.service.clients import Completed, complete, until

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc.aio
 
-from coordinator.requests.large_requests import GENERATE
+from coordinator.requests.arrival import GENERATE
 from coordinator.service import CoordinatorService
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.telemetry.observer import NoObserver

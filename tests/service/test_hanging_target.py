@@ -14,7 +14,7 @@ from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.client import Client
 from tandem.errors import ServiceUnavailableError
 from tandem.replica import ReplicaSnapshot, ReplicaState
-from tandem.serving.interceptors.handlers import Context
+from tandem.serving.interceptors import Context
 from tandem.types import GenerationRequest
 from tandem.v1 import target_pb2
 from tests.service.clients import Completed, complete, until

@@ -13,8 +13,8 @@ import pytest
 
 from coordinator.decoding.tokenization import PromptEncoder
 from coordinator.http.openai import prompts as prompts_module
-from coordinator.requests import large_requests
-from coordinator.requests.turns import LARGE_BYTES, Turns
+from coordinator.requests import arrival
+from coordinator.requests.runner import LARGE_BYTES, Turns
 from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.client import Client
 from tandem.errors import InvalidRequestError
@@ -109,7 +109,7 @@ async def generating() -> AsyncIterator[str]:
 async def refused(address: str, content: bytes) -> tuple[grpc.StatusCode, str]:
     """Send these bytes as a request, and return the refusal."""
     async with grpc.aio.insecure_channel(address) as channel:
-        method: Any = channel.unary_stream(large_requests.GENERATE)
+        method: Any = channel.unary_stream(arrival.GENERATE)
         call = method(content, timeout=SECONDS)
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             [answer async for answer in call]
@@ -124,7 +124,7 @@ async def test_large_messages_are_bounded_before_they_are_parsed(monkeypatch: py
             grpc.StatusCode.INVALID_ARGUMENT,
             f"the request has {len(ids)} bytes; it must be at most {most}",
         )
-        monkeypatch.setattr(large_requests, "max_bytes", lambda *_: 1 << 20)
+        monkeypatch.setattr(arrival, "max_bytes", lambda *_: 1 << 20)
         code, expected = await refused(
             address, generation_pb2.GenerateRequest(stop=["a"] * 100_000, text="a").SerializeToString()
         )
@@ -148,7 +148,7 @@ async def test_a_large_request_within_the_bounds_is_answered() -> None:
     content = generation_pb2.GenerateRequest(text="a", max_tokens=2).SerializeToString()
     unknown = b"\xfa\xff\x01" + b"\x80\x90\x01" + bytes(18 << 10)
     async with generating() as address, grpc.aio.insecure_channel(address) as channel:
-        method: Any = channel.unary_stream(large_requests.GENERATE)
+        method: Any = channel.unary_stream(arrival.GENERATE)
         call = method(content + unknown, timeout=SECONDS)
         answers = [generation_pb2.GenerateResponse.FromString(answer) async for answer in call]
     assert answers[-1].summary.usage.completion_token_count == 2

@@ -16,7 +16,7 @@ from dataclasses import replace
 import pytest
 
 from coordinator.speculation.request import RequestSpeculation
-from tandem.serving.interceptors.handlers import Context
+from tandem.serving.interceptors import Context
 from tandem.types import GenerationRequest, ProposeStep, StepCost
 from tandem.v1 import draft_pb2
 from tandem.wire.outcomes import outcomes_to_proto

@@ -16,7 +16,7 @@ from statistics import median
 import grpc.aio
 import pytest
 
-from coordinator.requests.large_requests import GENERATE
+from coordinator.requests.arrival import GENERATE
 from tandem.client import Client, Retries
 from tandem.errors import DeadlineError
 from tandem.types import GenerationRequest

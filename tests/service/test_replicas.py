@@ -21,7 +21,7 @@ from tandem.errors import (
 from tandem.replica import ReplicaState, Role
 from tandem.rpc.channels import SERVICE_KEEPALIVE, Keepalive
 from tandem.rpc.credentials import Credentials
-from tandem.serving.interceptors.handlers import Context
+from tandem.serving.interceptors import Context
 from tests.service.clients import until
 from tests.service.fakes import Fake, FakeDraft, FakeTarget
 from tests.service.registries import SECONDS, becomes, names, settings, shot, started
@@ -147,7 +147,7 @@ async def test_a_stopped_replica_is_down_and_used_again_once_ready() -> None:
 
 
 async def test_a_replica_that_does_not_answer_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.replicas.member.UNANSWERED_SECONDS", 0.3)
+    monkeypatch.setattr("coordinator.replicas.pool.UNANSWERED_SECONDS", 0.3)
     async with followed(FakeTarget()) as (replicas, (target,)):
         target.health.answers.clear()
         assert (await becomes(replicas, target.address, ReplicaState.DOWN)).reason == "it does not answer"

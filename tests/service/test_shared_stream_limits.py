@@ -17,7 +17,7 @@ from tandem.errors import (
     ProtocolError,
 )
 from tandem.rpc.channels import open_channel
-from tandem.serving.interceptors.handlers import Context
+from tandem.serving.interceptors import Context
 from tandem.serving.streams.multiplexed_stream import MultiplexedStreams
 from tandem.v1 import target_pb2
 from tandem.v1.types_pb2 import SequenceEnd, SequencePart

@@ -20,10 +20,8 @@ from tandem.errors import (
     ServiceUnavailableError,
     TandemError,
 )
-from tandem.rpc.channels import open_channel
-from tandem.rpc.traffic import Traffic
-from tandem.serving.calls import RunningCalls
-from tandem.serving.interceptors.readiness import ReadinessInterceptor
+from tandem.rpc.channels import Traffic, open_channel
+from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
 from tandem.v1 import target_pb2
 from tandem.v1.types_pb2 import SequencePart
 from target_service.service import TargetService

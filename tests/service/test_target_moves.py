@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.failover.verifier import MAX_LOSSES
 from tandem.errors import TandemError
-from tandem.serving.interceptors.handlers import Context
+from tandem.serving.interceptors import Context
 from tandem.types import GenerationRequest
 from tandem.v1 import target_pb2
 from tandem.wire import target as target_wire

@@ -14,7 +14,7 @@ import pytest
 from coordinator.replicas.pool import Pool
 from coordinator.transport.draft_client import DraftClient
 from tandem.integrations.vllm import TandemProposer
-from tandem.serving.interceptors.handlers import Context
+from tandem.serving.interceptors import Context
 from tandem.v1 import draft_pb2
 from tests.service.ahead_draft import AheadDraft
 from tests.service.clients import until

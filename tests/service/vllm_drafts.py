@@ -14,8 +14,8 @@ import grpc.aio
 import pytest
 
 from tandem.integrations.vllm import TandemProposer
-from tandem.integrations.vllm.drafts import target_info
-from tandem.integrations.vllm.step_drafter import StepDrafter
+from tandem.integrations.vllm.link import target_info
+from tandem.integrations.vllm.proposer import StepDrafter
 from tandem.v1 import draft_pb2_grpc
 from tests.service import vllm_stub
 from tests.service.fakes import FakeDraft, serving

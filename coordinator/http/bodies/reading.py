@@ -15,7 +15,7 @@ from coordinator.http.bodies.held_bytes import Share
 from coordinator.http.bodies.json_shape import JsonShape
 from coordinator.http.bodies.unknown_fields import UnknownFields
 from coordinator.http.errors import HttpError
-from coordinator.requests.turns import LARGE_BYTES, Turns
+from coordinator.requests.runner import LARGE_BYTES, Turns
 from tandem.errors import CapacityError, InvalidRequestError, TandemError
 
 BODY_SECONDS = 30.0

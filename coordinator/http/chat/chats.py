@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.http.chat.template import ChatTemplate, Message, read_chat_template
-from coordinator.requests.bounds import too_much_text
 from coordinator.requests.plan import Models
+from coordinator.requests.validation import too_much_text
 from coordinator.settings.coordinator import MAX_CHAT_MESSAGES, RequestBounds
 from tandem.errors import ConfigurationError, InvalidRequestError
 from tandem.plural import plural

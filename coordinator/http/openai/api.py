@@ -24,11 +24,11 @@ from coordinator.http.openai.schema import ChatBody, CompletionBody
 from coordinator.http.openai.streaming import EventStream
 from coordinator.http.openai.whole import WholeAnswer
 from coordinator.http.tasks import merged
-from coordinator.requests.peers import peer_of_host
+from coordinator.requests.admission import peer_of_host
 from coordinator.requests.plan import Models
-from coordinator.requests.turns import Turns
+from coordinator.requests.runner import Turns
 from coordinator.settings.coordinator import RequestBounds
-from tandem.serving.calls import RunningCalls
+from tandem.serving.interceptors import RunningCalls
 from tandem.types import Chunk, GenerationRequest
 
 ModelT = TypeVar("ModelT", bound=BaseModel)

@@ -9,9 +9,8 @@ from coordinator.http.chat.template import ChatTemplate
 from coordinator.http.openai.final_message import open_ended
 from coordinator.http.openai.rules import HTTP_RULES, Body
 from coordinator.http.openai.schema import ChatBody, CompletionBody
-from coordinator.requests.bounds import too_much_text
 from coordinator.requests.plan import Models, goes_without_drafting
-from coordinator.requests.validation import REQUEST_RULES, TokenizedRequest
+from coordinator.requests.validation import REQUEST_RULES, TokenizedRequest, too_much_text
 from coordinator.settings.coordinator import RequestBounds
 from tandem.config.rule import broken
 from tandem.errors import InvalidRequestError

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from coordinator.http.errors import error_object, error_response, unexpected
 from coordinator.http.tasks import ClientGoneError, while_connected
 from tandem.errors import TandemError
-from tandem.serving.calls import RunningCalls
+from tandem.serving.interceptors import RunningCalls
 
 DONE = b"data: [DONE]\n\n"
 

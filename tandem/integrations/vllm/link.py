@@ -1,8 +1,4 @@
-"""The thread that talks to the drafts: an event loop of its own, because vLLM's step is synchronous.
-
-A step hands over its sequences and waits, at most as long as its patience. What belongs to the loop (streams, pools,
-continuations) is never touched by another thread; answers cross in a `Batch`.
-"""
+"""The plug-in's connection to the drafts: a thread with an event loop, and the sequences that live on it."""
 
 from __future__ import annotations
 
@@ -10,22 +6,342 @@ import asyncio
 import logging
 import threading
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import uvloop
 
-from coordinator.replicas.pool import Pool
+from coordinator.failover.placement import DraftLosses
+from coordinator.replicas.compatibility import MODEL_RULES, Deployment
+from coordinator.replicas.hangs import VerificationTimes
+from coordinator.replicas.pool import Means, Member, Pool
+from coordinator.speculation.waiting import Unfinished, tokens_after_hit
 from coordinator.transport.draft_client import DraftClient
+from coordinator.transport.draft_sequence import DraftSequence
 from coordinator.transport.proposal_checks import DraftLimits
-from tandem.errors import TandemError
-from tandem.integrations.vllm.counts import Counts
-from tandem.integrations.vllm.drafted_row import Ask, DraftedRow
-from tandem.integrations.vllm.drafts import first_draft
-from tandem.types import DraftOptions
+from tandem.config import SpeculativeConfig
+from tandem.config.rule import broken
+from tandem.engine.models.checkpoint import TOKENIZER_FILE, tokenizer_hash
+from tandem.errors import CapacityError, ModelFolderError, ServiceUnavailableError, TandemError
+from tandem.integrations.vllm.metrics import Counts
+from tandem.integrations.vllm.settings import VllmSettings
+from tandem.replica import ReplicaState, Role
+from tandem.rpc.addresses import Address, resolve, split_addresses
+from tandem.rpc.channels import DEFAULT_MESSAGE_LIMIT_BYTES, SERVICE_KEEPALIVE, open_channel
+from tandem.types import AheadBudget, DraftOptions, ModelInfo, Proposal
 
 logger = logging.getLogger(__name__)
+
+_RULES = [rule for rule in MODEL_RULES if rule.name in {"vocabulary-size", "tokenizer"}]
+"""The coordinator's rules that hold here too. Lengths may differ: past a draft's, nothing is proposed."""
+
+
+def target_info(model_config: Any, tensor_parallel_size: int) -> ModelInfo:
+    """vLLM's model, described as a service describes its own.
+
+    Args:
+        model_config: vLLM's `ModelConfig`.
+        tensor_parallel_size: Devices that the model is split over.
+    """
+    return ModelInfo(
+        name=str(model_config.model),
+        architecture="",
+        vocabulary_size=int(model_config.get_vocab_size()),
+        tokenizer_hash=_tokenizer_hash(str(model_config.tokenizer or model_config.model)),
+        max_length=int(model_config.max_model_len),
+        dtype="",
+        tensor_parallel_size=tensor_parallel_size,
+    )
+
+
+def _tokenizer_hash(tokenizer: str) -> str:
+    """Hash of the tokenizer in a folder or of a Hugging Face id that vLLM has downloaded; empty where there is none."""
+    folder = Path(tokenizer)
+    if not folder.is_dir():
+        folder = _cached_folder(tokenizer) or folder
+    try:
+        return tokenizer_hash(folder)
+    except ModelFolderError as error:
+        logger.warning("tokenizers cannot be compared; sizes are", extra={"reason": str(error)})
+        return ""
+
+
+def _cached_folder(model_id: str) -> Path | None:
+    """Folder of a Hugging Face id in the cache that vLLM shares; None where it is not one, or not there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(model_id, TOKENIZER_FILE)
+    except ValueError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def why_unfit(target: ModelInfo, draft: ModelInfo) -> str:
+    """Reason why a draft cannot propose for a target; empty where it can."""
+    rules = [rule for rule in _RULES if target.tokenizer_hash or rule.name != "tokenizer"]
+    return "; ".join(broken(rules, Deployment(SpeculativeConfig(), target, draft)))
+
+
+def draft_pool(settings: VllmSettings, target: ModelInfo) -> Pool[DraftClient]:
+    """The drafts that the settings name, as far as they fit. Construct it on the event loop that is to use it."""
+    credentials = settings.service_credentials
+    times = VerificationTimes()
+
+    def make_member(found: str, origin: Address, changed: Callable[[], None]) -> Member[DraftClient]:
+        means = Means(
+            role=Role.DRAFT,
+            open_channel=lambda limit: open_channel(
+                found, limit, credentials.for_address(origin), SERVICE_KEEPALIVE
+            ),
+            credentials_state=credentials.files_state,
+            message_limit=lambda: DEFAULT_MESSAGE_LIMIT_BYTES,
+            make_client=DraftClient,
+            judge=lambda info: why_unfit(target, info),
+            probe=_no_probe,
+            verification_times=times,
+            changed=changed,
+        )
+        return Member(found, origin, means)
+
+    addresses = split_addresses(settings.draft_address or "")
+    return Pool(Role.DRAFT, addresses, make_member, resolve, settings.resolve_interval_seconds)
+
+
+async def first_draft(pool: Pool[DraftClient], seconds: float) -> str:
+    """Wait for the first draft: empty when it is ready, otherwise the reason why none is, once that is known."""
+    try:
+        async with asyncio.timeout(seconds):
+            while pool.choose() is None:
+                shots = pool.snapshots()
+                if shots and all(shot.state is ReplicaState.INCOMPATIBLE for shot in shots):
+                    break
+                await pool.change()
+    except TimeoutError:
+        pass
+    return "" if pool.choose() is not None else pool.reasons()
+
+
+async def _no_probe(_: DraftClient) -> None:
+    """Do nothing: a late draft costs its sequences only the speed-up."""
+
+
+_MAX_UNREAD = 32
+"""A draft that lacks more tokens than this reads them while vLLM goes on alone."""
+_ABANDON_SECONDS = 1.0
+"""A sequence abandons a draft that is late by more than this if another is ready."""
+_DEPTH_PATIENCE = 1.5
+"""Times the expected time until a continuation is long enough that a step waits for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """The question that a step has for one sequence."""
+
+    count: int
+    """Tokens to propose; 0: only take note of the tokens."""
+    until: float
+    """When the step goes on without, by the monotonic clock."""
+    budget: AheadBudget | None
+    """How far to draft ahead of the step."""
+    expected: Sequence[float]
+    """Expected tokens of a step with a proposal of 0, 1, ..., `count` tokens."""
+    tokens_per_second: float
+    """Speed of a sequence now."""
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A sequence on a draft."""
+
+    member: Member[DraftClient]
+    sequence: DraftSequence
+
+    def leave(self) -> None:
+        self.sequence.cancel()
+        self.member.open_sequences -= 1
+
+
+class DraftedRow:
+    """The tokens of one sequence, and its place on a draft."""
+
+    def __init__(
+        self, pool: Pool[DraftClient], options: DraftOptions, limits: DraftLimits, counts: Counts
+    ) -> None:
+        self._pool = pool
+        self._options = options
+        self._limits = limits
+        self._counts = counts
+        self._losses = DraftLosses()
+        self._place: _Place | None = None
+        self._tokens = array("i")
+        self.timed_out = False
+        """True if the last step waited for its proposal in vain."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """All tokens."""
+        return self._tokens
+
+    @property
+    def length(self) -> int:
+        """How many."""
+        return len(self._tokens)
+
+    @property
+    def is_placed(self) -> bool:
+        """True while a draft holds it."""
+        return self._place is not None
+
+    @property
+    def may_answer(self) -> bool:
+        """True while a draft holds it that is not late."""
+        return self._place is not None and not self._place.sequence.is_late
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add tokens. Not while a proposal is awaited: its draft would be taken to have extended others."""
+        self._tokens.extend(tokens)
+
+    async def propose(self, ask: Ask) -> tuple[int, ...]:
+        """Tokens that may follow; none when no draft has any in time."""
+        self.timed_out = False
+        try:
+            self._leave_for_better()
+            if ask.count <= 0:
+                return ()
+            if self._place is None:
+                self._enter()
+                return ()
+            return await self._asked(self._place, ask)
+        except TandemError as error:
+            self._lose(error)
+            return ()
+
+    async def finish(self) -> None:
+        """End the sequence; the draft frees it at once. It may be entered again."""
+        place, self._place = self._place, None
+        if place is not None:
+            try:
+                await place.sequence.finish()
+            finally:
+                place.leave()
+
+    def release(self) -> None:
+        """Drop the stream, whatever the draft is doing."""
+        if self._place is not None:
+            self._place.leave()
+            self._place = None
+
+    async def _asked(self, place: _Place, ask: Ask) -> tuple[int, ...]:
+        sequence = place.sequence
+        count = min(ask.count, self._room(place.member))
+        if count <= 0:
+            return ()
+        if sequence.awaits_outcome(self):
+            drafted = await self._drafted_ahead(sequence, ask, count)
+            if drafted is not None:
+                sequence.go_on(self, drafted, ask.budget)
+                self._losses.add_round()
+                return drafted.token_ids
+        if not sequence.is_idle:
+            self._counts.late_rows += 1
+            return ()  # it reads the prompt, or is late already
+        if sequence.unread(self) > _MAX_UNREAD:
+            sequence.read(self)
+            return ()
+        return await self._answered(place, ask, count)
+
+    async def _answered(self, place: _Place, ask: Ask, count: int) -> tuple[int, ...]:
+        """The draft's answer to a question, if it comes in time."""
+        began = time.monotonic()
+        proposal = await place.sequence.propose(self, count, max(ask.until - began, 0.0), ask.budget)
+        if proposal is None:
+            self.timed_out = True
+            self._counts.late_rows += 1
+            return ()
+        place.member.step.add(time.monotonic() - began)
+        self._losses.add_round()
+        self._counts.answered_rows += 1
+        return proposal.token_ids
+
+    async def _drafted_ahead(self, sequence: DraftSequence, ask: Ask, count: int) -> Proposal | None:
+        """The proposal that was drafted ahead of the step that has ended; None where another outcome came."""
+        await self._wait_for_more(sequence, ask, count)
+        sequence.take_branch_steps()
+        drafted = sequence.drafted_ahead(self)
+        self._counts.awaited_outcomes += 1
+        if drafted is None or not drafted.token_ids:
+            return None
+        self._counts.hits += 1
+        return drafted.cut(count)
+
+    async def _wait_for_more(self, sequence: DraftSequence, ask: Ask, count: int) -> None:
+        """Wait for the draft to go on with the continuation of the outcome that came, as far as that pays."""
+        unfinished: Unfinished | None = sequence.unfinished(self)
+        if unfinished is None:
+            return
+        most = min(count, unfinished.max_tokens, len(ask.expected) - 1)
+        wanted = tokens_after_hit(
+            ask.expected[: most + 1], unfinished, tokens_per_second=ask.tokens_per_second
+        )
+        more = wanted - unfinished.ready
+        if more > 0:
+            seconds = unfinished.due_seconds + (more - 1) * unfinished.step_seconds
+            left = ask.until - time.monotonic()
+            await sequence.reach_depth(self, wanted, min(_DEPTH_PATIENCE * seconds, left))
+
+    def _room(self, member: Member[DraftClient]) -> int:
+        """Tokens that the draft can still propose within its own length."""
+        most = 0 if member.model is None else member.model.max_length
+        return most - self.length if most else len(self._tokens) + 1
+
+    def _enter(self) -> None:
+        """Begin on the least busy draft, if there is one. It reads the sequence while vLLM works."""
+        member = None if self._losses.are_too_many else self._pool.choose(self._losses.avoided)
+        if member is None or self._room(member) <= self._limits.num_speculative_tokens:
+            return
+        sequence = member.client.sequence(self._options, self._limits)
+        member.open_sequences += 1
+        self._place = _Place(member, sequence)
+        sequence.begin(self)
+
+    def _leave_for_better(self) -> None:
+        """Leave a draft that drains, hangs or is gone if another can take over."""
+        place = self._place
+        if place is None:
+            return
+        hangs = place.sequence.is_open and place.sequence.late_seconds > _ABANDON_SECONDS
+        if (place.member.is_ready and not hangs) or not self._pool.choose(
+            {place.member, *self._losses.avoided}
+        ):
+            return
+        if hangs:
+            self._lose(ServiceUnavailableError(f"it has been late for {place.sequence.late_seconds:.1f} s"))
+        else:
+            self.release()
+
+    def _lose(self, error: TandemError) -> None:
+        """Leave the draft that has failed; the next step tries another one."""
+        place = self._place
+        if place is None:
+            return
+        if isinstance(error, ServiceUnavailableError) and not place.sequence.is_late:
+            place.member.suspect(str(error))
+        self._losses.add(place.member, is_fault=not isinstance(error, CapacityError))
+        self._counts.lost_drafts += 1
+        # A replica that goes down is reported once, by its member; here every sequence would repeat it.
+        is_expected = isinstance(error, ServiceUnavailableError | CapacityError)
+        logger.log(
+            logging.DEBUG if is_expected else logging.WARNING,
+            "draft lost",
+            extra={"address": place.member.address, "reason": str(error)},
+        )
+        self.release()
+
 
 IDLE_SECONDS = 10.0
 """A sequence that no step has named for so long has ended: vLLM makes no more steps once its last request has ended."""

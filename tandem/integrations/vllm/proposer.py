@@ -1,18 +1,330 @@
-"""The proposer that vLLM calls: translates batches into sequences, and the drafts' answers into lists of token ids."""
+"""Proposals for one step of vLLM after the other: what is asked, how long it is waited for, what is learnt."""
 
 from __future__ import annotations
 
+import atexit
+import logging
+import time
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from coordinator.speculation.ahead import AheadChoice, DraftAhead
+from coordinator.stats.moving_average import MovingAverage
+from coordinator.transport.proposal_checks import DraftLimits
+from tandem.errors import TandemError
 from tandem.integrations.vllm import contract
-from tandem.integrations.vllm.drafts import target_info
-from tandem.integrations.vllm.metrics import log_through
-from tandem.integrations.vllm.rows import IntArray
+from tandem.integrations.vllm.link import Ask, AskedRow, Batch, DraftLink, draft_pool, target_info
+from tandem.integrations.vllm.metrics import Counts, Report, log_through
+from tandem.integrations.vllm.rows import IntArray, RecognisedRow, SequenceTable
 from tandem.integrations.vllm.settings import VllmSettings, read_settings
-from tandem.integrations.vllm.step_drafter import StepDrafter, logger
+from tandem.types import MAX_AHEAD_TOKENS, AheadBudget, DraftOptions, ModelInfo, SamplingParams
+
+_MAX_BRANCHES = 8
+"""Outcomes for each sequence where it is measured whether drafting ahead pays."""
+_MAX_ROWS = 32
+"""Branches of all sequences together: a step of so many rows costs a draft little more than one of one row."""
+
+
+class AheadSwitch:
+    """Drafts ahead where that makes more tokens per second, for each size of batch, by powers of two."""
+
+    def __init__(self, option: DraftAhead, token_count: int) -> None:
+        """
+        Args:
+            option: The configuration.
+            token_count: Tokens of a proposal.
+        """
+        self._option = option
+        self._token_count = min(token_count, MAX_AHEAD_TOKENS)
+        self._choices: dict[int, AheadChoice] = {}
+        self._last: tuple[AheadChoice, bool] | None = None
+        """Choice of the step in progress, if it may be counted."""
+        self._was_on = False
+
+    @property
+    def max_budget(self) -> AheadBudget | None:
+        """The most that any step will grant; None for nothing."""
+        if self._option == "off":
+            return None
+        branches = self._option if isinstance(self._option, int) else _MAX_BRANCHES
+        return AheadBudget(branches, self._token_count)
+
+    def begin_step(self, sequences: int) -> AheadBudget | None:
+        """Budget of each of so many sequences in the step that begins; None for not at all."""
+        if self._option == "off":
+            return None
+        if isinstance(self._option, int):
+            return AheadBudget(self._option, self._token_count)
+        bucket = max(sequences, 1).bit_length()
+        choice = self._choices.get(bucket)
+        if choice is None:
+            choice = self._choices[bucket] = AheadChoice(1)
+        is_on = choice.begin_round()
+        # A step after a change of ways is half of either.
+        self._last = (choice, is_on) if is_on == self._was_on else None
+        self._was_on = is_on
+        if not is_on:
+            return None
+        return AheadBudget(max(min(_MAX_BRANCHES, _MAX_ROWS // max(sequences, 1)), 1), self._token_count)
+
+    def end_step(self, tokens: float, seconds: float) -> None:
+        """Count the step that has ended: tokens of each sequence, and its time with the wait for proposals."""
+        if self._last is not None:
+            choice, is_on = self._last
+            choice.end_round(was_on=is_on, tokens=tokens, seconds=seconds)
+            self._last = None
+
+
+MAX_SECONDS = 0.5
+"""Whatever was learnt: clients see no longer pause than this from a draft that hangs."""
+MIN_SECONDS = 0.001
+_FIRST_SECONDS = 0.05
+"""Before the first step was timed."""
+_FIRST_SHARE = 0.5
+"""Share of proposed tokens that is taken to be accepted before any were."""
+_OUTLIER = 4.0
+"""A step of more than this many times the usual reads prompts, or waited for work; it counts as so many."""
+_VAIN_STEPS = 3
+"""After so many steps in a row without a single answer in time, no step waits for a while."""
+_FIRST_PAUSE_STEPS = 8
+_MAX_PAUSE_STEPS = 1024
+
+
+class Patience:
+    """The bound, and the steps that do not wait at all because the last waits were in vain."""
+
+    def __init__(self, token_count: int, fixed_seconds: float | None = None) -> None:
+        """Begin without any measurement.
+
+        Args:
+            token_count: Tokens of a proposal.
+            fixed_seconds: A fixed bound; None: learn it.
+        """
+        self._fixed_seconds = fixed_seconds
+        self._step = MovingAverage()
+        self._accepted = MovingAverage()
+        self._first_accepted = _FIRST_SHARE * token_count
+        self._vain_steps = 0
+        self._pause_steps = _FIRST_PAUSE_STEPS
+        self._steps_left = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long the next step may wait."""
+        if self._fixed_seconds is not None:
+            return self._fixed_seconds
+        step = self._step.value
+        if step is None:
+            return _FIRST_SECONDS
+        return min(max(self.accepted_tokens * step, MIN_SECONDS), MAX_SECONDS)
+
+    @property
+    def accepted_tokens(self) -> float:
+        """Mean number of tokens that vLLM accepts of a proposal."""
+        accepted = self._accepted.value
+        return self._first_accepted if accepted is None else accepted
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Mean time of vLLM's own steps; None before the first."""
+        return self._step.value
+
+    def stepped(self, seconds: float) -> None:
+        """Count a step of vLLM: from its proposals to the next ones."""
+        usual = self._step.value
+        self._step.add(seconds if usual is None else min(seconds, _OUTLIER * usual))
+
+    def came_out(self, accepted: int) -> None:
+        """Count a proposal that vLLM verified: its accepted tokens."""
+        self._accepted.add(accepted)
+
+    def may_ask(self) -> bool:
+        """True if the step that begins may ask and wait."""
+        if self._steps_left:
+            self._steps_left -= 1
+            return False
+        return True
+
+    def waited(self, *, in_vain: bool) -> None:
+        """Count a wait; in vain: it ended at its bound and nothing had come."""
+        if not in_vain:
+            self._vain_steps, self._pause_steps = 0, _FIRST_PAUSE_STEPS
+            return
+        self._vain_steps += 1
+        if self._vain_steps >= _VAIN_STEPS:
+            self._steps_left = self._pause_steps
+            self._pause_steps = min(2 * self._pause_steps, _MAX_PAUSE_STEPS)
+
+
+logger = logging.getLogger("vllm.tandem")
+"""A child of vLLM's own logger: same form, same destination."""
+
+_LONGEST_STEP_SECONDS = 30.0
+"""A longer time between two calls was a pause without requests."""
+
+
+class StepDrafter:
+    """Proposals for one step of vLLM after the other."""
+
+    def __init__(self, settings: VllmSettings, target: ModelInfo, token_count: int) -> None:
+        """
+        Args:
+            settings: The plug-in's.
+            target: vLLM's model.
+            token_count: Tokens of a proposal.
+        """
+        self._settings = settings
+        self._token_count = token_count
+        self._max_length = target.max_length
+        self.counts = Counts()
+        self.patience = Patience(token_count, settings.draft_patience_seconds)
+        self.table = SequenceTable()
+        self._ahead = AheadSwitch(settings.draft_ahead, token_count)
+        sampling, max_budget = SamplingParams(temperature=0.0), self._ahead.max_budget
+        name = uuid.uuid4().hex[:8]  # several vLLMs may share a draft, whose log names their sequences
+        self.link = DraftLink(
+            lambda: draft_pool(settings, target),
+            lambda key: DraftOptions(f"vllm-{name}-{key}", sampling, ahead=max_budget),
+            DraftLimits(token_count, target.vocabulary_size),
+            self.counts,
+        )
+        self._report: Report | None = None
+        self._asked_at: float | None = None
+        self._answered_at: float | None = None
+
+    def start(self) -> None:
+        """Start to follow the drafts, and to report."""
+        reason = self.link.start(self._settings.start_wait_seconds)
+        if reason:
+            logger.error("Tandem proposes nothing until a draft is ready: %s", reason)
+        else:
+            logger.info("Tandem drafts by %s", self._settings.draft_address)
+        try:
+            self._report = Report(self._settings, self.counts, lambda: self.link.open_sequences, logger)
+        except TandemError as error:
+            logger.error("Tandem serves no metrics: %s", error)  # noqa: TRY400 - a sentence is enough
+        atexit.register(self.link.close)
+
+    def close(self) -> None:
+        """End all sequences and the thread."""
+        atexit.unregister(self.link.close)
+        self.link.close()
+
+    def propose(self, rows: Sequence[IntArray], sampled: Sequence[int]) -> list[list[int]]:
+        """Proposals for a step.
+
+        Args:
+            rows: Tokens of each row, shape [length].
+            sampled: How many of these its last step sampled; 0 for a row that still reads its prompt.
+        """
+        began = time.monotonic()
+        recognised = self.table.recognise(rows)
+        self._learn(recognised, sampled, began)
+        budget = self._ahead.begin_step(len(rows))
+        seconds = self.patience.seconds if self.patience.may_ask() else 0.0
+        batch = self._batch(recognised, sampled, began + seconds, budget, is_asking=seconds > 0.0)
+        self.link.ask(batch, seconds)
+        answers = [list(answer) for answer in batch.answers]
+        is_late = seconds > 0.0 and batch.timed_out
+        self._count(recognised, answers, time.monotonic() - began, is_late=is_late, was_asked=seconds > 0.0)
+        return answers
+
+    def _batch(
+        self,
+        recognised: Sequence[RecognisedRow],
+        sampled: Sequence[int],
+        until: float,
+        budget: AheadBudget | None,
+        *,
+        is_asking: bool,
+    ) -> Batch:
+        expected, speed = self._expected(), self._tokens_per_second()
+        asked = []
+        for row, count in zip(recognised, sampled, strict=True):
+            room = self._max_length - 1 - row.sequence.length
+            # A row that still reads its prompt: the draft may read it meanwhile.
+            tokens = min(self._token_count, room) if (is_asking if count else row.is_new) else 0
+            ask = Ask(tokens, until if count else 0.0, budget, expected, speed)
+            asked.append(AskedRow(row.sequence.key, row.new_tokens, ask))
+        return Batch(asked, [known.key for known in self.table.take_ended()])
+
+    def _learn(self, recognised: Sequence[RecognisedRow], sampled: Sequence[int], now: float) -> None:
+        """Learn from the step that has ended: its time, and what became of its proposals."""
+        continued = [
+            (row, count) for row, count in zip(recognised, sampled, strict=True) if count and not row.is_new
+        ]
+        for row, count in continued:
+            if row.sequence.proposed:
+                accepted = min(count - 1, row.sequence.proposed)
+                self.patience.came_out(accepted)
+                self.counts.verified_tokens += row.sequence.proposed
+                self.counts.accepted_tokens += accepted
+                row.sequence.proposed = 0
+        if not continued or self._answered_at is None or self._asked_at is None:
+            return
+        if now - self._answered_at < _LONGEST_STEP_SECONDS:
+            self.patience.stepped(now - self._answered_at)
+            mean = sum(count for _, count in continued) / len(continued)
+            self._ahead.end_step(mean, now - self._asked_at)
+
+    def _count(
+        self,
+        recognised: Sequence[RecognisedRow],
+        answers: Sequence[Sequence[int]],
+        seconds: float,
+        *,
+        is_late: bool,
+        was_asked: bool,
+    ) -> None:
+        counts = self.counts
+        proposals = 0
+        for row, answer in zip(recognised, answers, strict=True):
+            row.sequence.proposed = len(answer)
+            proposals += bool(answer)
+            counts.proposed_tokens += len(answer)
+        counts.steps += 1
+        counts.proposals += proposals
+        counts.wait_seconds += seconds
+        counts.timed_out_steps += is_late
+        counts.paused_steps += not was_asked
+        if proposals or is_late:
+            self.patience.waited(in_vain=is_late and not proposals)
+        if self._report is not None:
+            self._report.waited(seconds)
+        now = time.monotonic()
+        self._asked_at, self._answered_at = now - seconds, now
+
+    def _expected(self) -> list[float]:
+        """Expected tokens of a step with a proposal of 0, 1, ... tokens, at one rate for every position.
+
+        Empty where nothing is drafted ahead: only a continuation that is still being drafted is weighed by it.
+        """
+        if self._ahead.max_budget is None:
+            return []
+        accepted = min(self.patience.accepted_tokens / self._token_count, 1.0)
+        rate = _rate(accepted, self._token_count)
+        expected, chance = [1.0], 1.0
+        for _ in range(self._token_count):
+            chance *= rate
+            expected.append(expected[-1] + chance)
+        return expected
+
+    def _tokens_per_second(self) -> float:
+        step = self.patience.step_seconds
+        return 0.0 if not step else (1.0 + self.patience.accepted_tokens) / step
+
+
+def _rate(accepted_share: float, token_count: int) -> float:
+    """The chance of each token, given the ones before it, that gives this mean share of accepted tokens."""
+    low, high = 0.0, 1.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        mean = sum(middle**position for position in range(1, token_count + 1)) / token_count
+        low, high = (middle, high) if mean < accepted_share else (low, middle)
+    return low
 
 
 class TandemProposer:
@@ -80,7 +392,7 @@ class TandemProposer:
             assert self._steps is not None, "it was made just now"
             rows = _rows(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
             return self._steps.propose(rows, [len(sampled) for sampled in sampled_token_ids])
-        except Exception:  # noqa: BLE001 - an error of ours must not end a request of vLLM's
+        except Exception:  # an error of ours must not end a request of vLLM's
             self._has_failed = True
             logger.exception("drafting is switched off until the next start, because it failed")
             return nothing

@@ -11,8 +11,7 @@ from pydantic_settings import SettingsConfigDict
 from coordinator.settings.coordinator import Addresses, ServiceAccessOptions
 from tandem.config.rule import Rule
 from tandem.errors import ConfigurationError
-from tandem.rpc.resolver import split_addresses
-from tandem.serving.protection import is_loopback
+from tandem.rpc.addresses import is_loopback, split_addresses
 from tandem.settings import COMMAND_LINE, FilledSettings, load_settings
 from tandem.telemetry.settings import TelemetryOptions
 

@@ -15,9 +15,7 @@ from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, cast
 from google.protobuf.message import DecodeError
 
 from tandem.errors import CapacityError, InvalidRequestError, ServiceUnavailableError
-from tandem.serving.calls import RunningCalls
-from tandem.serving.interceptors.error_boundary import ended_by, unreadable
-from tandem.serving.interceptors.readiness import ReadinessInterceptor
+from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls, ended_by, unreadable
 from tandem.v1.types_pb2 import SequencePart
 from tandem.wire.parts import ColumnPart, size_of, take_message
 from tandem.wire.status import Ending, ending_to_proto

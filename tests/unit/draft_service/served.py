@@ -10,7 +10,7 @@ import grpc.aio
 
 from draft_service.proposers import Proposer
 from draft_service.servicer import DraftServicer
-from tandem.serving.calls import RunningCalls
+from tandem.serving.interceptors import RunningCalls
 from tandem.serving.server import new_server
 from tandem.settings import ServerSettings
 from tandem.types import Delta, DraftOptions, Proposal, ProposeStep, RowKind, SamplingParams

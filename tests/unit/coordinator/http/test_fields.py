@@ -15,9 +15,8 @@ from coordinator.http.openai.fields import FIELDS, Effect, Endpoint, FieldRow, r
 from coordinator.http.openai.known import KnownFields
 from coordinator.http.openai.prompts import requests_of
 from coordinator.http.openai.schema import ChatBody, CompletionBody, Message
-from coordinator.requests.bounds import check_bounds
 from coordinator.requests.plan import Models
-from coordinator.requests.validation import TokenizedRequest, check_request
+from coordinator.requests.validation import TokenizedRequest, check_bounds, check_request
 from coordinator.settings.coordinator import RequestBounds
 from tandem.errors import InvalidRequestError
 from tandem.types import GenerationRequest, ModelFeature

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from coordinator.replicas.compatibility import MODEL_RULES, Deployment, check_models
+from coordinator.replicas.compatibility import MODEL_RULES, Deployment, Fleet, check_models
+from coordinator.requests.validation import check_bounds
+from coordinator.settings.coordinator import CheckedSpeculativeConfig, RequestBounds
+from tandem.config.speculative import MAX_CONFIGURED_TOKENS
 from tandem.errors import IncompatibleModelsError
-from tandem.types import ModelInfo
+from tandem.replica import Role
+from tandem.types import DenseRow, GenerationRequest, ModelInfo, Verification
+from tandem.wire.target import verification_to_proto
 from tests.unit.coordinator.model_infos import DRAFT, NGRAM, TARGET, deployment
 
 MODELS: list[tuple[str, Deployment, str]] = [
@@ -84,3 +90,19 @@ def test_every_rule_of_the_models_is_in_the_table() -> None:
 @pytest.mark.parametrize("draft", [DRAFT, NGRAM, None])
 def test_matching_models_are_accepted(draft: ModelInfo | None) -> None:
     check_models(deployment({"max_length": 64, "draft_tensor_parallel_size": 1}, draft=draft))
+
+
+VOCABULARY_SIZE = 128_256  # Llama 3
+
+
+@pytest.mark.parametrize("count", [32, 41, MAX_CONFIGURED_TOKENS])
+def test_an_answer_to_the_longest_proposal_fits_into_a_message(count: int) -> None:
+    config = CheckedSpeculativeConfig(num_speculative_tokens=count)
+    request = GenerationRequest("a", num_speculative_tokens=count, logprobs=0)
+    check_bounds(request, RequestBounds(), config.num_speculative_tokens, TARGET.max_length)
+    # Configured lengths can grow while the channels exist.
+    fleet = Fleet(CheckedSpeculativeConfig())
+    assert fleet.judge(Role.TARGET, replace(TARGET, vocabulary_size=VOCABULARY_SIZE)) == ""
+    row = DenseRow(np.zeros(VOCABULARY_SIZE, np.float32))
+    answer = verification_to_proto(Verification(0, (row,) * (count + 1)))
+    assert answer.ByteSize() <= fleet.message_limit_bytes

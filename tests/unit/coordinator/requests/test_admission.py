@@ -1,4 +1,4 @@
-"""A fixed number of requests run and wait, others are refused at once; no place is lost or assigned twice."""
+"""The clients that count as one peer."""
 
 from __future__ import annotations
 
@@ -9,13 +9,32 @@ from contextlib import aclosing
 
 import pytest
 
-from coordinator.requests.admission import Admission
-from coordinator.requests.bounds import check_bounds
-from coordinator.requests.chunks.delivery import RunRequest, stream_of
-from coordinator.requests.chunks.queue import ChunkQueue
+from coordinator.requests.admission import Admission, peer_of_grpc, peer_of_host
+from coordinator.requests.chunks import ChunkQueue, RunRequest, stream_of
+from coordinator.requests.validation import check_bounds
 from coordinator.settings.coordinator import RequestBounds
 from tandem.errors import CapacityError, DeadlineError, InvalidRequestError
 from tandem.types import Chunk, GenerationRequest
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        ("ipv4:192.0.2.7:5000", "192.0.2.7"),
+        ("ipv6:%5B::1%5D:5000", "::1"),
+        ("ipv6:%5B2001:db8::1:2:3:4%5D:5000", "2001:db8::/64"),
+        ("ipv6:%5B::ffff:192.0.2.7%5D:5000", "192.0.2.7"),
+        ("ipv6:%5Bfe80::1%25eth0%5D:5000", "fe80::/64"),
+        ("unix:/tmp/socket", "unix:/tmp/socket"),
+    ],
+)
+def test_the_peer_of_a_grpc_call_is_its_host(peer: str, address: str) -> None:
+    assert peer_of_grpc(peer) == address
+
+
+def test_a_host_name_is_its_own_peer() -> None:
+    assert peer_of_host("192.0.2.7") == "192.0.2.7"
+    assert peer_of_host("somewhere") == "somewhere"
 
 
 class Guest:

@@ -9,7 +9,7 @@ import pytest
 
 from tandem.errors import ConfigurationError
 from tandem.integrations.vllm import TandemProposer, contract
-from tandem.integrations.vllm.drafts import target_info, why_unfit
+from tandem.integrations.vllm.link import target_info, why_unfit
 from tandem.integrations.vllm.settings import VllmSettings
 from tandem.types import ModelInfo
 from tests.paths import ROOT

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.integrations.vllm.ahead import AheadSwitch
-from tandem.integrations.vllm.patience import MAX_SECONDS, MIN_SECONDS, Patience
+from tandem.integrations.vllm.proposer import MAX_SECONDS, MIN_SECONDS, AheadSwitch, Patience
 from tandem.types import AheadBudget
 
 

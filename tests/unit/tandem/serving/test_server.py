@@ -1,10 +1,12 @@
-"""The life of a server: health before it is ready, refusals while it drains, and no internals in errors."""
+"""A stuck service reports NOT_SERVING and refuses new calls until it continues."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +18,179 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tandem.errors import CapacityError, ConfigurationError, InvalidRequestError, TandemError
-from tandem.serving.interceptors.handlers import Context
+from tandem.rpc.channels import open_channel
+from tandem.serving.interceptors import Context
 from tandem.serving.server import serve
 from tandem.settings import ServerSettings
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 from tests.generate_only import GenerateOnly
+from tests.paths import ROOT
+from tests.unit.tandem.serving.served import Scripted, health_of, refusal, running, texts_from
+
+
+class Stalling(Scripted):
+    overdue_seconds = 0.0
+
+
+async def wait_for_health(address: str, health: str) -> None:
+    async with asyncio.timeout(30.0):
+        while await health_of(address) != health:  # noqa: ASYNC110 - asked over the network
+            await asyncio.sleep(0.05)
+
+
+async def test_a_stuck_service_is_not_serving_until_it_continues(capsys: pytest.CaptureFixture[str]) -> None:
+    service = Stalling()
+    async with running(service, capsys) as address:
+        await wait_for_health(address, "SERVING")
+        service.overdue_seconds = 42.0
+        await wait_for_health(address, "NOT_SERVING")
+        error = await refusal(address)
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert "stuck in a step for 42 s" in (error.details() or "")
+        service.overdue_seconds = 0.0
+        await wait_for_health(address, "SERVING")
+        assert await texts_from(address) == ["hello"]
+
+
+async def test_a_stuck_service_still_drains(capsys: pytest.CaptureFixture[str]) -> None:
+    service = Stalling()
+    async with running(service, capsys) as address:
+        service.overdue_seconds = 42.0
+        await wait_for_health(address, "NOT_SERVING")
+    # `running` has drained the server, and asserted that it ended.
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await health_of(address)
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+LONG_SECONDS = 60.0
+QUICK_SECONDS = 5.0
+
+STUCK = """
+import asyncio, sys
+from tandem.rpc.channels import open_channel
+from tandem.serving.server import serve
+from tandem.settings import ServerSettings
+from tests.unit.tandem.serving.served import Scripted, texts_from
+
+async def forever():
+    await asyncio.Event().wait()
+    yield
+
+async def main():
+    port = int(sys.argv[1])
+    server = asyncio.create_task(serve(ServerSettings(port=port, drain_timeout_seconds=60), Scripted(forever)))
+    await asyncio.sleep(0.5)
+    asyncio.create_task(texts_from(f"127.0.0.1:{port}"))
+    await asyncio.sleep(0.5)
+    print("stuck", flush=True)
+    await server
+
+asyncio.run(main())
+"""
+
+
+class Slow:
+    """Sends a message, waits to be released, and sends another."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.may_go_on = asyncio.Event()
+
+    async def __call__(self) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        yield generation_pb2.GenerateResponse(text="a")
+        self.begun.set()
+        await self.may_go_on.wait()
+        yield generation_pb2.GenerateResponse(text="b")
+
+
+async def test_a_drain_is_announced_to_all_and_waits_for_calls_but_not_for_watchers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    slow = Slow()
+    service = Scripted(slow)
+    server = asyncio.create_task(serve(ServerSettings(drain_timeout_seconds=LONG_SECONDS), service))
+    output = ""
+    while "ready on" not in output:
+        await asyncio.sleep(0.01)
+        output += capsys.readouterr().out
+    address = output.partition("ready on ")[2].split()[0]
+    async with open_channel(address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(generation_pb2.GenerateRequest())
+        await slow.begun.wait()
+        service.request_drain()
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert await health_of(address) == "NOT_SERVING", "who connects now is told as well"
+        error = await refusal(address)
+        assert (error.code(), error.details()) == (
+            grpc.StatusCode.UNAVAILABLE,
+            "the fake service is draining",
+        )
+        assert not server.done()
+        slow.may_go_on.set()
+        began = time.monotonic()
+        assert [response.text async for response in call] == ["a", "b"]
+        assert await server
+        assert time.monotonic() - began < QUICK_SECONDS, "the watcher was not waited for"
+
+
+async def test_calls_that_outlast_the_drain_get_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    service = Scripted(slow := Slow())
+    server = asyncio.create_task(serve(ServerSettings(drain_timeout_seconds=0.1), service))
+    output = ""
+    while "ready on" not in output:
+        await asyncio.sleep(0.01)
+        output += capsys.readouterr().out
+    async with open_channel(output.partition("ready on ")[2].split()[0]) as channel:
+        call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(generation_pb2.GenerateRequest())
+        await slow.begun.wait()
+        await call.read()
+        service.request_drain()
+        async with asyncio.timeout(QUICK_SECONDS):
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
+        assert await call.details() == "the fake service has drained for as long as it may, and stops"
+        assert await server
+    assert service.ended == 1
+
+
+@pytest.mark.slow
+async def test_a_second_signal_ends_the_process_at_once(unused_port: int) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", STUCK, str(unused_port), cwd=ROOT, stdout=-1, stderr=-1
+    )
+    try:
+        assert process.stdout is not None
+        async for line in process.stdout:
+            if line == b"stuck\n":
+                break
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(process.wait(), 1.0)
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), QUICK_SECONDS) == 128 + signal.SIGINT
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+class Broken(Scripted):
+    """Finds out, once it serves, that it cannot go on."""
+
+    failure = ""
+
+    async def start(self) -> None:
+        self.failure = "the engine has failed"
+        self.request_drain()
+
+
+async def test_a_service_that_cannot_go_on_ends_with_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(TandemError, match="the engine has failed"):
+        await asyncio.wait_for(serve(ServerSettings(port=0), Broken()), QUICK_SECONDS)
+    assert "listening on" in capsys.readouterr().out
+
 
 SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 Answer = Callable[[], AsyncIterator[generation_pb2.GenerateResponse]]

@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.errors import ConfigurationError
-from tandem.rpc.resolver import Address, resolve, split_addresses
+from tandem.rpc.addresses import Address, resolve, split_addresses
 from tandem.settings import load_settings
 
 

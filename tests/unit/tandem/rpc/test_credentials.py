@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tandem.errors import ConfigurationError
-from tandem.rpc.reloaded_files import ReloadedFile
+from tandem.rpc.credentials import ReloadedFile
 
 
 def word(content: bytes) -> str:

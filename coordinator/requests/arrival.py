@@ -1,4 +1,4 @@
-"""Large requests are parsed one at a time, and not at all when no request can be that large."""
+"""How requests arrive by gRPC: large ones are parsed elsewhere, and all are refused unread while the queue is full."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from coordinator.requests.bounds import too_long
 from coordinator.requests.plan import Models
-from coordinator.requests.runner import RequestRunner
-from coordinator.requests.turns import LARGE_BYTES
+from coordinator.requests.runner import LARGE_BYTES, RequestRunner
+from coordinator.requests.validation import too_long
 from coordinator.settings.coordinator import MAX_CHAT_MESSAGES, RequestBounds
 from tandem.errors import InvalidRequestError
-from tandem.serving.interceptors.error_boundary import unreadable
-from tandem.serving.interceptors.handlers import Handler, Interceptor, behaviour_of, remade
+from tandem.serving.interceptors import (
+    Context,
+    Handler,
+    Interceptor,
+    begun_at_once,
+    behaviour_of,
+    remade,
+    traceparent_of,
+    unreadable,
+)
 
 GENERATE = "/tandem.v1.GenerationService/Generate"
 RENDER_CHAT = "/tandem.v1.GenerationService/RenderChat"
@@ -107,3 +114,25 @@ def _too_many(message: Any, models: Models, bounds: RequestBounds) -> Iterator[s
         yield f"logit_bias names {len(message.logit_bias)} token ids; it must be at most {bounds.max_logit_biases}"
     if len(message.stop_token_ids) > bounds.max_stop_token_ids:
         yield f"stop_token_ids has {len(message.stop_token_ids)} ids; it must be at most {bounds.max_stop_token_ids}"
+
+
+class AdmissionInterceptor(Interceptor):
+    """Admits requests as long as there is room for another.
+
+    Under overload every refusal delays the next one. Reading a request that is then refused would take a third of the
+    coordinator's time for it, so most are refused here. A few that arrive at the same moment still pass, and
+    `Admission` refuses them.
+    """
+
+    def __init__(self, completions: RequestRunner) -> None:
+        self._completions = completions
+
+    def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """The call's own handler, or one that refuses it."""
+        if details.method != GENERATE or not self._completions.admission.is_full:
+            return handler
+        return begun_at_once(handler, self._refuse)
+
+    # Not in the interceptor itself: a caller without a token gets another error, and does not count as a request.
+    async def _refuse(self, _requests: Any, context: Context) -> None:
+        self._completions.refuse(traceparent_of(context))

@@ -8,13 +8,15 @@ from typing import Any
 import grpc
 import pytest
 
-from coordinator.rejection.options import RejectionOptions
+from coordinator.rejection import RejectionOptions, resolve
 from coordinator.replicas.compatibility import MODEL_RULES, check_models
+from coordinator.requests.plan import can_draft_ahead
 from coordinator.requests.validation import REQUEST_RULES, TokenizedRequest, check_request
 from coordinator.settings.coordinator import CheckedSpeculativeConfig
 from tandem.errors import IncompatibleModelsError, InvalidRequestError, status_code
 from tandem.types import GenerationRequest, ModelFeature, ModelInfo, RowKind
 from tests.unit.coordinator.model_infos import DRAFT, INF, NGRAM, TARGET, deployment
+from tests.unit.coordinator.rejection.builders import SAMPLED
 
 ADJUSTING_TARGET = replace(TARGET, features=frozenset(ModelFeature))
 OLD_TARGET = replace(TARGET, service_version="0.1.0")
@@ -215,3 +217,28 @@ def test_names_are_unique_within_their_table() -> None:
     for rules in (CheckedSpeculativeConfig.rules(), MODEL_RULES, REQUEST_RULES):
         names = [rule.name for rule in rules]
         assert len(names) == len(set(names))
+
+
+DRAFT = ModelInfo("draft", "LlamaForCausalLM", 1024, "hash", 2048, "float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "can"),
+    [
+        ("greedy", True),
+        ("strict", True),
+        ("residual", True),
+        ("block", True),
+        ("typical-acceptance", True),
+        ("logit-comparison", False),
+    ],
+)
+def test_a_rule_that_reads_the_drafts_logits_drafts_nothing_ahead(name: str, can: bool) -> None:
+    rule = resolve(RejectionOptions(rejection_sampling_strategy=name), SAMPLED)
+    assert can_draft_ahead(rule, DRAFT) is can
+
+
+def test_a_draft_without_a_model_drafts_nothing_ahead() -> None:
+    rule = resolve(RejectionOptions(rejection_sampling_strategy="greedy"), SAMPLED)
+    assert not can_draft_ahead(rule, replace(DRAFT, vocabulary_size=0))
+    assert not can_draft_ahead(rule, None)

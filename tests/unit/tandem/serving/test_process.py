@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from tandem.serving.heap import YOUNG_OBJECTS
+from tandem.serving.process import YOUNG_OBJECTS
 
 SECONDS = 60
 

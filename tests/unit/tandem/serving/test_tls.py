@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from tandem.serving.certificates import WARNING_TIME, ExpiryLog
+from tandem.serving.tls import WARNING_TIME, ExpiryLog
 from tests.certificates import issued
 from tests.unit.tandem.serving.served import Scripted, running
 
@@ -23,7 +23,7 @@ def issue(folder: Path, ends: datetime) -> dict[str, object]:
 
 
 def words(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if record.name == "tandem.serving.certificates"]
+    return [record.message for record in caplog.records if record.name == "tandem.serving.tls"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The drafts that a request has lost, and when it may try them again."""
+"""Drafts for a request or a foreign engine's sequence with whichever draft is available."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from coordinator.replicas.member import Member
+from coordinator.replicas.pool import Member
 from coordinator.transport.draft_client import DraftClient
+from coordinator.transport.draft_sequence import DraftSequence
 
 MAX_FAULTS = 8
 """A request that loses so many drafts goes on without one."""
@@ -60,3 +61,18 @@ def bound_elsewhere(
 ) -> set[Member[DraftClient]]:
     """Drafts that read the hidden states of another target than the one at this address."""
     return {member for member in members if not member.goes_with(target_address)}
+
+
+@dataclass(slots=True, eq=False)
+class DraftPlace:
+    """A sequence on a draft."""
+
+    member: Member[DraftClient]
+    sequence: DraftSequence
+    is_resumption: bool
+    """True if the request lost another draft before."""
+
+    def leave(self) -> None:
+        """Drop the sequence there."""
+        self.sequence.cancel()
+        self.member.open_sequences -= 1

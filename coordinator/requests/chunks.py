@@ -1,0 +1,291 @@
+"""From a completion's rounds to the chunks that its client takes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from itertools import chain
+
+from tandem.errors import DeadlineError
+from tandem.plural import plural
+from tandem.types import Chunk
+
+
+class HeldChunks:
+    """Chunks that wait until they have enough tokens together (vLLM's `stream_interval`).
+
+    The first tokens of a completion and its end never wait.
+    """
+
+    def __init__(self, stream_interval: int) -> None:
+        """Begin without chunks.
+
+        Args:
+            stream_interval: Tokens that are enough.
+        """
+        self._interval = stream_interval
+        self._chunks: list[Chunk] = []
+        self._tokens = 0
+        self._has_begun = False
+        """True once a chunk with tokens was added."""
+
+    def __bool__(self) -> bool:
+        return bool(self._chunks)
+
+    def add(self, chunk: Chunk) -> bool:
+        """Add a chunk. Returns True if what is held is to be taken now."""
+        self._chunks.append(chunk)
+        self._tokens += len(chunk.token_ids)
+        is_first = not self._has_begun
+        self._has_begun = self._has_begun or bool(chunk.token_ids)
+        return is_first or self._tokens >= self._interval or chunk.summary is not None
+
+    def take(self) -> Chunk:
+        """All of it as one chunk, after which nothing is held."""
+        chunks, self._chunks, self._tokens = self._chunks, [], 0
+        return chunks[0] if len(chunks) == 1 else joined(chunks)
+
+
+def joined(chunks: Sequence[Chunk]) -> Chunk:
+    """One chunk with the text and the tokens of all.
+
+    Args:
+        chunks: Successive chunks of a completion, at least one. Only the last may have a summary.
+    """
+    return Chunk(
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(chain.from_iterable(chunk.token_ids for chunk in chunks)),
+        drafted=tuple(chain.from_iterable(chunk.drafted for chunk in chunks)),
+        text_lengths=tuple(chain.from_iterable(chunk.text_lengths for chunk in chunks)),
+        summary=chunks[-1].summary,
+        proposed=sum(chunk.proposed for chunk in chunks),
+        logprobs=tuple(chain.from_iterable(chunk.logprobs for chunk in chunks)),
+        drafted_ahead=any(chunk.drafted_ahead for chunk in chunks),
+    )
+
+
+CHUNKS_PER_TURN = 16
+"""Chunks that one turn of the event loop hands over. A message may end the rounds of hundreds of requests at once, and
+to write a chunk takes some 30 us: without a limit the next answer would wait for all of them."""
+
+Reader = asyncio.Future["Chunk | None"]
+"""The wait of a reader for its next chunk."""
+
+
+class ChunkPacer:
+    """Hands chunks to the readers that wait for them, in order, from the next turn of the loop on.
+
+    The turn in which a round ends belongs to the question of the next round.
+    """
+
+    def __init__(self, chunks_per_turn: int = CHUNKS_PER_TURN) -> None:
+        """Begin without chunks.
+
+        Args:
+            chunks_per_turn: Readers that go on in one turn of the loop.
+        """
+        self._chunks_per_turn = chunks_per_turn
+        self._waiting: deque[tuple[Reader, Chunk]] = deque()
+
+    def hand_over(self, reader: Reader, chunk: Chunk) -> None:
+        """Let a reader have its chunk soon."""
+        self._waiting.append((reader, chunk))
+        if len(self._waiting) == 1:
+            reader.get_loop().call_soon(self._next)
+
+    def _next(self) -> None:
+        waiting = self._waiting
+        reader = waiting[0][0]
+        for _ in range(min(self._chunks_per_turn, len(waiting))):
+            reader, chunk = waiting.popleft()
+            if not reader.done():  # its call was cancelled
+                reader.set_result(chunk)
+        if waiting:
+            reader.get_loop().call_soon(self._next)
+
+
+PAUSE_SECONDS = 0.2
+"""Held chunks are delivered when no round has ended for so long: the stream pauses, and its reader has all there is."""
+
+
+class ChunkQueue:
+    """Holds one chunk for one reader.
+
+    Writing a chunk takes as long as a step of a small draft, so the next round goes first: while the reader waits,
+    `put` returns at once, and the next round's first message is written before the chunk. A reader that stops delays
+    the chunk after the one it has, and nothing else.
+    """
+
+    def __init__(self, stream_interval: int = 1, pacer: ChunkPacer | None = None) -> None:
+        """Begin without chunks.
+
+        Args:
+            stream_interval: Join chunks until they have so many tokens; 1: deliver each as it comes.
+            pacer: Shared with the other requests; None: one of its own.
+        """
+        self._held = HeldChunks(stream_interval)
+        self._pacer = pacer or ChunkPacer()
+        self._last_put = 0.0
+        self._pause: asyncio.TimerHandle | None = None
+        """Set while chunks are held."""
+        self._is_paused = False
+        """True if chunks are held that the reader is to have as soon as it asks."""
+        self._chunk: asyncio.Future[Chunk | None] | None = None
+        """Set while the reader waits."""
+        self._pending: Chunk | None = None
+        """A chunk that the reader has not taken yet."""
+        self._reader_is_back: asyncio.Future[None] | None = None
+        """Set while the writer waits."""
+        self._is_closed = False
+
+    async def put(self, chunk: Chunk) -> None:
+        """Hand over a chunk, or hold it until it and the next ones have enough tokens.
+
+        Returns once the reader has it, or at once if it is held; after the last chunk, once the reader asks for more.
+        """
+        if not self._held.add(chunk):
+            self._watch_for_pause()
+            return
+        chunk = self._taken()
+        if self._chunk is not None:
+            # The reader wakes a turn of the loop later than the writer of the next round's question, which goes first.
+            self._pacer.hand_over(self._chunk, chunk)
+            self._chunk = None
+            if chunk.summary is not None:
+                await self._reader()
+            return
+        # It stays when this task is cancelled: a reader that is late has it before the error.
+        self._pending = chunk
+        await self._reader()
+        # A reader that does nothing in between has taken the chunk and asked for more before this task runs again.
+        if chunk.summary is not None and self._chunk is None:
+            await self._reader()
+
+    async def get(self) -> Chunk | None:
+        """Return the next chunk; None once the queue is closed."""
+        if self._reader_is_back is not None:
+            _resolve(self._reader_is_back, None)
+            self._reader_is_back = None
+        if self._pending is not None:
+            chunk, self._pending = self._pending, None
+            return chunk
+        if self._held and (self._is_paused or self._is_closed):
+            return self._taken()
+        if self._is_closed:
+            return None
+        self._chunk = asyncio.get_running_loop().create_future()
+        return await self._chunk
+
+    def close(self) -> None:
+        """Let the reader know that nothing follows. It gets what is held first."""
+        self._is_closed = True
+        self._end_watch()
+        if self._chunk is not None:
+            _resolve(self._chunk, self._taken() if self._held else None)
+            self._chunk = None
+
+    def _taken(self) -> Chunk:
+        """All that is held, as one chunk."""
+        self._end_watch()
+        return self._held.take()
+
+    def _watch_for_pause(self) -> None:
+        """Deliver what is held if no chunk follows for a while. One timer serves many chunks, since each costs one."""
+        loop = asyncio.get_running_loop()
+        self._last_put = time.monotonic()
+        if self._pause is None and not self._is_paused:
+            self._pause = loop.call_later(PAUSE_SECONDS, self._check_pause)
+
+    def _check_pause(self) -> None:
+        remaining = self._last_put + PAUSE_SECONDS - time.monotonic()
+        if remaining > 0:
+            self._pause = asyncio.get_running_loop().call_later(remaining, self._check_pause)
+            return
+        self._pause = None
+        if self._chunk is None:
+            self._is_paused = True
+        else:
+            _resolve(self._chunk, self._taken())
+            self._chunk = None
+
+    def _end_watch(self) -> None:
+        self._is_paused = False
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+
+    async def _reader(self) -> None:
+        self._reader_is_back = asyncio.get_running_loop().create_future()
+        await self._reader_is_back
+
+
+def _resolve(future: asyncio.Future[Chunk | None] | asyncio.Future[None], value: Chunk | None) -> None:
+    """A future whose waiter was cancelled is done already."""
+    if not future.done():
+        future.set_result(value)  # type: ignore[arg-type]  # one of the two kinds, by the caller
+
+
+RunRequest = Callable[[ChunkQueue], Coroutine[None, None, None]]
+"""Runs a request and puts its chunks into the queue."""
+
+
+async def stream_of(
+    run: RunRequest,
+    deadline_seconds: float | None,
+    stream_interval: int = 1,
+    pacer: ChunkPacer | None = None,
+) -> AsyncGenerator[Chunk]:
+    """Yield a request's chunks. The request ends with its reader, and at its deadline.
+
+    Args:
+        run: The request.
+        deadline_seconds: Seconds until the request is cancelled, whatever it waits for; None: never.
+        stream_interval: Tokens that a chunk has at least, except for the first, the last, and one before a pause.
+        pacer: Shared with the other requests; None: one of its own.
+
+    Raises:
+        DeadlineError: the deadline has passed. The error says how many tokens were delivered.
+        TandemError: the request failed.
+    """
+    queue, delivered = ChunkQueue(stream_interval, pacer), 0
+    task = asyncio.create_task(run(queue))
+    task.add_done_callback(lambda _: queue.close())
+    expiry = _Expiry(task, deadline_seconds)
+    try:
+        while (chunk := await queue.get()) is not None:
+            yield chunk
+            delivered += len(chunk.token_ids)
+        if not expiry.has_passed:
+            await task
+            return
+    except DeadlineError:
+        pass  # a wait inside the request noticed the deadline first; the client gets the same sentence
+    finally:
+        expiry.cancel()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    raise DeadlineError(
+        f"the request took longer than the {deadline_seconds:g} s it was given; {plural(delivered, 'token')} "
+        f"{'was' if delivered == 1 else 'were'} delivered"
+    )
+
+
+class _Expiry:
+    """Cancels a task at its deadline."""
+
+    def __init__(self, task: asyncio.Task[None], seconds: float | None) -> None:
+        self.has_passed = False
+        self._task = task
+        loop = asyncio.get_running_loop()
+        self._timer = None if seconds is None else loop.call_later(max(0.0, seconds), self._expire)
+
+    def cancel(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _expire(self) -> None:
+        # A task that has already ended keeps its result.
+        self.has_passed = self._task.cancel()

@@ -1,1 +1,0 @@
-"""From a completion's rounds to the chunks that its client takes."""

@@ -1,0 +1,414 @@
+"""What stands before the methods of a server: tokens, readiness, bounds, the count of calls, and the error boundary."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    aclosing,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
+from functools import partial
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from tandem.errors import (
+    CapacityError,
+    DeadlineError,
+    InvalidRequestError,
+    PermissionDeniedError,
+    ServiceUnavailableError,
+    TandemError,
+    UnauthenticatedError,
+    status_code,
+)
+from tandem.rpc.credentials import AUTHORIZATION
+from tandem.serving.protection import Scope, Tokens, authorize, scope_of
+from tandem.serving.streams.slow_readers import SlowReaderWatchdog
+from tandem.wire.status import Ending
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Behaviour: TypeAlias = Callable[[Any, Context], Any]
+
+_MAKE_HANDLER = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+"""Handler factories, by whether requests and responses are streams."""
+
+
+class Interceptor(grpc.aio.ServerInterceptor, ABC):
+    """Stands before the methods of a server."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """Return the handler for a call; None for a method that does not exist."""
+        handler = await continuation(handler_call_details)
+        return None if handler is None else self.before(handler, handler_call_details)
+
+    @abstractmethod
+    def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """Return the handler that answers the call: its own or another."""
+
+
+def behaviour_of(handler: Handler) -> Behaviour:
+    """The function that a handler calls."""
+    kinds: tuple[Any, ...] = (
+        handler.unary_unary,
+        handler.unary_stream,
+        handler.stream_unary,
+        handler.stream_stream,
+    )
+    behaviour: Behaviour = next(filter(None, kinds))
+    return behaviour
+
+
+def remade(handler: Handler, behaviour: Behaviour, deserializer: Any = None) -> Handler:
+    """Copy a method handler with another behaviour."""
+    make: Any = _MAKE_HANDLER[handler.request_streaming, handler.response_streaming]
+    made: Handler = make(behaviour, deserializer or handler.request_deserializer, handler.response_serializer)
+    return made
+
+
+def begun_at_once(handler: Handler, behaviour: Behaviour, deserializer: Any = None) -> Handler:
+    """Copy a method handler with a behaviour that takes its requests as a stream, and starts before the first arrives.
+
+    gRPC calls a method with a single request only once that has arrived, so a call that never sends it would stay.
+    """
+    make: Any = _MAKE_HANDLER[True, handler.response_streaming]
+    made: Handler = make(behaviour, deserializer or handler.request_deserializer, handler.response_serializer)
+    return made
+
+
+def refusing(handler: Handler, error: Exception) -> Handler:
+    """Copy a method handler so that it raises an error at once."""
+
+    async def refuse(_requests: Any, _context: Context) -> None:
+        raise error
+
+    return begun_at_once(handler, refuse)
+
+
+def traceparent_of(context: Context) -> str:
+    """The W3C trace context that the client sent with the call; empty when it sent none."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "traceparent":
+            return str(value)
+    return ""
+
+
+class RunningCalls:
+    """All calls except health checks, whose watchers stay as long as the server."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._none_runs = asyncio.Event()
+        self._none_runs.set()
+        self._cut_because = ""
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Count the task that runs the block as a call.
+
+        Raises:
+            ServiceUnavailableError: the call was cut off.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self._none_runs.clear()
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self._cut_because:
+                raise
+            task.uncancel()
+            raise ServiceUnavailableError(self._cut_because) from None
+        finally:
+            self._tasks.discard(task)
+            if not self._tasks:
+                self._none_runs.set()
+
+    async def end(self, seconds: float) -> bool:
+        """Wait for the end of all. False when some still run after that time."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._none_runs.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def cut_off(self, because: str) -> None:
+        """End the running calls with UNAVAILABLE and the reason."""
+        self._cut_because = because
+        for task in self._tasks:
+            task.cancel()
+
+
+_ALWAYS_OPEN = ("/grpc.health.v1.", "/grpc.reflection.", "/tandem.v1.AdminService/")
+
+
+class ReadinessInterceptor(Interceptor):
+    """Lets calls through while `closed_because` is empty, else answers UNAVAILABLE with that reason."""
+
+    def __init__(self, closed_because: str) -> None:
+        self.closed_because = closed_because
+
+    def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """The call's own handler, or one that refuses it."""
+        if not self.closed_because or details.method.startswith(_ALWAYS_OPEN):
+            return handler
+        return refusing(handler, ServiceUnavailableError(self.closed_because))
+
+
+class AuthInterceptor(Interceptor):
+    """Holds each call to the tokens that the server knows."""
+
+    def __init__(self, tokens: Callable[[], Tokens]) -> None:
+        """Protect a server.
+
+        Args:
+            tokens: Returns the current tokens; their files may change.
+        """
+        self._tokens = tokens
+
+    def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """The call's own handler, or one that refuses it."""
+        header = next(
+            (value for key, value in details.invocation_metadata or () if key == AUTHORIZATION),
+            None,
+        )
+        try:
+            authorize(
+                scope_of(details.method),
+                header if isinstance(header, str) else None,
+                self._tokens(),
+            )
+        except (UnauthenticatedError, PermissionDeniedError) as error:
+            return refusing(handler, error)
+        return handler
+
+
+MAX_WATCHERS = 128
+"""Maximum Watch streams of health at once. A load balancer has one; other calls need the remaining places."""
+
+MAX_MESSAGE_BYTES = 4 << 10
+"""Maximum bytes of a message to a call without a token: it holds only the name of a service."""
+
+# How long the one message of a call may take, which any client sends with the call itself.
+_MESSAGE_SECONDS = 10.0
+
+
+class AnonymousCallLimiter(Interceptor):
+    """Bounds the number of calls without a token, and ends those whose message does not arrive."""
+
+    def __init__(self) -> None:
+        self._watchers = 0
+
+    def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """The call's own handler, bounded if the call needs no token."""
+        if scope_of(details.method) is not Scope.OPEN:
+            return handler
+        inner = behaviour_of(handler)
+        place = self._place if handler.response_streaming else nullcontext
+
+        async def answer(requests: AsyncIterator[Any], context: Context) -> Any:
+            with place():
+                return await inner(await _only(requests), context)
+
+        return begun_at_once(handler, answer, partial(_small, handler.request_deserializer))
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        if self._watchers >= MAX_WATCHERS:
+            raise CapacityError(
+                f"{MAX_WATCHERS} watchers of health are there already, which is the most; use Check, or try again"
+            )
+        self._watchers += 1
+        try:
+            yield
+        finally:
+            self._watchers -= 1
+
+
+def _small(read: Any, content: bytes) -> Any:
+    """The message of these bytes. Its parts may be a million, so one that is too long is not parsed.
+
+    Raises:
+        DecodeError: it is too long, or no message.
+    """
+    if len(content) > MAX_MESSAGE_BYTES:
+        raise DecodeError(f"a message has {len(content)} bytes")
+    return read(content)
+
+
+async def _only(requests: AsyncIterator[Any]) -> Any:
+    """The message of a call with a single request.
+
+    Raises:
+        DeadlineError: it does not arrive in time.
+        InvalidRequestError: the call ended without it.
+    """
+    try:
+        async with asyncio.timeout(_MESSAGE_SECONDS):
+            return await anext(requests)
+    except TimeoutError:
+        raise DeadlineError(
+            f"no message came for {_MESSAGE_SECONDS:g} s; it must be sent with the call"
+        ) from None
+    except StopAsyncIteration:
+        raise InvalidRequestError("the call ended without a message; it must have one") from None
+
+
+logger = logging.getLogger(__name__)
+
+Counted: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
+
+# Watchers of health and statistics stay for as long as the server does; a drain does not wait for them. Of a stream
+# that sequences share, each sequence is counted.
+_NOT_COUNTED = (
+    "/grpc.health.v1.",
+    "/tandem.v1.AdminService/",
+    "/tandem.v1.DraftService/ProposeMany",
+    "/tandem.v1.TargetService/VerifyMany",
+)
+
+
+def ended_by(error: Exception) -> Ending:
+    """The status with which an error ends a stream, or a sequence on a shared stream.
+
+    gRPC would send the text of any exception to the client. So an unexpected one is logged under an id, and the client
+    receives only the id.
+    """
+    if isinstance(error, TandemError):
+        retry_seconds = error.retry_after_seconds if isinstance(error, CapacityError) else None
+        return Ending(status_code(error), str(error), retry_seconds)
+    error_id = uuid.uuid4().hex[:12]
+    logger.error("unexpected error", exc_info=error, extra={"error_id": error_id})
+    return Ending(grpc.StatusCode.INTERNAL, f"internal error {error_id}; the server's log has the details")
+
+
+def unreadable() -> InvalidRequestError:
+    """Reason given for bytes that are no message."""
+    return InvalidRequestError(
+        "a message cannot be read; its bytes must be the protobuf that the method takes"
+    )
+
+
+@asynccontextmanager
+async def errors_to_status(context: Context) -> AsyncIterator[None]:
+    """End the call with the status code that the error in the block stands for."""
+    try:
+        yield
+    except (grpc.aio.AbortError, grpc.aio.InternalError):
+        raise  # the last is gRPC's own word for a client that has gone away
+    except Exception as error:  # noqa: BLE001 - the text of an unexpected error must not cross the network
+        ending = ended_by(error)
+        # A client that disconnects now is not an error.
+        with suppress(grpc.aio.InternalError):
+            await context.abort(ending.code, ending.sentence, ending.metadata)
+
+
+class ErrorBoundary(Interceptor):
+    """Stands before every method of a server: its errors, its unreadable requests, and readers that take nothing."""
+
+    def __init__(self, calls: RunningCalls, stalled_reader_timeout_seconds: float | None = None) -> None:
+        """Guard the methods of a server.
+
+        Args:
+            calls: Where to count the calls.
+            stalled_reader_timeout_seconds: How long one message of a stream may wait for its reader. None: without end.
+        """
+        self._calls = calls
+        self._readers = SlowReaderWatchdog(stalled_reader_timeout_seconds)
+
+    def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """Wrap the call's handler in the error boundary."""
+        inner = behaviour_of(handler)
+        counted = nullcontext if details.method.startswith(_NOT_COUNTED) else self._calls.running
+        behaviour = (self._streaming if handler.response_streaming else self._single)(inner, counted)
+        return remade(handler, behaviour, _lenient(handler.request_deserializer))
+
+    def _single(self, inner: Behaviour, counted: Counted) -> Behaviour:
+        async def answer(request: Any, context: Context) -> Any:
+            async with errors_to_status(context), counted():
+                return await inner(_readable(request), context)
+
+        return answer
+
+    def _streaming(self, inner: Behaviour, counted: Counted) -> Behaviour:
+        is_generator = inspect.isasyncgenfunction(inner)
+
+        # Writing here, not by yielding to gRPC, lets a cancelled call close its generator at once and in its own task.
+        async def answer(request: Any, context: Context) -> None:
+            async with errors_to_status(context), counted():
+                if not is_generator:
+                    await inner(_readable(request), context)
+                    return
+                async with aclosing(inner(_readable(request), context)) as responses:
+                    with self._readers.reading() as reader:
+                        async for response in responses:
+                            # Returns once the flow control of HTTP/2 has let the message go, so a stream never queues
+                            # more than one.
+                            await reader.take(context.write(response))
+
+        return answer
+
+
+class _Unreadable:
+    """Stands for a request whose bytes are not its message. gRPC would answer with a Python error, or UNKNOWN."""
+
+
+def _lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    if deserialize is None:
+        return None
+
+    def read(content: bytes) -> Any:
+        try:
+            return deserialize(content)
+        except DecodeError:
+            return _Unreadable()
+
+    return read
+
+
+def _readable(request: Any) -> Any:
+    """The request, or the stream of requests, that raises where one cannot be read."""
+    return _Readable(request) if hasattr(request, "__aiter__") else _checked(request)
+
+
+def _checked(request: Any) -> Any:
+    if isinstance(request, _Unreadable):
+        raise unreadable()
+    return request
+
+
+class _Readable:
+    def __init__(self, requests: AsyncIterator[Any]) -> None:
+        self._requests = requests
+
+    def __aiter__(self) -> _Readable:
+        return self
+
+    async def __anext__(self) -> Any:
+        return _checked(await anext(self._requests))

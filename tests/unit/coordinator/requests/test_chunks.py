@@ -1,0 +1,425 @@
+"""Readers of many streams go on a few at a time, in order, and none is forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.requests import chunks
+from coordinator.requests.chunks import ChunkPacer, ChunkQueue, Reader, joined, stream_of
+from tandem.errors import DeadlineError, ServiceUnavailableError
+from tandem.types import Chunk, FinishReason, SpeculationStats, Summary, TokenLogprobs
+
+
+def chunk(number: int) -> Chunk:
+    return Chunk(str(number), (number,), (False,), (1,))
+
+
+def readers(count: int) -> list[Reader]:
+    loop = asyncio.get_running_loop()
+    return [loop.create_future() for _ in range(count)]
+
+
+async def test_a_turn_of_the_loop_hands_over_so_many_chunks() -> None:
+    pacer, waiting = ChunkPacer(chunks_per_turn=3), readers(8)
+    for number, reader in enumerate(waiting):
+        pacer.hand_over(reader, chunk(number))
+    done_after_turns = []
+    for _ in range(4):
+        done_after_turns.append([reader.done() for reader in waiting].count(True))
+        await asyncio.sleep(0)
+    assert done_after_turns == [0, 3, 6, 8]
+    assert [reader.result() for reader in waiting] == [chunk(number) for number in range(8)]
+
+
+async def test_what_comes_in_later_turns_is_handed_over_too() -> None:
+    pacer, waiting = ChunkPacer(chunks_per_turn=1), readers(3)
+    pacer.hand_over(waiting[0], chunk(0))
+    pacer.hand_over(waiting[1], chunk(1))
+    await asyncio.sleep(0)
+    pacer.hand_over(waiting[2], chunk(2))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert [reader.result() for reader in waiting] == [chunk(0), chunk(1), chunk(2)]
+    late = readers(1)[0]
+    pacer.hand_over(late, chunk(3))
+    await asyncio.sleep(0)
+    assert late.result() == chunk(3)
+
+
+async def test_a_reader_that_was_cancelled_stops_no_other() -> None:
+    pacer, (gone, waiting) = ChunkPacer(), readers(2)
+    pacer.hand_over(gone, chunk(0))
+    pacer.hand_over(waiting, chunk(1))
+    gone.cancel()
+    await asyncio.sleep(0)
+    assert gone.cancelled()
+    assert waiting.result() == chunk(1)
+
+
+SUMMARY = Summary(FinishReason.LENGTH, 1, 3, SpeculationStats(), request_id="r", seed=0)
+SECONDS = 20.0
+SHORT_PAUSE = 0.02
+
+
+def numbered(*token_ids: int, is_last: bool = False) -> Chunk:
+    """A round's chunk; the text of a token is its number in a pair of brackets."""
+    texts = [f"[{token_id}]" for token_id in token_ids]
+    return Chunk(
+        "".join(texts),
+        token_ids,
+        tuple(token_id % 2 == 0 for token_id in token_ids),
+        tuple(map(len, texts)),
+        SUMMARY if is_last else None,
+        proposed=len(token_ids),
+        logprobs=tuple(TokenLogprobs(-float(token_id)) for token_id in token_ids),
+    )
+
+
+def rounds_of(counts: list[int]) -> list[Chunk]:
+    """Rounds of so many tokens each, which count up."""
+    chunks, first = [], 0
+    for number, count in enumerate(counts):
+        chunks.append(numbered(*range(first, first + count), is_last=number == len(counts) - 1))
+        first += count
+    return chunks
+
+
+async def delivered(
+    rounds: list[Chunk], interval: int, making: list[int] | None = None, reading: list[int] | None = None
+) -> list[Chunk]:
+    """The chunks that a reader gets, with pauses in turns of the event loop on both sides."""
+
+    async def run(queue: ChunkQueue) -> None:
+        for number, each in enumerate(rounds):
+            await _turns(making[number % len(making)] if making else 0)
+            await queue.put(each)
+
+    found: list[Chunk] = []
+    async with asyncio.timeout(SECONDS):
+        async for each in stream_of(run, None, interval):
+            found.append(each)
+            await _turns(reading[len(found) % len(reading)] if reading else 0)
+    return found
+
+
+async def read(stream: AsyncGenerator[Chunk], found: list[Chunk]) -> None:
+    """Add the stream's chunks to those found, even if it ends with an error."""
+    async for each in stream:
+        found.append(each)  # noqa: PERF401 - those before an error count
+
+
+async def _turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+PAUSES = st.lists(st.integers(0, 4), min_size=1, max_size=6)
+
+
+@given(counts=st.lists(st.integers(1, 6), min_size=1, max_size=30), interval=st.integers(1, 20), making=PAUSES,
+       reading=PAUSES)  # fmt: skip
+def test_joined_chunks_say_what_the_rounds_said_and_are_cut_at_the_interval(
+    counts: list[int], interval: int, making: list[int], reading: list[int]
+) -> None:
+    rounds = rounds_of(counts)
+    found = asyncio.run(delivered(rounds, interval, making, reading))
+    assert joined(found) == joined(rounds)
+    assert found[0].token_ids == rounds[0].token_ids, "the first tokens are sent at once"
+    ends = [0]
+    for count in counts:
+        ends.append(ends[-1] + count)
+    position = 0
+    for each in found[1:-1]:
+        position += len(each.token_ids)
+        assert len(each.token_ids) >= interval
+    for before, each in pairwise(found):
+        first = before.token_ids[-1] + 1
+        until = each.token_ids[-1] + 1
+        assert until in ends, "a round is never split"
+        earlier = [end for end in ends if first < end < until]
+        assert all(end - first < interval for end in earlier), "no round is added to tokens that are enough"
+    assert all(each.summary is None for each in found[:-1])
+
+
+def test_a_joined_chunk_counts_all_of_its_rounds() -> None:
+    whole = joined([numbered(1, 2), numbered(), numbered(3)])
+    assert whole == Chunk(
+        "[1][2][3]",
+        (1, 2, 3),
+        (False, True, False),
+        (3, 3, 3),
+        proposed=3,
+        logprobs=(TokenLogprobs(-1.0), TokenLogprobs(-2.0), TokenLogprobs(-3.0)),
+    )
+
+
+async def test_by_default_each_round_is_a_chunk() -> None:
+    rounds = rounds_of([1, 3, 2])
+    assert await delivered(rounds, 1) == rounds
+
+
+async def test_a_round_without_tokens_does_not_count_as_the_first_tokens() -> None:
+    found = await delivered(
+        [
+            numbered(),
+            numbered(1),
+            numbered(2),
+            numbered(3, is_last=True),
+        ],
+        10,
+    )
+    assert [each.token_ids for each in found] == [(), (1,), (2, 3)]
+
+
+async def test_a_pause_delivers_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "PAUSE_SECONDS", SHORT_PAUSE)
+    goes_on = asyncio.Event()
+
+    async def run(queue: ChunkQueue) -> None:
+        await queue.put(numbered(1))
+        await queue.put(numbered(2))
+        await queue.put(numbered(3))
+        await goes_on.wait()
+        await queue.put(numbered(4, is_last=True))
+
+    async with asyncio.timeout(SECONDS), aclosing(stream_of(run, None, 100)) as stream:
+        assert (await anext(stream)).token_ids == (1,)
+        assert (await anext(stream)).token_ids == (2, 3)
+        goes_on.set()
+        assert (await anext(stream)).token_ids == (4,)
+        assert await anext(stream, None) is None
+
+
+async def test_a_reader_that_comes_after_the_pause_gets_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "PAUSE_SECONDS", SHORT_PAUSE)
+
+    async def run(queue: ChunkQueue) -> None:
+        await queue.put(numbered(1))
+        await queue.put(numbered(2))
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(SECONDS), aclosing(stream_of(run, None, 100)) as stream:
+        assert (await anext(stream)).token_ids == (1,)
+        await asyncio.sleep(3 * SHORT_PAUSE)
+        assert (await anext(stream)).token_ids == (2,)
+
+
+async def test_an_error_comes_after_what_was_held() -> None:
+    async def run(queue: ChunkQueue) -> None:
+        for number in range(3):
+            await queue.put(numbered(number))
+        raise ServiceUnavailableError("lost")
+
+    found: list[Chunk] = []
+    with pytest.raises(ServiceUnavailableError, match="lost"):
+        await read(stream_of(run, None, 100), found)
+    assert joined(found).token_ids == (0, 1, 2)
+
+
+async def test_a_deadline_delivers_what_was_held_and_counts_it() -> None:
+    async def run(queue: ChunkQueue) -> None:
+        for number in range(3):
+            await queue.put(numbered(number))
+        await asyncio.Event().wait()
+
+    found: list[Chunk] = []
+    with pytest.raises(DeadlineError, match="3 tokens were delivered"):
+        await read(stream_of(run, 0.05, 100), found)
+    assert joined(found).token_ids == (0, 1, 2)
+
+
+async def test_a_reader_that_stops_holds_up_the_rounds_after_one_interval() -> None:
+    made = 0
+
+    async def run(queue: ChunkQueue) -> None:
+        nonlocal made
+        while True:
+            await queue.put(numbered(made))
+            made += 1
+
+    async with aclosing(stream_of(run, None, 4)) as stream:
+        await anext(stream)
+        await asyncio.sleep(0.05)
+        assert made == 4, "three are held, the fourth waits with them for the reader"
+        assert (await anext(stream)).token_ids == (1, 2, 3, 4)
+
+
+async def test_no_timer_outlives_a_stream() -> None:
+    queue = ChunkQueue(100)
+    await asyncio.wait_for(_put_two(queue), SECONDS)
+    timer = queue._pause
+    assert timer is not None
+    queue.close()
+    assert timer.cancelled()
+    assert await queue.get() == numbered(2)
+    assert await queue.get() is None
+
+
+async def _put_two(queue: ChunkQueue) -> None:
+    reader = asyncio.create_task(queue.get())
+    await asyncio.sleep(0)
+    await queue.put(numbered(1))
+    assert await reader == numbered(1)
+    await queue.put(numbered(2))
+
+
+class Rounds:
+    """A completion of three chunks, each from a round that lasts until it is released."""
+
+    def __init__(self, error_in: int | None = None) -> None:
+        self.begun = 0
+        self.requested = 0
+        self.ending: str | None = None
+        self.may_end = asyncio.Semaphore(0)
+        self._error_in = error_in
+
+    async def chunks(self) -> AsyncGenerator[Chunk]:
+        try:
+            for number in range(3):
+                self.begun += 1
+                question = asyncio.create_task(self._ask())
+                await self.may_end.acquire()
+                await question
+                if number == self._error_in:
+                    raise ServiceUnavailableError("lost")
+                yield Chunk(str(number), (number,), (False,), (1,), summary=SUMMARY if number == 2 else None)
+            self.ending = "complete"
+        except BaseException as error:
+            self.ending = type(error).__name__
+            raise
+
+    async def _ask(self) -> None:
+        self.requested += 1
+
+    async def run(self, queue: ChunkQueue) -> None:
+        async with aclosing(self.chunks()) as chunks:
+            async for chunk in chunks:
+                await queue.put(chunk)
+
+    def let(self, count: int) -> None:
+        for _ in range(count):
+            self.may_end.release()
+
+
+async def turns(count: int = 10) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+READER_PAUSES = st.lists(st.integers(0, 4), min_size=4, max_size=4)
+"""Turns of the event loop before each chunk is made or requested."""
+
+
+async def test_the_next_round_has_sent_its_request_when_a_chunk_is_delivered() -> None:
+    rounds = Rounds()
+    rounds.let(1)
+    async with aclosing(stream_of(rounds.run, None)) as chunks:
+        assert (await anext(chunks)).text == "0"
+        assert rounds.requested == 2
+
+
+async def test_at_most_one_chunk_waits_for_a_stalled_reader() -> None:
+    rounds = Rounds()
+    rounds.let(3)
+    async with aclosing(stream_of(rounds.run, None)) as chunks:
+        await anext(chunks)
+        await turns()
+        assert rounds.begun == 2
+
+
+async def test_the_completion_ends_after_its_last_chunk_was_taken() -> None:
+    rounds = Rounds()
+    rounds.let(3)
+    async with aclosing(stream_of(rounds.run, None)) as chunks:
+        assert [(await anext(chunks)).text for _ in range(3)] == ["0", "1", "2"]
+        await turns()
+        assert rounds.ending is None
+        assert await anext(chunks, None) is None
+    assert rounds.ending == "complete"
+
+
+async def test_an_error_follows_the_earlier_chunks() -> None:
+    rounds = Rounds(error_in=1)
+    rounds.let(3)
+    async with aclosing(stream_of(rounds.run, None)) as chunks:
+        assert (await anext(chunks)).text == "0"
+        await turns()
+        with pytest.raises(ServiceUnavailableError, match="lost"):
+            await anext(chunks)
+
+
+async def test_a_leaving_reader_cancels_the_current_round() -> None:
+    rounds = Rounds()
+    rounds.let(1)
+    async with aclosing(stream_of(rounds.run, None)) as chunks:
+        await anext(chunks)
+        assert rounds.ending is None
+    assert rounds.ending == "CancelledError"
+
+
+async def test_a_leaving_reader_closes_the_generator_between_two_rounds() -> None:
+    rounds = Rounds()
+    rounds.let(3)
+    async with aclosing(stream_of(rounds.run, None)) as chunks:
+        await anext(chunks)
+        await turns()
+    assert rounds.ending == "GeneratorExit"
+
+
+async def test_an_unread_error_is_not_left_behind(caplog: pytest.LogCaptureFixture) -> None:
+    rounds = Rounds(error_in=1)
+    rounds.let(3)
+    async with aclosing(stream_of(rounds.run, None)) as chunks:
+        await anext(chunks)
+        await turns()
+    assert rounds.ending == "ServiceUnavailableError"
+    del rounds, chunks
+    await turns()
+    assert not caplog.records
+
+
+async def test_cancelling_the_reader_ends_the_round_it_waits_for() -> None:
+    rounds = Rounds()
+
+    async def read() -> None:
+        async with aclosing(stream_of(rounds.run, None)) as chunks:
+            await anext(chunks)
+
+    reader = asyncio.create_task(read())
+    await turns()
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    assert rounds.ending == "CancelledError"
+
+
+@given(making=READER_PAUSES, reading=READER_PAUSES)
+def test_every_chunk_arrives_at_any_speed_of_rounds_and_reader(making: list[int], reading: list[int]) -> None:
+    async def run(queue: ChunkQueue) -> None:
+        for number, pause in enumerate(making):
+            await turns(pause)
+            summary = SUMMARY if number == len(making) - 1 else None
+            await queue.put(Chunk(str(number), (number,), (False,), (1,), summary=summary))
+
+    async def read() -> list[str]:
+        pauses = iter(reading)
+        texts: list[str] = []
+        async for chunk in stream_of(run, None):
+            texts.append(chunk.text)
+            await turns(next(pauses))
+        return texts
+
+    async def read_within(count: int) -> list[str]:
+        reader = asyncio.create_task(read())
+        await turns(count)
+        assert reader.done(), "reader and rounds wait for each other"
+        return await reader
+
+    assert asyncio.run(read_within(100)) == ["0", "1", "2", "3"]

@@ -7,15 +7,13 @@ from contextlib import aclosing
 
 from draft_service.proposers import Proposer
 from tandem.serving.interceptors import Context
-from tandem.serving.streams.multiplexed_stream import MultiplexedStreams
-from tandem.serving.streams.pushes import answered
-from tandem.serving.streams.sequence_stream import opening, steps
+from tandem.serving.streams import MultiplexedStreams, answered, opening, steps
 from tandem.telemetry.streams import NO_SERVICE_OBSERVER, ServiceObserver
 from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2_grpc import DraftServiceServicer
 from tandem.wire import draft as wire
 from tandem.wire.common import model_info_to_proto
-from tandem.wire.outcomes import outcomes_to_proto
+from tandem.wire.draft import outcomes_to_proto
 
 
 class DraftServicer(DraftServiceServicer):

@@ -7,8 +7,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from tandem.serving.interceptors import Context
-from tandem.serving.streams.multiplexed_stream import MultiplexedStreams
-from tandem.serving.streams.sequence_stream import opening, steps
+from tandem.serving.streams import MultiplexedStreams, opening, steps
 from tandem.telemetry.streams import NO_SERVICE_OBSERVER, ServiceObserver
 from tandem.v1 import target_pb2
 from tandem.v1.target_pb2_grpc import TargetServiceServicer

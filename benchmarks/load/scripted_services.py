@@ -40,8 +40,8 @@ from tandem.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from tandem.v1.types_pb2 import RowKind, SequenceEnd, SequencePart
 from tandem.wire import draft as draft_wire
 from tandem.wire import target as target_wire
+from tandem.wire.columns import ColumnPart
 from tandem.wire.common import model_info_to_proto
-from tandem.wire.parts import ColumnPart
 
 VOCABULARY_SIZE = 2048
 """Of the demo pair, whose tokenizer the scripted target hands out."""

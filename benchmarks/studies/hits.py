@@ -19,7 +19,7 @@ from coordinator.decoding.tokenization import PromptEncoder
 from coordinator.rejection.rows import draft_support
 from coordinator.requests.plan import Models, Plan, make_plan
 from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.transport.outcomes import PendingOutcomes
+from coordinator.transport.draft_client import PendingOutcomes
 from draft_service.proposers.standalone import StandaloneProposer, StandaloneSequence, load_standalone
 from draft_service.settings import DraftSettings
 from tandem.types import (

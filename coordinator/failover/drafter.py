@@ -14,9 +14,7 @@ from coordinator.speculation import report as speculation_report
 from coordinator.speculation.request import RequestSpeculation
 from coordinator.speculation.round_timings import RoundTimings
 from coordinator.telemetry.observer import EventValue, RequestObserver
-from coordinator.transport.draft_client import DraftClient
-from coordinator.transport.draft_sequence import DraftSequence
-from coordinator.transport.proposal_checks import DraftLimits
+from coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSequence
 from tandem.errors import CapacityError, ServiceUnavailableError, TandemError
 from tandem.replica import ReplicaState
 from tandem.speculation_state import SpeculationState

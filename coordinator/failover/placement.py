@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from coordinator.replicas.pool import Member
-from coordinator.transport.draft_client import DraftClient
-from coordinator.transport.draft_sequence import DraftSequence
+from coordinator.transport.draft_client import DraftClient, DraftSequence
 
 MAX_FAULTS = 8
 """A request that loses so many drafts goes on without one."""

@@ -35,8 +35,7 @@ from coordinator.stats.ahead import record_outcome
 from coordinator.stats.log import StatsLog
 from coordinator.stats.rounds import RoundResult
 from coordinator.telemetry.observer import EventValue, Observer, RequestObserver
-from coordinator.transport.draft_client import NoDrafter
-from coordinator.transport.proposal_checks import DraftLimits
+from coordinator.transport.draft_client import DraftLimits, NoDrafter
 from coordinator.transport.target_client import RowChoice
 from tandem.rpc.channels import Deadline, closing
 from tandem.speculation_state import SpeculationState

@@ -1,23 +1,640 @@
-"""A draft service, as the coordinator sees it. A failing draft costs the speed-up, never the request."""
+"""Checks of what a draft service proposes: whether the target could verify it, and a rule decide on it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import grpc.aio
 
 from coordinator.decoding.completion import Completion
+from coordinator.speculation.waiting import Unfinished
+from coordinator.stats.moving_average import MovingAverage
 from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
-from coordinator.transport.draft_sequence import DraftSequence
-from coordinator.transport.proposal_checks import DraftLimits
-from coordinator.transport.stream_choice import Methods, StreamChoice
+from coordinator.transport.remote_sequence import RemoteSequence
+from coordinator.transport.streams import Methods, SequenceStream, StreamChoice
+from tandem.errors import ProtocolError, TandemError
 from tandem.rpc.channels import errors_of
 from tandem.speculation_state import SpeculationState
-from tandem.types import DraftOptions, ModelInfo, Proposal
+from tandem.types import (
+    AheadBudget,
+    DenseLogits,
+    DraftDistribution,
+    DraftedOutcomes,
+    DraftOptions,
+    ModelInfo,
+    Proposal,
+    ProposeStep,
+    RowKind,
+)
 from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2_grpc import DraftServiceStub
 from tandem.wire import draft as wire
 from tandem.wire.common import model_info_from_proto
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLimits:
+    """Bounds of a proposal."""
+
+    num_speculative_tokens: int
+    """Tokens to propose in a round."""
+    vocabulary_size: int
+    """The target's; proposed ids must be below it."""
+    keeps_proposals: bool = False
+    """True if the text depends on what is proposed, and must not depend on time."""
+
+
+def check_proposal(
+    proposal: Proposal, base_length: int, max_tokens: int, vocabulary_size: int, *, with_token_logits: bool
+) -> None:
+    """Refuse a proposal that the target could not verify, or no rule could decide on.
+
+    Raises:
+        ProtocolError: it extends another sequence, is too long, holds unknown ids, lacks the logits that were
+            asked for, or carries distributions from which its tokens cannot have been drawn.
+    """
+    if proposal.base_length != base_length:
+        raise ProtocolError(
+            f"draft service: its proposal extends {proposal.base_length} tokens; it must extend {base_length}"
+        )
+    if len(proposal) > max_tokens:
+        raise ProtocolError(
+            f"draft service: it proposed {len(proposal)} tokens; at most {max_tokens} were asked for"
+        )
+    unknown = next((token_id for token_id in proposal.token_ids if not 0 <= token_id < vocabulary_size), None)
+    if unknown is not None:
+        raise ProtocolError(
+            f"draft service: it proposed token id {unknown}; ids must be in 0..{vocabulary_size - 1}"
+        )
+    if with_token_logits and proposal.token_ids and proposal.token_logits is None:
+        raise ProtocolError("draft service: it sent no logits for its tokens; they were asked for")
+    for token_id, distribution in zip(proposal.token_ids, proposal.distributions, strict=False):
+        check_distribution(token_id, distribution, vocabulary_size)
+
+
+def check_distribution(token_id: int, distribution: DraftDistribution, vocabulary_size: int) -> None:
+    """Refuse a distribution that the token cannot have been drawn from.
+
+    Raises:
+        ProtocolError: it gives the token no probability, or names unknown ids.
+    """
+    if isinstance(distribution, DenseLogits):
+        raise ProtocolError(
+            "draft service: it sent a whole distribution; only its most probable tokens were asked for"
+        )
+    support = distribution.token_ids.tolist()
+    if token_id not in support:
+        raise ProtocolError(
+            f"draft service: it proposed token id {token_id}, to which its own distribution gives no probability"
+        )
+    if min(support) < 0 or max(support) >= vocabulary_size:
+        raise ProtocolError(
+            f"draft service: it sent the probability of an unknown token; ids must be in 0..{vocabulary_size - 1}"
+        )
+
+
+class Tokens(Protocol):
+    """A sequence whose tokens never change once they are there: a completion, or a row of another engine's batch."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """All tokens, the prompt included."""
+
+    @property
+    def length(self) -> int:
+        """How many."""
+
+
+class Arrivals:
+    """Wakes one waiting task when something arrives, or at its time limit.
+
+    Waits follow each other by the thousand and end long before their limits. So a timer outlives its wait: when it
+    fires, it starts anew for the wait of that moment. `asyncio.wait` starts and cancels one for each.
+    """
+
+    def __init__(self) -> None:
+        self._waiter: asyncio.Future[None] | None = None
+        self._until = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._fires_at = 0.0
+
+    def notify(self) -> None:
+        """Something arrived."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def next(self, until: float) -> asyncio.Future[None]:
+        """The next arrival, which is awaited at once, but not beyond a moment of the monotonic clock."""
+        loop = asyncio.get_running_loop()
+        waiter = self._waiter = loop.create_future()
+        self._until = until
+        if self._timer is None or self._fires_at > until:
+            self._start(loop)
+        return waiter
+
+    def close(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.close()
+        self._fires_at = self._until
+        self._timer = loop.call_later(max(self._until - time.monotonic(), 0.0), self._fire, loop)
+
+    def _fire(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        if self._waiter is None or self._waiter.done():
+            return
+        if time.monotonic() >= self._until:
+            self._waiter.set_result(None)
+        else:
+            self._start(loop)
+
+
+_NO_OUTCOME = -1, -1
+_MAX_STEPS = 64
+"""Maximum number of steps kept for `take_steps`."""
+_MAX_STALE = 2
+"""Rounds whose outcomes may still arrive once they are out of date: those that were on their way."""
+_MAX_SUPPORT_IDS = 1 << 16
+"""Ids in all supports of a round: a mebibyte in memory, and over ten times what a draft of ours pushes."""
+
+
+class DepthTimes:
+    """When the depths of a round arrive. No clock."""
+
+    def __init__(self) -> None:
+        self._step = MovingAverage()
+        self._draft_step: float | None = None
+        self._last: float | None = None
+
+    def begin(self) -> None:
+        """A round begins."""
+        self._last = None
+
+    def arrived(self, now: float, draft_seconds: float | None) -> None:
+        """The next depth of the round is there, by a step that took the draft so long; None: it does not say.
+
+        The draft's own figure counts until two depths of one round have arrived. Where verifications are short, that
+        never happens.
+        """
+        if self._last is not None:
+            self._step.add(now - self._last)
+        self._last, self._draft_step = now, draft_seconds
+
+    def following(self, ready: int, max_tokens: int, now: float) -> Unfinished | None:
+        """The continuation that is so long now; None while nothing is known of the round or of steps."""
+        step_seconds = self._step.value or self._draft_step
+        if self._last is None or step_seconds is None:
+            return None
+        return Unfinished(ready, max_tokens, max(self._last + step_seconds - now, 0.0), step_seconds)
+
+
+class PendingOutcomes:
+    """The outcomes of the round in progress. Bounded by what was granted."""
+
+    def __init__(self, vocabulary_size: int, row_kind: RowKind) -> None:
+        """
+        Args:
+            vocabulary_size: The target's; ids must be below it.
+            row_kind: The draft's kind of row: which distributions must come with the tokens.
+        """
+        self._vocabulary_size = vocabulary_size
+        self._needs_distributions = row_kind is RowKind.SUPPORT
+        self._base_length = 0
+        self._proposed: tuple[int, ...] = ()
+        self._budget: AheadBudget | None = None
+        self._ranks: dict[tuple[int, int], int] = {}
+        self._columns: list[DraftedOutcomes] = []
+        self._lead: tuple[int, ...] = ()
+        """Tokens of the first outcome behind those of the columns."""
+        self._steps: list[tuple[int, float]] = []
+        self._stale_messages = 0
+        self._max_stale = 0
+        self._support_ids = 0
+        self._times = DepthTimes()
+
+    def awaits(self, token_ids: Sequence[int]) -> bool:
+        """True if a budget was granted for the round whose outcome this sequence is."""
+        return self._budget is not None and self._outcome(token_ids) != _NO_OUTCOME
+
+    def take_steps(self) -> list[tuple[int, float]]:
+        """Return the branch steps since the last call: number of branches, and seconds as the draft measured them."""
+        steps, self._steps = self._steps, []
+        return steps
+
+    def expect(self, base_length: int, proposed: Sequence[int], budget: AheadBudget | None) -> None:
+        """A round begins that extends so many tokens by this proposal.
+
+        Args:
+            base_length: Tokens before the proposal.
+            proposed: The proposal.
+            budget: What the draft may push; None for nothing.
+        """
+        if self._budget is not None:
+            # Never less than before: a round with a small budget may follow one whose outcomes are still on their way.
+            self._max_stale = max(self._max_stale, _MAX_STALE * self._budget.token_count)
+        self._stale_messages = 0
+        self._base_length, self._proposed, self._budget = base_length, tuple(proposed), budget
+        self._ranks.clear()
+        self._columns.clear()
+        self._lead = ()
+        self._times.begin()
+        self._support_ids = 0
+        del self._steps[:-_MAX_STEPS]
+
+    def add(self, drafted: DraftedOutcomes, now: float = 0.0) -> None:
+        """Take one depth of the outcomes, which has arrived now. What belongs to an earlier round is dropped.
+
+        Raises:
+            ProtocolError: it is more than was granted, or does not fit what came before.
+        """
+        if drafted.base_length < self._base_length:
+            self._stale_messages += 1
+            if self._stale_messages > self._max_stale:
+                raise ProtocolError(
+                    f"draft service: it pushed {self._stale_messages} messages of rounds that are over; at most "
+                    f"{self._max_stale} can have been on their way"
+                )
+            return
+        if drafted.base_length > self._base_length or self._budget is None:
+            raise ProtocolError(
+                f"draft service: it pushed outcomes of a round that extends {drafted.base_length} tokens; none were "
+                f"asked for there, the sequence has {self._base_length}"
+            )
+        self._check(drafted, self._budget)
+        if drafted.depth == 0:
+            keys = zip(drafted.accepted_counts, drafted.next_token_ids, strict=True)
+            self._ranks = {key: rank for rank, key in enumerate(keys)}
+        self._columns.append(drafted)
+        self._lead = drafted.lead_token_ids
+        self._times.arrived(now, drafted.cost.seconds if drafted.cost else None)
+        if drafted.cost is not None:
+            self._steps.append((len(drafted.token_ids), drafted.cost.seconds))
+
+    def find(self, token_ids: Sequence[int]) -> Proposal | None:
+        """The continuation of the outcome that came; None where it was not drafted for.
+
+        Args:
+            token_ids: The sequence as it is now.
+        """
+        rank = self._ranks.get(self._outcome(token_ids))
+        if rank is None:
+            return None
+        columns = [column for column in self._columns if rank < len(column.token_ids)]
+        distributions: tuple[DraftDistribution, ...] = ()
+        if self._needs_distributions:
+            distributions = tuple(column.distributions[rank] for column in columns)
+        tokens = tuple(column.token_ids[rank] for column in columns)
+        if rank == 0:
+            tokens += self._lead
+        return Proposal(len(token_ids), tokens, distributions, outcome_rank=rank)
+
+    def ready_count(self, token_ids: Sequence[int]) -> int:
+        """Number of tokens of the outcome that came, if it goes on in every depth that is there; 0 before the first.
+
+        Args:
+            token_ids: The sequence as it is now.
+        """
+        return self._ready_count(self._ranks.get(self._outcome(token_ids)))
+
+    def _ready_count(self, rank: int | None) -> int:
+        return len(self._columns) + (len(self._lead) if rank == 0 else 0)
+
+    def unfinished(self, token_ids: Sequence[int], now: float) -> Unfinished | None:
+        """The continuation of the outcome that came, while the draft is still at it; None otherwise.
+
+        Args:
+            token_ids: The sequence as it is now.
+            now: The time, on the clock of `add`.
+        """
+        rank = self._ranks.get(self._outcome(token_ids))
+        ready = self._ready_count(rank)
+        if rank is None or self._budget is None or ready >= self._budget.token_count:
+            return None
+        if rank >= len(self._columns[-1].token_ids):
+            return None  # the draft has given it up
+        return self._times.following(ready, self._budget.token_count, now)
+
+    def _outcome(self, token_ids: Sequence[int]) -> tuple[int, int]:
+        """Number of accepted tokens and the token after them; `_NO_OUTCOME` where it is of another round."""
+        following = token_ids[self._base_length :]
+        if not following or len(following) > len(self._proposed) + 1:
+            return _NO_OUTCOME
+        accepted = len(following) - 1
+        if tuple(following[:-1]) != self._proposed[:accepted]:
+            return _NO_OUTCOME
+        return accepted, following[-1]
+
+    def _check(self, drafted: DraftedOutcomes, budget: AheadBudget) -> None:
+        if drafted.depth != len(self._columns) or drafted.depth >= budget.token_count:
+            raise ProtocolError(
+                f"draft service: it pushed depth {drafted.depth} of its outcomes; depth {len(self._columns)} must "
+                f"follow, below the {budget.token_count} that were granted"
+            )
+        maximum = len(self._columns[-1].token_ids) if self._columns else budget.branch_count
+        count = len(drafted.token_ids)
+        if not 0 < count <= maximum:
+            raise ProtocolError(
+                f"draft service: it pushed {count} tokens at depth {drafted.depth}; it must be 1 to {maximum}"
+            )
+        if drafted.depth == 0:
+            self._check_keys(drafted)
+        elif drafted.accepted_counts:
+            raise ProtocolError("draft service: it named its outcomes twice; they come with depth 0 alone")
+        if drafted.depth + 1 + len(drafted.lead_token_ids) > budget.token_count:
+            raise ProtocolError(
+                f"draft service: it is {len(drafted.lead_token_ids)} tokens ahead at depth {drafted.depth} of its "
+                f"outcomes; {budget.token_count} tokens were granted"
+            )
+        self._check_tokens(drafted)
+
+    def _check_keys(self, drafted: DraftedOutcomes) -> None:
+        if len(drafted.accepted_counts) != len(drafted.token_ids):
+            raise ProtocolError(
+                f"draft service: it named {len(drafted.accepted_counts)} outcomes with {len(drafted.token_ids)} "
+                "tokens; there must be as many of both"
+            )
+        wrong = next((a for a in drafted.accepted_counts if not 0 <= a <= len(self._proposed)), None)
+        if wrong is not None:
+            raise ProtocolError(
+                f"draft service: it drafted for {wrong} accepted tokens; there are 0 to {len(self._proposed)}"
+            )
+        keys = set(zip(drafted.accepted_counts, drafted.next_token_ids, strict=True))
+        if len(keys) != len(drafted.token_ids):
+            raise ProtocolError("draft service: it drafted twice for one outcome")
+
+    def _check_tokens(self, drafted: DraftedOutcomes) -> None:
+        ids = (*drafted.token_ids, *drafted.next_token_ids, *drafted.lead_token_ids)
+        unknown = next((token_id for token_id in ids if not 0 <= token_id < self._vocabulary_size), None)
+        if unknown is not None:
+            raise ProtocolError(
+                f"draft service: it drafted token id {unknown} ahead; ids must be in 0..{self._vocabulary_size - 1}"
+            )
+        if not self._needs_distributions:
+            return
+        if drafted.lead_token_ids:
+            raise ProtocolError(
+                "draft service: it is ahead with its first outcome by tokens without distributions; the rule needs one "
+                "for each"
+            )
+        if len(drafted.distributions) != len(drafted.token_ids):
+            raise ProtocolError(
+                f"draft service: it pushed {len(drafted.token_ids)} tokens with {len(drafted.distributions)} "
+                "distributions; the rule needs one for each"
+            )
+        self._support_ids += sum(len(distribution.token_ids) for distribution in drafted.distributions)
+        if self._support_ids > _MAX_SUPPORT_IDS:
+            raise ProtocolError(
+                f"draft service: it pushed supports of {self._support_ids} ids in one round; at most "
+                f"{_MAX_SUPPORT_IDS} are kept"
+            )
+        for token_id, distribution in zip(drafted.token_ids, drafted.distributions, strict=True):
+            check_distribution(token_id, distribution, self._vocabulary_size)
+
+
+_FINISH_SECONDS = 0.5
+"""How long the service may take to let go of the sequence before it is dropped."""
+
+
+class DraftSequence:
+    """Asks a draft service for proposals, for as long as the sequence stays there.
+
+    It begins by letting the draft read the sequence while the target does, without waiting for it. One step at a time
+    is under way; while its answer is late, no other is asked for. What the draft drafts ahead arrives between answers
+    and is kept until the next round begins.
+    """
+
+    def __init__(
+        self,
+        stream: SequenceStream[wire.Answer],
+        options: DraftOptions,
+        limits: DraftLimits,
+        observer: StreamObserver = NO_OBSERVER,
+    ) -> None:
+        self._stream = stream
+        self._observer = observer
+        self._options = options
+        self._limits = limits
+        self._remote = RemoteSequence()
+        self._outcomes = PendingOutcomes(limits.vocabulary_size, options.row_kind)
+        self._granted: AheadBudget | None = None
+        """Budget of the step whose answer is awaited."""
+        self._lengths_alone: set[int] = set()
+        """Lengths at which the target went on alone since the last answer. A draft that knows budgets answers none."""
+        self._knows_budgets = True
+        self._is_asked = False
+        """True from a question on until somebody has taken its answer."""
+        self._answer: Proposal | None = None
+        """To the last question, until somebody has taken it."""
+        self._arrivals = Arrivals()
+        self._error: TandemError | None = None
+        self._is_open = False
+        self._late_since: float | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """True if every step so far was answered."""
+        return not self._is_asked or self._answer is not None or self._error is not None
+
+    @property
+    def is_open(self) -> bool:
+        """True once the draft has read the sequence. Before that, the draft may be waiting for room."""
+        return self._is_open
+
+    @property
+    def is_late(self) -> bool:
+        """True if a round has waited for an answer in vain."""
+        return self._late_since is not None
+
+    @property
+    def late_seconds(self) -> float:
+        """Seconds by which an answer is late; 0 when none is."""
+        return 0.0 if self._late_since is None else time.monotonic() - self._late_since
+
+    def awaits_outcome(self, completion: Tokens) -> bool:
+        """True if outcomes of the round that has ended were asked for."""
+        return self._knows_budgets and self._outcomes.awaits(completion.token_ids)
+
+    def take_branch_steps(self) -> list[tuple[int, float]]:
+        """Steps that the draft made ahead since this was last asked: number of branches, seconds."""
+        return self._outcomes.take_steps()
+
+    def unread(self, completion: Tokens) -> int:
+        """How many of the completion's tokens the draft does not have; 0 while a step's answer is outstanding."""
+        return 0 if self._is_asked else completion.length - self._remote.length
+
+    def read(self, completion: Tokens) -> None:
+        """Let the draft read what it does not have, without waiting for it."""
+        self._ask(completion, 0)
+
+    def begin(self, completion: Tokens) -> None:
+        """Open the sequence, and let the draft read it."""
+        self._stream.listen(self._take, self._fail)
+        self._ask(completion, 0, None, wire.options_to_proto(self._options))
+
+    def drafted_ahead(self, completion: Tokens) -> Proposal | None:
+        """The continuation that was drafted ahead of what the last verification said; None where there is none.
+
+        Raises:
+            TandemError: the draft failed since. It is of no use any more.
+        """
+        if self._error is not None:
+            self._observer.ended(self._error)
+            raise self._error
+        if self._is_asked:
+            return None
+        return self._outcomes.find(completion.token_ids)
+
+    def unfinished(self, completion: Tokens) -> Unfinished | None:
+        """The continuation of the outcome that came, while the draft is still at it; None otherwise."""
+        return self._outcomes.unfinished(completion.token_ids, time.monotonic())
+
+    async def reach_depth(self, completion: Tokens, tokens: int, seconds: float) -> None:
+        """Wait until the continuation of the outcome that came has so many tokens, but not longer than so many seconds.
+
+        A failure of the draft ends the wait; `drafted_ahead` says which.
+        """
+        until = time.monotonic() + seconds
+        while self._outcomes.ready_count(completion.token_ids) < tokens and self._error is None:
+            if time.monotonic() >= until:
+                break
+            await self._arrivals.next(until)
+
+    def go_on(self, completion: Tokens, proposal: Proposal, budget: AheadBudget | None) -> None:
+        """Tell the draft what is being verified, so that it drafts ahead of that. Nothing is waited for.
+
+        A draft that has not read the message before is granted nothing: the next round asks it, and notices that it is
+        late.
+        """
+        if self._stream.is_posting:
+            budget = None
+        self._outcomes.expect(completion.length, proposal.token_ids, budget)
+        if budget is None:
+            return
+        if not proposal.token_ids:
+            self._lengths_alone.add(completion.length)
+        delta = self._remote.delta_to(completion.token_ids, proposal.token_ids)
+        step = ProposeStep(delta, 0, budget, len(proposal))
+        self._stream.post(wire.step_to_proto(step))
+
+    async def propose(
+        self, completion: Tokens, count: int, patience_seconds: float, budget: AheadBudget | None = None
+    ) -> Proposal | None:
+        """Up to `count` tokens that may follow; None while the draft is late.
+
+        Args:
+            completion: What they follow.
+            count: How many.
+            patience_seconds: How long to wait.
+            budget: How far the draft may then draft ahead.
+
+        Raises:
+            TandemError: the draft failed, or proposed what cannot be verified. It is of no use any more.
+        """
+        until = time.monotonic() + patience_seconds
+        try:
+            if self._error is not None:
+                raise self._error
+            if self._is_asked and await self._answered(until) is None:
+                return None
+            self._ask(completion, count, budget)
+            proposal = await self._answered(until)
+            if proposal is not None:
+                check_proposal(
+                    proposal,
+                    completion.length,
+                    count,
+                    self._limits.vocabulary_size,
+                    with_token_logits=self._options.with_token_logits,
+                )
+        except TandemError as error:
+            self._observer.ended(error)
+            raise
+        return proposal
+
+    async def finish(self) -> None:
+        """End the sequence; the service lets go of it at once."""
+        if self._is_asked:
+            return
+        self._stream.post(wire.finish_to_proto())
+        until = time.monotonic() + _FINISH_SECONDS
+        while self._error is None and time.monotonic() < until:
+            await self._arrivals.next(until)
+
+    def cancel(self) -> None:
+        """Drop it, whatever is being done for it."""
+        self._stream.cancel()
+        self._stream.stop_listening()
+        self._arrivals.close()
+        self._observer.ended()
+
+    def _ask(
+        self,
+        completion: Tokens,
+        count: int,
+        budget: AheadBudget | None = None,
+        *opening: draft_pb2.ProposeRequest,
+    ) -> None:
+        step = ProposeStep(self._remote.delta_to(completion.token_ids), count, budget if count else None)
+        messages = (*opening, wire.step_to_proto(step))
+        self._outcomes.expect(completion.length, (), None)
+        self._granted = step.ahead
+        self._is_asked = True
+        self._stream.post(*messages)
+
+    async def _answered(self, until: float) -> Proposal | None:
+        """The answer to the last step; None while it is late. What is late already is not waited for again."""
+        was_awaited = self._answer is None
+        while self._answer is None:
+            if self._error is not None:
+                raise self._error
+            if self._late_since is not None or time.monotonic() >= until:
+                self._late_since = self._late_since or time.monotonic()
+                return None
+            await self._arrivals.next(until)
+        if was_awaited:
+            self._stream.goes_on()
+        answer, self._answer, self._late_since = self._answer, None, None
+        self._is_asked, self._is_open = False, True
+        return answer
+
+    def _take(self, message: wire.Answer) -> None:
+        """A message has come.
+
+        Raises:
+            ProtocolError: nobody asked for it.
+        """
+        answer = wire.answer_from_proto(message)
+        if isinstance(answer, DraftedOutcomes):
+            self._outcomes.add(answer, time.monotonic())
+        else:
+            self._take_proposal(answer)
+        self._arrivals.notify()
+
+    def _take_proposal(self, proposal: Proposal) -> None:
+        """An answer has come. Outcomes of it may follow at once, before anybody looks at it."""
+        if not proposal.token_ids and proposal.base_length in self._lengths_alone:
+            # A release that does not draft ahead answers such a step like any other, and will push nothing.
+            self._lengths_alone.discard(proposal.base_length)
+            self._knows_budgets = False
+            return
+        if not self._is_asked or self._answer is not None:
+            raise ProtocolError("draft service: it proposed what nobody had asked for")
+        self._lengths_alone.clear()
+        self._outcomes.expect(proposal.base_length, proposal.token_ids, self._granted)
+        self._answer = proposal
+
+    def _fail(self, error: TandemError) -> None:
+        self._error = self._error or error
+        self._outcomes.expect(0, (), None)
+        self._arrivals.notify()
 
 
 class DraftClient:

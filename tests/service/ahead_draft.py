@@ -15,7 +15,7 @@ from tandem.serving.interceptors import Context
 from tandem.types import DraftedOutcomes, GenerationRequest, ProposeStep
 from tandem.v1 import draft_pb2, draft_pb2_grpc, target_pb2_grpc
 from tandem.wire import draft as wire
-from tandem.wire.outcomes import outcomes_to_proto
+from tandem.wire.draft import outcomes_to_proto
 from tests.fault_proxy import fault_proxy
 from tests.service.clients import Completed, complete, until
 from tests.service.fakes import FakeDraft, FakeTarget, coordinating, serving

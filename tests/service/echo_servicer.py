@@ -11,9 +11,13 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
-from coordinator.transport.multiplexed_stream import MultiplexedSequence
-from coordinator.transport.sequence_stream import DedicatedStream, SequenceStream
-from coordinator.transport.stream_choice import Methods, StreamChoice
+from coordinator.transport.streams import (
+    DedicatedStream,
+    Methods,
+    MultiplexedSequence,
+    SequenceStream,
+    StreamChoice,
+)
 from tandem.rpc.channels import open_channel
 from tandem.serving.interceptors import Context
 from tandem.v1 import target_pb2, target_pb2_grpc

@@ -31,7 +31,7 @@ from tandem.errors import (
 )
 from tandem.serving.interceptors import Context, RunningCalls
 from tandem.serving.server import new_server
-from tandem.serving.streams.multiplexed_stream import MultiplexedStreams
+from tandem.serving.streams import MultiplexedStreams
 from tandem.settings import ServerSettings
 from tandem.types import (
     Delta,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tandem.types import ProposeStep
-from tandem.wire.outcomes import outcomes_to_proto
+from tandem.wire.draft import outcomes_to_proto
 from tests.service.ahead_draft import EXPECTED, AheadDraft, Pushes, completed
 from tests.service.fake_rows import VOCABULARY_SIZE
 

@@ -144,7 +144,7 @@ async def test_an_upgrade_of_either_side_keeps_every_token_of_every_rule_and_row
     shared: list[str] = []
     decided: list[Acceptance | None] = []
     # Whether three answers meet in one message is a matter of time; here one is enough.
-    monkeypatch.setattr("tandem.wire.parts._MIN_JOINED", 1)
+    monkeypatch.setattr("tandem.wire.columns._MIN_JOINED", 1)
     monkeypatch.setattr("coordinator.rejection.together.rounds._MIN_ROUNDS", 1)
     add = RoundsOfMessage.add
 

@@ -19,7 +19,7 @@ from coordinator.speculation.request import RequestSpeculation
 from tandem.serving.interceptors import Context
 from tandem.types import GenerationRequest, ProposeStep, StepCost
 from tandem.v1 import draft_pb2
-from tandem.wire.outcomes import outcomes_to_proto
+from tandem.wire.draft import outcomes_to_proto
 from tests.service.ahead_draft import AheadDraft, Pushes, completed
 from tests.service.clients import complete, until
 from tests.service.fakes import FakeDraft, FakeTarget

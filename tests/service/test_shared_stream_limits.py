@@ -12,13 +12,13 @@ import grpc
 import grpc.aio
 import pytest
 
-from coordinator.transport.stream_choice import StreamChoice
+from coordinator.transport.streams import StreamChoice
 from tandem.errors import (
     ProtocolError,
 )
 from tandem.rpc.channels import open_channel
 from tandem.serving.interceptors import Context
-from tandem.serving.streams.multiplexed_stream import MultiplexedStreams
+from tandem.serving.streams import MultiplexedStreams
 from tandem.v1 import target_pb2
 from tandem.v1.types_pb2 import SequenceEnd, SequencePart
 from tests.service.clients import until

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coordinator.transport.sequence_stream import DedicatedStream, SequenceStream
+from coordinator.transport.streams import DedicatedStream, SequenceStream
 from draft_service.service import DraftService
 from draft_service.settings import DraftSettings
 from tandem.errors import (
@@ -147,7 +147,7 @@ async def test_a_broken_stream_ends_its_sequences_and_later_ones_get_a_new_strea
 
 async def test_an_old_stream_accepts_no_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     async with ends() as both:
-        monkeypatch.setattr("coordinator.transport.multiplexed_stream._MAX_SECONDS", 0.0)
+        monkeypatch.setattr("coordinator.transport.streams._MAX_SECONDS", 0.0)
         first, second = both.sequences(2)
         assert await answer_to(first, 1) == 1
         assert await answer_to(second, 2) == 2

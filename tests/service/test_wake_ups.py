@@ -14,11 +14,11 @@ from benchmarks.load.script import Script
 from benchmarks.load.scripted_services import VOCABULARY_SIZE, ScriptedDraft, ScriptedTarget
 from coordinator.service import CoordinatorService
 from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.transport import multiplexed_stream
+from coordinator.transport import streams as multiplexed_stream
 from tandem.types import GenerationRequest
 from tandem.v1 import draft_pb2_grpc, target_pb2_grpc
 from tandem.v1.types_pb2 import SequencePart
-from tandem.wire.parts import take_message
+from tandem.wire.columns import take_message
 from tests.service.fakes import coordinator, serving
 
 STREAMS = 16

@@ -20,9 +20,7 @@ from coordinator.replicas.compatibility import MODEL_RULES, Deployment
 from coordinator.replicas.hangs import VerificationTimes
 from coordinator.replicas.pool import Means, Member, Pool
 from coordinator.speculation.waiting import Unfinished, tokens_after_hit
-from coordinator.transport.draft_client import DraftClient
-from coordinator.transport.draft_sequence import DraftSequence
-from coordinator.transport.proposal_checks import DraftLimits
+from coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSequence
 from tandem.config import SpeculativeConfig
 from tandem.config.rule import broken
 from tandem.engine.models.checkpoint import TOKENIZER_FILE, tokenizer_hash

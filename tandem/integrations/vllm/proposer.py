@@ -13,7 +13,7 @@ import numpy as np
 
 from coordinator.speculation.ahead import AheadChoice, DraftAhead
 from coordinator.stats.moving_average import MovingAverage
-from coordinator.transport.proposal_checks import DraftLimits
+from coordinator.transport.draft_client import DraftLimits
 from tandem.errors import TandemError
 from tandem.integrations.vllm import contract
 from tandem.integrations.vllm.link import Ask, AskedRow, Batch, DraftLink, draft_pool, target_info

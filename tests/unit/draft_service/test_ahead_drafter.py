@@ -21,7 +21,7 @@ from tandem.types import (
     RowKind,
     SparseDistribution,
 )
-from tandem.wire.outcomes import outcomes_to_proto
+from tandem.wire.draft import outcomes_to_proto
 from tests.service.clients import until
 from tests.unit.draft_service.ahead_rounds import (
     BUDGET,

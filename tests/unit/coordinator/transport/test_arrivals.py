@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.transport.arrivals import Arrivals
+from coordinator.transport.draft_client import Arrivals
 
 LONG = 60.0
 

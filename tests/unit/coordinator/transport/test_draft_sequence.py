@@ -10,9 +10,8 @@ from typing import Any, cast
 import pytest
 
 from coordinator.decoding.completion import Completion
-from coordinator.transport.draft_sequence import DraftSequence
-from coordinator.transport.proposal_checks import DraftLimits
-from coordinator.transport.sequence_stream import SequenceStream
+from coordinator.transport.draft_client import DraftLimits, DraftSequence
+from coordinator.transport.streams import SequenceStream
 from tandem.errors import ProtocolError
 from tandem.types import AheadBudget, DraftOptions, Proposal, RowKind, SamplingParams
 from tandem.v1 import draft_pb2

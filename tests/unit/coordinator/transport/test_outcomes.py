@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from coordinator.transport.outcomes import PendingOutcomes
+from coordinator.transport.draft_client import PendingOutcomes
 from tandem.errors import ProtocolError
 from tandem.types import AheadBudget, DraftedOutcomes, RowKind, SparseDistribution, StepCost
 

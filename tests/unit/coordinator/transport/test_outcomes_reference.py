@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.transport.outcomes import PendingOutcomes
+from coordinator.transport.draft_client import PendingOutcomes
 from tandem.types import AheadBudget, DraftedOutcomes, RowKind
 
 VOCABULARY_SIZE = 12

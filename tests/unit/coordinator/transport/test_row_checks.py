@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from coordinator.transport.row_checks import check_rows
+from coordinator.transport.target_client import check_rows
 from tandem.errors import ProtocolError
 from tandem.types import DenseRow, RowStatistics, SupportRow, TargetRow, TokenRow, Verification
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.transport import multiplexed_stream
-from coordinator.transport.multiplexed_stream import MultiplexedSequence, MultiplexedStream
+from coordinator.transport import streams as multiplexed_stream
+from coordinator.transport.streams import MultiplexedSequence, MultiplexedStream
 from tandem.v1.target_pb2 import VerifyManyRequest, VerifyManyResponse, VerifyResponse
 from tandem.v1.types_pb2 import SequencePart
 

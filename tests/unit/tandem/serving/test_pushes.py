@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tandem.errors import InvalidRequestError, TandemError
-from tandem.serving.streams.pushes import answered
+from tandem.serving.streams import answered
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tandem.errors import InvalidRequestError
-from tandem.serving.streams.sequence_stream import opening, steps
+from tandem.serving.streams import opening, steps
 from tandem.v1 import target_pb2
 
 OPEN = target_pb2.VerifyRequest(open=target_pb2.VerifyOpen(request_id="r"))

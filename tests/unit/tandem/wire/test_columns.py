@@ -29,7 +29,7 @@ from tandem.types import (
 from tandem.v1 import draft_pb2, target_pb2
 from tandem.v1.types_pb2 import SequenceEnd, SequencePart
 from tandem.wire import draft, target
-from tandem.wire.parts import ColumnPart
+from tandem.wire.columns import ColumnPart
 
 FLOATS = st.floats(0.0, 1.0, width=32)
 IDS = st.integers(0, 2**31 - 1)

@@ -7,7 +7,7 @@ sixteen sequences makes one message, and a single answer is sent at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, cast
@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from tandem.errors import CapacityError, InvalidRequestError, ServiceUnavailableError
 from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls, ended_by, unreadable
 from tandem.v1.types_pb2 import SequencePart
-from tandem.wire.parts import ColumnPart, size_of, take_message
+from tandem.wire.columns import ColumnPart, size_of, take_message
 from tandem.wire.status import Ending, ending_to_proto
 
 _MAX_AHEAD = 8
@@ -247,3 +247,128 @@ def _part(number: int, answer: Answer) -> Part:
     if answer.HasField("columns"):
         return ColumnPart(number, answer, answer.ByteSize())
     return SequencePart(sequence=number, message=answer.SerializeToString())
+
+
+# A cancelled client can look like a clean end of the stream for a moment; within this time the cancellation arrives.
+_CANCELLATION_GRACE_SECONDS = 0.05
+
+
+class SequenceMessage(Protocol):
+    """A request of either sequence stream."""
+
+    def WhichOneof(self, oneof_group: Literal["message"]) -> str | None:
+        """Which of open, step and finish is set."""
+
+
+MessageT = TypeVar("MessageT", bound=SequenceMessage)
+
+
+async def opening(requests: AsyncIterator[MessageT]) -> MessageT:
+    """The first message of a stream, which must open a sequence.
+
+    Raises:
+        InvalidRequestError: the stream is empty, or begins with something else.
+    """
+    async for request in requests:
+        if (kind := request.WhichOneof("message")) != "open":
+            raise InvalidRequestError(
+                f"the stream begins with {kind or 'an empty message'}; it must begin with open"
+            )
+        return request
+    raise InvalidRequestError("the stream ended before it began; its first message must be open")
+
+
+def _ignored(_: object) -> None:
+    pass
+
+
+async def steps(
+    requests: AsyncIterator[MessageT], on_finish: Callable[[MessageT], None] = _ignored
+) -> AsyncIterator[MessageT]:
+    """The steps of an opened stream, until its Finish.
+
+    Args:
+        requests: the stream after its Open.
+        on_finish: is handed the Finish.
+
+    Raises:
+        InvalidRequestError: the message is not a step, or the stream ended without a Finish.
+    """
+    async for request in requests:
+        match request.WhichOneof("message"):
+            case "step":
+                yield request
+            case "finish":
+                on_finish(request)
+                return
+            case kind:
+                raise InvalidRequestError(
+                    f"{kind or 'an empty message'} came in an open stream; send step or finish"
+                )
+    await asyncio.sleep(_CANCELLATION_GRACE_SECONDS)
+    raise InvalidRequestError("the stream ended without finish")
+
+
+AnswerT = TypeVar("AnswerT")
+PushT = TypeVar("PushT")
+
+
+async def answered(
+    requests: AsyncIterator[RequestT],
+    answer: Callable[[RequestT], Awaitable[AnswerT | None]],
+    pushed: asyncio.Queue[PushT | Exception] | None,
+    translate: Callable[[PushT], AnswerT],
+) -> AsyncGenerator[AnswerT]:
+    """Answer one request after the other, and pass on what is pushed between them.
+
+    Args:
+        requests: The requests. The stream ends with them.
+        answer: Answers a request; may return None for no answer.
+        pushed: Messages to push, or an error that ends the stream; None for a stream without pushes.
+        translate: Turns a pushed value into a message.
+
+    Raises:
+        Exception: An error that was pushed, or that `answer` raised.
+    """
+    if pushed is None:
+        async for request in requests:
+            if (response := await answer(request)) is not None:
+                yield response
+        return
+    arriving, push = asyncio.ensure_future(_next(requests)), asyncio.ensure_future(pushed.get())
+    try:
+        while True:
+            await asyncio.wait((arriving, push), return_when=asyncio.FIRST_COMPLETED)
+            # Requests take precedence: they make earlier pushes obsolete.
+            if arriving.done():
+                if not (taken := arriving.result()):
+                    return
+                response = await answer(taken[0])
+                arriving = asyncio.ensure_future(_next(requests))
+            else:
+                drafted, push = push.result(), asyncio.ensure_future(pushed.get())
+                response = translate(_no_error(drafted))
+            if response is not None:
+                yield response
+    finally:
+        await _cancel(arriving, push)
+
+
+def _no_error(drafted: PushT | Exception) -> PushT:
+    if isinstance(drafted, Exception):
+        raise drafted
+    return drafted
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel the tasks and wait for their end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _next(requests: AsyncIterator[RequestT]) -> tuple[RequestT, ...]:
+    """Return the next request; an empty tuple at the end."""
+    async for request in requests:
+        return (request,)
+    return ()

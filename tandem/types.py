@@ -1,0 +1,631 @@
+"""The nouns of speculative decoding.
+
+Nothing here knows of gRPC or torch: `tandem.wire` is where these types meet protobuf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.speculation_state import SpeculationState
+
+__all__ = [
+    "MAX_AHEAD_TOKENS",
+    "MAX_BRANCHES",
+    "MAX_LOGIT_BIAS",
+    "MAX_REPETITION_PENALTY",
+    "MIN_REPETITION_PENALTY",
+    "MIN_TEMPERATURE",
+    "Acceptance",
+    "AheadBudget",
+    "AheadStats",
+    "ChatMessage",
+    "Chunk",
+    "Delta",
+    "DenseLogits",
+    "DenseRow",
+    "DraftDistribution",
+    "DraftOptions",
+    "DraftedOutcomes",
+    "FinishReason",
+    "Float32Array",
+    "FloatArray",
+    "GenerationRequest",
+    "GraphCaptures",
+    "IntArray",
+    "LogitAdjustments",
+    "ModelFeature",
+    "ModelInfo",
+    "NextToken",
+    "PositionStats",
+    "Proposal",
+    "ProposeStep",
+    "RowKind",
+    "RowStatistics",
+    "SamplingParams",
+    "SparseDistribution",
+    "SpeculationStats",
+    "StepCost",
+    "Summary",
+    "SupportRow",
+    "TargetOptions",
+    "TargetRow",
+    "TokenLogprobs",
+    "TokenRow",
+    "Verification",
+    "VerifyStep",
+]
+
+
+FloatArray = npt.NDArray[np.float64]
+Float32Array = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int64]
+
+
+MIN_TEMPERATURE = 1e-4
+"""Lowest temperature above 0: a logit divided by less may exceed the range of binary32."""
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+"""Bounds for the same reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn from logits: penalties, then temperature, then top-k, then top-p, then min-p.
+
+    The order is that of the logits processors in Hugging Face transformers.
+    """
+
+    temperature: float = 1.0
+    """Divides the logits. 0 is greedy, and the fields below have no effect."""
+    top_k: int = 0
+    """Keep only the highest logits; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep only the smallest set of most probable tokens with at least this mass; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep only tokens with at least this share of the highest probability; 0 keeps all."""
+    seed: int = 0
+    """Keys all randomness of the sequence, together with a position and a purpose. A signed 64-bit integer."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens that occurred, in the prompt too, and multiplies the negative; 1 is off."""
+    frequency_penalty: float = 0.0
+    """Taken off a token's logit for each time that the completion holds it; 0 is off."""
+    presence_penalty: float = 0.0
+    """Taken off a token's logit once if the completion holds it; 0 is off."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if the argmax is always chosen."""
+        return self.temperature == 0.0
+
+    @property
+    def penalizes(self) -> bool:
+        """True if a token's logit depends on whether it occurred before."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
+    def truncates(self) -> bool:
+        """True if any token of positive probability is left out."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+MAX_LOGIT_BIAS = 100.0
+"""OpenAI's bound, for both signs."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitAdjustments:
+    """A request's changes to the target's logits, before penalties, temperature and truncation.
+
+    The target applies them, so every kind of row describes the changed distribution, and acceptance is exact for it
+    whatever the draft proposes.
+    """
+
+    biases: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these ids (OpenAI's `logit_bias`)."""
+    min_tokens: int = 0
+    """At positions before so many tokens of the completion, `suppressed_token_ids` have no probability (vLLM's)."""
+    suppressed_token_ids: tuple[int, ...] = ()
+    """The ids that would end the completion."""
+
+    def __bool__(self) -> bool:
+        return bool(self.biases) or (self.min_tokens > 0 and bool(self.suppressed_token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Sets the tail of a sequence: ``tokens[base_length:] = token_ids``."""
+
+    base_length: int
+    token_ids: Sequence[int]
+
+    @property
+    def length(self) -> int:
+        """Length of the sequence once the delta is applied."""
+        return self.base_length + len(self.token_ids)
+
+
+class RowKind(Enum):
+    """Kind of row: how much of a distribution travels for one position."""
+
+    TOKEN = "token"
+    """One id: the argmax at temperature 0, else a sample made with the noise that both models share."""
+    SUPPORT = "support"
+    """Probabilities on a small support, and what exact rejection sampling needs to know of the rest."""
+    DENSE = "dense"
+    """Logits of the whole vocabulary."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SparseDistribution:
+    """Probabilities of a few tokens that sum to one; every other token has none."""
+
+    token_ids: IntArray
+    """Distinct ids, shape [support_size]."""
+    probs: FloatArray
+    """Their probabilities, shape [support_size]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseLogits:
+    """Logits of the whole vocabulary, before temperature and truncation."""
+
+    logits: Float32Array
+    """Shape [vocabulary_size]."""
+
+
+DraftDistribution = SparseDistribution | DenseLogits
+"""The distribution that a proposed token was drawn from."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Cost of the engine's steps behind an answer."""
+
+    seconds: float
+    """Duration of all these steps."""
+    sequences: int
+    """Sequences that shared a step, this one included; the maximum over all steps."""
+    tokens: int
+    """Tokens of all sequences in all these steps."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Proposal:
+    """Tokens that the draft expects the target to produce next."""
+
+    base_length: int
+    """Length of the sequence that the proposal extends."""
+    token_ids: tuple[int, ...] = ()
+    """The proposed tokens, K of them, possibly none."""
+    distributions: tuple[DraftDistribution, ...] = ()
+    """Distribution that each token was drawn from. Empty for a deterministic proposal, whose distributions are
+    one-hot."""
+    token_logits: Float32Array | None = None
+    """Each token's logit before temperature, shape [K]. None unless the step requested it."""
+    cost: StepCost | None = None
+    """Cost of drafting; None where it was not measured."""
+    outcome_rank: int | None = None
+    """Place, from 0 on, among the outcomes that were drafted ahead; None for a proposal that was requested."""
+
+    def cut(self, count: int) -> Proposal:
+        """Its first `count` tokens, without a cost: a proposal of fewer tokens begins alike."""
+        if count >= len(self.token_ids):
+            return self
+        logits = None if self.token_logits is None else self.token_logits[:count]
+        tokens, distributions = self.token_ids[:count], self.distributions[:count]
+        return Proposal(self.base_length, tokens, distributions, logits, outcome_rank=self.outcome_rank)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """One token id of the target at a position."""
+
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowStatistics:
+    """Statistics of a whole row that its support does not contain."""
+
+    entropy: float
+    """Shannon entropy, in nats."""
+    max_prob: float
+    """Highest probability."""
+    argmax_token_id: int
+    """The token that has it; the lowest id among equals."""
+    ranks: IntArray
+    """For each id of the support, how many tokens are more probable; shape [support_size]."""
+    logits: Float32Array
+    """For each id of the support, its logit before temperature; shape [support_size]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SupportRow:
+    """The target's distribution at a position, as far as exact rejection sampling needs it.
+
+    Outside the draft's support the residual max(target - draft, 0) is the target's own distribution, so its mass and
+    one sample of it suffice.
+    """
+
+    token_ids: IntArray
+    """The requested support, shape [support_size]; empty for a position past the proposal."""
+    probs: FloatArray
+    """The target's probabilities there, shape [support_size]."""
+    outside_mass: float
+    """Probability outside the support."""
+    outside_token_id: int
+    """A sample of the target restricted to outside the support; -1 when there is no mass there."""
+    statistics: RowStatistics | None = None
+    """Set when the step requested it."""
+    outside_prob: float | None = None
+    """Probability of `outside_token_id`, 0 when there is none, if the step requested a sample with
+    `RECOVERY` keys. None: it is a sample with `TARGET` keys."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseRow:
+    """Logits of the target at a position, before temperature and truncation."""
+
+    logits: Float32Array
+    """Shape [vocabulary_size]."""
+
+
+TargetRow = TokenRow | SupportRow | DenseRow
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verification:
+    """The target's answer to a proposal: one row for each proposed token and one for the token after them."""
+
+    base_length: int
+    """Length of the sequence whose next token the first row describes."""
+    rows: tuple[TargetRow, ...]
+    """K + 1 rows, all of one kind."""
+    cost: StepCost | None = None
+    """Cost of verification; None where it was not measured."""
+    together: Callable[[], Acceptance | None] | None = None
+    """Decides on the proposal together with others that the same message answers; returns None where the rule must
+    decide on it alone. None where there are no others."""
+
+
+class NextToken(Enum):
+    """Origin of the token after the accepted run."""
+
+    BONUS = "bonus"
+    """Everything proposed was accepted; the target supplied one more."""
+    RECOVERED = "recovered"
+    """A proposed token was rejected; this one stands in its place."""
+    NONE = "none"
+    """The rule supplies no token here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """The part of a proposal that is kept."""
+
+    accepted_count: int
+    """How many of the proposed tokens are kept, from the first on."""
+    next_token_id: int
+    """The token after them; -1 when `next_token` is NONE."""
+    next_token: NextToken
+
+
+MAX_BRANCHES = 64
+"""Bound of a budget's branches."""
+MAX_AHEAD_TOKENS = 64
+"""Bound of a budget's tokens for each branch."""
+
+
+@dataclass(frozen=True, slots=True)
+class AheadBudget:
+    """How far a draft may draft ahead of one verification."""
+
+    branch_count: int
+    """Most outcomes to draft for."""
+    token_count: int
+    """Most tokens to draft for each."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftedOutcomes:
+    """One depth of the continuations of some outcomes, the likeliest outcome first.
+
+    An outcome of a round is (a, t): the first a proposed tokens are accepted, and token t follows them.
+    """
+
+    base_length: int
+    """Length of the sequence that the round's proposal extends."""
+    depth: int
+    """Number of tokens of each continuation that were pushed before."""
+    token_ids: tuple[int, ...]
+    """The next token of each continuation; fewer than outcomes where the last ones were given up."""
+    accepted_counts: tuple[int, ...] = ()
+    """`a` of each outcome; given with the first depth only."""
+    next_token_ids: tuple[int, ...] = ()
+    """`t` of each outcome; given with the first depth only."""
+    distributions: tuple[SparseDistribution, ...] = ()
+    """Distribution that each of `token_ids` was drawn from; empty for deterministic proposals."""
+    lead_token_ids: tuple[int, ...] = ()
+    """Tokens of the first continuation behind this depth's, where the draft is ahead with it."""
+    cost: StepCost | None = None
+    """Cost of the step of this depth; None where it was not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOptions:
+    """Options with which a sequence opens on a draft service."""
+
+    request_id: str
+    sampling: SamplingParams
+    max_length: int = 0
+    """Maximum tokens of the sequence; 0 means the model's own maximum."""
+    row_kind: RowKind = RowKind.TOKEN
+    """Which distribution travels with each proposed token."""
+    draft_top_k: int = 0
+    """For RowKind.SUPPORT, how many of its most probable tokens the draft keeps; 0 means the service's default."""
+    with_token_logits: bool = False
+    traceparent: str = ""
+    ahead: AheadBudget | None = None
+    """The largest budget that a step will grant; None where none does."""
+    takes_columns: bool = False
+    """True if proposals may come as columns."""
+    client: str = ""
+    """Whose sequence it is: clients share places fairly. Empty: not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOptions:
+    """Options with which a sequence opens on a target service."""
+
+    request_id: str
+    sampling: SamplingParams
+    max_length: int = 0
+    """Maximum tokens of the sequence; 0 means the model's own maximum."""
+    traceparent: str = ""
+    prompt_length: int = 0
+    """How many of the sequence's first tokens are the prompt; frequency and presence count the others only."""
+    adjustments: LogitAdjustments = field(default_factory=LogitAdjustments)
+    """Only for a service that has `ModelFeature.LOGIT_ADJUSTMENTS`."""
+    takes_columns: bool = False
+    """True if rows may come as columns."""
+    client: str = ""
+    """Whose sequence it is: clients share places fairly. Empty: not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProposeStep:
+    """Changes a sequence on the draft and asks for a proposal."""
+
+    delta: Delta
+    token_count: int
+    """Tokens to propose; 0 only computes the KV cache."""
+    ahead: AheadBudget | None = None
+    """Budget for drafting ahead; None for none."""
+    proposed_count: int = 0
+    """How many of the last tokens are a proposal that is being verified."""
+
+    @property
+    def is_answered(self) -> bool:
+        """True if the step has an answer of its own; otherwise it asks for outcomes alone."""
+        return self.ahead is None or self.token_count > 0
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyStep:
+    """Changes a sequence on the target and asks for rows at its last positions."""
+
+    delta: Delta
+    row_kind: RowKind
+    row_count: int
+    """Rows to answer with; the last one is for the token after the sequence's end."""
+    supports: tuple[IntArray, ...] = ()
+    """For RowKind.SUPPORT, the ids of each row's support; rows past the end of the list have an empty one."""
+    with_statistics: bool = False
+    raced_recovery: bool = False
+    """For RowKind.SUPPORT, sample outside the supports with `recovery_keys`, and send the samples'
+    probabilities."""
+
+
+class ModelFeature(Enum):
+    """An ability that an older service lacks; the coordinator uses only those that a service announces."""
+
+    LOGIT_ADJUSTMENTS = "logit adjustments"
+    """The target applies `LogitAdjustments`."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphCaptures:
+    """The CUDA graphs that a service captured when it started."""
+
+    captured_count: int
+    """Number of sizes."""
+    missing: tuple[str, ...] = ()
+    """A sentence for each size that was not captured, with the reason."""
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Information about the model that a service serves."""
+
+    name: str
+    architecture: str
+    vocabulary_size: int
+    tokenizer_hash: str
+    max_length: int
+    dtype: str
+    eos_token_ids: tuple[int, ...] = ()
+    service_version: str = ""
+    parameter_count: int = 0
+    tensor_parallel_size: int = 1
+    """Devices that the model is split over."""
+    features: frozenset[ModelFeature] = frozenset()
+    captures: GraphCaptures | None = None
+    """None where no graphs are captured, as on a CPU."""
+    drafting_method: str = ""
+    """Method of a draft that reads a target's hidden states: the service's own, for the target at its address alone, or
+    that of the draft which a target hosts. Empty otherwise."""
+
+    @property
+    def has_model(self) -> bool:
+        """True if there is a model at all: a service that drafts without one has no vocabulary either."""
+        return self.vocabulary_size > 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of a chat."""
+
+    role: str
+    """Who says it, in the words of the model's template: system, user or assistant."""
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A prompt and how to complete it. None stands for the coordinator's default."""
+
+    prompt: str | tuple[int, ...]
+    """Text, or token ids of the target's vocabulary."""
+    max_tokens: int | None = None
+    """Maximum tokens to generate; by default as many as max_length leaves room for."""
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    """Penalty over prompt and completion as transformers defines it; 1 is off."""
+    frequency_penalty: float | None = None
+    """Penalty over the completion as OpenAI and vLLM define it; 0 is off."""
+    presence_penalty: float | None = None
+    """Penalty over the completion as OpenAI and vLLM define it; 0 is off."""
+    seed: int | None = None
+    """Makes the completion reproducible; by default drawn at random."""
+    stop: tuple[str, ...] = ()
+    """The completion ends before the first of these strings."""
+    num_speculative_tokens: int | None = None
+    """Tokens proposed per verification."""
+    rejection_sampling_strategy: str | None = None
+    """Acceptance rule, in MAX's or vLLM's spelling."""
+    speculation: bool = True
+    """False: the target works alone, through the same path."""
+    row_kind: RowKind | None = None
+    """Rows that the target answers with; by default the cheapest that the acceptance rule allows."""
+    ignore_eos: bool = False
+    """Do not end the completion at the model's end-of-sequence ids."""
+    logprobs: int | None = None
+    """Return each token's log probability, and those of this many of the target's most probable tokens, 0 to 20.
+
+    This needs dense rows, which hold the whole vocabulary for each position. None: no log probabilities.
+    """
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the target's logits of these ids, -100 to 100, as OpenAI defines it."""
+    min_tokens: int = 0
+    """Minimum tokens, as vLLM defines it: until then end-of-sequence and stop ids have no probability, and stop strings
+    do not count."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end the completion beside the model's end-of-sequence ids."""
+    include_stop_str_in_output: bool = False
+    """Let the text end with the stop string, or the stop token's text, that ended it."""
+    max_tokens_must_fit: bool = False
+    """Refuse a `max_tokens` that max_length leaves no room for; by default the completion ends earlier."""
+
+
+class FinishReason(Enum):
+    """Reason for which a completion ended, in OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(slots=True)
+class PositionStats:
+    """Counts of the tokens proposed at one position."""
+
+    drafted: int = 0
+    reached: int = 0
+    """Those whose predecessors in the proposal were all accepted."""
+    accepted: int = 0
+
+
+@dataclass(slots=True)
+class AheadStats:
+    """Counts of what drafting ahead did."""
+
+    awaited: int = 0
+    """Rounds whose proposal was to be drafted during the verification before them."""
+    hits: int = 0
+    """The rounds among these that found their proposal, because the draft had drafted for the outcome."""
+    hits_by_rank: list[int] = field(default_factory=list)
+    """Hits of the outcome that the draft drafted for first, second, and so on. At most 16; `hits` counts all."""
+    saved_seconds: float = 0.0
+    """Usual time to wait for a proposal, added up over the hits."""
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """Counts of what speculation did, for one request or for many."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    positions: list[PositionStats] = field(default_factory=list)
+    ahead: AheadStats = field(default_factory=AheadStats)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """How a completion ended, with its statistics."""
+
+    finish_reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    speculation: SpeculationStats
+    request_id: str
+    seed: int
+    speculation_state: SpeculationState | None = None
+    """State at the end of the completion; None where the service did not report it."""
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended it; None when it was an end-of-sequence id or a limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How probable the target finds the tokens at a position, before temperature and truncation: natural logarithms."""
+
+    logprob: float
+    """Log probability of the token at this position."""
+    top_token_ids: tuple[int, ...] = ()
+    """The most probable tokens, the most probable first; as many as were asked for."""
+    top_logprobs: tuple[float, ...] = ()
+    """Their log probabilities, in the same order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk of a completion."""
+
+    text: str
+    """Text that became certain; never ends inside a character or inside a possible stop string."""
+    token_ids: tuple[int, ...]
+    drafted: tuple[bool, ...]
+    """For each token, whether the draft proposed it and the target accepted it."""
+    text_lengths: tuple[int, ...]
+    """For each token, how many characters of the text it completed."""
+    summary: Summary | None = None
+    """Set on the last chunk."""
+    proposed: int = 0
+    """Number of tokens that the draft proposed for this chunk, accepted or not; over all rounds that it joins."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """For each token, when the request asked for them."""
+    drafted_ahead: bool = False
+    """True if the proposal was drafted during the verification before it, so that nobody waited for it. A chunk that
+    joins rounds: true if one of them had such a proposal."""

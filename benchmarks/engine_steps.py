@@ -33,9 +33,8 @@ from tandem.engine.backends.selection import Backends, choose_backends
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Done, Job
 from tandem.engine.core.runner import StepRunner
-from tandem.engine.kv_cache.arena import KvArena, page_tokens_on
-from tandem.engine.kv_cache.page_table import PageTable, pages_for
-from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.arena import KvArena, PageTable, page_tokens_on, pages_for
+from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.settings import EngineSettings

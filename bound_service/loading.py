@@ -6,20 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bound_service.method import head_method
-from draft_service.proposers.heads.block import block_kind
-from draft_service.proposers.heads.bound import BoundProposer, HeadKind
-from draft_service.proposers.heads.parallel import parallel_kind
+from bound_service.service import head_method
+from draft_service.proposers.heads import BoundProposer, HeadKind, block_kind, parallel_kind
 from tandem.config.names import MTP
 from tandem.engine.backends.hidden_states.head_model import as_model
 from tandem.engine.backends.hidden_states.pairing import BoundSequences, PairedStates
 from tandem.engine.backends.hidden_states.tap import HiddenStateTap
 from tandem.engine.backends.selection import Backends, choose_backends
-from tandem.engine.kv_cache.memory import memory_allowance
-from tandem.engine.models.heads.configs.methods import AnyHeadConfig, read_config
-from tandem.engine.models.heads.configs.mtp import MtpConfig
+from tandem.engine.kv_cache.arena import memory_allowance
 from tandem.engine.models.heads.interface import BlockHead, DraftHead
-from tandem.engine.models.heads.loading import load_head
+from tandem.engine.models.heads.loading import AnyHeadConfig, load_head, read_config
+from tandem.engine.models.heads.mtp import MtpConfig
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.settings import EngineSettings
 from tandem.telemetry.streams import OnStep

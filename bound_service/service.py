@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc.aio
 
-from bound_service.method import head_folder, head_method
 from draft_service.servicer import DraftServicer
+from tandem.config.names import BOUND_METHODS, MTP, OWN_METHODS, canonical_method, checkpoint_method
+from tandem.errors import ConfigurationError
 from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
 from tandem.serving.process import in_daemon_thread
 from tandem.serving.server import ENGINE_FAILED
@@ -20,6 +22,53 @@ from target_service.settings import TargetSettings, check_extraction
 
 if TYPE_CHECKING:
     from bound_service.loading import BoundPair
+
+
+def head_folder(settings: TargetSettings) -> Path | None:
+    """Where the head is; None if the target's own checkpoint has it.
+
+    Raises:
+        ConfigurationError: the settings name no folder, or one where none belongs.
+    """
+    folder = settings.draft_model
+    if canonical_method(settings.speculative_method or "") in OWN_METHODS:
+        if folder is not None:
+            raise ConfigurationError(
+                f"--method is {settings.speculative_method}, whose weights lie in the target's own checkpoint, and "
+                f"--draft-model is {folder}; leave out --draft-model"
+            )
+        return None
+    if folder is None:
+        raise ConfigurationError(
+            "--draft-model is missing; give the folder of a drafting head for this model"
+        )
+    if not folder.is_dir():
+        raise ConfigurationError(f"--draft-model is {folder}; there is no such folder")
+    return folder
+
+
+def head_method(settings: TargetSettings, folder: Path | None) -> str:
+    """The method that the settings name, or else the one that the head's checkpoint implies.
+
+    Args:
+        settings: The target's.
+        folder: What `head_folder` found.
+
+    Raises:
+        ConfigurationError: it is none of those that read a target's hidden states.
+    """
+    given = settings.speculative_method
+    if folder is None:
+        return canonical_method(given or MTP)
+    found = checkpoint_method(folder)
+    method = found if given is None else canonical_method(given)
+    hosted = [each for each in BOUND_METHODS if each not in OWN_METHODS]
+    if method not in hosted:
+        raise ConfigurationError(
+            f"--method is {given or found or 'not given'} for the draft {folder}; beside a target it must be "
+            f"{' or '.join(hosted)}"
+        )
+    return method
 
 
 class BoundService:
@@ -90,7 +139,7 @@ class BoundService:
 
     def _load(self) -> BoundPair:
         from tandem.engine.models.checkpoint import open_checkpoint
-        from tandem.engine.models.heads.configs.methods import read_config
+        from tandem.engine.models.heads.loading import read_config
         from tandem.engine.threads import switch_early, wait_asleep
         from tandem.model_sources.extras import require_engine
         from tandem.model_sources.find import find_model

@@ -8,8 +8,8 @@ import torch
 import transformers
 
 import tandem
+from tandem.engine.models.attention import probe
 from tandem.engine.models.loading import LoadedModel
-from tandem.engine.models.probe import probe
 from tandem.types import ModelInfo
 
 hf: Any = transformers  # its configurations take what they like

@@ -15,12 +15,10 @@ from tandem.engine.backends.cuda_graphs.capture import Capture, graph_capture, w
 from tandem.engine.backends.cuda_graphs.captured_steps import CapturedSteps
 from tandem.engine.backends.eager.backend import eager_backend
 from tandem.engine.backends.selection import Backends
-from tandem.engine.kv_cache.arena import KvArena, page_tokens_on
-from tandem.engine.kv_cache.page_table import PageTable, pages_for
-from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.arena import KvArena, PageTable, page_tokens_on, pages_for
+from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
-from tandem.engine.models.loading import LoadedModel
-from tandem.engine.models.rope import fix_rotary_frequencies
+from tandem.engine.models.loading import LoadedModel, fix_rotary_frequencies
 
 _DRAFT_TOP_K = 64
 

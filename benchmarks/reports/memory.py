@@ -14,9 +14,16 @@ from pathlib import Path
 
 import torch
 
-from tandem.engine.kv_cache.arena import arena_pages, bytes_of_page, page_tokens_on, stored_value_dim
-from tandem.engine.kv_cache.layer_groups import LayerGeometry, group_layers, kept_pages
-from tandem.engine.kv_cache.memory import accelerator_allowance
+from tandem.engine.kv_cache.arena import (
+    LayerGeometry,
+    accelerator_allowance,
+    arena_pages,
+    bytes_of_page,
+    group_layers,
+    kept_pages,
+    page_tokens_on,
+    stored_value_dim,
+)
 from tandem.engine.settings import EngineSettings
 from tandem.errors import ConfigurationError
 

@@ -28,10 +28,9 @@ from benchmarks.inputs.editing import editing_prompts, source_text
 from benchmarks.services import service
 from coordinator.cli.generate import Record
 from coordinator.stats.speculation import acceptance_rate, add, tokens_per_pass
-from draft_service.proposers.model_free import TokenIndex
+from draft_service.proposers.model_free import TokenIndex, TokenState
 from draft_service.proposers.ngram import NgramIndex
 from draft_service.proposers.suffix import ResponseCache, SuffixIndex
-from draft_service.proposers.token_state import TokenState
 from tandem.client import Client
 from tandem.config.speculative import DraftingOptions
 from tandem.types import Delta, GenerationRequest, SpeculationStats

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.models.pairs import DEMO
-from draft_service.proposers.draft_head import propose_head
+from draft_service.proposers.drafting import propose_head
 from draft_service.proposers.standalone import StandaloneProposer
 from tandem.engine.backends.cuda_graphs.captured_steps import GraphContext
 from tandem.engine.backends.interface import StepBackend
 from tandem.engine.backends.selection import Backends, choose_backends
 from tandem.engine.core.engine import Engine
 from tandem.engine.kv_cache.arena import KvArena
-from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.loading import load_model
 from tandem.engine.settings import EngineSettings
 from tandem.types import Delta, DraftOptions, ProposeStep, RowKind, SamplingParams, TargetOptions, VerifyStep

@@ -26,10 +26,8 @@ from torch import Tensor
 from benchmarks.inputs.editing import source_text
 from tandem.engine.backends.selection import Backends, choose_backends
 from tandem.engine.core.runner import StepRunner
-from tandem.engine.kv_cache.arena import KvArena, page_tokens_on
-from tandem.engine.kv_cache.page_table import PageTable, pages_for
-from tandem.engine.kv_cache.segment import Segment
-from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.kv_cache.arena import KvArena, PageTable, page_tokens_on, pages_for
+from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.loading import load_model
 from tandem.model_sources.demo import demo_pair
 from tandem.model_sources.find import find_model

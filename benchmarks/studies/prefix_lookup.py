@@ -15,9 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tandem.engine.kv_cache.arena import KvArena, page_tokens_on
-from tandem.engine.kv_cache.layer_groups import LayerGeometry
-from tandem.engine.kv_cache.page_table import PageTable, pages_for
+from tandem.engine.kv_cache.arena import KvArena, LayerGeometry, PageTable, page_tokens_on, pages_for
 from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.types import Delta

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from tandem.types import DraftOptions, ModelInfo, Proposal, ProposeStep
 
 if TYPE_CHECKING:
-    from draft_service.proposers.ahead_drafter import Pushed
+    from draft_service.proposers.ahead import Pushed
     from tandem.engine.kv_cache.arena import KvUsage
 
 

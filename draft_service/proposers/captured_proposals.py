@@ -23,7 +23,7 @@ from tandem.engine.backends.cuda_graphs.static_step import StaticStep
 from tandem.engine.backends.trial import trial_segments
 from tandem.engine.core.finite import non_finite
 from tandem.engine.core.jobs import Failed, Job
-from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.sequence import Segment
 from tandem.sampling.noise import proposal_keys
 from tandem.types import Proposal, RowKind, SparseDistribution
 

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from tandem.engine.core.jobs import Continue, Done, Failed
+from tandem.engine.backends.eager.sampler import TORCH_SAMPLER
+from tandem.engine.backends.interface import Sampler
+from tandem.engine.core.finite import non_finite
+from tandem.engine.core.jobs import Continue, Done, Failed, Job
 from tandem.sampling.noise import proposal_keys, target_keys
-from tandem.types import DraftDistribution, DraftOptions, Proposal, RowKind, SamplingParams
+from tandem.types import (
+    DenseLogits,
+    DraftDistribution,
+    DraftOptions,
+    Proposal,
+    RowKind,
+    SamplingParams,
+    SparseDistribution,
+)
 
 Outcome = Done[Proposal] | Failed | Continue
 
@@ -64,3 +78,106 @@ class Drafting:
                 SamplingParams(sampling.temperature, top_k, sampling.top_p, sampling.min_p, sampling.seed),
             )
         return self._truncated[1]
+
+
+def propose_head(
+    ready: Sequence[Job[Drafting]], logits: Tensor, sampler: Sampler = TORCH_SAMPLER
+) -> list[Outcome]:
+    """Head of the draft's engine: each row of logits becomes one more token of a proposal."""
+    return extended([job.payload for job in ready], logits, sampler)
+
+
+def extended(
+    draftings: Sequence[Drafting], logits: Tensor, sampler: Sampler = TORCH_SAMPLER
+) -> list[Outcome]:
+    """Draw one more token for each proposal.
+
+    Args:
+        draftings: The proposals in the making.
+        logits: [len(draftings), vocabulary_size].
+        sampler: What computes and draws.
+    """
+    if all(drafting.options.sampling.is_greedy for drafting in draftings):
+        token_ids: list[int] = sampler.argmax(logits).tolist()
+    else:
+        token_ids = _drawn(draftings, logits, sampler)
+    return [
+        _with_token(drafting, token_id, logits[i])
+        for i, (drafting, token_id) in enumerate(zip(draftings, token_ids, strict=True))
+    ]
+
+
+def _with_token(drafting: Drafting, token_id: int, logits: Tensor) -> Outcome:
+    """Extend a proposal by this token; -1 stands for logits that are not finite."""
+    if token_id < 0:
+        return non_finite(drafting.base_length + len(drafting.token_ids))
+    drafting.token_ids.append(token_id)
+    if drafting.options.with_token_logits:
+        drafting.token_logits.append(float(logits[token_id]))
+    return drafting.outcome()
+
+
+def _drawn(draftings: Sequence[Drafting], logits: Tensor, sampler: Sampler) -> list[int]:
+    """Draw a token for each row, -1 where its logits are not finite, and record sparse and dense distributions."""
+    token_ids = [-1] * len(draftings)
+    sparse = [i for i, d in enumerate(draftings) if d.options.row_kind is RowKind.SUPPORT]
+    full = [i for i, d in enumerate(draftings) if d.options.row_kind is not RowKind.SUPPORT]
+    if sparse:
+        own = logits if len(sparse) == len(draftings) else logits[sparse]
+        _draw_sparse([draftings[i] for i in sparse], own, sparse, token_ids, sampler)
+    if full:
+        probs = sampler.probabilities(logits[full], [draftings[i].options.sampling for i in full])
+        drawn = sampler.sample_tokens(probs, _keys([draftings[i] for i in full], logits)).tolist()
+        for i, token_id in zip(full, drawn, strict=True):
+            token_ids[i] = token_id
+            if draftings[i].options.row_kind is RowKind.DENSE:
+                draftings[i].distributions.append(DenseLogits(logits[i].float().cpu().numpy()))
+    return token_ids
+
+
+def _draw_sparse(
+    draftings: Sequence[Drafting],
+    logits: Tensor,
+    indices: Sequence[int],
+    token_ids: list[int],
+    sampler: Sampler,
+) -> None:
+    """Draw from the top of each distribution, which then is the whole distribution.
+
+    A draft may use any distribution, as long as it draws from the one that it reports. So only the top logits are
+    warped, and no sum over the vocabulary is needed.
+    """
+    width = min(max(drafting.draft_top_k for drafting in draftings), logits.shape[-1])
+    top_logits, columns = sampler.topk(logits, width)
+    probs = sampler.probabilities(top_logits, [drafting.truncated(width) for drafting in draftings])
+    # The distribution travels in binary32, so the token must be drawn from binary32 probabilities.
+    probs = _of_mass(probs.float().double(), [drafting.support_mass for drafting in draftings])
+    drawn = sampler.sample(probs, _keys(draftings, logits), columns).tolist()
+    rows, ids = probs.cpu().numpy(), columns.cpu().numpy()
+    # Probabilities descend, so those that are kept come first. Where the first is NaN, so are the others.
+    counts = np.where(rows[:, 0] > 0.0, (rows > 0.0).sum(axis=1), 0).tolist()
+    with np.errstate(invalid="ignore"):
+        shares = rows / rows.sum(axis=1, keepdims=True)
+    for number, (drafting, i, count, winner) in enumerate(
+        zip(draftings, indices, counts, drawn, strict=True)
+    ):
+        if count:
+            drafting.distributions.append(SparseDistribution(ids[number, :count], shares[number, :count]))
+            token_ids[i] = int(ids[number, winner])
+
+
+def _of_mass(probs: Tensor, masses: Sequence[float]) -> Tensor:
+    """Keep the fewest columns that hold each row's mass, and set the others to 0. Sampling needs no sum of one.
+
+    Args:
+        probs: float64 [R, M], descending.
+        masses: Mass to keep for each row, up to 1.
+    """
+    if min(masses) >= 1.0:
+        return probs
+    wanted = torch.tensor(masses, dtype=probs.dtype, device=probs.device)[:, None]
+    return torch.where(probs.cumsum(-1) - probs < wanted, probs, 0.0)
+
+
+def _keys(draftings: Sequence[Drafting], like: Tensor) -> Tensor:
+    return torch.tensor([drafting.next_key for drafting in draftings], dtype=torch.int64, device=like.device)

@@ -13,8 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 
-from draft_service.proposers.model_free import ModelFreeProposer, SequenceLimits
-from draft_service.proposers.token_state import TokenState
+from draft_service.proposers.model_free import ModelFreeProposer, SequenceLimits, TokenState
 from tandem.config.speculative import DraftingOptions, LookupMatch
 
 _NONE = -1

@@ -9,11 +9,9 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
-from draft_service.proposers.ahead_drafter import AheadDrafter, Pushed
+from draft_service.proposers.ahead import AheadDrafter, OutcomeHistory, Pushed
 from draft_service.proposers.captured_proposals import CapturedProposals
-from draft_service.proposers.draft_head import propose_head
-from draft_service.proposers.drafting import Drafting
-from draft_service.proposers.outcome_choice import OutcomeHistory
+from draft_service.proposers.drafting import Drafting, propose_head
 from draft_service.settings import DraftSettings
 from tandem.engine.backends.cuda_graphs.captured_steps import GraphContext
 from tandem.engine.backends.eager.sampler import TORCH_SAMPLER

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from draft_service.proposers.draft_head import propose_head
+from draft_service.proposers.drafting import propose_head
 from draft_service.proposers.standalone import StandaloneProposer
 from draft_service.servicer import DraftServicer
 from tandem.engine.core.engine import Engine

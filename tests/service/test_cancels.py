@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from coordinator.settings.coordinator import CoordinatorSettings
-from draft_service.proposers.draft_head import propose_head
+from draft_service.proposers.drafting import propose_head
 from draft_service.proposers.standalone import StandaloneProposer
 from draft_service.servicer import DraftServicer
 from tandem.client import Client

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from coordinator.settings.coordinator import CoordinatorSettings
-from draft_service.proposers.draft_head import propose_head
+from draft_service.proposers.drafting import propose_head
 from tandem.client import Client
 from tandem.engine.core.jobs import Continue, Done, Failed, Job
 from tandem.engine.models.loading import LoadedModel

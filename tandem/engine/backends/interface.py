@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.sequence import Segment
 from tandem.types import SamplingParams
 
 

@@ -17,11 +17,8 @@ from tandem.engine.backends.cuda_graphs.buckets import Bucket
 from tandem.engine.backends.cuda_graphs.static_step import StaticStep
 from tandem.engine.backends.eager.backend import eager_backend
 from tandem.engine.backends.eager.sampler import TORCH_SAMPLER
-from tandem.engine.kv_cache.arena import KvArena
-from tandem.engine.kv_cache.memory import memory_allowance
-from tandem.engine.kv_cache.page_table import PageTable, pages_for
-from tandem.engine.kv_cache.segment import Segment
-from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.kv_cache.arena import KvArena, PageTable, memory_allowance, pages_for
+from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.settings import EngineSettings
 from tandem.errors import ConfigurationError
@@ -40,7 +37,7 @@ class MemoryMeter(Protocol):
     """Reads the memory of a device."""
 
     def allowance(self, share: float | None) -> int:
-        """Bytes that this process may take beside what it holds; see `tandem.engine.kv_cache.memory`."""
+        """Bytes that this process may take beside what it holds; see `tandem.engine.kv_cache.arena`."""
         ...
 
     def begin(self) -> None:

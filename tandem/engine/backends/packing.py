@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.backends.transfers import to_device
-from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.attention import STEP_ARGUMENT
 
 

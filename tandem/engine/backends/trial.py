@@ -20,11 +20,15 @@ from torch import Tensor
 from tandem.engine.backends.eager.backend import eager_backend
 from tandem.engine.backends.interface import StepBackend
 from tandem.engine.backends.wide_arithmetic import computing_in
-from tandem.engine.kv_cache.arena import KvArena, page_tokens_on
-from tandem.engine.kv_cache.layer_groups import group_layers, kept_pages
-from tandem.engine.kv_cache.page_table import PageTable, first_kept_page
-from tandem.engine.kv_cache.segment import Segment
-from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.kv_cache.arena import (
+    KvArena,
+    PageTable,
+    first_kept_page,
+    group_layers,
+    kept_pages,
+    page_tokens_on,
+)
+from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.loading import LoadedModel
 
 T = TypeVar("T")

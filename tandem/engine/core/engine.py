@@ -23,12 +23,10 @@ from tandem.engine.core.jobs import Head, Job, MultiStepProposer, PayloadT, Resu
 from tandem.engine.core.runner import StepRunner
 from tandem.engine.core.watchdog import StepWatchdog
 from tandem.engine.core.worker import Worker
-from tandem.engine.kv_cache.admission import Admission
 from tandem.engine.kv_cache.arena import KvArena, KvUsage, arena_pages
 from tandem.engine.kv_cache.paged_cache import PagedCache
-from tandem.engine.kv_cache.sequence import Sequence
-from tandem.engine.models.loading import LoadedModel
-from tandem.engine.models.rope import fix_rotary_frequencies
+from tandem.engine.kv_cache.sequence import Admission, Sequence
+from tandem.engine.models.loading import LoadedModel, fix_rotary_frequencies
 from tandem.engine.settings import EngineSettings
 from tandem.errors import InvalidRequestError, ServiceUnavailableError
 from tandem.types import Delta
@@ -67,7 +65,7 @@ class Engine(Generic[PayloadT, ResultT]):
 
         Args:
             model: what to run. Its rotary frequencies are fixed for the longest sequence; see
-                `tandem.engine.models.rope`.
+                `tandem.engine.models.loading`.
             head: what the logits mean.
             settings: limits.
             on_step: called after each step, on the engine's thread; for metrics.

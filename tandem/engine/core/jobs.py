@@ -9,8 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from tandem.engine.kv_cache.segment import Segment
-from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.errors import InvalidRequestError, TandemError
 from tandem.types import Delta, StepCost
 

@@ -16,8 +16,7 @@ from typing import Any
 
 from tandem.engine.core.jobs import Job
 from tandem.engine.kv_cache.paged_cache import PagedCache
-from tandem.engine.kv_cache.segment import Segment
-from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.kv_cache.sequence import Segment, Sequence
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from torch import Tensor
 
 from tandem.engine.backends.interface import StepBackend
-from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.sequence import Segment
 
 
 class StepRunner:

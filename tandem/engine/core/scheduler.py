@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from tandem.engine.core.jobs import Job
-from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.sequence import Segment
 
 _SHORT_TOKENS = 32
 """Work of at most this many tokens is short: a draft step, a verify block."""

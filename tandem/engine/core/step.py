@@ -20,7 +20,7 @@ from tandem.engine.core.running import RunningJobs
 from tandem.engine.core.scheduler import next_segments
 from tandem.engine.core.watchdog import StepWatchdog
 from tandem.engine.kv_cache.paged_cache import PagedCache
-from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.sequence import Segment
 from tandem.errors import InvalidRequestError, TandemError
 
 logger = logging.getLogger(__name__)

@@ -1,23 +1,355 @@
-"""The KV arena: keys and values of every sequence in pages, allocated once."""
+"""The KV arena: keys and values of every sequence in pages, allocated once; who holds them, and how large it may be."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.engine.kv_cache.layer_groups import LayerGeometry, group_layers, kept_pages, most_pages
-from tandem.engine.kv_cache.memory import memory_allowance
-from tandem.engine.kv_cache.page_table import ROLLBACK_TOKENS, PageTable, pages_for
 from tandem.engine.settings import EngineSettings
 from tandem.errors import ConfigurationError
 
+ROLLBACK_TOKENS = 136
+"""Layers with a window keep so many tokens more than the next one sees. The longest proposal that can be configured
+has 128, and a few more come with it; a sequence that rolls back further is computed again."""
+
+
+def pages_for(tokens: int, page_tokens: int) -> int:
+    """Number of pages that hold `tokens` tokens."""
+    return -(-tokens // page_tokens)
+
+
+def first_seen_page(length: int, window: int | None, page_tokens: int) -> int:
+    """Index of the first page that the token after `length` others sees."""
+    return 0 if window is None else max(0, length - window + 1) // page_tokens
+
+
+def first_kept_page(length: int, window: int | None, page_tokens: int) -> int:
+    """Index of the first page that a sequence of `length` computed tokens keeps, so that it may roll back."""
+    return first_seen_page(length - ROLLBACK_TOKENS, window, page_tokens)
+
+
+def most_kept_pages(length: int, step_tokens: int, window: int | None, page_tokens: int) -> int:
+    """The most pages that a sequence has on its way to `length` tokens, in steps of up to `step_tokens`."""
+    if window is None:
+        return pages_for(length, page_tokens)
+    kept = window - 1 + ROLLBACK_TOKENS + step_tokens  # wherever in its page the first one lies
+    return min(pages_for(length, page_tokens), pages_for(kept - 1, page_tokens) + 1)
+
+
+class PageTable:
+    """The pages of one sequence in one group of layers, first positions first.
+
+    The numbers stay at one address for as long as the table lives, so that a kernel is told the address alone.
+    """
+
+    __slots__ = ("_count", "_numbers", "address", "first", "page_tokens", "window")
+
+    def __init__(
+        self, page_tokens: int, max_tokens: int, pages: Iterable[int] = (), window: int | None = None
+    ) -> None:
+        """
+        Args:
+            page_tokens: tokens of a page.
+            max_tokens: the most that the table has to have room for.
+            pages: what it begins with.
+            window: how many positions a token sees in these layers; None for all.
+        """
+        self.page_tokens = page_tokens
+        self.window = window
+        self._numbers = np.zeros(pages_for(max_tokens, page_tokens), dtype=np.int64)
+        self.address: int = self._numbers.ctypes.data
+        """Address of the numbers, int64."""
+        self.first = 0
+        """Index of the first page that it holds. Numbers before it are those of any pages."""
+        self._count = 0
+        self.extend(pages)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> int:
+        if not self.first <= index < self._count:
+            raise IndexError(f"page {index} of {self.first} to {self._count}")
+        return int(self._numbers[index])
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of the sequence, from its first one on, that have a place or had one."""
+        return self._count * self.page_tokens
+
+    @property
+    def max_pages(self) -> int:
+        """Pages that the table has room for."""
+        return len(self._numbers)
+
+    @property
+    def pages(self) -> list[int]:
+        """The pages in order, with any numbers before the first that it holds."""
+        pages: list[int] = self._numbers[: self._count].tolist()
+        return pages
+
+    @property
+    def held_pages(self) -> list[int]:
+        """The pages that it holds, in order."""
+        pages: list[int] = self._numbers[self.first : self._count].tolist()
+        return pages
+
+    @property
+    def shortest_length(self) -> int:
+        """The fewest computed tokens after which the next one sees pages that the table holds, and no others."""
+        if not self.first or self.window is None:
+            return 0
+        return self.first * self.page_tokens + self.window - 1
+
+    def extend(self, pages: Iterable[int]) -> None:
+        """Adds pages behind the last one."""
+        for page in pages:
+            self._numbers[self._count] = page
+            self._count += 1
+
+    def replace(self, index: int, page: int) -> None:
+        """Puts a page in place of another."""
+        self._numbers[index] = page
+
+    def shorten(self, count: int) -> list[int]:
+        """Keeps the first `count` pages and returns the others that it held, last first."""
+        removed: list[int] = self._numbers[max(count, self.first) : self._count][::-1].tolist()
+        self._count = min(self._count, count)
+        self.first = min(self.first, count)
+        return removed
+
+    def drop_before(self, index: int) -> list[int]:
+        """Keeps the pages from `index` on and returns the others that it held. There need be none from there on."""
+        if index <= self.first:
+            return []
+        removed: list[int] = self._numbers[self.first : min(index, self._count)].tolist()
+        self.first, self._count = index, max(self._count, index)
+        return removed
+
+    def slots(self, start: int, end: int) -> np.ndarray:
+        """Where the positions from `start` up to `end` lie: page times `page_tokens` plus offset, int64."""
+        return self.slots_of(np.arange(start, end))
+
+    def slots_of(self, positions: np.ndarray) -> np.ndarray:
+        """Where these positions lie; see `slots`."""
+        pages, offsets = np.divmod(positions, self.page_tokens)
+        return self._numbers[pages] * self.page_tokens + offsets
+
+
+class PagePool:
+    """Counts the holders of each page. A page without any is either unused, or kept for what is in it.
+
+    Kept pages are taken when no unused one is left, the one that was let go first, first. Not thread-safe; pure
+    bookkeeping.
+    """
+
+    def __init__(self, page_count: int, forget: Callable[[int], None] = lambda page: None) -> None:
+        """
+        Args:
+            page_count: pages in all, numbered from 0.
+            forget: told of each kept page that is taken: what was in it is lost.
+        """
+        self.page_count = page_count
+        self._forget = forget
+        self._holders = [0] * page_count
+        self._unused = list(range(page_count - 1, -1, -1))
+        self._kept: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def available_count(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._unused) + len(self._kept)
+
+    @property
+    def kept_count(self) -> int:
+        """Pages that nobody holds and whose content may still be of use."""
+        return len(self._kept)
+
+    def holders(self, page: int) -> int:
+        """Number of sequences that hold a page."""
+        return self._holders[page]
+
+    def take(self) -> int | None:
+        """A page for one holder, with any content; None if every page is held."""
+        if self._unused:
+            page = self._unused.pop()
+        elif self._kept:
+            page, _ = self._kept.popitem(last=False)
+            self._forget(page)
+        else:
+            return None
+        self._holders[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        """A page that is held or kept gets another holder."""
+        self._kept.pop(page, None)
+        self._holders[page] += 1
+
+    def let_go(self, page: int, *, keep: bool) -> None:
+        """A holder less. The last one decides whether the content is kept."""
+        if self._holders[page] < 1:
+            raise ValueError(f"page {page} is held by nobody")
+        self._holders[page] -= 1
+        if self._holders[page]:
+            return
+        if keep:
+            self._kept[page] = None
+        else:
+            self._unused.append(page)
+
+    def discard(self, page: int) -> None:
+        """The content of a page is of no use any more."""
+        if page in self._kept:
+            del self._kept[page]
+            self._unused.append(page)
+
+    def touch(self, page: int) -> None:
+        """A use of a kept page."""
+        if page in self._kept:
+            self._kept.move_to_end(page)
+
+
+_MOST_GROUPS = 8
+"""About as many at most: a layer more in each group costs some memory, a group more costs a page table in each step."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGeometry:
+    """Geometry of one attention layer: what it stores per token, and its window."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None
+    """Number of positions, its own included, that a token attends to; None for all before it."""
+
+    @property
+    def values_per_token(self) -> int:
+        """Numbers stored for each token."""
+        return self.kv_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers whose keys and values of the same tokens lie in one page."""
+
+    window: int | None
+    """Number of positions that a token attends to in these layers; None if they keep all tokens."""
+    layers: tuple[int, ...]
+    """Their indices in the model."""
+
+
+def group_layers(layers: SequenceOf[LayerGeometry]) -> tuple[LayerGroup, ...]:
+    """The groups of a model, those that keep all tokens first.
+
+    Each has as many layers as there are of the rarest window. The last one of a window may have fewer; what it lacks
+    is empty in its pages. Layers of different shapes would need pages of different sizes, so they form one group that
+    keeps all tokens.
+    """
+    shapes = {(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in layers}
+    by_window: dict[int | None, list[int]] = {}
+    for index, layer in enumerate(layers):
+        by_window.setdefault(layer.window if len(shapes) == 1 else None, []).append(index)
+    size = max(min(map(len, by_window.values())), -(-len(layers) // _MOST_GROUPS))
+    return tuple(
+        LayerGroup(window, tuple(indices[first : first + size]))
+        for window, indices in sorted(by_window.items(), key=lambda item: (item[0] is not None, item[0] or 0))
+        for first in range(0, len(indices), size)
+    )
+
+
+def kept_pages(windows: Iterable[int | None], start: int, end: int, page_tokens: int) -> int:
+    """Pages of a sequence with `start` computed tokens and room for `end`, in groups with these windows."""
+    return sum(
+        pages_for(end, page_tokens) - first_kept_page(start, window, page_tokens) for window in windows
+    )
+
+
+def most_pages(windows: Iterable[int | None], length: int, step_tokens: int, page_tokens: int) -> int:
+    """The most pages that a sequence has on its way to a length, in steps of up to `step_tokens`."""
+    return sum(most_kept_pages(length, step_tokens, window, page_tokens) for window in windows)
+
+
 logger = logging.getLogger(__name__)
+
+_CGROUP_MEMORY_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+_DEFAULT_UTILIZATION_ACCELERATOR = 0.9
+_DEFAULT_UTILIZATION_CPU = 0.3
+_MARGIN_BYTES = 256 << 20
+"""Free memory of an accelerator that is left alone: other processes' use of it changes from moment to moment."""
+_GIB = 1 << 30
+
+
+def memory_allowance(utilization: float | None, device: torch.device) -> int:
+    """Bytes that the KV cache may take, now that the weights are loaded; 0 or less when there is no room for it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading no longer needs
+        free, total = torch.cuda.mem_get_info(device)
+        own = torch.cuda.memory_reserved(device)
+        share = _DEFAULT_UTILIZATION_ACCELERATOR if utilization is None else utilization
+        if (sentence := shortfall(total, free, own, share)) is not None:
+            logger.warning(sentence, extra={"device": str(device)})
+        return accelerator_allowance(total, free, own, share)
+    share = _DEFAULT_UTILIZATION_CPU if utilization is None else utilization
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = min(os.sysconf("SC_PHYS_PAGES") * page, _cgroup_memory_limit())
+    return int(total * share) - _resident_bytes()
+
+
+def accelerator_allowance(total: int, free: int, own: int, share: float) -> int:
+    """Bytes for the KV cache of a process that may take a share of an accelerator which others use as well.
+
+    Args:
+        total: the accelerator's memory.
+        free: what no process holds at the moment.
+        own: what this process holds already.
+        share: the part of `total` that this process may hold, its weights included.
+    """
+    return min(_promised(total, own, share), free - _MARGIN_BYTES)
+
+
+def shortfall(total: int, free: int, own: int, share: float) -> str | None:
+    """A sentence for the log when less is free than the share promises; see `accelerator_allowance`."""
+    promised, available = _promised(total, own, share), free - _MARGIN_BYTES
+    if promised <= available:
+        return None
+    fits = max(own + available, 0) / total
+    return (
+        f"device_memory_utilization is {share:g}, which leaves {promised / _GIB:.1f} GiB for the KV cache, but of the "
+        f"device's {total / _GIB:.1f} GiB only {free / _GIB:.1f} GiB are free; the cache takes "
+        f"{max(available, 0) / _GIB:.1f} GiB, as with {int(fits * 100) / 100:g}"
+    )
+
+
+def _promised(total: int, own: int, share: float) -> int:
+    return int(total * share) - own
+
+
+def _cgroup_memory_limit() -> int:
+    """Memory limit of the container, which the machine's own figure does not show."""
+    for path in _CGROUP_MEMORY_LIMITS:
+        if path.is_file() and (text := path.read_text().strip()).isdigit():
+            return int(text)
+    return 1 << 62
+
+
+def _resident_bytes() -> int:
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.is_file() else 0
+
 
 _PAGE_TOKENS_CPU = 64
 """A multiple of the kernels' vectors. Smaller pages share more of a prefix; attention looks up each page once."""

@@ -9,12 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-from tandem.engine.kv_cache.arena import KvArena, KvUsage
-from tandem.engine.kv_cache.layer_groups import most_pages
-from tandem.engine.kv_cache.page_pool import PagePool
-from tandem.engine.kv_cache.page_table import first_kept_page, pages_for
-from tandem.engine.kv_cache.prefix_sharing import PrefixSharing
-from tandem.engine.kv_cache.prefixes import PrefixIndex
+from tandem.engine.kv_cache.arena import KvArena, KvUsage, PagePool, first_kept_page, most_pages, pages_for
+from tandem.engine.kv_cache.prefixes import PrefixIndex, PrefixSharing
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.errors import InvalidRequestError
 

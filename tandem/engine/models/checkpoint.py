@@ -1,31 +1,291 @@
-"""Reads a Hugging Face folder's files in seconds and without torch.
-
-A service must refuse a wrong folder at once, not after importing a deep-learning framework and reading gigabytes. So
-this module only reads files.
-"""
+"""Reads a Hugging Face folder's files in seconds and without torch, so that a wrong folder is refused at once."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from math import prod
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
-from tandem.engine.models.config_numbers import check_numbers
-from tandem.engine.models.json_files import MAX_CONFIG_BYTES, check_size, read_object, unreadable
-from tandem.engine.models.weight_files import (
-    WEIGHTS_FILE,
-    WEIGHTS_INDEX_FILE,
-    Weights,
-    find_weights,
-    shortened,
-)
 from tandem.errors import ModelFolderError
+
+MAX_CONFIG_BYTES = 16 << 20
+"""Maximum size of config.json, generation_config.json and tokenizer_config.json. Published ones have some 100 KiB."""
+
+
+def read_object(path: Path, why: str, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Args:
+        path: the file.
+        why: completes the sentence about a file that is not there.
+        max_bytes: size above which the file is not read.
+
+    Raises:
+        ModelFolderError: the file is not there, too large, no JSON, or holds another value than an object.
+    """
+    try:
+        if not path.is_file():
+            raise ModelFolderError(f"the model folder {path.parent} has no {path.name}; {why}")
+        check_size(path, max_bytes)
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_constant)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except RecursionError:
+        raise ModelFolderError(
+            f"the file {path} should be JSON, but is nested too deeply to be read"
+        ) from None
+    except ValueError as error:  # no JSON, no UTF-8, or a number of more digits than Python reads
+        raise ModelFolderError(f"the file {path} should be JSON, but does not parse: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelFolderError(
+            f"the file {path} should hold a JSON object, but holds a {type(content).__name__}"
+        )
+    return content
+
+
+def _constant(name: str) -> float:
+    """Infinity, which some configs have for a limit. NaN is no JSON either, and no number to compute with."""
+    if name == "NaN":
+        raise ValueError("it holds NaN")
+    return float(name)
+
+
+def check_size(path: Path, max_bytes: int) -> None:
+    """Refuse a file that is larger than any of its kind.
+
+    Raises:
+        ModelFolderError: it is.
+    """
+    size = path.stat().st_size
+    if size > max_bytes:
+        raise ModelFolderError(
+            f"the file {path} has {size} bytes; it should have at most {max_bytes} to be read"
+        )
+
+
+def unreadable(path: Path, error: OSError) -> ModelFolderError:
+    """The refusal of a file that the operating system does not let us read."""
+    return ModelFolderError(f"the file {path} cannot be read: {(error.strerror or str(error)).lower()}")
+
+
+WEIGHTS_FILE = "model.safetensors"
+WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
+
+_PICKLE_PATTERNS = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
+_SUFFIX = ".safetensors"
+_HEADER_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000
+"""The format's own bound."""
+_MAX_INDEX_BYTES = 100_000_000
+_LONGEST_REASON = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Tensors of a checkpoint, from the headers of its files."""
+
+    files: tuple[Path, ...]
+    tensor_count: int
+    """Tensors that hold anything."""
+    value_count: int
+    """Numbers in all of the tensors."""
+    names: frozenset[str]
+    """The tensors' names."""
+
+
+def find_weights(folder: Path) -> Weights:
+    """The weights of a model folder.
+
+    Raises:
+        ModelFolderError: there are none, some are missing, or a file is damaged.
+    """
+    files = _weight_files(folder)
+    shapes = [shape for file in files for shape in _shapes(file)]
+    sizes = [prod(shape) for _, shape in shapes]
+    return Weights(files, sum(size > 0 for size in sizes), sum(sizes), frozenset(name for name, _ in shapes))
+
+
+def first_of(names: Sequence[str]) -> str:
+    """The first name, and the number of others: short enough for a sentence."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _weight_files(folder: Path) -> tuple[Path, ...]:
+    index = folder / WEIGHTS_INDEX_FILE
+    if (folder / WEIGHTS_FILE).is_file():
+        return (folder / WEIGHTS_FILE,)
+    if index.is_file():
+        return _sharded_files(index)
+    pickled = sorted(path.name for pattern in _PICKLE_PATTERNS for path in folder.glob(pattern))
+    if pickled:
+        raise ModelFolderError(
+            f"the model folder {folder} has its weights only as pickle ({pickled[0]}), which can run code when it is "
+            "loaded; convert it once with AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
+        )
+    raise ModelFolderError(
+        f"the model folder {folder} has no weights: neither {WEIGHTS_FILE} nor {WEIGHTS_INDEX_FILE}"
+    )
+
+
+def _sharded_files(index: Path) -> tuple[Path, ...]:
+    weight_map = read_object(index, "it was just there", _MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelFolderError(
+            f"the file {index} should have a 'weight_map' from tensor names to files, but has none"
+        )
+    foreign = next((name for name in weight_map.values() if not _is_inside(name)), None)
+    if foreign is not None:
+        raise ModelFolderError(
+            f"the file {index} names the file {shortened(foreign)}; it should name {_SUFFIX} files inside its folder"
+        )
+    names = sorted(set(weight_map.values()))
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise ModelFolderError(
+            f"the checkpoint in {index.parent} is incomplete: {index.name} names {len(names)} files, of which "
+            f"these are missing: {first_of(missing)}"
+        )
+    return tuple(index.parent / name for name in names)
+
+
+def _is_inside(name: object) -> bool:
+    """True if a file's name stays in the folder. Links are followed: Hugging Face's cache consists of them."""
+    if not isinstance(name, str) or not name.endswith(_SUFFIX) or "\0" in name or "\\" in name:
+        return False
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def shortened(value: object) -> str:
+    """A value as Python writes it, cut to fit a sentence."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."
+
+
+def _shapes(path: Path) -> list[tuple[str, tuple[int, ...]]]:
+    """The names and shapes of a file's tensors, whose header fits the file.
+
+    Raises:
+        ModelFolderError: it does not, or describes impossible tensors.
+    """
+    try:
+        _check_whole(path)
+        with safe_open(
+            path, framework="np"
+        ) as tensors:  # checks offsets, shapes and dtypes against each other
+            return [(name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys()]  # noqa: SIM118
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except SafetensorError as error:
+        reason = str(error).partition("\n")[0].rstrip(".")[:_LONGEST_REASON]
+        raise ModelFolderError(f"the file {path} is damaged: {reason}") from error
+
+
+def _check_whole(path: Path) -> None:
+    """A safetensors file says in its header how long it is, so that a truncated one is known by its size."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header_length = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
+        data_start = _HEADER_LENGTH_BYTES + header_length
+        if size < data_start or header_length == 0:
+            raise ModelFolderError(
+                f"the file {path} is truncated or not safetensors: its header should end at byte {data_start}, "
+                f"but the file has {size} bytes"
+            )
+        if header_length > _MAX_HEADER_BYTES:
+            raise ModelFolderError(
+                f"the file {path} is not safetensors: its header has {header_length} bytes; the format allows "
+                f"{_MAX_HEADER_BYTES}"
+            )
+        header = file.read(header_length)
+    expected = data_start + _data_length(path, header)
+    if size != expected:
+        fault = "truncated" if size < expected else "damaged"
+        raise ModelFolderError(
+            f"the file {path} is {fault}: its header describes {expected} bytes, but it has {size}"
+        )
+
+
+def _data_length(path: Path, header: bytes) -> int:
+    try:
+        entries = json.loads(header)
+        return max(
+            (int(entry["data_offsets"][1]) for name, entry in entries.items() if name != "__metadata__"),
+            default=0,
+        )
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        IndexError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        raise ModelFolderError(
+            f"the file {path} is damaged: its header is not that of a safetensors file"
+        ) from error
+
+
+_LAYERS = frozenset({"num_hidden_layers", "n_layer", "n_layers", "num_layers"})
+_EXPERTS = frozenset({"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"})
+_SIZES = frozenset(
+    {
+        "vocab_size", "hidden_size", "n_embd", "d_model", "num_attention_heads", "n_head", "n_heads",
+        "num_key_value_heads", "head_dim",
+    }
+)  # fmt: skip
+_MAX_LAYERS = 4096
+_MAX_EXPERTS = 4096
+_MAX_SIZE = (1 << 31) - 1
+
+
+def check_numbers(path: Path, config: Mapping[str, Any], tensor_count: int) -> None:
+    """Refuse a config with sizes that no model has, or that do not fit the weights.
+
+    Args:
+        path: the file, for the sentence.
+        config: its content.
+        tensor_count: tensors of the checkpoint. Each layer has at least one.
+
+    Raises:
+        ModelFolderError: with all numbers that are wrong.
+    """
+    nested = config.get("text_config")
+    sections = [config, nested] if isinstance(nested, dict) else [config]
+    sentences = [sentence for section in sections for sentence in _wrong(section, tensor_count)]
+    if sentences:
+        raise ModelFolderError(f"the file {path} describes no model that can be: {'; '.join(sentences)}")
+
+
+def _wrong(section: Mapping[str, Any], tensor_count: int) -> Iterator[str]:
+    for name, value in section.items():
+        if name in _LAYERS:
+            maximum = min(_MAX_LAYERS, max(tensor_count, 1))
+            yield from _outside(name, value, maximum, f", the checkpoint having {tensor_count} tensors")
+        elif name in _EXPERTS:
+            yield from _outside(name, value, _MAX_EXPERTS, minimum=0)
+        elif name in _SIZES:
+            yield from _outside(name, value, _MAX_SIZE)
+
+
+def _outside(name: str, value: object, maximum: int, why: str = "", minimum: int = 1) -> Iterator[str]:
+    """Reason why the value is no such number. Some configs have one per layer, and null where it is derived."""
+    for number in value if isinstance(value, list) else [value]:
+        if number is None:
+            continue
+        if isinstance(number, bool) or not isinstance(number, int) or not minimum <= number <= maximum:
+            yield f"{name} is {str(number)[:40]!r} and must be a whole number from {minimum} to {maximum}{why}"
+            return
+
 
 logger = logging.getLogger(__name__)
 

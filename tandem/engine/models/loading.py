@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf, isfinite, isnan
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from safetensors import safe_open
+from torch import Tensor, nn
 
 import tandem
-from tandem.engine.kv_cache.layer_groups import LayerGeometry
-from tandem.engine.models.attention import UnsupportedAttentionError
+from tandem.engine.kv_cache.arena import LayerGeometry
+from tandem.engine.models.attention import Anatomy, UnsupportedAttentionError, probe
 from tandem.engine.models.checkpoint import (
     CONFIG_FILE,
     Checkpoint,
+    first_of,
     has_attention_alone,
     open_checkpoint,
     recurrent_state_error,
     tokenizer_hash,
 )
-from tandem.engine.models.fitness import check_finite, empty_model, end_ids_within, first_line
-from tandem.engine.models.probe import Anatomy, probe
-from tandem.engine.models.shards import stored_tensors
-from tandem.engine.models.weight_files import first_of
 from tandem.errors import ConfigurationError, ModelFolderError
 from tandem.model_sources.hub import model_name
 from tandem.types import ModelInfo
@@ -45,7 +46,7 @@ class LoadedModel:
     layers: tuple[LayerGeometry, ...]
     """Geometry of each attention layer, by `layer_idx`."""
     is_packed: bool
-    """True if one forward pass takes tokens of several sequences; see `tandem.engine.models.probe`."""
+    """True if one forward pass takes tokens of several sequences; see `tandem.engine.models.attention`."""
     dtype: torch.dtype
     device: torch.device
 
@@ -236,4 +237,173 @@ def _max_length(config: Any) -> int:
             return value
     raise ModelFolderError(
         f"the model's config.json gives no maximum length: none of {', '.join(_LENGTH_KEYS)} is set"
+    )
+
+
+_MAX_GAIN = 2
+"""Maximum ratio of a model's numbers to those in its files; loading reports missing ones by name."""
+_LONGEST_REASON = 300
+
+
+def empty_model(checkpoint: Checkpoint, config: Any) -> Any:
+    """Return the model that the config describes, without memory for its numbers.
+
+    Args:
+        checkpoint: the folder.
+        config: its transformers config.
+
+    Raises:
+        ModelFolderError: it has far more numbers than the files hold, or transformers cannot make a model of it.
+    """
+    try:
+        with torch.device("meta"):
+            made: Any = transformers.AutoModelForCausalLM
+            module = made.from_config(config, trust_remote_code=False)
+    except Exception as error:
+        raise ModelFolderError(
+            f"the file {checkpoint.folder / CONFIG_FILE} describes no {checkpoint.architecture}: {first_line(error)}"
+        ) from error
+    count = sum(parameter.numel() for parameter in module.parameters())
+    if count > _MAX_GAIN * checkpoint.weights.value_count:
+        raise ModelFolderError(
+            f"the weights in {checkpoint.folder} do not fit {checkpoint.architecture}: {CONFIG_FILE} describes a model "
+            f"of {count} parameters, and the files hold {checkpoint.weights.value_count}"
+        )
+    return module
+
+
+def end_ids_within(checkpoint: Checkpoint, vocabulary_size: int) -> tuple[int, ...]:
+    """Return the end-of-sequence ids within the vocabulary; a warning names the others, which can never occur."""
+    beyond = [str(token_id) for token_id in checkpoint.eos_token_ids if token_id >= vocabulary_size]
+    if beyond:
+        logger.warning(
+            "an eos_token_id is beyond the vocabulary, so no text ends with it",
+            extra={"eos_token_id": first_of(beyond), "vocabulary_size": vocabulary_size},
+        )
+    return tuple(token_id for token_id in checkpoint.eos_token_ids if token_id < vocabulary_size)
+
+
+@torch.no_grad()
+def check_finite(module: nn.Module, checkpoint: Checkpoint) -> None:
+    """Refuse weights that hold NaN or infinity, and buffers made of the config, such as rotary frequencies, that do.
+
+    The extremes of each tensor show it, since NaN is both; all are read from the device at once. Minus infinity is
+    valid in buffers, as a mask.
+
+    Raises:
+        ModelFolderError: with the name of the first such tensor.
+    """
+    weights, buffers = _extremes(module.named_parameters()), _extremes(module.named_buffers())
+    wrong = [name for name, (low, high) in weights.items() if not (isfinite(low) and isfinite(high))]
+    if wrong:
+        raise ModelFolderError(
+            f"the weights in {checkpoint.folder} hold NaN or infinity as {module.dtype}: {first_of(wrong)}"
+        )
+    wrong = [name for name, (low, high) in buffers.items() if isnan(low) or high == inf]
+    if wrong:
+        raise ModelFolderError(
+            f"the file {checkpoint.folder / CONFIG_FILE} describes a model that cannot be: of its numbers come NaN or "
+            f"infinity in {first_of(wrong)}"
+        )
+
+
+def _extremes(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[float, float]]:
+    """The minimum and maximum of each floating-point tensor; NaN where it holds one."""
+    tensors = {name: tensor for name, tensor in named if tensor.is_floating_point() and tensor.numel()}
+    if not tensors:
+        return {}
+    both = [torch.stack(torch.aminmax(_comparable(tensor))).float() for tensor in tensors.values()]
+    return {name: (low, high) for name, (low, high) in zip(tensors, torch.stack(both).tolist(), strict=True)}
+
+
+def _comparable(tensor: Tensor) -> Tensor:
+    """Numbers of 8 bits have no order in torch."""
+    return tensor if tensor.element_size() > 1 else tensor.float()
+
+
+def first_line(error: Exception) -> str:
+    """An exception's message, short enough for a sentence."""
+    line = str(error).strip().partition("\n")[0].rstrip(".:")[:_LONGEST_REASON]
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+
+
+def stored_tensors(files: Sequence[Path], device: torch.device) -> dict[str, StoredTensor]:
+    """The tensors of the files by name, none of them read yet."""
+    tensors: dict[str, StoredTensor] = {}
+    for path in files:
+        file: Any = safe_open(path, framework="pt")
+        tensors.update({name: StoredTensor(file, path, name, device) for name in file.keys()})  # noqa: SIM118
+    return tensors
+
+
+class StoredTensor:
+    """A tensor in a file, to be passed to transformers in a state dict.
+
+    Behaves as the slices that transformers takes from the files itself: `tensor[...].to(device, dtype)` reads it. It
+    arrives on the model's device, since transformers moves tensors to another device than the CPU only if the package
+    accelerate is installed.
+    """
+
+    def __init__(self, file: Any, path: Path, name: str, device: torch.device) -> None:
+        self._file = file
+        self._path = path
+        self._name = name
+        self._device = device
+
+    def __getitem__(self, index: EllipsisType) -> StoredTensor:
+        """The whole tensor, still in its file."""
+        return self
+
+    def get_dtype(self) -> str:
+        """Its type as safetensors names it."""
+        return str(self._file.get_slice(self._name).get_dtype())
+
+    def to(self, device: object = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Reads the tensor.
+
+        Args:
+            device: ignored in favour of the model's.
+            dtype: the type to convert it to; None keeps the file's.
+        """
+        # Mapped, not read: a tensor that needs no conversion stays in the pages of its file.
+        mapped: Tensor = self._file.get_tensor(self._name)
+        if mapped.device == self._device and dtype in (None, mapped.dtype):
+            return mapped
+        # Through a mapping of its own, whose pages are given back once the tensor is copied. Those of a mapping that
+        # stays open would fill the memory with the whole checkpoint.
+        with safe_open(self._path, framework="pt") as file:
+            stored: Tensor = file.get_tensor(self._name)
+            return stored.to(self._device, dtype)
+
+
+_FIXED = "fixed"
+"""Put in place of the type's name: transformers updates only the types that it knows to vary."""
+
+
+def fix_rotary_frequencies(model: nn.Module, max_length: int, device: torch.device) -> None:
+    """Makes every rotary embedding of the model use the frequencies of a sequence of `max_length` tokens."""
+    for module in model.modules():
+        rope_type = getattr(module, "rope_type", None)
+        if isinstance(rope_type, str) and _varies(rope_type):
+            _evaluate_at(module, max_length, device)
+            module.rope_type = _FIXED  # type: ignore[assignment]  # a plain attribute, not a submodule
+        elif isinstance(rope_type, dict):
+            for layer_type in [key for key, name in rope_type.items() if _varies(name)]:
+                _evaluate_at(module, max_length, device, layer_type=layer_type)
+                rope_type[layer_type] = _FIXED
+
+
+def _varies(rope_type: str) -> bool:
+    return rope_type == "longrope" or "dynamic" in rope_type
+
+
+def _evaluate_at(module: Any, max_length: int, device: torch.device, **layer: str) -> None:
+    """Runs the embedding at the last position, which makes it choose the frequencies of that length."""
+    with (
+        torch.no_grad()
+    ):  # not inference mode: the module keeps the frequencies, and others may train or export it
+        module(torch.zeros(1, device=device), torch.tensor([[max_length - 1]], device=device), **layer)
+    logger.warning(
+        "rotary frequencies are fixed for the longest sequence; a lower max_length may suit short texts better",
+        extra={"max_length": max_length, **layer},
     )

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from draft_service.proposers.draft_head import propose_head
+from draft_service.proposers.drafting import propose_head
 from draft_service.proposers.standalone import StandaloneProposer, StandaloneSequence
 from tandem.engine.core.engine import Engine
 from tandem.engine.models.loading import LoadedModel

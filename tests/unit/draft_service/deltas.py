@@ -7,8 +7,7 @@ from typing import Generic, TypeVar
 
 from hypothesis import strategies as st
 
-from draft_service.proposers.model_free import TokenIndex
-from draft_service.proposers.token_state import TokenState
+from draft_service.proposers.model_free import TokenIndex, TokenState
 from tandem.types import Delta
 
 IndexT = TypeVar("IndexT", bound=TokenIndex)

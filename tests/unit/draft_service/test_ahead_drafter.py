@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from draft_service.proposers.branch_drafting import MAX_ROUND_BYTES
+from draft_service.proposers.ahead import MAX_ROUND_BYTES
 from draft_service.proposers.standalone import StandaloneProposer
 from tandem.errors import InvalidRequestError
 from tandem.types import (

@@ -15,9 +15,8 @@ from tandem.engine.backends.cuda_graphs.capture import Capture, Work, without_ca
 from tandem.engine.backends.cuda_graphs.captured_steps import GraphContext
 from tandem.engine.backends.trial import Reference
 from tandem.engine.core.jobs import Job
-from tandem.engine.kv_cache.arena import KvArena
-from tandem.engine.kv_cache.page_table import PageTable
-from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.arena import KvArena, PageTable
+from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.types import Delta, DraftOptions, Proposal, RowKind, SamplingParams

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draft_service.proposers.captured_proposals import CapturedProposals
-from draft_service.proposers.draft_head import propose_head
+from draft_service.proposers.drafting import propose_head
 from draft_service.proposers.standalone import StandaloneProposer, capture_proposals
 from tandem.engine.backends.cuda_graphs.capture import Capture, Work, without_capture
 from tandem.engine.backends.cuda_graphs.captured_steps import GraphContext

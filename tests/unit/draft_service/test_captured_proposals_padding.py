@@ -17,7 +17,7 @@ from tandem.engine.backends.cuda_graphs.captured_steps import GraphContext
 from tandem.engine.backends.eager.backend import eager_backend
 from tandem.engine.backends.trial import Reference
 from tandem.engine.core.jobs import Job
-from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.sequence import Segment
 from tandem.types import Delta, DraftOptions, Proposal, RowKind, SamplingParams, SparseDistribution
 from tests.unit.engine.backends.by_hand import ByHand, some_tokens
 

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draft_service.proposers.outcome_choice import OutcomeHistory, Ranking
+from draft_service.proposers.ahead import OutcomeHistory, Ranking
 
 PROPOSED = (1, 2)
 

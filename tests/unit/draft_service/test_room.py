@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from draft_service.proposers.draft_head import propose_head
+from draft_service.proposers.drafting import propose_head
 from draft_service.proposers.standalone import StandaloneProposer
 from tandem.engine.core.engine import Engine
 from tandem.engine.models.loading import load_model

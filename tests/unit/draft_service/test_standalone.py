@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from draft_service.proposers.draft_head import propose_head
-from draft_service.proposers.drafting import Drafting
+from draft_service.proposers.drafting import Drafting, propose_head
 from tandem.engine.core.jobs import Continue, Done, Failed, Job
-from tandem.engine.kv_cache.page_table import PageTable
+from tandem.engine.kv_cache.arena import PageTable
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.sampling.noise import sample, target_keys
 from tandem.sampling.warping import warp

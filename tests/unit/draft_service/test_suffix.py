@@ -17,10 +17,10 @@ from draft_service.proposers.model_free import SequenceLimits
 from draft_service.proposers.suffix import (
     ResponseCache,
     SuffixIndex,
+    SuffixTree,
     best_continuation,
     suffix_proposer,
 )
-from draft_service.proposers.suffix_tree import SuffixTree
 from tandem.config.speculative import DraftingOptions
 from tandem.types import Delta, RowKind
 from tests.unit.draft_service.deltas import Held, script_to_deltas, scripts

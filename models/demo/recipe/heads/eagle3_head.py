@@ -10,8 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tandem.engine.models import loading
-from tandem.engine.models.heads.configs.eagle3 import read_head_config
-from tandem.engine.models.heads.eagle3 import Eagle3Head
+from tandem.engine.models.heads.eagle3 import Eagle3Head, read_head_config
 
 SEED = 11
 

@@ -31,8 +31,7 @@ from models.demo.recipe.measure import measure_acceptance
 from models.demo.recipe.sampling import continue_text
 from models.demo.recipe.tokenizer import load_tokenizer
 from tandem.engine.models import loading
-from tandem.engine.models.heads.configs.eagle3 import read_head_config
-from tandem.engine.models.heads.eagle3 import Eagle3Head, load_eagle3
+from tandem.engine.models.heads.eagle3 import Eagle3Head, load_eagle3, read_head_config
 
 PROMPT_LENGTH = 20
 NEW_TOKENS = 128

@@ -29,8 +29,7 @@ from models.demo.recipe.sampling import continue_text
 from models.demo.recipe.timebox import Every, TimeBox, decayed
 from models.demo.recipe.tokenizer import load_tokenizer
 from tandem.engine.models import loading
-from tandem.engine.models.heads.configs.medusa import read_medusa_config
-from tandem.engine.models.heads.medusa import MedusaHeads
+from tandem.engine.models.heads.medusa import MedusaHeads, read_medusa_config
 
 DEMO_FOLDER = Path(__file__).parents[2]
 HEADS = 4

@@ -11,9 +11,8 @@ from tandem.engine.backends.branches import BranchPacking
 from tandem.engine.backends.cpu_native.library.calls import AttentionCall, kind_of
 from tandem.engine.backends.cpu_native.library.kernels import Kernels, attention_call
 from tandem.engine.backends.packing import Packing
-from tandem.engine.kv_cache.arena import KvArena, LayerCache
-from tandem.engine.kv_cache.layer_groups import LayerGeometry
-from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.arena import KvArena, LayerCache, LayerGeometry
+from tandem.engine.kv_cache.sequence import Segment
 
 WIDEST_SEGMENT = 128
 """Torch handles longer parts of a prompt: its kernels are made for many queries."""

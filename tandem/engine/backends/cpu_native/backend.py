@@ -15,7 +15,7 @@ from tandem.engine.backends.hidden_states.head_model import HeadModel
 from tandem.engine.backends.packing import run_modules
 from tandem.engine.backends.trial import Reference
 from tandem.engine.kv_cache.arena import KvArena
-from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.loading import LoadedModel
 
 logger = logging.getLogger(__name__)

@@ -12,11 +12,8 @@ from tandem.engine.backends.cpu_native.attention import NativeAttention, NativeL
 from tandem.engine.backends.cpu_native.library.kernels import Kernels
 from tandem.engine.backends.cpu_native.linear import packed
 from tandem.engine.backends.cpu_native.pointwise import kernel_calls
-from tandem.engine.kv_cache.arena import KvArena, page_tokens_on
-from tandem.engine.kv_cache.layer_groups import LayerGeometry
-from tandem.engine.kv_cache.page_table import PageTable, pages_for
-from tandem.engine.kv_cache.segment import Segment
-from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.kv_cache.arena import KvArena, LayerGeometry, PageTable, page_tokens_on, pages_for
+from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.attention import grouped_attention
 from tandem.sampling.noise import sample
 from tandem.sampling.warping import warp

@@ -15,7 +15,7 @@ from tandem.engine.backends.cuda_graphs.static_step import StaticStep
 from tandem.engine.backends.eager.backend import eager_backend
 from tandem.engine.backends.trial import Lengths, Reference, trial_segments
 from tandem.engine.kv_cache.arena import KvArena
-from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.loading import LoadedModel
 
 _PAST_TOKENS = 24

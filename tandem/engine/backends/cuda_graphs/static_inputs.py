@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from tandem.engine.backends.cuda_graphs.buckets import Bucket
-from tandem.engine.kv_cache.arena import page_tokens_on
-from tandem.engine.kv_cache.page_table import pages_for
-from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.arena import page_tokens_on, pages_for
+from tandem.engine.kv_cache.sequence import Segment
 
 
 class Transfer(Protocol):

@@ -11,7 +11,7 @@ from tandem.engine.backends.eager.serial import SerialBackend
 from tandem.engine.backends.interface import StepBackend
 from tandem.engine.backends.packing import run_modules
 from tandem.engine.kv_cache.arena import KvArena
-from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.loading import LoadedModel
 
 SMALL_STEP_TOKENS = 8

@@ -12,9 +12,8 @@ from tandem.engine.backends.paged.pages import PageReader
 from tandem.engine.backends.paged.plain import plain_attention
 from tandem.engine.backends.paged.queries import PagedQueries
 from tandem.engine.backends.paged.scoring import Scoring
-from tandem.engine.kv_cache.arena import LayerCache
-from tandem.engine.kv_cache.layer_groups import LayerGeometry
-from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.arena import LayerCache, LayerGeometry
+from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.attention import grouped_attention
 
 _WIDEST_BATCHED_BLOCK = 32

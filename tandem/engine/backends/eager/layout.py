@@ -16,9 +16,8 @@ from tandem.engine.backends.paged.pages import PageWriter
 from tandem.engine.backends.paged.queries import PagedQueries
 from tandem.engine.backends.paged.scoring import Scoring
 from tandem.engine.backends.paged.varlen import varlen_for
-from tandem.engine.kv_cache.arena import KvArena, LayerCache
-from tandem.engine.kv_cache.layer_groups import LayerGeometry
-from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.arena import KvArena, LayerCache, LayerGeometry
+from tandem.engine.kv_cache.sequence import Segment
 
 
 class StepLayout(Packing):

@@ -15,9 +15,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from tandem.engine.backends.paged.pages import PageReader, PageWriter
 from tandem.engine.kv_cache.arena import KvArena, LayerCache
-from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.sequence import Segment
+from tandem.engine.models.attention import forward_arguments
 from tandem.engine.models.loading import LoadedModel
-from tandem.engine.models.probe import forward_arguments
 
 _SMALL_STEP_TOKENS = 8
 

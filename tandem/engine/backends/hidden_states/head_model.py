@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tandem.engine.backends.hidden_states.pairing import PairedStates
 from tandem.engine.backends.packing import Packing
-from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.heads.interface import BlockHead, DraftHead
 from tandem.engine.models.loading import LoadedModel
 

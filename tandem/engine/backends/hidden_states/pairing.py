@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.backends.hidden_states.tap import HiddenStateTap
-from tandem.engine.kv_cache.segment import Segment
-from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.kv_cache.sequence import Segment, Sequence
 
 
 class BoundSequences:

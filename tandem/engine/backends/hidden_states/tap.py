@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from tandem.engine.backends.packing import Packing
 from tandem.engine.backends.paged.pages import PageWriter
-from tandem.engine.kv_cache.arena import KvArena, LayerCache
-from tandem.engine.kv_cache.layer_groups import LayerGeometry
+from tandem.engine.kv_cache.arena import KvArena, LayerCache, LayerGeometry
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.models.attention import STEP_ARGUMENT
 from tandem.engine.models.heads.interface import FINAL_STATE

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.engine.kv_cache.arena import LayerCache
-from tandem.engine.kv_cache.page_table import PageTable, pages_for
-from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.arena import LayerCache, PageTable, pages_for
+from tandem.engine.kv_cache.sequence import Segment
 
 Span = tuple[PageTable, int, int]
 """The positions of a sequence from the first number up to the second."""

@@ -9,8 +9,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from tandem.engine.kv_cache.page_table import pages_for
-from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.arena import pages_for
+from tandem.engine.kv_cache.sequence import Segment
 
 
 @dataclass(frozen=True, slots=True, eq=False)

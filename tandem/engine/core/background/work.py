@@ -19,8 +19,7 @@ from tandem.engine.core.events import StepRecord
 from tandem.engine.core.runner import StepRunner
 from tandem.engine.core.watchdog import StepWatchdog
 from tandem.engine.kv_cache.paged_cache import PagedCache
-from tandem.engine.kv_cache.segment import Segment
-from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.errors import InvalidRequestError, TandemError
 
 logger = logging.getLogger(__name__)

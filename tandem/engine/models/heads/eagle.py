@@ -8,20 +8,35 @@ the same heads and drafts trees; proposals here are chains.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tandem.engine.kv_cache.layer_groups import LayerGeometry
-from tandem.engine.models.heads.configs.eagle import EagleConfig
-from tandem.engine.models.heads.interface import FINAL_STATE, DraftHead
-from tandem.engine.models.heads.parts import Attention, Mlp, Norm, rotary_of
-from tandem.engine.models.heads.placement import placed
-from tandem.engine.models.heads.target import check_same, text_config
-from tandem.engine.models.heads.tensors import HeadTensors
+from tandem.config.names import EAGLE
+from tandem.engine.kv_cache.arena import LayerGeometry
+from tandem.engine.models.checkpoint import CONFIG_FILE, read_object
+from tandem.engine.models.heads.interface import (
+    FINAL_STATE,
+    Attention,
+    DraftHead,
+    HeadTensors,
+    Mlp,
+    Norm,
+    check_layer,
+    check_same,
+    flag,
+    nested,
+    placed,
+    rotary_of,
+    size,
+    text_config,
+)
 from tandem.engine.models.loading import LoadedModel
+from tandem.errors import ModelFolderError
 
 _RENAMED = {"model.": ""}
 _EMBEDDING = "embed_tokens.weight"
@@ -147,3 +162,96 @@ def _embedding(config: EagleConfig, tensors: HeadTensors, target: LoadedModel) -
     shape = (config.vocabulary_size, config.hidden_size)
     own = tensors.read(_EMBEDDING, shape, "by config.json").to(targets.device, targets.dtype)
     return targets if torch.equal(own, targets) else own
+
+
+_OTHER_FORMATS = ("draft_vocab_size", "medusa_num_heads", "add_para_norm")
+"""Keys of heads that are read in other ways; the last is that of HASS."""
+
+_SPECULATORS_TYPE, _LAYER_CONFIG = "speculators_model_type", "transformer_layer_config"
+_LAYER, _LAYER_KEY = "LlamaDecoderLayer", "transformer_layer_architecture"
+
+
+@dataclass(frozen=True, slots=True)
+class EagleConfig:
+    """Shape of an EAGLE head."""
+
+    folder: Path
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary_size: int
+    epsilon: float
+    """Added to the mean square in each RMSNorm."""
+    is_speculators: bool
+    """In the speculators format, whose tensors have names of their own."""
+    has_bias: bool | None
+    """The first layer has a bias; None where the tensors say it."""
+    has_norms: bool
+    """RMSNorms of the embedding, before the attention, and before the output layer; SafeAILab's heads have none."""
+    method: str = EAGLE
+
+
+def read_eagle_config(folder: Path) -> EagleConfig:
+    """The config of an EAGLE head.
+
+    Raises:
+        ModelFolderError: there is none, its format is another one, or a number in it is missing or wrong.
+    """
+    path = folder / CONFIG_FILE
+    content = read_object(path, "a drafting head needs one")
+    is_speculators = _SPECULATORS_TYPE in content
+    layer = _layer(path, content, is_speculators=is_speculators)
+    _check_format(path, content, layer)
+    hidden_size, heads = size(path, layer, "hidden_size"), size(path, layer, "num_attention_heads")
+    architectures = content.get("architectures")
+    return EagleConfig(
+        folder=folder,
+        architecture=str(architectures[0]) if isinstance(architectures, list) and architectures else "EAGLEModel",
+        hidden_size=hidden_size,
+        intermediate_size=size(path, layer, "intermediate_size"),
+        heads=heads,
+        kv_heads=size(path, layer, "num_key_value_heads", heads),
+        head_dim=size(path, layer, "head_dim", hidden_size // heads),
+        vocabulary_size=size(path, layer, "vocab_size"),
+        epsilon=float(layer.get("rms_norm_eps") or 1e-6),
+        is_speculators=is_speculators,
+        has_bias=flag(path, content, "fusion_bias") if is_speculators else None,
+        has_norms=is_speculators and flag(path, content, "layernorms"),
+    )  # fmt: skip
+
+
+def _layer(path: Path, content: Mapping[str, Any], *, is_speculators: bool) -> Mapping[str, Any]:
+    """The config of the head's one layer."""
+    if not is_speculators:
+        wrapped = content.get("model")
+        return wrapped if isinstance(wrapped, dict) else content
+    if content[_SPECULATORS_TYPE] != EAGLE:
+        raise ModelFolderError(
+            f"the file {path} has {_SPECULATORS_TYPE} {content[_SPECULATORS_TYPE]!r}; that of an EAGLE head must be "
+            f"{EAGLE!r}"
+        )
+    if content.get(_LAYER_KEY) not in (None, _LAYER):
+        raise ModelFolderError(
+            f"the file {path} has {_LAYER_KEY} {content[_LAYER_KEY]!r}; an EAGLE head has {_LAYER!r} here"
+        )
+    return nested(path, content, _LAYER_CONFIG)
+
+
+def _check_format(path: Path, content: Mapping[str, Any], layer: Mapping[str, Any]) -> None:
+    for key in _OTHER_FORMATS:
+        if content.get(key):
+            raise ModelFolderError(
+                f"the file {path} has {key} {content[key]!r}, which an EAGLE head does not have; it should be a Llama "
+                "config of one layer, as SafeAILab publishes it"
+            )
+    truncated, whole = content.get("truncated_vocab_size"), layer.get("vocab_size")
+    if truncated not in (None, whole):
+        raise ModelFolderError(
+            f"the file {path} has truncated_vocab_size {truncated!r}; an EAGLE head has the whole vocabulary here, "
+            f"{whole!r}"
+        )
+    flag(path, content, "bias")
+    check_layer(path, layer, "an EAGLE head")

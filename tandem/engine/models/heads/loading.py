@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from tandem.engine.models.heads.configs.eagle import EagleConfig
-from tandem.engine.models.heads.configs.eagle3 import HeadConfig
-from tandem.engine.models.heads.configs.medusa import MedusaConfig
-from tandem.engine.models.heads.configs.methods import AnyHeadConfig
-from tandem.engine.models.heads.configs.mtp import MtpConfig
-from tandem.engine.models.heads.dflash import load_dflash
-from tandem.engine.models.heads.eagle import load_eagle
-from tandem.engine.models.heads.eagle3 import load_eagle3
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tandem.config.names import DFLASH, EAGLE, EAGLE3, MEDUSA, MTP
+from tandem.engine.models.heads.dflash import DFlashConfig, load_dflash, read_dflash_config
+from tandem.engine.models.heads.eagle import EagleConfig, load_eagle, read_eagle_config
+from tandem.engine.models.heads.eagle3 import HeadConfig, load_eagle3, read_head_config
 from tandem.engine.models.heads.interface import DraftHead
-from tandem.engine.models.heads.medusa import load_medusa
-from tandem.engine.models.heads.mtp import load_mtp
+from tandem.engine.models.heads.medusa import MedusaConfig, load_medusa, read_medusa_config
+from tandem.engine.models.heads.mtp import MtpConfig, load_mtp, read_mtp_config
 from tandem.engine.models.loading import LoadedModel
 
 
@@ -32,3 +31,28 @@ def load_head(config: AnyHeadConfig, target: LoadedModel) -> DraftHead:
     if isinstance(config, MtpConfig):
         return load_mtp(config, target)
     return load_dflash(config, target)
+
+
+AnyHeadConfig = HeadConfig | EagleConfig | MedusaConfig | MtpConfig | DFlashConfig
+"""The config of some drafting head."""
+
+_READERS: Mapping[str, Callable[[Path], AnyHeadConfig]] = {
+    EAGLE3: read_head_config,
+    EAGLE: read_eagle_config,
+    MEDUSA: read_medusa_config,
+    MTP: read_mtp_config,
+    DFLASH: read_dflash_config,
+}
+
+
+def read_config(folder: Path, method: str) -> AnyHeadConfig:
+    """The config of a drafting head.
+
+    Args:
+        folder: the checkpoint; the target's own for `mtp`.
+        method: one of `tandem.config.names.BOUND_METHODS`.
+
+    Raises:
+        ModelFolderError: there is none, its format is unknown, or a number in it is missing or wrong.
+    """
+    return _READERS[method](folder)

@@ -12,8 +12,9 @@ vLLM's `Qwen3NextMultiTokenPredictor` reads them). A checkpoint of Qwen3 with su
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +22,19 @@ from torch import Tensor, nn
 from transformers.modeling_layers import MtpLayer, MtpModel
 
 from tandem.engine.models.attention import STEP_ARGUMENT
-from tandem.engine.models.heads.configs.mtp import MtpConfig
-from tandem.engine.models.heads.interface import FINAL_STATE, DraftHead
-from tandem.engine.models.heads.placement import placed
-from tandem.engine.models.heads.sharing import shared_embedding, shared_output_head
-from tandem.engine.models.heads.target import text_config
-from tandem.engine.models.heads.tensors import HeadTensors
+from tandem.engine.models.checkpoint import CONFIG_FILE, find_weights, read_object
+from tandem.engine.models.heads.interface import (
+    FINAL_STATE,
+    DraftHead,
+    HeadTensors,
+    placed,
+    shared_embedding,
+    shared_output_head,
+    size,
+    text_config,
+)
 from tandem.engine.models.loading import LoadedModel
+from tandem.errors import ModelFolderError
 
 _EXPERTS = "mlp.experts."
 _APPENDED_NAMES = {"mtp_block.": "", "post_norm.": "shared_head.norm."}
@@ -143,3 +150,68 @@ def _published(name: str, config: MtpConfig) -> str:
     names = _SEPARATE_NAMES if config.is_separate else _APPENDED_NAMES
     beginning = next((each for each in names if name.startswith(each)), "")
     return config.prefix + names.get(beginning, "") + name.removeprefix(beginning)
+
+
+_APPENDED_FAMILIES = ("deepseek_v3", "glm4_moe")
+_SEPARATE_FAMILIES = ("qwen3", "qwen3_moe", "qwen3_next")
+FAMILIES = (*_APPENDED_FAMILIES, *_SEPARATE_FAMILIES)
+"""By `model_type`."""
+
+_SEPARATE_PREFIX = "mtp."
+_FIRST_TENSOR = f"{_SEPARATE_PREFIX}fc.weight"
+_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Keys of the number of layers; the second is that of Qwen's later models."""
+
+
+@dataclass(frozen=True, slots=True)
+class MtpConfig:
+    """Where a target's first MTP layer lies."""
+
+    folder: Path
+    prefix: str
+    """Of the names of its tensors."""
+    is_separate: bool
+    """Named as Qwen3-Next's, and no layer of the model's own numbering."""
+
+
+def read_mtp_config(folder: Path) -> MtpConfig:
+    """The MTP layer of a target's checkpoint.
+
+    Raises:
+        ModelFolderError: the model is of another family, or has no such layer.
+    """
+    path = folder / CONFIG_FILE
+    content = read_object(path, "a model needs one")
+    family = content.get("model_type")
+    if family not in FAMILIES:
+        raise ModelFolderError(
+            f"the file {path} has the model_type {family!r}; the method mtp needs a model with layers for multi-token "
+            f"prediction, and here that is one of {', '.join(FAMILIES)}"
+        )
+    return _separate(folder, content) if family in _SEPARATE_FAMILIES else _appended(folder, content)
+
+
+def _appended(folder: Path, content: Mapping[str, Any]) -> MtpConfig:
+    _check_count(folder, _COUNTS[0], content.get(_COUNTS[0]))
+    layers, _ = (
+        size(folder / CONFIG_FILE, content, key) for key in ("num_hidden_layers", "n_routed_experts")
+    )
+    return MtpConfig(folder, f"model.layers.{layers}.", is_separate=False)
+
+
+def _separate(folder: Path, content: Mapping[str, Any]) -> MtpConfig:
+    for key in _COUNTS:
+        if content.get(key) is not None:
+            _check_count(folder, key, content[key])
+    if _FIRST_TENSOR not in find_weights(folder).names:
+        raise ModelFolderError(
+            f"the model in {folder} has no layers for multi-token prediction: it has no tensor {_FIRST_TENSOR}"
+        )
+    return MtpConfig(folder, _SEPARATE_PREFIX, is_separate=True)
+
+
+def _check_count(folder: Path, key: str, count: object) -> None:
+    if not isinstance(count, int) or count < 1:
+        raise ModelFolderError(
+            f"the model in {folder} has no layers for multi-token prediction: {key} is {count!r}; it must be at least 1"
+        )

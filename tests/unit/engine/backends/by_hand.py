@@ -12,10 +12,8 @@ from torch import Tensor
 
 from tandem.engine.backends.interface import StepBackend
 from tandem.engine.backends.trial import scattered_tables
-from tandem.engine.kv_cache.arena import KvArena
-from tandem.engine.kv_cache.layer_groups import group_layers
-from tandem.engine.kv_cache.segment import Segment
-from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.kv_cache.arena import KvArena, group_layers
+from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.loading import LoadedModel, load_model
 from tests.unit.engine.greedy import plain_logits
 from tests.unit.engine.tiny_models import CONFIGS, save_checkpoint

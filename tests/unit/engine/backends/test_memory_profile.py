@@ -15,8 +15,7 @@ from tandem.engine.backends.cuda_graphs.buckets import make_buckets
 from tandem.engine.backends.cuda_graphs.capture import without_capture
 from tandem.engine.backends.memory_profile import MemoryPlan, plan_memory
 from tandem.engine.core.engine import Engine
-from tandem.engine.kv_cache.arena import bytes_of_page
-from tandem.engine.kv_cache.layer_groups import group_layers
+from tandem.engine.kv_cache.arena import bytes_of_page, group_layers
 from tandem.engine.settings import EngineSettings
 from tandem.errors import ConfigurationError
 from tests.unit.engine.conftest import TinyModel

@@ -16,7 +16,7 @@ from tandem.engine.core.engine import Engine
 from tandem.engine.core.events import StepRecord
 from tandem.engine.core.finite import non_finite
 from tandem.engine.core.jobs import Failed, Job
-from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.settings import EngineSettings
 from tandem.errors import NonFiniteLogitsError, TandemError
 from tandem.types import Delta

@@ -6,7 +6,7 @@ import pytest
 
 from tandem.engine.core.jobs import Job
 from tandem.engine.core.scheduler import next_segments
-from tandem.engine.kv_cache.page_table import PageTable
+from tandem.engine.kv_cache.arena import PageTable
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.types import Delta
 

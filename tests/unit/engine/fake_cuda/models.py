@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tandem.engine.kv_cache.layer_groups import LayerGeometry
+from tandem.engine.kv_cache.arena import LayerGeometry
 from tandem.engine.models.attention import ATTENTION_NAME
 from tandem.engine.models.loading import LoadedModel
 from tandem.types import ModelInfo

@@ -14,11 +14,8 @@ from tandem.engine.backends.cuda_graphs.capture import Work
 from tandem.engine.backends.cuda_graphs.captured_steps import CapturedStep, GraphContext
 from tandem.engine.backends.eager.backend import EagerBackend
 from tandem.engine.backends.trial import scattered_tables
-from tandem.engine.kv_cache.arena import KvArena
-from tandem.engine.kv_cache.layer_groups import group_layers
-from tandem.engine.kv_cache.page_table import pages_for
-from tandem.engine.kv_cache.segment import Segment
-from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.kv_cache.arena import KvArena, group_layers, pages_for
+from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.loading import LoadedModel
 from tests.unit.engine.fake_cuda.device import CUDA, Recorder, recording
 from tests.unit.engine.fake_cuda.models import MAX_LENGTH

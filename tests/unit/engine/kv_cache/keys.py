@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tandem.engine.kv_cache.arena import KvArena
-from tandem.engine.kv_cache.layer_groups import LayerGeometry
-from tandem.engine.kv_cache.page_table import PageTable
+from tandem.engine.kv_cache.arena import KvArena, LayerGeometry, PageTable
 from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.kv_cache.sequence import Sequence
 

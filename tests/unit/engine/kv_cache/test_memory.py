@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from tandem.engine.kv_cache.memory import accelerator_allowance, memory_allowance, shortfall
+from tandem.engine.kv_cache.arena import accelerator_allowance, memory_allowance, shortfall
 
 GIB = 1 << 30
 TOTAL = 80 * GIB

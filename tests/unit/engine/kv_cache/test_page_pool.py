@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.engine.kv_cache.page_pool import PagePool
-from tandem.engine.kv_cache.page_table import PageTable, pages_for
+from tandem.engine.kv_cache.arena import PagePool, PageTable, pages_for
 
 
 def test_unused_pages_come_first_and_kept_ones_oldest_first() -> None:

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tandem.engine.kv_cache import page_table
+from tandem.engine.kv_cache import arena
 from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.types import Delta
@@ -131,7 +131,7 @@ class PagedCaches(RuleBasedStateMachine):
 
 
 def test_paged_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_table, "ROLLBACK_TOKENS", _ROLLBACK)  # so that windows move within a few pages
+    monkeypatch.setattr(arena, "ROLLBACK_TOKENS", _ROLLBACK)  # so that windows move within a few pages
     case = PagedCaches.TestCase
     case.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
     case().runTest()

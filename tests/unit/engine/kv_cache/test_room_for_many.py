@@ -8,12 +8,9 @@ import pytest
 import torch
 
 from tandem.engine.core.page_scheduler import PageScheduler
-from tandem.engine.kv_cache.admission import Admission
-from tandem.engine.kv_cache.arena import KvArena, arena_pages
-from tandem.engine.kv_cache.layer_groups import LayerGeometry
+from tandem.engine.kv_cache.arena import KvArena, LayerGeometry, arena_pages
 from tandem.engine.kv_cache.paged_cache import PagedCache
-from tandem.engine.kv_cache.segment import Segment
-from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.kv_cache.sequence import Admission, Segment, Sequence
 from tandem.engine.settings import EngineSettings
 from tandem.types import Delta
 

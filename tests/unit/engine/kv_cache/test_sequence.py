@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.engine.kv_cache.page_table import PageTable
+from tandem.engine.kv_cache.arena import PageTable
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.errors import InvalidRequestError
 from tandem.types import Delta

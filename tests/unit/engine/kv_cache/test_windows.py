@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.engine.kv_cache.arena import KvArena, arena_pages, bytes_of_page
-from tandem.engine.kv_cache.layer_groups import LayerGeometry, group_layers
-from tandem.engine.kv_cache.page_table import ROLLBACK_TOKENS, PageTable
+from tandem.engine.kv_cache.arena import (
+    ROLLBACK_TOKENS,
+    KvArena,
+    LayerGeometry,
+    PageTable,
+    arena_pages,
+    bytes_of_page,
+    group_layers,
+)
 from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.settings import EngineSettings

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.engine.kv_cache.arena import bytes_of_page
-from tandem.engine.kv_cache.layer_groups import group_layers
+from tandem.engine.kv_cache.arena import bytes_of_page, group_layers
 from tandem.types import Delta
 from tests.unit.engine.conftest import TinyModel
 from tests.unit.engine.greedy import (

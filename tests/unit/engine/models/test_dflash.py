@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.config.names import checkpoint_method
-from tandem.engine.models.heads.configs.dflash import read_dflash_config
-from tandem.engine.models.heads.dflash import load_dflash
+from tandem.engine.models.heads.dflash import load_dflash, read_dflash_config
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.errors import ModelFolderError
 from tests.dflash_models import save_dflash

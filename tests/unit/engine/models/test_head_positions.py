@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine.models.heads.configs.methods import read_config
 from tandem.engine.models.heads.interface import DraftHead
-from tandem.engine.models.heads.loading import load_head
+from tandem.engine.models.heads.loading import load_head, read_config
 from tandem.engine.models.loading import load_model
 from tests.dflash_models import save_dflash
 from tests.eagle_heads import save_eagle

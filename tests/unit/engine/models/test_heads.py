@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.engine.models.heads.configs.eagle3 import read_head_config
-from tandem.engine.models.heads.eagle3 import load_eagle3
+from tandem.engine.models.heads.eagle3 import load_eagle3, read_head_config
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.errors import ModelFolderError
 from tests.end_to_end.models import random_model, save_model

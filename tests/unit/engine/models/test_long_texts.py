@@ -14,7 +14,7 @@ import torch
 
 from tandem.engine.backends.cuda_graphs.capture import without_capture
 from tandem.engine.backends.selection import choose_backends
-from tandem.engine.kv_cache.layer_groups import group_layers
+from tandem.engine.kv_cache.arena import group_layers
 from tandem.engine.models.loading import load_model
 from tandem.types import Delta
 from tests.unit.engine.backends.branch_jobs import TOKENS, Branches, poison, trust_kernels

@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.engine.models.heads.configs.mtp import read_mtp_config
-from tandem.engine.models.heads.mtp import load_mtp
+from tandem.engine.models.heads.mtp import load_mtp, read_mtp_config
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.errors import ModelFolderError
 from tests.end_to_end.models import save_model

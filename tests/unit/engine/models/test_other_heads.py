@@ -11,9 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.engine.models.heads.configs.methods import read_config
 from tandem.engine.models.heads.eagle import EagleHead
-from tandem.engine.models.heads.loading import load_head
+from tandem.engine.models.heads.loading import load_head, read_config
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.errors import ModelFolderError
 from tests.eagle_heads import save_eagle

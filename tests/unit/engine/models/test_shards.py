@@ -12,7 +12,7 @@ import torch
 
 from tandem.engine.models import loading
 from tandem.engine.models.checkpoint import open_checkpoint
-from tandem.engine.models.shards import stored_tensors
+from tandem.engine.models.loading import stored_tensors
 from tests.unit.engine.conftest import TinyModel
 from tests.unit.engine.tiny_models import hf, save_tokenizer
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tandem.engine.models.heads.configs.eagle3 import read_head_config
-from tandem.engine.models.heads.eagle3 import Eagle3Head, load_eagle3
+from tandem.engine.models.heads.eagle3 import Eagle3Head, load_eagle3, read_head_config
 from tandem.engine.models.loading import load_model
 from tests.end_to_end.models import random_model, save_model
 from tests.paths import SMOLLM2_EAGLE3

@@ -14,7 +14,7 @@ from tandem.engine.backends.cpu_native.plans.execution_plan import ExecutionPlan
 from tandem.engine.backends.hidden_states.head_model import HeadModel
 from tandem.engine.backends.packing import Packing
 from tandem.engine.backends.trial import DistrustedError, Reference, trusted
-from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.sequence import Segment
 
 logger = logging.getLogger(__name__)
 

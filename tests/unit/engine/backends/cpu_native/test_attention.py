@@ -15,11 +15,8 @@ from tandem.engine.backends.cpu_native.attention import NativeAttention, places,
 from tandem.engine.backends.cpu_native.library.build import BuildError, built_kernels
 from tandem.engine.backends.cpu_native.library.kernels import Kernels, attention_call
 from tandem.engine.backends.packing import Packing
-from tandem.engine.kv_cache.arena import KvArena, page_tokens_on
-from tandem.engine.kv_cache.layer_groups import LayerGeometry
-from tandem.engine.kv_cache.page_table import PageTable, pages_for
-from tandem.engine.kv_cache.segment import Segment
-from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.kv_cache.arena import KvArena, LayerGeometry, PageTable, page_tokens_on, pages_for
+from tandem.engine.kv_cache.sequence import Segment, Sequence
 
 _CPU = torch.device("cpu")
 _PAGE_TOKENS = page_tokens_on(_CPU)

@@ -15,10 +15,8 @@ from tandem.engine.backends.cpu_native.backend import CpuNativeBackend, ModuleSt
 from tandem.engine.backends.cpu_native.plans.execution_plan import ExecutionPlan
 from tandem.engine.backends.cpu_native.plans.planned_steps import TOKEN_COUNTS, PlannedSteps
 from tandem.engine.backends.packing import Packing
-from tandem.engine.kv_cache.arena import KvArena, page_tokens_on
-from tandem.engine.kv_cache.page_table import PageTable
-from tandem.engine.kv_cache.segment import Segment
-from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.kv_cache.arena import KvArena, PageTable, page_tokens_on
+from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tests.unit.engine.conftest import TinyModel
 from tests.unit.engine.greedy import GreedyHead, greedy, greedy_together, plain_greedy, running, settle
 from tests.unit.engine.tiny_models import CONFIGS, VOCABULARY_SIZE

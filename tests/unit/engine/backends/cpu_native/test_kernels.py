@@ -23,8 +23,8 @@ from tandem.engine.backends.cpu_native.linear import PackedLinear, pack_linears,
 from tandem.engine.backends.cpu_native.load import load_kernels
 from tandem.engine.backends.packing import Packing
 from tandem.engine.backends.selection import choose_backends
-from tandem.engine.kv_cache.page_table import PageTable
-from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.arena import PageTable
+from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.loading import load_model
 from tandem.errors import ConfigurationError
 from tests.unit.engine.conftest import TinyModel

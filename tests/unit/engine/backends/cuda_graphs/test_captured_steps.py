@@ -22,10 +22,8 @@ from tandem.engine.backends.selection import Backends
 from tandem.engine.backends.trial import Reference
 from tandem.engine.core.engine import Engine
 from tandem.engine.kv_cache import arena as arenas
-from tandem.engine.kv_cache.arena import KvArena
-from tandem.engine.kv_cache.layer_groups import LayerGeometry
-from tandem.engine.kv_cache.page_table import pages_for
-from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.arena import KvArena, LayerGeometry, pages_for
+from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.settings import EngineSettings
 from tests.unit.engine.backends.by_hand import ByHand, naive_varlen_for, some_tokens
 from tests.unit.engine.conftest import TinyModel

@@ -14,7 +14,7 @@ from tandem.engine.backends.cuda_graphs.buckets import make_buckets
 from tandem.engine.backends.cuda_graphs.capture import Work
 from tandem.engine.backends.cuda_graphs.captured_steps import CapturedSteps, GraphContext
 from tandem.engine.backends.trial import Reference
-from tandem.engine.kv_cache.segment import Segment
+from tandem.engine.kv_cache.sequence import Segment
 from tests.unit.engine.backends.by_hand import ByHand, some_tokens
 from tests.unit.engine.greedy import plain_logits
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from tandem.engine.backends.cuda_graphs.buckets import Bucket
 from tandem.engine.backends.cuda_graphs.static_inputs import StaticInputs
-from tandem.engine.kv_cache.page_table import PageTable
-from tandem.engine.kv_cache.segment import Segment
-from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.kv_cache.arena import PageTable
+from tandem.engine.kv_cache.sequence import Segment, Sequence
 
 CPU = torch.device("cpu")
 SPARE = 9

@@ -14,10 +14,8 @@ from tandem.engine.backends.eager.backend import eager_backend
 from tandem.engine.backends.eager.layout import StepLayout
 from tandem.engine.backends.paged import attention, plain
 from tandem.engine.backends.trial import scattered_tables
-from tandem.engine.kv_cache.arena import KvArena
-from tandem.engine.kv_cache.layer_groups import LayerGeometry
-from tandem.engine.kv_cache.segment import Segment
-from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.kv_cache.arena import KvArena, LayerGeometry
+from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tests.unit.engine.backends.by_hand import ByHand, naive_varlen_for, some_tokens
 
 _GEOMETRY = [LayerGeometry(kv_heads=1, key_dim=4, value_dim=4)]

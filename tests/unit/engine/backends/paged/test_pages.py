@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tandem.engine.backends.paged.pages import PageReader, PageWriter
-from tandem.engine.kv_cache.arena import LayerCache
-from tandem.engine.kv_cache.page_table import PageTable
+from tandem.engine.kv_cache.arena import LayerCache, PageTable
 
 PAGE_TOKENS = 64
 CPU = torch.device("cpu")

@@ -1,40 +1,140 @@
-"""Drafting ahead of a verification: continuations of its likely outcomes, a depth at a time.
-
-The coordinator keeps what is pushed. When the verification ends in one of the outcomes, the next proposal is there
-already. Each continuation is what the draft would propose if it were asked after that outcome: it is drawn with the
-same noise, keyed by the same positions and the same base length. Speculative speculative decoding
-(github.com/tanishqkumar/ssd) drafts ahead on one node, with independent noise.
-"""
+"""Drafting ahead of a verification: continuations of its likely outcomes, pushed before they are asked for."""
 
 from __future__ import annotations
 
+import asyncio
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from draft_service.proposers.draft_head import extended
-from draft_service.proposers.drafting import Drafting
-from draft_service.proposers.outcome_choice import OutcomeHistory, Ranking
+from draft_service.proposers.drafting import Drafting, extended
 from tandem.engine.backends.branches import BranchStep
 from tandem.engine.backends.interface import Sampler
 from tandem.engine.core.background.kept_branches import Lead
+from tandem.engine.core.engine import Engine
 from tandem.engine.core.events import StepRecord
 from tandem.engine.core.jobs import Failed
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
-from tandem.errors import TandemError
+from tandem.errors import InvalidRequestError, TandemError
 from tandem.sampling.noise import gumbel, recovery_keys, target_keys
 from tandem.types import (
+    MAX_AHEAD_TOKENS,
     AheadBudget,
     Delta,
     DraftedOutcomes,
     DraftOptions,
+    Proposal,
+    ProposeStep,
     RowKind,
     SparseDistribution,
     StepCost,
 )
+
+Pushed = asyncio.Queue[DraftedOutcomes | Exception]
+"""Messages that go to the coordinator unasked; an error ends the sequence."""
+
+_KINDS = (RowKind.TOKEN, RowKind.SUPPORT)
+"""Rows under which the draft can tell which outcomes are likely."""
+
+
+class AheadDrafter:
+    """Drafts ahead of the verifications of one sequence."""
+
+    def __init__(
+        self,
+        engine: Engine[Drafting, Proposal],
+        cached: CachedSequence,
+        options: DraftOptions,
+        draft_top_k: int,
+        support_mass: float,
+        sampler: Sampler,
+        history: OutcomeHistory,
+    ) -> None:
+        self._engine = engine
+        self._cached = cached
+        self._options = options
+        self._draft_top_k = draft_top_k
+        self._support_mass = support_mass
+        self._sampler = sampler
+        self._history = history
+        self._loop = asyncio.get_running_loop()
+        self._token_ids: list[int] = []
+        self._round: BranchDrafting | None = None
+        self._rounds = 0
+        self.pushed: Pushed = asyncio.Queue()
+        """At most a round's depths: the next step empties it."""
+
+    def apply(self, step: ProposeStep) -> None:
+        """Note what a step makes of the sequence: what came of the last round, and that it is over.
+
+        Raises:
+            InvalidRequestError: the step's delta starts past the sequence's end.
+        """
+        delta, token_ids = step.delta, self._token_ids
+        if not 0 <= delta.base_length <= len(token_ids):
+            raise InvalidRequestError(
+                f"The delta starts at token {delta.base_length}, but the sequence has {len(token_ids)} tokens; "
+                "send the missing ones from base_length 0."
+            )
+        token_ids[delta.base_length :] = delta.token_ids
+        last, self._round = self._round, None
+        self._rounds += 1
+        if last is not None:
+            self._learn(last, token_ids[: len(token_ids) - step.proposed_count])
+        while not self.pushed.empty():
+            self.pushed.get_nowait()
+
+    def begin(self, step: ProposeStep, delta: Delta, proposed_count: int) -> None:
+        """Draft ahead of the verification of the last tokens of the sequence."""
+        if step.ahead is None or self._options.row_kind not in _KINDS or self._options.with_token_logits:
+            return
+        if proposed_count > MAX_AHEAD_TOKENS:
+            return  # reading it takes a row of the vocabulary for each token
+        if step.is_answered and delta.length > self._cached.max_length:
+            return  # the longest proposal has one token more than the sequence can hold
+        self._token_ids[delta.base_length :] = delta.token_ids
+        proposed = tuple(self._token_ids[len(self._token_ids) - proposed_count :])
+        self._round = job = BranchDrafting(
+            self._cached,
+            delta,
+            proposed,
+            step.ahead,
+            self._options,
+            self._draft_top_k,
+            self._support_mass,
+            self._sampler,
+            self._history,
+            max_length=self._engine.max_length,
+            push=partial(self._push, self._rounds),
+        )
+        self._engine.put_back(job)
+
+    def _push(self, of_round: int, drafted: DraftedOutcomes | TandemError) -> None:
+        """Hand over to the event loop what the engine's thread has drafted."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._take, of_round, drafted)
+
+    def _take(self, of_round: int, drafted: DraftedOutcomes | TandemError) -> None:
+        if of_round == self._rounds or isinstance(drafted, TandemError):
+            self.pushed.put_nowait(drafted)
+
+    def _learn(self, last: BranchDrafting, committed: list[int]) -> None:
+        following = committed[last.base_length :]
+        if last.ranking is None or not following:
+            return
+        proposed = last.proposed
+        accepted = next(
+            (i for i, (token, own) in enumerate(zip(following, proposed, strict=False)) if token != own),
+            min(len(following), len(proposed)),
+        )
+        if accepted < len(following):
+            self._history.came(proposed, last.ranking, accepted, following[accepted])
+
 
 MAX_ROUND_BYTES = 40_000
 """Maximum size of all messages of a round. Beyond it the last branches are dropped."""
@@ -250,3 +350,99 @@ def _share(token_id: int, token_ids: Sequence[int], scores: Sequence[float]) -> 
 
 def _finite(ranking: Ranking) -> Ranking | None:
     return ranking if all(row[0] - row[0] == 0.0 for row in ranking.scores) else None
+
+
+_EDGES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98)
+"""Upper ends of the classes of shares; the last class ends at 1."""
+_DOUBT = 6.0
+"""A class's own counts weigh as much as this many imagined ones."""
+_MAX_COUNT = 2000.0
+"""Counts are halved beyond this: what came true long ago was about other text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """The draft's view of one verification: a row for each proposed token, and one for the token after them."""
+
+    token_ids: Sequence[Sequence[int]]
+    """Candidates of each row, the best first; shape [K + 1, F]."""
+    scores: Sequence[Sequence[float]]
+    """Their scores in nats, descending: log probabilities, with the noise that decides where noise does."""
+    confidences: Sequence[float]
+    """The draft's belief in each proposed token, 0 to 1; shape [K]."""
+
+
+class _Calibration:
+    """Frequency with which beliefs of each strength came true."""
+
+    def __init__(self, prior_scale: float) -> None:
+        lower = (0.0, *_EDGES)
+        upper = (*_EDGES, 1.0)
+        self._rates = [prior_scale * (low + high) / 2 for low, high in zip(lower, upper, strict=True)]
+        self._priors = tuple(self._rates)
+        self._hits = [0.0] * len(self._rates)
+        self._counts = [0.0] * len(self._rates)
+
+    def rate(self, share: float) -> float:
+        return self._rates[bisect_left(_EDGES, share)]
+
+    def add(self, share: float, came_true: bool) -> None:
+        i = bisect_left(_EDGES, share)
+        self._hits[i] += came_true
+        self._counts[i] += 1.0
+        if self._counts[i] > _MAX_COUNT:
+            self._hits[i] /= 2
+            self._counts[i] /= 2
+        self._rates[i] = (self._hits[i] + _DOUBT * self._priors[i]) / (self._counts[i] + _DOUBT)
+
+
+class OutcomeHistory:
+    """Record of the outcomes that came true, for sequences whose tokens are decided alike."""
+
+    def __init__(self) -> None:
+        self._accepted = _Calibration(0.95)
+        self._recovered = _Calibration(0.8)
+        self._bonus = _Calibration(0.95)
+
+    def likeliest(self, proposed: Sequence[int], ranking: Ranking, count: int) -> list[tuple[int, int]]:
+        """The outcomes (accepted, next token) with the highest probability, best first.
+
+        P(a accepted) * P(t follows, given a), both as often as what was believed as firmly came true so far.
+        """
+        found: list[tuple[float, int, int]] = []
+        reached = 1.0
+        for position, token_id in enumerate(proposed):
+            accepted = self._accepted.rate(ranking.confidences[position])
+            missed = reached * (1.0 - accepted)
+            for candidate, share in _shares(ranking, position, token_id):
+                found.append((missed * self._recovered.rate(share), position, candidate))
+            reached *= accepted
+        for candidate, share in _shares(ranking, len(proposed)):
+            found.append((reached * self._bonus.rate(share), len(proposed), candidate))
+        found.sort(key=lambda outcome: -outcome[0])
+        return [(accepted, token_id) for _, accepted, token_id in found[:count]]
+
+    def came(self, proposed: Sequence[int], ranking: Ranking, accepted: int, next_token_id: int) -> None:
+        """Count what came of a round."""
+        for position in range(min(accepted + 1, len(proposed))):
+            self._accepted.add(ranking.confidences[position], position < accepted)
+        is_bonus = accepted == len(proposed)
+        shares = _shares(ranking, accepted, None if is_bonus else proposed[accepted])
+        calibration = self._bonus if is_bonus else self._recovered
+        for candidate, share in shares:
+            calibration.add(share, candidate == next_token_id)
+
+
+def _shares(ranking: Ranking, row: int, excluded: int | None = None) -> list[tuple[int, float]]:
+    """Each candidate of a row with its share of the softmax over the candidates, without the excluded one."""
+    pairs = [
+        (token_id, score)
+        for token_id, score in zip(ranking.token_ids[row], ranking.scores[row], strict=True)
+        if token_id != excluded and score > -math.inf
+    ]
+    if not pairs:
+        return []
+    highest = pairs[0][1]
+    weights = [math.exp(score - highest) for _, score in pairs]
+    total = sum(weights)
+    return [(token_id, weight / total) for (token_id, _), weight in zip(pairs, weights, strict=True)]

@@ -14,13 +14,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from draft_service.proposers.draft_head import extended
-from draft_service.proposers.drafting import Drafting, Outcome
-from draft_service.proposers.token_state import TokenState
+from draft_service.proposers.drafting import Drafting, Outcome, extended
+from draft_service.proposers.model_free import TokenState
 from tandem.engine.backends.hidden_states.pairing import BoundSequences, PairedStates, Pairing
 from tandem.engine.backends.interface import Sampler
 from tandem.engine.backends.selection import Backends
@@ -244,3 +243,143 @@ def finished(job: Job[Drafting], outcome: Outcome, pairing: Pairing | None) -> O
     if not isinstance(outcome, Continue | Failed):
         job.sequence.apply(Delta(pairing.known_length, ()))
     return outcome
+
+
+class BlockSequence(BoundSequence):
+    """One sequence that a head drafts blocks for."""
+
+    def __init__(self, *arguments: Any, block_size: int, mask_token_id: int) -> None:
+        super().__init__(*arguments)
+        self._block_size = block_size
+        self._mask_token_id = mask_token_id
+
+    def _apply(self, delta: Delta) -> None:
+        kept = self._tokens.kept_length(delta)
+        self._tokens.apply(delta, kept)
+        self._read_length = min(self._read_length, kept)
+
+    def _possible(self, token_count: int) -> int:
+        return min(token_count, self._block_size - 1, self._cached.max_length - len(self._tokens))
+
+    def _job(self, drafting: Drafting) -> Job[Drafting]:
+        masks = (self._mask_token_id,) * drafting.token_count
+        delta = Delta(self._read_length, (*self._tokens.token_ids[self._read_length :], *masks))
+        # A row for each token of the block: the engine computes rows in one step, so it never divides the block.
+        return Job(self._cached, delta, drafting.token_count + 1, drafting)
+
+
+def block_kind(block_size: int, mask_token_id: int) -> HeadKind:
+    """Proposals of one pass.
+
+    Args:
+        block_size: tokens of a block, the last one of the text among them.
+        mask_token_id: what stands in a block for the tokens to propose.
+    """
+    make = partial(BlockSequence, block_size=block_size, mask_token_id=mask_token_id)
+    return HeadKind(make, _extend_block)
+
+
+def _extend_block(
+    ready: Sequence[Job[Drafting]],
+    logits: Tensor,
+    *,
+    pairings: dict[CachedSequence, Pairing],
+    sampler: Sampler,
+) -> list[Outcome]:
+    """Head of the engine: the whole proposal of each job, a token from each of its masks' rows."""
+    rows, first = [], 0
+    for job in ready:
+        rows.append(range(first + 1, first + job.row_count))  # the first row is that of the text's last token
+        first += job.row_count
+    outcomes: list[Outcome] = [Continue(0)] * len(ready)
+    for step in range(max(map(len, rows))):
+        going = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, Continue)]
+        found = extended([ready[i].payload for i in going], logits[[rows[i][step] for i in going]], sampler)
+        for i, outcome in zip(going, found, strict=True):
+            outcomes[i] = outcome
+    return [
+        finished(job, outcome, pairings.get(job.sequence))
+        for job, outcome in zip(ready, outcomes, strict=True)
+    ]
+
+
+_MORE = Continue(-1)
+"""Stands for proposals that have no token yet."""
+
+
+class PassLimit:
+    """How many tokens a proposal of one pass can have: one for each head."""
+
+    def __init__(self, tokens_per_pass: int) -> None:
+        self._tokens_per_pass = tokens_per_pass
+        self._is_reported = False
+
+    def applied(self, token_count: int) -> int:
+        """As many of the tokens that are asked for as there can be. The first time that these are fewer is logged."""
+        if token_count <= self._tokens_per_pass:
+            return token_count
+        if not self._is_reported:
+            self._is_reported = True
+            logger.warning(
+                "%d tokens were asked for, but the draft has %d heads, which propose one token each; proposals have at "
+                "most as many: set num_speculative_tokens to %d",
+                token_count,
+                self._tokens_per_pass,
+                self._tokens_per_pass,
+            )
+        return self._tokens_per_pass
+
+
+class ParallelSequence(BoundSequence):
+    """One sequence that several heads draft for."""
+
+    def __init__(self, *arguments: Any, limit: PassLimit) -> None:
+        super().__init__(*arguments)
+        self._limit = limit
+
+    def _possible(self, token_count: int) -> int:
+        return self._limit.applied(token_count)
+
+
+def parallel_kind(tokens_per_pass: int) -> HeadKind:
+    """Proposals of one pass, of as many tokens as there are heads."""
+    make = partial(ParallelSequence, limit=PassLimit(tokens_per_pass))
+    return HeadKind(make, partial(_extend_parallel, tokens_per_pass=tokens_per_pass))
+
+
+def _extend_parallel(
+    ready: Sequence[Job[Drafting]],
+    logits: Tensor,
+    *,
+    pairings: dict[CachedSequence, Pairing],
+    sampler: Sampler,
+    tokens_per_pass: int,
+) -> list[Outcome]:
+    """Head of the engine: the whole proposal of each job."""
+    outcomes = _drawn([job.payload for job in ready], logits, sampler, tokens_per_pass)
+    return [
+        finished(job, outcome, pairings.get(job.sequence))
+        for job, outcome in zip(ready, outcomes, strict=True)
+    ]
+
+
+def _drawn(
+    draftings: Sequence[Drafting], logits: Tensor, sampler: Sampler, tokens_per_pass: int
+) -> list[Outcome]:
+    """Draw a pass's tokens.
+
+    Args:
+        draftings: The proposals in the making; none wants more tokens than a pass has.
+        logits: [len(draftings), tokens_per_pass * vocabulary_size], a pass's first token first.
+        sampler: What computes and draws.
+        tokens_per_pass: Tokens that each row foresees.
+    """
+    outcomes: dict[int, Outcome] = {}
+    for rows in logits.view(len(draftings), tokens_per_pass, -1).unbind(1):
+        unfinished = [i for i in range(len(draftings)) if isinstance(outcomes.get(i, _MORE), Continue)]
+        if not unfinished:
+            break
+        own = rows if len(unfinished) == len(draftings) else rows[unfinished]
+        drawn = extended([draftings[i] for i in unfinished], own, sampler)
+        outcomes.update(zip(unfinished, drawn, strict=True))
+    return [outcomes[i] for i in range(len(draftings))]

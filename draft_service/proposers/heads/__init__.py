@@ -1,1 +1,0 @@
-"""Drafting heads beside their target."""

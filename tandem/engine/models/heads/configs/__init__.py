@@ -1,1 +1,0 @@
-"""The config of each kind of drafting head. Needs no torch."""

@@ -12,7 +12,7 @@ import grpc.aio
 from coordinator.admin.administration import Administration
 from coordinator.admin.servicer import AdminServicer
 from coordinator.decoding.tokenization import PromptEncoder, read_tokenizer
-from coordinator.http.chat.chats import Chats
+from coordinator.http.chat import Chats
 from coordinator.replicas.registry import ReplicaRegistry
 from coordinator.requests.arrival import AdmissionInterceptor, LargeRequests
 from coordinator.requests.runner import RequestRunner, Services
@@ -28,7 +28,7 @@ from tandem.serving.server import announce
 from tandem.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
-    from coordinator.http.side import HttpSide
+    from coordinator.http.server import HttpSide
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +81,8 @@ class CoordinatorService:
         """
         if self._settings.http_port is not None:
             # Imported here, so that HTTP is loaded only where it is on.
-            from coordinator.http.backend import CoordinatorBackend
-            from coordinator.http.side import HttpSide
+            from coordinator.http.app import CoordinatorBackend
+            from coordinator.http.server import HttpSide
 
             backend = CoordinatorBackend(self.completions, self.status, self.chats, self.metrics)
             self._http = HttpSide(self._settings, backend, readiness, calls, self._http_socket)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import asdict
 
-from coordinator.http.chat.chats import Chats, check_message_count, ids_of_chat, text_of_chat
+from coordinator.http.chat import Chats, check_message_count, ids_of_chat, text_of_chat
 from coordinator.requests.admission import peer_of_grpc
 from coordinator.requests.arrival import UnparsedRequest, parsed
 from coordinator.requests.runner import RequestRunner

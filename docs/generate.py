@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from coordinator.http.openai import fields
-from coordinator.http.openai.rules import HTTP_RULES
+from coordinator.http import schema as fields
+from coordinator.http.schema import HTTP_RULES
 from coordinator.replicas.compatibility import MODEL_RULES
 from coordinator.requests.validation import BOUND_RULES, REQUEST_RULES
 from coordinator.settings.coordinator import (

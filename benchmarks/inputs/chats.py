@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.inputs.prompts import Prompt
-from coordinator.http.chat.template import CONFIG_FILE, TEMPLATE_FILE, read_chat_template
+from coordinator.http.chat import CONFIG_FILE, TEMPLATE_FILE, read_chat_template
 from tandem.errors import ConfigurationError
 
 # Some answers repeat the question's text, which drafting without a model foresees, and some do not.

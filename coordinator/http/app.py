@@ -1,10 +1,11 @@
-"""Routes, and the middleware that every request passes first."""
+"""The coordinator's status for the page: models, replicas, load, and speculation statistics."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 from starlette.exceptions import HTTPException
@@ -14,25 +15,160 @@ from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from coordinator.http import openapi
-from coordinator.http.bodies.held_bytes import HttpMemory
-from coordinator.http.bodies.unknown_fields import UnknownFields
+from coordinator.http.api import Backend, OpenAIApi, Tokenization
+from coordinator.http.bodies import HttpMemory, UnknownFields
+from coordinator.http.chat import Chats, ChatTemplate
 from coordinator.http.errors import HttpError, error_response
-from coordinator.http.openai.api import Backend, OpenAIApi
-from coordinator.http.openai.responses import Responses
-from coordinator.http.pages import PATHS, Pages
-from coordinator.http.tokenization import Tokenization
+from coordinator.http.responses import Responses
+from coordinator.requests.runner import RequestRunner, Turns
+from coordinator.settings.coordinator import RequestBounds
+from coordinator.stats.speculation import describe
 from tandem import __version__
+from tandem.admin import Status
 from tandem.errors import ServiceUnavailableError
+from tandem.replica import ReplicaSnapshot, Role
 from tandem.rpc.addresses import is_loopback
 from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
 from tandem.serving.protection import Scope as TokenScope
 from tandem.serving.protection import Tokens, authorize
+
+
+def status_object(status: Status, *, chat: bool) -> dict[str, Any]:
+    """The coordinator's status as an object for JSON.
+
+    Args:
+        status: The coordinator's status.
+        chat: Whether the model has a chat template.
+    """
+    settings = status.settings
+    return {
+        "version": status.version,
+        "state": status.state.value,
+        "uptime_seconds": round(status.uptime_seconds, 3),
+        "model": status.model,
+        "chat": chat,
+        "load": {"running": status.load.running, "queued": status.load.queued},
+        "tokens_per_second": round(status.throughput.last_10_seconds, 3),
+        "speculation": {
+            "is_on": settings.is_on,
+            "num_speculative_tokens": settings.num_speculative_tokens,
+            **describe(status.speculation),
+            "state": status.speculation_state.as_dict(),
+        },
+        "replicas": [
+            _replica(replica)
+            for replica in sorted(status.replicas, key=lambda one: (one.role is not Role.TARGET, one.address))
+        ],
+    }
+
+
+def _replica(replica: ReplicaSnapshot) -> dict[str, Any]:
+    model = replica.model
+    return {
+        "role": replica.role.value,
+        "address": replica.address,
+        "state": replica.state.value,
+        "reason": replica.reason,
+        "since_seconds": round(replica.since_seconds, 3),
+        "open_sequences": replica.open_sequences,
+        "round_trip_seconds": replica.round_trip_seconds,
+        "step_seconds": replica.step_seconds,
+        "model": None
+        if model is None
+        else {
+            "name": model.name,
+            "architecture": model.architecture,
+            "parameter_count": model.parameter_count,
+            "dtype": model.dtype,
+        },
+    }
+
+
+_FOLDER = Path(__file__).with_name("page")
+
+_FILES = {
+    "": ("index.html", "text/html; charset=utf-8"),
+    "page.css": ("page.css", "text/css; charset=utf-8"),
+    "code.js": ("code.js", "text/javascript; charset=utf-8"),
+    "page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "icon.svg": ("icon.svg", "image/svg+xml"),
+}
+
+PATHS = tuple(f"/{name}" for name in _FILES)
+
+_HEADERS = {
+    # The page loads nothing from elsewhere, and nothing that it shows can run as a script.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+class Pages:
+    """The files, read once."""
+
+    def __init__(self) -> None:
+        self._contents = {
+            f"/{path}": ((_FOLDER / name).read_bytes(), media_type)
+            for path, (name, media_type) in _FILES.items()
+        }
+
+    async def file(self, request: Request) -> Response:
+        """`GET` of one of them."""
+        content, media_type = self._contents[request.url.path]
+        return Response(content, media_type=media_type, headers=_HEADERS)
+
 
 # A load balancer has no token, and the page asks for one.
 _OPEN_PATHS = frozenset({"/health", "/ping", "/openapi.json", "/docs", *PATHS})
 
 # RFC 9110 7.2: a name or an address, and perhaps a port. A URL's parser would also take user@name and name#fragment.
 _HOST = re.compile(r"(?:(?P<name>[A-Za-z0-9.-]+)|\[(?P<ipv6>[0-9A-Fa-f:.]+)\])(?::[0-9]*)?")
+
+
+class CoordinatorBackend:
+    """The coordinator behind HTTP."""
+
+    def __init__(
+        self,
+        completions: RequestRunner,
+        status: Callable[[], Awaitable[Status]],
+        chats: Chats,
+        metrics: Callable[[], Awaitable[tuple[bytes, str] | None]],
+    ) -> None:
+        self.completions = completions
+        self._chats = chats
+        self.metrics = metrics
+        """Returns the metrics in Prometheus's text form and its content type; None when none are collected."""
+        self._status = status
+
+    @property
+    def models(self) -> Models:
+        """The models that complete requests."""
+        return self.completions.models
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """Makes a prompt of a chat; None when the model has no template."""
+        return self._chats.template
+
+    @property
+    def turns(self) -> Turns:
+        """Large bodies take turns to be parsed."""
+        return self.completions.turns
+
+    @property
+    def bounds(self) -> RequestBounds:
+        """Bounds of a request."""
+        return self.completions.bounds
+
+    async def status(self) -> dict[str, Any]:
+        """The page's data."""
+        return status_object(await self._status(), chat=self.chat_template is not None)
 
 
 class Shown(Backend, Protocol):

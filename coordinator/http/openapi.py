@@ -12,11 +12,12 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from coordinator.http.openai.fields import FIELDS, Effect
-from coordinator.http.openai.schema import (
+from coordinator.http.schema import (
+    FIELDS,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    Effect,
     ResponsesBody,
     TokenizeBody,
 )

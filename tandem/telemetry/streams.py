@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from tandem.telemetry.choice import telemetry_for
-from tandem.telemetry.settings import TelemetryOptions
+from tandem.telemetry.settings import TelemetryOptions, telemetry_for
 
 if TYPE_CHECKING:
     from tandem.engine.core.events import StepRecord

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from openai import APIError, APIStatusError, RateLimitError
 
-from coordinator.http.bodies import reading
+from coordinator.http import bodies as reading
 from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.errors import ConfigurationError
 from tests.service.clients import until

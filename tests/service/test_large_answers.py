@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.http.openai import logprobs
+from coordinator.http import answers as logprobs
 from coordinator.settings.coordinator import CoordinatorSettings
 from tests.service.clients import until
 from tests.service.fakes import FakeTarget

@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 
 from coordinator.decoding.tokenization import PromptEncoder
-from coordinator.http.openai import prompts as prompts_module
+from coordinator.http import api as prompts_module
 from coordinator.requests import arrival
 from coordinator.requests.runner import LARGE_BYTES, Turns
 from coordinator.settings.coordinator import CoordinatorSettings

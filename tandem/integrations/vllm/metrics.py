@@ -11,8 +11,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tandem.telemetry.choice import telemetry_for
-from tandem.telemetry.settings import TelemetryOptions
+from tandem.telemetry.settings import TelemetryOptions, telemetry_for
 
 WAIT_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 """Seconds. The first three are a continuation drafted ahead, which costs no round trip."""

@@ -10,10 +10,9 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from coordinator.decoding.tokenization import PromptEncoder
-from coordinator.http.chat.template import ChatTemplate
-from coordinator.http.openai.prompts import requests_of
-from coordinator.http.openai.rules import HTTP_RULES, Body
-from coordinator.http.openai.schema import ChatBody, CompletionBody, Sampled
+from coordinator.http.api import requests_of
+from coordinator.http.chat import ChatTemplate
+from coordinator.http.schema import HTTP_RULES, Body, ChatBody, CompletionBody, Sampled
 from coordinator.requests.plan import Models
 from coordinator.settings.coordinator import RequestBounds
 from tandem.errors import InvalidRequestError

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.http.chat.renderer import MOST_WAITING
-from coordinator.http.chat.template import ChatTemplate, read_chat_template
+from coordinator.http.chat import MOST_WAITING, ChatTemplate, read_chat_template
 from tandem.errors import CapacityError, InvalidRequestError, ModelFolderError
 
 Make = Callable[..., ChatTemplate]

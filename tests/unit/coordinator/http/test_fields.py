@@ -10,11 +10,19 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from coordinator.decoding.tokenization import PromptEncoder
-from coordinator.http.chat.template import ChatTemplate
-from coordinator.http.openai.fields import FIELDS, Effect, Endpoint, FieldRow, rows_of
-from coordinator.http.openai.known import KnownFields
-from coordinator.http.openai.prompts import requests_of
-from coordinator.http.openai.schema import ChatBody, CompletionBody, Message
+from coordinator.http.api import requests_of
+from coordinator.http.chat import ChatTemplate
+from coordinator.http.schema import (
+    FIELDS,
+    ChatBody,
+    CompletionBody,
+    Effect,
+    Endpoint,
+    FieldRow,
+    KnownFields,
+    Message,
+    rows_of,
+)
 from coordinator.requests.plan import Models
 from coordinator.requests.validation import TokenizedRequest, check_bounds, check_request
 from coordinator.settings.coordinator import RequestBounds

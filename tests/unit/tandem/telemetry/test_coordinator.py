@@ -12,9 +12,8 @@ from prometheus_client import CollectorRegistry
 
 from coordinator.stats.speculation import add, since
 from coordinator.stats.tally import RoundTally
-from coordinator.telemetry.metrics import CoordinatorMetrics
-from coordinator.telemetry.spans import RequestSpans
-from coordinator.telemetry.state import RecentStats, State, StateCollector
+from coordinator.telemetry.metrics import CoordinatorMetrics, RecentStats, State, StateCollector
+from coordinator.telemetry.observed import RequestSpans
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.speculation_state import SpeculationDecision
 from tandem.types import AheadStats, SpeculationStats

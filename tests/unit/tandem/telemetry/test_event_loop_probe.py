@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 
-from coordinator.telemetry.event_loop import EventLoopProbe
+from coordinator.telemetry.setup import EventLoopProbe
 from tests.service.clients import until
 
 SECONDS = 30.0

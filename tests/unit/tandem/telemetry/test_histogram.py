@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from tandem.telemetry.histogram import LightHistogram
+from tandem.telemetry.metrics import LightHistogram
 
 BOUNDS = (0.001, 0.5, 2.0)
 

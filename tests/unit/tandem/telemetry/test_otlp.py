@@ -9,7 +9,7 @@ from opentelemetry.proto.metrics.v1 import metrics_pb2
 from opentelemetry.sdk.resources import Resource
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from tandem.telemetry.otlp import to_otlp
+from tandem.telemetry.process import to_otlp
 
 STARTED_NS = 1_700_000_000_000_000_000
 

@@ -16,11 +16,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tandem.errors import ConfigurationError
-from tandem.telemetry.choice import telemetry_for
-from tandem.telemetry.exports import Failures
-from tandem.telemetry.on_loop import OnLoop
-from tandem.telemetry.process import Telemetry
-from tandem.telemetry.settings import TelemetryOptions
+from tandem.telemetry.metrics import OnLoop
+from tandem.telemetry.process import Failures, Telemetry
+from tandem.telemetry.settings import TelemetryOptions, telemetry_for
 from tests.paths import ROOT
 
 

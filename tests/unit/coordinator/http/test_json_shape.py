@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.http.bodies.json_shape import JsonShape
+from coordinator.http.bodies import JsonShape
 
 strings = st.text(st.sampled_from('\\",[]{}: abé\n'))
 documents: st.SearchStrategy[Any] = st.recursive(

@@ -7,8 +7,8 @@ import logging
 import pytest
 from pydantic import ValidationError
 
-from coordinator.http.bodies.unknown_fields import UnknownFields, ignored_header
-from coordinator.http.openai.schema import CompletionBody
+from coordinator.http.bodies import UnknownFields, ignored_header
+from coordinator.http.schema import CompletionBody
 
 BODY = b'{"prompt": "x", "foo": 1, "stream": true, "stream_options": {"bar": 2}}'
 

@@ -1,20 +1,20 @@
-"""Answers in the form of OpenAI's API: whole, and piece by piece."""
+"""Answers in the forms of OpenAI's API: whole, and piece by piece."""
 
 from __future__ import annotations
 
+import json
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from coordinator.http.bodies.json_parts import JsonList
-from coordinator.http.openai.logprobs import COMPLETION_COLUMNS, chat_logprobs, completion_logprobs
 from coordinator.stats.speculation import add, describe_with_state
 from tandem.speculation_state import SpeculationState
-from tandem.types import Chunk, SpeculationStats, Summary
+from tandem.types import Chunk, SpeculationStats, Summary, TokenLogprobs
 
 _IDS = ("token_ids", "drafted", "text_lengths", "proposed", "drafted_ahead")
 
@@ -208,3 +208,148 @@ def _ids(chunk: Chunk) -> dict[str, list[Any]]:
     """Return the fields that `return_token_ids` adds."""
     said = (chunk.token_ids, chunk.drafted, chunk.text_lengths, (chunk.proposed,), (chunk.drafted_ahead,))
     return dict(zip(_IDS, map(list, said), strict=True))
+
+
+_LEAST = -9999.0
+"""Substitute for minus infinity, which JSON cannot express."""
+
+_REPLACEMENT = "\ufffd"
+_SENTENCEPIECE_SPACE = "\u2581"
+
+
+COMPLETION_COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
+def completion_logprobs(
+    chunk: Chunk, tokenizer: Tokenizer, text_offset: int = 0
+) -> dict[str, list[Any]] | None:
+    """Log probabilities in the form of `/v1/completions`; None when the request did not ask for them.
+
+    Args:
+        chunk: The chunk that they belong to.
+        tokenizer: Decodes the tokens.
+        text_offset: Number of characters before the chunk.
+    """
+    positions = chunk.logprobs
+    if not positions:
+        return None
+    offsets = []
+    for length in chunk.text_lengths:
+        offsets.append(text_offset)
+        text_offset += length
+    columns = (
+        [token_text(tokenizer, token_id) for token_id in chunk.token_ids],
+        [_number(position.logprob) for position in positions],
+        [_top(tokenizer, position) for position in positions],
+        offsets,
+    )
+    return dict(zip(COMPLETION_COLUMNS, columns, strict=True))
+
+
+def chat_logprobs(chunk: Chunk, tokenizer: Tokenizer) -> list[Any]:
+    """Those of `/v1/chat/completions`, an entry for each token; empty when none were asked for."""
+    return [
+        {
+            **_entry(tokenizer, token_id, position.logprob),
+            "top_logprobs": [
+                _entry(tokenizer, top_id, logprob)
+                for top_id, logprob in zip(position.top_token_ids, position.top_logprobs, strict=True)
+            ],
+        }
+        for token_id, position in zip(chunk.token_ids, chunk.logprobs, strict=False)
+    ]
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token as text. One that is only a part of a character is shown as the tokenizer spells it."""
+    spelling: str = tokenizer.id_to_token(token_id) or ""
+    text: str = tokenizer.decode([token_id], skip_special_tokens=False)
+    if _REPLACEMENT in text or not text:
+        return spelling
+    # A decoder strips the space of a text's first word.
+    return f" {text}" if spelling.startswith(_SENTENCEPIECE_SPACE) and not text.startswith(" ") else text
+
+
+def _top(tokenizer: Tokenizer, position: TokenLogprobs) -> dict[str, float]:
+    pairs = zip(position.top_token_ids, position.top_logprobs, strict=True)
+    return {token_text(tokenizer, token_id): _number(logprob) for token_id, logprob in pairs}
+
+
+def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    text = token_text(tokenizer, token_id)
+    return {"token": text, "logprob": _number(logprob), "bytes": list(text.encode("utf-8", "replace"))}
+
+
+def _number(logprob: float) -> float:
+    return max(round(logprob, 6), _LEAST)
+
+
+PART_BYTES = 32 << 10
+"""A part is sent once it has so many bytes."""
+
+
+class JsonList:
+    """A list that is kept as the bytes of its JSON."""
+
+    def __init__(self) -> None:
+        self._text = bytearray()
+
+    def __len__(self) -> int:
+        """Its bytes, brackets included."""
+        return len(self._text) + 2
+
+    def extend(self, items: Iterable[object]) -> int:
+        """Append items; the number of bytes that they take."""
+        before = len(self._text)
+        for item in items:
+            if self._text:
+                self._text += b","
+            self._text += rendered(item)
+        return len(self._text) - before
+
+    def parts(self) -> Iterator[bytes]:
+        """Its JSON."""
+        yield b"["
+        for start in range(0, len(self._text), PART_BYTES):
+            yield bytes(self._text[start : start + PART_BYTES])
+        yield b"]"
+
+
+def rendered(value: object) -> bytes:
+    """The JSON of a small value."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace")
+
+
+def flattened(value: object) -> Iterator[bytes | JsonList]:
+    """The JSON of a value that holds lists of rendered items, in order."""
+    if isinstance(value, JsonList):
+        yield value
+    elif isinstance(value, dict):
+        yield b"{"
+        for number, (name, item) in enumerate(value.items()):
+            yield (b"," if number else b"") + rendered(name) + b":"
+            yield from flattened(item)
+        yield b"}"
+    elif isinstance(value, list):
+        yield b"["
+        for number, item in enumerate(value):
+            if number:
+                yield b","
+            yield from flattened(item)
+        yield b"]"
+    else:
+        yield rendered(value)
+
+
+def parts(pieces: Iterable[bytes | JsonList]) -> Iterator[bytes]:
+    """The same bytes in parts of about `PART_BYTES`."""
+    waiting = bytearray()
+    for piece in pieces:
+        for part in piece.parts() if isinstance(piece, JsonList) else (piece,):
+            waiting += part
+            if len(waiting) >= PART_BYTES:
+                yield bytes(waiting)
+                waiting.clear()
+    if waiting:
+        yield bytes(waiting)

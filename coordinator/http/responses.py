@@ -11,12 +11,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from coordinator.http.bodies.unknown_fields import ignored_header
+from coordinator.http.answers import Answer, ChatAnswer
+from coordinator.http.api import OpenAIApi
+from coordinator.http.bodies import ignored_header
 from coordinator.http.errors import error_object
-from coordinator.http.openai.answers import Answer, ChatAnswer
-from coordinator.http.openai.api import OpenAIApi
-from coordinator.http.openai.schema import ChatBody, Message, ResponsesBody
-from coordinator.http.openai.streaming import EventStream, data_line
+from coordinator.http.schema import ChatBody, Message, ResponsesBody
+from coordinator.http.sending import EventStream, data_line
 from tandem.errors import InvalidRequestError, TandemError
 from tandem.types import Chunk, FinishReason
 

@@ -1,1 +1,0 @@
-"""Bodies of requests and answers: bounded, read in good time, and written in parts."""

@@ -20,6 +20,7 @@ from coordinator.http.bodies import HttpMemory, UnknownFields
 from coordinator.http.chat import Chats, ChatTemplate
 from coordinator.http.errors import HttpError, error_response
 from coordinator.http.responses import Responses
+from coordinator.requests.plan import Models
 from coordinator.requests.runner import RequestRunner, Turns
 from coordinator.settings.coordinator import RequestBounds
 from coordinator.stats.speculation import describe

@@ -106,8 +106,8 @@ demo-models: setup ## Train the bundled pair of models again
 bench: setup ## Compare ways of decoding on this machine: make bench ARGS="--pair shaped:200M:1:0.8 --rounds 3"
 	$(BIN)/python -m benchmarks $(ARGS)
 
-# Writes what is to be sent in beside the report: figures, graphs that were not captured, and why.
-bench-gpu: setup ## Measure a GPU: memory, steps of an 8B and a 1B model, graphs, and a pair with drafting ahead
+# Writes the figures that are to be sent in beside the report.
+bench-gpu: setup ## Measure a GPU: memory, steps of an 8B and a 1B model, and a pair with drafting ahead
 	$(BIN)/python -P -m benchmarks.gpu --json benchmarks/results/gpu.json --markdown benchmarks/results/gpu.md $(ARGS)
 
 # Three runs of five to ten minutes on two quiet cores. Other engines: make bench-results ARGS="--vllm-python PYTHON"

@@ -89,7 +89,6 @@ def _head_backends(model: LoadedModel, head: DraftHead, settings: TargetSettings
         model,
         compile_mode="off" if isinstance(head, BlockHead) else settings.compile,
         compile_cache=settings.compile_cache,
-        enforce_eager=True,
     )
 
 

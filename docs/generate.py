@@ -57,9 +57,9 @@ An option can be given in four places; the first that names it decides:
 In Python: `SpeculativeConfig(speculative_method="ngram", num_speculative_tokens=4)` from `tandem.config`.
 What is no option is refused in each of these places. `tandem config show` prints every value and where it comes from;
 `tandem config check FILE|JSON` tells every rule that they break, and exits 0 or 2. Services that share a file or an
-environment each take what is theirs of the options of speculative decoding: those of the first four tables below, and
-`enforce_eager`, which is the draft and target services'. For every service there are no other variables; a file may
-hold others, which whoever reads it must have: what one service alone has goes into a section of its own."""
+environment each take what is theirs of the options of speculative decoding: those of the first four tables below. For
+every service there are no other variables; a file may hold others, which whoever reads it must have: what one service
+alone has goes into a section of its own."""
 
 _SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("Drafting", "For the draft service; the coordinator checks that the two agree.", DraftingOptions),
@@ -132,10 +132,7 @@ def _names() -> Iterator[str]:
     yield "## Names from MAX and vLLM\n\nAccepted in place of the names above:\n\n" + _table(
         ("written", "meant"), [(f"`{alias}`", f"`{name}`") for alias, name in ALIASES.items()]
     )
-    yield (
-        "Refused by name; of these, draft and target service have an `enforce_eager` of their own:\n\n"
-        + _table(("option", "why"), _refusals(REFUSED_OPTIONS))
-    )
+    yield ("Refused by name:\n\n" + _table(("option", "why"), _refusals(REFUSED_OPTIONS)))
     yield "Drafting methods that are refused by name:\n\n" + _table(
         ("method", "why"), _refusals(REFUSED_METHODS)
     )

@@ -33,7 +33,7 @@ from tandem.telemetry.settings import TelemetryOptions
 logger = logging.getLogger(__name__)
 
 DataTypeName = Literal["auto", "float32", "bfloat16", "float16"]
-CompileMode = Literal["auto", "on", "off", "layers"]
+CompileMode = Literal["auto", "on", "off"]
 
 COMMAND_LINE = SettingsConfigDict(
     extra="forbid",
@@ -135,8 +135,7 @@ class ModelServerSettings(RevisionOptions, ServerSettings):
     compile: CompileMode = "auto"
     """Compute with our own kernels on a CPU. A wheel or an image brings them compiled for most x86-64 processors;
     elsewhere the first start compiles them, which takes some seconds. Without a C++
-    compiler auto logs a message and uses torch; on requires the kernels; off is torch alone. layers is for a GPU: each
-    layer is compiled by torch.compile before CUDA graphs are captured, which takes a minute or more at start."""
+    compiler auto logs a message and uses torch; on requires the kernels; off is torch alone."""
     compile_cache: Path | None = None
     """Folder for kernels that are compiled here. By default tandem/kernels in the user's cache folder."""
     max_length: int | None = Field(default=None, ge=1)
@@ -149,9 +148,6 @@ class ModelServerSettings(RevisionOptions, ServerSettings):
     default 2048 on a GPU and 512 on a CPU. vLLM's name."""
     enable_prefix_caching: bool = True
     """Reuse the keys and values of a prefix that an earlier request had. vLLM's and MAX's name."""
-    enforce_eager: bool = False
-    """Run every step eagerly on a GPU: no CUDA graphs are captured, which saves their memory and some seconds
-    at start. vLLM's name."""
     step_timeout_seconds: float | None = Field(default=None, gt=0)
     """How long a step of the engine may take before health says NOT_SERVING until the step ends. By default four
     times as long per token as the slowest recent steps, at least 30 s and at most 600 s."""

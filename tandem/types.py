@@ -36,7 +36,6 @@ __all__ = [
     "Float32Array",
     "FloatArray",
     "GenerationRequest",
-    "GraphCaptures",
     "IntArray",
     "LogitAdjustments",
     "ModelFeature",
@@ -442,17 +441,6 @@ class ModelFeature(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class GraphCaptures:
-    """The CUDA graphs that a service captured when it started."""
-
-    captured_count: int
-    """Number of sizes."""
-    missing: tuple[str, ...] = ()
-    """A sentence for each size that was not captured, with the reason."""
-    memory_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """Information about the model that a service serves."""
 
@@ -468,8 +456,6 @@ class ModelInfo:
     tensor_parallel_size: int = 1
     """Devices that the model is split over."""
     features: frozenset[ModelFeature] = frozenset()
-    captures: GraphCaptures | None = None
-    """None where no graphs are captured, as on a CPU."""
     drafting_method: str = ""
     """Method of a draft that reads a target's hidden states: the service's own, for the target at its address alone, or
     that of the draft which a target hosts. Empty otherwise."""

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.engine.backends.interface import Sampler
 from tandem.engine.backends.transfers import HostArray
+from tandem.engine.sampler import Sampler
 from tandem.sampling.warping import parameter_rows
 from tandem.types import (
     DenseRow,

@@ -11,9 +11,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from tandem.engine.backends.eager.sampler import TORCH_SAMPLER
-from tandem.engine.backends.interface import Sampler
 from tandem.engine.backends.transfers import to_device, to_host
+from tandem.engine.sampler import TORCH_SAMPLER, Sampler
 from tandem.types import Verification
 from target_service.penalties import penalized
 from target_service.row_kinds import MakeRows, Rows, RowsOfKind, kind_of

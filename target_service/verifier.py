@@ -11,11 +11,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tandem.engine.backends.cuda_graphs.capture import captures_of, joined
-from tandem.engine.backends.eager.sampler import TORCH_SAMPLER
 from tandem.engine.backends.hidden_states.pairing import BoundSequences
 from tandem.engine.backends.hidden_states.tap import HiddenStateTap
-from tandem.engine.backends.interface import Sampler
 from tandem.engine.backends.selection import choose_backends
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.finite import non_finite
@@ -23,13 +20,13 @@ from tandem.engine.core.jobs import Done, Failed, Job
 from tandem.engine.kv_cache.arena import KvUsage
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.loading import LoadedModel, load_model
+from tandem.engine.sampler import TORCH_SAMPLER, Sampler
 from tandem.engine.settings import EngineSettings, prefill_chunk_tokens
 from tandem.errors import InvalidRequestError, NonFiniteLogitsError
 from tandem.fair_places import extra_places
 from tandem.telemetry.streams import OnStep
 from tandem.types import ModelFeature, ModelInfo, TargetOptions, Verification, VerifyStep
 from target_service.adjustments import Adjustments, check_ids
-from target_service.captured_rows import CapturedRows
 from target_service.hidden_state_files import HiddenStateFiles, hidden_state_files
 from target_service.penalties import History
 from target_service.row_requests import RowRequest
@@ -37,9 +34,6 @@ from target_service.rows import verifications
 from target_service.settings import TargetSettings
 
 logger = logging.getLogger(__name__)
-
-_CAPTURED_WIDTHS = (1, 3, 5, 9)
-"""The target alone, and proposals of 2 (MAX's default), 4 and 8 tokens; others are padded to the next."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -100,18 +94,13 @@ def make_verifier(
         model,
         compile_mode=settings.compile,
         compile_cache=settings.compile_cache,
-        enforce_eager=settings.enforce_eager,
+        tap=tap,
     )
-    if tap is not None:
-        backends = backends.tapped(tap)
-    graphs = None
-    if backends.capture is not None:  # before the KV cache, which takes what memory is left
-        graphs = CapturedRows(backends.capture, model.info.vocabulary_size, model.device)
-    head = partial(verify_head, sampler=backends.sampler, graphs=graphs)
+    head = partial(verify_head, sampler=backends.sampler)
     limits = engine_settings(settings, model)
     engine = Engine(model, head, limits, on_step, backends=backends, on_failure=on_failure)
     tokenizer_files = tuple(path for name in TOKENIZER_FILES if (path := settings.model / name).is_file())
-    return Verifier(engine, tokenizer_files, graphs, bound, files)
+    return Verifier(engine, tokenizer_files, bound, files)
 
 
 def engine_settings(settings: TargetSettings, model: LoadedModel) -> EngineSettings:
@@ -125,21 +114,15 @@ def engine_settings(settings: TargetSettings, model: LoadedModel) -> EngineSetti
         device_memory_utilization=settings.device_memory_utilization,
         prefix_reuse=settings.enable_prefix_caching,
         step_timeout_seconds=settings.step_timeout_seconds,
-        captured_widths=_CAPTURED_WIDTHS,
     )
 
 
 def verify_head(
-    ready: Sequence[Job[RowRequest]],
-    logits: Tensor,
-    sampler: Sampler = TORCH_SAMPLER,
-    graphs: CapturedRows | None = None,
+    ready: Sequence[Job[RowRequest]], logits: Tensor, sampler: Sampler = TORCH_SAMPLER
 ) -> list[Done[Verification] | Failed]:
     """Head of the target's engine: logits become the rows that each job asks for."""
     requests = [_request(job) for job in ready]
-    found = None if graphs is None else graphs.verifications(requests, logits)
-    if found is None:
-        found = verifications(requests, logits, sampler)
+    found = verifications(requests, logits, sampler)
     return [
         non_finite(request.base_length) if verification is None else Done(verification)
         for request, verification in zip(requests, found, strict=True)
@@ -161,7 +144,6 @@ class Verifier:
         self,
         engine: Engine[RowRequest, Verification],
         tokenizer_files: Sequence[Path],
-        graphs: CapturedRows | None = None,
         bound: BoundSequences | None = None,
         files: HiddenStateFiles | None = None,
     ) -> None:
@@ -169,12 +151,10 @@ class Verifier:
         Args:
             engine: Runs the model.
             tokenizer_files: See the attribute.
-            graphs: Draw rows, where the backends capture.
             bound: Learns of each sequence, where a draft reads the model's hidden states.
             files: Receive the hidden states of finished sequences.
         """
         self._engine = engine
-        self._captures = joined(engine.captures, captures_of(graphs))
         self._bound = bound or BoundSequences()
         self._files = files
         self.tokenizer_files = tokenizer_files
@@ -187,7 +167,6 @@ class Verifier:
             self._engine.model.info,
             max_length=self._engine.max_length,
             features=frozenset(ModelFeature),
-            captures=self._captures,
         )
 
     def kv_usage(self) -> KvUsage:

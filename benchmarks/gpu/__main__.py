@@ -1,4 +1,4 @@
-"""Measure a GPU: its memory, steps of an 8B and a 1B model, graphs, and a pair with drafting ahead.
+"""Measure a GPU: its memory, steps of an 8B and a 1B model, and a pair with drafting ahead.
 
     make bench-gpu
     make bench-gpu ARGS="--draft-device cuda:1 --pair shaped:8B:4:0.8"

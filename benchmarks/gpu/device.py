@@ -11,11 +11,8 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.gpu.figures import DeviceFacts
-from tandem.engine.backends.paged.varlen import varlen_for
-from tandem.engine.kv_cache.arena import page_tokens_on
 
 _READ_BYTES = 1 << 30
-_HEAD_DIM = 128
 
 
 def synchronized(device: torch.device) -> None:
@@ -49,11 +46,8 @@ def device_facts(device: torch.device, rounds: int) -> DeviceFacts:
             cuda_version="",
             driver_version="",
             read_bytes_per_second=rate,
-            paged_attention="plain torch",
         )
     properties = torch.cuda.get_device_properties(device)
-    size = page_tokens_on(device)
-    page = torch.zeros(1, size, 1, _HEAD_DIM, dtype=torch.bfloat16, device=device)
     return DeviceFacts(
         name=properties.name,
         memory_bytes=properties.total_memory,
@@ -62,7 +56,6 @@ def device_facts(device: torch.device, rounds: int) -> DeviceFacts:
         cuda_version=str(torch.version.cuda or ""),
         driver_version=_driver_version(),
         read_bytes_per_second=rate,
-        paged_attention="plain torch" if varlen_for(page, page) is None else "varlen_attn",
     )
 
 

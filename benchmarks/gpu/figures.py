@@ -17,8 +17,6 @@ class DeviceFacts(Data):
     driver_version: str
     read_bytes_per_second: float
     """Bandwidth of reading a tensor of a gibibyte, or of less where there is less memory."""
-    paged_attention: str
-    """The function that reads pages here: varlen_attn, or plain torch."""
 
 
 class StepFigure(Data):
@@ -29,19 +27,9 @@ class StepFigure(Data):
     """Tokens of each sequence."""
     context: int
     """Tokens that each sequence had before."""
-    eager: float
-    captured: float | None
-    """None: this size was not captured, see `CaptureFigure`."""
+    taken: float
     bound: float
     """Time to read the weights and the sequences' keys and values once, at the measured rate."""
-
-
-class CaptureFigure(Data):
-    """Result of capturing a size of step, or a whole proposal."""
-
-    shape: str
-    reason: str | None
-    """Why it was not captured; None if it was."""
 
 
 class ModelFigures(Data):
@@ -51,9 +39,8 @@ class ModelFigures(Data):
     parameters: int
     weight_bytes: int
     load_bytes: int
-    """Memory of the device that weights and graphs take together; 0 on a CPU."""
+    """Memory of the device that the weights take; 0 on a CPU."""
     steps: tuple[StepFigure, ...]
-    captures: tuple[CaptureFigure, ...]
 
 
 class GpuReport(Data):

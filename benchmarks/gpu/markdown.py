@@ -18,7 +18,7 @@ def markdown(report: GpuReport, command: str) -> str:
         f"{device.compute_capability or 'none'}, "
         f"torch {device.torch_version}, CUDA {device.cuda_version or 'none'}, "
         f"driver {device.driver_version or 'none'}. "
-        f"It reads {device.read_bytes_per_second / 1e9:.0f} GB/s. Attention to pages: {device.paged_attention}.",
+        f"It reads {device.read_bytes_per_second / 1e9:.0f} GB/s.",
         "",
     ]
     for model in report.models:
@@ -35,17 +35,12 @@ def _model(model: ModelFigures) -> list[str]:
         "",
         "Milliseconds of a step; the bound reads weights, keys and values once.",
         "",
-        "| sequences x tokens | context | eager | captured | bound | captured by bound |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| sequences x tokens | context | taken | bound | taken by bound |",
+        "|---|---:|---:|---:|---:|",
     ]
-    for step in model.steps:
-        captured = "" if step.captured is None else f"{step.captured:.2f}"
-        ratio = "" if step.captured is None else f"{step.captured / step.bound:.2f}"
-        lines.append(
-            f"| {step.sequences} x {step.width} | {step.context:,} | {step.eager:.2f} | {captured} | "
-            f"{step.bound:.2f} | {ratio} |"
-        )
-    missing = [each for each in model.captures if each.reason is not None]
-    lines += ["", f"{len(model.captures) - len(missing)} of {len(model.captures)} sizes were captured."]
-    lines += [f"- {each.shape}: {each.reason}" for each in missing]
+    lines += [
+        f"| {step.sequences} x {step.width} | {step.context:,} | {step.taken:.2f} | {step.bound:.2f} | "
+        f"{step.taken / step.bound:.2f} |"
+        for step in model.steps
+    ]
     return [*lines, ""]

@@ -1,4 +1,4 @@
-"""Steps of one model: eagerly, as a captured graph, and what reading the memory alone would take."""
+"""Steps of one model, and what reading the memory alone would take."""
 
 from __future__ import annotations
 
@@ -8,19 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.gpu.device import median_milliseconds
-from benchmarks.gpu.figures import CaptureFigure, DeviceFacts, ModelFigures, StepFigure
-from draft_service.proposers.standalone import capture_proposals
-from tandem.engine.backends.cuda_graphs.buckets import Bucket
-from tandem.engine.backends.cuda_graphs.capture import Capture, graph_capture, without_capture
-from tandem.engine.backends.cuda_graphs.captured_steps import CapturedSteps
+from benchmarks.gpu.figures import DeviceFacts, ModelFigures, StepFigure
 from tandem.engine.backends.eager.backend import eager_backend
-from tandem.engine.backends.selection import Backends
 from tandem.engine.kv_cache.arena import KvArena, PageTable, page_tokens_on, pages_for
 from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.loading import LoadedModel, fix_rotary_frequencies
-
-_DRAFT_TOP_K = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +38,8 @@ def model_figures(model: LoadedModel, sizes: StepSizes, facts: DeviceFacts, roun
     fix_rotary_frequencies(model.module, sizes.longest, device)
     page_count = max(sizes.sequences) * pages_for(sizes.longest + 8, page_tokens_on(device))
     arena = KvArena(model.layers, page_count, model.dtype, device)
-    capture: Capture = graph_capture(device, enforce_eager=False) or without_capture
-    buckets = [Bucket(count, width) for count in sizes.sequences for width in {2, *sizes.widths}]
-    graphs = Backends(model, capture=capture).graph_context(arena, buckets, sizes.longest)
-    assert graphs is not None, "a capture is there, and the attention of a Llama is packed"
-    captured = CapturedSteps(graphs)
-    proposals = capture_proposals(_DRAFT_TOP_K, graphs)
-    outcomes = [
-        *(CaptureFigure(shape=f"step {each.shape}", reason=each.reason) for each in captured.outcomes),
-        *(CaptureFigure(shape=f"proposal {each.shape}", reason=each.reason) for each in proposals.outcomes),
-    ]
     weight_bytes = sum(each.nbytes for each in model.module.parameters())
-    measured = _Measured(model, arena, captured, weight_bytes / facts.read_bytes_per_second, facts, rounds)
+    measured = _Measured(model, arena, weight_bytes / facts.read_bytes_per_second, facts, rounds)
     steps = tuple(
         measured.step(count, width, context)
         for context in sizes.contexts
@@ -70,7 +53,6 @@ def model_figures(model: LoadedModel, sizes: StepSizes, facts: DeviceFacts, roun
         weight_bytes=weight_bytes,
         load_bytes=taken,
         steps=steps,
-        captures=tuple(outcomes),
     )
 
 
@@ -80,7 +62,6 @@ class _Measured:
 
     model: LoadedModel
     arena: KvArena
-    captured: CapturedSteps
     weight_seconds: float
     facts: DeviceFacts
     rounds: int
@@ -92,20 +73,14 @@ class _Measured:
         device = self.model.device
         with torch.inference_mode():
             eager = eager_backend(self.model, self.arena)
-            eager_ms = median_milliseconds(lambda: eager.run(segments, rows), device, self.rounds)
-            captured_ms = None
-            if self.captured.accepts(segments):
-                captured_ms = median_milliseconds(
-                    lambda: self.captured.run(segments, rows), device, self.rounds
-                )
+            taken = median_milliseconds(lambda: eager.run(segments, rows), device, self.rounds)
         token_bytes = sum(layer.values_per_token for layer in self.model.layers) * self.model.dtype.itemsize
         key_seconds = count * (context + width) * token_bytes / self.facts.read_bytes_per_second
         return StepFigure(
             sequences=count,
             width=width,
             context=context,
-            eager=eager_ms,
-            captured=captured_ms,
+            taken=taken,
             bound=1e3 * (self.weight_seconds + key_seconds),
         )
 

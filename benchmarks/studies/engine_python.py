@@ -24,7 +24,6 @@ from torch import Tensor
 from benchmarks.models.pairs import DEMO
 from draft_service.proposers.drafting import propose_head
 from draft_service.proposers.standalone import StandaloneProposer
-from tandem.engine.backends.cuda_graphs.captured_steps import GraphContext
 from tandem.engine.backends.interface import StepBackend
 from tandem.engine.backends.selection import Backends, choose_backends
 from tandem.engine.core.engine import Engine
@@ -72,7 +71,7 @@ class NoModel:
 class WithoutModel(Backends):
     """Backends whose steps compute nothing, with the sampler of those that would."""
 
-    def steps(self, arena: KvArena, graphs: GraphContext | None = None) -> list[StepBackend]:
+    def steps(self, arena: KvArena) -> list[StepBackend]:
         """See `Backends.steps`."""
         return [NoModel(self.model.info.vocabulary_size)]
 

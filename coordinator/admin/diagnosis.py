@@ -1,4 +1,4 @@
-"""Findings of the doctor about CUDA graphs."""
+"""Diagnoses a coordinator and its services: pure functions from known facts to findings."""
 
 from __future__ import annotations
 
@@ -16,31 +16,6 @@ from tandem.config.rule import broken
 from tandem.plural import plural
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.rpc.addresses import is_local
-
-_MAX_REASONS = 3
-
-
-def graphs(replica: ReplicaSnapshot) -> Iterator[Finding]:
-    """Find which sizes of step a service could not capture; nothing where it captures none."""
-    captures = None if replica.model is None else replica.model.captures
-    if captures is None:
-        return
-    count, missing = captures.captured_count, captures.missing
-    memory = f"{captures.memory_bytes / 2**30:.1f} GiB"
-    if not missing:
-        words = f"all {plural(count, 'size')} captured, {memory}"
-        yield Finding("cuda graphs", replica.address, Severity.OK, words)
-        return
-    reasons = "; ".join(missing[:_MAX_REASONS])
-    more = f"; {len(missing) - _MAX_REASONS} more in its log" if len(missing) > _MAX_REASONS else ""
-    yield Finding(
-        "cuda graphs",
-        replica.address,
-        Severity.WARNING,
-        f"{count} of {plural(count + len(missing), 'size')} captured, {memory}; not {reasons}{more}",
-        "steps of these sizes run eagerly; for want of memory, lower --device-memory-utilization or --max-sequences",
-    )
-
 
 ENOUGH_TOKENS = 200
 """Proposed tokens below which nothing is said about acceptance."""
@@ -70,7 +45,6 @@ def diagnose(status: Status, settings: CoordinatorSettings) -> Iterator[Finding]
         yield _replica_state(replica, status)
         yield from _replica_version(replica)
         yield from _round_trip(replica, status.replicas)
-        yield from graphs(replica)
     yield from _models(status, settings)
     yield from _speculation(status)
     yield _rule(status)

@@ -73,7 +73,7 @@ def lossless_rule(in_file: Mapping[str, Any]) -> str | None:
 
 TARGET_SHARE = 0.65
 DRAFT_SHARE = 0.25
-"""Default shares where both models are on one accelerator. The rest is for CUDA itself and for captured graphs."""
+"""Default shares where both models are on one accelerator. The rest is for CUDA itself and for steps."""
 
 HTTP_PORT = 8000
 """Default HTTP port, used unless it is taken."""

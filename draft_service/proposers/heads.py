@@ -21,12 +21,12 @@ from torch import Tensor
 from draft_service.proposers.drafting import Drafting, Outcome, extended
 from draft_service.proposers.model_free import TokenState
 from tandem.engine.backends.hidden_states.pairing import BoundSequences, PairedStates, Pairing
-from tandem.engine.backends.interface import Sampler
 from tandem.engine.backends.selection import Backends
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Continue, Failed, Job
 from tandem.engine.kv_cache.arena import KvUsage
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
+from tandem.engine.sampler import Sampler
 from tandem.engine.settings import EngineSettings
 from tandem.errors import InvalidRequestError, ServiceUnavailableError
 from tandem.telemetry.streams import OnStep

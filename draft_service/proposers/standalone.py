@@ -10,18 +10,15 @@ from dataclasses import replace
 from functools import partial
 
 from draft_service.proposers.ahead import AheadDrafter, OutcomeHistory, Pushed
-from draft_service.proposers.captured_proposals import CapturedProposals
 from draft_service.proposers.drafting import Drafting, propose_head
 from draft_service.settings import DraftSettings
-from tandem.engine.backends.cuda_graphs.captured_steps import GraphContext
-from tandem.engine.backends.eager.sampler import TORCH_SAMPLER
-from tandem.engine.backends.interface import Sampler
 from tandem.engine.backends.selection import choose_backends
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Job
 from tandem.engine.kv_cache.arena import KvUsage
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.loading import load_model
+from tandem.engine.sampler import TORCH_SAMPLER, Sampler
 from tandem.engine.settings import EngineSettings, prefill_chunk_tokens
 from tandem.errors import InvalidRequestError, NonFiniteLogitsError
 from tandem.fair_places import extra_places
@@ -36,12 +33,6 @@ from tandem.types import (
 )
 
 logger = logging.getLogger(__name__)
-
-_CAPTURED_WIDTHS = (1, 2)
-"""New tokens of a draft step: one, or two after a proposal was accepted whole."""
-
-_CAPTURED_COUNTS = range(1, 9)
-"""Lengths of captured proposals: each has a capture of its own, so that no step is run in vain."""
 
 
 def load_standalone(
@@ -62,7 +53,6 @@ def load_standalone(
         model,
         compile_mode=settings.compile,
         compile_cache=settings.compile_cache,
-        enforce_eager=settings.enforce_eager,
     )
     limits = EngineSettings(
         max_length=settings.max_length,
@@ -73,7 +63,6 @@ def load_standalone(
         device_memory_utilization=settings.device_memory_utilization,
         prefix_reuse=settings.enable_prefix_caching,
         step_timeout_seconds=settings.step_timeout_seconds,
-        captured_widths=_CAPTURED_WIDTHS,
     )
     engine = Engine(
         model,
@@ -81,17 +70,9 @@ def load_standalone(
         limits,
         on_step=on_step,
         backends=backends,
-        make_proposer=partial(capture_proposals, settings.draft_top_k),
         on_failure=on_failure,
     )
     return StandaloneProposer(engine, settings.draft_top_k, settings.draft_support_mass, backends.sampler)
-
-
-def capture_proposals(draft_top_k: int, graphs: GraphContext) -> CapturedProposals:
-    """Build the captured proposer of a draft's engine; see `CapturedProposals`."""
-    # After a rejection one token is new to the draft, after full acceptance two: the widest bucket serves both.
-    widest = [bucket for bucket in graphs.buckets if bucket.width == max(_CAPTURED_WIDTHS)]
-    return CapturedProposals(graphs, widest, _CAPTURED_COUNTS, draft_top_k)
 
 
 class StandaloneProposer:
@@ -113,9 +94,7 @@ class StandaloneProposer:
     @property
     def model_info(self) -> ModelInfo:
         """Information about the model."""
-        return replace(
-            self._engine.model.info, max_length=self._engine.max_length, captures=self._engine.captures
-        )
+        return replace(self._engine.model.info, max_length=self._engine.max_length)
 
     def kv_usage(self) -> KvUsage:
         """Usage of its KV cache."""

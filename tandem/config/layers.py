@@ -41,9 +41,8 @@ class Origin(StrEnum):
     DEFAULT = "default"
 
 
-_OTHERS_OPTIONS = SpeculativeConfig.model_fields.keys() | {"enforce_eager"}
-"""Options that a shared source may hold for another service. vLLM has enforce_eager among the options of speculative
-decoding; here it is the services' that run a model, and refused where it is given to the coordinator itself."""
+_OTHERS_OPTIONS = SpeculativeConfig.model_fields.keys()
+"""Options that a shared source may hold for another service."""
 
 # TANDEM_ sets an option of speculative decoding for every service, TANDEM_COORDINATOR_ and the like any option of one.
 # TANDEM_CLIENT_ is for clients, TANDEM_VLLM_ for the plug-in of vLLM.

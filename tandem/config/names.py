@@ -15,7 +15,7 @@ _TARGETS = "a model's folder is served as it is; "
 REFUSED_OPTIONS = {
     "tensor_parallel_size": "a service runs its model on one device; start more replicas to serve "
     "more requests",
-    "enforce_eager": "whether the draft runs captured graphs is decided by its own service and device",
+    "enforce_eager": "the services run every step eagerly",
     "quantization": _TARGETS
     + "name one whose weights have the type you want, and set dtype on the draft service",
     "moe_backend": "the draft model runs through transformers, which chooses its own kernels",

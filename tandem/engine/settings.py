@@ -44,9 +44,6 @@ class EngineSettings:
     step_timeout_seconds: float | None = None
     """How long a step may take before it counts as stuck. None learns it, see `tandem.engine.core.watchdog`."""
 
-    captured_widths: tuple[int, ...] = ()
-    """Tokens of each sequence in the steps that are captured as CUDA graphs, on devices that have them."""
-
     def __post_init__(self) -> None:
         for name in ("max_sequences", "prefill_chunk_tokens"):
             value = getattr(self, name)

@@ -14,7 +14,6 @@ from tandem.types import (
     Delta,
     Float32Array,
     FloatArray,
-    GraphCaptures,
     IntArray,
     ModelFeature,
     ModelInfo,
@@ -23,10 +22,6 @@ from tandem.types import (
     StepCost,
 )
 from tandem.v1 import types_pb2
-
-_MAX_MISSING = 64
-"""Sentences about sizes that were not captured; a service may say what it likes."""
-_MAX_SENTENCE_LENGTH = 300
 
 MAX_STEP_SECONDS = 3600.0
 """A step cost beyond this is a mistake of the service."""
@@ -183,7 +178,6 @@ def model_info_to_proto(info: ModelInfo) -> types_pb2.ModelInfo:
         tensor_parallel_size=info.tensor_parallel_size,
         drafting_method=info.drafting_method,
         features=[_FEATURES[feature] for feature in sorted(info.features, key=str)],
-        captures=_captures_to_proto(info.captures),
     )
 
 
@@ -203,21 +197,7 @@ def model_info_from_proto(message: types_pb2.ModelInfo) -> ModelInfo:
         drafting_method=message.drafting_method,
         # A newer service may announce more features, which are ignored.
         features=frozenset(_FEATURES_BACK[value] for value in message.features if value in _FEATURES_BACK),
-        captures=_captures_from_proto(message.captures) if message.HasField("captures") else None,
     )
-
-
-def _captures_to_proto(captures: GraphCaptures | None) -> types_pb2.GraphCaptures | None:
-    if captures is None:
-        return None
-    return types_pb2.GraphCaptures(
-        captured_count=captures.captured_count, missing=captures.missing, memory_bytes=captures.memory_bytes
-    )
-
-
-def _captures_from_proto(message: types_pb2.GraphCaptures) -> GraphCaptures:
-    missing = tuple(sentence[:_MAX_SENTENCE_LENGTH] for sentence in message.missing[:_MAX_MISSING])
-    return GraphCaptures(max(0, message.captured_count), missing, max(0, message.memory_bytes))
 
 
 def floats_to_bytes(values: FloatArray | Float32Array) -> bytes:

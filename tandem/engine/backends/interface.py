@@ -1,4 +1,4 @@
-"""The seam between the engine and what computes: a step backend runs steps, a sampler chooses tokens from logits."""
+"""The seam between the engine and what computes: a step backend runs steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Protocol
 from torch import Tensor
 
 from tandem.engine.kv_cache.sequence import Segment
-from tandem.types import SamplingParams
 
 
 class StepBackend(Protocol):
@@ -42,48 +41,4 @@ class StepBackend(Protocol):
 
     def prompt_tokens(self, limit: int) -> int:
         """The number of prompt tokens, up to `limit`, that a step should take for this backend to be fast."""
-        ...
-
-
-class Sampler(Protocol):
-    """Chooses tokens from logits. Every sampler draws the same noise bits; probabilities may differ in their last
-    places, which changes about one sample in 10**13."""
-
-    def probabilities(
-        self, logits: Tensor, sampling: SequenceOf[SamplingParams], columns: Tensor | None = None
-    ) -> Tensor:
-        """The distribution of each row, float64 [R, V]; see `tandem.sampling.warping.warp`.
-
-        Args:
-            logits: [R, V], any floating type.
-            sampling: of each row.
-            columns: their `parameter_rows` on the device of the logits, so that the host need not wait for it.
-        """
-        ...
-
-    def sample(self, probs: Tensor, keys: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """One column per row, int64 [R]; see `tandem.sampling.noise.sample`.
-
-        Args:
-            probs: float64 [R, V].
-            keys: int64 [R].
-            token_ids: int64 [R, V], the id of each column; None when columns are ids.
-        """
-        ...
-
-    def sample_tokens(self, probs: Tensor, keys: Tensor) -> Tensor:
-        """The token that each row draws, int64 [R]; -1 where the row is no distribution, as `probabilities` makes of
-        logits that are not finite. Does not wait for the device."""
-        ...
-
-    def argmax(self, logits: Tensor) -> Tensor:
-        """The column of each row's highest logit, the first of equal ones, int64 [R]; -1 where the highest is not
-        finite.
-
-        Kernels skip NaN as long as a row has other numbers. Does not wait for the device.
-        """
-        ...
-
-    def topk(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The highest logits of each row and their columns, [R, count] both, highest first."""
         ...

@@ -10,16 +10,12 @@ from collections.abc import Sequence as SequenceOf
 from functools import partial
 from typing import Any, Generic, cast
 
-from tandem.engine.backends.cuda_graphs.buckets import make_buckets
-from tandem.engine.backends.cuda_graphs.capture import captures_of
-from tandem.engine.backends.cuda_graphs.captured_steps import GraphContext
 from tandem.engine.backends.eager.backend import SMALL_STEP_TOKENS
-from tandem.engine.backends.memory_profile import MemoryMeter, meter_of, plan_memory
 from tandem.engine.backends.selection import Backends
 from tandem.engine.core.background.job import BackgroundJob
 from tandem.engine.core.events import StepRecord
 from tandem.engine.core.finite import finite_head
-from tandem.engine.core.jobs import Head, Job, MultiStepProposer, PayloadT, ResultT
+from tandem.engine.core.jobs import Head, Job, PayloadT, ResultT
 from tandem.engine.core.runner import StepRunner
 from tandem.engine.core.watchdog import StepWatchdog
 from tandem.engine.core.worker import Worker
@@ -39,9 +35,6 @@ _WARM_UP_SECONDS = 5.0
 _CHECKED_TOKENS = 4
 """Enough for attention to more than the token itself."""
 
-MakeMultiStepProposer = Callable[[GraphContext], MultiStepProposer[PayloadT, ResultT]]
-"""Captures several steps of an engine at once."""
-
 
 class Engine(Generic[PayloadT, ResultT]):
     """Runs jobs in batches on a thread of its own, so that the event loop never runs a forward pass.
@@ -57,9 +50,7 @@ class Engine(Generic[PayloadT, ResultT]):
         on_step: Callable[[StepRecord], None] | None = None,
         *,
         backends: Backends | None = None,
-        make_proposer: MakeMultiStepProposer[PayloadT, ResultT] | None = None,
         on_failure: Callable[[], None] | None = None,
-        meter: MemoryMeter | None = None,
     ) -> None:
         """Allocates the KV cache.
 
@@ -70,9 +61,7 @@ class Engine(Generic[PayloadT, ResultT]):
             settings: limits.
             on_step: called after each step, on the engine's thread; for metrics.
             backends: what runs the steps of this very model; None runs all of them eagerly.
-            make_proposer: captures several steps at once; called only where steps are captured.
             on_failure: called on the event loop when the thread has ended by itself: no job runs any more.
-            meter: reads the device's memory; None for the device's own.
 
         Raises:
             ConfigurationError: the settings cannot be met.
@@ -82,26 +71,18 @@ class Engine(Generic[PayloadT, ResultT]):
         """Longest sequence, in tokens."""
         fix_rotary_frequencies(model.module, self.max_length, model.device)
         backends = backends or Backends(model)
-        buckets = make_buckets(settings.max_sequences, settings.captured_widths)
-        captured = () if backends.capture is None else buckets
-        memory = plan_memory(model, settings, self.max_length, captured, meter or meter_of(model.device))
-        pages = arena_pages(model.layers, memory.settings, self.max_length, model.dtype, model.device)
+        pages = arena_pages(model.layers, settings, self.max_length, model.dtype, model.device)
         arena = KvArena(model.layers, pages, model.dtype, model.device)
         self._most_sequences = settings.max_sequences - settings.kept_sequences
         self._admission = Admission(settings, model.info.vocabulary_size, arena)
         self._cache = PagedCache(arena, reuses_prefixes=settings.prefix_reuse)
-        graphs = backends.graph_context(arena, buckets, self.max_length)
-        steps = backends.steps(arena, graphs)
+        steps = backends.steps(arena)
         self._runner = StepRunner(steps)
-        proposer = None if graphs is None or make_proposer is None else make_proposer(graphs)
-        self.captures = captures_of(*steps, proposer)
-        """The CUDA graphs; None where none are captured."""
-        memory.check(0 if self.captures is None else self.captures.memory_bytes)
         branches = backends.branches(arena, steps)
         self._watchdog = StepWatchdog(settings.step_timeout_seconds)
         self._worker = Worker(
             self._runner, self._cache, head, settings, _ToLoop(self), model.device, on_step,
-            proposer, self._watchdog, branches,
+            self._watchdog, branches,
         )  # fmt: skip
         self._on_failure = on_failure
         self._is_closing = False

@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from tandem.engine.kv_cache.sequence import Segment, Sequence
+from tandem.engine.kv_cache.sequence import Sequence
 from tandem.errors import InvalidRequestError, TandemError
 from tandem.types import Delta, StepCost
 
@@ -96,40 +96,5 @@ class Head(Protocol[PayloadT, ResultT]):
 
         Returns:
             One outcome for each job, in order.
-        """
-        ...
-
-
-DoneT = TypeVar("DoneT", covariant=True)
-
-
-class MultiStepProposer(Protocol[PayloadT, DoneT]):
-    """Runs several steps at once that the head would otherwise request one by one with `Continue`."""
-
-    @property
-    def tokens_ahead(self) -> int:
-        """The most tokens behind a segment's end whose keys and values it writes."""
-        ...
-
-    def takes(self, segment: Segment, job: Job[PayloadT]) -> bool:
-        """True if it can finish a job in the next step, whatever other jobs are in it. Called on the engine's thread.
-
-        Args:
-            segment: the job's segment of the next step.
-            job: unchanged.
-        """
-        ...
-
-    def run(
-        self, segments: SequenceOf[Segment], jobs: SequenceOf[Job[PayloadT]]
-    ) -> SequenceOf[DoneT | Failed]:
-        """Finishes jobs that it takes. Called on the engine's thread.
-
-        Args:
-            segments: the jobs' segments, at least one.
-            jobs: their jobs.
-
-        Returns:
-            One result or failure for each job, with its sequence as after single steps.
         """
         ...

@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias
+from typing import Any, Generic
 
 from torch import Tensor
 
 from tandem.engine.core.events import StepRecord
-from tandem.engine.core.jobs import Continue, Done, Failed, Head, Job, MultiStepProposer, PayloadT, ResultT
+from tandem.engine.core.jobs import Continue, Done, Failed, Head, Job, PayloadT, ResultT
 from tandem.engine.core.page_scheduler import PageScheduler
 from tandem.engine.core.runner import StepRunner
 from tandem.engine.core.running import RunningJobs
@@ -30,18 +29,6 @@ _MAX_FAILED_STEPS = 8
 restarted."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Ran:
-    """A part of a step that has run."""
-
-    row_count: int
-    model_end: float
-    """Time at which the forward pass ended."""
-
-
-_RunPart: TypeAlias = Callable[[SequenceOf[Segment], SequenceOf[Job[PayloadT]]], _Ran]
-
-
 class Stepper(Generic[PayloadT, ResultT]):
     """Runs steps of the running jobs, on the engine's thread."""
 
@@ -52,7 +39,6 @@ class Stepper(Generic[PayloadT, ResultT]):
         prefill_chunk_tokens: int,
         running: RunningJobs[PayloadT],
         on_step: Callable[[StepRecord], None] | None,
-        proposer: MultiStepProposer[PayloadT, ResultT] | None,
         watchdog: StepWatchdog,
         cache: PagedCache,
         pages: PageScheduler,
@@ -62,7 +48,6 @@ class Stepper(Generic[PayloadT, ResultT]):
         self._chunk_tokens = prefill_chunk_tokens
         self._running = running
         self._on_step = on_step
-        self._proposer = proposer
         self._watchdog = watchdog
         self._cache = cache
         self._pages = pages
@@ -71,66 +56,52 @@ class Stepper(Generic[PayloadT, ResultT]):
     @contextmanager
     def using_head(self, head: Head[Any, Any]) -> Iterator[None]:
         """Use another head for as long as the block runs. No job is in flight when the block begins and ends."""
-        own, self._head, proposer, self._proposer = self._head, head, self._proposer, None
+        own, self._head = self._head, head
         try:
             yield
         finally:
-            self._head, self._proposer = own, proposer
+            self._head = own
 
     def run(self) -> bool:
         """Schedules and runs a step, and delivers the results; false if every job waits for pages.
 
-        What the proposer takes is one part, the rest another.
+        What fails here fails for the callers of this step alone.
         """
-        started = time.perf_counter()
+        began = time.perf_counter()
         segments = self._next_segments()
         if not segments:
             return False
-        ahead, single = self._divided(segments)
-        if ahead:
-            self._run_part(ahead, self._finish_ahead, started)
-            started = time.perf_counter()
-        if single:
-            self._run_part(single, self._step, started)
-        return True
-
-    def _divided(self, segments: SequenceOf[Segment]) -> tuple[list[Segment], list[Segment]]:
-        """The segments whose jobs the proposer finishes at once, and the others, which get a single step."""
-        proposer = self._proposer
-        if proposer is None:
-            return [], list(segments)
-        ahead = [s for s in segments if proposer.takes(s, self._running.by_sequence[s.sequence])]
-        taken = {segment.sequence for segment in ahead}
-        return ahead, [segment for segment in segments if segment.sequence not in taken]
-
-    def _run_part(self, segments: SequenceOf[Segment], run: _RunPart[PayloadT], started: float) -> None:
-        """Runs some of the segments, as a step of their own. What fails here fails for their callers alone."""
         jobs = [self._running.by_sequence[segment.sequence] for segment in segments]
         token_count = sum(segment.token_count for segment in segments)
         self._watchdog.begin(token_count)
         try:
-            outcome = run(segments, jobs)
+            row_count, model_end = self._step(segments, jobs)
         except Exception as error:
             logger.exception("step failed", extra={"sequences": len(jobs)})
             self._running.fail(jobs, _step_error(error))
             self._failed_steps += 1
             if self._failed_steps >= _MAX_FAILED_STEPS:
                 raise
-            return
+            return True
         finally:
             self._watchdog.end()
         self._failed_steps = 0
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - began
         if self._on_step is not None:
-            self._on_step(
-                StepRecord(len(jobs), token_count, outcome.row_count, outcome.model_end - started, seconds)
-            )
-            seconds = time.perf_counter() - started
+            self._on_step(StepRecord(len(jobs), token_count, row_count, model_end - began, seconds))
+            # Once more: the observer takes part in how long a step takes.
+            seconds = time.perf_counter() - began
         for job in jobs:
             job.count_step(seconds, len(jobs), token_count)
+        return True
 
-    def _step(self, segments: SequenceOf[Segment], jobs: SequenceOf[Job[PayloadT]]) -> _Ran:
-        """Runs one step and asks the head."""
+    def _next_segments(self) -> list[Segment]:
+        jobs = self._running.by_sequence.values()
+        self._pages.reuse_prefixes(jobs)
+        return self._pages.with_pages(next_segments(jobs, self._runner.prompt_tokens(self._chunk_tokens)))
+
+    def _step(self, segments: SequenceOf[Segment], jobs: SequenceOf[Job[PayloadT]]) -> tuple[int, float]:
+        """Runs a step and asks the head; returns the number of rows and when the forward pass ended."""
         rows, ready = self._wanted_rows(segments)
         logits = self._runner.run(segments, rows)
         model_end = time.perf_counter()
@@ -139,28 +110,7 @@ class Stepper(Generic[PayloadT, ResultT]):
             self._cache.computed(segment.sequence)
         self._finish_without_rows(jobs)
         self._ask_head(ready, logits)
-        return _Ran(len(rows), model_end)
-
-    def _next_segments(self) -> list[Segment]:
-        jobs = self._running.by_sequence.values()
-        self._pages.reuse_prefixes(jobs)
-        segments = self._pages.with_pages(next_segments(jobs, self._runner.prompt_tokens(self._chunk_tokens)))
-        if self._proposer is not None:
-            for segment in segments:
-                self._cache.take_spare(segment.sequence, segment.end + self._proposer.tokens_ahead)
-        return segments
-
-    def _finish_ahead(self, segments: SequenceOf[Segment], jobs: SequenceOf[Job[PayloadT]]) -> _Ran:
-        """Finishes all of the jobs at once."""
-        assert self._proposer is not None
-        results = self._proposer.run(segments, jobs)
-        for job, result in zip(jobs, results, strict=True):
-            if isinstance(result, Failed):
-                self._running.settle_untrusted(job, result)
-            else:
-                self._cache.computed(job.sequence)
-                self._running.settle(job, result)
-        return _Ran(len(jobs), time.perf_counter())
+        return len(rows), model_end
 
     def _wanted_rows(self, segments: SequenceOf[Segment]) -> tuple[list[int], list[Job[PayloadT]]]:
         """Indices of the step's tokens whose logits are wanted, and the jobs that they complete."""

@@ -18,7 +18,7 @@ from tandem.engine.core import page_scheduler
 from tandem.engine.core.background.job import BackgroundJob
 from tandem.engine.core.background.work import BackgroundWork
 from tandem.engine.core.events import EngineObserver, StepRecord
-from tandem.engine.core.jobs import Head, Job, MultiStepProposer, PayloadT, ResultT
+from tandem.engine.core.jobs import Head, Job, PayloadT, ResultT
 from tandem.engine.core.page_scheduler import PageScheduler
 from tandem.engine.core.rejoin import RejoinWindow
 from tandem.engine.core.runner import StepRunner
@@ -45,7 +45,6 @@ class Worker(Generic[PayloadT, ResultT]):
         observer: EngineObserver,
         device: torch.device,
         on_step: Callable[[StepRecord], None] | None,
-        proposer: MultiStepProposer[PayloadT, ResultT] | None = None,
         watchdog: StepWatchdog | None = None,
         branches: BranchRunner | None = None,
     ) -> None:
@@ -67,7 +66,7 @@ class Worker(Generic[PayloadT, ResultT]):
         self._background = BackgroundWork(runner, branches, on_step, self._watchdog, cache)
         pages = PageScheduler(cache, self._background.drop)
         self._stepper = Stepper(
-            runner, head, settings.prefill_chunk_tokens, self._running, on_step, proposer, self._watchdog, cache, pages
+            runner, head, settings.prefill_chunk_tokens, self._running, on_step, self._watchdog, cache, pages
         )  # fmt: skip
         self._waits_for_pages = False
         """Every job does, and only news can change that."""
@@ -132,8 +131,8 @@ class Worker(Generic[PayloadT, ResultT]):
     def _work(self) -> None:
         error: TandemError = ServiceUnavailableError("The engine is shutting down.")
         try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # each thread begins with the first GPU
+            if self._device.type == "cuda" and self._device.index is not None:
+                torch.cuda.set_device(self._device)  # a thread begins with the first GPU, which "cuda" means
             with torch.inference_mode():
                 while self._take_work():
                     if not self._running.by_sequence:

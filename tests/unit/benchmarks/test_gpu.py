@@ -21,8 +21,7 @@ def test_steps_are_measured_beside_their_bound(tmp_path: Path, capsys: pytest.Ca
     assert text.strip() == capsys.readouterr().out.strip()
     (model,) = report.models
     assert {(step.sequences, step.width) for step in model.steps} == {(1, 1), (1, 5), (2, 1), (2, 5)}
-    assert all(step.eager > 0 and step.captured and step.bound > 0 for step in model.steps)
-    assert {each.shape.partition(" ")[0] for each in model.captures} == {"step", "proposal"}
+    assert all(step.taken > 0 and step.bound > 0 for step in model.steps)
     assert "| 2 x 5 | 100 |" in text
     assert report.failures == ()
 

@@ -16,7 +16,7 @@ from tandem import __version__
 from tandem.admin import CoordinatorState, Finding, Load, Severity, SpeculationSettings, Status, Throughput
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role, is_last_target
 from tandem.speculation_state import SpeculationState
-from tandem.types import GraphCaptures, ModelInfo, PositionStats, SpeculationStats
+from tandem.types import ModelInfo, PositionStats, SpeculationStats
 from tests.unit.coordinator.cli.samples import NOW, SPECULATION_OFF
 
 MODEL = ModelInfo("big", "LlamaForCausalLM", 100, "same", 64, "float32", (1,), __version__, 7)
@@ -202,30 +202,3 @@ def test_the_state_follows_from_the_replicas(
 ) -> None:
     assert state_of(replicas) is state
     assert state.completes is (state in (CoordinatorState.READY, CoordinatorState.DEGRADED))
-
-
-@pytest.mark.parametrize(
-    ("captures", "severity", "words"),
-    [
-        (GraphCaptures(12, (), 3 << 30), Severity.OK, "all 12 sizes captured, 3.0 GiB"),
-        (
-            GraphCaptures(1, ("steps 32 x 5: out of memory",), 0),
-            Severity.WARNING,
-            "1 of 2 sizes captured, 0.0 GiB; not steps 32 x 5: out of memory",
-        ),
-        (
-            GraphCaptures(0, ("a", "b", "c", "d", "e"), 0),
-            Severity.WARNING,
-            "0 of 5 sizes captured, 0.0 GiB; not a; b; c; 2 more in its log",
-        ),
-    ],
-)
-def test_graphs_that_could_not_be_captured_are_named(
-    captures: GraphCaptures, severity: Severity, words: str
-) -> None:
-    assert not found(status(TARGET), "cuda graphs"), "there are none on a CPU"
-    assert TARGET.model is not None
-    on_a_gpu = replace(TARGET, model=replace(TARGET.model, captures=captures))
-    (finding,) = found(status(on_a_gpu), "cuda graphs")
-    assert (finding.severity, finding.detail) == (severity, words)
-    assert bool(finding.advice) == (severity is Severity.WARNING)

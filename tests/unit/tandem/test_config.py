@@ -125,27 +125,6 @@ def test_services_read_their_own_options_from_a_shared_source(
     assert coordinator().draft_top_k == 9
 
 
-@pytest.mark.parametrize("place", ["variable", "json variable", "file"])
-def test_what_draft_and_target_share_is_none_of_the_coordinators(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments: list[str] = []
-    if place == "variable":
-        monkeypatch.setenv("TANDEM_ENFORCE_EAGER", "true")
-    elif place == "json variable":
-        monkeypatch.setenv("TANDEM_SPECULATIVE_CONFIG", '{"enforce_eager": true}')
-    else:
-        path = tmp_path / "c.toml"
-        path.write_text("enforce_eager = true\nnum_speculative_tokens = 3\n")
-        arguments = ["--config-file", str(path)]
-    coordinator(*arguments)
-    assert load_settings(DraftSettings, ["--model", "small", *arguments], "draft").enforce_eager
-    if place != "file":
-        assert load_settings(TargetSettings, ["--model", "big"], "target").enforce_eager
-    given = refusal(*ADDRESS, *arguments, "--speculative-config", '{"enforce_eager": true}')
-    assert given.startswith("enforce_eager is not available in this version")
-
-
 def test_where_the_draft_model_runs_may_be_said_in_maxs_words() -> None:
     settings = load_settings(DraftSettings, ["--model", "small", "--draft-devices", "gpu:1"], "draft")
     assert (settings.compute_device, settings.compute_dtype) == ("cuda:1", "bfloat16")
@@ -217,8 +196,7 @@ def test_unknown_on_the_command_line() -> None:
         ),
         (
             "TANDEM_COORDINATOR_ENFORCE_EAGER",
-            "enforce_eager is not available in this version: whether the draft runs captured graphs is decided by its "
-            "own service and device",
+            "enforce_eager is not available in this version: the services run every step eagerly",
         ),
     ],
 )
@@ -420,7 +398,7 @@ def test_defaults_and_variables_are_shown_together() -> None:
     assert "[env var: TANDEM_TARGET_MODEL; required]" in text
     assert "[env var: TANDEM_TARGET_DEVICE; default: cpu]" in text
     assert "--dtype <auto|float32|bfloat16|float16>" in text
-    assert "--enforce-eager / --no-enforce-eager" in text
+    assert "--enable-prefix-caching / --no-enable-prefix-caching" in text
     coordinator = help_text(CoordinatorSettings, "tandem serve coordinator", 80)
     assert "TANDEM_NUM_SPECULATIVE_TOKENS" in coordinator, "what services share has no service in its name"
 

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tandem.engine.backends.eager.sampler import TORCH_SAMPLER
-from tandem.engine.backends.interface import Sampler
+from tandem.engine.sampler import TORCH_SAMPLER, Sampler
 from tandem.types import Verification
 from target_service.row_requests import RowRequest
 from target_service.rows import verifications

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from tandem.engine.backends.cpu_native.library.calls import DTYPES
 from tandem.engine.backends.cpu_native.library.kernels import Kernels
-from tandem.engine.backends.eager.sampler import TorchSampler
+from tandem.engine.sampler import Sampler
 from tandem.types import SamplingParams
 
 
-class KernelSampler(TorchSampler):
-    """See `tandem.engine.backends.interface.Sampler`; for logits on the CPU."""
+class KernelSampler(Sampler):
+    """See `tandem.engine.sampler.Sampler`; for logits on the CPU."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

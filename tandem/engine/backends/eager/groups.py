@@ -9,9 +9,6 @@ import torch
 from torch import Tensor
 
 from tandem.engine.backends.paged.pages import PageReader
-from tandem.engine.backends.paged.plain import plain_attention
-from tandem.engine.backends.paged.queries import PagedQueries
-from tandem.engine.backends.paged.scoring import Scoring
 from tandem.engine.kv_cache.arena import LayerCache, LayerGeometry
 from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.attention import grouped_attention
@@ -21,12 +18,6 @@ _WIDEST_BATCHED_BLOCK = 32
 
 _PADDING_WORTH_A_CALL = 256
 """Superfluous keys per sequence above which another kernel call is cheaper. Measured on CPU (8 heads of 32)."""
-
-
-def reads_by_parts(device: torch.device) -> bool:
-    """True if attention that no kernel knows should read some pages at a time: the scores of a prompt with a long past
-    fill gigabytes. A CPU's steps are shorter."""
-    return device.type != "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +49,6 @@ class Group:
         self._dtype = dtype
         self._device = device
         self._readers: dict[tuple[int, int], PageReader] = {}
-        self._queries: dict[int, PagedQueries] = {}
         self._spans: dict[tuple[int | None, int, bool], _Span] = {}
 
     @property
@@ -86,23 +76,21 @@ class Group:
         key: Tensor,
         value: Tensor,
         *,
-        scoring: Scoring,
+        scale: float | None,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Attention of the group's queries, whose keys and values are stored; see `AttentionStep.attend`.
 
         `query`, `key` and `value` are the group's part, [1, heads, group_tokens, dim].
         """
-        if not scoring.is_usual and reads_by_parts(self._device):
-            return plain_attention(
-                query[0].transpose(0, 1), layer.keys, layer.values, self._paged_queries(layer.group), scoring
-            )[None]
         batch, width, heads = len(self.segments), self.width, query.shape[1]
         repeats = heads // geometry.kv_heads
-        span = self._span(scoring.window, repeats, explicit=not scoring.is_usual)
+        span = self._span(geometry.window, repeats, explicit=softcap is not None or sinks is not None)
         if span.has_past:
             reader = self._reader(layer.group, span.first - span.skipped)
             key, value = (
-                self._read(storage, reader, span, scoring.window) for storage in (layer.keys, layer.values)
+                self._read(storage, reader, span, geometry.window) for storage in (layer.keys, layer.values)
             )
         block = query if batch == 1 else query.view(heads, batch, width, -1).transpose(0, 1)
         if not span.is_causal and repeats > 1:
@@ -113,21 +101,14 @@ class Group:
             value,
             mask=span.mask,
             is_causal=span.is_causal,
-            scale=scoring.scale,
-            softcap=scoring.softcap,
-            sinks=_repeated(scoring.sinks, geometry.kv_heads, width),
+            scale=scale,
+            softcap=softcap,
+            sinks=_repeated(sinks, geometry.kv_heads, width),
         )
         if width == 1:
             return output.reshape(1, batch, heads, -1)
         output = output.view(batch, heads, width, -1).transpose(1, 2)
         return output.reshape(1, batch * width, heads, -1) if batch > 1 else output
-
-    def _paged_queries(self, table_group: int) -> PagedQueries:
-        found = self._queries.get(table_group)
-        if found is None:
-            found = PagedQueries.of_segments(self.segments, table_group, self._device)
-            self._queries[table_group] = found
-        return found
 
     def _read(self, storage: Tensor, reader: PageReader, span: _Span, window: int | None) -> Tensor:
         """Keys or values that the group sees, with zeros behind the end of each sequence and before its window."""

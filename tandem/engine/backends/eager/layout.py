@@ -11,20 +11,16 @@ from torch.nn import functional
 
 from tandem.engine.backends.eager.groups import Group, grouped
 from tandem.engine.backends.packing import Packing
-from tandem.engine.backends.paged.attention import paged_attention
 from tandem.engine.backends.paged.pages import PageWriter
-from tandem.engine.backends.paged.queries import PagedQueries
-from tandem.engine.backends.paged.scoring import Scoring
-from tandem.engine.backends.paged.varlen import varlen_for
-from tandem.engine.kv_cache.arena import KvArena, LayerCache, LayerGeometry
+from tandem.engine.kv_cache.arena import KvArena, LayerGeometry
 from tandem.engine.kv_cache.sequence import Segment
 
 
 class StepLayout(Packing):
     """One step: which tokens it runs, where their keys and values go, and what each attends to.
 
-    Everything that layers share (masks, indices) is made once here. Where torch has a kernel that reads pages, it is
-    called once for each layer; elsewhere, once for each group of sequences.
+    Everything that layers share (masks, indices) is made once here. Attention is called once for each group of
+    sequences in each layer.
     """
 
     def __init__(
@@ -43,7 +39,6 @@ class StepLayout(Packing):
         self._writers = [
             PageWriter.of_segments(self.segments, device, group) for group in range(arena.group_count)
         ]
-        self._queries: dict[int, PagedQueries] = {}
 
     def attend(
         self,
@@ -61,15 +56,14 @@ class StepLayout(Packing):
         layer_index: int = module.layer_idx  # type: ignore[assignment]
         geometry, layer = self._geometry[layer_index], self._arena.layers[layer_index]
         self._writers[layer.group].write(layer, key, value)
-        scoring = Scoring(geometry.window, scale, softcap, sinks)
-        if scoring.is_usual and varlen_for(layer.keys, layer.padded_values) is not None:
-            return self._attend_at_once(layer, query, scoring)
         outputs = [
             group.attend(
                 geometry,
                 layer,
                 *(self._part(group, states) for states in (query, key, value)),
-                scoring=scoring,
+                scale=scale,
+                softcap=softcap,
+                sinks=sinks,
             )
             for group in self._groups
         ]
@@ -119,11 +113,3 @@ class StepLayout(Packing):
     def _part(self, group: Group, states: Tensor) -> Tensor:
         """A group's part of the packed queries, keys or values."""
         return states if len(self._groups) == 1 else states[:, :, group.token_start : group.token_end]
-
-    def _attend_at_once(self, layer: LayerCache, query: Tensor, scoring: Scoring) -> Tensor:
-        queries = self._queries.get(layer.group)
-        if queries is None:
-            queries = self._queries[layer.group] = PagedQueries.of_segments(
-                self.segments, layer.group, self._device
-            )
-        return paged_attention(query[0].transpose(0, 1), layer, queries, scoring)[None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
@@ -75,48 +74,3 @@ class ByHand:
 def some_tokens(count: int, offset: int = 0) -> list[int]:
     """Any tokens."""
     return [3 + (7 * step + offset) % 90 for step in range(count)]
-
-
-def naive_varlen_for(calls: list[dict[str, Any]]) -> Callable[[Tensor, Tensor], Any]:
-    """In place of `varlen_for`: as on a GPU, but for any dtype."""
-    return lambda keys, values: naive_varlen(calls) if keys.shape[-1] == values.shape[-1] else None
-
-
-def naive_varlen(calls: list[dict[str, Any]]) -> Callable[..., Tensor]:
-    """`varlen_attn` as torch documents it, one query after the other; it records its arguments."""
-
-    def attend(
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        starts: Tensor,
-        key_starts: Tensor | None,
-        max_q: int,
-        max_k: int,
-        **named: Any,
-    ) -> Tensor:
-        calls.append(named | {"max_q": max_q, "max_k": max_k})
-        lengths, table = named["seqused_k"], named["block_table"]
-        assert starts.dtype == lengths.dtype == table.dtype == torch.int32
-        assert len(starts) == len(lengths) + 1 == len(table) + 1
-        assert int(starts.diff().max()) <= max_q
-        assert int(lengths.max()) <= max_k
-        assert query.stride(-1) == keys.stride(-1) == 1
-        repeats = query.shape[1] // keys.shape[2]
-        assert named["enable_gqa"] == (repeats > 1)
-        left, right = named["window_size"]
-        assert right == 0
-        output = torch.full_like(query, float("nan"))  # rows of no sequence stay as they were
-        for index, length in enumerate(lengths.tolist()):
-            first, end = starts[index : index + 2].tolist()
-            own_keys = keys[table[index].long()].flatten(0, 1)[:length].repeat_interleave(repeats, dim=1)
-            own_values = values[table[index].long()].flatten(0, 1)[:length].repeat_interleave(repeats, dim=1)
-            for row in range(first, end):
-                position = length - (end - row)
-                seen = slice(0 if left < 0 else max(0, position - left), max(0, position + 1))
-                scale = query.shape[-1] ** -0.5 if named["scale"] is None else named["scale"]
-                scores = torch.einsum("hd,khd->hk", query[row], own_keys[seen]) * scale
-                output[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), own_values[seen])
-        return output
-
-    return attend

@@ -8,8 +8,7 @@ import torch
 from tandem.engine.backends.cpu_native.library.build import BuildError
 from tandem.engine.backends.cpu_native.load import load_kernels
 from tandem.engine.backends.cpu_native.sampler import KernelSampler
-from tandem.engine.backends.eager.sampler import TORCH_SAMPLER
-from tandem.engine.backends.interface import Sampler
+from tandem.engine.sampler import TORCH_SAMPLER, Sampler
 from tandem.sampling.noise import sample
 from tandem.sampling.warping import warp
 from tandem.types import SamplingParams

@@ -7,12 +7,10 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tandem.engine.backends.cuda_graphs.capture import without_capture
 from tandem.engine.backends.selection import choose_backends
 from tandem.engine.kv_cache.arena import group_layers
 from tandem.engine.models.loading import load_model
@@ -94,23 +92,6 @@ async def test_long_texts_are_those_of_transformers(
         assert engine.usage.preemption_count > 0, "sixteen need more than there is"
         assert together[:2] == alone == expected
         assert again == expected[0]
-
-
-@pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss"])
-async def test_captured_steps_find_the_pages_of_each_window(
-    family: str, long_model: Callable[[str], TinyModel]
-) -> None:
-    """Their trial has a sequence whose windows have passed over most of it, too."""
-    model = long_model(family)
-    (prompt,) = _prompts(500)
-    backends = replace(model.backends, capture=without_capture)
-    settings: dict[str, Any] = {"max_sequences": 1, "captured_widths": (1, 4), "prefill_chunk_tokens": 64}
-    async with running(backends, GreedyHead(), **settings) as engine:
-        assert engine.captures is not None
-        assert (engine.captures.captured_count, engine.captures.missing) == (2, ())
-        assert await greedy(engine, prompt, _TOKEN_COUNT) == plain_greedy(
-            model.reference, prompt, _TOKEN_COUNT
-        )
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from tandem.errors import InvalidRequestError, ProtocolError
-from tandem.types import GraphCaptures, ModelInfo, SamplingParams
+from tandem.types import ModelInfo, SamplingParams
 from tandem.v1 import types_pb2
 from tandem.wire import common
 
@@ -53,15 +51,6 @@ def test_sampling_out_of_range_is_refused_with_every_reason(sampling: SamplingPa
 def test_a_model_s_description_survives() -> None:
     info = ModelInfo("m", "LlamaForCausalLM", 128, "abc", 1024, "float32", (0, 7), "0.1.0", 10**10)
     assert common.model_info_from_proto(common.model_info_to_proto(info)) == info
-    info = replace(info, captures=GraphCaptures(3, ("steps 32 x 5: out of memory",), 1 << 30))
-    assert common.model_info_from_proto(common.model_info_to_proto(info)) == info
-
-
-def test_what_a_service_says_of_its_captures_is_bounded() -> None:
-    info = ModelInfo("m", "LlamaForCausalLM", 128, "abc", 1024, "float32")
-    info = replace(info, captures=GraphCaptures(-1, ("x" * 100_000,) * 1000, -1))
-    captures = common.model_info_from_proto(common.model_info_to_proto(info)).captures
-    assert captures == GraphCaptures(0, ("x" * 300,) * 64, 0)
 
 
 @pytest.mark.parametrize(

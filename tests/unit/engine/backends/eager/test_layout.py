@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tandem.engine.backends.eager import groups
-from tandem.engine.backends.eager import layout as layouts
 from tandem.engine.backends.eager.backend import eager_backend
 from tandem.engine.backends.eager.layout import StepLayout
-from tandem.engine.backends.paged import attention, plain
 from tandem.engine.backends.trial import scattered_tables
 from tandem.engine.kv_cache.arena import KvArena, LayerGeometry
 from tandem.engine.kv_cache.sequence import Segment, Sequence
-from tests.unit.engine.backends.by_hand import ByHand, naive_varlen_for, some_tokens
+from tests.unit.engine.backends.by_hand import ByHand, some_tokens
 
 _GEOMETRY = [LayerGeometry(kv_heads=1, key_dim=4, value_dim=4)]
 _CPU = torch.device("cpu")
@@ -69,33 +65,6 @@ def test_mixed_steps_agree_with_transformers(family: str, tmp_path: Path) -> Non
     by_hand = ByHand(tmp_path, family)
     by_hand.poison()
     by_hand.check(eager_backend(by_hand.model, by_hand.arena), STEPS)
-
-
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
-def test_capped_scores_and_sinks_read_some_pages_at_a_time(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU, and here one page at a time."""
-    monkeypatch.setattr(groups, "reads_by_parts", lambda _: True)
-    monkeypatch.setattr(plain, "MAX_PART_BYTES", 1)
-    by_hand = ByHand(tmp_path, family)
-    by_hand.poison()
-    by_hand.check(eager_backend(by_hand.model, by_hand.arena), STEPS)
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
-def test_one_call_a_layer_serves_any_mix(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU, with torch's function as it is documented; a model with capped scores does without."""
-    calls: list[dict[str, Any]] = []
-    for module in (attention, layouts):
-        monkeypatch.setattr(module, "varlen_for", naive_varlen_for(calls))
-    by_hand = ByHand(tmp_path, family)
-    by_hand.poison()
-    by_hand.check(eager_backend(by_hand.model, by_hand.arena), STEPS)
-    layers = len(by_hand.model.layers)
-    assert len(calls) == (0 if family == "gemma2" else layers * len(STEPS))
 
 
 def test_a_shared_page_serves_both_sequences(tmp_path: Path) -> None:

@@ -5,9 +5,12 @@ import signal
 
 import pytest
 
+# Children inherit ignored signals, but not handlers. A shell starts background jobs with SIGINT ignored, and nohup
+# ignores SIGHUP: services that the tests start would not heed these signals either.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell starts background jobs with SIGINT ignored, and children inherit that: Ctrl-C would not reach them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

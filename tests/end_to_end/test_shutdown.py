@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,6 +113,19 @@ def test_a_signal_during_model_loading_ends_the_process(package: str, number: si
         assert process.wait(QUICK_SECONDS) == 0
         assert "ready on" not in process.stdout
         assert "Traceback" not in process.stderr
+
+
+@pytest.mark.parametrize(("wrapper", "is_heeded"), [((), True), (("nohup",), False)])
+def test_hangups_are_heeded_except_under_nohup(wrapper: tuple[str, ...], *, is_heeded: bool) -> None:
+    """Holds too if the tests themselves run under nohup, whose ignored SIGHUP children would inherit."""
+    command = (*wrapper, sys.executable, "-P", "-m", "coordinator", "--port", "0")
+    with running(*command, "--target-address", "127.0.0.1:1") as process:
+        process.line("listening on ")
+        status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
+        ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
+        assert bool(ignored >> (signal.SIGHUP - 1) & 1) is not is_heeded
+        process.signal(signal.SIGHUP if is_heeded else signal.SIGTERM)
+        assert process.wait(QUICK_SECONDS) == 0
 
 
 def test_a_signal_while_the_coordinator_waits_for_services_ends_it() -> None:

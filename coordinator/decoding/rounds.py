@@ -13,15 +13,16 @@ from tandem.types import Acceptance, Chunk, Proposal, Verification
 
 
 class ServedRequest(Protocol):
-    """Knows which replicas serve a request."""
+    """A running request: its drafter and its verifier note which replicas serve it."""
+
+    draft_address: str | None
+    """Address of the draft that proposes for it now; None without one."""
+    target_address: str | None
+    """Address of the target that verifies for it now; None before the first."""
 
     @property
-    def draft_address(self) -> str | None:
-        """Address of its draft now; None without one."""
-
-    @property
-    def target_address(self) -> str | None:
-        """Address of its target now; None before the first."""
+    def completion_tokens(self) -> int:
+        """Number of tokens committed so far."""
 
 
 class RoundRecorder:

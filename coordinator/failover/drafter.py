@@ -7,30 +7,21 @@ import time
 from collections.abc import Callable
 
 from coordinator.decoding.completion import Completion
-from coordinator.failover.placement import DraftLosses, DraftPlace, bound_elsewhere
-from coordinator.failover.served_request import ServedRequest
+from coordinator.decoding.rounds import ServedRequest
+from coordinator.failover.placement import DraftPlacement
 from coordinator.replicas.pool import Member, Pool
 from coordinator.speculation import report as speculation_report
 from coordinator.speculation.request import RequestSpeculation
 from coordinator.speculation.round_timings import RoundTimings
+from coordinator.speculation.waiting import Unfinished
 from coordinator.telemetry.observer import EventValue, RequestObserver
 from coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSequence
-from tandem.errors import CapacityError, ServiceUnavailableError, TandemError
+from tandem.errors import TandemError
 from tandem.replica import ReplicaState
 from tandem.speculation_state import SpeculationState
 from tandem.types import DraftOptions, Proposal
 
 logger = logging.getLogger(__name__)
-
-_MAX_UNREAD = 32
-"""A draft that lacks more tokens than this reads them while the target goes on alone for a round."""
-_ABANDON_SECONDS = 1.0
-"""A request abandons a draft that is late by more than this if another is ready. It stays with one that never answered:
-leaving would lose its place in that draft's queue."""
-_DEPTH_PATIENCE = 1.5
-"""Times the expected time until the continuation of an outcome is long enough that a round waits for it."""
-_MIN_DEPTH_SECONDS = 0.001
-"""It waits so much longer still: an arrival is not told more exactly than the event loop wakes up."""
 
 
 class FailoverDrafter:
@@ -62,8 +53,10 @@ class FailoverDrafter:
             speculation: Decides how much to propose.
             load: Counts the sequences that share the request's target.
         """
-        self._pool = pool
-        self._options = options
+        self._placement = DraftPlacement(
+            pool, options, limits, self._lost, lambda address: observer.stream("draft", address)
+        )
+        self._request_id = options.request_id
         self._limits = limits
         self._active = active
         self._observer = observer
@@ -71,44 +64,46 @@ class FailoverDrafter:
         self._speculation = speculation
         self._load = load
         self._is_paused = False
-        self._place: DraftPlace | None = None
         self._is_resuming = False
+        """True after `release`, until the next round that asks a draft."""
+        self._has_lost = False
+        """True from the loss of a draft until the next proposal."""
         self._went_alone = False
         """True if the last outcome that nobody had drafted for left the target alone for a round."""
-        self._losses = DraftLosses()
 
     async def propose(self, completion: Completion) -> Proposal:
         """Tokens that may follow, fewer than the completion has room for; none when no draft has any in time."""
+        placement = self._placement
         count = min(self._begin_round(), completion.room - 1)
-        if count <= 0:
-            self._leave_if_draining()
-            return Proposal(completion.length)
         proposal = None
         try:
-            place = self._place_to_ask(completion)
-            if place is not None:
-                proposal = await self._asked(place, completion, count)
+            if count <= 0:
+                self._leave_if_draining()
+            elif (sequence := self._sequence_to_ask(completion)) is not None:
+                proposal = await self._asked(sequence, completion, count)
         except TandemError as error:
-            self._lose(error)
+            placement.lose(error)
+        finally:
+            self._active.draft_address = placement.address
         return Proposal(completion.length) if proposal is None else proposal
 
     @property
     def speculation_state(self) -> SpeculationState:
         """State of speculation for this request now."""
-        if self._place is None and (self._losses.are_too_many or self._pool.choose() is None):
+        current = self._placement.current
+        if current is None and self._placement.candidate() is None:
             return speculation_report.off(speculation_report.NONE_READY)
-        if self._place is not None and self._place.sequence.is_late:
-            return speculation_report.late(self._place.sequence.late_seconds, self._timings.patience_seconds)
+        if current is not None and current.sequence.is_late:
+            return speculation_report.late(current.sequence.late_seconds, self._timings.patience_seconds)
         return speculation_report.decided(self._speculation)
 
     async def finish(self) -> None:
         """End the sequence; the service frees it at once."""
-        if self._place is not None:
-            await self._place.sequence.finish()
+        await self._placement.finish()
 
     def release(self) -> None:
         """Leave the draft between two rounds. The next round sends all tokens to a draft and waits for its proposal."""
-        self._is_resuming = self._is_resuming or self._place is not None
+        self._is_resuming = self._is_resuming or self._placement.current is not None
         self._leave()
 
     def cancel(self) -> None:
@@ -116,31 +111,65 @@ class FailoverDrafter:
         self._leave()
         self._speculation.end()
 
-    def _place_to_ask(self, completion: Completion) -> DraftPlace | None:
-        """The draft to ask in this round; None where there is none, or where it begins to read the sequence."""
-        self._leave_for_better()
-        if self._is_resuming:
-            # In the very round in which a draft is entered again: under some rules the text depends on the proposals,
-            # and it must not depend on how a client reads.
-            self._is_resuming = False
-            return self._enter(completion)
-        if self._place is not None:
-            return self._place
-        entered = None if self._is_too_late(completion) else self._enter(completion)
-        return entered if entered is not None and entered.member.is_bound else None
+    def _leave(self) -> None:
+        self._placement.leave()
+        self._active.draft_address = None
 
-    async def _asked(self, place: DraftPlace, completion: Completion, count: int) -> Proposal | None:
-        sequence, budget = place.sequence, self._speculation.ahead_budget
-        is_miss = False
-        if sequence.awaits_outcome(completion):
-            await self._wait_for_more(sequence, completion, count)
-            drafted = self._drafted_ahead(place, completion, count)
+    def _begin_round(self) -> int:
+        """Ask the controller how many tokens the round is to propose."""
+        speculation, load = self._speculation, max(self._load(), 1)
+        self._timings.load = load
+        self._placement.target_address = self._active.target_address
+        speculation.target = self._active.target_address or speculation.target
+        tokens = speculation.begin_round(load)
+        is_paused = not tokens and not speculation.is_trial
+        if is_paused and not self._is_paused and (address := self._placement.address):
+            self._report("draft_paused", address, {"load": load, "gain": speculation.decision.gain})
+        self._is_paused = is_paused
+        return tokens
+
+    def _leave_if_draining(self) -> None:
+        """Leave a draining draft in rounds without a proposal; other drafts keep the sequence that they have read."""
+        current = self._placement.current
+        if current is not None and current.member.state is ReplicaState.DRAINING:
+            self._placement.leave()
+
+    def _sequence_to_ask(self, completion: Completion) -> DraftSequence | None:
+        """The sequence on the draft to ask in this round; None where there is none, or where it begins to be read."""
+        placement = self._placement
+        placement.leave_for_better()
+        # Asked in the very round in which a draft is entered again: under some rules the text depends on the proposals,
+        # and it must not depend on how a client reads.
+        is_resuming, self._is_resuming = self._is_resuming, False
+        if placement.current is None:
+            member = placement.candidate()
+            if member is None:
+                return None
+            # A bound draft reads and proposes at once; another one reads in this round and proposes in the next.
+            is_at_once = member.is_bound or is_resuming
+            if not is_at_once and self._ends_soon(completion):
+                return None
+            placement.enter(member, completion)
+            self._active.draft_address = member.address
+            if not is_at_once:
+                return None
+        assert placement.current is not None
+        return placement.current.sequence
+
+    def _ends_soon(self, completion: Completion) -> bool:
+        """True if at most two rounds are left."""
+        return completion.has_begun and completion.room <= 2 * (self._limits.num_speculative_tokens + 1)
+
+    async def _asked(self, sequence: DraftSequence, completion: Completion, count: int) -> Proposal | None:
+        budget = self._speculation.ahead_budget
+        is_miss = sequence.awaits_outcome(completion)
+        if is_miss:
+            drafted = await self._drafted_ahead(sequence, completion, count)
             if drafted is not None:
                 sequence.go_on(completion, drafted, budget)
                 self._went_alone = False
-                self._answered(place)
+                self._proposed()
                 return drafted
-            is_miss = True
             # Never twice: a draft that has nothing ready after a round of the target alone must be asked.
             if not (self._limits.keeps_proposals or self._went_alone):
                 count = self._speculation.tokens_after_miss(count)
@@ -150,146 +179,68 @@ class FailoverDrafter:
                 alone = Proposal(completion.length)
                 sequence.go_on(completion, alone, budget)
                 return alone
-        if sequence.unread(completion) > _MAX_UNREAD:
-            sequence.read(completion)
+        if self._placement.must_read(completion):
             return None
-        return await self._requested(place, completion, count, is_miss=is_miss)
+        return await self._requested(sequence, completion, count, is_miss=is_miss)
 
     async def _requested(
-        self, place: DraftPlace, completion: Completion, count: int, *, is_miss: bool
+        self, sequence: DraftSequence, completion: Completion, count: int, *, is_miss: bool
     ) -> Proposal | None:
         """The answer of the draft, if it comes in time."""
-        sequence, budget = place.sequence, self._speculation.ahead_budget
-        was_idle, was_late = sequence.is_idle, sequence.is_late
-        began = time.monotonic()
-        proposal = await sequence.propose(completion, count, self._timings.patience_seconds, budget)
-        seconds = time.monotonic() - began
+        was_late, began = sequence.is_late, time.monotonic()
+        proposal, step_seconds = await self._placement.asked(
+            completion, count, self._timings.patience_seconds, self._speculation.ahead_budget
+        )
         if proposal is None:
             if not was_late:
                 self._timings.was_late()
-                self._report("draft_late", place, {"waited_seconds": seconds})
+                self._report(
+                    "draft_late", self._placement.address, {"waited_seconds": time.monotonic() - began}
+                )
             return None
-        if was_idle:
-            # A step that waited for an earlier one says nothing about the time of steps.
-            self._timings.drafted(seconds, proposal.cost)
-            place.member.step.add(seconds)
+        if step_seconds is not None:
+            self._timings.drafted(step_seconds, proposal.cost)
             if is_miss:
-                self._speculation.asked_after_miss(len(proposal), seconds)
-        self._answered(place)
+                self._speculation.asked_after_miss(len(proposal), step_seconds)
+        self._proposed()
         return proposal
 
-    async def _wait_for_more(self, sequence: DraftSequence, completion: Completion, count: int) -> None:
-        """Wait for the draft to go on with the continuation of the outcome that came, as far as that pays."""
-        unfinished = sequence.unfinished(completion)
-        if unfinished is None:
-            return
-        ready, max_tokens, due_seconds, step_seconds = unfinished
-        if self._limits.keeps_proposals:
-            # A shorter one is of no use, and to ask anew takes longer than to wait for the rest.
-            tokens = count if count <= max_tokens else ready
-        else:
-            tokens = self._speculation.tokens_after_hit(unfinished, count)
-        if tokens > ready:
-            expected_seconds = due_seconds + (tokens - ready - 1) * step_seconds
-            await sequence.reach_depth(
-                completion, tokens, _DEPTH_PATIENCE * expected_seconds + _MIN_DEPTH_SECONDS
-            )
-
-    def _drafted_ahead(self, place: DraftPlace, completion: Completion, count: int) -> Proposal | None:
+    async def _drafted_ahead(
+        self, sequence: DraftSequence, completion: Completion, count: int
+    ) -> Proposal | None:
         """The proposal of this round, if the draft made it while the target verified the last one."""
-        sequence, ahead = place.sequence, self._speculation.ahead
+        keeps_proposals, ahead = self._limits.keeps_proposals, self._speculation.ahead
+
+        def wanted(unfinished: Unfinished) -> int:
+            if keeps_proposals:
+                # A shorter one is of no use, and to ask anew takes longer than to wait for the rest.
+                return count if count <= unfinished.max_tokens else unfinished.ready
+            return self._speculation.tokens_after_hit(unfinished, count)
+
+        drafted = await self._placement.drafted_ahead(completion, wanted)
         for branch_count, seconds in sequence.take_branch_steps():
             ahead.stepped(branch_count, seconds)
-        drafted = sequence.drafted_ahead(completion)
         ahead.came(drafted.outcome_rank if drafted else None)
-        if drafted is not None and self._limits.keeps_proposals and len(drafted) < count:
+        if drafted is not None and keeps_proposals and len(drafted) < count:
             drafted = None  # how far the draft got is a matter of time, and the text must not be
         self._timings.drafted_ahead(drafted)
         return None if drafted is None else drafted.cut(count)
 
-    def _answered(self, place: DraftPlace) -> None:
+    def _proposed(self) -> None:
         """The draft has done its part of the round."""
-        if place.is_resumption:
-            place.is_resumption = False
-            self._report("draft_resumed", place)
-        self._losses.add_round()
+        if self._has_lost:
+            self._has_lost = False
+            self._report("draft_resumed", self._placement.address)
+        self._placement.count_proposal()
         self._timings.is_drafted = True
 
-    def _is_too_late(self, completion: Completion) -> bool:
-        """True if it ends too soon for a draft that reads in one round and proposes in the next; a bound one does both
-        at once."""
-        if not completion.has_begun or completion.room > 2 * (self._limits.num_speculative_tokens + 1):
-            return False
-        member = self._pool.choose(self._avoided)
-        return member is None or not member.is_bound
+    def _lost(self, member: Member[DraftClient], error: TandemError) -> None:
+        self._has_lost = True
+        self._report("draft_lost", member.address, {"reason": str(error)})
 
-    def _enter(self, completion: Completion) -> DraftPlace | None:
-        """Begin on the least busy draft, if there is one. It reads the sequence while the target works."""
-        member = None if self._losses.are_too_many else self._pool.choose(self._avoided)
-        if member is None:
-            return None
-        observer = self._observer.stream("draft", member.address)
-        sequence = member.client.sequence(self._options, self._limits, observer)
-        member.open_sequences += 1
-        self._active.draft_address = member.address
-        self._place = DraftPlace(member, sequence, is_resumption=bool(self._losses.retry_at))
-        sequence.begin(completion)
-        return self._place
-
-    @property
-    def _avoided(self) -> set[Member[DraftClient]]:
-        return self._losses.avoided | bound_elsewhere(self._pool.members, self._active.target_address)
-
-    def _leave(self) -> None:
-        if self._place is not None:
-            self._place.leave()
-            self._place = None
-            self._active.draft_address = None
-
-    def _leave_for_better(self) -> None:
-        """Leave a draft that drains or hangs if another can take over, and a bound one whose target was left."""
-        place = self._place
-        if place is None:
-            return
-        hangs = place.sequence.is_open and place.sequence.late_seconds > _ABANDON_SECONDS
-        has_moved = not place.member.goes_with(self._active.target_address)
-        is_good = place.member.is_ready and not hangs
-        if not has_moved and (is_good or not self._pool.choose({place.member, *self._avoided})):
-            return
-        if hangs:
-            self._lose(ServiceUnavailableError(f"it has been late for {place.sequence.late_seconds:.1f} s"))
-        else:
-            self._leave()
-
-    def _leave_if_draining(self) -> None:
-        """Leave a draining draft in rounds without a proposal; other drafts keep the sequence that they have read."""
-        if self._place is not None and self._place.member.state is ReplicaState.DRAINING:
-            self._leave()
-
-    def _lose(self, error: TandemError) -> None:
-        place = self._place
-        assert place is not None, "only a draft that was entered can be lost"
-        if isinstance(error, ServiceUnavailableError) and not place.sequence.is_late:
-            place.member.suspect(str(error))
-        self._losses.add(place.member, is_fault=not isinstance(error, CapacityError))
-        self._report("draft_lost", place, {"reason": str(error)})
-        self._leave()
-
-    def _begin_round(self) -> int:
-        """Ask the controller how many tokens the round is to propose."""
-        speculation, load = self._speculation, max(self._load(), 1)
-        self._timings.load = load
-        speculation.target = self._active.target_address or speculation.target
-        tokens = speculation.begin_round(load)
-        is_paused = not tokens and not speculation.is_trial
-        if is_paused and not self._is_paused and self._place is not None:
-            self._report("draft_paused", self._place, {"load": load, "gain": speculation.decision.gain})
-        self._is_paused = is_paused
-        return tokens
-
-    def _report(self, name: str, place: DraftPlace, more: dict[str, EventValue] | None = None) -> None:
-        details: dict[str, EventValue] = {"address": place.member.address, **(more or {})}
+    def _report(self, name: str, address: str | None, more: dict[str, EventValue] | None = None) -> None:
+        details: dict[str, EventValue] = {"address": address or "", **(more or {})}
         severity = logging.WARNING if name == "draft_lost" else logging.INFO
         message = name.replace("_", " ")
-        logger.log(severity, message, extra={"request_id": self._options.request_id, **details})
+        logger.log(severity, message, extra={"request_id": self._request_id, **details})
         self._observer.event(name, details)

@@ -1,77 +1,215 @@
-"""Drafts for a request or a foreign engine's sequence with whichever draft is available."""
+"""Where a sequence is open: on one replica, and for drafts how it is chosen, watched, lost and left."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from coordinator.replicas.pool import Member
-from coordinator.transport.draft_client import DraftClient, DraftSequence
+from coordinator.replicas.pool import ClientT, Member, Pool
+from coordinator.speculation.waiting import Unfinished
+from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
+from coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSequence, Tokens
+from coordinator.transport.target_client import TargetSequence
+from tandem.errors import CapacityError, ServiceUnavailableError, TandemError
+from tandem.types import AheadBudget, DraftOptions, Proposal
+
+SequenceT = TypeVar("SequenceT", DraftSequence, TargetSequence)
 
 MAX_FAULTS = 8
-"""A request that loses so many drafts goes on without one."""
+"""A sequence that loses so many drafts goes on without one."""
 _FORGIVEN_ROUNDS = 32
 """After so many proposals, earlier losses no longer count."""
 _FIRST_RETRY_SECONDS = 0.1
 _LAST_RETRY_SECONDS = 5.0
-"""A request avoids a draft that failed it for a while, longer each time."""
-_MAX_DOUBLINGS = 6
-
-
-@dataclass(slots=True)
-class DraftLosses:
-    """Failures of a request's drafts so far."""
-
-    count: int = 0
-    faults: int = 0
-    """Failures other than a lack of room."""
-    rounds_since: int = 0
-    retry_at: dict[Member[DraftClient], float] = field(default_factory=dict)
-
-    @property
-    def are_too_many(self) -> bool:
-        """True if the request is to go on without a draft."""
-        return self.faults >= MAX_FAULTS
-
-    def add(self, member: Member[DraftClient], *, is_fault: bool) -> None:
-        """Count a lost draft; a fault is more than a lack of room."""
-        wait = min(_FIRST_RETRY_SECONDS * 2 ** min(self.count, _MAX_DOUBLINGS), _LAST_RETRY_SECONDS)
-        self.retry_at[member] = time.monotonic() + wait
-        self.count += 1
-        self.faults += is_fault
-        self.rounds_since = 0
-
-    def add_round(self) -> None:
-        """Count a proposal."""
-        self.rounds_since += 1
-        if self.rounds_since >= _FORGIVEN_ROUNDS:
-            self.count = self.faults = 0
-
-    @property
-    def avoided(self) -> set[Member[DraftClient]]:
-        """Drafts that were lost too short a time ago to be tried again."""
-        now = time.monotonic()
-        return {member for member, moment in self.retry_at.items() if now < moment}
-
-
-def bound_elsewhere(
-    members: Iterable[Member[DraftClient]], target_address: str | None
-) -> set[Member[DraftClient]]:
-    """Drafts that read the hidden states of another target than the one at this address."""
-    return {member for member in members if not member.goes_with(target_address)}
+"""A sequence avoids a draft that failed it for a while, twice as long each time."""
+_MAX_UNREAD = 32
+"""A draft that lacks more tokens than this reads them while the target goes on alone for a round."""
+_ABANDON_SECONDS = 1.0
+"""A sequence abandons a draft that is late by more than this if another is ready. It stays with one that never
+answered: leaving would lose its place in that draft's queue."""
+_DEPTH_PATIENCE = 1.5
+"""Times the expected time until the continuation of an outcome is long enough that a round waits for it."""
+_MIN_DEPTH_SECONDS = 0.001
+"""It waits so much longer still: an arrival is not told more exactly than the event loop wakes up."""
 
 
 @dataclass(slots=True, eq=False)
-class DraftPlace:
-    """A sequence on a draft."""
+class OpenSequence(Generic[ClientT, SequenceT]):
+    """A sequence that is open on a replica, and counts there until it is left."""
 
-    member: Member[DraftClient]
-    sequence: DraftSequence
-    is_resumption: bool
-    """True if the request lost another draft before."""
+    member: Member[ClientT]
+    sequence: SequenceT
+
+    def __post_init__(self) -> None:
+        self.member.open_sequences += 1
 
     def leave(self) -> None:
-        """Drop the sequence there."""
+        """Drop the sequence there, whatever the replica is doing."""
         self.sequence.cancel()
         self.member.open_sequences -= 1
+
+
+class DraftPlacement:
+    """Keeps a sequence on one draft for as long as that serves it, then on another, which receives all tokens again."""
+
+    def __init__(
+        self,
+        pool: Pool[DraftClient],
+        options: DraftOptions,
+        limits: DraftLimits,
+        lost: Callable[[Member[DraftClient], TandemError], None],
+        observer: Callable[[str], StreamObserver] = lambda _: NO_OBSERVER,
+    ) -> None:
+        """
+        Args:
+            pool: The drafts.
+            options: Sent to each draft when the sequence opens there.
+            limits: Bounds of its proposals.
+            lost: Called when a draft has failed the sequence.
+            observer: Returns the observer of a stream to the draft at an address.
+        """
+        self.current: OpenSequence[DraftClient, DraftSequence] | None = None
+        """Where the sequence is now; None without a draft."""
+        self.target_address: str | None = None
+        """The target of the same sequence. Drafts that are bound to another one are avoided."""
+        self._pool = pool
+        self._options = options
+        self._limits = limits
+        self._lost = lost
+        self._observer = observer
+        self._losses = 0
+        self._faults = 0
+        """Losses other than a lack of room."""
+        self._rounds = 0
+        """Proposals since the last loss."""
+        self._retry_at: dict[Member[DraftClient], float] = {}
+
+    @property
+    def address(self) -> str | None:
+        """Address of the draft; None without one."""
+        return None if self.current is None else self.current.member.address
+
+    @property
+    def has_lost_too_many(self) -> bool:
+        """True if the sequence is to go on without a draft."""
+        return self._faults >= MAX_FAULTS
+
+    def candidate(self, *avoided: Member[DraftClient]) -> Member[DraftClient] | None:
+        """The draft to enter now, other than these; None if there is none."""
+        if self.has_lost_too_many:
+            return None
+        now = time.monotonic()
+        lost = (member for member, moment in self._retry_at.items() if now < moment)
+        bound = (member for member in self._pool.members if not member.goes_with(self.target_address))
+        return self._pool.choose({*avoided, *lost, *bound})
+
+    def enter(self, member: Member[DraftClient], tokens: Tokens) -> None:
+        """Open the sequence on a draft, which reads it while the target works."""
+        sequence = member.client.sequence(self._options, self._limits, self._observer(member.address))
+        self.current = OpenSequence(member, sequence)
+        sequence.begin(tokens)
+
+    def leave(self) -> None:
+        """Drop the sequence on its draft."""
+        if self.current is not None:
+            self.current.leave()
+            self.current = None
+
+    def leave_for_better(self) -> None:
+        """Leave a draft that drains or hangs if another can take over, and a bound one whose target was left."""
+        if self.current is None:
+            return
+        member, sequence = self.current.member, self.current.sequence
+        hangs = sequence.is_open and sequence.late_seconds > _ABANDON_SECONDS
+        has_moved = not member.goes_with(self.target_address)
+        is_good = member.is_ready and not hangs
+        if not has_moved and (is_good or not self.candidate(member)):
+            return
+        if hangs:
+            self.lose(ServiceUnavailableError(f"it has been late for {sequence.late_seconds:.1f} s"))
+        else:
+            self.leave()
+
+    def lose(self, error: TandemError) -> None:
+        """Leave the draft, which has failed, and avoid it for a while."""
+        assert self.current is not None, "only a draft that was entered can be lost"
+        member = self.current.member
+        if isinstance(error, ServiceUnavailableError) and not self.current.sequence.is_late:
+            member.suspect(str(error))
+        wait = min(_FIRST_RETRY_SECONDS * 2 ** min(self._losses, 6), _LAST_RETRY_SECONDS)
+        self._retry_at[member] = time.monotonic() + wait
+        self._losses += 1
+        self._faults += not isinstance(error, CapacityError)
+        self._rounds = 0
+        self._lost(member, error)
+        self.leave()
+
+    def count_proposal(self) -> None:
+        """The draft has proposed. After enough proposals, earlier losses are forgiven."""
+        self._rounds += 1
+        if self._rounds >= _FORGIVEN_ROUNDS:
+            self._losses = self._faults = 0
+
+    async def drafted_ahead(
+        self, tokens: Tokens, wanted: Callable[[Unfinished], int], at_most_seconds: float = math.inf
+    ) -> Proposal | None:
+        """The continuation that was drafted ahead of the outcome that came; None where another outcome came.
+
+        Args:
+            tokens: The sequence.
+            wanted: Tokens that are worth waiting for while the draft is still at the continuation.
+            at_most_seconds: Bound on that wait.
+
+        Raises:
+            TandemError: the draft has failed.
+        """
+        sequence = self._sequence
+        unfinished = sequence.unfinished(tokens)
+        if unfinished is not None and (count := wanted(unfinished)) > unfinished.ready:
+            expected = unfinished.due_seconds + (count - unfinished.ready - 1) * unfinished.step_seconds
+            seconds = _DEPTH_PATIENCE * expected + _MIN_DEPTH_SECONDS
+            await sequence.reach_depth(tokens, count, min(seconds, at_most_seconds))
+        return sequence.drafted_ahead(tokens)
+
+    def must_read(self, tokens: Tokens) -> bool:
+        """True if the draft lacks so many tokens that it reads them in this round, which it then begins to do."""
+        sequence = self._sequence
+        if sequence.unread(tokens) <= _MAX_UNREAD:
+            return False
+        sequence.read(tokens)
+        return True
+
+    async def asked(
+        self, tokens: Tokens, count: int, seconds: float, budget: AheadBudget | None
+    ) -> tuple[Proposal | None, float | None]:
+        """Ask the draft for up to `count` tokens.
+
+        Returns:
+            The proposal, None while it is late; and the seconds of the step, None if it waited for an earlier one,
+            since that says nothing about the time of steps.
+
+        Raises:
+            TandemError: the draft has failed.
+        """
+        current = self.current
+        assert current is not None
+        was_idle, began = current.sequence.is_idle, time.monotonic()
+        proposal = await current.sequence.propose(tokens, count, seconds, budget)
+        if proposal is None or not was_idle:
+            return proposal, None
+        step_seconds = time.monotonic() - began
+        current.member.step.add(step_seconds)
+        return proposal, step_seconds
+
+    async def finish(self) -> None:
+        """End the sequence; the draft frees it at once."""
+        if self.current is not None:
+            await self.current.sequence.finish()
+
+    @property
+    def _sequence(self) -> DraftSequence:
+        assert self.current is not None, "a draft was entered"
+        return self.current.sequence

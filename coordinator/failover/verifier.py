@@ -1,4 +1,4 @@
-"""Failures of a round on the way to a target's answer."""
+"""Verifies on whichever target is available: when one is lost, the client sees a pause and nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import time
 from dataclasses import dataclass, field
 
 from coordinator.decoding.completion import Completion
-from coordinator.failover.served_request import ServedRequest
+from coordinator.decoding.rounds import ServedRequest
+from coordinator.failover.placement import OpenSequence
 from coordinator.replicas.pool import Member, Pool
 from coordinator.speculation.round_timings import RoundTimings
 from coordinator.telemetry.observer import RequestObserver
@@ -25,31 +26,6 @@ from tandem.replica import ReplicaState
 from tandem.rpc.channels import Deadline
 from tandem.types import Proposal, TargetOptions, Verification
 
-
-@dataclass(slots=True, eq=False)
-class RoundTrouble:
-    """Failures in the round in progress."""
-
-    began: float | None = None
-    """Time of the first failure, by the monotonic clock; None before it."""
-    losses: int = 0
-    """Targets that were lost during a request to them."""
-    is_reported: bool = False
-    """True if a loss was reported to the observer."""
-    avoided: set[Member[TargetClient]] = field(default_factory=set)
-    """Targets that had no room or sent invalid answers."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the first failure. The time before it does not count, since a prompt may take minutes."""
-        return 0.0 if self.began is None else time.monotonic() - self.began
-
-    def begin(self) -> None:
-        """A failure occurred."""
-        if self.began is None:
-            self.began = time.monotonic()
-
-
 logger = logging.getLogger(__name__)
 
 MAX_LOSSES = 3
@@ -61,17 +37,26 @@ _MOVE_SECONDS = 5.0
 _NEXT_MOVE_SECONDS = 10.0
 """How long the sequence stays after a move failed."""
 
+_Place = OpenSequence[TargetClient, TargetSequence]
+
 
 @dataclass(slots=True, eq=False)
-class _Place:
-    """A sequence on a target."""
+class _Trouble:
+    """Failures in the round in progress."""
 
-    member: Member[TargetClient]
-    sequence: TargetSequence
+    began: float = 0.0
+    """Time of the first failure, by the monotonic clock; 0 before it."""
+    losses: int = 0
+    """Targets that were lost during a request to them."""
+    is_reported: bool = False
+    """True if a loss was reported to the observer."""
+    avoided: set[Member[TargetClient]] = field(default_factory=set)
+    """Targets that had no room or sent invalid answers."""
 
-    def leave(self) -> None:
-        self.sequence.cancel()
-        self.member.open_sequences -= 1
+    @property
+    def seconds(self) -> float:
+        """Seconds since the first failure. The time before it does not count, since a prompt may take minutes."""
+        return time.monotonic() - self.began if self.began else 0.0
 
 
 class FailoverVerifier:
@@ -113,7 +98,7 @@ class FailoverVerifier:
             TandemError: the only target sends invalid answers, or the request has lost too many.
         """
         self._leave_if_draining()
-        trouble = RoundTrouble()
+        trouble = _Trouble()
         while True:
             try:
                 verification = await self._attempt(completion, proposal, trouble)
@@ -143,9 +128,7 @@ class FailoverVerifier:
                 place.leave()
         self._place = self._left = None
 
-    async def _attempt(
-        self, completion: Completion, proposal: Proposal, trouble: RoundTrouble
-    ) -> Verification:
+    async def _attempt(self, completion: Completion, proposal: Proposal, trouble: _Trouble) -> Verification:
         place = self._place = self._place or self._enter(await self._member(trouble))
         is_first = place.sequence.is_new
         began = time.monotonic()
@@ -189,7 +172,7 @@ class FailoverVerifier:
         unanswered.answered(step)
         return verification
 
-    async def _member(self, trouble: RoundTrouble) -> Member[TargetClient]:
+    async def _member(self, trouble: _Trouble) -> Member[TargetClient]:
         """The least busy target; waits for one if none is ready."""
         seconds = self._deadline.at_most(self._wait_seconds)
         member = self._pool.choose(trouble.avoided) or await self._pool.chosen(seconds, trouble.avoided)
@@ -204,7 +187,6 @@ class FailoverVerifier:
         observer = self._observer.stream("target", member.address)
         features = frozenset() if member.model is None else member.model.features
         sequence = member.client.sequence(self._options, self._rows, observer, features)
-        member.open_sequences += 1
         self._active.target_address = member.address
         return _Place(member, sequence)
 
@@ -218,13 +200,13 @@ class FailoverVerifier:
         if member is not None:
             self._left, self._place = self._place, self._enter(member)
 
-    async def _go_elsewhere(self, error: TandemError, trouble: RoundTrouble) -> None:
+    async def _go_elsewhere(self, error: TandemError, trouble: _Trouble) -> None:
         """Prepare another attempt at the round.
 
         Raises:
             TandemError: there is no other attempt.
         """
-        trouble.begin()
+        trouble.began = trouble.began or time.monotonic()
         place, self._place = self._place, None
         if place is None:
             raise error
@@ -242,7 +224,7 @@ class FailoverVerifier:
         self._active.target_address = self._place.member.address
         self._next_move = time.monotonic() + _NEXT_MOVE_SECONDS
 
-    async def _wait_for_room(self, error: CapacityError, place: _Place, trouble: RoundTrouble) -> None:
+    async def _wait_for_room(self, error: CapacityError, place: _Place, trouble: _Trouble) -> None:
         """Handle a full target. A sequence that lost its target waits for room; a new request is refused."""
         trouble.avoided.add(place.member)
         if self._pool.choose(trouble.avoided) is not None:
@@ -253,7 +235,7 @@ class FailoverVerifier:
         await asyncio.sleep(self._deadline.at_most(_FULL_SECONDS))
         trouble.avoided.clear()
 
-    def _count_loss(self, error: TandemError, place: _Place, trouble: RoundTrouble) -> None:
+    def _count_loss(self, error: TandemError, place: _Place, trouble: _Trouble) -> None:
         trouble.losses += place.sequence.was_asked
         trouble.is_reported = True
         member, reason = place.member, str(error)
@@ -286,7 +268,7 @@ class FailoverVerifier:
                 f"no target service could go on with the request {self._options.request_id}; {self._delivered()}"
             ) from error
 
-    def _report_resumed(self, trouble: RoundTrouble) -> None:
+    def _report_resumed(self, trouble: _Trouble) -> None:
         seconds = trouble.seconds
         address = self._active.target_address or ""
         logger.info(

@@ -123,7 +123,7 @@ async def completed_on(first: FakeDraft, other: FakeDraft) -> Completed:
 
 
 async def test_a_hanging_draft_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.failover.drafter._ABANDON_SECONDS", 0.1)
+    monkeypatch.setattr("coordinator.failover.placement._ABANDON_SECONDS", 0.1)
     hanging, other = HangingFrom(), FakeDraft()
     assert (await completed_on(hanging, other)).token_ids == EXPECTED
     assert other.opened == 1
@@ -131,7 +131,7 @@ async def test_a_hanging_draft_is_replaced(monkeypatch: pytest.MonkeyPatch) -> N
 
 async def test_a_draft_that_waits_for_room_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be full; a request that moved to another full draft would lose its place in the queue."""
-    monkeypatch.setattr("coordinator.failover.drafter._ABANDON_SECONDS", 0.1)
+    monkeypatch.setattr("coordinator.failover.placement._ABANDON_SECONDS", 0.1)
     full, other = Full(), FakeDraft()
     assert (await completed_on(full, other)).token_ids == EXPECTED
     assert (full.opened, other.opened) == (1, 0)

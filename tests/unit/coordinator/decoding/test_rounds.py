@@ -25,6 +25,8 @@ class Pair:
         self.draft_address: str | None = None
         self.target_address: str | None = None
 
+    completion_tokens = 0
+
     async def propose(self, completion: Completion) -> Proposal:
         if completion.has_begun:
             self.draft_address = None

@@ -118,8 +118,9 @@ class _Nowhere(SpanExporter):
 class _Instant:
     """A draft and a target that answer at once."""
 
-    draft_address = "draft:1"
-    target_address = "target:1"
+    draft_address: str | None = "draft:1"
+    target_address: str | None = "target:1"
+    completion_tokens = 0
 
     async def propose(self, completion: Completion) -> Proposal:
         return Proposal(1, (1, 2, 3, 4))

@@ -1,4 +1,4 @@
-"""The ways of decoding that are compared, and how each is started."""
+"""The ways of decoding that are compared, and the services behind them, each a process."""
 
 from __future__ import annotations
 
@@ -7,78 +7,182 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
-from benchmarks.compared_services import (
-    Addresses,
-    Setup,
-    coordinator_of,
-    delayed,
-    model_options,
-    placed,
-)
-from benchmarks.peers.process import PeerError, peer
-from benchmarks.services import service
-from benchmarks.workload import Answer, Outcome, Workload
+from benchmarks.common import Contender, service
+from benchmarks.peers import Answer, Outcome, Workload, peer
 from coordinator.cli.serve import BOUND_PACKAGE
+from coordinator.cli.up.devices import DRAFT_SHARE, TARGET_SHARE
 from coordinator.stats.speculation import add
-from tandem.client import Client
-from tandem.config.names import BOUND_METHODS, MODEL_FREE_METHODS, OWN_METHODS
+from tandem.clients.aio import Client
+from tandem.config.methods import BOUND_METHODS, MODEL_FREE_METHODS, OWN_METHODS, checkpoint_method
 from tandem.types import GenerationRequest, SpeculationStats
 
 HEAD_METHODS = tuple(method for method in BOUND_METHODS if method not in OWN_METHODS)
 """Drafting methods whose heads have folders of their own."""
-_LOSSLESS = "residual"
+_SHARES = {"target": TARGET_SHARE, "draft": DRAFT_SHARE}
+"""Of one GPU's memory, where both models are on it."""
 
 
-class Contender(Protocol):
-    """A started way of decoding."""
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What all contenders have in common."""
 
-    async def run(self, workload: Workload) -> Outcome:
-        """Complete the workload's prompts, all at once.
+    target: Path
+    draft: Path
+    max_length: int
+    """Longest sequence, prompt and completion together."""
+    max_sequences: int
+    num_speculative_tokens: int
+    logs: Path
+    """Folder for what contenders write to stderr."""
+    dtype: str = "bfloat16"
+    threads: int = 1
+    device: str = "cpu"
+    """Of both models, unless the draft has one of its own."""
+    draft_device: str = ""
+    """Empty: the target's."""
+    vllm_python: Path | None = None
+    max_python: Path | None = None
+    pace: str = ""
+    """Minimum duration of steps; empty: none."""
+    rule: str = ""
+    """rejection_sampling_strategy of Tandem's contenders; empty: the default."""
+    delay_ms: float = 0.0
+    """Delay between the coordinator and each service, one way."""
+    head: Path | None = None
+    """Folder of a drafting head for the target; None for those bundled with it."""
 
-        Raises:
-            TandemError: it could not.
-        """
+    def head_folder(self, method: str) -> Path | None:
+        """The folder of the target's head for a drafting method; None if there is none."""
+        folder = self.target.parent / method if self.head is None else self.head
+        return folder if folder.is_dir() and checkpoint_method(folder) == method else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a peer, as JSON."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in found.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Addresses of the services."""
+
+    target: str
+    draft: str
+    coordinator: str
+    ahead: str
+    """Of a second coordinator of the same services, which drafts ahead."""
+
+
+@asynccontextmanager
+async def services(setup: Setup, *, prefix_caching: bool = False) -> AsyncIterator[Addresses]:
+    """A draft service, a target service and two coordinators, each a process.
+
+    Contenders that share a target would reuse each other's prefixes of the same prompts. So prefix caching is off,
+    except where it is measured.
+    """
+    async with AsyncExitStack() as stack:
+        # One after the other: two that load at once slow each other more than they gain.
+        target, draft = [
+            await _delayed(setup, await stack.enter_async_context(_model(setup, role, prefix_caching)), stack)
+            for role in ("target", "draft")
+        ]
+        coordinator, ahead = [
+            await stack.enter_async_context(coordinator_of(setup, target, draft, "--draft-ahead", option))
+            for option in ("off", "auto")
+        ]
+        yield Addresses(target, draft, coordinator, ahead)
+
+
+def coordinator_of(
+    setup: Setup, target: str, draft: str | None, *options: str
+) -> AbstractAsyncContextManager[str]:
+    """A coordinator; without a draft's address it finds the one that the target hosts. The setup's rule is stronger."""
+    return service(
+        "coordinator",
+        *("--target-address", target, *(() if draft is None else ("--draft-address", draft))),
+        *("--num-speculative-tokens", str(setup.num_speculative_tokens)),
+        *options,
+        *(("--rejection-sampling-strategy", setup.rule) if setup.rule else ()),
+    )
+
+
+def _model(setup: Setup, role: str, prefix_caching: bool) -> AbstractAsyncContextManager[str]:
+    """A draft or target service; its steps have a minimum duration where a pace is given."""
+    folder = setup.target if role == "target" else setup.draft
+    options = ("--model", str(folder), *_model_options(setup, role, prefix_caching))
+    if setup.pace:
+        return service("benchmarks.pace", "--role", role, "--pace", setup.pace, *options)
+    return service(f"{role}_service", *options)
+
+
+def _model_options(setup: Setup, role: str, prefix_caching: bool = False) -> tuple[str, ...]:
+    device = setup.draft_device if role == "draft" and setup.draft_device else setup.device
+    is_shared = device != "cpu" and setup.draft_device in ("", setup.device)
+    return (
+        *(() if prefix_caching else ("--no-enable-prefix-caching",)),
+        *("--dtype", setup.dtype, "--threads", str(setup.threads), "--device", device),
+        *("--max-length", str(setup.max_length), "--max-sequences", str(setup.max_sequences)),
+        *(("--device-memory-utilization", str(_SHARES[role])) if is_shared else ()),
+    )
+
+
+async def _delayed(setup: Setup, address: str, stack: AsyncExitStack) -> str:
+    """The address at which a service answers, later if a delay is asked for."""
+    if not setup.delay_ms:
+        return address
+    words = ("--role", "delay", "--to", address, "--ms", str(setup.delay_ms))
+    return await stack.enter_async_context(service("benchmarks.pace", *words))
 
 
 class ThroughServices:
     """Tandem as users run it: this process is the client of a coordinator."""
 
-    def __init__(self, client: Client, *, speculation: bool) -> None:
+    def __init__(
+        self, client: Client, *, speculation: bool = True, tokens: int | None = None, is_seeded: bool = True
+    ) -> None:
+        """
+        Args:
+            client: Of the coordinator.
+            speculation: False for the target alone.
+            tokens: num_speculative_tokens of the requests; None for the coordinator's.
+            is_seeded: True if a request that is alone has the workload's seed.
+        """
         self._client = client
         self._speculation = speculation
+        self._tokens = tokens
+        self._is_seeded = is_seeded
 
     async def run(self, workload: Workload) -> Outcome:
         """Complete the prompts over one connection."""
-        figures = SpeculationStats()
+        stats = SpeculationStats()
         # One request accepts as it does in one process, so that only the path differs. Many come as clients send them:
         # a seed would forbid the coordinator to shorten their proposals.
-        seed = workload.seed if len(workload.prompts) == 1 else None
+        seed = workload.seed if self._is_seeded and len(workload.prompts) == 1 else None
         started = time.perf_counter()
 
-        async def one(index: int) -> Answer:
+        async def one(prompt: tuple[int, ...]) -> Answer:
             answer = Answer()
             request = GenerationRequest(
-                workload.prompts[index],
+                prompt,
                 max_tokens=workload.max_tokens,
                 temperature=workload.temperature,
                 seed=seed,
+                num_speculative_tokens=self._tokens,
                 speculation=self._speculation,
                 ignore_eos=True,
             )
             async for chunk in self._client.generate(request):
                 answer.add(time.perf_counter() - started, list(chunk.token_ids))
                 if chunk.summary is not None:
-                    add(figures, chunk.summary.speculation)
+                    add(stats, chunk.summary.speculation)
             return answer
 
-        answers = await asyncio.gather(*map(one, range(len(workload.prompts))))
-        return Outcome(
-            answers, time.perf_counter() - started, figures.rounds, figures.drafted, figures.accepted
-        )
+        answers = await asyncio.gather(*map(one, workload.prompts))
+        return Outcome(answers, time.perf_counter() - started, stats.rounds, stats.drafted, stats.accepted)
 
 
 Start = Callable[[Setup, Addresses], AbstractAsyncContextManager[Contender]]
@@ -98,13 +202,11 @@ class Kind:
     """Reason why it cannot run with a setup; empty when it can."""
 
 
-def _through_services(*, speculation: bool, ahead: bool = False) -> Start:
-    @asynccontextmanager
-    async def start(_: Setup, addresses: Addresses) -> AsyncIterator[Contender]:
-        async with Client(addresses.ahead if ahead else addresses.coordinator) as client:
-            yield ThroughServices(client, speculation=speculation)
-
-    return start
+@asynccontextmanager
+async def through(coordinator: str, *, speculation: bool = True) -> AsyncIterator[Contender]:
+    """The client of a coordinator that runs."""
+    async with Client(coordinator) as client:
+        yield ThroughServices(client, speculation=speculation)
 
 
 def _by_head(method: str) -> Start:
@@ -112,20 +214,14 @@ def _by_head(method: str) -> Start:
 
     @asynccontextmanager
     async def start(setup: Setup, _: Addresses) -> AsyncIterator[Contender]:
-        options = model_options(setup, prefix_caching=False)
         async with AsyncExitStack() as stack:
-            hosted = await stack.enter_async_context(
-                service(
-                    BOUND_PACKAGE,
-                    *("--model", str(setup.target), "--draft-model", str(setup.head_folder(method))),
-                    *options,
-                    *placed(setup, "target"),
-                )
-            )
-            target = await delayed(setup, hosted, stack)
+            folders = ("--model", str(setup.target), "--draft-model", str(setup.head_folder(method)))
+            hosted = service(BOUND_PACKAGE, *folders, *_model_options(setup, "target"))
+            target = await _delayed(setup, await stack.enter_async_context(hosted), stack)
             # A head's default rule is lossy; the others' contenders leave the target's distribution as it is.
-            coordinator = await stack.enter_async_context(coordinator_of(setup, target, None, rule=_LOSSLESS))
-            yield await stack.enter_async_context(_client(coordinator))
+            lossless = ("--rejection-sampling-strategy", "residual")
+            address = await stack.enter_async_context(coordinator_of(setup, target, None, *lossless))
+            yield await stack.enter_async_context(through(address))
 
     return start
 
@@ -137,17 +233,11 @@ def _by_method(method: str) -> Start:
     async def start(setup: Setup, addresses: Addresses) -> AsyncIterator[Contender]:
         async with AsyncExitStack() as stack:
             drafting = await stack.enter_async_context(service("draft_service", "--method", method))
-            draft = await delayed(setup, drafting, stack)
-            coordinator = await stack.enter_async_context(coordinator_of(setup, addresses.target, draft))
-            yield await stack.enter_async_context(_client(coordinator))
+            draft = await _delayed(setup, drafting, stack)
+            address = await stack.enter_async_context(coordinator_of(setup, addresses.target, draft))
+            yield await stack.enter_async_context(through(address))
 
     return start
-
-
-@asynccontextmanager
-async def _client(coordinator: str) -> AsyncIterator[Contender]:
-    async with Client(coordinator) as client:
-        yield ThroughServices(client, speculation=True)
 
 
 def _no_head(method: str) -> Callable[[Setup], str]:
@@ -157,16 +247,6 @@ def _no_head(method: str) -> Callable[[Setup], str]:
         return "--pace does not slow a head, which runs in the target's process" if setup.pace else ""
 
     return reason
-
-
-def _peer(module: str, python: Callable[[Setup], Path | str], **extra: object) -> Start:
-    def start(setup: Setup, _: Addresses) -> AbstractAsyncContextManager[Contender]:
-        name = "-".join([module, *(str(value) for value in extra.values() if value)])
-        return peer(
-            name, str(python(setup)), module, {**setup.as_dict(), **extra}, setup.logs / f"{name}.log"
-        )
-
-    return start
 
 
 def _no_vllm(setup: Setup) -> str:
@@ -181,52 +261,49 @@ def _no_max(setup: Setup) -> str:
     return ""
 
 
-def _vllm_python(setup: Setup) -> Path:
-    if setup.vllm_python is None:
-        raise PeerError(_no_vllm(setup))
-    return setup.vllm_python
+def _peer(*module: str, python: Callable[[Setup], Path | None] = lambda _: None, **extra: str) -> Start:
+    """A process of its own, by this Python or another engine's."""
+
+    def start(setup: Setup, _: Addresses) -> AbstractAsyncContextManager[Contender]:
+        name = "-".join([module[-1], *filter(None, extra.values())])
+        command = [str(python(setup) or sys.executable), *module]
+        return peer(name, command, {**setup.as_dict(), **extra}, setup.logs / f"{name}.log")
+
+    return start
 
 
-def _max_python(setup: Setup) -> Path:
-    if setup.max_python is None:
-        raise PeerError(_no_max(setup))
-    return setup.max_python
+def _vllm(title: str, mode: str) -> Kind:
+    start = _peer("benchmarks.peers", "vllm", python=lambda setup: setup.vllm_python, mode=mode)
+    return Kind(title, start, absent=_no_vllm)
 
 
-def _this_python(_: Setup) -> str:
-    return sys.executable
+def _transformers(title: str, assistance: str) -> Kind:
+    start = _peer("benchmarks.peers", "transformers", assistance=assistance)
+    return Kind(title, start, largest_batch=1 if assistance else None)
 
 
 CONTENDERS: dict[str, Kind] = {
-    "target-alone": Kind("Tandem, target alone", _through_services(speculation=False), is_ours=True),
-    "speculative": Kind("Tandem, speculative", _through_services(speculation=True), is_ours=True),
-    "speculative-ahead": Kind(
-        "Tandem, drafting ahead", _through_services(speculation=True, ahead=True), is_ours=True
+    "target-alone": Kind(
+        "Tandem, target alone", lambda _, at: through(at.coordinator, speculation=False), is_ours=True
     ),
+    "speculative": Kind("Tandem, speculative", lambda _, at: through(at.coordinator), is_ours=True),
+    "speculative-ahead": Kind("Tandem, drafting ahead", lambda _, at: through(at.ahead), is_ours=True),
     **{
         method: Kind(f"Tandem, {method}", _by_head(method), is_ours=True, absent=_no_head(method))
         for method in HEAD_METHODS
     },
     **{method: Kind(f"Tandem, {method}", _by_method(method), is_ours=True) for method in MODEL_FREE_METHODS},
-    "one-process": Kind("the same loop in one process", _peer("one_process", _this_python), is_ours=True),
-    "transformers": Kind(
-        "transformers generate", _peer("transformers_generate", _this_python, assistance="")
+    "one-process": Kind("the same loop in one process", _peer("benchmarks.one_process"), is_ours=True),
+    "transformers": _transformers("transformers generate", ""),
+    "assisted": _transformers("transformers assisted, same K", "fixed"),
+    "assisted-defaults": _transformers("transformers assisted, its defaults", "defaults"),
+    "vllm": _vllm("vLLM", "alone"),
+    "vllm-ngram": _vllm("vLLM, ngram", "ngram"),
+    "vllm-draft": _vllm("vLLM, draft model", "draft_model"),
+    "max": Kind(
+        "MAX",
+        _peer("benchmarks.peers", "max", python=lambda setup: setup.max_python),
+        absent=_no_max,
     ),
-    "assisted": Kind(
-        "transformers assisted, same K",
-        _peer("transformers_generate", _this_python, assistance="fixed"),
-        largest_batch=1,
-    ),
-    "assisted-defaults": Kind(
-        "transformers assisted, its defaults",
-        _peer("transformers_generate", _this_python, assistance="defaults"),
-        largest_batch=1,
-    ),
-    "vllm": Kind("vLLM", _peer("vllm_offline", _vllm_python, mode="alone"), absent=_no_vllm),
-    "vllm-ngram": Kind("vLLM, ngram", _peer("vllm_offline", _vllm_python, mode="ngram"), absent=_no_vllm),
-    "vllm-draft": Kind(
-        "vLLM, draft model", _peer("vllm_offline", _vllm_python, mode="draft_model"), absent=_no_vllm
-    ),
-    "max": Kind("MAX", _peer("max_serve", _max_python), absent=_no_max),
 }
 """By the name that `--contenders` takes."""

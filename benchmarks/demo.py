@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.inputs.chats import chat_prompts
-from benchmarks.inputs.prompts import Prompt, held_out_prompts
-from benchmarks.services import cluster
-from coordinator.cli.command import plain_table
-from coordinator.cli.generate import ACCEPTED_STYLE, Record, show
-from coordinator.cli.up import SMOLLM2_METHOD
+from benchmarks.common import cluster
+from benchmarks.prompts import Prompt, chat_prompts, held_out_prompts
+from coordinator.cli.output import plain_table
+from coordinator.cli.received import ACCEPTED_STYLE, Record, show
+from coordinator.cli.up.smollm2 import SMOLLM2_METHOD
 from coordinator.stats.speculation import acceptance_rate, add, tokens_per_pass
-from tandem.client import Client
+from tandem.clients.aio import Client
 from tandem.errors import TandemError
 from tandem.model_sources.demo import smollm2_head
 from tandem.model_sources.find import find_model

@@ -1,12 +1,11 @@
-"""One run of the yardstick: start everything, let everyone do the same in turn, put the figures together."""
+"""One run of `tandem bench`: start everything, let everyone do the same in turn, put the figures together."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -14,21 +13,14 @@ from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.compared_services import Addresses, Setup, services
-from benchmarks.contenders import CONTENDERS, Contender
-from benchmarks.models.pairs import Pair, open_pair
-from benchmarks.order import chosen, rotated
-from benchmarks.reports.report import Cell, Machine, PhaseRow, PrefixGain, Report, WireBytes, cell_of
-from benchmarks.settings import BenchSettings
-from benchmarks.targets import targets_of
-from benchmarks.timing.prefix import PREFIX_TOKENS, prefix_gain
-from benchmarks.timing.timed import phase_row, timed_coordinator, wire_bytes
-from benchmarks.workload import Outcome, Workload
+from benchmarks.bench import BenchSettings
+from benchmarks.common import Contender, chosen, rotated
+from benchmarks.contenders import CONTENDERS, Addresses, Setup, services, through
+from benchmarks.pairs import Pair, open_pair
+from benchmarks.peers import Outcome, Workload
+from benchmarks.report import Cell, Machine, PhaseRow, PrefixGain, Report, WireBytes, cell_of, with_targets
+from benchmarks.timing import PREFIX_TOKENS, phase_row, prefix_gain, timed_coordinator, wire_bytes
 from tandem.errors import TandemError
-
-logger = logging.getLogger(__name__)
-
-Progress = Callable[[str], None]
 
 REFERENCE = "target-alone"
 _PAUSE_SECONDS = 0.2
@@ -37,31 +29,14 @@ _WARM_UP_TOKENS = 8
 _MAX_PREFIX_ROUNDS = 3
 _ENDING_TOKENS = 32
 
-CellKey = tuple[str, int, float]
 
+async def measure(settings: BenchSettings, progress: Callable[[str], None], command: str) -> Report:
+    """Measure what the settings ask for.
 
-@dataclass(slots=True)
-class Measured:
-    """Statistics of the rounds so far."""
-
-    outcomes: dict[CellKey, list[Outcome]] = field(default_factory=dict)
-    absent: dict[str, str] = field(default_factory=dict)
-
-    def cells(self) -> tuple[Cell, ...]:
-        """The figures of each contender that finished its rounds."""
-        return tuple(
-            cell_of(*key, outcomes, self._references(key, len(outcomes)))
-            for key, outcomes in self.outcomes.items()
-            if key[0] not in self.absent
-        )
-
-    def _references(self, key: CellKey, count: int) -> Sequence[Outcome | None]:
-        found = self.outcomes.get((REFERENCE, *key[1:]), [])
-        return [*found, *[None] * count][:count]
-
-
-async def measure(settings: BenchSettings, progress: Progress, command: str) -> Report:
-    """Run the yardstick.
+    Args:
+        settings: What to measure.
+        progress: Told what is measured now.
+        command: For the report.
 
     Raises:
         TandemError: a service of ours could not start or failed. Another engine's failure is part of the report.
@@ -69,42 +44,42 @@ async def measure(settings: BenchSettings, progress: Progress, command: str) -> 
     load_before = os.getloadavg()[0]
     progress("preparing the models")
     pair = open_pair(settings.pair, settings.cache_folder, settings.device)
-    prompts = pair.prompts()
     async with AsyncExitStack() as stack:
         logs = Path(stack.enter_context(TemporaryDirectory(prefix="tandem-bench-")))
-        setup = setup_of(settings, pair, prompts, logs)
+        run = _Run(settings, _setup(settings, pair, logs), pair.prompts(), progress)
         progress("starting the services")
-        addresses = await stack.enter_async_context(services(setup, prefix_caching=False))
-        measured = Measured()
-        contenders = await _start(settings, setup, addresses, stack, measured, progress)
-        await _run_rounds(settings, prompts, contenders, measured, progress)
-        phases = await _phases(settings, addresses, prompts, measured, progress)
-        wire = await _wire(settings, addresses, prompts, progress)
-        prefix = await _prefix(settings, setup, prompts, progress)
-    report = Report(
-        taken_at=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        command=command,
-        note=settings.note,
-        machine=_machine(settings, load_before),
-        pair=pair.info,
-        dtype=settings.dtype,
-        threads=settings.model_threads,
-        max_tokens=settings.max_tokens,
-        num_speculative_tokens=settings.num_speculative_tokens,
-        rounds=settings.rounds,
-        titles={name: CONTENDERS[name].title for name in settings.contenders},
-        cells=measured.cells(),
-        phases=phases,
-        wire=wire,
-        prefix=prefix,
-        absent=measured.absent,
+        addresses = await stack.enter_async_context(services(run.setup))
+        if settings.fresh:
+            await run.rounds(await run.start(addresses, stack, is_ours=False), first=0)
+        else:
+            await run.rounds(await run.start(addresses, stack), first=-1)
+        phases = await run.phases(addresses) if settings.phases else ()
+        wire = await run.wire(addresses) if settings.phases else ()
+        prefix = await run.prefix() if settings.prefix else None
+    return with_targets(
+        Report(
+            taken_at=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+            command=command,
+            note=settings.note,
+            machine=_machine(settings, load_before),
+            pair=pair.info,
+            dtype=settings.dtype,
+            threads=settings.model_threads,
+            max_tokens=settings.max_tokens,
+            num_speculative_tokens=settings.num_speculative_tokens,
+            rounds=settings.rounds,
+            titles={name: CONTENDERS[name].title for name in settings.contenders},
+            cells=run.cells(),
+            phases=phases,
+            wire=wire,
+            prefix=prefix,
+            absent=run.absent,
+        )
     )
-    return report.model_copy(update={"targets": targets_of(report)})
 
 
-def setup_of(settings: BenchSettings, pair: Pair, prompts: Sequence[Sequence[int]], logs: Path) -> Setup:
-    """Setup that all contenders share."""
-    longest = max(max(map(len, prompts)) + settings.max_tokens, PREFIX_TOKENS + _ENDING_TOKENS)
+def _setup(settings: BenchSettings, pair: Pair, logs: Path) -> Setup:
+    longest = max(max(map(len, pair.prompts())) + settings.max_tokens, PREFIX_TOKENS + _ENDING_TOKENS)
     return Setup(
         target=pair.target,
         draft=pair.draft,
@@ -124,152 +99,136 @@ def setup_of(settings: BenchSettings, pair: Pair, prompts: Sequence[Sequence[int
     )
 
 
-async def _start(
-    settings: BenchSettings,
-    setup: Setup,
-    addresses: Addresses,
-    stack: AsyncExitStack,
-    measured: Measured,
-    progress: Progress,
-) -> dict[str, Contender]:
-    """Those that can start; the others are noted with the reason."""
-    started: dict[str, Contender] = {}
-    for name in settings.contenders:
-        kind = CONTENDERS[name]
-        if reason := kind.absent(setup):
-            measured.absent[name] = reason
-            continue
-        progress(f"starting {kind.title}")
-        try:
-            started[name] = await stack.enter_async_context(kind.start(setup, addresses))
-        except TandemError as error:
-            if kind.is_ours:
-                raise
-            measured.absent[name] = str(error)
-    return started
+@dataclass(slots=True)
+class _Run:
+    """A run, and what it has found so far."""
 
+    settings: BenchSettings
+    setup: Setup
+    prompts: Sequence[tuple[int, ...]]
+    progress: Callable[[str], None]
+    outcomes: dict[tuple[str, int, float], list[Outcome]] = field(default_factory=dict)
+    """By contender, batch and temperature."""
+    absent: dict[str, str] = field(default_factory=dict)
+    """Contenders that did not take part, or failed, and why."""
 
-async def _run_rounds(
-    settings: BenchSettings,
-    prompts: Sequence[tuple[int, ...]],
-    contenders: dict[str, Contender],
-    measured: Measured,
-    progress: Progress,
-) -> None:
-    """A warm-up round, then the rounds that count."""
-    cells = [(batch, temperature) for batch in settings.batch for temperature in settings.temperature]
-    for number in range(-1, settings.rounds):
-        for batch, temperature in cells:
-            tokens = settings.max_tokens if number >= 0 else _WARM_UP_TOKENS
-            workload = Workload(
-                chosen(prompts, batch, max(number, 0)), temperature, tokens, seed=1000 * (number + 1)
-            )
-            for name in rotated(list(contenders), number):
-                largest = CONTENDERS[name].largest_batch
-                if name in measured.absent or (largest is not None and batch > largest):
-                    continue
-                what = f"round {number + 1} of {settings.rounds}" if number >= 0 else "warm-up"
-                progress(f"{what}: batch {batch}, temperature {temperature:g}, {CONTENDERS[name].title}")
-                outcome = await _run(name, contenders[name], workload, measured)
-                if outcome is not None and number >= 0:
-                    measured.outcomes.setdefault((name, batch, temperature), []).append(outcome)
+    async def start(
+        self, addresses: Addresses, stack: AsyncExitStack, *, is_ours: bool = True
+    ) -> dict[str, Contender]:
+        """Start those that can start, without Tandem's own unless `is_ours`."""
+        started: dict[str, Contender] = {}
+        for name in self.settings.contenders:
+            kind = CONTENDERS[name]
+            if reason := kind.absent(self.setup):
+                self.absent[name] = reason
+            elif is_ours or not kind.is_ours:
+                self.progress(f"starting {kind.title}")
+                try:
+                    started[name] = await stack.enter_async_context(kind.start(self.setup, addresses))
+                except TandemError as error:
+                    self._failed(name, error)
+        return started
 
-
-async def _run(name: str, contender: Contender, workload: Workload, measured: Measured) -> Outcome | None:
-    await asyncio.sleep(_PAUSE_SECONDS)
-    try:
-        return await contender.run(workload)
-    except TandemError as error:
+    def _failed(self, name: str, error: TandemError) -> None:
         if CONTENDERS[name].is_ours:
-            raise
-        measured.absent[name] = str(error)
-        return None
+            raise error
+        self.absent[name] = str(error)
 
+    def _cells(self) -> Iterator[tuple[int, float]]:
+        for batch in self.settings.batch:
+            for temperature in self.settings.temperature:
+                yield batch, temperature
 
-async def _phases(
-    settings: BenchSettings,
-    addresses: Addresses,
-    prompts: Sequence[tuple[int, ...]],
-    measured: Measured,
-    progress: Progress,
-) -> tuple[PhaseRow, ...]:
-    """Through the services, by a coordinator in this process; in one process, from the rounds that were run."""
-    if not settings.phases:
-        return ()
-    rows = []
-    async with timed_coordinator(addresses, settings.num_speculative_tokens) as coordinator:
-        for batch in settings.batch:
-            for temperature in settings.temperature:
-                progress(f"where the time goes: batch {batch}, temperature {temperature:g}")
-                for number in range(min(settings.rounds, 2)):
+    async def rounds(self, started: dict[str, Contender], first: int) -> None:
+        """Run the rounds, those below 0 to warm up. A contender that has not started starts for each workload."""
+        for number in range(first, self.settings.rounds):
+            for batch, temperature in self._cells():
+                tokens = self.settings.max_tokens if number >= 0 else _WARM_UP_TOKENS
+                prompts = chosen(self.prompts, batch, max(number, 0))
+                workload = Workload(prompts, temperature, tokens, seed=1000 * (number + 1))
+                for name in rotated(self.settings.contenders, number):
+                    largest = CONTENDERS[name].largest_batch
+                    if name in self.absent or (largest is not None and batch > largest):
+                        continue
+                    what = f"round {number + 1} of {self.settings.rounds}" if number >= 0 else "warm-up"
+                    title = CONTENDERS[name].title
+                    self.progress(f"{what}: batch {batch}, temperature {temperature:g}, {title}")
+                    await asyncio.sleep(_PAUSE_SECONDS)
+                    try:
+                        outcome = await self._outcome(name, started.get(name), workload)
+                    except TandemError as error:
+                        self._failed(name, error)
+                        continue
+                    if number >= 0:
+                        self.outcomes.setdefault((name, batch, temperature), []).append(outcome)
+
+    async def _outcome(self, name: str, contender: Contender | None, workload: Workload) -> Outcome:
+        if contender is not None:
+            return await contender.run(workload)
+        async with (
+            services(self.setup) as addresses,
+            CONTENDERS[name].start(self.setup, addresses) as started,
+        ):
+            return await started.run(workload)
+
+    def cells(self) -> tuple[Cell, ...]:
+        """The figures of each contender that finished its rounds."""
+        return tuple(
+            cell_of(*key, outcomes, self._references(key, len(outcomes)))
+            for key, outcomes in self.outcomes.items()
+            if key[0] not in self.absent
+        )
+
+    def _references(self, key: tuple[str, int, float], count: int) -> Sequence[Outcome | None]:
+        found = self.outcomes.get((REFERENCE, *key[1:]), [])
+        return [*found, *[None] * count][:count]
+
+    async def phases(self, addresses: Addresses) -> tuple[PhaseRow, ...]:
+        """Through the services, by a coordinator in this process; in one process, from the rounds that were run."""
+        rows = []
+        async with timed_coordinator(addresses, self.settings.num_speculative_tokens) as coordinator:
+            for batch, temperature in self._cells():
+                self.progress(f"where the time goes: batch {batch}, temperature {temperature:g}")
+                for number in range(min(self.settings.rounds, 2)):
+                    prompts = chosen(self.prompts, batch, number)
                     await coordinator.run(
-                        Workload(
-                            chosen(prompts, batch, number),
-                            temperature,
-                            settings.max_tokens,
-                            seed=1000 * number,
-                        )
+                        Workload(prompts, temperature, self.settings.max_tokens, seed=1000 * number)
                     )
                 rows.append(phase_row("services", batch, temperature, coordinator.take_phases()))
-                outcomes = measured.outcomes.get(("one-process", batch, temperature), [])
-                rows.append(phase_row("one process", batch, temperature, _joined(outcomes)))
-    return tuple(row for row in rows if row is not None)
+                joined: dict[str, list[float]] = {}
+                for outcome in self.outcomes.get(("one-process", batch, temperature), []):
+                    for name, seconds in outcome.phases.items():
+                        joined.setdefault(name, []).extend(seconds)
+                rows.append(phase_row("one process", batch, temperature, joined))
+        return tuple(row for row in rows if row is not None)
 
+    async def wire(self, addresses: Addresses) -> tuple[WireBytes, ...]:
+        """Bytes for each token, by temperature."""
+        self.progress("counting bytes")
+        found = []
+        for temperature in self.settings.temperature:
+            workload = Workload(chosen(self.prompts, 1, 0), temperature, self.settings.max_tokens)
+            found.append(await wire_bytes(addresses, self.settings.num_speculative_tokens, workload))
+        return tuple(found)
 
-def _joined(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
-    names = {name for outcome in outcomes for name in outcome.phases}
-    return {name: [s for outcome in outcomes for s in outcome.phases.get(name, [])] for name in names}
-
-
-async def _wire(
-    settings: BenchSettings,
-    addresses: Addresses,
-    prompts: Sequence[tuple[int, ...]],
-    progress: Progress,
-) -> tuple[WireBytes, ...]:
-    if not settings.phases:
-        return ()
-    progress("counting bytes")
-    return tuple(
-        [
-            await wire_bytes(
-                addresses,
-                settings.num_speculative_tokens,
-                Workload(chosen(prompts, 1, 0), temperature, settings.max_tokens),
-            )
-            for temperature in settings.temperature
-        ]
-    )
-
-
-async def _prefix(
-    settings: BenchSettings,
-    setup: Setup,
-    prompts: Sequence[tuple[int, ...]],
-    progress: Progress,
-) -> PrefixGain | None:
-    if not settings.prefix:
-        return None
-    progress("a prefix that was served before")
-    rounds = min(settings.rounds, _MAX_PREFIX_ROUNDS)
-    kind = CONTENDERS["speculative"]
-    async with (
-        services(setup, prefix_caching=True) as addresses,
-        kind.start(setup, addresses) as contender,
-    ):
-        return await prefix_gain(contender, prompts, rounds)
+    async def prefix(self) -> PrefixGain:
+        """Time to the first token after a prefix that was served before, by services of their own."""
+        self.progress("a prefix that was served before")
+        async with (
+            services(self.setup, prefix_caching=True) as addresses,
+            through(addresses.coordinator) as contender,
+        ):
+            return await prefix_gain(contender, self.prompts, min(self.settings.rounds, _MAX_PREFIX_ROUNDS))
 
 
 def _machine(settings: BenchSettings, load_before: float) -> Machine:
-    versions = {"python": platform.python_version()}
-    for package in ("torch", "transformers", "grpcio"):
-        versions[package] = metadata.version(package)
+    versions = {name: metadata.version(name) for name in ("torch", "transformers", "grpcio")}
     return Machine(
         processor=_processor(),
         cores=settings.cores,
         device=settings.device,
         load_before=round(load_before, 2),
-        versions=versions,
+        versions={"python": platform.python_version(), **versions},
     )
 
 

@@ -1,3 +1,3 @@
 """Load on a coordinator or another server: services without models, and what each process pays for a token.
 
-May import benchmarks.services and tandem; the yardstick (`benchmarks.bench`) imports it."""
+May import benchmarks.common and tandem; the yardstick (`benchmarks.bench`) imports it."""

@@ -25,10 +25,16 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.load.cluster import RULES, Cluster, cluster
-from benchmarks.load.processes import processor_seconds, resident_mebibytes, tree
-from benchmarks.load.processor_quota import held_to
-from tandem.client import Client
+from benchmarks.load.cluster import (
+    RULES,
+    Cluster,
+    cluster,
+    held_to,
+    processor_seconds,
+    resident_mebibytes,
+    tree,
+)
+from tandem.clients.aio import Client
 
 _WARM_UP_CLIENTS = 4
 _START_SECONDS = 60.0

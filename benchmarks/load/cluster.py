@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-from benchmarks.services import process
+from benchmarks.common import process
 
 RULES = ("greedy", "strict", "residual", "block")
 _SCRIPTED = "benchmarks.load.scripted_services"
@@ -88,3 +89,95 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     return port
+
+
+def processor_seconds(pid: int) -> float:
+    """Processor time of a process and of the children that run now."""
+    return sum(map(_own_seconds, tree(pid)))
+
+
+def resident_mebibytes(pid: int) -> list[float]:
+    """Resident memory of a process and of each of its children, the largest first."""
+    page = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+    return sorted((page * int(_read(each, "statm").split()[1]) for each in tree(pid)), reverse=True)
+
+
+def tree(pid: int) -> list[int]:
+    """A process, its children, their children and so on."""
+    parents: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and (fields := _fields(int(folder.name))):
+            parents.setdefault(int(fields[1]), []).append(int(folder.name))
+    found = [pid]
+    for each in found:
+        found.extend(parents.get(each, ()))
+    return found
+
+
+def _own_seconds(pid: int) -> float:
+    fields = _fields(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+
+def _fields(pid: int) -> list[str]:
+    """Fields of a process's stat after its name; none when it has ended."""
+    return _read(pid, "stat").rpartition(")")[2].split()
+
+
+def _read(pid: int, name: str) -> str:
+    try:
+        return (Path("/proc") / str(pid) / name).read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+
+
+_ROOT = Path("/sys/fs/cgroup")
+_PERIOD_US = 10_000
+"""Microseconds that a quota is for. By the kernel's default of 100,000 a worker would stand still for most of them."""
+
+
+@contextmanager
+def held_to(pids: Sequence[int], cores: float) -> Iterator[None]:
+    """Let each process use so many cores for as long as the block lasts.
+
+    Args:
+        pids: The processes, with all of their threads. Those that they start later share their quota.
+        cores: Such as 0.25.
+
+    Raises:
+        OSError: this needs Linux, control groups for the processor, and the right to make one.
+    """
+    hierarchy = _hierarchy()
+    made: list[Path] = []
+    try:
+        for pid in pids:
+            group = hierarchy / f"tandem-benchmark-{os.getpid()}-{pid}"
+            group.mkdir()
+            made.append(group)
+            _limit(group, round(cores * _PERIOD_US))
+            (group / "cgroup.procs").write_text(str(pid), encoding="ascii")
+        yield
+    finally:
+        for group in made:
+            _move_back(group, hierarchy)
+            group.rmdir()
+
+
+def _hierarchy() -> Path:
+    """Where groups with a quota of the processor are made."""
+    first_version = _ROOT / "cpu"
+    return first_version if first_version.is_dir() else _ROOT
+
+
+def _limit(group: Path, quota_us: int) -> None:
+    if (group / "cpu.max").exists():
+        (group / "cpu.max").write_text(f"{quota_us} {_PERIOD_US}", encoding="ascii")
+    else:
+        (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US), encoding="ascii")
+        (group / "cpu.cfs_quota_us").write_text(str(quota_us), encoding="ascii")
+
+
+def _move_back(group: Path, hierarchy: Path) -> None:
+    """A group must be empty to be removed."""
+    for pid in (group / "cgroup.procs").read_text(encoding="ascii").split():
+        (hierarchy / "cgroup.procs").write_text(pid, encoding="ascii")

@@ -1,11 +1,101 @@
-"""Figures of a load, named as by `vllm bench serve`: throughput, goodput, percentiles of latencies. Pure functions."""
+"""When requests arrive and how long they are: random numbers that a seed decides, whatever the timing."""
 
 from __future__ import annotations
 
 import math
+import re
+import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+
+import numpy as np
+
+_ARRIVALS, _PROMPTS, _OUTPUTS = range(3)
+"""Each has random numbers of its own, so that a change of one leaves the others as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A log-normal distribution of token counts, cut at both ends."""
+
+    median: float
+    sigma: float
+    """Standard deviation of the logarithm; 0: every length is the median."""
+    minimum: int = 4
+    maximum: int = 1024
+
+    @classmethod
+    def parse(cls, text: str) -> Lengths:
+        """Read MEDIAN, MEDIAN:SIGMA, or MEDIAN:SIGMA:MAXIMUM.
+
+        Raises:
+            ValueError: it is none of these, or a number is out of its range.
+        """
+        try:
+            median, *rest = map(float, text.split(":"))
+            sigma, maximum = (*rest, *(0.0, 1024.0)[len(rest) :])
+        except ValueError:
+            raise ValueError(f"{text!r} must be MEDIAN, MEDIAN:SIGMA or MEDIAN:SIGMA:MAXIMUM") from None
+        if not (median >= 1 and sigma >= 0 and maximum >= median) or not math.isfinite(median + sigma):
+            raise ValueError(
+                f"{text!r}: MEDIAN must be at least 1, SIGMA at least 0, MAXIMUM at least MEDIAN"
+            )
+        return cls(median, sigma, min(4, int(median)), int(maximum))
+
+
+SHAREGPT_PROMPTS = Lengths(110.0, 1.15)
+SHAREGPT_OUTPUTS = Lengths(110.0, 1.1)
+"""Means of about 200 tokens with a long tail, as the chats of ShareGPT have after the filter of `vllm bench serve` (4
+to 1,024 tokens)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request to be sent."""
+
+    seconds: float
+    """After the start."""
+    prompt_tokens: int
+    output_tokens: int
+
+
+def arrivals(
+    count: int,
+    rate: float,
+    seed: int,
+    prompts: Lengths = SHAREGPT_PROMPTS,
+    outputs: Lengths = SHAREGPT_OUTPUTS,
+) -> list[Arrival]:
+    """Requests in the order of their arrival: a Poisson process, whose gaps are exponential.
+
+    Args:
+        count: Number of requests.
+        rate: Requests a second on average; infinite: all arrive at the start.
+        seed: Decides everything.
+        prompts: Tokens of a prompt.
+        outputs: Tokens of a completion.
+    """
+    gaps = np.zeros(count) if math.isinf(rate) else _random(seed, _ARRIVALS).exponential(1.0 / rate, count)
+    # The first arrives at the start, as the gaps lie between requests.
+    times = np.concatenate(([0.0], np.cumsum(gaps)))[:count]
+    return [
+        Arrival(float(time), int(prompt), int(output))
+        for time, prompt, output in zip(
+            times, _drawn(prompts, count, seed, _PROMPTS), _drawn(outputs, count, seed, _OUTPUTS), strict=True
+        )
+    ]
+
+
+def _drawn(lengths: Lengths, count: int, seed: int, purpose: int) -> np.ndarray:
+    """Lengths as an int64 array of shape (count,)."""
+    drawn = lengths.median * np.exp(lengths.sigma * _random(seed, purpose).standard_normal(count))
+    return np.clip(np.rint(drawn), lengths.minimum, lengths.maximum).astype(np.int64)
+
+
+def _random(seed: int, purpose: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(key=[seed, purpose]))
+
 
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 """Time to first token; time per output token after it; between two chunks; from arrival to the end."""
@@ -196,3 +286,45 @@ def histogram_quantile(buckets: Sequence[tuple[float, float]], share: float) -> 
 
 def _rate(count: float, seconds: float) -> float:
     return count / seconds if seconds > 0 else 0.0
+
+
+BETWEEN = "between"
+"""Place of the wait between acceptance and the next question: text, chunks, the controller."""
+_PHASE = re.compile(r'^tandem_round_phase_seconds_bucket\{(.*phase="wait".*)\} (\S+)$', re.MULTILINE)
+_PLACE = re.compile(r"^tandem_round_wait_seconds_bucket\{(.*)\} (\S+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_SHARES = {"p50": 0.5, "p99": 0.99}
+
+Counts = Mapping[str, Mapping[float, float]]
+"""By place, cumulative counts of waits by upper bound in seconds."""
+
+
+def read_waits(url: str) -> Counts:
+    """Read the waits up to now from a page of metrics; other places than `BETWEEN` only where they are measured."""
+    with urllib.request.urlopen(url, timeout=10) as response:
+        return waits_of(response.read().decode())
+
+
+def waits_of(page: str) -> Counts:
+    """The waits in a page of metrics, those of all models together."""
+    found: dict[str, dict[float, float]] = {}
+    for pattern in (_PHASE, _PLACE):
+        for labels, value in pattern.findall(page):
+            named = dict(_LABEL.findall(labels))
+            counts = found.setdefault(named.get("place", BETWEEN), {})
+            bound = float(named["le"])
+            counts[bound] = counts.get(bound, 0.0) + float(value)
+    return found
+
+
+def quantiles(before: Counts, after: Counts) -> dict[str, dict[str, float]]:
+    """Median and p99 of the waits between two readings, in milliseconds by place; without places where none waited."""
+    found = {}
+    for place, counts in after.items():
+        earlier = before.get(place, {})
+        buckets = [(bound, counts[bound] - earlier.get(bound, 0.0)) for bound in sorted(counts)]
+        if buckets[-1][1] > 0:
+            found[place] = {
+                name: 1000.0 * histogram_quantile(buckets, share) for name, share in _SHARES.items()
+            }
+    return found

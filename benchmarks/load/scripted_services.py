@@ -23,7 +23,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from benchmarks.load.script import Script
 from benchmarks.load.scripted_numbers import peaked, support_row
-from benchmarks.models.pairs import DEMO
+from benchmarks.pairs import DEMO
 from tandem.standard_streams import write_out
 from tandem.types import (
     IntArray,

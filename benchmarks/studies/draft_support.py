@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.inputs.prompts import held_out_prompts
+from benchmarks.prompts import held_out_prompts
 from tandem.sampling.warping import warp
 from tandem.types import Delta, RowKind, SamplingParams, SupportRow, Verification, VerifyStep
 from tandem.wire import target

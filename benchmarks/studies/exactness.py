@@ -23,7 +23,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from benchmarks.inputs.editing import source_text
+from benchmarks.prompts import source_text
 from tandem.engine.backends.selection import Backends, choose_backends
 from tandem.engine.core.runner import StepRunner
 from tandem.engine.kv_cache.arena import KvArena, PageTable, page_tokens_on, pages_for

@@ -24,9 +24,9 @@ from functools import partial
 
 import httpx
 
-from benchmarks.models.pairs import DEMO
-from benchmarks.services import service
-from tandem.client import Client
+from benchmarks.common import service
+from benchmarks.pairs import DEMO
+from tandem.clients.aio import Client
 from tandem.types import GenerationRequest
 
 CLIENTS = 64

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.studies.telemetry`: the cost of traces and metrics, in tokens per second and per round."""
+"""`python -m benchmarks.studies.telemetry`: a collector that takes everything and keeps nothing."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import grpc
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Sampler
@@ -19,8 +21,8 @@ from prometheus_client import CollectorRegistry
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from benchmarks.inputs.prompts import held_out_prompts
-from benchmarks.services import service
+from benchmarks.common import service
+from benchmarks.prompts import held_out_prompts
 from coordinator.decoding.completion import Completion, Limits
 from coordinator.decoding.detokenization import Detokenizer, StopStrings
 from coordinator.decoding.rounds import RoundRecorder
@@ -30,6 +32,34 @@ from coordinator.telemetry.observed import ObservedRequests
 from coordinator.telemetry.observer import NO_OBSERVER, EventValue, RequestObserver
 from tandem.client import Client
 from tandem.types import Acceptance, GenerationRequest, NextToken, Proposal, Verification
+
+_METHODS = (
+    "opentelemetry.proto.collector.trace.v1.TraceService",
+    "opentelemetry.proto.collector.metrics.v1.MetricsService",
+)
+
+
+def serve(port: int) -> None:
+    """Serve until the process is ended."""
+    server = grpc.server(ThreadPoolExecutor(2))
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(
+        lambda _request, _context: b""
+    )
+    for name in _METHODS:
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {"Export": handler}),))
+    address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
+    server.start()
+    sys.stdout.write(f"ready on {address}\n")
+    sys.stdout.flush()
+    server.wait_for_termination()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--log-level")  # as the services are started
+    serve(parser.parse_args().port)
+
 
 MODELS = Path(__file__).resolve().parents[2] / "models" / "demo"
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "telemetry.md"
@@ -44,7 +74,7 @@ async def main(repeats: int, prompt_count: int, max_tokens: int) -> str:
     """Measure both; the page of results."""
     costs = await round_costs()
     async with AsyncExitStack() as stack:
-        sink = f"http://{await stack.enter_async_context(service('benchmarks.studies.telemetry_sink'))}"
+        sink = f"http://{await stack.enter_async_context(service('benchmarks.studies.telemetry'))}"
         options = {
             "none": [],
             "metrics": ["--prometheus-port", "0"],

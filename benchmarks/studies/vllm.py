@@ -10,59 +10,34 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import statistics
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.models.pairs import Pair, open_pair
-from benchmarks.peers.process import Peer, peer
-from benchmarks.services import service
-from benchmarks.workload import Outcome, Workload
+from benchmarks.common import CACHE_FOLDER, in_turn, numbers, service, speed, speed_ratio
+from benchmarks.pairs import Pair, open_pair
+from benchmarks.peers import Outcome, Peer, peer
 
 ALONE, OWN_DRAFT, PLAIN, AHEAD = "vLLM alone", "vLLM draft_model", "plug-in", "plug-in, ahead"
 WAYS = {ALONE: "alone", OWN_DRAFT: "draft_model", PLAIN: "tandem", AHEAD: "tandem"}
 
-_FEWEST_ROUNDS = 5
 
-
-@dataclass(slots=True)
-class Found:
-    """Results of one way, over all rounds."""
-
-    speeds: list[float] = field(default_factory=list)
-    """Tokens per second of each round."""
-    texts: list[list[int]] = field(default_factory=list)
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-    def add(self, outcome: Outcome) -> None:
-        """Count a workload."""
-        tokens = sum(len(answer.token_ids) for answer in outcome.answers)
-        self.speeds.append(tokens / outcome.seconds)
-        self.texts += [answer.token_ids for answer in outcome.answers]
-        self.rounds += outcome.rounds
-        self.drafted += outcome.drafted
-        self.accepted += outcome.accepted
-
-    @property
-    def acceptance(self) -> float:
-        """Share of the proposed tokens that were accepted."""
-        return self.accepted / self.drafted if self.drafted else 0.0
+def acceptance(outcomes: Sequence[Outcome]) -> float:
+    """Share of the proposed tokens that were accepted."""
+    return sum(one.accepted for one in outcomes) / max(sum(one.drafted for one in outcomes), 1)
 
 
 async def main(options: argparse.Namespace) -> None:
     """Measure, and print a table in Markdown for each batch."""
     pair = open_pair(options.pair, options.cache_folder, "cpu")
-    async with AsyncExitStack() as stack:
-        ways = await stack.enter_async_context(started(options, pair, options.ways))
+    prompts = pair.prompts()[: options.prompts]
+    async with started(options, pair, options.ways) as ways:
         for batch in options.batch:
-            found = await measured(options, ways, pair.prompts()[: options.prompts], batch)
+            rounds = options.rounds or max(math.ceil(len(prompts) / batch), 5)
+            found = await in_turn(ways, prompts, batch, options.temperature, options.max_tokens, rounds)
             sys.stdout.write("\n" + "\n".join(_table(options, found, batch)) + "\n")
             sys.stdout.flush()
 
@@ -73,7 +48,7 @@ async def started(
 ) -> AsyncIterator[dict[str, Peer]]:
     """Each way's vLLM, and the draft service of those that need one."""
     async with AsyncExitStack() as stack:
-        logs = Path(stack.enter_context(TemporaryDirectory(prefix="tandem-vllm-")))
+        logs = options.logs or Path(stack.enter_context(TemporaryDirectory(prefix="tandem-vllm-")))
         length = max(map(len, pair.prompts())) + options.max_tokens + 2 * options.tokens
         setup: dict[str, Any] = {
             "target": str(pair.target),
@@ -92,122 +67,80 @@ async def started(
             draft = await stack.enter_async_context(_draft(options, pair, length))
         ways = {}
         for name in names:
-            environment = {
-                "TANDEM_VLLM_DRAFT_ADDRESS": draft,
-                "TANDEM_VLLM_DRAFT_AHEAD": options.ahead if name == AHEAD else "off",
-            }
-            own = {
-                **setup,
-                "mode": WAYS[name],
-                "environment": environment if WAYS[name] == "tandem" else {},
-            }
-            log = options.logs / f"{name}.log" if options.logs else logs / f"{name}.log"
-            ways[name] = await stack.enter_async_context(
-                peer(name, str(options.vllm_python), "vllm_offline", own, log)
-            )
+            own = {**setup, "mode": WAYS[name]}
+            if WAYS[name] == "tandem":
+                ahead = options.ahead if name == AHEAD else "off"
+                own["environment"] = {
+                    "TANDEM_VLLM_DRAFT_ADDRESS": draft,
+                    "TANDEM_VLLM_DRAFT_AHEAD": ahead,
+                }
+            command = [str(options.vllm_python), "benchmarks.peers", "vllm"]
+            ways[name] = await stack.enter_async_context(peer(name, command, own, logs / f"{name}.log"))
             sys.stderr.write(f"{name} is ready\n")
         yield ways
 
 
-def _draft(options: argparse.Namespace, pair: Pair, length: int) -> Any:
+def _draft(options: argparse.Namespace, pair: Pair, length: int) -> AbstractAsyncContextManager[str]:
     arguments = [
-        *(
-            "--model",
-            str(pair.draft),
-            "--dtype",
-            options.dtype,
-            "--threads",
-            "1",
-            "--no-enable-prefix-caching",
-        ),
+        *("--model", str(pair.draft), "--dtype", options.dtype, "--threads", "1"),
         *("--max-length", str(length), "--max-sequences", str(2 * max(options.batch))),
+        "--no-enable-prefix-caching",
     ]
     if options.pace:
-        return service(
-            "benchmarks.models.paced_services", "--role", "draft", "--pace", options.pace, *arguments
-        )
+        return service("benchmarks.pace", "--role", "draft", "--pace", options.pace, *arguments)
     return service("draft_service", *arguments)
 
 
-async def measured(
-    options: argparse.Namespace, ways: dict[str, Peer], prompts: Sequence[tuple[int, ...]], batch: int
-) -> dict[str, Found]:
-    """Every way's results on the same workloads, one after the other; the first of each warms up."""
-    found = {name: Found() for name in ways}
-    count = options.rounds or max(math.ceil(len(prompts) / batch), _FEWEST_ROUNDS)
-    names = list(ways)
-    for number in range(-1, count):
-        first = max(number, 0) * batch
-        chosen = tuple(prompts[(first + index) % len(prompts)] for index in range(batch))
-        workload = Workload(chosen, options.temperature, options.max_tokens, seed=number + 1)
-        for name in names if number % 2 else names[::-1]:
-            outcome = await ways[name].run(workload)
-            if number >= 0:
-                found[name].add(outcome)
-    return found
-
-
-def _table(options: argparse.Namespace, found: dict[str, Found], batch: int) -> list[str]:
+def _table(options: argparse.Namespace, found: Mapping[str, Sequence[Outcome]], batch: int) -> list[str]:
     pace = f"paced {options.pace}" if options.pace else "not paced"
-    alone = found.get(ALONE)
-    base = found.get(OWN_DRAFT)
-    rounds = len(next(iter(found.values())).speeds)
     lines = [
         f"Batch {batch}, {pace}, temperature {options.temperature:g}, K = {options.tokens}, {options.pair}, "
-        f"{options.dtype}; medians of {rounds} workloads of {options.max_tokens} tokens each:",
+        f"{options.dtype}; medians of {len(next(iter(found.values())))} workloads of {options.max_tokens} tokens each:",
         "",
         "| way | tokens/s | by vLLM's draft_model, median of pairs | accepted | proposed for each pass | equal texts |",
         "|---|---|---|---|---|---|",
     ]
-    for name, one in found.items():
-        ratio = _ratio(one.speeds, base.speeds) if base is not None else "-"
-        equal = (
-            "-" if alone is None else f"{sum(map(list.__eq__, one.texts, alone.texts))} of {len(one.texts)}"
-        )
-        share = f"{100 * one.acceptance:.1f} %" if one.drafted else "-"
-        proposed = f"{one.drafted / one.rounds:.2f}" if one.rounds else "-"
-        lines.append(
-            f"| {name} | {statistics.median(one.speeds):.1f} | {ratio} | {share} | {proposed} | {equal} |"
-        )
+    for name, outcomes in found.items():
+        rounds, drafted = (sum(getattr(one, each) for one in outcomes) for each in ("rounds", "drafted"))
+        ratio = f"{speed_ratio(outcomes, found[OWN_DRAFT]):.2f}" if OWN_DRAFT in found else "-"
+        share = f"{100 * acceptance(outcomes):.1f} %" if drafted else "-"
+        proposed = f"{drafted / rounds:.2f}" if rounds else "-"
+        equal = "-"
+        if ALONE in found:
+            own = texts(outcomes)
+            equal = f"{sum(map(list.__eq__, own, texts(found[ALONE])))} of {len(own)}"
+        lines.append(f"| {name} | {speed(outcomes):.1f} | {ratio} | {share} | {proposed} | {equal} |")
     return lines
 
 
-def _ratio(speeds: Sequence[float], base: Sequence[float]) -> str:
-    return f"{statistics.median(mine / theirs for mine, theirs in zip(speeds, base, strict=True)):.2f}"
+def texts(outcomes: Sequence[Outcome]) -> list[list[int]]:
+    """Token ids of all completions."""
+    return [answer.token_ids for outcome in outcomes for answer in outcome.answers]
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The settings that the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.vllm", description=__doc__)
-    parser.add_argument("--vllm-python", type=Path, required=True, help="Python with vLLM and Tandem")
-    parser.add_argument("--pair", default="demo", help="as for tandem bench")
-    parser.add_argument("--ways", type=_texts, default=list(WAYS), help="several with semicolons")
-    parser.add_argument("--pace", default="", help="VERIFY_MS,DRAFT_STEP_MS[,PER_8_ROWS]; empty: none")
-    parser.add_argument("--tokens", type=int, default=4, help="K")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--ahead", default="8", help="TANDEM_VLLM_DRAFT_AHEAD of the way that drafts ahead")
-    parser.add_argument(
-        "--batch", type=_numbers, default=[1, 16], help="requests at once, several with commas"
-    )
-    parser.add_argument("--prompts", type=int, default=20)
-    parser.add_argument(
-        "--rounds", type=int, default=0, help="workloads of each way; 0: each prompt once, at least 5"
-    )
-    parser.add_argument("--max-tokens", type=int, default=64, help="tokens of each completion")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument(
-        "--eager", action=argparse.BooleanOptionalAction, default=False, help="vLLM without torch.compile"
-    )
-    parser.add_argument("--logs", type=Path, default=None, help="folder for what each vLLM writes")
-    parser.add_argument("--cache-folder", type=Path, default=Path.home() / ".cache" / "tandem" / "bench")
+    add = parser.add_argument
+    add("--vllm-python", type=Path, required=True, help="Python with vLLM and Tandem")
+    add("--pair", default="demo", help="as for tandem bench")
+    add("--ways", type=_ways, default=list(WAYS), help="several with semicolons")
+    add("--pace", default="", help="VERIFY_MS,DRAFT_STEP_MS[,PER_8_ROWS]; empty: none")
+    add("--tokens", type=int, default=4, help="K")
+    add("--temperature", type=float, default=0.0)
+    add("--ahead", default="8", help="TANDEM_VLLM_DRAFT_AHEAD of the way that drafts ahead")
+    add("--batch", type=numbers, default=[1, 16], help="requests at once, several with commas")
+    add("--prompts", type=int, default=20)
+    add("--rounds", type=int, default=0, help="workloads of each way; 0: each prompt once, at least 5")
+    add("--max-tokens", type=int, default=64, help="tokens of each completion")
+    add("--dtype", default="float32")
+    add("--eager", action=argparse.BooleanOptionalAction, default=False, help="vLLM without torch.compile")
+    add("--logs", type=Path, default=None, help="folder for what each vLLM writes")
+    add("--cache-folder", type=Path, default=CACHE_FOLDER)
     return parser.parse_args(arguments)
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def _texts(text: str) -> list[str]:
+def _ways(text: str) -> list[str]:
     return [next(name for name in WAYS if name == part.strip()) for part in text.split(";")]
 
 

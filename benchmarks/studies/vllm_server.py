@@ -1,36 +1,112 @@
-"""`python -m benchmarks.studies.vllm_server --vllm-python PYTHON`: Tandem over HTTP beside each mode of vLLM's server.
-
-The same clients send the same load to one server after the other, in turn. A server that is not loaded is stopped by
-a signal, since vLLM's processes poll while they wait for work. Servers start one at a time, because vLLM compiles.
-"""
+"""The servers that `vllm_server` compares, and the command that starts each."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import math
 import os
 import signal
+import socket
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from benchmarks.load.arrivals import Arrival, Lengths, arrivals
-from benchmarks.load.clients.http_exchange import Origin
-from benchmarks.load.clients.over_http import http_connection, origin_of, served_model
-from benchmarks.load.figures import Figures, Goodput, figures
-from benchmarks.load.processes import tree
-from benchmarks.load.sending import send
-from benchmarks.models.pairs import Pair, open_pair
-from benchmarks.order import rotated
-from benchmarks.studies.http_servers import SERVERS, free_port, launch_of
+from benchmarks.common import rotated
+from benchmarks.load.clients import Origin, http_connection, origin_of, served_model
+from benchmarks.load.cluster import tree
+from benchmarks.load.figures import Arrival, Figures, Goodput, Lengths, arrivals, figures
+from benchmarks.load.generator import send
+from benchmarks.pairs import Pair, open_pair
 from tandem.errors import ServiceUnavailableError, TandemError
+
+ALONE, SPECULATIVE = "Tandem, target alone", "Tandem"
+_OURS = {ALONE: False, SPECULATIVE: True}
+_MODES: dict[str, str] = {"vLLM": "", "vLLM, ngram": "ngram", "vLLM, draft_model": "draft_model"}
+SERVERS = (*_OURS, *_MODES)
+
+_KV_CACHE_GIBIBYTES = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a server starts."""
+
+    command: list[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def launch_of(name: str, options: argparse.Namespace, pair: Pair, port: int) -> Launch:
+    """The command of a server.
+
+    No server may reuse the prefixes of a prompt that an earlier round sent.
+
+    Args:
+        name: One of `SERVERS`, with @THREADS after it where the threads are not those of the options.
+        options: Of `vllm_server`.
+        pair: Target and draft.
+        port: Where it is to listen for HTTP.
+    """
+    kind, _, number = name.partition("@")
+    threads = int(number) if number else options.threads
+    if kind in _OURS:
+        return _tandem(options, pair, port, threads, has_draft=_OURS[kind])
+    return _vllm(options, pair, port, threads, _MODES[kind])
+
+
+def _tandem(
+    options: argparse.Namespace, pair: Pair, port: int, threads: int | None, *, has_draft: bool
+) -> Launch:
+    command = [
+        *(sys.executable, "-P", "-m", "coordinator.cli", "up", "--port", "0", "--http-port", str(port)),
+        *("--target", str(pair.target), "--draft", str(pair.draft) if has_draft else "none"),
+        *("--dtype", options.dtype, "--max-length", str(options.max_length)),
+    ]
+    if has_draft:
+        command += ["--num-speculative-tokens", str(options.tokens)]
+    if threads is not None:
+        command += ["--threads", str(threads)]
+    off = {f"TANDEM_{role}_ENABLE_PREFIX_CACHING": "false" for role in ("TARGET", "DRAFT")}
+    return Launch(command, off)
+
+
+def _vllm(options: argparse.Namespace, pair: Pair, port: int, threads: int | None, mode: str) -> Launch:
+    command = [
+        *(str(options.vllm_python), "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"),
+        *("--port", str(port), "--model", str(pair.target), "--dtype", options.dtype),
+        *("--max-model-len", str(options.max_length), "--max-num-seqs", str(options.clients)),
+        "--no-enable-prefix-caching",
+    ]
+    if mode:
+        command += ["--speculative-config", json.dumps(_speculation(mode, options, pair))]
+    environment = {"VLLM_CPU_KVCACHE_SPACE": str(_KV_CACHE_GIBIBYTES)}
+    if threads is not None:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}"
+    return Launch(command, environment)
+
+
+def _speculation(mode: str, options: argparse.Namespace, pair: Pair) -> dict[str, Any]:
+    config: dict[str, Any] = {"method": mode, "num_speculative_tokens": options.tokens}
+    if mode == "ngram":
+        return {**config, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+    return {**config, "model": str(pair.draft)}
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
 
 _ASK_SECONDS = 0.5
 _STOP_SECONDS = 30.0

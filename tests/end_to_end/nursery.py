@@ -46,7 +46,7 @@ def _starts() -> dict[str, Callable[[list[str]], None]]:
     """Import everything that the services need, and return the function that runs each."""
     import torch
 
-    import benchmarks.models.paced_services
+    import benchmarks.pace
     import draft_service.__main__
     import target_service.__main__
 
@@ -57,7 +57,7 @@ def _starts() -> dict[str, Callable[[list[str]], None]]:
     return {
         "draft_service": draft_service.__main__.run,
         "target_service": target_service.__main__.run,
-        "benchmarks.models.paced_services": benchmarks.models.paced_services.main,
+        "benchmarks.pace": benchmarks.pace.main,
     }
 
 

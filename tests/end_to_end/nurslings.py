@@ -94,7 +94,7 @@ class Nursery:
     def paced_service(self, role: str, model: Path, pace: str) -> Nursling:
         """Create a target or draft whose steps have a minimum duration: `VERIFY_MS,DRAFT_STEP_MS`."""
         paced = ("--role", role, "--pace", pace)
-        return self.model_service("benchmarks.models.paced_services", model, *paced)
+        return self.model_service("benchmarks.pace", model, *paced)
 
     def started(self, package: str, model: Path, *arguments: str) -> Nursling:
         """Start a service with a model, and wait until it is ready. It lives until the nursery ends."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.reports.report import Report
+from benchmarks.report import Report
 from tests.end_to_end.processes import TANDEM, running
 
 BENCH_SECONDS = 540.0

@@ -211,7 +211,18 @@ async def test_far_from_the_draft_hits_wait_for_no_message(services: Nursery, pr
         services.paced_service(role, model, FAR_PACE)
         for role, model in (("target", DEMO_TARGET), ("draft", DEMO_DRAFT))
     )
-    delay = (sys.executable, "-P", "-m", "benchmarks.timing.delay", "--ms", "20", "--to", draft.address)
+    delay = (
+        sys.executable,
+        "-P",
+        "-m",
+        "benchmarks.pace",
+        "--role",
+        "delay",
+        "--ms",
+        "20",
+        "--to",
+        draft.address,
+    )
     wanted = [request(prompts[i], ("greedy", "strict")[i], FAR_TOKENS) for i in range(2)]
     streams: dict[str, list[Stream]] = {}
     with running(*delay) as far:

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.models.pairs import Pair, open_pair
-from benchmarks.peers.process import Peer, peer
+from benchmarks.common import in_turn
+from benchmarks.pairs import Pair, open_pair
+from benchmarks.peers import Peer, Workload, peer
 from benchmarks.studies import vllm as study
-from benchmarks.workload import Workload
 from tests.end_to_end.processes import address_of, model_service
 from tests.paths import DEMO_DRAFT
 
@@ -49,12 +49,14 @@ async def test_text_and_acceptance_are_those_of_vllm_itself(vllm_python: str, pa
     )
     async with study.started(options, pair, list(study.WAYS)) as ways:
         for batch in (1, 16):
-            found = await study.measured(options, ways, pair.prompts()[:PROMPTS], batch)
-            alone, own = found[study.ALONE], found[study.OWN_DRAFT]
+            found = await in_turn(
+                ways, pair.prompts()[:PROMPTS], batch, 0.0, MAX_TOKENS, -(-PROMPTS // batch)
+            )
+            alone, own = study.texts(found[study.ALONE]), study.acceptance(found[study.OWN_DRAFT])
             for name in (study.PLAIN, study.AHEAD):
-                assert found[name].texts == alone.texts, f"{name}, batch {batch}: another text"
-                assert found[name].drafted > 0, f"{name}, batch {batch}: nothing was drafted"
-                difference = found[name].acceptance - own.acceptance
+                assert study.texts(found[name]) == alone, f"{name}, batch {batch}: another text"
+                assert found[name][0].drafted > 0, f"{name}, batch {batch}: nothing was drafted"
+                difference = study.acceptance(found[name]) - own
                 assert abs(difference) <= ACCEPTANCE_TOLERANCE, f"{name}, batch {batch}: {difference:+.3f}"
 
 
@@ -80,7 +82,7 @@ async def plugged(
         },
         "engine": {"enforce_eager": True, **(engine or {"distributed_executor_backend": "uni"})},
     }
-    async with peer("vllm", python, "vllm_offline", setup, log) as running:
+    async with peer("vllm", [python, "benchmarks.peers", "vllm"], setup, log) as running:
         yield running
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from benchmarks.load.arrivals import Arrival
-from benchmarks.load.clients.over_http import http_connection, origin_of, served_model
-from benchmarks.load.sending import send
+from benchmarks.load.clients import http_connection, origin_of, served_model
+from benchmarks.load.figures import Arrival
+from benchmarks.load.generator import send
 from tests.service.fakes import FakeDraft, FakeTarget
 from tests.service.http_cluster import http_cluster
 

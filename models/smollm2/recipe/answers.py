@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.services import service
+from benchmarks.common import service
 from models.demo.recipe.timebox import Every, TimeBox
 from models.smollm2.recipe.questions import held_out_questions, training_questions
 from tandem.client import Client

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from benchmarks.services import cluster
+from benchmarks.common import cluster
 from coordinator.stats.speculation import acceptance_length, acceptance_rate, add, conditional_rates
 from models.smollm2.recipe.questions import held_out_questions
 from tandem.client import Client

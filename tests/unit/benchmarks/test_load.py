@@ -1,25 +1,207 @@
-"""Scripted services: what they say, and a coordinator that completes over them."""
+"""Arrivals and lengths of a load: decided by the seed, distributed as said."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import statistics
 import subprocess
 import sys
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from benchmarks.load.arrivals import arrivals
-from benchmarks.load.clients.over_grpc import grpc_connection
-from benchmarks.load.figures import Goodput, figures
-from benchmarks.load.options import parse
+from benchmarks.load.__main__ import workers_of
+from benchmarks.load.clients import grpc_connection
+from benchmarks.load.cluster import held_to
+from benchmarks.load.figures import (
+    SHAREGPT_OUTPUTS,
+    SHAREGPT_PROMPTS,
+    Goodput,
+    Lengths,
+    Served,
+    arrivals,
+    figures,
+    histogram_quantile,
+    percentile,
+    quantiles,
+    spread,
+    waits_of,
+)
+from benchmarks.load.generator import parse, send
 from benchmarks.load.script import Script
-from benchmarks.load.sending import send
-from coordinator.cli.serve import sends_load
+from coordinator.cli.bench import sends_load
 from tests.end_to_end.processes import TANDEM
 from tests.paths import ROOT
+
+COUNT = 4000
+RATE = 25.0
+
+
+def test_a_seed_decides_everything_and_another_seed_something_else() -> None:
+    assert arrivals(50, RATE, 3) == arrivals(50, RATE, 3)
+    assert arrivals(50, RATE, 3) != arrivals(50, RATE, 4)
+    assert arrivals(20, RATE, 3) == arrivals(50, RATE, 3)[:20], "more requests leave the first as they are"
+
+
+def test_the_rate_changes_no_length() -> None:
+    slow, fast = arrivals(50, 1.0, 3), arrivals(50, math.inf, 3)
+    assert [each.output_tokens for each in slow] == [each.output_tokens for each in fast]
+    assert [each.prompt_tokens for each in slow] == [each.prompt_tokens for each in fast]
+
+
+def test_gaps_are_exponential() -> None:
+    times = [each.seconds for each in arrivals(COUNT, RATE, 0)]
+    assert times[0] == 0.0
+    gaps = [after - before for before, after in pairwise(times)]
+    assert min(gaps) >= 0
+    assert statistics.mean(gaps) == pytest.approx(1 / RATE, rel=0.1)
+    assert statistics.stdev(gaps) == pytest.approx(1 / RATE, rel=0.1), (
+        "an exponential's deviation is its mean"
+    )
+    assert sum(gap > 2 / RATE for gap in gaps) / len(gaps) == pytest.approx(math.exp(-2), rel=0.15)
+
+
+def test_without_a_rate_all_arrive_at_the_start() -> None:
+    assert {each.seconds for each in arrivals(10, math.inf, 0)} == {0.0}
+
+
+@pytest.mark.parametrize("purpose", ["prompt_tokens", "output_tokens"])
+def test_lengths_are_like_those_of_chats(purpose: str) -> None:
+    lengths = [getattr(each, purpose) for each in arrivals(COUNT, RATE, 0)]
+    wanted = SHAREGPT_PROMPTS if purpose == "prompt_tokens" else SHAREGPT_OUTPUTS
+    assert statistics.median(lengths) == pytest.approx(wanted.median, rel=0.1)
+    assert 160 < statistics.mean(lengths) < 240
+    assert min(lengths) >= 4
+    assert max(lengths) <= 1024
+
+
+def test_lengths_without_a_deviation_are_all_the_same() -> None:
+    same = Lengths.parse("32")
+    assert {each.output_tokens for each in arrivals(20, RATE, 0, outputs=same)} == {32}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("32", (32.0, 0.0, 4, 1024)), ("100:1.5", (100.0, 1.5, 4, 1024)), ("2:1:8", (2.0, 1.0, 2, 8))],
+)
+def test_lengths_are_read_from_words(text: str, expected: tuple[float, float, int, int]) -> None:
+    assert Lengths.parse(text) == Lengths(*expected)
+
+
+@pytest.mark.parametrize("text", ["", "a", "0", "10:-1", "10:1:5", "1:2:3:4", "nan", "inf:1:inf"])
+def test_wrong_lengths_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"must be|MEDIAN"):
+        Lengths.parse(text)
+
+
+FAST = Served(10.0, 5, 4, [10.1, 10.2, 10.4], 10.5)
+"""TTFT 100 ms, gaps of 100 and 200 ms, 500 ms in all, 133 ms by token after the first."""
+SLOW = Served(11.0, 5, 1, [12.0], 12.0)
+FAILED = Served(11.0, 5, 2, [11.5], 13.0, "ServiceUnavailableError")
+
+
+@given(values=st.lists(st.floats(0, 1e6), min_size=1, max_size=50), percent=st.floats(0, 100))
+def test_percentiles_are_numpys(values: list[float], percent: float) -> None:
+    assert percentile(sorted(values), percent) == pytest.approx(
+        float(np.percentile(values, percent)), abs=1e-6
+    )
+
+
+def test_a_spread_is_in_milliseconds() -> None:
+    found = spread([0.003, 0.001, 0.002], [50, 99.9])
+    assert found.mean == pytest.approx(2.0)
+    assert found.percentiles == pytest.approx({"p50": 2.0, "p99.9": 2.998})
+
+
+def test_figures_count_what_was_completed_from_the_first_arrival_to_the_last_end() -> None:
+    found = figures([FAST, SLOW, FAILED], Goodput({}), [50])
+    assert (found.completed, found.failed, found.errors) == (2, 1, {"ServiceUnavailableError": 1})
+    assert found.seconds == pytest.approx(3.0)
+    assert (found.prompt_tokens, found.output_tokens) == (10, 5)
+    assert found.requests_per_second == pytest.approx(2 / 3)
+    assert found.output_tokens_per_second == pytest.approx(5 / 3)
+    assert found.goodput is None
+    assert found.latencies["ttft"].mean == pytest.approx(550.0)
+    assert found.latencies["itl"].mean == pytest.approx(150.0)
+    assert found.latencies["tpot"].mean == pytest.approx(400 / 3)
+    assert found.latencies["e2el"].percentiles["p50"] == pytest.approx(750.0)
+
+
+def test_a_single_token_has_no_time_between_tokens() -> None:
+    found = figures([SLOW], Goodput({}), [50])
+    assert set(found.latencies) == {"ttft", "e2el"}
+
+
+@pytest.mark.parametrize(
+    ("words", "good"),
+    [
+        (["ttft:100.1"], 1),
+        (["ttft:1001"], 2),
+        (["ttft:99"], 0),
+        (["itl:199"], 1),  # that of the single token, which waits for nothing
+        (["ttft:500", "itl:201"], 1),
+        (["ttft:500", "itl:199"], 0),
+        (["tpot:134", "e2el:501"], 1),
+    ],
+)
+def test_goodput_counts_requests_within_all_bounds(words: list[str], good: int) -> None:
+    found = figures([FAST, SLOW, FAILED], Goodput.parse(words), [50])
+    assert found.goodput == pytest.approx(good / 3.0)
+
+
+@pytest.mark.parametrize("word", ["ttft", "ttft:", "ttft:fast", "first:3", "ttft:-1", ":5"])
+def test_a_wrong_bound_is_refused(word: str) -> None:
+    with pytest.raises(ValueError, match="must be NAME:MILLISECONDS"):
+        Goodput.parse([word])
+
+
+def test_a_quantile_of_a_histogram_lies_inside_its_bucket() -> None:
+    buckets = [(0.001, 50.0), (0.01, 100.0), (math.inf, 100.0)]
+    assert histogram_quantile(buckets, 0.5) == pytest.approx(0.001)
+    assert histogram_quantile(buckets, 0.75) == pytest.approx(0.0055)
+    assert histogram_quantile([(0.001, 1.0), (math.inf, 100.0)], 0.99) == 0.001, "at least the last bound"
+    assert histogram_quantile([(0.001, 0.0), (math.inf, 0.0)], 0.99) == 0.0
+
+
+PAGE = """\
+# TYPE tandem_round_phase_seconds histogram
+tandem_round_phase_seconds_bucket{le="0.001",model_name="a",phase="verify"} 9.0
+tandem_round_phase_seconds_bucket{le="0.001",model_name="a",phase="wait"} 4.0
+tandem_round_phase_seconds_bucket{le="+Inf",model_name="a",phase="wait"} 4.0
+tandem_round_phase_seconds_bucket{le="0.001",model_name="b",phase="wait"} 2.0
+tandem_round_phase_seconds_bucket{le="+Inf",model_name="b",phase="wait"} 6.0
+tandem_round_phase_seconds_sum{model_name="a",phase="wait"} 1.0
+tandem_round_wait_seconds_bucket{le="0.001",model_name="a",place="answer"} 0.0
+tandem_round_wait_seconds_bucket{le="0.01",model_name="a",place="answer"} 8.0
+tandem_round_wait_seconds_bucket{le="+Inf",model_name="a",place="answer"} 8.0
+"""
+
+
+def test_counts_are_read_by_place_and_added_over_models() -> None:
+    infinity = float("inf")
+    assert waits_of(PAGE) == {
+        "between": {0.001: 6.0, infinity: 10.0},
+        "answer": {0.001: 0.0, 0.01: 8.0, infinity: 8.0},
+    }
+
+
+def test_quantiles_are_those_of_the_waits_between_two_readings() -> None:
+    later = PAGE.replace(
+        'le="0.01",model_name="a",place="answer"} 8', 'le="0.01",model_name="a",place="answer"} 10'
+    )
+    later = later.replace(
+        'le="+Inf",model_name="a",place="answer"} 8', 'le="+Inf",model_name="a",place="answer"} 10'
+    )
+    found = quantiles(waits_of(PAGE), waits_of(later))
+    assert found == {"answer": {"p50": pytest.approx(5.5), "p99": pytest.approx(9.91)}}
+
 
 SCRIPT = Script(2048, 0.72)
 POSITIONS = range(2000)
@@ -143,3 +325,36 @@ async def test_a_load_on_a_coordinator_that_runs_counts_its_failures() -> None:
     found = await send(partial(grpc_connection, "127.0.0.1:1"), wanted, 2, 0.0, is_paced=True)
     assert [served.error for served in found] == ["ServiceUnavailableError"] * 3
     assert figures(found, Goodput({}), [50]).failed == 3
+
+
+def _group_of(pid: int) -> Path | None:
+    """The group that was made for a process, if it is in one."""
+    for line in Path(f"/proc/{pid}/cgroup").read_text(encoding="ascii").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "tandem-benchmark" in path:
+            return Path("/sys/fs/cgroup", "cpu" if controllers else "", path.lstrip("/"))
+    return None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
+def test_a_process_is_held_for_as_long_as_the_block_lasts() -> None:
+    with subprocess.Popen([sys.executable, "-P", "-c", "input()"], stdin=subprocess.PIPE) as process:
+        try:
+            with held_to([process.pid], 0.25):
+                group = _group_of(process.pid)
+                assert group is not None
+                quota = [path for name in ("cpu.max", "cpu.cfs_quota_us") if (path := group / name).exists()]
+                assert quota[0].read_text(encoding="ascii").split()[0] == "2500"
+            assert _group_of(process.pid) is None
+            assert not group.exists()
+        except OSError as error:
+            pytest.skip(f"no control group for the processor may be made here: {error}")
+        finally:
+            process.kill()
+
+
+def test_a_coordinator_without_children_does_its_own_work() -> None:
+    with subprocess.Popen([sys.executable, "-P", "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert workers_of(process.pid) == [process.pid]
+        assert process.pid in workers_of(os.getpid())
+        process.kill()

@@ -1,21 +1,93 @@
-"""A report as JSON, tables, Markdown and a chart."""
+"""Invented answers of contenders."""
 
 from __future__ import annotations
 
 import io
 import json
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from benchmarks.bench import recorded_command, render
-from benchmarks.reports.chart import svg
-from benchmarks.reports.report import PhaseRow, Report
-from benchmarks.reports.tables import markdown, show
-from benchmarks.targets import targets_of
-from tests.unit.benchmarks.outcomes import cell, report
+from benchmarks.bench import recorded_command
+from benchmarks.peers import Answer, Outcome
+from benchmarks.report import (
+    Cell,
+    Machine,
+    PairInfo,
+    PhaseRow,
+    PrefixGain,
+    Report,
+    Spread,
+    WireBytes,
+    cell_of,
+    inter_token_seconds,
+    markdown,
+    quantile,
+    render,
+    show,
+    svg,
+    with_targets,
+)
+
+SPREAD = Spread(median=0.02, low=0.01, high=0.04)
+
+
+def answer(*arrivals: tuple[float, int], first_id: int = 0) -> Answer:
+    """Ascending ids that came in these pieces."""
+    made = Answer()
+    for seconds, count in arrivals:
+        start = first_id + len(made.token_ids)
+        made.add(seconds, list(range(start, start + count)))
+    return made
+
+
+def outcome(
+    seconds: float, *answers: Answer, rounds: int = 0, drafted: int = 0, accepted: int = 0
+) -> Outcome:
+    return Outcome(list(answers), seconds, rounds, drafted, accepted)
+
+
+def cell(contender: str, batch: int, temperature: float, *tokens_per_second: float) -> Cell:
+    return Cell(
+        contender=contender,
+        batch=batch,
+        temperature=temperature,
+        tokens_per_second=tokens_per_second,
+        first_token_seconds=SPREAD,
+        inter_token_seconds_p50=0.005,
+        inter_token_seconds_p99=0.02,
+        acceptance_rate=0.75 if contender == "speculative" else None,
+    )
+
+
+def report(cells: Sequence[Cell], **changes: object) -> Report:
+    made = Report(
+        taken_at="2026-11-21 12:00 UTC",
+        command="tandem bench",
+        machine=Machine(
+            processor="<A & B>", cores=2, device="cpu", load_before=0.1, versions={"python": "3"}
+        ),
+        pair=PairInfo(name="demo", target_parameters=9_260_000, draft_parameters=1_030_000),
+        dtype="bfloat16",
+        threads=2,
+        max_tokens=64,
+        num_speculative_tokens=4,
+        rounds=len(cells[0].tokens_per_second),
+        titles={name: f"title of {name} <&>" for name in dict.fromkeys(one.contender for one in cells)},
+        cells=tuple(cells),
+        phases=(
+            PhaseRow(
+                path="services", batch=1, temperature=0, draft=0.004, verify=0.01, sampling=2e-5, wait=1e-4
+            ),
+        ),
+        wire=(WireBytes(temperature=0, draft=20.0, target=30.0),),
+        prefix=PrefixGain(prefix_tokens=512, first_seconds=SPREAD, again_seconds=SPREAD, ratio=0.2),
+    )
+    return made.model_copy(update=changes)
+
 
 CELLS = [
     cell("target-alone", 1, 0.0, 10.0, 20.0, 30.0),
@@ -31,7 +103,7 @@ CELLS = [
 
 def test_json_can_be_read_back(tmp_path: Path) -> None:
     made = report(CELLS)
-    made = made.model_copy(update={"targets": targets_of(made)})
+    made = with_targets(made)
     file = tmp_path / "report.json"
     file.write_text(made.model_dump_json(indent=1))
 
@@ -49,7 +121,7 @@ def test_the_schema_says_what_each_field_is() -> None:
 
 
 def test_targets_are_medians_of_ratios_within_a_round() -> None:
-    reached = {target.name: target for target in targets_of(report(CELLS))}
+    reached = {target.name: target for target in with_targets(report(CELLS)).targets}
 
     split = reached[
         "speculative through the services, by the same loop in one process: batch 1, temperature 0"
@@ -69,7 +141,7 @@ def test_targets_are_medians_of_ratios_within_a_round() -> None:
 
 
 def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
-    reached = {target.name: target for target in targets_of(report(CELLS, prefix=None))}
+    reached = {target.name: target for target in with_targets(report(CELLS, prefix=None)).targets}
 
     for start in ("speculative, by the best mode of vLLM", "time to first token"):
         target = next(one for name, one in reached.items() if name.startswith(start))
@@ -78,7 +150,7 @@ def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
 
 def test_tables_hold_every_cell_and_who_was_absent() -> None:
     made = report(CELLS, absent={"vllm": "name a Python"})
-    made = made.model_copy(update={"targets": targets_of(made)})
+    made = with_targets(made)
     console = Console(file=io.StringIO(), width=200)
 
     show(console, made)
@@ -130,7 +202,7 @@ def test_the_chart_is_well_formed_and_has_a_bar_for_each_cell() -> None:
 
 def test_tables_and_chart_can_be_made_again_from_the_json(tmp_path: Path) -> None:
     made = report(CELLS)
-    made = made.model_copy(update={"targets": targets_of(made)})
+    made = with_targets(made)
     file = tmp_path / "bench_demo.json"
     file.write_text(made.model_dump_json())
 
@@ -149,3 +221,49 @@ def test_a_report_does_not_tell_where_a_machine_keeps_things(own: tuple[str, ...
     assert "someone" not in words
     assert words.startswith("tandem bench --batch 1 --vllm-python")
     assert words.endswith("... --json a.json")
+
+
+def test_tokens_of_one_piece_share_the_time_that_it_took() -> None:
+    gaps = inter_token_seconds(answer((0.5, 1), (0.6, 1), (1.0, 4)))
+
+    assert gaps == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.1])
+
+
+def test_the_first_piece_tells_nothing_of_the_time_between_tokens() -> None:
+    assert inter_token_seconds(answer((0.5, 3))) == []
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.0, 1), (0.5, 51), (0.99, 100), (1.0, 100)])
+def test_a_quantile_is_one_of_the_values(share: float, expected: int) -> None:
+    assert quantile(range(1, 101), share) == expected
+
+
+def test_a_cell_has_a_speed_for_each_round_and_the_rest_over_all_of_them() -> None:
+    cell = cell_of(
+        "speculative",
+        2,
+        0.0,
+        [
+            outcome(1.0, answer((0.1, 1), (1.0, 3)), answer((0.3, 4)), rounds=4, drafted=8, accepted=4),
+            outcome(2.0, answer((0.2, 4)), answer((0.2, 4)), rounds=4, drafted=8, accepted=2),
+        ],
+        [None, None],
+    )
+
+    assert cell.tokens_per_second == (8.0, 4.0)
+    assert (cell.speed.low, cell.speed.median, cell.speed.high) == (4.0, 6.0, 8.0)
+    assert cell.first_token_seconds.median == pytest.approx(0.2)
+    assert cell.acceptance_rate == 6 / 16
+    assert cell.tokens_per_pass == 16 / 8
+    assert cell.same_tokens is None, "there is nothing to compare with"
+
+
+def test_texts_are_the_same_up_to_the_first_token_that_differs() -> None:
+    reference = outcome(1.0, answer((1.0, 4)), answer((1.0, 4)))
+    other = outcome(1.0, answer((1.0, 4)), answer((1.0, 4)))
+    other.answers[1].token_ids[1] = 99
+
+    cell = cell_of("transformers", 2, 0.0, [other], [reference])
+
+    assert cell.same_tokens == 5 / 8
+    assert cell_of("transformers", 2, 1.0, [other], [reference]).same_tokens is None, "drawn texts may differ"

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.load.clients.over_http import origin_of
+from benchmarks.load.clients import origin_of
 from benchmarks.load.figures import Figures, Spread
-from benchmarks.models.pairs import Pair
-from benchmarks.reports.report import PairInfo
+from benchmarks.pairs import Pair
+from benchmarks.report import PairInfo
 from benchmarks.studies import vllm_server as study
-from benchmarks.studies.http_servers import ALONE, SERVERS, SPECULATIVE, Launch, launch_of
+from benchmarks.studies.vllm_server import ALONE, SERVERS, SPECULATIVE, Launch, launch_of
 from tandem.errors import ServiceUnavailableError
 from tests.service.clients import until
-from tests.unit.benchmarks.openai_server import answered, chunked, events, openai_server, text, usage
+from tests.unit.benchmarks.test_http_load import answered, chunked, events, openai_server, text, usage
 
 PAIR = Pair(Path("t"), Path("d"), PairInfo(name="demo", target_parameters=1, draft_parameters=1))
 

@@ -1,0 +1,220 @@
+"""Tandem's own loop with both models in one process and no gRPC: the floor for what the split costs.
+
+`coordinator.decoding.loop.generate` with the services' own proposer and verifier, called directly instead of over gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from tokenizers import Tokenizer
+
+from benchmarks.pace import Pace
+from benchmarks.peers import Answer, Outcome, Run, Workload, serve
+from benchmarks.timing import WatchedRequest
+from coordinator.decoding.completion import Completion
+from coordinator.decoding.loop import generate
+from coordinator.decoding.tokenization import PromptEncoder
+from coordinator.requests.plan import Models, Plan, make_plan
+from coordinator.settings.coordinator import CoordinatorSettings
+from coordinator.stats.speculation import add
+from coordinator.transport.draft_client import NoDrafter
+from coordinator.transport.remote_sequence import RemoteSequence
+from draft_service.proposers import DraftedSequence
+from draft_service.proposers.standalone import StandaloneProposer, load_standalone
+from draft_service.settings import DraftSettings
+from tandem.serving.process import set_start_aside
+from tandem.types import (
+    DraftOptions,
+    GenerationRequest,
+    Proposal,
+    ProposeStep,
+    RowKind,
+    SpeculationStats,
+    TargetOptions,
+    Verification,
+    VerifyStep,
+)
+from target_service.settings import TargetSettings
+from target_service.verifier import VerifiedSequence, Verifier, load_verifier
+
+
+class LocalDrafter:
+    """Calls the proposer as `DraftSequence` asks a draft service: the first round only reads the prompt."""
+
+    def __init__(self, sequence: DraftedSequence, token_count: int) -> None:
+        self._sequence = sequence
+        self._token_count = token_count
+        self._known = RemoteSequence()
+        self._reading: asyncio.Task[Proposal] | None = None
+
+    async def propose(self, completion: Completion) -> Proposal:
+        """Tokens that may follow, fewer than the completion has room for."""
+        count = min(self._token_count, completion.room - 1)
+        if count <= 0:
+            return Proposal(completion.length)
+        if self._reading is None:
+            self._reading = asyncio.create_task(self._step(completion, 0))
+            return Proposal(completion.length)
+        await self._reading
+        return await self._step(completion, count)
+
+    async def finish(self) -> None:
+        """Let the prompt be read to its end before the sequence goes."""
+        if self._reading is not None:
+            await self._reading
+
+    async def _step(self, completion: Completion, count: int) -> Proposal:
+        step = ProposeStep(self._known.delta_to(completion.token_ids), count)
+        return await self._sequence.propose(step) or Proposal(completion.length)
+
+
+class LocalVerifier:
+    """Calls the verifier as `TargetSequence` asks a target service."""
+
+    def __init__(self, sequence: VerifiedSequence, plan: Plan) -> None:
+        self._sequence = sequence
+        self._rule = plan.rule
+        self._row_kind = plan.rule.row_kind(plan.request.row_kind)
+        self._known = RemoteSequence()
+
+    async def verify(self, completion: Completion, proposal: Proposal) -> Verification:
+        """The target's row at each position of the proposal, and at the one after it."""
+        step = VerifyStep(
+            delta=self._known.delta_to(completion.token_ids, proposal.token_ids),
+            row_kind=self._row_kind,
+            row_count=len(proposal) + 1,
+            supports=self._rule.supports(proposal) if self._row_kind is RowKind.SUPPORT else (),
+            with_statistics=self._rule.needs_statistics,
+            raced_recovery=self._rule.strategy.races_recovery and len(proposal) > 0,
+        )
+        return await self._sequence.verify(step)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPair:
+    """Both models behind their engines."""
+
+    target: Verifier
+    draft: StandaloneProposer
+    tokenizer: Tokenizer
+    settings: CoordinatorSettings
+
+    async def complete(
+        self, request: GenerationRequest, seconds: defaultdict[str, list[float]]
+    ) -> AsyncIterator[Completion]:
+        """Run a request; the same completion after each of its rounds."""
+        models = Models(self.target.model_info, self.draft.model_info, PromptEncoder(self.tokenizer))
+        plan = await make_plan(request, uuid.uuid4().hex, self.settings, models)
+        completion = plan.begin(self.tokenizer)
+        async with AsyncExitStack() as stack:
+            drafter = await stack.enter_async_context(self._drafter(plan))
+            verifier = await stack.enter_async_context(self._verifier(plan))
+            watched = WatchedRequest(seconds, drafter, verifier, partial(plan.accept, completion))
+            async for _ in generate(completion, watched, watched, watched.accept):
+                yield completion
+
+    @asynccontextmanager
+    async def _drafter(self, plan: Plan) -> AsyncIterator[LocalDrafter | NoDrafter]:
+        if plan.num_speculative_tokens == 0:
+            yield NoDrafter()
+            return
+        options = DraftOptions(
+            request_id=plan.request_id,
+            sampling=plan.sampling,
+            max_length=len(plan.prompt) + plan.limits.max_tokens,
+            row_kind=plan.rule.strategy.draft_row_kind,
+            draft_top_k=plan.draft_top_k,
+            with_token_logits=plan.rule.strategy.needs_token_logits,
+        )
+        async with self.draft.sequence(options) as sequence:
+            drafter = LocalDrafter(sequence, plan.num_speculative_tokens)
+            yield drafter
+            await drafter.finish()
+
+    @asynccontextmanager
+    async def _verifier(self, plan: Plan) -> AsyncIterator[LocalVerifier]:
+        options = TargetOptions(
+            request_id=plan.request_id,
+            sampling=plan.sampling,
+            max_length=len(plan.prompt) + plan.limits.max_tokens,
+            prompt_length=len(plan.prompt),
+        )
+        async with self.target.sequence(options) as sequence:
+            yield LocalVerifier(sequence, plan)
+
+
+def load(setup: dict[str, Any]) -> Run:
+    """Both models, in this process."""
+    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    pair = _load_pair(setup)
+    runner.run(_start(pair))
+    set_start_aside()  # as the services do
+    return lambda workload: runner.run(_run(pair, workload))
+
+
+def _load_pair(setup: dict[str, Any]) -> LocalPair:
+    shared = {name: setup[name] for name in ("device", "dtype", "threads", "max_sequences")}
+    shared["enable_prefix_caching"] = False  # as in the services
+    target, draft = (
+        {**shared, "model": Path(setup[name]), "max_length": setup["max_length"]}
+        for name in ("target", "draft")
+    )
+    pace = Pace.from_text(setup["pace"]) if setup.get("pace") else None
+    return LocalPair(
+        load_verifier(TargetSettings(**target), None if pace is None else pace.paced("target")),
+        load_standalone(DraftSettings(**draft), None if pace is None else pace.paced("draft")),
+        Tokenizer.from_file(str(Path(setup["target"]) / "tokenizer.json")),
+        CoordinatorSettings(
+            target_address="127.0.0.1:1",
+            num_speculative_tokens=setup["num_speculative_tokens"],
+            rejection_sampling_strategy=setup.get("rule") or None,
+        ),
+    )
+
+
+async def _start(pair: LocalPair) -> None:
+    await pair.target.start()
+    await pair.draft.start()
+
+
+async def _run(pair: LocalPair, workload: Workload) -> Outcome:
+    phases: defaultdict[str, list[float]] = defaultdict(list)
+    stats = SpeculationStats()
+    started = time.perf_counter()
+
+    async def one(index: int) -> Answer:
+        answer = Answer()
+        request = GenerationRequest(
+            workload.prompts[index],
+            max_tokens=workload.max_tokens,
+            temperature=workload.temperature,
+            seed=workload.seed + index,
+            ignore_eos=True,
+        )
+        prompt_length = len(workload.prompts[index])
+        completion = None
+        async for completion in pair.complete(request, phases):
+            known = prompt_length + len(answer.token_ids)
+            answer.add(time.perf_counter() - started, completion.token_ids[known:])
+        if completion is not None:
+            add(stats, completion.stats)
+        return answer
+
+    answers = await asyncio.gather(*map(one, range(len(workload.prompts))))
+    seconds = time.perf_counter() - started
+    return Outcome(answers, seconds, stats.rounds, stats.drafted, stats.accepted, phases)
+
+
+if __name__ == "__main__":
+    serve(load)

@@ -1,0 +1,169 @@
+"""Steps and messages with the timing of another machine, so that two cores can play two devices: they sleep.
+
+    python -m benchmarks.pace --role target|draft --pace VERIFY_MS,DRAFT_STEP_MS[,PER_8_ROWS] ...    a model service
+    python -m benchmarks.pace --role delay --to HOST:PORT --ms ONE_WAY                               a longer connection
+
+Text and acceptance are real. A delayed connection is a process with a thread for each direction: an event loop's timers
+are a millisecond wide, four times what a network between two machines of a rack takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tandem.engine.core.events import StepRecord
+    from tandem.telemetry.streams import OnStep
+
+_AWAKE_SECONDS = 0.0002
+"""The last part of a sleep is spent awake. `time.sleep` alone ends 0.08 to 0.17 ms late on a virtual machine."""
+_CHUNK_BYTES = 1 << 16
+
+
+def sleep_until(due: float) -> None:
+    """Return at a moment of `time.perf_counter`, some 0.02 ms late. Other threads run meanwhile."""
+    if (left := due - _AWAKE_SECONDS - time.perf_counter()) > 0.0:
+        time.sleep(left)
+    while time.perf_counter() < due:
+        time.sleep(0.0)  # lets go of the interpreter
+
+
+def sleep(seconds: float) -> None:
+    """Sleep for so long; return at once if it is not above 0."""
+    sleep_until(time.perf_counter() + seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long steps take."""
+
+    verify_seconds: float
+    """Of a target step with one row."""
+    draft_step_seconds: float
+    """Of a draft step with one row."""
+    per_8_rows: float = 0.0
+    """Share by which a step takes longer for each 8 tokens beyond the first."""
+
+    @staticmethod
+    def from_text(text: str) -> Pace:
+        """The pace that a command line names, in milliseconds.
+
+        Raises:
+            ValueError: it is not two or three numbers, the first two above 0 and the third not below.
+        """
+        try:
+            numbers = [float(part) for part in text.split(",")]
+        except ValueError:
+            numbers = []
+        if len(numbers) not in (2, 3) or min(numbers[:2]) <= 0.0 or min(numbers) < 0.0:
+            raise ValueError("must be VERIFY_MS,DRAFT_STEP_MS or VERIFY_MS,DRAFT_STEP_MS,PER_8_ROWS")
+        return Pace(numbers[0] / 1e3, numbers[1] / 1e3, *numbers[2:])
+
+    def seconds(self, role: str, tokens: int) -> float:
+        """Minimum seconds of a step with so many tokens. Role: target or draft."""
+        one = self.verify_seconds if role == "target" else self.draft_step_seconds
+        return one * (1.0 + self.per_8_rows * (tokens - 1) / 8.0)
+
+    def paced(
+        self, role: str, on_step: OnStep = None, sleep: Callable[[float], None] = sleep
+    ) -> Callable[[StepRecord], None]:
+        """A step observer that sleeps before the results are delivered, so that steps take at least this long."""
+
+        def wait(step: StepRecord) -> None:
+            if on_step is not None:
+                on_step(step)
+            left = self.seconds(role, step.token_count) - step.seconds
+            if left > 0.0:
+                sleep(left)
+
+        return wait
+
+
+def run_paced(role: str, pace: Pace, arguments: list[str]) -> None:
+    """Run a model service with these arguments whose steps take a minimum time."""
+    import draft_service.__main__
+    import draft_service.proposers.standalone as standalone
+    import target_service.__main__
+    import target_service.verifier as verifier
+
+    load_verifier, load_standalone = verifier.load_verifier, standalone.load_standalone
+
+    def paced_verifier(settings: Any, on_step: Any = None, on_failure: Any = None) -> Any:
+        return load_verifier(settings, pace.paced("target", on_step), on_failure)
+
+    def paced_standalone(settings: Any, on_step: Any = None, on_failure: Any = None) -> Any:
+        return load_standalone(settings, pace.paced("draft", on_step), on_failure)
+
+    # The services look these up by name when they load.
+    verifier.load_verifier = paced_verifier
+    standalone.load_standalone = paced_standalone
+    (target_service.__main__ if role == "target" else draft_service.__main__).run(arguments)
+
+
+def delay(address: str, seconds: float, port: int) -> None:
+    """Listen on a port, and hold back for so long all that passes to and from a server."""
+    host, _, far_port = address.rpartition(":")
+    with socket.create_server(("127.0.0.1", port)) as server:
+        sys.stdout.write(f"ready on 127.0.0.1:{server.getsockname()[1]}\n")
+        sys.stdout.flush()
+        while True:
+            near, _ = server.accept()
+            far = socket.create_connection((host, int(far_port)))
+            for source, sink in ((near, far), (far, near)):
+                source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                chunks: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+                threading.Thread(target=_read, args=(source, chunks, seconds), daemon=True).start()
+                threading.Thread(target=_write, args=(sink, chunks), daemon=True).start()
+
+
+def _read(source: socket.socket, chunks: queue.SimpleQueue[tuple[float, bytes]], seconds: float) -> None:
+    """Take what comes, with the moment at which it is due; an empty chunk is the end."""
+    data = b"."
+    while data:
+        try:
+            data = source.recv(_CHUNK_BYTES)
+        except OSError:
+            data = b""
+        chunks.put((time.perf_counter() + seconds, data))
+
+
+def _write(sink: socket.socket, chunks: queue.SimpleQueue[tuple[float, bytes]]) -> None:
+    with suppress(OSError):  # the other end is gone
+        while True:
+            due, data = chunks.get()
+            sleep_until(due)
+            if not data:
+                sink.shutdown(socket.SHUT_WR)
+                return
+            sink.sendall(data)
+
+
+def main(arguments: list[str]) -> None:
+    """Serve until a signal ends the process."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--role", choices=("target", "draft", "delay"), required=True)
+    parser.add_argument("--pace", type=Pace.from_text)
+    options, others = parser.parse_known_args(arguments)
+    if options.role != "delay":
+        run_paced(options.role, options.pace, others)
+        return
+    parser.add_argument("--to", required=True)
+    parser.add_argument("--ms", type=float, required=True)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--log-level")  # as the services are started
+    options = parser.parse_args(arguments)
+    with suppress(KeyboardInterrupt):
+        delay(options.to, options.ms / 1e3, options.port)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,187 @@
+"""The pair of models that is measured: the demo pair, two folders, or random weights with the shape of a real pair."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from benchmarks.prompts import held_out_prompts
+from benchmarks.report import PairInfo
+from tandem.errors import ConfigurationError
+
+_FORM = "shaped:TARGET_PARAMETERS:DRAFT_LAYERS:AGREEMENT, for instance shaped:200M:1:0.8"
+_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9}
+_LAYERS = 32
+_WIDTHS = range(128, 16_385, 128)
+_SMALLEST, _LARGEST = 5e5, 1e11
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Llama."""
+
+    width: int
+    layers: int
+    vocabulary_size: int
+    is_tied: bool
+    """True if embedding and head are one matrix."""
+
+    @property
+    def head_dim(self) -> int:
+        """128 as in the 8B model; less for narrow ones, so that there are four heads at least."""
+        return 128 if self.width >= 2048 else 64 if self.width >= 1024 and self.width % 256 == 0 else 32
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.width // self.head_dim
+
+    @property
+    def kv_heads(self) -> int:
+        """A quarter of them."""
+        return self.heads // 4
+
+    @property
+    def mlp_width(self) -> int:
+        """3.5 times the width."""
+        return self.width * 7 // 2
+
+    @property
+    def layer_parameters(self) -> int:
+        """Number of parameters of one layer."""
+        kv_width = self.kv_heads * self.head_dim
+        return 2 * self.width * (self.width + kv_width) + 3 * self.width * self.mlp_width + 2 * self.width
+
+    @property
+    def parameters(self) -> int:
+        """In all."""
+        embeddings = self.vocabulary_size * self.width * (1 if self.is_tied else 2)
+        return embeddings + self.layers * self.layer_parameters + self.width
+
+
+@dataclass(frozen=True, slots=True)
+class ShapedPair:
+    """A shaped pair, as `--pair shaped:...` describes it."""
+
+    parameters: float
+    draft_layers: int
+    agreement: float
+    """Wanted share of positions at which the draft's most probable token is the target's."""
+
+    @property
+    def name(self) -> str:
+        """For the cache's folder."""
+        return f"shaped-{self.parameters:.3g}-{self.draft_layers}-{self.agreement:g}"
+
+    def shape(self) -> Shape:
+        """The target's: as many parameters as asked, and as close to 32 layers as that allows."""
+        size = 128_256 if self.parameters >= 1e9 else 32_000 if self.parameters >= 5e7 else 2_048
+        tied = self.parameters < 5e9
+        candidates = [Shape(width, 1, size, tied) for width in _WIDTHS]
+        shapes = [
+            Shape(one.width, layers, size, tied)
+            for one in candidates
+            if one.heads % 4 == 0
+            and (layers := round((self.parameters - one.parameters) / one.layer_parameters) + 1) >= 2
+        ]
+        return min(shapes, key=self._distance)
+
+    def _distance(self, shape: Shape) -> float:
+        off = abs(math.log(shape.parameters / self.parameters))
+        return 10 * off + abs(math.log(shape.layers / _LAYERS))
+
+
+def parse_shaped(text: str) -> ShapedPair:
+    """The pair that a `shaped:...` asks for.
+
+    Raises:
+        ConfigurationError: it does not have that form, or asks for what cannot be.
+    """
+    parts = text.split(":")
+    try:
+        _, size, layers, agreement = parts
+        unit = _UNITS.get(size[-1:].upper(), 1.0)
+        number = float(size[:-1]) if size[-1:].upper() in _UNITS else float(size)
+        pair = ShapedPair(number * unit, int(layers), float(agreement))
+    except ValueError:
+        raise ConfigurationError(f"--pair is {text!r}; it must be {_FORM}") from None
+    if not 0.0 < pair.agreement < 1.0:
+        raise ConfigurationError(f"--pair is {text!r}; the agreement must be between 0 and 1")
+    if not _SMALLEST <= pair.parameters <= _LARGEST:
+        raise ConfigurationError(f"--pair is {text!r}; the target must have from 500K to 100B parameters")
+    return pair
+
+
+DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
+PROMPT_COUNT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two folders and what to ask of them."""
+
+    target: Path
+    draft: Path
+    info: PairInfo
+
+    def prompts(self) -> list[tuple[int, ...]]:
+        """Beginnings of real functions, as token ids of the pair's own tokenizer."""
+        tokenizer = Tokenizer.from_file(str(self.target / "tokenizer.json"))
+        return [tuple(tokenizer.encode(prompt.text).ids) for prompt in held_out_prompts(PROMPT_COUNT)]
+
+
+def open_pair(text: str, cache_folder: Path, device: str) -> Pair:
+    """The pair that `--pair` names; a shaped one is made when it is not in the cache.
+
+    Raises:
+        ConfigurationError: there is no such pair.
+    """
+    if text.startswith("shaped:"):
+        asked = parse_shaped(text)
+        from benchmarks.shaping import shaped_pair
+
+        target, draft, made = shaped_pair(asked, cache_folder, device)
+        return Pair(
+            target,
+            draft,
+            PairInfo(
+                name=text,
+                target_parameters=made.target_parameters,
+                draft_parameters=made.draft_parameters,
+                agreement=made.agreement,
+                overlap=made.overlap,
+            ),
+        )
+    target, draft = _folders(text)
+    return Pair(
+        target,
+        draft,
+        PairInfo(name=text, target_parameters=_parameters(target), draft_parameters=_parameters(draft)),
+    )
+
+
+def _folders(text: str) -> tuple[Path, Path]:
+    if text == "demo":
+        return DEMO / "target", DEMO / "draft"
+    folders = [Path(part) for part in text.split(":")]
+    if len(folders) != 2 or not all((folder / "config.json").is_file() for folder in folders):
+        raise ConfigurationError(
+            f"--pair is {text!r}; it must be demo, the folders of a target and a draft as TARGET:DRAFT, "
+            "or shaped:TARGET_PARAMETERS:DRAFT_LAYERS:AGREEMENT"
+        )
+    return folders[0], folders[1]
+
+
+def _parameters(folder: Path) -> int:
+    """Numbers in the folder's weights, from the files' headers."""
+    return sum(_file_parameters(file) for file in folder.glob("*.safetensors"))
+
+
+def _file_parameters(file: Path) -> int:
+    with file.open("rb") as opened:
+        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")

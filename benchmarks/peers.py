@@ -1,0 +1,472 @@
+"""Other ways to complete the same prompts, each in a process of its own: vLLM, MAX and transformers.
+
+    PYTHON -m benchmarks.peers vllm|max|transformers
+
+The first line on a peer's stdin, a JSON object, says what to load, and the peer answers `{"ready": true}`. Each further
+line is a `Workload`, answered by an `Outcome` or by `{"error": ...}`. Other engines' Pythons run this module, so it
+imports an engine only when it is asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import http.client
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from socket import socket
+from typing import Any
+
+from tandem.errors import TandemError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+_LINE_LIMIT_BYTES = 64 << 20
+_START_SECONDS = 900.0
+"""vLLM compiles its models at start, which takes minutes."""
+_RUN_SECONDS = 600.0
+_STOP_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Prompts to complete at once, each by the same number of tokens."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    """Token ids; the batch has as many requests."""
+    temperature: float
+    max_tokens: int
+    """Tokens of each completion; end-of-sequence ids do not end it."""
+    seed: int = 0
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Workload:
+        """The reverse of `asdict`, after a way through JSON."""
+        return Workload(**{**data, "prompts": tuple(map(tuple, data["prompts"]))})
+
+
+@dataclass(slots=True)
+class Answer:
+    """One completion and the times of its chunks."""
+
+    token_ids: list[int] = field(default_factory=list)
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    """Seconds since the batch began, and the number of tokens that arrived then."""
+
+    def add(self, seconds: float, token_ids: list[int]) -> None:
+        """Note a piece."""
+        if token_ids:
+            self.token_ids += token_ids
+            self.arrivals.append((seconds, len(token_ids)))
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Result of a workload."""
+
+    answers: list[Answer]
+    seconds: float
+    """From the start to the last token of the last request."""
+    rounds: int = 0
+    """Passes of the target, over all requests; 0 where that is not known."""
+    drafted: int = 0
+    accepted: int = 0
+    phases: dict[str, list[float]] = field(default_factory=dict)
+    """Seconds of each round with a proposal, by phase; empty where that is not known."""
+
+    @property
+    def token_count(self) -> int:
+        """Tokens of all completions."""
+        return sum(len(answer.token_ids) for answer in self.answers)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Throughput of all requests together."""
+        return self.token_count / self.seconds
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Outcome:
+        """The reverse of `asdict`, after a way through JSON."""
+        answers = [
+            Answer(answer["token_ids"], [(seconds, count) for seconds, count in answer["arrivals"]])
+            for answer in data["answers"]
+        ]
+        return Outcome(**{**data, "answers": answers})
+
+
+class PeerError(TandemError):
+    """A peer could not start, or could not run a workload."""
+
+
+class Peer:
+    """Another way to complete prompts, in a process of its own."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        self._name = name
+        self._process = process
+
+    async def run(self, workload: Workload) -> Outcome:
+        """Complete the workload's prompts.
+
+        Raises:
+            PeerError: it could not, or ended.
+        """
+        return Outcome.from_json(await self.ask(asdict(workload), _RUN_SECONDS))
+
+    async def ask(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Send a line and read one.
+
+        Raises:
+            PeerError: it answered with an error, ended, or took too long.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            async with asyncio.timeout(seconds):
+                line = await self._process.stdout.readline()
+        except TimeoutError:
+            raise PeerError(f"{self._name} did not answer within {seconds:g} s") from None
+        if not line:
+            raise PeerError(f"{self._name} ended with exit code {await self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise PeerError(f"{self._name}: {answer['error']}")
+        return answer
+
+
+@asynccontextmanager
+async def peer(name: str, command: list[str], setup: dict[str, Any], log: Path) -> AsyncIterator[Peer]:
+    """Run a peer; what it writes to stderr goes to a file.
+
+    Args:
+        name: Display name.
+        command: An interpreter, and the module with its arguments.
+        setup: What to load.
+        log: The file.
+
+    Raises:
+        PeerError: it did not start.
+    """
+    python, *module = command
+    with log.open("wb") as errors:
+        process = await asyncio.create_subprocess_exec(
+            *(python, "-m", *module),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"},
+            limit=_LINE_LIMIT_BYTES,
+        )
+        try:
+            running = Peer(name, process)
+            await running.ask(setup, _START_SECONDS)
+            yield running
+        finally:
+            await _stop(process)
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        async with asyncio.timeout(_STOP_SECONDS):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+# ---- the peer's end of the pipe
+
+Run = Callable[[Workload], Outcome]
+
+
+def serve(load: Callable[[dict[str, Any]], Run]) -> None:
+    """Load what the first line asks for, then answer workloads until stdin ends."""
+    # What engines print goes to stderr from here on.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def tell(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    try:
+        run = load(json.loads(sys.stdin.readline()))
+    except Exception as error:
+        tell({"error": _sentence(error)})
+        raise
+    tell({"ready": True})
+    for line in sys.stdin:
+        try:
+            tell(asdict(run(Workload.from_json(json.loads(line)))))
+        except Exception as error:  # noqa: BLE001 - the benchmark reports any error of an engine and continues
+            traceback.print_exc()
+            tell({"error": _sentence(error)})
+
+
+def _sentence(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+# ---- transformers: `generate`, alone or assisted by the draft
+
+
+def load_transformers(setup: dict[str, Any]) -> Run:  # noqa: C901 - one engine, in one place
+    """Load the models. `assistance` is empty, fixed (as many tokens each round) or defaults."""
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.generation.streamers import BaseStreamer
+    from transformers.utils import logging
+
+    class Arrivals(BaseStreamer):
+        """Notes when tokens come; the first that `generate` puts are the prompts."""
+
+        def __init__(self, batch: int) -> None:
+            self.answers = [Answer() for _ in range(batch)]
+            self.puts = -1
+            self._started = time.perf_counter()
+
+        def put(self, value: Any) -> None:
+            """New tokens: one for each request of a batch, or several of a single one."""
+            self.puts += 1
+            seconds = time.perf_counter() - self._started
+            if self.puts > 0:
+                rows = value.reshape(len(self.answers), -1).tolist()
+                for answer, row in zip(self.answers, rows, strict=True):
+                    answer.add(seconds, row)
+
+        def end(self) -> None:
+            """Nothing is held back."""
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    torch.set_num_threads(setup["threads"])
+    device, dtype = setup["device"], getattr(torch, setup["dtype"])
+
+    def model(name: str) -> Any:
+        return AutoModelForCausalLM.from_pretrained(setup[name], dtype=dtype).to(device).eval()
+
+    target = model("target")
+    draft: Any = model("draft") if setup["assistance"] else None
+    if setup["assistance"] == "fixed":
+        draft.generation_config.num_assistant_tokens = setup["num_speculative_tokens"]
+        draft.generation_config.num_assistant_tokens_schedule = "constant"
+        draft.generation_config.assistant_confidence_threshold = 0.0
+    extra = {} if draft is None else {"assistant_model": draft}
+    pad = target.config.pad_token_id or 0
+    config: Any = GenerationConfig
+
+    def run(workload: Workload) -> Outcome:
+        torch.manual_seed(workload.seed)
+        longest = max(map(len, workload.prompts))
+        gaps = [longest - len(prompt) for prompt in workload.prompts]
+        ids = [[pad] * gap + list(prompt) for gap, prompt in zip(gaps, workload.prompts, strict=True)]
+        mask = [[0] * gap + [1] * (longest - gap) for gap in gaps]
+        sampling: dict[str, Any] = {"do_sample": False}
+        if workload.temperature > 0:
+            sampling = {"do_sample": True, "temperature": workload.temperature, "top_k": 0, "top_p": 1.0}
+        arrivals = Arrivals(len(workload.prompts))
+        started = time.perf_counter()
+        with torch.inference_mode():
+            target.generate(
+                torch.tensor(ids, device=device),
+                attention_mask=torch.tensor(mask, device=device),
+                generation_config=config(
+                    max_new_tokens=workload.max_tokens, eos_token_id=None, pad_token_id=pad, **sampling
+                ),
+                streamer=arrivals,
+                **extra,
+            )
+        seconds = time.perf_counter() - started
+        counts = {len(answer.token_ids) for answer in arrivals.answers}
+        if counts != {workload.max_tokens}:
+            raise ValueError(f"transformers made {sorted(counts)} tokens, not {workload.max_tokens}")
+        return Outcome(arrivals.answers, seconds, rounds=0 if draft is None else arrivals.puts)
+
+    return run
+
+
+# ---- vLLM's offline engine: alone, with its n-gram drafts, with the draft model, or with Tandem's draft service
+
+
+def load_vllm(setup: dict[str, Any]) -> Run:
+    """Load the engine. `mode` is alone, ngram, draft_model or tandem, which reads `environment` for its options."""
+    os.environ.update(setup.get("environment", {}))
+    # In this process: one hop less than vLLM's default, so nothing is held against it.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{setup['threads'] - 1}")
+    from vllm import LLM
+
+    engine = LLM(
+        model=setup["target"],
+        dtype=setup["dtype"],
+        max_model_len=setup["max_length"],
+        max_num_seqs=setup["max_sequences"],
+        disable_log_stats=False,
+        # No contender may reuse the prefixes of temperature 0 for the same prompts at temperature 1.
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        **setup.get("engine", {}),
+        **_vllm_speculation(setup),
+    )
+    if setup.get("vllm_pace"):
+        _pace_vllm(engine, setup["vllm_pace"])
+    return lambda workload: _run_vllm(engine, workload)
+
+
+def _vllm_speculation(setup: dict[str, Any]) -> dict[str, Any]:
+    configs: dict[str, dict[str, Any]] = {
+        "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},
+        "draft_model": {"method": "draft_model", "model": setup["draft"]},
+        "tandem": {"method": "custom_class", "model": "tandem.integrations.vllm.TandemProposer"},
+    }
+    if setup["mode"] == "alone":
+        return {}
+    count = setup["num_speculative_tokens"]
+    return {"speculative_config": {**configs[setup["mode"]], "num_speculative_tokens": count}}
+
+
+def _pace_vllm(engine: Any, text: str) -> None:
+    """Let the models' passes take a minimum time. The engine must run its models in this process."""
+    from benchmarks.pace import Pace, sleep
+
+    pace = Pace.from_text(text)
+
+    def paced(role: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            result = forward(*arguments, **named)
+            tokens = len(result[0] if isinstance(result, tuple) else result)
+            sleep(pace.seconds(role, tokens) - (time.perf_counter() - began))
+            return result
+
+        return run
+
+    runner = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    drafter = getattr(getattr(runner, "drafter", None), "model", None)
+    for role, model in (("target", runner.model), ("draft", drafter)):
+        if model is not None:
+            model.forward = paced(role, model.forward)
+
+
+def _run_vllm(llm: Any, workload: Workload) -> Outcome:
+    from vllm import SamplingParams
+
+    before = _vllm_counts(llm)
+    answers = [Answer() for _ in workload.prompts]
+    started = time.perf_counter()
+    for index, prompt in enumerate(workload.prompts):
+        params = SamplingParams(
+            temperature=workload.temperature,
+            max_tokens=workload.max_tokens,
+            seed=workload.seed + index if workload.temperature > 0 else None,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        llm.llm_engine.add_request(str(index), {"prompt_token_ids": list(prompt)}, params)
+    while llm.llm_engine.has_unfinished_requests():
+        outputs = llm.llm_engine.step()
+        seconds = time.perf_counter() - started
+        for output in outputs:
+            answer = answers[int(output.request_id.split("-")[0])]
+            answer.add(seconds, list(output.outputs[0].token_ids)[len(answer.token_ids) :])
+    counts = [after - old for after, old in zip(_vllm_counts(llm), before, strict=True)]
+    return Outcome(answers, time.perf_counter() - started, *counts)
+
+
+def _vllm_counts(llm: Any) -> list[int]:
+    """Rounds, drafted and accepted tokens so far."""
+    values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    return [int(values.get(f"vllm:spec_decode_{name}", 0)) for name in names]
+
+
+# ---- MAX behind its own OpenAI-compatible server; on a CPU it computes in float32
+
+
+def load_max(setup: dict[str, Any]) -> Run:
+    """Start the server and wait for it."""
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    device = {"cpu": "cpu", "cuda": "gpu"}[setup["device"].partition(":")[0]]
+    process = subprocess.Popen(
+        [
+            *(str(Path(sys.executable).with_name("max")), "serve", "--model-path", setup["target"]),
+            *("--devices", device, "--quantization-encoding", setup["dtype"]),
+            *("--max-length", str(setup["max_length"]), "--max-batch-size", str(setup["max_sequences"])),
+            *("--port", str(port)),
+        ],
+        stdin=subprocess.DEVNULL,
+    )
+    atexit.register(process.terminate)
+    while not _answers(port):
+        if process.poll() is not None:
+            raise RuntimeError(f"max serve ended with exit code {process.returncode}")
+        time.sleep(0.5)
+
+    def run(workload: Workload) -> Outcome:
+        started = time.perf_counter()
+        with ThreadPoolExecutor(len(workload.prompts)) as threads:
+            answers = list(
+                threads.map(
+                    lambda index: _complete_by_max(setup["target"], port, workload, index, started),
+                    range(len(workload.prompts)),
+                )
+            )
+        return Outcome(answers, time.perf_counter() - started)
+
+    return run
+
+
+def _answers(port: int) -> bool:
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        connection.request("GET", "/health")
+        return connection.getresponse().status == http.client.OK
+    except OSError:
+        return False
+
+
+def _complete_by_max(model: str, port: int, workload: Workload, index: int, started: float) -> Answer:
+    """One completion. The server sends texts, not ids, so each chunk counts as one token of unknown id."""
+    body = {
+        "model": model,
+        "prompt": list(workload.prompts[index]),
+        "max_tokens": workload.max_tokens,
+        "temperature": workload.temperature,
+        "seed": workload.seed + index,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    if response.status != http.client.OK:
+        raise RuntimeError(f"MAX answered {response.status}: {response.read().decode(errors='replace')}")
+    answer = Answer()
+    for line in response:
+        if line.startswith(b"data: {"):
+            choices = json.loads(line[6:]).get("choices", ())
+            answer.add(time.perf_counter() - started, [-1] * len(choices))
+    if not answer.arrivals:
+        raise RuntimeError("MAX answered without a token")
+    return answer
+
+
+if __name__ == "__main__":
+    serve({"vllm": load_vllm, "max": load_max, "transformers": load_transformers}[sys.argv[1]])

@@ -1,1 +1,0 @@
-"""Results of a benchmark run as JSON, tables and charts."""

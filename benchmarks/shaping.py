@@ -1,0 +1,226 @@
+"""Pairs of random weights with the shape of a real model, whose draft agrees with the target as often as asked.
+
+The shape is Llama 3.1's (8B: width 4096, MLP 3.5 times as wide, 32 layers, four query heads for each KV head), scaled.
+The draft is the target's first layers, with its embedding, last norm and head. What the later layers add to the
+residual stream (`o_proj`, `down_proj`) is scaled until draft and target agree on the most probable token as often as
+asked: at 0 they are the same model. Random models have no use for their text, but cost and accept as real ones do.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging as logging_of_transformers
+
+from benchmarks.pairs import Shape, ShapedPair
+from tandem.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
+
+ENTROPY_NATS = 2.5
+"""Entropy of the target's distribution at temperature 1, in nats; about that of a language model."""
+_VERSION = 1
+"""Version of the recipe; a pair of an older version is made again."""
+_POSITIONS = 512
+_SEED = 1
+_STEPS = 12
+_CLOSE_ENOUGH = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Result of a recipe."""
+
+    target_parameters: int
+    draft_parameters: int
+    agreement: float
+    """Share of positions at which draft and target agree on the most probable token."""
+    overlap: float
+    """Sum of min(target_probs, draft_probs) at temperature 1: the chance that a drawn token is accepted."""
+    scale: float
+    """Factor of the later layers' contribution."""
+    version: int = _VERSION
+
+
+def shaped_pair(asked: ShapedPair, cache: Path, device: str = "cpu") -> tuple[Path, Path, Made]:
+    """Folders of target and draft, made if they are not in the cache yet, and what was reached.
+
+    Raises:
+        ConfigurationError: the draft would have as many layers as the target.
+    """
+    shape = asked.shape()
+    if not 1 <= asked.draft_layers < shape.layers:
+        raise ConfigurationError(
+            f"the draft of the shaped pair has {asked.draft_layers} layers; the target has {shape.layers}, "
+            "and the draft must have at least 1 and fewer than that"
+        )
+    folder = cache / asked.name
+    record = folder / "made.json"
+    if not record.is_file() or json.loads(record.read_text())["version"] != _VERSION:
+        made = _make(asked, shape, folder, device)
+        record.write_text(json.dumps(asdict(made), indent=1) + "\n")
+    return folder / "target", folder / "draft", Made(**json.loads(record.read_text()))
+
+
+def _make(asked: ShapedPair, shape: Shape, folder: Path, device: str) -> Made:
+    logger.info("making a shaped pair", extra={"folder": str(folder), "parameters": shape.parameters})
+    shutil.rmtree(folder, ignore_errors=True)
+    logging_of_transformers.disable_progress_bar()  # type: ignore[no-untyped-call]
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    target = random_target(shape, dtype, device)
+    draft = first_layers(target, asked.draft_layers)
+    scale = scale_for(target, draft, asked.agreement)
+    scale_later_layers(target, asked.draft_layers, scale)
+    sharpen(target, ENTROPY_NATS)
+    agreement, overlap = agreement_and_overlap(target, draft)
+    counts = []
+    for name, model in (("target", target), ("draft", draft)):
+        _save(model, folder / name, shape)
+        counts.append(sum(parameter.numel() for parameter in model.parameters()))
+    return Made(counts[0], counts[1], agreement, overlap, scale)
+
+
+def random_target(shape: Shape, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+    """A model of that shape with random weights."""
+    with torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(_SEED)
+        model: Any = LlamaForCausalLM(_config(shape))
+        model = model.to(dtype).eval().requires_grad_(False)
+        # With tied embeddings a token's best successor would be itself. Signs in the last norm undo that.
+        signs = torch.randint(0, 2, model.model.norm.weight.shape) * 2 - 1
+        model.model.norm.weight.copy_(signs)
+    return model
+
+
+def first_layers(target: Any, count: int) -> Any:
+    """The draft: the target's first layers, sharing its weights."""
+    config = LlamaConfig(**{**target.config.to_dict(), "num_hidden_layers": count})
+    with torch.device("meta"):
+        draft: Any = LlamaForCausalLM(config)
+    draft.model.layers = target.model.layers[:count]
+    draft.model.embed_tokens = target.model.embed_tokens
+    draft.model.norm = target.model.norm
+    draft.model.rotary_emb = target.model.rotary_emb
+    draft.lm_head = target.lm_head
+    return draft.eval().requires_grad_(False)
+
+
+def scale_for(target: Any, draft: Any, agreement: float) -> float:
+    """The scale of the later layers at which the two agree that often. Leaves the target's weights as they were."""
+    kept = len(draft.model.layers)
+    current = 1.0
+
+    def disagreement(scale: float) -> float:
+        nonlocal current
+        scale_later_layers(target, kept, scale / current)
+        current = scale
+        return 1.0 - agreement_and_overlap(target, draft)[0]
+
+    found = bisect(disagreement, 1.0 - agreement)
+    scale_later_layers(target, kept, 1.0 / current)
+    return found
+
+
+def bisect(rising: Callable[[float], float], wanted: float) -> float:
+    """Argument between 0 and 4 at which a rising function comes closest to a value, by bisection on a logarithmic
+    scale."""
+    low, high = math.log(1e-3), math.log(4.0)
+    best, distance = 1.0, math.inf
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        reached = rising(math.exp(middle))
+        if abs(reached - wanted) < distance:
+            best, distance = math.exp(middle), abs(reached - wanted)
+        if distance <= _CLOSE_ENOUGH:
+            break
+        low, high = (middle, high) if reached < wanted else (low, middle)
+    return best
+
+
+def scale_later_layers(target: Any, kept: int, factor: float) -> None:
+    """Multiply what the layers after the first `kept` add to the residual stream."""
+    for layer in target.model.layers[kept:]:
+        layer.self_attn.o_proj.weight.mul_(factor)
+        layer.mlp.down_proj.weight.mul_(factor)
+
+
+def sharpen(model: Any, entropy_nats: float) -> None:
+    """Scale the logits, by way of the last norm's weight, to a mean entropy at temperature 1."""
+    logits = _logits(model).float()
+
+    def certainty(scale: float) -> float:
+        log_probs = torch.log_softmax(logits * scale, dim=-1)
+        return float((log_probs.exp() * log_probs).sum(-1).mean())
+
+    low, high = 1e-2, 1e3
+    for _ in range(40):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if certainty(middle) < -entropy_nats else (low, middle)
+    model.model.norm.weight.mul_(low)
+
+
+def agreement_and_overlap(target: Any, draft: Any) -> tuple[float, float]:
+    """Share of positions with the same most probable token, and the probability mass that the two share."""
+    of_target, of_draft = (_logits(model).float() for model in (target, draft))
+    agreement = (of_target.argmax(-1) == of_draft.argmax(-1)).double().mean()
+    overlap = torch.minimum(of_target.softmax(-1), of_draft.softmax(-1)).sum(-1).double().mean()
+    return float(agreement), float(overlap)
+
+
+def _logits(model: Any) -> torch.Tensor:
+    """Logits [_POSITIONS, vocabulary_size] along random tokens."""
+    size = model.config.vocab_size
+    generator = torch.Generator().manual_seed(_SEED)
+    ids = torch.randint(0, size, (4, _POSITIONS // 4), generator=generator)
+    with torch.inference_mode():
+        logits: torch.Tensor = model(ids.to(model.model.norm.weight.device), use_cache=False).logits
+    return logits.flatten(0, 1)
+
+
+def _config(shape: Shape) -> LlamaConfig:
+    make: Any = LlamaConfig
+    config: LlamaConfig = make(
+        vocab_size=shape.vocabulary_size,
+        hidden_size=shape.width,
+        intermediate_size=shape.mlp_width,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
+        rope_theta=500_000.0,
+        tie_word_embeddings=shape.is_tied,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return config
+
+
+def _save(model: Any, folder: Path, shape: Shape) -> None:
+    """A checkpoint in bf16, as real ones are, with a tokenizer that knows every id."""
+    model.config.dtype = torch.bfloat16
+    weights = {name: value.to(torch.bfloat16) for name, value in model.state_dict().items()}
+    model.save_pretrained(folder, state_dict=weights)
+    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(shape.vocabulary_size)))
+    shutil.copy(DEMO / "target" / "tokenizer_config.json", folder)
+
+
+def _tokenizer(vocabulary_size: int) -> dict[str, Any]:
+    """The demo pair's tokenizer, with a word of its own for each id that it lacks."""
+    tokenizer: dict[str, Any] = json.loads((DEMO / "target" / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary |= {f"w{token_id}": token_id for token_id in range(len(vocabulary), vocabulary_size)}
+    return tokenizer

@@ -1,0 +1,106 @@
+"""The command line of `tandem bench`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.bench import BenchSettings, parse
+from benchmarks.contenders import CONTENDERS, HEAD_METHODS, Setup
+from tandem.config.methods import MODEL_FREE_METHODS
+from tandem.errors import ConfigurationError
+from tests.paths import DEMO_DRAFT, DEMO_TARGET
+
+
+def test_without_options_everything_is_compared() -> None:
+    settings = parse([])
+
+    assert settings == BenchSettings()
+    assert settings.contenders == tuple(CONTENDERS)
+    assert settings.batch == (1, 4, 16)
+    assert settings.temperature == (0.0, 1.0)
+    assert settings.model_threads == settings.cores
+
+
+def test_options_are_read() -> None:
+    settings = parse(
+        [
+            *("--batch", "1,2", "--temperature", "0.5", "--contenders", "speculative,one-process"),
+            *("--json", "a.json", "--svg", "a.svg", "--no-prefix", "--num-speculative-tokens", "3"),
+        ]
+    )
+
+    assert (settings.batch, settings.temperature) == ((1, 2), (0.5,))
+    assert settings.contenders == ("speculative", "one-process")
+    assert (settings.json_file, settings.svg_file) == (Path("a.json"), Path("a.svg"))
+    assert (settings.prefix, settings.phases, settings.num_speculative_tokens) == (False, True, 3)
+
+
+def test_everything_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse(["--batch", "0", "--rounds", "x", "--dtype", "int8", "--contenders", "nobody"])
+
+    message = str(caught.value)
+    for words in (
+        "--batch.0 is '0'",
+        "--rounds is 'x'",
+        "--dtype is 'int8'",
+        "there is no contender 'nobody'",
+    ):
+        assert words in message
+
+
+def test_help_tells_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(["--help"])
+
+    text = capsys.readouterr().out
+    assert ended.value.code == 0
+    for option in ("--pair", "--json", "--svg", "--vllm-python", "--no-phases", "shaped:200M:1:0.8"):
+        assert option in text
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> Setup:
+    return Setup(
+        target=DEMO_TARGET,
+        draft=DEMO_DRAFT,
+        dtype="float32",
+        threads=1,
+        device="cpu",
+        max_length=64,
+        max_sequences=2,
+        num_speculative_tokens=4,
+        logs=tmp_path,
+    )
+
+
+def test_every_drafting_method_is_a_contender() -> None:
+    assert set(CONTENDERS) >= {"eagle3", *HEAD_METHODS, *MODEL_FREE_METHODS}
+
+
+def test_the_demo_targets_head_is_found_beside_it(setup: Setup) -> None:
+    assert setup.head_folder("eagle3") == DEMO_TARGET.parent / "eagle3"
+    assert CONTENDERS["eagle3"].absent(setup) == ""
+
+
+def test_a_head_is_named(setup: Setup, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
+
+    assert replace(setup, head=tmp_path).head_folder("eagle3") == tmp_path
+
+
+def test_a_target_without_a_head_leaves_the_contender_out(setup: Setup, tmp_path: Path) -> None:
+    elsewhere = replace(setup, target=tmp_path / "target")
+
+    assert CONTENDERS["eagle3"].absent(elsewhere) == "name the folder of the target's eagle3 head with --head"
+    assert CONTENDERS["eagle3"].absent(replace(setup, head=DEMO_DRAFT)) != "", "a draft model is no head"
+
+
+def test_the_steps_of_a_head_have_no_pace(setup: Setup) -> None:
+    reason = CONTENDERS["eagle3"].absent(replace(setup, pace="5,1"))
+
+    assert reason == "--pace does not slow a head, which runs in the target's process"

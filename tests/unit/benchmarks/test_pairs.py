@@ -1,0 +1,138 @@
+"""How large a shaped pair is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.pairs import parse_shaped
+from benchmarks.shaping import (
+    ENTROPY_NATS,
+    agreement_and_overlap,
+    bisect,
+    first_layers,
+    random_target,
+    scale_later_layers,
+    shaped_pair,
+)
+from tandem.engine.models.checkpoint import open_checkpoint, tokenizer_hash
+from tandem.errors import ConfigurationError
+
+
+def test_eight_billion_parameters_are_llama_31_itself() -> None:
+    shape = parse_shaped("shaped:8B:2:0.8").shape()
+
+    assert (shape.width, shape.layers, shape.mlp_width, shape.vocabulary_size) == (4096, 32, 14336, 128_256)
+    assert (shape.heads, shape.kv_heads, shape.head_dim, shape.is_tied) == (32, 8, 128, False)
+    assert shape.parameters == 8_030_261_248, "what Hugging Face counts for Llama-3.1-8B"
+
+
+@pytest.mark.parametrize("asked", ["1M", "5M", "25M", "200M", "1B", "3B", "70B"])
+def test_a_shape_has_about_as_many_parameters_as_asked(asked: str) -> None:
+    pair = parse_shaped(f"shaped:{asked}:1:0.5")
+    shape = pair.shape()
+
+    assert shape.parameters == pytest.approx(pair.parameters, rel=0.1)
+    assert shape.heads * shape.head_dim == shape.width
+    assert shape.heads == 4 * shape.kv_heads
+    assert shape.layers >= 2
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("shaped:200M:1", "it must be shaped:TARGET_PARAMETERS"),
+        ("shaped:lots:1:0.8", "it must be shaped:TARGET_PARAMETERS"),
+        ("shaped:200M:1.5:0.8", "it must be shaped:TARGET_PARAMETERS"),
+        ("shaped:200M:1:1.0", "the agreement must be between 0 and 1"),
+        ("shaped:200M:1:0", "the agreement must be between 0 and 1"),
+        ("shaped:10K:1:0.5", "the target must have from 500K to 100B parameters"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(text: str, complaint: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"--pair is '{text}'.*{complaint}"):
+        parse_shaped(text)
+
+
+AGREEMENT = 0.7
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shaped")
+
+
+@pytest.fixture(scope="module")
+def folders(cache: Path) -> tuple[Path, Path]:
+    target, draft, _ = shaped_pair(parse_shaped(f"shaped:1M:1:{AGREEMENT}"), cache)
+    return target, draft
+
+
+def test_the_pair_as_saved_agrees_as_often_as_asked(folders: tuple[Path, Path]) -> None:
+    target, draft = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders)
+    ids = torch.randint(0, 2048, (8, 128), generator=torch.Generator().manual_seed(99))
+    with torch.inference_mode():
+        of_target, of_draft = target(ids).logits, draft(ids).logits
+    agreement = (of_target.argmax(-1) == of_draft.argmax(-1)).double().mean()
+    log_probs = of_target.log_softmax(-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
+
+    # Other tokens than those that it was made with, and weights rounded to bf16: hence not to the last digit.
+    assert agreement == pytest.approx(AGREEMENT, abs=0.06)
+    assert entropy == pytest.approx(ENTROPY_NATS, abs=0.3)
+
+
+def test_no_token_is_its_own_successor_as_a_rule(folders: tuple[Path, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
+    ids = torch.arange(2048).reshape(8, 256)
+    with torch.inference_mode():
+        successors = model(ids).logits.argmax(-1)
+
+    assert (successors == ids).double().mean() < 0.05
+
+
+def test_services_can_load_the_folders_and_every_id_has_a_word(folders: tuple[Path, Path]) -> None:
+    target, draft = folders
+
+    assert open_checkpoint(target).architecture == open_checkpoint(draft).architecture == "LlamaForCausalLM"
+    assert tokenizer_hash(target) == tokenizer_hash(draft)
+    config = json.loads((target / "config.json").read_text())
+    assert len(AutoTokenizer.from_pretrained(target)) == config["vocab_size"]
+
+
+def test_a_pair_in_the_cache_is_not_made_again(cache: Path, folders: tuple[Path, Path]) -> None:
+    weights = folders[0] / "model.safetensors"
+    before = weights.stat().st_mtime_ns
+
+    shaped_pair(parse_shaped(f"shaped:1M:1:{AGREEMENT}"), cache)
+
+    assert weights.stat().st_mtime_ns == before
+
+
+def test_without_its_later_layers_the_target_is_the_draft() -> None:
+    target = random_target(parse_shaped("shaped:1M:1:0.5").shape())
+    draft = first_layers(target, 1)
+    assert agreement_and_overlap(target, draft)[0] < 0.9
+
+    scale_later_layers(target, 1, 0.0)
+
+    agreement, overlap = agreement_and_overlap(target, draft)
+    assert agreement == 1.0
+    assert overlap == pytest.approx(1.0)
+
+
+def test_a_draft_with_all_layers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="has 3 layers; the target has 3"):
+        shaped_pair(parse_shaped("shaped:1M:3:0.5"), tmp_path)
+
+
+@pytest.mark.parametrize("wanted", [0.1, 0.5, 0.75])
+def test_bisection_finds_where_a_rising_function_has_a_value(wanted: float) -> None:
+    def rising(scale: float) -> float:
+        return scale / (1 + scale)
+
+    assert rising(bisect(rising, wanted)) == pytest.approx(wanted, abs=0.02)

@@ -1,0 +1,157 @@
+"""The acceptance that the recipe of the demo target's head measures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from models.demo.recipe.heads.measure_head import overlap
+from models.demo.recipe.repetition import loops, repeated_share
+from models.smollm2.recipe.answer_files import (
+    ANSWER_MARK,
+    END_OF_ANSWER,
+    answer_start,
+    endless_batches,
+    frequent_tokens,
+    read_batch,
+)
+from models.smollm2.recipe.questions import held_out_questions, training_questions
+from models.smollm2.recipe.train import foreseen
+
+WANTED = torch.tensor([[0.5, 0.25, 0.25], [0.2, 0.3, 0.5]]).log()
+OWN = torch.tensor([[0.25, 0.5, 0.25], [0.1, 0.1, 0.8]]).log()
+
+
+def test_a_draft_like_the_target_is_always_accepted() -> None:
+    for temperature in (0.0, 0.8):
+        torch.testing.assert_close(overlap(WANTED, WANTED, temperature), torch.ones(2))
+
+
+def test_greedily_the_most_likely_token_decides() -> None:
+    assert overlap(WANTED, OWN, 0.0).tolist() == [0.0, 1.0]
+
+
+def test_sampled_tokens_are_accepted_as_often_as_the_distributions_overlap() -> None:
+    torch.testing.assert_close(overlap(WANTED, OWN, 1.0), torch.tensor([0.75, 0.7]))
+
+
+def test_a_temperature_sharpens_both_distributions() -> None:
+    # At 0.5 the probabilities are as their squares: 4, 1, 1 and 1, 4, 1 of 6.
+    torch.testing.assert_close(overlap(WANTED[:1], OWN[:1], 0.5), torch.tensor([0.5]))
+
+
+def test_a_text_loops_when_an_8_gram_occurs_three_times() -> None:
+    line = list(range(8))
+    between = [100, 101, 102]
+    assert not loops([*line, *between, *line])
+    assert loops([*line, *between, *line, 103, *line])
+    assert not loops([*line[:7], *between, *line[:7], 103, *line[:7]])
+    assert loops([5] * 10)
+    assert not loops([5] * 9)
+    assert not loops([])
+
+
+def test_the_share_of_repeated_4_grams() -> None:
+    assert repeated_share([1, 2, 3, 4, 5]) == 0
+    assert repeated_share([1, 2, 3, 4, 1, 2, 3, 4]) == pytest.approx(1 / 5)
+    assert repeated_share([1, 2, 3]) == 0
+
+
+PROMPT = [1, 40, 41, *ANSWER_MARK]
+
+
+def save_answer(path: Path, answer: list[int]) -> Path:
+    tokens = torch.tensor(PROMPT + answer)
+    states = torch.arange(len(tokens) * 4 * 2).view(len(tokens), 4, 2).bfloat16()
+    save_file({"token_ids": tokens, "hidden_states": states}, path)
+    return path
+
+
+def test_held_out_questions_are_not_among_those_of_the_training() -> None:
+    training, held_out = training_questions(), held_out_questions()
+    assert len(set(training)) > 4000
+    assert not set(training) & set(held_out)
+    assert training == training_questions()
+
+
+def test_an_answer_starts_behind_the_last_line_that_opens_one() -> None:
+    assert answer_start([*PROMPT, 7, 8]) == len(PROMPT)
+    assert answer_start([*PROMPT, 7, *PROMPT, 9]) == 2 * len(PROMPT) + 1
+    with pytest.raises(ValueError, match="no line that opens an answer"):
+        answer_start([1, 2, 3])
+
+
+def test_answers_of_different_lengths_are_padded(tmp_path: Path) -> None:
+    batch = read_batch([save_answer(tmp_path / "a", [50, 51, 52]), save_answer(tmp_path / "b", [60])])
+    tokens, before = batch.lessons.tokens, len(PROMPT) - 1
+    assert tokens.shape == batch.mask.shape == batch.lessons.last.shape[:2]
+    assert batch.lessons.read.shape == (3, *tokens.shape, 2)
+    # The states of the prompt's last token and of the answer's foresee the answer and what follows it.
+    assert [row.nonzero()[:, 0].tolist() for row in batch.mask] == [
+        list(range(before, before + 4)),
+        [before, before + 1],
+    ]
+    assert batch.lessons.last[1, before].tolist() == [8.0 * before + 6, 8.0 * before + 7]
+
+
+def test_the_draft_vocabulary_is_what_answers_are_made_of(tmp_path: Path) -> None:
+    save_answer(tmp_path / "a.safetensors", [50, 51, 50])
+    save_answer(tmp_path / "b.safetensors", [50, 51, 52])
+    assert frequent_tokens(tmp_path, 3) == [END_OF_ANSWER, 50, 51]
+    assert frequent_tokens(tmp_path, 6) == [0, 1, END_OF_ANSWER, 50, 51, 52]
+
+
+def test_a_pass_takes_every_file_once(tmp_path: Path) -> None:
+    for token in range(50, 56):
+        save_answer(tmp_path / f"{token}.safetensors", [token])
+    batches = endless_batches(tmp_path, 2, torch.Generator().manual_seed(1))
+    seen = torch.cat([next(batches).lessons.tokens for _ in range(3)])[:, len(PROMPT)]
+    assert sorted(seen.tolist()) == list(range(50, 56))
+
+
+def test_too_few_answers_are_refused(tmp_path: Path) -> None:
+    save_answer(tmp_path / "a.safetensors", [50])
+    with pytest.raises(ValueError, match="has 1 answers; it must have 2 or more"):
+        next(endless_batches(tmp_path, 2, torch.Generator()))
+
+
+def test_the_head_is_compared_with_the_target_where_it_can_propose_the_texts_token(tmp_path: Path) -> None:
+    """Each token of a proposal is compared with the target's state one position before it."""
+    head, target_ids = SmallHead(), [END_OF_ANSWER, 50, 52]
+    head.target_ids = torch.tensor(target_ids)
+    batch = read_batch([save_answer(tmp_path / "a", [50, 51, 52])])
+    first, second = foreseen(head, SmallLastLayer(), batch, 2)  # type: ignore[arg-type]
+    before = len(PROMPT) - 1
+    # 51 is outside the draft vocabulary, and what ends the answer is unknown.
+    assert first[1][:, 0].tolist() == [8.0 * each + 6 for each in (before, before + 2, before + 3)]
+    assert second[1].tolist() == first[1].tolist()
+    assert len(first[0]) == len(first[1])
+
+
+class SmallLastLayer:
+    """Shows the states that it gets."""
+
+    def __call__(self, states: Tensor) -> Tensor:
+        return states.float()
+
+
+class SmallHead:
+    """Has states of its own, all zero."""
+
+    target_ids: Tensor
+
+    def combined(self, states: list[Tensor]) -> Tensor:
+        return torch.zeros_like(states[0])
+
+    def advanced(
+        self, tokens: Tensor, positions: Tensor, states: Tensor, step: object
+    ) -> tuple[Tensor, Tensor]:
+        assert tokens.shape == positions.shape
+        return states, states
+
+    def lm_head(self, states: Tensor) -> Tensor:
+        return states

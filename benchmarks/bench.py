@@ -18,7 +18,7 @@ from benchmarks.common import CACHE_FOLDER
 from benchmarks.contenders import CONTENDERS
 from benchmarks.pace import Pace
 from benchmarks.report import Report, show, write
-from coordinator.cli.exit_codes import exit_code
+from coordinator.cli.command import exit_code
 from tandem.errors import ConfigurationError, TandemError
 from tandem.logs import configure
 from tandem.settings import exit_with, sentences

@@ -14,10 +14,10 @@ from typing import Any
 from benchmarks.common import Contender, service
 from benchmarks.peers import Answer, Outcome, Workload, peer
 from coordinator.cli.serve import BOUND_PACKAGE
-from coordinator.cli.up.devices import DRAFT_SHARE, TARGET_SHARE
+from coordinator.cli.up import DRAFT_SHARE, TARGET_SHARE
 from coordinator.stats.speculation import add
-from tandem.clients.aio import Client
-from tandem.config.methods import BOUND_METHODS, MODEL_FREE_METHODS, OWN_METHODS, checkpoint_method
+from tandem.client import Client
+from tandem.config.names import BOUND_METHODS, MODEL_FREE_METHODS, OWN_METHODS, checkpoint_method
 from tandem.types import GenerationRequest, SpeculationStats
 
 HEAD_METHODS = tuple(method for method in BOUND_METHODS if method not in OWN_METHODS)

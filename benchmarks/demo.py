@@ -13,11 +13,11 @@ from rich.table import Table
 
 from benchmarks.common import cluster
 from benchmarks.prompts import Prompt, chat_prompts, held_out_prompts
-from coordinator.cli.output import plain_table
-from coordinator.cli.received import ACCEPTED_STYLE, Record, show
-from coordinator.cli.up.smollm2 import SMOLLM2_METHOD
+from coordinator.cli.command import plain_table
+from coordinator.cli.generate import ACCEPTED_STYLE, Record, show
+from coordinator.cli.up import SMOLLM2_METHOD
 from coordinator.stats.speculation import acceptance_rate, add, tokens_per_pass
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.errors import TandemError
 from tandem.model_sources.demo import smollm2_head
 from tandem.model_sources.find import find_model

@@ -22,7 +22,7 @@ from benchmarks.measure import measure
 from benchmarks.pairs import open_pair
 from benchmarks.report import Data, Report, markdown
 from benchmarks.studies.engine_steps import Steps, interleaved
-from tandem.config.devices import as_torch
+from tandem.config.names import as_torch
 from tandem.engine.backends.selection import choose_backends
 from tandem.engine.models.loading import LoadedModel, load_model
 

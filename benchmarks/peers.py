@@ -384,8 +384,8 @@ def _run_vllm(llm: Any, workload: Workload) -> Outcome:
         for output in outputs:
             answer = answers[int(output.request_id.split("-")[0])]
             answer.add(seconds, list(output.outputs[0].token_ids)[len(answer.token_ids) :])
-    counts = [after - old for after, old in zip(_vllm_counts(llm), before, strict=True)]
-    return Outcome(answers, time.perf_counter() - started, *counts)
+    rounds, drafted, accepted = (after - old for after, old in zip(_vllm_counts(llm), before, strict=True))
+    return Outcome(answers, time.perf_counter() - started, rounds, drafted, accepted)
 
 
 def _vllm_counts(llm: Any) -> list[int]:

@@ -7,7 +7,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.http.chat.template import CONFIG_FILE, TEMPLATE_FILE, read_chat_template
+from coordinator.http.chat import CONFIG_FILE, TEMPLATE_FILE, read_chat_template
 from tandem.errors import ConfigurationError
 
 _HELD_OUT = Path(__file__).resolve().parents[1] / "models" / "demo" / "heldout_prompts.json"

@@ -628,14 +628,15 @@ def _text(
 def write(report: Report, json: Path | None, svg_file: Path | None, markdown_file: Path | None) -> None:
     """Write the files that are asked for."""
     chart = None if svg_file is None else svg_file.name
-    for file, text in (
-        (json, lambda: report.model_dump_json(indent=1) + "\n"),
-        (svg_file, lambda: svg(report)),
-        (markdown_file, lambda: markdown(report, chart)),
-    ):
+    files = {
+        json: report.model_dump_json(indent=1) + "\n",
+        svg_file: svg(report),
+        markdown_file: markdown(report, chart),
+    }
+    for file, text in files.items():
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text(), encoding="utf-8")
+            file.write_text(text, encoding="utf-8")
 
 
 def render(files: Sequence[Path]) -> None:

@@ -34,7 +34,7 @@ from benchmarks.load.cluster import (
     resident_mebibytes,
     tree,
 )
-from tandem.clients.aio import Client
+from tandem.client import Client
 
 _WARM_UP_CLIENTS = 4
 _START_SECONDS = 60.0

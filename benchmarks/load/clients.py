@@ -16,8 +16,7 @@ from urllib.parse import urlsplit
 import h11
 
 from benchmarks.load.figures import Served
-from tandem.clients.aio import Client
-from tandem.clients.retries import Retries
+from tandem.client import Client, Retries
 from tandem.errors import (
     CapacityError,
     DeadlineError,

@@ -45,7 +45,7 @@ from benchmarks.load.figures import (
     quantiles,
     read_waits,
 )
-from coordinator.cli.exit_codes import exit_code
+from coordinator.cli.command import exit_code
 from tandem.errors import TandemError
 from tandem.rpc.credentials import Credentials
 from tandem.settings import exit_with

@@ -71,8 +71,10 @@ def _table(options: argparse.Namespace, milliseconds: dict[str, float], temperat
     def at(name: str, tokens: int) -> float:
         return milliseconds[f"{name} {tokens}"]
 
-    for tokens in options.tokens:
-        lines.append(f"| {tokens} | {' | '.join(f'{at(name, tokens):.3f}' for name in names)} |")
+    lines += [
+        f"| {tokens} | {' | '.join(f'{at(name, tokens):.3f}' for name in names)} |"
+        for tokens in options.tokens
+    ]
     best = {name: min(at(name, tokens) for tokens in options.tokens) for name in names}
     return [
         *lines,

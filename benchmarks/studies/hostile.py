@@ -26,7 +26,7 @@ import httpx
 
 from benchmarks.common import service
 from benchmarks.pairs import DEMO
-from tandem.clients.aio import Client
+from tandem.client import Client
 from tandem.types import GenerationRequest
 
 CLIENTS = 64

@@ -26,8 +26,8 @@ from benchmarks.common import CACHE_FOLDER, Contender, floats, in_turn, names, n
 from benchmarks.contenders import Setup, ThroughServices, coordinator_of, services
 from benchmarks.pairs import DEMO, Pair, open_pair
 from benchmarks.peers import Outcome
-from tandem.clients.admin import AdminClient
-from tandem.clients.aio import Client
+from tandem.admin_client import AdminClient
+from tandem.client import Client
 
 RANDOM = "random"
 """The demo target with a draft of the demo draft's shape and random weights."""

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.bench import BenchSettings, parse
 from benchmarks.contenders import CONTENDERS, HEAD_METHODS, Setup
-from tandem.config.methods import MODEL_FREE_METHODS
+from tandem.config.names import MODEL_FREE_METHODS
 from tandem.errors import ConfigurationError
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.load.clients import Origin, http_connection, origin_of, served_model
 from benchmarks.load.figures import Arrival, Served
 from benchmarks.load.generator import run, send
-from coordinator.cli.exit_codes import UNREACHABLE
+from coordinator.cli.command import UNREACHABLE
 from tandem.errors import NotFoundError, ProtocolError, ServiceUnavailableError
 
 Answer = Callable[[str, Any], Sequence[bytes]]

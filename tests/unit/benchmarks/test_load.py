@@ -36,7 +36,7 @@ from benchmarks.load.figures import (
 )
 from benchmarks.load.generator import parse, send
 from benchmarks.load.script import Script
-from coordinator.cli.bench import sends_load
+from coordinator.cli.serve import sends_load
 from tests.end_to_end.processes import TANDEM
 from tests.paths import ROOT
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import uvloop
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 from rich.console import Console
 
 from benchmarks.common import CACHE_FOLDER
@@ -19,9 +19,10 @@ from benchmarks.contenders import CONTENDERS
 from benchmarks.pace import Pace
 from benchmarks.report import Report, show, write
 from coordinator.cli.command import exit_code
+from tandem.config.options import Options, sentences
 from tandem.errors import ConfigurationError, TandemError
 from tandem.logs import configure
-from tandem.settings import exit_with, sentences
+from tandem.settings import exit_with
 
 _FLAGS = {"json_file": "--json", "svg_file": "--svg", "markdown_file": "--markdown"}
 """Options whose plain name would hide a method of the class."""
@@ -50,10 +51,8 @@ ContenderName = Annotated[str, BeforeValidator(_known)]
 NonEmpty = Field(min_length=1)
 
 
-class BenchSettings(BaseModel):
+class BenchSettings(Options):
     """Measurements."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     pair: str = "demo"
     """demo, TARGET:DRAFT (two folders), or shaped:TARGET_PARAMETERS:DRAFT_LAYERS:AGREEMENT, for instance

@@ -17,8 +17,6 @@ from coordinator.http.schema import HTTP_RULES
 from coordinator.replicas.compatibility import MODEL_RULES
 from coordinator.requests.validation import BOUND_RULES, REQUEST_RULES
 from coordinator.settings.coordinator import (
-    COORDINATOR_RULES,
-    HTTP_OPTION_RULES,
     CheckedSpeculativeConfig,
     CoordinatorSettings,
     HttpOptions,
@@ -27,11 +25,11 @@ from coordinator.settings.coordinator import (
 )
 from draft_service.settings import DraftSettings
 from tandem.config.names import REFUSED_METHODS, REFUSED_OPTIONS
-from tandem.config.options import ALIASES
+from tandem.config.options import ALIASES, allowed_range
 from tandem.config.rule import Rule, spelled
 from tandem.config.speculative import AcceptanceOptions, DraftingOptions, SourceOptions, SpeculativeConfig
 from tandem.serving.protection import AdminOptions, ProtectionOptions
-from tandem.settings import SERVER_RULES, ModelServerSettings, ServerSettings
+from tandem.settings import ModelServerSettings, ServerSettings
 from tandem.telemetry.settings import TelemetryOptions
 from target_service.settings import TargetSettings
 
@@ -113,7 +111,8 @@ def _option(name: str, field: FieldInfo) -> Sequence[str]:
     default = "" if field.default in (None, "") else f"`{spelled(field.default)}`"
     if field.is_required():
         default = "required"
-    return f"`{name}`", _type(field.annotation), default, origin, meaning
+    kind = ", ".join(filter(None, (_type(field.annotation), allowed_range(field))))
+    return f"`{name}`", kind, default, origin, meaning
 
 
 def _type(annotation: Any) -> str:
@@ -150,7 +149,9 @@ def _rules() -> Iterator[str]:
     )
     yield (
         "### Of a server\n\nWhen it starts: exit code 2.\n\n"
-        + _rule_table((*SERVER_RULES, *AdminOptions.rules(), *HTTP_OPTION_RULES, *COORDINATOR_RULES))
+        + _rule_table(
+            [rule for rule in CoordinatorSettings.rules() if rule not in CheckedSpeculativeConfig.rules()]
+        )
     )
     yield (
         "### Of the models\n\nWhen the coordinator meets its services: exit code 2.\n\n"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import Field
-from pydantic_settings import SettingsConfigDict
 
 from tandem.config.names import STANDALONE, as_torch
 from tandem.config.speculative import DraftingOptions, SourceOptions
 from tandem.errors import ConfigurationError
-from tandem.settings import COMMAND_LINE, ModelServerSettings
+from tandem.settings import ModelServerSettings
 
 DEFAULT_PORT = 50053
 
@@ -18,7 +18,7 @@ DEFAULT_PORT = 50053
 class DraftSettings(DraftingOptions, SourceOptions, ModelServerSettings):
     """Serve proposals: a draft model's, or what was said before."""
 
-    model_config = SettingsConfigDict(**COMMAND_LINE, env_prefix="TANDEM_DRAFT_")
+    env_prefix: ClassVar = "TANDEM_DRAFT_"
 
     port: int = Field(default=DEFAULT_PORT, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""

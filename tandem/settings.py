@@ -10,19 +10,14 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 from pydantic import Field, PrivateAttr, ValidationError
-from pydantic_settings import (
-    BaseSettings,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
 
 from tandem.config.layers import Origin, merged, origins, read_layers
 from tandem.config.names import Device
-from tandem.config.options import SENTENCE, Options
-from tandem.config.rule import Rule
+from tandem.config.options import Options, sentences
+from tandem.config.rule import Rule, Rules
 from tandem.config.speculative import RevisionOptions
 from tandem.errors import ConfigurationError
 from tandem.logs import LogFormat, LogLevel
@@ -35,23 +30,11 @@ logger = logging.getLogger(__name__)
 DataTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 CompileMode = Literal["auto", "on", "off"]
 
-COMMAND_LINE = SettingsConfigDict(
-    extra="forbid",
-    frozen=True,
-    use_attribute_docstrings=True,
-    cli_kebab_case=True,
-    cli_implicit_flags=True,
-    cli_hide_none_type=True,
-    cli_avoid_json=True,
-    cli_exit_on_error=False,
-)
-"""Configuration that every settings class shares. Each class adds its `env_prefix`."""
 
-
-class FilledSettings(Options, BaseSettings):
+class FilledSettings(Options):
     """Settings that `load_settings` fills. Constructed directly, they hold only what they are given."""
 
-    model_config = COMMAND_LINE
+    reads_files: ClassVar = False
 
     _origins: Mapping[str, Origin] = PrivateAttr(default_factory=dict)
 
@@ -60,18 +43,10 @@ class FilledSettings(Options, BaseSettings):
         """The deciding origin of each option that was set. Empty unless `load_settings` made this."""
         return self._origins
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Read only the arguments: `tandem.config.layers` merges the sources and remembers the origin of each
-        value."""
-        return (init_settings,)
+
+def _prometheus_exposure(settings: ServerSettings) -> Iterator[str]:
+    if settings.prometheus_port is not None:
+        yield from exposure(settings, settings.prometheus_host, "prometheus_host")
 
 
 class ServerSettings(TelemetryOptions, ProtectionOptions, FilledSettings):
@@ -92,31 +67,21 @@ class ServerSettings(TelemetryOptions, ProtectionOptions, FilledSettings):
     log_format: LogFormat = "text"
     """Form of a log line."""
 
-    @classmethod
-    def rules(cls) -> tuple[Rule[Any], ...]:
-        """Rules for a server's options."""
-        return (*super().rules(), *SERVER_RULES)
-
-
-def _prometheus_exposure(settings: ServerSettings) -> Iterator[str]:
-    if settings.prometheus_port is not None:
-        yield from exposure(settings, settings.prometheus_host, "prometheus_host")
-
-
-SERVER_RULES: tuple[Rule[ServerSettings], ...] = (
-    Rule(
-        "exposure",
-        "With a `host` that other machines reach, the server has TLS and asks who calls, or is `insecure`.",
-        lambda settings: exposure(settings, settings.host),
-        ("host",),
-    ),
-    Rule(
-        "prometheus-exposure",
-        "With a `prometheus_host` that other machines reach, the server has TLS and asks who calls, or is `insecure`.",
-        _prometheus_exposure,
-        ("prometheus_host", "prometheus_port"),
-    ),
-)
+    own_rules: ClassVar[Rules] = (
+        Rule(
+            "exposure",
+            "With a `host` that other machines reach, the server has TLS and asks who calls, or is `insecure`.",
+            lambda settings: exposure(settings, settings.host),
+            ("host",),
+        ),
+        Rule(
+            "prometheus-exposure",
+            "With a `prometheus_host` that other machines reach, the server has TLS and asks who calls, or is "
+            "`insecure`.",
+            _prometheus_exposure,
+            ("prometheus_host", "prometheus_port"),
+        ),
+    )
 
 
 class ModelServerSettings(RevisionOptions, ServerSettings):
@@ -180,32 +145,13 @@ def load_settings(cls: type[SettingsT], arguments: Sequence[str], program: str) 
         ConfigurationError: with every wrong or unknown option, its value and what it must be.
         SystemExit: --help was asked for (0).
     """
-    prefix = cls.model_config.get("env_prefix") or ""
     try:
         layers = read_layers(cls, arguments, os.environ, program)
         settings = cls(**merged(layers))
     except ValidationError as error:
-        raise ConfigurationError("; ".join(sentences(error, prefix))) from None
+        raise ConfigurationError("; ".join(sentences(error))) from None
     settings._origins = origins(layers)
     return settings
-
-
-def sentences(error: ValidationError, env_prefix: str = "") -> list[str]:
-    """One sentence for each option that is wrong."""
-    return [_describe(detail["loc"], detail["msg"], detail["input"], env_prefix, detail["type"])
-            for detail in error.errors()]  # fmt: skip
-
-
-def _describe(
-    location: tuple[int | str, ...], message: str, value: object, env_prefix: str, kind: str
-) -> str:
-    if kind == SENTENCE:
-        return message
-    name = ".".join(str(part) for part in location)
-    option = "--" + name.replace("_", "-")
-    if kind == "missing":
-        return f"{option} is missing; give it, or set {env_prefix}{name.upper()}"
-    return f"{option} is {value!r}: {message[0].lower()}{message[1:]}"
 
 
 def exit_with(error: Exception, code: int) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import Field
-from pydantic_settings import SettingsConfigDict
 
+from tandem.config.speculative import Integers
 from tandem.errors import ConfigurationError
-from tandem.settings import COMMAND_LINE, ModelServerSettings
+from tandem.settings import ModelServerSettings
 
 DEFAULT_PORT = 50052
 
@@ -19,7 +20,7 @@ EXTRACT_HIDDEN_STATES = "extract_hidden_states"
 class TargetSettings(ModelServerSettings):
     """Serve a target model."""
 
-    model_config = SettingsConfigDict(**COMMAND_LINE, env_prefix="TANDEM_TARGET_")
+    env_prefix: ClassVar = "TANDEM_TARGET_"
 
     port: int = Field(default=DEFAULT_PORT, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""
@@ -33,7 +34,7 @@ class TargetSettings(ModelServerSettings):
     shared_storage_path: Path | None = None
     """Folder to which the hidden states of each finished request are written, in a safetensors file, to train drafting
     heads from. By default none. vLLM's name, in kv_connector_extra_config."""
-    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
+    eagle_aux_hidden_state_layer_ids: Integers | None = None
     """Layers whose hidden states are written, each by the number of layers before the state: 0 is the embedding. By
     default EAGLE-3's three. vLLM's name, in the draft's hf_config."""
 

@@ -15,9 +15,9 @@ from rich.table import Table
 from coordinator.cli.command import OutputForm, OutputOptions, command, errors_to_exit, new_app, plain_table
 from coordinator.settings.coordinator import ConfigSettings
 from tandem.config.layers import Origin, merged, origins, read_layers
+from tandem.config.options import sentences
 from tandem.config.rule import spelled
 from tandem.errors import ConfigurationError
-from tandem.settings import sentences
 
 config = new_app("Show or check the configuration.")
 

@@ -1,4 +1,4 @@
-"""Bounds on the work of one request, and of all requests together."""
+"""The coordinator's options, and the configuration that it checks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
-from pydantic_settings import SettingsConfigDict
 
 from coordinator.settings.acceptance import COMBINATION_RULES
 from tandem.config import SpeculativeConfig
 from tandem.config.options import Options
-from tandem.config.rule import Rule
+from tandem.config.rule import Rule, Rules
 from tandem.rpc.addresses import is_loopback, split_addresses
 from tandem.rpc.credentials import Credentials
 from tandem.serving.protection import AdminOptions, exposure
-from tandem.settings import COMMAND_LINE, ServerSettings
+from tandem.settings import ServerSettings
 
 MAX_SPECULATIVE_TOKENS = 32
 """A request may ask for so many tokens per proposal, or for as many as the coordinator's own setting."""
@@ -86,38 +85,6 @@ class ServiceAccessOptions(Options):
         )
 
 
-class HttpOptions(Options):
-    """HTTP beside gRPC, off unless it has a port. TLS and tokens are those of the server."""
-
-    http_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port for HTTP: OpenAI's API, /metrics and a page to try it on; 0 takes any free one. By default there is none."""
-    http_host: str = "127.0.0.1"
-    """Address to listen on for HTTP."""
-    http_max_connections: int = Field(default=1024, ge=1)
-    """Maximum HTTP connections at once; others are answered with 503."""
-    http_max_body_bytes: int = Field(default=4 << 20, ge=1024)
-    """Maximum bytes of a request's body."""
-    http_max_held_body_bytes: int = Field(default=64 << 20, ge=1024)
-    """Maximum bytes of bodies that have not come whole, over all connections; the first 64 KiB of each are free."""
-    http_max_held_answer_bytes: int = Field(default=256 << 20, ge=1024)
-    """Maximum bytes of answers that are not streamed, over all connections; the first 64 KiB of each are free."""
-    served_model_name: str | None = None
-    """Name of the model in OpenAI's API. By default the name of the target's folder. Name and meaning are vLLM's."""
-    chat_template: Path | None = None
-    """Jinja template for chats, in place of the model's own. Name and meaning are vLLM's."""
-    unknown_fields: Literal["refuse", "ignore"] = "refuse"
-    """Treatment of unknown request fields: refuse them by name, or ignore them, log each once, and name
-    it in the header X-Tandem-Ignored."""
-    cors_origin: str | None = None
-    """Origins whose web pages may call HTTP, such as https://chat.example, with commas between them; * for all. By
-    default none may."""
-
-    @classmethod
-    def rules(cls) -> tuple[Rule[Any], ...]:
-        """Rules for these options."""
-        return (*super().rules(), *HTTP_OPTION_RULES)
-
-
 def _exposure(settings: Any) -> Iterator[str]:
     if settings.http_port is not None:
         yield from exposure(settings, settings.http_host, "http_host")
@@ -145,21 +112,49 @@ def _held_bodies(settings: Any) -> Iterator[str]:
         )
 
 
-HTTP_OPTION_RULES: tuple[Rule[Any], ...] = (
-    Rule("cors-origin", "`cors_origin` is `*` or origins: `scheme://host:port`.", _cors, ("cors_origin",)),
-    Rule(
-        "http-held-bodies",
-        "`http_max_held_body_bytes` is at least `http_max_body_bytes`.",
-        _held_bodies,
-        ("http_max_held_body_bytes", "http_max_body_bytes"),
-    ),
-    Rule(
-        "http-exposure",
-        "With an `http_host` that other machines reach, the server has TLS and asks who calls, or is `insecure`.",
-        _exposure,
-        ("http_host", "http_port"),
-    ),
-)
+class HttpOptions(Options):
+    """HTTP beside gRPC, off unless it has a port. TLS and tokens are those of the server."""
+
+    http_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port for HTTP: OpenAI's API, /metrics and a page to try it on; 0 takes any free one. By default there is none."""
+    http_host: str = "127.0.0.1"
+    """Address to listen on for HTTP."""
+    http_max_connections: int = Field(default=1024, ge=1)
+    """Maximum HTTP connections at once; others are answered with 503."""
+    http_max_body_bytes: int = Field(default=4 << 20, ge=1024)
+    """Maximum bytes of a request's body."""
+    http_max_held_body_bytes: int = Field(default=64 << 20, ge=1024)
+    """Maximum bytes of bodies that have not come whole, over all connections; the first 64 KiB of each are free."""
+    http_max_held_answer_bytes: int = Field(default=256 << 20, ge=1024)
+    """Maximum bytes of answers that are not streamed, over all connections; the first 64 KiB of each are free."""
+    served_model_name: str | None = None
+    """Name of the model in OpenAI's API. By default the name of the target's folder. Name and meaning are vLLM's."""
+    chat_template: Path | None = None
+    """Jinja template for chats, in place of the model's own. Name and meaning are vLLM's."""
+    unknown_fields: Literal["refuse", "ignore"] = "refuse"
+    """Treatment of unknown request fields: refuse them by name, or ignore them, log each once, and name
+    it in the header X-Tandem-Ignored."""
+    cors_origin: str | None = None
+    """Origins whose web pages may call HTTP, such as https://chat.example, with commas between them; * for all. By
+    default none may."""
+
+    own_rules: ClassVar[Rules] = (
+        Rule(
+            "cors-origin", "`cors_origin` is `*` or origins: `scheme://host:port`.", _cors, ("cors_origin",)
+        ),
+        Rule(
+            "http-held-bodies",
+            "`http_max_held_body_bytes` is at least `http_max_body_bytes`.",
+            _held_bodies,
+            ("http_max_held_body_bytes", "http_max_body_bytes"),
+        ),
+        Rule(
+            "http-exposure",
+            "With an `http_host` that other machines reach, the server has TLS and asks who calls, or is `insecure`.",
+            _exposure,
+            ("http_host", "http_port"),
+        ),
+    )
 
 
 DEFAULT_PORT = 50051
@@ -183,10 +178,27 @@ Addresses = Annotated[str, BeforeValidator(_one_text), AfterValidator(_checked)]
 class CheckedSpeculativeConfig(SpeculativeConfig):
     """`SpeculativeConfig`, checked as far as possible without a service."""
 
-    @classmethod
-    def rules(cls) -> tuple[Rule[Any], ...]:
-        """Rules for the configuration alone, including the needs of the acceptance rules."""
-        return (*super().rules(), *COMBINATION_RULES)
+    own_rules: ClassVar[Rules] = COMBINATION_RULES
+
+
+def _plain_connections(settings: CoordinatorSettings) -> Iterator[str]:
+    if settings.insecure or settings.service_credentials.uses_tls:
+        return
+    for option in ("target_address", "draft_address"):
+        for address in split_addresses(getattr(settings, option) or ""):
+            if address.port >= 0 and not is_loopback(address.host):
+                yield (
+                    f"{option} is {address}, another machine, and prompts would go there in plain text: give "
+                    "service_tls_ca_file or service_tls, or insecure where the network is trusted"
+                )
+
+
+def _too_few_places(settings: CoordinatorSettings) -> Iterator[str]:
+    if settings.max_concurrent_requests < settings.workers:
+        yield (
+            f"max_concurrent_requests is {settings.max_concurrent_requests}; it must be at least workers "
+            f"({settings.workers}), which divide it"
+        )
 
 
 class CoordinatorSettings(
@@ -194,7 +206,7 @@ class CoordinatorSettings(
 ):
     """Join a draft service and a target service."""
 
-    model_config = SettingsConfigDict(**COMMAND_LINE, env_prefix="TANDEM_COORDINATOR_")
+    env_prefix: ClassVar = "TANDEM_COORDINATOR_"
 
     repeatable: ClassVar = ("target_address", "draft_address", "cors_origin")
     """Options that may be given several times on a command line."""
@@ -238,52 +250,26 @@ class CoordinatorSettings(
     start_timeout_seconds: float = Field(default=120.0, gt=0)
     """How long to wait at start until the other services are ready."""
 
+    own_rules: ClassVar[Rules] = (
+        Rule(
+            "workers",
+            "`max_concurrent_requests` is at least `workers`.",
+            _too_few_places,
+            ("workers", "max_concurrent_requests"),
+        ),
+        Rule(
+            "service-tls",
+            "Services on other machines are reached by TLS, or the coordinator is `insecure`.",
+            _plain_connections,
+            ("target_address", "draft_address"),
+        ),
+    )
+
     @property
     def certificate_files(self) -> tuple[Path, ...]:
         """Files of certificates that the process uses, including those for its services."""
         towards_services = (self.service_tls_cert_file, self.service_tls_ca_file)
         return (*super().certificate_files, *(path for path in towards_services if path is not None))
-
-    @classmethod
-    def rules(cls) -> tuple[Rule[Any], ...]:
-        """Rules for the coordinator's options alone."""
-        return (*super().rules(), *COORDINATOR_RULES)
-
-
-def _plain_connections(settings: CoordinatorSettings) -> Iterator[str]:
-    if settings.insecure or settings.service_credentials.uses_tls:
-        return
-    for option in ("target_address", "draft_address"):
-        for address in split_addresses(getattr(settings, option) or ""):
-            if address.port >= 0 and not is_loopback(address.host):
-                yield (
-                    f"{option} is {address}, another machine, and prompts would go there in plain text: give "
-                    "service_tls_ca_file or service_tls, or insecure where the network is trusted"
-                )
-
-
-def _too_few_places(settings: CoordinatorSettings) -> Iterator[str]:
-    if settings.max_concurrent_requests < settings.workers:
-        yield (
-            f"max_concurrent_requests is {settings.max_concurrent_requests}; it must be at least workers "
-            f"({settings.workers}), which divide it"
-        )
-
-
-COORDINATOR_RULES: tuple[Rule[CoordinatorSettings], ...] = (
-    Rule(
-        "workers",
-        "`max_concurrent_requests` is at least `workers`.",
-        _too_few_places,
-        ("workers", "max_concurrent_requests"),
-    ),
-    Rule(
-        "service-tls",
-        "Services on other machines are reached by TLS, or the coordinator is `insecure`.",
-        _plain_connections,
-        ("target_address", "draft_address"),
-    ),
-)
 
 
 class ConfigSettings(CoordinatorSettings):

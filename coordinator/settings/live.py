@@ -13,10 +13,9 @@ from pydantic import ValidationError
 from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.admin import ConfigOption
 from tandem.config.layers import Origin
-from tandem.config.options import ALIASES, unknown_option
+from tandem.config.options import ALIASES, sentences, unknown_option
 from tandem.config.speculative import AcceptanceOptions, SourceOptions
 from tandem.errors import InvalidRequestError
-from tandem.settings import sentences
 
 logger = logging.getLogger(__name__)
 

@@ -5,25 +5,28 @@ They stay apart until the end, so that the origin of each value is known.
 
 from __future__ import annotations
 
-import sys
+import inspect
+import shutil
+import textwrap
+from argparse import SUPPRESS, ArgumentError, ArgumentParser, BooleanOptionalAction, HelpFormatter
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
-
-from tandem.config.help import help_text
 from tandem.config.names import REFUSED_OPTIONS
 from tandem.config.options import (
     ALIASES,
     ENVIRONMENT_PREFIX,
+    Options,
     inferred,
     read_section,
     spelled_one_way,
     unknown_option,
 )
+from tandem.config.rule import spelled
 from tandem.config.speculative import SpeculativeConfig
 from tandem.errors import ConfigurationError
 
@@ -40,6 +43,27 @@ class Origin(StrEnum):
     """From another option."""
     DEFAULT = "default"
 
+
+GROUPS = {
+    "ModelServerSettings": "Model",
+    "RevisionOptions": "Model from a Hugging Face hub",
+    "CoordinatorSettings": "Coordinator",
+    "DraftSettings": "Drafting",
+    "TargetSettings": "Drafting",
+    "DraftingOptions": "Drafting",
+    "SpeculativeConfig": "Speculative decoding",
+    "AcceptanceOptions": "Acceptance",
+    "RequestBounds": "Bounds of a request",
+    "ServiceAccessOptions": "Access to the services",
+    "HttpOptions": "HTTP",
+    "AdminOptions": "Administration",
+    "ServerSettings": "Server",
+    "ProtectionOptions": "TLS and tokens",
+    "TelemetryOptions": "Metrics and traces",
+    "SourceOptions": "Config file",
+    "VllmSettings": "Drafting",
+}
+"""Heading of the options that a class brings, in the order of the help."""
 
 _OTHERS_OPTIONS = SpeculativeConfig.model_fields.keys()
 """Options that a shared source may hold for another service."""
@@ -60,7 +84,7 @@ class Layer:
 
 
 def read_layers(
-    cls: type[BaseSettings], arguments: Sequence[str], environment: Mapping[str, str], program: str
+    cls: type[Options], arguments: Sequence[str], environment: Mapping[str, str], program: str
 ) -> list[Layer]:
     """Values that each source gives for the options of a settings class, the strongest source first.
 
@@ -68,9 +92,6 @@ def read_layers(
         ConfigurationError: an option of the command line is unknown, or a file or JSON text cannot be read.
         SystemExit: --help was asked for.
     """
-    if {"-h", "--help"} & {*arguments}:
-        sys.stdout.write(help_text(cls, program))
-        raise SystemExit(0)
     layers = [
         Layer(Origin.COMMAND_LINE, _from_command_line(cls, arguments, program)),
         Layer(Origin.ENVIRONMENT, _from_environment(cls, environment)),
@@ -78,11 +99,8 @@ def read_layers(
     given = merged(layers)
     if path := given.get("config_file"):
         section = read_section(Path(path), given.get("section_name"))
-        layers.append(
-            Layer(
-                Origin.FILE, _without_others(cls, spelled_one_way(section, cls.model_fields, is_shared=True))
-            )
-        )
+        values = spelled_one_way(section, cls.model_fields, is_shared=True)
+        layers.append(Layer(Origin.FILE, _without_others(cls, values)))
     layers.append(Layer(Origin.INFERRED, inferred(merged(layers), cls.model_fields)))
     return layers
 
@@ -101,7 +119,7 @@ def merged(layers: Sequence[Layer]) -> dict[str, Any]:
 
 
 def origins(layers: Sequence[Layer]) -> dict[str, Origin]:
-    """For each option that any place names: which one decided."""
+    """The deciding origin of each option that any source sets."""
     found: dict[str, Origin] = {}
     for layer in reversed(layers):
         found |= dict.fromkeys(layer.values, layer.origin)
@@ -109,61 +127,107 @@ def origins(layers: Sequence[Layer]) -> dict[str, Origin]:
 
 
 def _without_others(
-    cls: type[BaseSettings], values: Mapping[str, Any], others: Collection[str] = _OTHERS_OPTIONS
+    cls: type[Options], values: Mapping[str, Any], others: Collection[str] = _OTHERS_OPTIONS
 ) -> dict[str, Any]:
     """Without the options of speculative decoding that are another service's: all may share a file or environment."""
     return {name: value for name, value in values.items() if name in cls.model_fields or name not in others}
 
 
-def _from_command_line(cls: type[BaseSettings], arguments: Sequence[str], program: str) -> dict[str, Any]:
-    aliases = {
-        name.replace("_", "-"): alias.replace("_", "-")
+def _from_command_line(cls: type[Options], arguments: Sequence[str], program: str) -> dict[str, Any]:
+    parser = command_line(cls, program)
+    try:
+        given, rest = parser.parse_known_args(arguments)
+    except ArgumentError as error:
+        raise ConfigurationError(str(error).removeprefix("argument ")) from None
+    # What follows an unknown option may be its value.
+    if unknown := [word.partition("=")[0] for word in rest if word.startswith("-")] or rest[:1]:
+        known = {name: _flag(name) for name in (*cls.model_fields, *_aliases(cls).values(), "help")}
+        raise ConfigurationError("; ".join(unknown_option(word, known) for word in unknown))
+    return _without_others(
+        cls, spelled_one_way(vars(given), cls.model_fields), SpeculativeConfig.model_fields
+    )
+
+
+def command_line(cls: type[Options], program: str, width: int | None = None) -> ArgumentParser:
+    """The command line of a settings class, with its help.
+
+    Args:
+        cls: The class.
+        program: The command, for instance "tandem serve target".
+        width: Of the help, in characters; by default the terminal's, up to 100.
+    """
+    wide = width or min(shutil.get_terminal_size().columns, 100)
+    parser = ArgumentParser(
+        prog=program,
+        usage="%(prog)s [OPTIONS]",
+        description=cls.__doc__,
+        formatter_class=lambda prog: _Help(prog, max_help_position=34, width=wide),
+        allow_abbrev=False,
+        exit_on_error=False,
+        argument_default=SUPPRESS,
+    )
+    groups = {title: parser.add_argument_group(title) for title in GROUPS.values()}
+    for name, field in cls.model_fields.items():
+        flags = [_flag(name), *(_flag(alias) for own, alias in _aliases(cls).items() if own == name)]
+        notes = [f"env var: {cls.variable(name)}"]
+        if field.is_required():
+            notes.append("required")
+        elif field.default is not None:
+            notes.append(f"default: {spelled(field.default)}")
+        text = f"{' '.join((field.description or '').split())} [{'; '.join(notes)}]".replace("%", "%%")
+        group, kind = groups[group_of(cls, name)], _kind(field.annotation)
+        if kind == "bool":
+            group.add_argument(*flags, dest=name, help=text, action=BooleanOptionalAction)
+        else:
+            action = "append" if name in getattr(cls, "repeatable", ()) else "store"
+            group.add_argument(*flags, dest=name, help=text, metavar=f"<{kind}>", action=action)
+    return parser
+
+
+class _Help(HelpFormatter):
+    """Breaks no option's name in two."""
+
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: str | None = None) -> None:
+        super().add_usage(usage, actions, groups, "Usage: ")
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+def group_of(cls: type[Options], name: str) -> str:
+    """The heading under which an option stands: that of the class which first brought it."""
+    owner = next(base for base in reversed(cls.__mro__) if name in inspect.get_annotations(base))
+    return GROUPS[owner.__name__]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _aliases(cls: type[Options]) -> dict[str, str]:
+    """vLLM's spelling of an option, where the class has no option of that name."""
+    return {
+        name: alias
         for alias, name in ALIASES.items()
         if name in cls.model_fields and alias not in cls.model_fields
     }
-    _refuse_unknown(arguments, {name.replace("_", "-") for name in cls.model_fields} | set(aliases.values()))
-    arguments = _joined(arguments, getattr(cls, "repeatable", ()))
-    try:
-        source: CliSettingsSource[BaseSettings] = CliSettingsSource(
-            cls, cli_parse_args=arguments, cli_prog_name=program, cli_shortcuts=aliases
-        )
-    except SettingsError as error:
-        raise ConfigurationError(str(error).removeprefix("error parsing CLI: argument ")) from None
-    return _without_others(cls, spelled_one_way(source(), cls.model_fields), SpeculativeConfig.model_fields)
 
 
-def _joined(arguments: Sequence[str], repeatable: Collection[str]) -> list[str]:
-    """Join repeated address options with commas. Of any other repeated option the last one counts."""
-    options = {f"--{name.replace('_', '-')}" for name in repeatable}
-    values: dict[str, list[str]] = {}
-    others: list[str] = []
-    words = iter(arguments)
-    for word in words:
-        option, is_one, value = word.partition("=")
-        if option not in options:
-            others.append(word)
-        elif value := value if is_one else next(words, ""):
-            values.setdefault(option, []).append(value)
-        else:
-            others.append(word)
-    return [*others, *(f"{option}={','.join(given)}" for option, given in values.items())]
+def _kind(annotation: Any) -> str:
+    """Value that the option takes, in a word."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return "|".join(map(str, arguments))
+    if origin in (Annotated, Union, UnionType):
+        return _kind(arguments[0])
+    if origin is tuple:
+        return f"list of {_kind(arguments[0])}"
+    return {Path: "path", int: "int", float: "float", bool: "bool"}.get(annotation, "str")
 
 
-def _refuse_unknown(arguments: Sequence[str], known: Collection[str]) -> None:
-    """All unknown options at once, and why: argparse would name them without a reason."""
-    given = [word.partition("=")[0] for word in arguments if word.startswith("--") and word != "--"]
-    options = {name.replace("-", "_"): f"--{name}" for name in (*known, "help")}
-    spelled = options.values()
-    unknown = [
-        word for word in given if word not in spelled and word.replace("--no-", "--", 1) not in spelled
-    ]
-    if unknown:
-        raise ConfigurationError("; ".join(unknown_option(word, options) for word in unknown))
-
-
-def _from_environment(cls: type[BaseSettings], environment: Mapping[str, str]) -> dict[str, Any]:
+def _from_environment(cls: type[Options], environment: Mapping[str, str]) -> dict[str, Any]:
     """An empty variable counts as not set, since compose files pass unset variables like this."""
-    own_prefix = cls.model_config.get("env_prefix") or ENVIRONMENT_PREFIX
+    own_prefix = cls.env_prefix or ENVIRONMENT_PREFIX
     shared: dict[str, Any] = {}
     own: dict[str, Any] = {}
     for variable, value in environment.items():

@@ -118,7 +118,7 @@ def _config(folder: Path) -> Mapping[str, Any]:
 
 
 NAMES = ("greedy", "residual", "block", "strict", "typical-acceptance", "logit-comparison", "synthetic")
-"""The rules."""
+"""The acceptance rules."""
 
 RULE_ALIASES = {"probabilistic": "residual", "standard": "residual", "typical": "typical-acceptance"}
 """Other words for some of them; the first two are vLLM's."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 SubjectT = TypeVar("SubjectT")
 
@@ -24,6 +24,9 @@ class Rule(Generic[SubjectT]):
     """The sentences that say how the subject breaks the rule; none when it keeps it."""
     options: tuple[str, ...] = ()
     """The options that it reads: when one of them cannot be read at all, the rule says nothing."""
+
+
+Rules = tuple[Rule[Any], ...]
 
 
 def broken(rules: Sequence[Rule[SubjectT]], subject: SubjectT, unreadable: Collection[str] = ()) -> list[str]:

@@ -1,29 +1,64 @@
-"""Which revision of a model on a hub is meant."""
+"""`SpeculativeConfig`: the options of speculative decoding, each once, in the words of MAX and vLLM."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import field_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from tandem.config.names import (
     AUTO,
     METHODS,
     MODEL_FREE_METHODS,
-    MTP,
     NAMES,
-    NGRAM,
     REFUSED_METHODS,
     SPELLINGS,
-    SUFFIX,
+    Device,
     canonical_method,
     canonical_name,
+    default_name,
 )
 from tandem.config.options import Options
-from tandem.config.rule import Rule, always, at_least, within
+from tandem.config.rule import Rule, Rules, always
+
+MAX_CONFIGURED_TOKENS = 128
+"""Maximum tokens per proposal in the configuration. The limit on the size of services' messages has room for that many
+rows, so that it stays the same while the option changes live."""
+
+LookupMatch = Literal["latest", "earliest"]
+
+
+def _method(name: str) -> str:
+    method = canonical_method(name)
+    if reason := REFUSED_METHODS.get(method):
+        raise ValueError(f"it is not available in this version: {reason}")
+    if method not in METHODS:
+        raise ValueError(f"it must be one of {', '.join(METHODS)}")
+    return method
+
+
+def _rule(name: str) -> str:
+    rule = canonical_name(name)
+    if rule not in (*NAMES, AUTO):
+        raise ValueError(f"it must be one of {', '.join(SPELLINGS)}")
+    return rule
+
+
+def _listed(value: Any) -> Any:
+    """A list in one word: 0.9,0.5 or [0.9, 0.5]."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value if value.strip().startswith("[") else f"[{value}]")
+    except ValueError:
+        return value.split(",")
+
+
+Floats = Annotated[tuple[float, ...], BeforeValidator(_listed)]
+Integers = Annotated[tuple[int, ...], BeforeValidator(_listed)]
 
 
 class RevisionOptions(Options):
@@ -37,6 +72,11 @@ class RevisionOptions(Options):
     name."""
 
 
+def _section(options: SourceOptions) -> Iterator[str]:
+    if options.section_name is not None and options.config_file is None:
+        yield f"section_name is {options.section_name}; it needs config_file, the file that has the section"
+
+
 class SourceOptions(Options):
     """Further sources of options."""
 
@@ -47,76 +87,75 @@ class SourceOptions(Options):
     speculative_config: str | None = None
     """Options as one JSON object; a separate option is stronger. vLLM's form."""
 
-    @classmethod
-    def rules(cls) -> tuple[Rule[Any], ...]:
-        """Rules for the sources of options."""
-        return (*super().rules(), *SOURCE_RULES)
+    own_rules: ClassVar[Rules] = (
+        Rule(
+            "section-name",
+            "`section_name` goes with `config_file`.",
+            _section,
+            ("section_name", "config_file"),
+        ),
+    )
 
 
-def _section(options: SourceOptions) -> Iterator[str]:
-    if options.section_name is not None and options.config_file is None:
-        yield f"section_name is {options.section_name}; it needs config_file, the file that has the section"
+def _no_model(options: DraftingOptions) -> Iterator[str]:
+    if options.speculative_method in MODEL_FREE_METHODS and options.draft_model_path is not None:
+        yield (
+            f"draft_model_path is {options.draft_model_path} and speculative_method is {options.speculative_method}, "
+            "which has no model; leave out draft_model_path, or set speculative_method to standalone"
+        )
 
 
-SOURCE_RULES: tuple[Rule[SourceOptions], ...] = (
-    Rule(
-        "section-name", "`section_name` goes with `config_file`.", _section, ("section_name", "config_file")
-    ),
-)
-"""Rules for the sources of options."""
-
-
-LookupMatch = Literal["latest", "earliest"]
+def _lookup_range(options: DraftingOptions) -> Iterator[str]:
+    smallest, largest = options.prompt_lookup_min, options.prompt_lookup_max
+    if smallest > largest:
+        yield f"prompt_lookup_min is {smallest}; it must be at most prompt_lookup_max ({largest})"
 
 
 class DraftingOptions(RevisionOptions):
     """How the draft service drafts."""
 
-    speculative_method: str | None = None
-    """Drafting method: standalone, ngram, suffix, eagle, eagle3 or medusa. By default inferred from the draft
-    model's name or config.json, as in vLLM. A draft that reads the target's hidden states (the last three) runs
+    speculative_method: Annotated[str, AfterValidator(_method)] | None = None
+    """Drafting method: standalone, ngram, suffix, eagle, eagle3, medusa, mtp or dflash. By default inferred from the
+    draft model's name or config.json, as in vLLM. A draft that reads the target's hidden states (the last five) runs
     in the target's process. MAX's name; vLLM: method, with draft_model for standalone."""
     draft_model_path: str | None = None
     """Folder or Hugging Face id of the draft model; ngram or suffix in its place names the method. MAX's name; vLLM:
     model."""
-    draft_devices: str | None = None
+    draft_devices: Device | None = None
     """Device of the draft model: cpu, gpu, gpu:N or cuda:N. By default the draft service's device. MAX's name."""
-    prompt_lookup_min: int = 5
+    prompt_lookup_min: int = Field(default=5, ge=1)
     """Smallest n-gram to look up, in tokens; by default prompt_lookup_max when that is given. vLLM's name."""
-    prompt_lookup_max: int = 5
+    prompt_lookup_max: int = Field(default=5, ge=1)
     """Largest n-gram to look up, in tokens; by default prompt_lookup_min when that is given. vLLM's name."""
     prompt_lookup_match: LookupMatch = "latest"
     """Which of several earlier occurrences counts: the most recent, or the earliest as in vLLM. Tandem's own."""
-    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_tree_depth: int = Field(default=24, ge=1)
     """Longest run of tokens that the suffix trees remember, prefix match and proposal together. vLLM's name."""
-    suffix_decoding_max_cached_requests: int = 10000
+    suffix_decoding_max_cached_requests: int = Field(default=10000, ge=0)
     """Finished completions that the global suffix tree remembers, first in, first out; 0 keeps none. vLLM's name."""
-    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_max_spec_factor: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Maximum tokens proposed for each token of the matched prefix. vLLM's name."""
-    suffix_decoding_min_token_prob: float = 0.1
+    suffix_decoding_min_token_prob: float = Field(default=0.1, ge=0, le=1)
     """Estimated probability that a suffix tree's token needs to be proposed. vLLM's name."""
 
-    @classmethod
-    def rules(cls) -> tuple[Rule[Any], ...]:
-        """Rules for the drafting method."""
-        return (*super().rules(), *DRAFTING_RULES)
-
-    @field_validator("speculative_method", mode="after")
-    @classmethod
-    def _canonical(cls, method: str | None) -> str | None:
-        return None if method is None else canonical_method(method)
+    own_rules: ClassVar[Rules] = (
+        Rule(
+            "model-free-method",
+            "`draft_model_path` is not set for a method that has no model.",
+            _no_model,
+            ("speculative_method", "draft_model_path"),
+        ),
+        Rule(
+            "prompt-lookup-range",
+            "`prompt_lookup_min` is at most `prompt_lookup_max`.",
+            _lookup_range,
+            ("prompt_lookup_min", "prompt_lookup_max"),
+        ),
+    )
 
     def is_standalone(self) -> bool:
         """True if a draft model of its own drafts."""
         return self.speculative_method == "standalone"
-
-    def is_ngram(self) -> bool:
-        """True if prompt lookup drafts."""
-        return self.speculative_method == NGRAM
-
-    def is_suffix(self) -> bool:
-        """True if suffix trees draft."""
-        return self.speculative_method == SUFFIX
 
     def is_eagle(self) -> bool:
         """True if an EAGLE or EAGLE-3 head drafts."""
@@ -124,84 +163,7 @@ class DraftingOptions(RevisionOptions):
 
     def is_mtp(self) -> bool:
         """True if the target's own prediction layers draft."""
-        return self.speculative_method == MTP
-
-    def is_model_free(self) -> bool:
-        """True if the method has no model, so that penalties and any target go with it."""
-        return self.speculative_method in MODEL_FREE_METHODS
-
-
-def _method(options: DraftingOptions) -> Iterator[str]:
-    method = options.speculative_method
-    if method is None or method in METHODS:
-        return
-    if reason := REFUSED_METHODS.get(method):
-        yield f"speculative_method is {method}, which is not available in this version: {reason}"
-    else:
-        yield f"speculative_method is {method}; it must be one of {', '.join(METHODS)}"
-
-
-def _no_model(options: DraftingOptions) -> Iterator[str]:
-    if options.is_model_free() and options.draft_model_path is not None:
-        yield (
-            f"draft_model_path is {options.draft_model_path} and speculative_method is {options.speculative_method}, "
-            "which has no model; leave out draft_model_path, or set speculative_method to standalone"
-        )
-
-
-def _devices(options: DraftingOptions) -> Iterator[str]:
-    devices = options.draft_devices
-    if devices is None:
-        return
-    kind, _, index = devices.partition(":")
-    if kind not in ("cpu", "gpu", "cuda") or (":" in devices and (kind == "cpu" or not index.isdigit())):
-        yield f"draft_devices is {devices}; it must be one device: cpu, gpu, gpu:N or cuda:N"
-
-
-def _lookup_range(options: DraftingOptions) -> Iterator[str]:
-    smallest, largest = options.prompt_lookup_min, options.prompt_lookup_max
-    if smallest > largest >= 1:
-        yield f"prompt_lookup_min is {smallest}; it must be at most prompt_lookup_max ({largest})"
-
-
-DRAFTING_RULES: tuple[Rule[DraftingOptions], ...] = (
-    Rule(
-        "speculative-method",
-        f"`speculative_method` is one of {', '.join(METHODS)}; other methods of MAX and vLLM are refused by name.",
-        _method,
-        ("speculative_method",),
-    ),
-    Rule(
-        "model-free-method",
-        "`draft_model_path` is not set for a method that has no model.",
-        _no_model,
-        ("speculative_method", "draft_model_path"),
-    ),
-    Rule(
-        "draft-devices",
-        "`draft_devices` is one device: cpu, gpu, gpu:N or cuda:N.",
-        _devices,
-        ("draft_devices",),
-    ),
-    at_least("prompt_lookup_min", 1),
-    at_least("prompt_lookup_max", 1),
-    Rule(
-        "prompt-lookup-range",
-        "`prompt_lookup_min` is at most `prompt_lookup_max`.",
-        _lookup_range,
-        ("prompt_lookup_min", "prompt_lookup_max"),
-    ),
-    at_least("suffix_decoding_max_tree_depth", 1),
-    at_least("suffix_decoding_max_cached_requests", 0),
-    within("suffix_decoding_max_spec_factor", 0.0, 1e308, "a finite number of at least 0"),
-    within("suffix_decoding_min_token_prob", 0.0, 1.0, "between 0 and 1"),
-)
-"""Rules for the drafting method."""
-
-
-MAX_CONFIGURED_TOKENS = 128
-"""Maximum tokens per proposal in the configuration. The limit on the size of services' messages has room for that many
-rows, so that it stays the same while the option changes live."""
+        return self.speculative_method == "mtp"
 
 
 class AcceptanceOptions(Options):
@@ -210,120 +172,33 @@ class AcceptanceOptions(Options):
     This class checks ranges; `coordinator.rejection` checks combinations for the acceptance rules.
     """
 
-    num_speculative_tokens: int = 2
+    num_speculative_tokens: int = Field(default=2, ge=1, le=MAX_CONFIGURED_TOKENS)
     """Tokens proposed for each verification, unless a request says otherwise. MAX's and vLLM's name, MAX's default."""
-    rejection_sampling_strategy: str | None = None
+    rejection_sampling_strategy: Annotated[str, AfterValidator(_rule)] | None = None
     """Acceptance rule, unless a request says otherwise: greedy, residual, block, strict, typical-acceptance,
     logit-comparison or synthetic; auto picks the fastest of block, strict and residual, which are lossless, for the
-    pair, temperature and load. By default residual. MAX's name; vLLM: rejection_sample_method, with probabilistic or
-    standard for residual."""
-    typical_epsilon: float = 0.09
+    pair, temperature and load. By default residual, or typical-acceptance for eagle, eagle3 and mtp. MAX's name; vLLM:
+    rejection_sample_method, with probabilistic or standard for residual."""
+    typical_epsilon: float = Field(default=0.09, ge=0, le=1)
     """typical-acceptance: a token of more than this probability is always accepted. Tandem's own."""
-    typical_delta: float = 0.3
+    typical_delta: float = Field(default=0.3, ge=0, allow_inf_nan=False)
     """typical-acceptance: factor of exp(-entropy), which is enough as well. Tandem's own."""
-    synthetic_acceptance_rate: float | None = None
+    synthetic_acceptance_rate: float | None = Field(default=None, ge=0, le=1)
     """synthetic: share of the proposed tokens to accept on average, for benchmarks. MAX's name."""
-    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    synthetic_acceptance_rates: Floats | None = None
     """synthetic: for each position, the probability that its token is accepted; none is above the one before.
     vLLM's name."""
     synthetic_acceptance_length: float | None = None
     """synthetic: average tokens per round, including the target's own. vLLM's name."""
     use_relaxed_acceptance_for_thinking: bool = False
     """Inside think spans, accept tokens among the target's most probable ones; not lossless. MAX's name."""
-    relaxed_topk: int = 10
+    relaxed_topk: int = Field(default=10, ge=1)
     """Relaxed acceptance: the token is among this many most probable ones. MAX's name."""
-    relaxed_delta: float = 0.6
+    relaxed_delta: float = Field(default=0.6, ge=0, le=1)
     """Relaxed acceptance: its probability is at most this far below the highest. MAX's name."""
-    draft_top_k: int = 0
+    draft_top_k: int = Field(default=0, ge=0)
     """Number of most probable tokens from which the draft samples when it sends its distribution; 0 leaves it to the
     draft service. Tandem's own."""
-
-    @classmethod
-    def rules(cls) -> tuple[Rule[Any], ...]:
-        """Rules for each of them alone."""
-        return (*super().rules(), *ACCEPTANCE_RULES)
-
-    @field_validator("synthetic_acceptance_rates", mode="before")
-    @classmethod
-    def _from_text(cls, rates: Any) -> Any:
-        """A list in one word: 0.9,0.5 or [0.9, 0.5]."""
-        if not isinstance(rates, str):
-            return rates
-        try:
-            return json.loads(rates if rates.strip().startswith("[") else f"[{rates}]")
-        except ValueError:
-            return rates
-
-    def uses_greedy_rejection(self) -> bool:
-        """True if a token is accepted when it is the target's most probable one."""
-        return self._names("greedy")
-
-    def uses_logit_comparison(self) -> bool:
-        """True if the draft's logit is compared with the target's."""
-        return self._names("logit-comparison")
-
-    def uses_typical_acceptance(self) -> bool:
-        """True if typical acceptance is named; it is not the default of any method of this version."""
-        return self._names("typical-acceptance")
-
-    def uses_residual_rejection(self) -> bool:
-        """True if tokens go through rejection sampling, the default."""
-        return self.rejection_sampling_strategy is None or self._names("residual")
-
-    def uses_strict_rejection(self) -> bool:
-        """True if a token is accepted when the target sampled the same one."""
-        return self._names("strict")
-
-    def uses_synthetic_acceptance(self) -> bool:
-        """True if acceptance ignores the models."""
-        return self._names("synthetic") or (
-            self.rejection_sampling_strategy is None and self.synthetic_acceptance_rate is not None
-        )
-
-    def _names(self, rule: str) -> bool:
-        return (
-            self.rejection_sampling_strategy is not None
-            and canonical_name(self.rejection_sampling_strategy) == rule
-        )
-
-
-def _max_tokens(options: AcceptanceOptions) -> Iterator[str]:
-    if options.num_speculative_tokens > MAX_CONFIGURED_TOKENS:
-        yield (
-            f"num_speculative_tokens is {options.num_speculative_tokens}; it must be at most {MAX_CONFIGURED_TOKENS}: "
-            "an answer with a row for each must fit into a message"
-        )
-
-
-def _known_rule(options: AcceptanceOptions) -> Iterator[str]:
-    name = options.rejection_sampling_strategy
-    if name is not None and canonical_name(name) not in (*NAMES, AUTO):
-        yield f"rejection_sampling_strategy is {name!r}; it must be one of {', '.join(SPELLINGS)}"
-
-
-ACCEPTANCE_RULES: tuple[Rule[AcceptanceOptions], ...] = (
-    at_least("num_speculative_tokens", 1),
-    Rule(
-        "most-configured-tokens",
-        f"`num_speculative_tokens` is at most {MAX_CONFIGURED_TOKENS}: an answer with a row for each must fit into a "
-        "message.",
-        _max_tokens,
-        ("num_speculative_tokens",),
-    ),
-    Rule(
-        "rejection-sampling-strategy",
-        f"`rejection_sampling_strategy` is one of {', '.join(SPELLINGS)}.",
-        _known_rule,
-        ("rejection_sampling_strategy",),
-    ),
-    within("typical_epsilon", 0.0, 1.0, "between 0 and 1"),
-    within("typical_delta", 0.0, 1e308, "a finite number of at least 0"),
-    within("synthetic_acceptance_rate", 0.0, 1.0, "between 0 and 1"),
-    at_least("relaxed_topk", 1),
-    within("relaxed_delta", 0.0, 1.0, "between 0 and 1"),
-    at_least("draft_top_k", 0, words=" (0 leaves it to the draft service)"),
-)
-"""Rules for each of them alone."""
 
 
 class SpeculativeConfig(DraftingOptions, AcceptanceOptions, SourceOptions):
@@ -337,13 +212,15 @@ class SpeculativeConfig(DraftingOptions, AcceptanceOptions, SourceOptions):
         ValidationError: with a sentence for everything that is wrong.
     """
 
-    max_length: int | None = None
+    is_shared: ClassVar = True
+
+    max_length: int | None = Field(default=None, ge=1)
     """Maximum tokens of a sequence, prompt and completion together; the same for draft and target. By default the
     models' own. MAX's name; vLLM: max_model_len."""
-    device_memory_utilization: float | None = None
+    device_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Share of a device's memory that one service may take, model and KV cache together. By default 0.9 on a GPU and
     0.3 on a CPU. Draft and target on one device need shares that are at most 1 together. MAX's name."""
-    draft_tensor_parallel_size: int | None = None
+    draft_tensor_parallel_size: int | None = Field(default=None, ge=1)
     """Number of devices for the draft model: 1 or the target's. By default 1. vLLM's name."""
     max_num_steps: int = 1
     """Steps of the target per scheduling step; it must be 1. MAX's name."""
@@ -352,28 +229,37 @@ class SpeculativeConfig(DraftingOptions, AcceptanceOptions, SourceOptions):
     enable_structured_output: bool = False
     """Bind completions to a grammar or schema. MAX's name."""
 
-    @classmethod
-    def rules(cls) -> tuple[Rule[Any], ...]:
-        """Rules for the configuration alone."""
-        return (*super().rules(), *SPECULATIVE_RULES)
+    own_rules: ClassVar[Rules] = (
+        always(
+            "max_num_steps",
+            1,
+            "each step of the target verifies a proposal, and its result decides on the next",
+        ),
+        always("enable_echo", False, "the prompt is not streamed back; put it before the completion"),
+        always(
+            "enable_structured_output",
+            False,
+            "the draft would have to keep to the same grammar; check the completion after it ends",
+        ),
+    )
 
+    @property
+    def acceptance_rule(self) -> str:
+        """Name of the acceptance rule for a temperature above 0, with the default decided as in MAX."""
+        if self.rejection_sampling_strategy is not None:
+            return self.rejection_sampling_strategy
+        if self.synthetic_acceptance_rate is not None:
+            return "synthetic"
+        return default_name(self.speculative_method)
 
-SPECULATIVE_RULES: tuple[Rule[SpeculativeConfig], ...] = (
-    at_least("max_length", 1),
-    within("device_memory_utilization", 5e-324, 1.0, "above 0 and at most 1"),
-    at_least("draft_tensor_parallel_size", 1),
-    always(
-        "max_num_steps", 1, "each step of the target verifies a proposal, and its result decides on the next"
-    ),
-    always(
-        "enable_echo",
-        False,
-        "the prompt is not streamed back; put it before the completion",
-    ),
-    always(
-        "enable_structured_output",
-        False,
-        "the draft would have to keep to the same grammar; check the completion after it ends",
-    ),
-)
-"""Rules beside those of the drafting method and of the acceptance rule."""
+    def uses_greedy_rejection(self) -> bool:
+        """True if a token is accepted when it is the target's most probable one."""
+        return self.acceptance_rule == "greedy"
+
+    def uses_logit_comparison(self) -> bool:
+        """True if the draft's logit is compared with the target's."""
+        return self.acceptance_rule == "logit-comparison"
+
+    def uses_typical_acceptance(self) -> bool:
+        """True if tokens that the target finds probable enough are accepted."""
+        return self.acceptance_rule == "typical-acceptance"

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import SecretStr
 
 from tandem.config.options import Options
-from tandem.config.rule import Rule
+from tandem.config.rule import Rule, Rules
 from tandem.errors import ConfigurationError, PermissionDeniedError, UnauthenticatedError
 from tandem.rpc.addresses import is_loopback
 from tandem.rpc.credentials import ReloadedFile, is_token
@@ -125,6 +125,35 @@ def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode("utf-8", "replace")).digest()
 
 
+def _token_rule(option: str) -> Rule[Any]:
+    file = f"{option}_file"
+
+    def check(options: Any) -> Iterator[str]:
+        token = getattr(options, option)
+        if token is None:
+            return
+        if getattr(options, file) is not None:
+            yield f"{option} and {file} are both set; give one of them"
+        if problem := token_problem(token.get_secret_value()):
+            yield f"{option} {problem}"
+
+    return Rule(
+        option.replace("_", "-"),
+        f"`{option}` is a word of at least 16 visible ASCII characters, and not set beside `{file}`.",
+        check,
+        (option, file),
+    )
+
+
+def _tls_pair(options: ProtectionOptions) -> Iterator[str]:
+    pair = {"tls_cert_file": options.tls_cert_file, "tls_key_file": options.tls_key_file}
+    missing = [name for name, path in pair.items() if path is None]
+    if len(missing) == 1:
+        yield f"{missing[0]} is not set; a certificate needs its key, and a key its certificate"
+    if len(missing) == 2 and options.tls_client_ca_file is not None:
+        yield "tls_client_ca_file is set; it needs tls_cert_file and tls_key_file"
+
+
 class ProtectionOptions(Options):
     """TLS and tokens of a server."""
 
@@ -144,10 +173,15 @@ class ProtectionOptions(Options):
     insecure: bool = False
     """Allow other machines without TLS, or without tokens and certificates; for a network where everyone is trusted."""
 
-    @classmethod
-    def rules(cls) -> tuple[Rule[Any], ...]:
-        """Rules for these options alone."""
-        return (*super().rules(), *PROTECTION_RULES)
+    own_rules: ClassVar[Rules] = (
+        Rule(
+            "tls-files",
+            "`tls_cert_file` and `tls_key_file` are set together, and `tls_client_ca_file` only with them.",
+            _tls_pair,
+            ("tls_cert_file", "tls_key_file", "tls_client_ca_file"),
+        ),
+        _token_rule("auth_token"),
+    )
 
     @property
     def uses_tls(self) -> bool:
@@ -196,10 +230,7 @@ class AdminOptions(ProtectionOptions):
     admin_token_file: Path | None = None
     """File of such tokens, one on each line, all of them good. Read again when it changes."""
 
-    @classmethod
-    def rules(cls) -> tuple[Rule[Any], ...]:
-        """Rules for these options alone."""
-        return (*super().rules(), _token_rule("admin_token"))
+    own_rules: ClassVar[Rules] = (_token_rule("admin_token"),)
 
     @property
     def admin_tokens(self) -> Callable[[], tuple[str, ...]]:
@@ -244,43 +275,3 @@ def tokens_of(token: SecretStr | None, file: Path | None) -> Callable[[], tuple[
         return lambda: reloaded.value
     fixed = () if token is None else (token.get_secret_value(),)
     return lambda: fixed
-
-
-def _token_rule(option: str) -> Rule[Any]:
-    file = f"{option}_file"
-
-    def check(options: Any) -> Iterator[str]:
-        token = getattr(options, option)
-        if token is None:
-            return
-        if getattr(options, file) is not None:
-            yield f"{option} and {file} are both set; give one of them"
-        if problem := token_problem(token.get_secret_value()):
-            yield f"{option} {problem}"
-
-    return Rule(
-        option.replace("_", "-"),
-        f"`{option}` is a word of at least 16 visible ASCII characters, and not set beside `{file}`.",
-        check,
-        (option, file),
-    )
-
-
-def _tls_pair(options: ProtectionOptions) -> Iterator[str]:
-    pair = {"tls_cert_file": options.tls_cert_file, "tls_key_file": options.tls_key_file}
-    missing = [name for name, path in pair.items() if path is None]
-    if len(missing) == 1:
-        yield f"{missing[0]} is not set; a certificate needs its key, and a key its certificate"
-    if len(missing) == 2 and options.tls_client_ca_file is not None:
-        yield "tls_client_ca_file is set; it needs tls_cert_file and tls_key_file"
-
-
-PROTECTION_RULES: Sequence[Rule[ProtectionOptions]] = (
-    Rule(
-        "tls-files",
-        "`tls_cert_file` and `tls_key_file` are set together, and `tls_client_ca_file` only with them.",
-        _tls_pair,
-        ("tls_cert_file", "tls_key_file", "tls_client_ca_file"),
-    ),
-    _token_rule("auth_token"),
-)

@@ -154,7 +154,7 @@ def test_a_change_applies_to_new_requests_only(commands: Commands, cluster: str)
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("num_speculative_tokens", "0"), "num_speculative_tokens is 0; it must be at least 1"),
+        (("num_speculative_tokens", "0"), "num_speculative_tokens is 0; it must be between 1 and 128"),
         (("port", "1"), "port cannot be changed while the coordinator runs"),
         (("rejection_sampling_strategy", "synthetic"), "the rule synthetic needs exactly one of"),
     ],

@@ -10,8 +10,8 @@ def test_broken_rules_of_the_configuration_end_the_start() -> None:
     with service("coordinator", *options) as process:
         assert process.wait(60) == 2
         assert process.stderr == (
-            "error: num_speculative_tokens is 0; it must be at least 1; max_num_steps is 4; it must be 1: each step of "
-            "the target verifies a proposal, and its result decides on the next\n"
+            "error: num_speculative_tokens is 0; it must be between 1 and 128; max_num_steps is 4; it must be 1: each "
+            "step of the target verifies a proposal, and its result decides on the next\n"
         )
 
 

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
-from pydantic_settings import SettingsConfigDict
 
 from coordinator.settings.coordinator import Addresses, ServiceAccessOptions
-from tandem.config.rule import Rule
+from tandem.config.rule import Rule, Rules
 from tandem.errors import ConfigurationError
 from tandem.rpc.addresses import is_loopback, split_addresses
-from tandem.settings import COMMAND_LINE, FilledSettings, load_settings
+from tandem.settings import FilledSettings, load_settings
 from tandem.telemetry.settings import TelemetryOptions
 
 ENVIRONMENT_PREFIX = "TANDEM_VLLM_"
 
 
+def _plain_connections(settings: VllmSettings) -> Iterator[str]:
+    if settings.insecure or settings.service_credentials.uses_tls:
+        return
+    for address in split_addresses(settings.draft_address or ""):
+        if address.port >= 0 and not is_loopback(address.host):
+            yield (
+                f"draft_address is {address}, another machine, and prompts would go there in plain text: set "
+                f"{ENVIRONMENT_PREFIX}SERVICE_TLS_CA_FILE or {ENVIRONMENT_PREFIX}SERVICE_TLS, or "
+                f"{ENVIRONMENT_PREFIX}INSECURE=true where the network is trusted"
+            )
+
+
 class VllmSettings(ServiceAccessOptions, TelemetryOptions, FilledSettings):
     """Draft for a stock vLLM from Tandem's draft services."""
 
-    model_config = SettingsConfigDict(**COMMAND_LINE, env_prefix=ENVIRONMENT_PREFIX)
+    env_prefix: ClassVar = ENVIRONMENT_PREFIX
 
     draft_address: Addresses | None = None
     """host:port of the draft service, or several with commas between them. A name stands for all of its addresses,
@@ -39,32 +50,14 @@ class VllmSettings(ServiceAccessOptions, TelemetryOptions, FilledSettings):
     insecure: bool = False
     """Reach drafts on other machines without TLS, because the network is trusted."""
 
-    @classmethod
-    def rules(cls) -> tuple[Rule[Any], ...]:
-        """Rules for the plug-in's options."""
-        return (*super().rules(), *VLLM_RULES)
-
-
-def _plain_connections(settings: VllmSettings) -> Iterator[str]:
-    if settings.insecure or settings.service_credentials.uses_tls:
-        return
-    for address in split_addresses(settings.draft_address or ""):
-        if address.port >= 0 and not is_loopback(address.host):
-            yield (
-                f"draft_address is {address}, another machine, and prompts would go there in plain text: set "
-                f"{ENVIRONMENT_PREFIX}SERVICE_TLS_CA_FILE or {ENVIRONMENT_PREFIX}SERVICE_TLS, or "
-                f"{ENVIRONMENT_PREFIX}INSECURE=true where the network is trusted"
-            )
-
-
-VLLM_RULES: tuple[Rule[VllmSettings], ...] = (
-    Rule(
-        "service-tls",
-        "Drafts on other machines are reached by TLS, or the plug-in is `insecure`.",
-        _plain_connections,
-        ("draft_address",),
-    ),
-)
+    own_rules: ClassVar[Rules] = (
+        Rule(
+            "service-tls",
+            "Drafts on other machines are reached by TLS, or the plug-in is `insecure`.",
+            _plain_connections,
+            ("draft_address",),
+        ),
+    )
 
 
 def read_settings() -> VllmSettings:

@@ -45,9 +45,9 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
 
     message = str(caught.value)
     for words in (
-        "--batch.0 is '0'",
-        "--rounds is 'x'",
-        "--dtype is 'int8'",
+        "batch.0 is 0",
+        "rounds is 'x'",
+        "dtype is int8",
         "there is no contender 'nobody'",
     ):
         assert words in message

@@ -19,7 +19,7 @@ HEAD = {"architectures": ["LlamaForCausalLMEagle3"]}
 def refusal(**settings: object) -> str:
     values = {"model": DEMO_TARGET, **settings}
     with pytest.raises(ConfigurationError) as error:
-        BoundService(TargetSettings(**values))  # type: ignore[arg-type]
+        BoundService(TargetSettings(**values))
     return str(error.value)
 
 

@@ -101,8 +101,8 @@ def test_a_startup_value_in_json_does_not_override_a_change() -> None:
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"num_speculative_tokens": "129"}, "num_speculative_tokens is 129; it must be at most 128"),
-        ({"num_speculative_tokens": "0"}, "num_speculative_tokens is 0; it must be at least 1"),
+        ({"num_speculative_tokens": "129"}, "num_speculative_tokens is 129; it must be between 1 and 128"),
+        ({"num_speculative_tokens": "0"}, "num_speculative_tokens is 0; it must be between 1 and 128"),
         ({"num_speculative_tokens": "x"}, "num_speculative_tokens is 'x'; it must be an integer"),
         ({"speculation": "perhaps"}, "speculation is 'perhaps'; it must be true or false"),
         (

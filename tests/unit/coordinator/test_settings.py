@@ -1,4 +1,4 @@
-"""Every rule for the configuration is broken once: the sentence names the option, its value and the requirement."""
+"""A sentence for each broken rule of the configuration, and how a request overrides it."""
 
 from __future__ import annotations
 
@@ -11,187 +11,95 @@ from coordinator.rejection.options import RejectionOptions
 from coordinator.settings.acceptance import configured_options, requested_options
 from coordinator.settings.coordinator import CheckedSpeculativeConfig
 from tandem.config import SpeculativeConfig
-from tandem.config.names import REFUSED_METHODS
 from tandem.types import GenerationRequest
 from tests.unit.coordinator.model_infos import INF
 
-STRATEGIES = (
-    "greedy, residual, block, strict, typical-acceptance, logit-comparison, synthetic, "
-    "probabilistic, standard, typical, auto"
-)
-CONFIGS: list[tuple[str, dict[str, Any], str]] = [
+BROKEN: list[tuple[dict[str, Any], str]] = [
+    ({"section_name": "a"}, "section_name is a; it needs config_file, the file that has the section"),
+    ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0; it must be between 1 and 128"),
+    ({"num_speculative_tokens": 129}, "num_speculative_tokens is 129; it must be between 1 and 128"),
+    ({"typical_delta": -0.1}, "typical_delta is -0.1; it must be at least 0"),
     (
-        "section-name",
-        {"section_name": "a"},
-        "section_name is a; it needs config_file, the file that has the section",
+        {"suffix_decoding_max_spec_factor": INF},
+        "suffix_decoding_max_spec_factor is inf; it must be a finite number",
     ),
     (
-        "num-speculative-tokens",
-        {"num_speculative_tokens": 0},
-        "num_speculative_tokens is 0; it must be at least 1",
+        {"suffix_decoding_min_token_prob": float("nan")},
+        "suffix_decoding_min_token_prob is nan; it must be between 0 and 1",
     ),
+    ({"max_model_len": 0}, "max_length is 0; it must be at least 1"),
+    ({"device_memory_utilization": 0}, "device_memory_utilization is 0; it must be above 0 and at most 1"),
     (
-        "most-configured-tokens",
-        {"num_speculative_tokens": 129},
-        "num_speculative_tokens is 129; it must be at most 128: an answer with a row for each must fit into a message",
-    ),
-    (
-        "rejection-sampling-strategy",
         {"rejection_sampling_strategy": "hope"},
-        f"rejection_sampling_strategy is 'hope'; it must be one of {STRATEGIES}",
-    ),
-    ("typical-epsilon", {"typical_epsilon": 1.5}, "typical_epsilon is 1.5; it must be between 0 and 1"),
-    (
-        "typical-delta",
-        {"typical_delta": -0.1},
-        "typical_delta is -0.1; it must be a finite number of at least 0",
+        "rejection_sampling_strategy is 'hope'; it must be one of greedy, residual, block, strict, typical-acceptance, "
+        "logit-comparison, synthetic, probabilistic, standard, typical, auto",
     ),
     (
-        "synthetic-acceptance-rate",
-        {"synthetic_acceptance_rate": 1.1},
-        "synthetic_acceptance_rate is 1.1; it must be between 0 and 1",
-    ),
-    ("relaxed-topk", {"relaxed_topk": 0}, "relaxed_topk is 0; it must be at least 1"),
-    ("relaxed-delta", {"relaxed_delta": -1}, "relaxed_delta is -1.0; it must be between 0 and 1"),
-    (
-        "draft-top-k",
-        {"draft_top_k": -1},
-        "draft_top_k is -1; it must be at least 0 (0 leaves it to the draft service)",
-    ),
-    (
-        "speculative-method",
         {"speculative_method": "guessing"},
-        "speculative_method is guessing; it must be one of standalone, ngram, suffix, eagle, eagle3, medusa, "
-        "mtp, dflash",
-    ),
-    *(
-        (
-            "speculative-method",
-            {"method": method},
-            f"speculative_method is {method}, which is not available in this version: {reason}",
-        )
-        for method, reason in REFUSED_METHODS.items()
+        "speculative_method is 'guessing'; it must be one of standalone, ngram, suffix, eagle, eagle3, medusa, mtp, "
+        "dflash",
     ),
     (
-        "model-free-method",
         {"method": "ngram", "model": "llama"},
         "draft_model_path is llama and speculative_method is ngram, which has no model; leave out draft_model_path, "
         "or set speculative_method to standalone",
     ),
     (
-        "draft-devices",
         {"draft_devices": "gpu:0,1"},
-        "draft_devices is gpu:0,1; it must be one device: cpu, gpu, gpu:N or cuda:N",
+        "draft_devices is 'gpu:0,1'; it must be cpu, cuda, cuda:N, gpu or gpu:N",
     ),
     (
-        "prompt-lookup-min",
-        {"prompt_lookup_min": 0, "prompt_lookup_max": 2},
-        "prompt_lookup_min is 0; it must be at least 1",
-    ),
-    (
-        "prompt-lookup-max",
-        {"prompt_lookup_min": 1, "prompt_lookup_max": 0},
-        "prompt_lookup_max is 0; it must be at least 1",
-    ),
-    (
-        "prompt-lookup-range",
         {"prompt_lookup_min": 4, "prompt_lookup_max": 2},
         "prompt_lookup_min is 4; it must be at most prompt_lookup_max (2)",
     ),
     (
-        "suffix-decoding-max-tree-depth",
-        {"suffix_decoding_max_tree_depth": 0},
-        "suffix_decoding_max_tree_depth is 0; it must be at least 1",
-    ),
-    (
-        "suffix-decoding-max-cached-requests",
-        {"suffix_decoding_max_cached_requests": -1},
-        "suffix_decoding_max_cached_requests is -1; it must be at least 0",
-    ),
-    (
-        "suffix-decoding-max-spec-factor",
-        {"suffix_decoding_max_spec_factor": INF},
-        "suffix_decoding_max_spec_factor is inf; it must be a finite number of at least 0",
-    ),
-    (
-        "suffix-decoding-min-token-prob",
-        {"suffix_decoding_min_token_prob": float("nan")},
-        "suffix_decoding_min_token_prob is nan; it must be between 0 and 1",
-    ),
-    ("max-length", {"max_model_len": 0}, "max_length is 0; it must be at least 1"),
-    (
-        "device-memory-utilization",
-        {"device_memory_utilization": 0},
-        "device_memory_utilization is 0.0; it must be above 0 and at most 1",
-    ),
-    (
-        "draft-tensor-parallel-size",
-        {"draft_tensor_parallel_size": 0},
-        "draft_tensor_parallel_size is 0; it must be at least 1",
-    ),
-    (
-        "max-num-steps",
         {"max_num_steps": 8},
         "max_num_steps is 8; it must be 1: each step of the target verifies a proposal, and its result decides on the "
         "next",
     ),
     (
-        "enable-echo",
         {"enable_echo": True},
         "enable_echo is true; it must be false: the prompt is not streamed back; put it before the completion",
     ),
     (
-        "enable-structured-output",
         {"enable_structured_output": True},
         "enable_structured_output is true; it must be false: the draft would have to keep to the same grammar; "
         "check the completion after it ends",
     ),
     (
-        "relaxed-acceptance",
         {"use_relaxed_acceptance_for_thinking": True, "rejection_sampling_strategy": "strict"},
         "use_relaxed_acceptance_for_thinking is on and the rule is strict; it needs a rule that compares probabilities "
         "token by token: residual, typical-acceptance, logit-comparison",
     ),
     (
-        "synthetic-acceptance",
         {"rejection_sample_method": "synthetic"},
         "the rule synthetic needs exactly one of synthetic_acceptance_rate, synthetic_acceptance_rates, "
         "synthetic_acceptance_length; none of them is set",
     ),
     (
-        "synthetic-acceptance",
         {"rejection_sample_method": "strict", "synthetic_acceptance_length": 2},
         "synthetic_acceptance_length is set and the rule is strict; it needs the rule synthetic",
     ),
     (
-        "synthetic-acceptance",
         {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5]},
         "synthetic_acceptance_rates has 1 entries; it must have 2, one for each token",
     ),
     (
-        "synthetic-acceptance",
         {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 4},
         "synthetic_acceptance_length is 4.0; it must be between 1 and 3",
     ),
     (
-        "logit-comparison",
         {"rejection_sampling_strategy": "logit-comparison", "speculative_method": "suffix"},
         "the rule is logit-comparison and speculative_method is suffix; it needs a draft that has logits",
     ),
 ]
 
 
-@pytest.mark.parametrize(("rule", "options", "sentence"), CONFIGS)
-def test_a_configuration_that_breaks_a_rule_is_refused(
-    rule: str, options: dict[str, Any], sentence: str
-) -> None:
+@pytest.mark.parametrize(("options", "sentence"), BROKEN)
+def test_a_configuration_that_breaks_a_rule_is_refused(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError) as refusal:
         CheckedSpeculativeConfig(**options)
     assert [detail["msg"] for detail in refusal.value.errors()] == [sentence]
-
-
-def test_every_rule_of_the_configuration_is_in_the_table() -> None:
-    assert {rule.name for rule in CheckedSpeculativeConfig.rules()} == {rule for rule, _, _ in CONFIGS}
 
 
 CONFIG = SpeculativeConfig(

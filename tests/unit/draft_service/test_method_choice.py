@@ -35,7 +35,7 @@ def test_the_default_method_is_a_draft_model() -> None:
         (["--method", "ngram", "--prompt-lookup-min", "0"], "prompt_lookup_min is 0; it must be at least 1"),
         (
             ["--method", "suffix", "--suffix-decoding-min-token-prob", "2"],
-            "suffix_decoding_min_token_prob is 2.0; it must be between 0 and 1",
+            "suffix_decoding_min_token_prob is 2; it must be between 0 and 1",
         ),
     ],
 )

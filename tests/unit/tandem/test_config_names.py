@@ -241,28 +241,22 @@ def test_the_acceptance_rules_have_the_same_options_and_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "predicate"),
+    ("options", "predicates"),
     [
-        ({"method": "draft_model"}, "is_standalone"),
-        ({"method": "ngram"}, "is_ngram"),
-        ({"method": "ngram"}, "is_model_free"),
-        ({"method": "suffix"}, "is_suffix"),
-        ({"rejection_sampling_strategy": "greedy"}, "uses_greedy_rejection"),
-        ({"rejection_sampling_strategy": "logit_comparison"}, "uses_logit_comparison"),
-        ({"rejection_sampling_strategy": "typical"}, "uses_typical_acceptance"),
-        ({"rejection_sample_method": "probabilistic"}, "uses_residual_rejection"),
-        ({"rejection_sample_method": "strict"}, "uses_strict_rejection"),
-        ({"synthetic_acceptance_rate": 0.7}, "uses_synthetic_acceptance"),
+        ({}, set()),
+        ({"method": "draft_model"}, {"is_standalone"}),
+        ({"method": "eagle3"}, {"is_eagle", "uses_typical_acceptance"}),
+        ({"method": "mtp", "rejection_sampling_strategy": "strict"}, {"is_mtp"}),
+        ({"rejection_sampling_strategy": "greedy"}, {"uses_greedy_rejection"}),
+        ({"rejection_sampling_strategy": "logit_comparison"}, {"uses_logit_comparison"}),
+        ({"rejection_sampling_strategy": "typical"}, {"uses_typical_acceptance"}),
+        ({"method": "eagle", "synthetic_acceptance_rate": 0.7}, {"is_eagle"}),
     ],
 )
-def test_predicates(options: dict[str, Any], predicate: str) -> None:
-    assert getattr(SpeculativeConfig(**options), predicate)()
-    others = {"is_standalone", "is_ngram", "is_suffix", "is_eagle", "is_mtp", "uses_greedy_rejection"}
-    for other in others - {predicate}:
-        assert not getattr(SpeculativeConfig(**options), other)() or (other, predicate) == (
-            "is_ngram",
-            "is_model_free",
-        )
+def test_maxs_predicates(options: dict[str, Any], predicates: set[str]) -> None:
+    config = SpeculativeConfig(**options)
+    names = ("is_standalone", "is_eagle", "is_mtp", "uses_greedy_rejection", "uses_logit_comparison")
+    assert {name for name in (*names, "uses_typical_acceptance") if getattr(config, name)()} == predicates
 
 
 @pytest.mark.parametrize(

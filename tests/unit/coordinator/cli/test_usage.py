@@ -51,7 +51,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
             ("serve", "target", "--model", "x", "--tensor-parallel-size", "2"),
             "--tensor-parallel-size is not available in this version: a service runs its model on one device",
         ),
-        (("serve", "target", "--model", "x", "--device", "tpu"), "--device is 'tpu'"),
+        (("serve", "target", "--model", "x", "--device", "tpu"), "device is 'tpu'"),
         (("serve", "target", "--model", "x", "--dtype", "int8"), "dtype is int8; it must be"),
         (("admin", "status", "--timeout", "0"), "--timeout is 0; it must be above 0"),
         (("admin", "status", "--tls-cert-file", "x.pem"), "without its key"),

@@ -28,7 +28,7 @@ from tandem.serving.server import announce
 from tandem.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
-    from coordinator.http.server import HttpSide
+    from coordinator.http.server import HttpServer
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class CoordinatorService:
         self.replicas = ReplicaRegistry(settings, settings.service_credentials)
         self.administration = Administration(self.completions, self.live_config, self.replicas)
         self.chats = Chats(settings.chat_template)
-        self._http: HttpSide | None = None
+        self._http: HttpServer | None = None
         self._http_socket = http_socket
         self.answers_while_starting = True
         """Answer HTTP while the services are not ready yet, if only with that."""
@@ -81,11 +81,19 @@ class CoordinatorService:
         """
         if self._settings.http_port is not None:
             # Imported here, so that HTTP is loaded only where it is on.
-            from coordinator.http.app import CoordinatorBackend
-            from coordinator.http.server import HttpSide
+            from coordinator.http.app import App
+            from coordinator.http.server import http_server
 
-            backend = CoordinatorBackend(self.completions, self.status, self.chats, self.metrics)
-            self._http = HttpSide(self._settings, backend, readiness, calls, self._http_socket)
+            app = App(
+                self._settings,
+                self.completions,
+                self.chats,
+                self.status,
+                self.metrics,
+                readiness,
+                calls,
+            )
+            self._http = http_server(self._settings, app, self._http_socket)
 
     async def status(self) -> Status:
         """The status that HTTP shows."""

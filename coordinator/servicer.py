@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import asdict
 
-from coordinator.http.chat import Chats, check_message_count, ids_of_chat, text_of_chat
+from coordinator.http.chat import Chats
 from coordinator.requests.admission import peer_of_grpc
 from coordinator.requests.arrival import UnparsedRequest, parsed
 from coordinator.requests.runner import RequestRunner
@@ -52,8 +52,6 @@ class GenerationServicer(GenerationServiceServicer):
         """The prompt that a chat makes."""
         completions = self._completions
         message = await parsed(request, completions) if isinstance(request, UnparsedRequest) else request
-        check_message_count(len(message.messages))
         messages = [asdict(each) for each in chat_from_proto(message)]
-        models, bounds = completions.models, completions.bounds
-        text = await text_of_chat(self._chats.template, messages, models, bounds)
-        return chat_prompt_to_proto(await ids_of_chat(text, models, bounds))
+        prompt = await self._chats.prompt(messages, completions.models, completions.bounds)
+        return chat_prompt_to_proto(prompt)

@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from coordinator.http import schema as fields
-from coordinator.http.schema import HTTP_RULES
+from coordinator.http.openapi import field_rows
 from coordinator.replicas.compatibility import MODEL_RULES
 from coordinator.requests.validation import BOUND_RULES, REQUEST_RULES
 from coordinator.settings.coordinator import (
@@ -161,7 +160,6 @@ def _rules() -> Iterator[str]:
         "### Of a request\n\nBefore anything is computed for it: `INVALID_ARGUMENT`; `tandem generate` exits 5.\n\n"
         + _rule_table((*BOUND_RULES, *REQUEST_RULES))
     )
-    yield "### Of a request over HTTP, besides\n\nAnswered with status 400.\n\n" + _rule_table(HTTP_RULES)
 
 
 def _rule_table(rules: Sequence[Rule[Any]]) -> str:
@@ -177,7 +175,8 @@ def http_page() -> str:
     """docs/http.md with the table of fields as it is by now."""
     before, _, rest = HTTP_PAGE.read_text(encoding="utf-8").partition(FIELDS_BEGIN)
     after = rest.partition(FIELDS_END)[2]
-    return f"{before}{FIELDS_BEGIN}{fields.markdown()}{FIELDS_END}{after}"
+    rows = [(f"`{name}`", endpoint, " ".join(words.split())) for name, endpoint, words in field_rows()]
+    return f"{before}{FIELDS_BEGIN}{_table(('field', 'endpoint', 'meaning'), rows)}\n{FIELDS_END}{after}"
 
 
 def main(arguments: Sequence[str]) -> int:

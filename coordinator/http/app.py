@@ -1,4 +1,4 @@
-"""The coordinator's status for the page: models, replicas, load, and speculation statistics."""
+"""Routes, the page, and the checks that every request passes first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -15,89 +15,29 @@ from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from coordinator.http import openapi
-from coordinator.http.api import Backend, OpenAIApi, Tokenization
-from coordinator.http.bodies import HttpMemory, UnknownFields
-from coordinator.http.chat import Chats, ChatTemplate
+from coordinator.http.api import Api
+from coordinator.http.chat import Chats
 from coordinator.http.errors import HttpError, error_response
-from coordinator.http.responses import Responses
-from coordinator.requests.plan import Models
-from coordinator.requests.runner import RequestRunner, Turns
-from coordinator.settings.coordinator import RequestBounds
+from coordinator.requests.runner import RequestRunner
+from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.stats.speculation import describe
 from tandem import __version__
 from tandem.admin import Status
 from tandem.errors import ServiceUnavailableError
 from tandem.replica import ReplicaSnapshot, Role
 from tandem.rpc.addresses import is_loopback
+from tandem.serving import protection
 from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
-from tandem.serving.protection import Scope as TokenScope
-from tandem.serving.protection import Tokens, authorize
 
-
-def status_object(status: Status, *, chat: bool) -> dict[str, Any]:
-    """The coordinator's status as an object for JSON.
-
-    Args:
-        status: The coordinator's status.
-        chat: Whether the model has a chat template.
-    """
-    settings = status.settings
-    return {
-        "version": status.version,
-        "state": status.state.value,
-        "uptime_seconds": round(status.uptime_seconds, 3),
-        "model": status.model,
-        "chat": chat,
-        "load": {"running": status.load.running, "queued": status.load.queued},
-        "tokens_per_second": round(status.throughput.last_10_seconds, 3),
-        "speculation": {
-            "is_on": settings.is_on,
-            "num_speculative_tokens": settings.num_speculative_tokens,
-            **describe(status.speculation),
-            "state": status.speculation_state.as_dict(),
-        },
-        "replicas": [
-            _replica(replica)
-            for replica in sorted(status.replicas, key=lambda one: (one.role is not Role.TARGET, one.address))
-        ],
-    }
-
-
-def _replica(replica: ReplicaSnapshot) -> dict[str, Any]:
-    model = replica.model
-    return {
-        "role": replica.role.value,
-        "address": replica.address,
-        "state": replica.state.value,
-        "reason": replica.reason,
-        "since_seconds": round(replica.since_seconds, 3),
-        "open_sequences": replica.open_sequences,
-        "round_trip_seconds": replica.round_trip_seconds,
-        "step_seconds": replica.step_seconds,
-        "model": None
-        if model is None
-        else {
-            "name": model.name,
-            "architecture": model.architecture,
-            "parameter_count": model.parameter_count,
-            "dtype": model.dtype,
-        },
-    }
-
-
-_FOLDER = Path(__file__).with_name("page")
-
-_FILES = {
-    "": ("index.html", "text/html; charset=utf-8"),
-    "page.css": ("page.css", "text/css; charset=utf-8"),
-    "code.js": ("code.js", "text/javascript; charset=utf-8"),
-    "page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "icon.svg": ("icon.svg", "image/svg+xml"),
+_PAGE = Path(__file__).with_name("page")
+_PAGE_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/code.js": ("code.js", "text/javascript; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-
-PATHS = tuple(f"/{name}" for name in _FILES)
-
-_HEADERS = {
+_PAGE_HEADERS = {
     # The page loads nothing from elsewhere, and nothing that it shows can run as a script.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -108,79 +48,11 @@ _HEADERS = {
     "Cache-Control": "no-cache",
 }
 
-
-class Pages:
-    """The files, read once."""
-
-    def __init__(self) -> None:
-        self._contents = {
-            f"/{path}": ((_FOLDER / name).read_bytes(), media_type)
-            for path, (name, media_type) in _FILES.items()
-        }
-
-    async def file(self, request: Request) -> Response:
-        """`GET` of one of them."""
-        content, media_type = self._contents[request.url.path]
-        return Response(content, media_type=media_type, headers=_HEADERS)
-
-
 # A load balancer has no token, and the page asks for one.
-_OPEN_PATHS = frozenset({"/health", "/ping", "/openapi.json", "/docs", *PATHS})
+_OPEN_PATHS = frozenset({"/health", "/ping", "/openapi.json", "/docs", *_PAGE_FILES})
 
 # RFC 9110 7.2: a name or an address, and perhaps a port. A URL's parser would also take user@name and name#fragment.
 _HOST = re.compile(r"(?:(?P<name>[A-Za-z0-9.-]+)|\[(?P<ipv6>[0-9A-Fa-f:.]+)\])(?::[0-9]*)?")
-
-
-class CoordinatorBackend:
-    """The coordinator behind HTTP."""
-
-    def __init__(
-        self,
-        completions: RequestRunner,
-        status: Callable[[], Awaitable[Status]],
-        chats: Chats,
-        metrics: Callable[[], Awaitable[tuple[bytes, str] | None]],
-    ) -> None:
-        self.completions = completions
-        self._chats = chats
-        self.metrics = metrics
-        """Returns the metrics in Prometheus's text form and its content type; None when none are collected."""
-        self._status = status
-
-    @property
-    def models(self) -> Models:
-        """The models that complete requests."""
-        return self.completions.models
-
-    @property
-    def chat_template(self) -> ChatTemplate | None:
-        """Makes a prompt of a chat; None when the model has no template."""
-        return self._chats.template
-
-    @property
-    def turns(self) -> Turns:
-        """Large bodies take turns to be parsed."""
-        return self.completions.turns
-
-    @property
-    def bounds(self) -> RequestBounds:
-        """Bounds of a request."""
-        return self.completions.bounds
-
-    async def status(self) -> dict[str, Any]:
-        """The page's data."""
-        return status_object(await self._status(), chat=self.chat_template is not None)
-
-
-class Shown(Backend, Protocol):
-    """Routes beside those for completions."""
-
-    async def status(self) -> dict[str, Any]:
-        """The page's data."""
-
-    @property
-    def metrics(self) -> Callable[[], Awaitable[tuple[bytes, str] | None]]:
-        """Returns the metrics in Prometheus's text form and its content type; None when none are collected."""
 
 
 class App:
@@ -188,52 +60,51 @@ class App:
 
     def __init__(
         self,
-        shown: Shown,
+        settings: CoordinatorSettings,
+        completions: RequestRunner,
+        chats: Chats,
+        status: Callable[[], Awaitable[Status]],
+        metrics: Callable[[], Awaitable[tuple[bytes, str] | None]],
         readiness: ReadinessInterceptor,
         calls: RunningCalls,
-        known_tokens: Callable[[], Tokens],
-        model_name: str | None,
-        memory: HttpMemory,
-        *,
-        unknown_fields: UnknownFields,
-        local_only: bool,
     ) -> None:
         """Set up the endpoints.
 
         Args:
-            shown: The parts of the coordinator that the endpoints use.
+            settings: The coordinator's.
+            completions: Runs completions.
+            chats: Makes prompts of chats.
+            status: Returns the status that the page shows.
+            metrics: Returns the metrics in Prometheus's text form and its content type; None when none are collected.
             readiness: Says why no request is admitted at the moment.
             calls: Counts the running completions, for a drain.
-            known_tokens: Returns the currently valid tokens.
-            model_name: Name of the model; None for its own.
-            memory: Bounds of what requests and answers hold.
-            unknown_fields: Reads bodies.
-            local_only: Whether the server is for this machine alone, without a token.
         """
         self._readiness = readiness
-        self._local_only = local_only
-        self._shown = shown
-        self._known_tokens = known_tokens
-        api = OpenAIApi(shown, calls, model_name, memory, unknown_fields)
-        pages, tokenization = Pages(), Tokenization(api)
+        self._chats = chats
+        self._status = status
+        self._metrics = metrics
+        self._known_tokens = protection.token_source(settings, settings.http_host)
+        self._local_only = is_loopback(settings.http_host) and not settings.knows_callers
+        self._files = {path: (_PAGE / name).read_bytes() for path, (name, _) in _PAGE_FILES.items()}
+        api = Api(completions, chats, calls, settings)
         self._router = Router(
             [
                 Route("/v1/completions", api.completions, methods=["POST"]),
                 Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
-                Route("/v1/responses", Responses(api).create, methods=["POST"]),
+                Route("/v1/responses", api.responses, methods=["POST"]),
                 Route("/v1/models", api.models),
                 Route("/v1/models/{name:path}", api.model),
-                Route("/tokenize", tokenization.tokenize, methods=["POST"]),
-                Route("/detokenize", tokenization.detokenize, methods=["POST"]),
+                Route("/tokenize", api.tokenize, methods=["POST"]),
+                Route("/detokenize", api.detokenize, methods=["POST"]),
                 Route("/health", self._health),
                 Route("/ping", self._health, methods=["GET", "POST"]),
                 Route("/load", self._load),
                 Route("/openapi.json", openapi.document),
                 Route("/docs", openapi.page),
                 Route("/version", self._version),
-                Route("/metrics", self._metrics),
-                Route("/tandem/status", self._status),
-                *(Route(path, pages.file) for path in PATHS),
+                Route("/metrics", self._metrics_text),
+                Route("/tandem/status", self._page_status),
+                *(Route(path, self._page_file) for path in _PAGE_FILES),
             ],
             redirect_slashes=False,
         )
@@ -279,7 +150,7 @@ class App:
         if scope["path"] in _OPEN_PATHS:
             return
         authorization = headers.get(b"authorization", b"").decode("latin-1") or None
-        authorize(TokenScope.CLIENT, authorization, self._known_tokens())
+        protection.authorize(protection.Scope.CLIENT, authorization, self._known_tokens())
         if self._readiness.closed_because:
             raise ServiceUnavailableError(self._readiness.closed_because)
 
@@ -293,18 +164,23 @@ class App:
 
     async def _load(self, request: Request) -> Response:
         """`GET /load`, as in vLLM: how many requests the server has."""
-        load = (await self._shown.status())["load"]
-        return JSONResponse({"server_load": load["running"] + load["queued"]})
+        load = (await self._status()).load
+        return JSONResponse({"server_load": load.running + load.queued})
 
-    async def _metrics(self, request: Request) -> Response:
-        metrics = await self._shown.metrics()
+    async def _metrics_text(self, request: Request) -> Response:
+        metrics = await self._metrics()
         if metrics is None:
             raise HttpError(404, "no metrics are collected here", "not_found")
         content, media_type = metrics
         return Response(content, media_type=media_type)
 
-    async def _status(self, request: Request) -> Response:
-        return JSONResponse(await self._shown.status(), headers={"Cache-Control": "no-store"})
+    async def _page_status(self, request: Request) -> Response:
+        status = _status_object(await self._status(), has_chat=self._chats.template is not None)
+        return JSONResponse(status, headers={"Cache-Control": "no-store"})
+
+    async def _page_file(self, request: Request) -> Response:
+        path = request.url.path
+        return Response(self._files[path], media_type=_PAGE_FILES[path][1], headers=_PAGE_HEADERS)
 
 
 def _check_host(host: str) -> None:
@@ -324,3 +200,43 @@ def _of_router(error: HTTPException, scope: Scope) -> HttpError:
             405, f"method is {scope['method']}; {scope['path']} takes {allowed}", headers=error.headers
         )
     return HttpError(error.status_code, f"there is nothing at {scope['path']}", "not_found")
+
+
+def _status_object(status: Status, *, has_chat: bool) -> dict[str, Any]:
+    """The status as the page reads it."""
+    settings = status.settings
+    return {
+        "version": status.version,
+        "state": status.state.value,
+        "uptime_seconds": round(status.uptime_seconds, 3),
+        "model": status.model,
+        "chat": has_chat,
+        "load": {"running": status.load.running, "queued": status.load.queued},
+        "tokens_per_second": round(status.throughput.last_10_seconds, 3),
+        "speculation": {
+            "is_on": settings.is_on,
+            "num_speculative_tokens": settings.num_speculative_tokens,
+            **describe(status.speculation),
+            "state": status.speculation_state.as_dict(),
+        },
+        "replicas": [
+            _replica(replica)
+            for replica in sorted(status.replicas, key=lambda one: (one.role is not Role.TARGET, one.address))
+        ],
+    }
+
+
+def _replica(replica: ReplicaSnapshot) -> dict[str, Any]:
+    model = replica.model
+    shown = ("name", "architecture", "parameter_count", "dtype")
+    return {
+        "role": replica.role.value,
+        "address": replica.address,
+        "state": replica.state.value,
+        "reason": replica.reason,
+        "since_seconds": round(replica.since_seconds, 3),
+        "open_sequences": replica.open_sequences,
+        "round_trip_seconds": replica.round_trip_seconds,
+        "step_seconds": replica.step_seconds,
+        "model": None if model is None else {name: getattr(model, name) for name in shown},
+    }

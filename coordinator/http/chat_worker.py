@@ -1,4 +1,10 @@
-"""The process that compiles and renders one chat template: `python -m coordinator.http.chat_worker`."""
+"""The process that compiles and renders one chat template: `python -m coordinator.http.chat_worker`.
+
+It reads jobs from stdin and writes an answer to stdout for each. The first job is the template's source. The operating
+system enforces the bounds, even within a single operation of Python: the kernel ends the process when a job has used up
+its time, and refuses memory beyond the limit. The process ends when its stdin closes, so it outlives the coordinator by
+one job at most.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +27,19 @@ REAL_SECONDS = 30.0
 """Wall time of a job, for one that waits instead of computing, and for a busy machine."""
 MEMORY_BYTES = 512 << 20
 """Bound on the address space of the process; an idle one uses some 40 MiB."""
-LENGTH_BYTES = 8
+_LONGEST_REASON = 1000
+"""Characters of a refusal or an error that a template may write."""
 
 
 def read_message(stream: BinaryIO) -> Any:
-    """The next message; None at the end, be it in the middle of one."""
-    head = stream.read(LENGTH_BYTES)
-    if len(head) < LENGTH_BYTES:
-        return None
-    size = int.from_bytes(head, "little")
-    content = stream.read(size)
-    return json.loads(content) if len(content) == size else None
+    """The next message, a line of JSON; None at the end, be it in the middle of one."""
+    line = stream.readline()
+    return json.loads(line) if line.endswith(b"\n") else None
 
 
 def write_message(stream: BinaryIO, message: Any) -> None:
     """Send a message."""
-    content = json.dumps(message).encode()
-    stream.write(len(content).to_bytes(LENGTH_BYTES, "little") + content)
+    stream.write(json.dumps(message).encode() + b"\n")
     stream.flush()
 
 
@@ -58,13 +60,16 @@ class _Generation(Extension):
 
 
 def template_environment() -> ImmutableSandboxedEnvironment:
-    """The environment that templates are compiled in."""
+    """The environment for chat templates, as in transformers (`transformers.utils.chat_template_utils`, version 5.23).
+
+    The sandbox lets a template neither reach Python nor change its input. It does not bound time or memory.
+    """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = _now
+    environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
     return environment
 
 
@@ -72,24 +77,9 @@ def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _now(form: str) -> str:
-    return datetime.now().astimezone().strftime(form)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     """Jinja's own filter escapes what HTML would read as markup."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-_LONGEST_REASON = 1000
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def main() -> None:
@@ -101,34 +91,30 @@ def main() -> None:
     template: Template | None = None
     while (job := read_message(sys.stdin.buffer)) is not None:
         _start_clock(CPU_SECONDS, REAL_SECONDS)
+        answer: dict[str, str | None] = {"text": ""}
         try:
             if template is None:
                 template = template_environment().from_string(job["source"])
-                answer: dict[str, Any] = {}
             else:
-                answer = _rendered(template, job["context"], job["most_characters"])
+                answer = {"text": _rendered(template, job["context"], job["max_characters"])}
         except TemplateError as error:
-            answer = {"refused": _reason(error)}
+            answer = {"failed": f"refuses: {str(error)[:_LONGEST_REASON]}"}
         except MemoryError:
-            answer = {"exhausted": True}
+            answer = {"failed": f"takes more than {MEMORY_BYTES >> 20} MiB"}
         except Exception as error:  # noqa: BLE001 - a template may raise anything for messages that it was not written for
-            answer = {"failed": _reason(error)}
+            answer = {"failed": f"fails: {str(error)[:_LONGEST_REASON]}"}
         write_message(sys.stdout.buffer, answer)
         _start_clock(0.0, 0.0)
 
 
-def _rendered(template: Template, context: dict[str, Any], most_characters: int) -> dict[str, Any]:
+def _rendered(template: Template, context: dict[str, Any], max_characters: int) -> str | None:
     pieces, size = [], 0
     for piece in template.generate(context):
         pieces.append(piece)
         size += len(piece)
-        if size > most_characters:
-            return {"too_long": True}
-    return {"text": "".join(pieces)}
-
-
-def _reason(error: Exception) -> str:
-    return str(error)[:_LONGEST_REASON]
+        if size > max_characters:
+            return None
+    return "".join(pieces)
 
 
 def _start_clock(cpu_seconds: float, real_seconds: float) -> None:

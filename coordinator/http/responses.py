@@ -1,83 +1,29 @@
-"""OpenAI's Responses API for plain text, whole or streamed, over the same completions as chats."""
+"""The form of OpenAI's Responses API, for plain text: a chat answered, whole or streamed."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-
-from coordinator.http.answers import Answer, ChatAnswer
-from coordinator.http.api import OpenAIApi
-from coordinator.http.bodies import ignored_header
+from coordinator.http.answers import Answer
 from coordinator.http.errors import error_object
 from coordinator.http.schema import ChatBody, Message, ResponsesBody
-from coordinator.http.sending import EventStream, data_line
+from coordinator.http.sending import data_line
 from tandem.errors import InvalidRequestError, TandemError
 from tandem.types import Chunk, FinishReason
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
-class Responses:
-    """`/v1/responses`."""
+def chat_of(body: ResponsesBody) -> ChatBody:
+    """The chat that a response answers.
 
-    def __init__(self, api: OpenAIApi) -> None:
-        self._api = api
-
-    async def create(self, request: Request) -> Response:
-        """`POST /v1/responses`."""
-        body = await self._api.body(request, ResponsesBody)
-        self._api.check_model(body.model)
-        if sentences := list(_unavailable(body)):
-            raise InvalidRequestError("; ".join(sentences))
-        answer, chunks = await self._api.begin(request, _chat(body), ChatAnswer)
-        described = _ResponseObject(body, self._api.model_name)
-        headers = ignored_header(request.state.ignored_fields, ("tools",) if body.tools else ())
-        if body.stream:
-            return _ResponseStream(_events(described, answer, chunks), self._api.calls, headers)
-        return self._api.whole(answer, chunks, lambda: described.ended(answer), headers)
-
-
-class _ResponseStream(EventStream):
-    """Events have names, and the last of them ends the stream."""
-
-    last = b""
-
-    def event(self, content: dict[str, Any]) -> bytes:
-        return f"event: {content['type']}\n".encode() + data_line(content)
-
-    def failure(self, error: TandemError) -> bytes:
-        described = error_object(error)["error"]
-        return self.event(
-            {"type": "error", **{name: described[name] for name in ("code", "message", "param")}}
-        )
-
-
-def _unavailable(body: ResponsesBody) -> Iterator[str]:
-    kind = (body.text or {}).get("format", {"type": "text"}).get("type")
-    if kind != "text":
-        yield f"text.format is {kind}; it must be text: this coordinator does not constrain what is written"
-    if body.tools and body.tool_choice != "none":
-        yield "tools is set; it must be empty, or tool_choice none: this coordinator does not write tool calls"
-    if body.previous_response_id is not None:
-        yield "previous_response_id is set; it must be left out: this coordinator does not keep responses"
-    if body.truncation not in (None, "disabled"):
-        yield f"truncation is {body.truncation}; it must be disabled: this coordinator does not shorten prompts"
-    if body.background:
-        yield "background is true; it must be false: this coordinator does not keep responses"
-    if body.include:
-        yield "include is set; it must be empty: no further output exists"
-    if body.reasoning and any(value is not None for value in body.reasoning.values()):
-        yield "reasoning is set; it must be left out: the answer is not split into reasoning and text"
-
-
-def _chat(body: ResponsesBody) -> ChatBody:
-    """The chat that a response answers."""
+    Raises:
+        InvalidRequestError: the input is something else than text.
+    """
     messages = [] if body.instructions is None else [Message(role="system", content=body.instructions)]
     if isinstance(body.input, str):
         messages.append(Message(role="user", content=body.input))
@@ -105,31 +51,21 @@ def _text(index: int, content: str | list[dict[str, Any]]) -> str:
     return "\n".join(part["text"] for part in content)
 
 
-class _ResponseObject:
+class ResponseObject:
     """The response as an object, at its beginning and at its end."""
 
     def __init__(self, body: ResponsesBody, model: str) -> None:
-        self._body = body
-        self._model = model
-        self._id = f"resp_{uuid.uuid4().hex}"
         self.item_id = f"msg_{uuid.uuid4().hex}"
-        self._created = int(time.time())
-
-    def response(self, status: str, output: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """The response in that state."""
-        body = self._body
-        return {
-            "id": self._id,
+        self._head = {
+            "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
-            "created_at": self._created,
-            "status": status,
+            "created_at": int(time.time()),
             "error": None,
             "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": self._model,
-            "output": output,
+            "model": model,
             "parallel_tool_calls": False,
             "previous_response_id": None,
             "temperature": 1.0 if body.temperature is None else body.temperature,
@@ -139,17 +75,20 @@ class _ResponseObject:
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": None,
-            **more,
         }
 
-    def item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+    def begun(self) -> dict[str, Any]:
+        """The response without any output."""
+        return {**self._head, "status": "in_progress", "output": []}
+
+    def item(self, status: str, *content: dict[str, Any]) -> dict[str, Any]:
         """The message that is the response's output."""
         return {
             "id": self.item_id,
             "type": "message",
             "role": "assistant",
             "status": status,
-            "content": content,
+            "content": list(content),
         }
 
     def ended(self, answer: Answer) -> dict[str, Any]:
@@ -158,19 +97,20 @@ class _ResponseObject:
         summary, account = choice.summary, answer.account()
         is_cut = summary is not None and summary.finish_reason is FinishReason.LENGTH
         status, usage = "incomplete" if is_cut else "completed", account["usage"]
-        return self.response(
-            status,
-            [self.item(status, [text_part(choice.text)])],
-            incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
-            usage={
+        return {
+            **self._head,
+            "status": status,
+            "output": [self.item(status, text_part(choice.text))],
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "usage": {
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {"cached_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],
             },
-            speculation=account["speculation"],
-        )
+            "speculation": account["speculation"],
+        }
 
 
 def text_part(text: str) -> dict[str, Any]:
@@ -178,19 +118,29 @@ def text_part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-async def _events(
-    described: _ResponseObject, answer: Answer, chunks: AsyncGenerator[tuple[int, Chunk]]
-) -> AsyncGenerator[dict[str, Any]]:
+def failure(error: TandemError) -> bytes:
+    """The last event of a response that fails after it has begun."""
+    described = error_object(error)["error"]
+    return _event({"type": "error", **{name: described[name] for name in ("code", "message", "param")}})
+
+
+async def response_events(
+    described: ResponseObject, answer: Answer, chunks: AsyncGenerator[tuple[int, Chunk]]
+) -> AsyncGenerator[bytes]:
     """The events of a response, numbered in order."""
     number = 0
     async with aclosing(_unnumbered(described, answer, chunks)) as events:
         async for event in events:
-            yield {**event, "sequence_number": number}
+            yield _event({**event, "sequence_number": number})
             number += 1
 
 
+def _event(content: dict[str, Any]) -> bytes:
+    return f"event: {content['type']}\n".encode() + data_line(content)
+
+
 async def _unnumbered(
-    described: _ResponseObject, answer: Answer, chunks: AsyncGenerator[tuple[int, Chunk]]
+    described: ResponseObject, answer: Answer, chunks: AsyncGenerator[tuple[int, Chunk]]
 ) -> AsyncGenerator[dict[str, Any]]:
     place = {"item_id": described.item_id, "output_index": 0, "content_index": 0}
     has_begun = False
@@ -200,8 +150,8 @@ async def _unnumbered(
             if not has_begun:
                 has_begun = True
                 for kind in ("response.created", "response.in_progress"):
-                    yield {"type": kind, "response": described.response("in_progress", [])}
-                item = described.item("in_progress", [])
+                    yield {"type": kind, "response": described.begun()}
+                item = described.item("in_progress")
                 yield {"type": "response.output_item.added", "output_index": 0, "item": item}
                 yield {"type": "response.content_part.added", **place, "part": text_part("")}
             if chunk.text:

@@ -1,25 +1,34 @@
-"""Schema of requests to OpenAI's API: OpenAI's fields, vLLM's extensions, and Tandem's.
+"""The bodies of requests: every field of OpenAI, vLLM and Tandem once, with its type, its meaning and what is refused.
 
-A field that is missing here is refused by name: nothing that a client asks for is passed over in silence.
+A field that is missing here is refused by name: nothing that a client asks for is passed over in silence. docs/http.md
+and `/openapi.json` are made from these classes. A new option is one field in `Sampled`; if `GenerationRequest` has it
+under the same name, nothing else on the HTTP side needs to know of it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
+from collections.abc import Iterator
+from functools import cache
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from coordinator.settings.coordinator import MAX_CHAT_MESSAGES
-from tandem.config.rule import Rule
-from tandem.errors import InvalidRequestError
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for `/v1/completions`; a chat continues while there is room."""
 
+MAX_CHOICES = 16
+"""Maximum completions of one request. Each takes a place among those that run, of which there are 256 by default."""
+
+_SHOWN_CHARACTERS = 80
+"""Of a value that is refused, in the message: a line."""
+
+_UNCONSTRAINED = "this coordinator does not constrain what is written"
+_NO_BEAMS = "this coordinator does not search in beams"
+_NO_SPECIAL_TOKENS = "this coordinator does not write special tokens"
+_TEXT_ONLY = "the model reads and writes text only"
 
 ItemT = TypeVar("ItemT")
 
@@ -27,104 +36,115 @@ Items: TypeAlias = Annotated[list[ItemT], Field(fail_fast=True)]
 """A list that is refused at its first wrong item: a description of each of a million would take half a minute."""
 
 
-class _Body(BaseModel):
+def _only(*taken: Any, because: str) -> Any:
+    """A field that is known but not to be had: values that ask for nothing are taken, all others are refused."""
+    values = " or ".join(f"`{json_text(value)}`" for value in taken)
+    description = f"Refused{f' unless {values}' if values else ''}: {because}."
+    return Field(
+        default=None, description=description, json_schema_extra={"enum": [None, *taken], "why": because}
+    )
+
+
+def json_text(value: Any) -> str:
+    """A value as a request spells it."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+@cache
+def _refusable(model: type[BaseModel]) -> dict[str, tuple[list[Any], str]]:
+    """The fields made by `_only`: the values that are taken, and the reason."""
+    extras = {name: field.json_schema_extra for name, field in model.model_fields.items()}
+    return {name: (extra["enum"], extra["why"]) for name, extra in extras.items() if isinstance(extra, dict)}  # type: ignore[misc]
+
+
+class Body(BaseModel):
+    """The body of a request."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
+    model: str | None = None
+    """The served model's name, or left out."""
 
-class StreamOptions(_Body):
+    def refusals(self) -> Iterator[str]:
+        """A sentence for each field that asks for something that is not to be had."""
+        for name, (taken, reason) in _refusable(type(self)).items():
+            if (value := getattr(self, name)) not in taken:
+                allowed = " or ".join(map(json_text, taken[1:])) or "left out"
+                yield f"{name} is {json_text(value)[:_SHOWN_CHARACTERS]}; it must be {allowed}: {reason}"
+
+    @property
+    def passed_over(self) -> tuple[str, ...]:
+        """Fields that are set but unused, because of other fields of the request."""
+        return ()
+
+
+class AboutCaller(Body):
+    """Fields about the caller, which are taken and do not affect a completion."""
+
+    user: str | None = None
+    """Taken, without effect."""
+    metadata: dict[str, str] | None = None
+    """Taken, without effect."""
+    store: bool | None = None
+    """Taken; nothing is stored."""
+    service_tier: str | None = None
+    """Taken, without effect."""
+    safety_identifier: str | None = None
+    """Taken, without effect."""
+    prompt_cache_key: str | None = None
+    """Taken, without effect."""
+
+
+class StreamOptions(BaseModel):
     """Data of a stream beside its text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
     include_usage: bool = False
     """End with a piece that holds the usage."""
 
 
-class KnownFields(BaseModel):
-    """Known fields; the rule `known-fields` allows them the values in `FIELDS`."""
+class Sampled(AboutCaller):
+    """What both kinds of completion share. `GenerationRequest` has most fields under the same names."""
 
-    use_beam_search: Any = None
-    length_penalty: Any = None
-    skip_special_tokens: Any = None
-    spaces_between_special_tokens: Any = None
-    add_special_tokens: Any = None
-    truncate_prompt_tokens: Any = None
-    prompt_logprobs: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    logits_processors: Any = None
-    priority: Any = None
-    return_tokens_as_token_ids: Any = None
-    cache_salt: Any = None
-    request_id: Any = None
-    kv_transfer_params: Any = None
-    vllm_xargs: Any = None
-    modalities: Any = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    include_reasoning: Any = None
-    documents: Any = None
-    chat_template: Any = None
-    mm_processor_kwargs: Any = None
-
-
-class Sampled(_Body, KnownFields):
-    """Fields that both kinds of completion share."""
-
-    shared: ClassVar[tuple[str, ...]] = (
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "frequency_penalty",
-        "presence_penalty",
-        "seed",
-        "num_speculative_tokens",
-        "rejection_sampling_strategy",
-        "min_tokens",
-        "include_stop_str_in_output",
-    )
-    """Fields that mean the same in `GenerationRequest`."""
-
-    model: str | None = None
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    seed: int | None = None
-    stop: str | Items[str] | None = None
-    n: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    logit_bias: dict[str, float] | None = None
-    """Added to the target's logits, by token id."""
-    response_format: dict[str, Any] | None = None
-
-    top_k: int | None = None
-    """vLLM's; 0 or -1 keeps all."""
-    min_p: float | None = None
-    """vLLM's."""
-    repetition_penalty: float | None = None
-    """vLLM's."""
-    ignore_eos: bool = False
-    """vLLM's: do not end at the model's end-of-sequence ids."""
+    """Maximum tokens; 400 when there is no room for so many. 16 for completions unless set."""
     min_tokens: int | None = None
-    """vLLM's: minimum number of tokens."""
+    """vLLM's: minimum tokens."""
+    temperature: float | None = None
+    """0 is greedy."""
+    top_p: float | None = None
+    """Sample from the most probable tokens that have this probability together."""
+    top_k: int | None = None
+    """vLLM's: sample from so many of the most probable tokens; 0 and -1 keep all."""
+    min_p: float | None = None
+    """vLLM's: leave out tokens below this share of the most probable one's probability."""
+    seed: int | None = None
+    """Makes the completion reproducible."""
+    stop: str | Items[str] | None = None
+    """Strings that end the completion, up to `max_stop_strings`."""
     stop_token_ids: Items[int] | None = None
     """vLLM's: ids that end the completion beside the model's own."""
     include_stop_str_in_output: bool = False
     """vLLM's: let the text end with what ended it."""
+    ignore_eos: bool = False
+    """vLLM's: do not end at the model's end-of-sequence ids."""
+    logit_bias: dict[int, float] | None = None
+    """Added to the target's logits, by token id: 400 beyond -100 to 100."""
+    frequency_penalty: float | None = None
+    """With a draft model refused, or served without drafting (`draft_model_penalties`)."""
+    presence_penalty: float | None = None
+    """As `frequency_penalty`."""
+    repetition_penalty: float | None = None
+    """vLLM's; as `frequency_penalty`."""
+    n: int | None = None
+    """Completions of each prompt; up to 16 in all."""
+    stream: bool | None = None
+    """Send the completion as events while it is made."""
+    stream_options: StreamOptions | None = None
+    """`{"include_usage": true}`: end with a piece that holds the usage. Needs `stream`."""
     return_token_ids: bool = False
     """vLLM's: return the tokens' ids; here also which of them the draft proposed, and how much text each completed."""
-
     num_speculative_tokens: int | None = None
     """Tandem's: tokens proposed per verification."""
     rejection_sampling_strategy: str | None = None
@@ -134,13 +154,27 @@ class Sampled(_Body, KnownFields):
     timeout_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Tandem's: how long the completion may take."""
 
-    # Fields about the caller, which do not affect a completion.
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    response_format: Any = _only({"type": "text"}, because=_UNCONSTRAINED)
+    structured_outputs: Any = _only(because=_UNCONSTRAINED)
+    guided_json: Any = _only(because=_UNCONSTRAINED)
+    guided_regex: Any = _only(because=_UNCONSTRAINED)
+    guided_choice: Any = _only(because=_UNCONSTRAINED)
+    guided_grammar: Any = _only(because=_UNCONSTRAINED)
+    allowed_token_ids: Any = _only(because=_UNCONSTRAINED)
+    bad_words: Any = _only([], because=_UNCONSTRAINED)
+    use_beam_search: Any = _only(False, because=_NO_BEAMS)
+    length_penalty: Any = _only(1.0, because=_NO_BEAMS)
+    skip_special_tokens: Any = _only(True, because=_NO_SPECIAL_TOKENS)
+    spaces_between_special_tokens: Any = _only(True, because=_NO_SPECIAL_TOKENS)
+    truncate_prompt_tokens: Any = _only(because="this coordinator does not shorten prompts")
+    prompt_logprobs: Any = _only(because="this coordinator does not score prompts")
+    logits_processors: Any = _only(because="no code of a client is run")
+    priority: Any = _only(0, because="requests are served in the order in which they come")
+    return_tokens_as_token_ids: Any = _only(False, because="ask for return_token_ids")
+    cache_salt: Any = _only(because="this coordinator does not keep prefixes apart")
+    request_id: Any = _only(because="the coordinator names requests itself")
+    kv_transfer_params: Any = _only(because="KV caches are not handed over")
+    vllm_xargs: Any = _only({}, because="they are vLLM's own")
 
     @property
     def choices(self) -> int:
@@ -148,39 +182,51 @@ class Sampled(_Body, KnownFields):
         return 1 if self.n is None else self.n
 
     @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings; a single one need not be in a list."""
-        if self.stop is None:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+    def prompt_count(self) -> int:
+        """How many prompts there are."""
+        return 1
 
     @property
-    def biases(self) -> dict[int, float]:
-        """The bias of each token id.
+    def token_limit(self) -> int | None:
+        """The maximum that the request itself sets for its tokens."""
+        return self.max_tokens
 
-        Raises:
-            InvalidRequestError: a key is no token id.
-        """
-        try:
-            return {int(token_id): bias for token_id, bias in (self.logit_bias or {}).items()}
-        except ValueError:
-            raise InvalidRequestError(
-                "logit_bias is for something else than a token id; keys must be integers"
-            ) from None
+    @property
+    def default_max_tokens(self) -> int | None:
+        """Maximum tokens of a request that sets none."""
+        return None
+
+    @property
+    def alternatives(self) -> int | None:
+        """Number of tokens at each position whose log probability to return; None: no log probabilities."""
+        raise NotImplementedError
+
+    def refusals(self) -> Iterator[str]:
+        """A sentence for each field that asks for something that is not to be had."""
+        yield from super().refusals()
+        if self.choices < 1:
+            yield f"n is {self.choices}; it must be at least 1"
+        elif self.prompt_count * self.choices > MAX_CHOICES:
+            of = f" for each of {self.prompt_count} prompts" if self.prompt_count > 1 else ""
+            yield f"n is {self.choices}{of}; it must make at most {MAX_CHOICES} completions"
+        if self.stream_options is not None and not self.stream:
+            yield "stream_options is set; it goes with stream true only"
 
 
 class CompletionBody(Sampled):
     """`POST /v1/completions`."""
 
-    passed_over: ClassVar[tuple[str, ...]] = ()
-    """A chat may have some."""
-
     prompt: str | Items[str] | Items[int] | Items[Items[int]]
     """One or several, each as text or as token ids."""
     logprobs: int | None = None
-    echo: bool = False
+    """Return log probabilities of the tokens and of so many alternatives, up to 20."""
     best_of: int | None = None
-    suffix: str | None = None
+    """It must be `n`: completions are not ranked."""
+    echo: Any = _only(False, because="this coordinator does not repeat the prompt")
+    suffix: Any = _only("", because="text is completed at its end only")
+    add_special_tokens: Any = _only(
+        True, because="a text prompt has the tokenizer's special tokens; send token ids"
+    )
 
     @property
     def prompt_count(self) -> int:
@@ -191,30 +237,28 @@ class CompletionBody(Sampled):
     @property
     def prompts(self) -> list[str | tuple[int, ...]]:
         """Each of the prompts."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if not self.prompt or any(isinstance(part, int) for part in self.prompt):
-            return [tuple(part for part in self.prompt if isinstance(part, int))]
-        return [
-            part if isinstance(part, str) else tuple(part)
-            for part in self.prompt
-            if not isinstance(part, int)
-        ]
+        prompt: Any = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt or isinstance(prompt[0], int):
+            return [tuple(prompt)]
+        return [part if isinstance(part, str) else tuple(part) for part in prompt]
 
     @property
-    def sets_max_tokens(self) -> bool:
-        """True if the request itself sets the maximum number of tokens."""
-        return self.max_tokens is not None
-
-    @property
-    def effective_max_tokens(self) -> int | None:
-        """Maximum tokens of each completion."""
-        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+    def default_max_tokens(self) -> int | None:
+        """Maximum tokens of a request that sets none."""
+        return DEFAULT_COMPLETION_TOKENS
 
     @property
     def alternatives(self) -> int | None:
         """Number of tokens at each position whose log probability to return; None: no log probabilities."""
         return self.logprobs
+
+    def refusals(self) -> Iterator[str]:
+        """A sentence for each field that asks for something that is not to be had."""
+        yield from super().refusals()
+        if self.best_of not in (None, self.choices):
+            yield f"best_of is {self.best_of}; it must be n, {self.choices}: completions are not ranked"
 
 
 class Message(BaseModel):
@@ -231,24 +275,60 @@ class Message(BaseModel):
         return {"role": self.role, "content": self.content, **(self.model_extra or {})}
 
 
-class ChatBody(Sampled):
-    """`POST /v1/chat/completions`."""
+class Chat(Body):
+    """A chat, and how its prompt is made."""
 
-    messages: Items[Message] = Field(max_length=MAX_CHAT_MESSAGES)
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: Items[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    functions: Items[dict[str, Any]] | None = None
-    function_call: str | dict[str, Any] | None = None
+    messages: Items[Message] | None = Field(default=None, min_length=1, max_length=MAX_CHAT_MESSAGES)
+    """The chat."""
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's: variables for the model's template."""
     add_generation_prompt: bool = True
     """vLLM's: end the prompt where the answer begins."""
     continue_final_message: bool = False
-    """vLLM's: end the prompt inside the last message, which the answer continues."""
+    """vLLM's: end the prompt inside the last message, which the answer continues; `add_generation_prompt` need not be
+    said."""
+
+    def refusals(self) -> Iterator[str]:
+        """A sentence for each field that asks for something that is not to be had."""
+        yield from super().refusals()
+        if not self.continue_final_message:
+            return
+        if "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt:
+            yield "add_generation_prompt is true and continue_final_message too; one of them must be false"
+        if self.messages and not isinstance(self.messages[-1].content, str):
+            yield "continue_final_message is true; the last message's content must be a text"
+
+
+class ChatBody(Chat, Sampled):
+    """`POST /v1/chat/completions`."""
+
+    messages: Items[Message] = Field(min_length=1, max_length=MAX_CHAT_MESSAGES)
+    """The chat."""
+    max_completion_tokens: int | None = None
+    """OpenAI's newer name of `max_tokens`."""
+    logprobs: bool | None = None
+    """Return log probabilities."""
+    top_logprobs: int | None = None
+    """And those of so many alternatives, up to 20."""
+    tools: Items[dict[str, Any]] | None = None
+    """Ignored with `tool_choice: none`, and said so in `X-Tandem-Ignored`; else refused."""
+    tool_choice: Any = _only("none", "auto", because=_UNCONSTRAINED)
+    parallel_tool_calls: bool | None = None
+    """Taken, without effect."""
+    functions: Items[dict[str, Any]] | None = None
+    """OpenAI's older name of `tools`, with `function_call`."""
+    function_call: Any = _only("none", "auto", because=_UNCONSTRAINED)
+    add_special_tokens: Any = _only(False, because="the chat template writes special tokens")
+    modalities: Any = _only(["text"], because=_TEXT_ONLY)
+    audio: Any = _only(because=_TEXT_ONLY)
+    mm_processor_kwargs: Any = _only(because=_TEXT_ONLY)
+    prediction: Any = _only(because="drafts come from the draft service")
+    web_search_options: Any = _only(because="nothing is searched")
+    reasoning_effort: Any = _only("none", because="set it in chat_template_kwargs")
+    verbosity: Any = _only("medium", because="the model has no such setting")
+    include_reasoning: Any = _only(True, because="reasoning is not separated from the answer")
+    documents: Any = _only(because="set them in chat_template_kwargs")
+    chat_template: Any = _only(because="the template is the server's")
 
     @property
     def passed_over(self) -> tuple[str, ...]:
@@ -259,13 +339,8 @@ class ChatBody(Sampled):
         )
 
     @property
-    def sets_max_tokens(self) -> bool:
-        """True if the request itself sets the maximum number of tokens."""
-        return self.effective_max_tokens is not None
-
-    @property
-    def effective_max_tokens(self) -> int | None:
-        """Maximum tokens of the answer."""
+    def token_limit(self) -> int | None:
+        """The maximum that the request itself sets for its tokens."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -273,31 +348,45 @@ class ChatBody(Sampled):
         """Number of tokens at each position whose log probability to return; None: no log probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    def refusals(self) -> Iterator[str]:
+        """A sentence for each field that asks for something that is not to be had."""
+        yield from super().refusals()
+        for name, choice in (("tools", "tool_choice"), ("functions", "function_call")):
+            if getattr(self, name) and name not in self.passed_over:
+                yield f"{name} is set; it must be empty, or {choice} none: {_UNCONSTRAINED}"
+        if self.top_logprobs is not None and not self.logprobs:
+            yield f"top_logprobs is {self.top_logprobs} and logprobs is not true; it must be"
 
-class TokenizeBody(_Body):
+
+class TokenizeBody(Chat):
     """`POST /tokenize`, vLLM's: a prompt, or a chat."""
 
-    model: str | None = None
     prompt: str | None = None
-    messages: Items[Message] | None = Field(default=None, min_length=1, max_length=MAX_CHAT_MESSAGES)
+    """The prompt."""
     add_special_tokens: bool = True
     """Add the special tokens of a prompt; a chat's template writes them itself."""
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
     """Return each token as the tokenizer spells it."""
 
+    def refusals(self) -> Iterator[str]:
+        """A sentence for each field that asks for something that is not to be had."""
+        if (self.prompt is None) == (self.messages is None):
+            yield "prompt and messages are both set, or neither is; give one of them"
+        elif self.prompt is None:
+            yield from super().refusals()
 
-class DetokenizeBody(_Body):
+
+class DetokenizeBody(Body):
     """`POST /detokenize`, vLLM's."""
 
-    model: str | None = None
     tokens: Items[int]
+    """Ids of the target's vocabulary."""
 
 
-class ResponseItem(_Body):
+class ResponseItem(BaseModel):
     """One item of a response's input: a message."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     type: str = "message"
     role: str
@@ -306,363 +395,48 @@ class ResponseItem(_Body):
     status: str | None = None
 
 
-class ResponsesBody(_Body):
+class ResponsesBody(AboutCaller):
     """`POST /v1/responses`: text in, text out."""
 
-    model: str | None = None
     input: str | Items[ResponseItem]
+    """The user's message, or the chat."""
     instructions: str | None = None
+    """A system message before it."""
     max_output_tokens: int | None = None
+    """As `max_tokens` of a completion."""
     temperature: float | None = None
+    """As of a completion."""
     top_p: float | None = None
+    """As of a completion."""
     stream: bool | None = None
+    """Send the response as events while it is made."""
     text: dict[str, Any] | None = None
     """Only the format `text` is supported."""
     tools: Items[dict[str, Any]] | None = None
+    """Ignored with `tool_choice: none`; else refused."""
     tool_choice: str | dict[str, Any] | None = None
-    previous_response_id: str | None = None
-    """Refused: no response is kept."""
-    truncation: str | None = None
-    background: bool | None = None
-    include: Items[str] | None = None
-    reasoning: dict[str, Any] | None = None
-
-    # What changes nothing.
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    """Without tools it has no effect."""
     parallel_tool_calls: bool | None = None
+    """Taken, without effect."""
+    reasoning: dict[str, Any] | None = None
+    """Only null values are taken: the answer is not split into reasoning and text."""
+    previous_response_id: Any = _only(because="this coordinator does not keep responses")
+    background: Any = _only(False, because="this coordinator does not keep responses")
+    truncation: Any = _only("disabled", because="this coordinator does not shorten prompts")
+    include: Any = _only([], because="no further output exists")
 
+    @property
+    def passed_over(self) -> tuple[str, ...]:
+        """Fields that are set but unused, because of other fields of the request."""
+        return ("tools",) if self.tools and self.tool_choice == "none" else ()
 
-class Effect(Enum):
-    """Effect of a field's accepted values."""
-
-    WORKS = "works"
-    """They change the completion that is asked for."""
-    ANSWER = "answer"
-    """They change the form of the answer."""
-    NOTHING = "no effect"
-    """They are taken, and change nothing."""
-    REFUSED = "refused"
-    """Only values that ask for nothing are taken."""
-
-
-class Endpoint(Enum):
-    """Where a field may stand."""
-
-    BOTH = "both"
-    COMPLETIONS = "completions"
-    CHAT = "chat"
-
-
-@dataclass(frozen=True, slots=True)
-class FieldRow:
-    """One field of a request."""
-
-    name: str
-    effect: Effect
-    vllm: str
-    """How vLLM treats it."""
-    here: str
-    """How this coordinator treats it; for a refused field the reason."""
-    accepted: tuple[Any, ...]
-    """Values that are taken; null always is."""
-    refused: tuple[Any, ...] = ()
-    """Values that are answered with 400."""
-    endpoint: Endpoint = Endpoint.BOTH
-    beside: Mapping[str, Any] = field(default_factory=dict)
-    """Other fields that the values need."""
-
-    def stands_in(self, endpoint: Endpoint) -> bool:
-        """True if requests to that endpoint may hold it."""
-        return self.endpoint in (Endpoint.BOTH, endpoint)
-
-
-_W, _A, _N, _R = Effect.WORKS, Effect.ANSWER, Effect.NOTHING, Effect.REFUSED
-_CHAT, _COMPLETIONS = Endpoint.CHAT, Endpoint.COMPLETIONS
-_SAME = "the same"
-_TOOL: Mapping[str, Any] = {"type": "function", "function": {"name": "f"}}
-_UNCONSTRAINED = "this coordinator does not constrain what is written"
-
-
-def _works(name: str, *accepted: Any, here: str = _SAME, vllm: str = "works", **more: Any) -> FieldRow:
-    return FieldRow(name, _W, vllm, here, accepted, **more)
-
-
-def _shapes(name: str, *accepted: Any, here: str = _SAME, vllm: str = "works", **more: Any) -> FieldRow:
-    return FieldRow(name, _A, vllm, here, accepted, **more)
-
-
-def _ignored(name: str, *accepted: Any, here: str = "taken", vllm: str = "taken", **more: Any) -> FieldRow:
-    return FieldRow(name, _N, vllm, here, accepted, **more)
-
-
-def _only(name: str, *accepted: Any, here: str, refused: tuple[Any, ...], **more: Any) -> FieldRow:
-    vllm = more.pop("vllm", "works")
-    return FieldRow(name, _R, vllm, here, accepted, refused, **more)
-
-
-FIELDS: tuple[FieldRow, ...] = (
-    _ignored("model", "m", here="must be the served model's name; may be left out", vllm="the same"),
-    _works("prompt", "y", ["y"], [5, 6], [[5], [6]], endpoint=_COMPLETIONS),
-    _works("messages", [{"role": "user", "content": "other"}], refused=([],), endpoint=_CHAT),
-    _works(
-        "max_tokens",
-        9,
-        here="400 when there is no room for so many; 16 for completions unless set",
-        vllm="the same",
-        refused=(0, 64),
-    ),
-    _works("max_completion_tokens", 9, refused=(0, 64), endpoint=_CHAT),
-    _works("min_tokens", 3, refused=(-1, 64)),
-    _works("temperature", 0, 0.5, refused=(-1,)),
-    _works("top_p", 0.5, refused=(0, 1.5)),
-    _works("top_k", 5, -1, 0, here="0 and -1 keep all"),
-    _works("min_p", 0.1, refused=(2,)),
-    _works("seed", 7, refused=(2**70,)),
-    _works("stop", "x", ["x", "y"], refused=([""],), here="up to `max_stop_strings`"),
-    _works("stop_token_ids", [5], refused=([-1],)),
-    _works("include_stop_str_in_output", True),
-    _works("ignore_eos", True),
-    _works("logit_bias", {"5": 1.5}, refused=({"5": 101}, {"x": 1}), here="400 beyond -100 to 100; vLLM clamps"),
-    _works(
-        "frequency_penalty", 0.5, refused=(3,), beside={"speculation": False},
-        here="with a draft model refused, or served without drafting (`draft_model_penalties`)",
-    ),
-    _works(
-        "presence_penalty", 0.5, refused=(3,), beside={"speculation": False}, here="as `frequency_penalty`"
-    ),
-    _works(
-        "repetition_penalty", 1.2, refused=(0,), beside={"speculation": False}, here="as `frequency_penalty`"
-    ),
-    _shapes("n", 1, 2, refused=(0, 17), here="up to 16 completions in all"),
-    _shapes("stream", True, False),
-    _shapes("stream_options", {"include_usage": True}, beside={"stream": True}),
-    _works("logprobs", 0, 5, refused=(21,), endpoint=_COMPLETIONS, here="up to 20"),
-    _works("logprobs", True, endpoint=_CHAT, here=_SAME),
-    _works("top_logprobs", 3, refused=(21,), beside={"logprobs": True}, endpoint=_CHAT, here="up to 20"),
-    _shapes("return_token_ids", True, here="also returns which tokens the draft proposed"),
-    _ignored("user", "someone"),
-    _ignored("metadata", {"a": "b"}),
-    _ignored("store", True, False, here="taken; nothing is stored"),
-    _ignored("service_tier", "auto", "default"),
-    _ignored("safety_identifier", "someone"),
-    _ignored("prompt_cache_key", "key"),
-    _ignored("parallel_tool_calls", True, False, endpoint=_CHAT),
-    _only("best_of", 1, here="it must be n: completions are not ranked", refused=(3,), endpoint=_COMPLETIONS),
-    _only("echo", False, here="this coordinator does not repeat the prompt", refused=(True,),
-          endpoint=_COMPLETIONS),
-    _only("suffix", "", here="text is completed at its end only", refused=("end",), endpoint=_COMPLETIONS,
-          vllm="refused"),
-    _only("response_format", {"type": "text"}, here=_UNCONSTRAINED, refused=({"type": "json_object"},)),
-    FieldRow(
-        "tools", _N, "works", "ignored with `tool_choice: none`, and said so in `X-Tandem-Ignored`; else refused",
-        ([_TOOL],), endpoint=_CHAT, beside={"tool_choice": "none"},
-    ),
-    _only("tool_choice", "none", "auto", here=_UNCONSTRAINED, refused=("required", {"type": "function"}),
-          endpoint=_CHAT),
-    _only("functions", [], here=_UNCONSTRAINED, refused=([{"name": "f"}],), endpoint=_CHAT, vllm="ignored"),
-    _only("function_call", "none", "auto", here=_UNCONSTRAINED, refused=({"name": "f"},), endpoint=_CHAT,
-          vllm="ignored"),
-    _works("chat_template_kwargs", {"mood": "calm"}, endpoint=_CHAT),
-    _works("add_generation_prompt", False, endpoint=_CHAT),
-    _works("continue_final_message", True, endpoint=_CHAT, here="`add_generation_prompt` need not be said"),
-    _only("use_beam_search", False, here="this coordinator does not search in beams", refused=(True,)),
-    _only("length_penalty", 1.0, here="this coordinator does not search in beams", refused=(0.5,)),
-    _only("skip_special_tokens", True, here="this coordinator does not write special tokens", refused=(False,)),
-    _only("spaces_between_special_tokens", True, here="this coordinator does not write special tokens",
-          refused=(False,)),
-    _only("add_special_tokens", True, here="a text prompt has the tokenizer's special tokens; send token ids",
-          refused=(False,), endpoint=_COMPLETIONS),
-    _only("add_special_tokens", False, here="the chat template writes special tokens", refused=(True,),
-          endpoint=_CHAT),
-    _only("truncate_prompt_tokens", here="this coordinator does not shorten prompts", refused=(5,)),
-    _only("prompt_logprobs", here="this coordinator does not score prompts", refused=(1,)),
-    _only("allowed_token_ids", here=_UNCONSTRAINED, refused=([5],)),
-    _only("bad_words", [], here=_UNCONSTRAINED, refused=(["x"],)),
-    _only("structured_outputs", here=_UNCONSTRAINED, refused=({"regex": "a"},)),
-    _only("guided_json", here=_UNCONSTRAINED, refused=({},), vllm="an older name"),
-    _only("guided_regex", here=_UNCONSTRAINED, refused=("a",), vllm="an older name"),
-    _only("guided_choice", here=_UNCONSTRAINED, refused=(["a"],), vllm="an older name"),
-    _only("guided_grammar", here=_UNCONSTRAINED, refused=("a",), vllm="an older name"),
-    _only("logits_processors", here="no code of a client is run", refused=(["x"],)),
-    _only("priority", 0, here="requests are served in the order in which they come", refused=(1,)),
-    _only("return_tokens_as_token_ids", False, here="ask for return_token_ids", refused=(True,)),
-    _only("cache_salt", here="this coordinator does not keep prefixes apart", refused=("salt",)),
-    _only("request_id", here="the coordinator names requests itself", refused=("mine",)),
-    _only("kv_transfer_params", here="KV caches are not handed over", refused=({"a": 1},)),
-    _only("vllm_xargs", {}, here="they are vLLM's own", refused=({"a": 1},)),
-    _only("modalities", ["text"], here="the model writes text only", refused=(["audio"],), endpoint=_CHAT),
-    _only("audio", here="the model writes text only", refused=({"voice": "a"},), endpoint=_CHAT, vllm="ignored"),
-    _only("prediction", here="drafts come from the draft service", refused=({"type": "content"},), endpoint=_CHAT,
-          vllm="ignored"),
-    _only("web_search_options", here="nothing is searched", refused=({"a": 1},), endpoint=_CHAT, vllm="ignored"),
-    _only("reasoning_effort", "none", here="set it in chat_template_kwargs", refused=("high",), endpoint=_CHAT),
-    _only("verbosity", "medium", here="the model has no such setting", refused=("low",), endpoint=_CHAT,
-          vllm="ignored"),
-    _only("include_reasoning", True, here="reasoning is not separated from the answer", refused=(False,),
-          endpoint=_CHAT),
-    _only("documents", here="set them in chat_template_kwargs", refused=([{"a": "b"}],), endpoint=_CHAT),
-    _only("chat_template", here="the template is the server's", refused=("x",), endpoint=_CHAT),
-    _only("mm_processor_kwargs", here="the model reads text only", refused=({"a": 1},), endpoint=_CHAT),
-    _works("num_speculative_tokens", 3, refused=(0,), vllm="none", here="Tandem's own"),
-    _works("rejection_sampling_strategy", "strict", vllm="none", here="Tandem's own"),
-    _works("speculation", False, vllm="none", here="Tandem's own"),
-    _shapes("timeout_seconds", 5.0, refused=(0,), vllm="none", here="Tandem's own"),
-)  # fmt: skip
-"""In the order of the documentation."""
-
-
-def rows_of(endpoint: Endpoint) -> dict[str, FieldRow]:
-    """The fields of an endpoint by name."""
-    return {row.name: row for row in FIELDS if row.stands_in(endpoint)}
-
-
-def markdown() -> str:
-    """The table of docs/http.md."""
-    lines = [
-        "| field | endpoint | vLLM | here | taken, for instance | 400, for instance |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in FIELDS:
-        here = row.here if row.effect is not _R else f"refused: {row.here}"
-        cells = (f"`{row.name}`", row.endpoint.value, row.vllm, here, _examples(row.accepted) or "null",
-                 _examples(row.refused))  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _examples(values: tuple[Any, ...]) -> str:
-    return ", ".join(f"`{json_text(value)}`" for value in values)
-
-
-def json_text(value: Any) -> str:
-    """A value as a request spells it."""
-    return json.dumps(value, ensure_ascii=False)
-
-
-_SHOWN_CHARACTERS = 80
-
-
-def unavailable(body: KnownFields, endpoint: Endpoint) -> Iterator[str]:
-    """A sentence for each known field with an unsupported value."""
-    rows = rows_of(endpoint)
-    for name in KnownFields.model_fields:
-        value = getattr(body, name)
-        if value is None:
-            continue
-        if name not in rows:
-            yield f"{name} is not an option of this request"
-        elif value not in rows[name].accepted:
-            row = rows[name]
-            allowed = " or ".join(map(json_text, row.accepted)) or "left out"
-            yield f"{name} is {json_text(value)[:_SHOWN_CHARACTERS]}; it must be {allowed}: {row.here}"
-
-
-Body = CompletionBody | ChatBody
-
-MAX_CHOICES = 16
-"""Maximum completions of one request."""
-
-_NO_STRUCTURE = "this coordinator does not constrain what is written"
-
-
-def _echo(body: Body) -> Iterator[str]:
-    if isinstance(body, CompletionBody) and body.echo:
-        yield "echo is true; it must be false: this coordinator does not repeat the prompt"
-
-
-def _response_format(body: Body) -> Iterator[str]:
-    kind = (body.response_format or {}).get("type", "text")
-    if kind != "text":
-        yield f"response_format is {kind}; it must be text: {_NO_STRUCTURE}"
-
-
-def _tools(body: Body) -> Iterator[str]:
-    if not isinstance(body, ChatBody):
-        return
-    for name in ("tools", "functions"):
-        if getattr(body, name) and name not in body.passed_over:
-            choice = "tool_choice" if name == "tools" else "function_call"
-            yield f"{name} is set; it must be empty, or {choice} none: {_NO_STRUCTURE}"
-    for name in ("tool_choice", "function_call"):
-        value: Any = getattr(body, name)
-        if value not in (None, "none", "auto"):
-            shown = value if isinstance(value, str) else "set"
-            yield f"{name} is {shown}; it must be none: {_NO_STRUCTURE}"
-
-
-def _known_fields(body: Body) -> Iterator[str]:
-    yield from unavailable(body, Endpoint.CHAT if isinstance(body, ChatBody) else Endpoint.COMPLETIONS)
-
-
-def _final_message(body: Body) -> Iterator[str]:
-    if not isinstance(body, ChatBody) or not body.continue_final_message:
-        return
-    if "add_generation_prompt" in body.model_fields_set and body.add_generation_prompt:
-        yield "add_generation_prompt is true and continue_final_message too; one of them must be false"
-    if body.messages and not isinstance(body.messages[-1].content, str):
-        yield "continue_final_message is true; the last message's content must be a text"
-
-
-def _best_of(body: Body) -> Iterator[str]:
-    if isinstance(body, CompletionBody) and body.best_of not in (None, body.choices):
-        yield f"best_of is {body.best_of}; it must be n, {body.choices}: completions are not ranked"
-
-
-def _suffix(body: Body) -> Iterator[str]:
-    if isinstance(body, CompletionBody) and body.suffix:
-        yield "suffix is set; it must be empty: text is completed at its end only"
-
-
-def _choices(body: Body) -> Iterator[str]:
-    if body.choices < 1:
-        yield f"n is {body.choices}; it must be at least 1"
-        return
-    prompts = body.prompt_count if isinstance(body, CompletionBody) else 1
-    if prompts < 1:
-        yield "prompt is empty; it must hold at least one prompt"
-    if prompts * body.choices > MAX_CHOICES:
-        of = f" for each of {prompts} prompts" if prompts > 1 else ""
-        yield f"n is {body.choices}{of}; it must make at most {MAX_CHOICES} completions"
-
-
-def _stream_options(body: Body) -> Iterator[str]:
-    if body.stream_options is not None and not body.stream:
-        yield "stream_options is set; it goes with stream true only"
-
-
-def _top_logprobs(body: Body) -> Iterator[str]:
-    if isinstance(body, ChatBody) and body.top_logprobs is not None and not body.logprobs:
-        yield f"top_logprobs is {body.top_logprobs} and logprobs is not true; it must be"
-
-
-def _messages(body: Body) -> Iterator[str]:
-    if isinstance(body, ChatBody) and not body.messages:
-        yield "messages is empty; it must hold at least one message"
-
-
-HTTP_RULES: tuple[Rule[Body], ...] = (
-    Rule("echo", "`echo` is false.", _echo),
-    Rule("structured-output", "`response_format` is text.", _response_format),
-    Rule("tools", "`tools` and `functions` are empty, and no call is required.", _tools),
-    Rule(
-        "known-fields",
-        "Fields of OpenAI and vLLM that are not to be had here ask for nothing: the table of docs/http.md lists them.",
-        _known_fields,
-    ),
-    Rule(
-        "final-message",
-        "`continue_final_message` goes with a last message of text and without a generation prompt.",
-        _final_message,
-    ),
-    Rule("best-of", "`best_of` is `n`.", _best_of),
-    Rule("suffix", "`suffix` is empty.", _suffix),
-    Rule("choices", f"A request makes 1 to {MAX_CHOICES} completions.", _choices),
-    Rule("stream-options", "`stream_options` goes with `stream`.", _stream_options),
-    Rule("top-logprobs", "`top_logprobs` goes with `logprobs`.", _top_logprobs),
-    Rule("messages", "A chat has a message.", _messages),
-)
+    def refusals(self) -> Iterator[str]:
+        """A sentence for each field that asks for something that is not to be had."""
+        yield from super().refusals()
+        kind = (self.text or {}).get("format", {"type": "text"}).get("type")
+        if kind != "text":
+            yield f"text.format is {kind}; it must be text: {_UNCONSTRAINED}"
+        if self.tools and not self.passed_over:
+            yield f"tools is set; it must be empty, or tool_choice none: {_UNCONSTRAINED}"
+        if any(value is not None for value in (self.reasoning or {}).values()):
+            yield "reasoning is set; it must be left out: the answer is not split into reasoning and text"

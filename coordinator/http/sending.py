@@ -1,28 +1,32 @@
-"""Sends answers as they are made: as events, or whole in parts, until the client goes."""
+"""Sends answers: as events while they are made, or whole, in parts. A client that goes ends its completions."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from coordinator.http.answers import flattened, parts
+from coordinator.http.answers import flattened, parts, rendered
 from coordinator.http.bodies import HeldBytes, Share
 from coordinator.http.errors import error_object, error_response, unexpected
 from tandem.errors import TandemError
 from tandem.serving.interceptors import RunningCalls
 from tandem.types import Chunk
 
-ResultT = TypeVar("ResultT")
+DONE = b"data: [DONE]\n\n"
 
-# Pieces of all completions together that may wait for a reader.
-_WAITING = 1
+_EVENT_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-store",
+    # nginx would otherwise hold the pieces back until it has many.
+    "x-accel-buffering": "no",
+}
+
+ResultT = TypeVar("ResultT")
 
 
 class ClientGoneError(Exception):
@@ -64,7 +68,7 @@ async def merged(streams: Sequence[AsyncGenerator[Chunk]]) -> AsyncGenerator[tup
             async for chunk in stream:
                 yield 0, chunk
         return
-    queue: asyncio.Queue[tuple[int, Chunk] | BaseException | None] = asyncio.Queue(_WAITING)
+    queue: asyncio.Queue[tuple[int, Chunk] | BaseException | None] = asyncio.Queue(1)
     tasks = [asyncio.create_task(_feed(queue, index, stream)) for index, stream in enumerate(streams)]
     try:
         running = len(tasks)
@@ -94,35 +98,33 @@ async def _feed(
         await queue.put(error)
 
 
-DONE = b"data: [DONE]\n\n"
-
-_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-store"),
-    # nginx would otherwise hold the pieces back until it has many.
-    (b"x-accel-buffering", b"no"),
-]
+def data_line(content: Mapping[str, Any]) -> bytes:
+    """An object as the data of an event."""
+    return b"data: " + rendered(content) + b"\n\n"
 
 
 class EventStream(Response):
-    """Sends objects as events. The status waits for the first of them, so that a refusal has its own."""
-
-    last: bytes = DONE
-    """The event that ends a stream."""
+    """Sends events. The status waits for the first of them, so that a refusal has its own."""
 
     def __init__(
         self,
-        events: AsyncGenerator[dict[str, Any]],
+        events: AsyncGenerator[bytes],
         calls: RunningCalls,
-        headers: Mapping[str, str] = MappingProxyType({}),
+        headers: Mapping[str, str],
+        failure: Callable[[TandemError], bytes] = lambda error: data_line(error_object(error)),
     ) -> None:
-        """Send these events, with these headers beside a stream's own."""
-        # Not Response's own: there is no body to render.
-        self._more_headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        self.status_code = 200
-        self.background = None
+        """
+        Args:
+            events: As they are sent.
+            calls: Counts this one, for a drain.
+            headers: Sent beside a stream's own.
+            failure: The last event of a stream that fails after it has begun.
+        """
+        super().__init__(headers={**_EVENT_HEADERS, **headers})
+        del self.headers["content-length"]
         self._events = events
         self._calls = calls
+        self._failure = failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer; a client that goes ends the completion."""
@@ -130,67 +132,42 @@ class EventStream(Response):
             await while_connected(receive, self._send(scope, receive, send))
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_begun, headers = False, [*_HEADERS, *self._more_headers]
+        has_begun = False
         try:
             async with self._calls.running(), aclosing(self._events) as events:
                 async for event in events:
                     if not has_begun:
                         has_begun = True
-                        await send({"type": "http.response.start", "status": 200, "headers": headers})
-                    await _more(send, self.event(event))
+                        await send(
+                            {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                        )
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
         except Exception as raised:  # noqa: BLE001 - the client gets an answer for any error
             error = raised if isinstance(raised, TandemError) else unexpected(raised)
             if not has_begun:
                 await error_response(error)(scope, receive, send)
                 return
-            await _more(send, self.failure(error))
-        else:
-            await _more(send, self.last)
+            await send({"type": "http.response.body", "body": self._failure(error), "more_body": True})
         await send({"type": "http.response.body", "body": b""})
-
-    def event(self, content: dict[str, Any]) -> bytes:
-        """An event as it is sent."""
-        return data_line(content)
-
-    def failure(self, error: TandemError) -> bytes:
-        """The last event of a stream that fails after it has begun."""
-        return data_line(error_object(error))
-
-
-def data_line(content: dict[str, Any]) -> bytes:
-    """An object as the data of an event."""
-    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode(
-        "utf-8", "replace"
-    )
-
-
-async def _more(send: Send, body: bytes) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 class WholeAnswer(Response):
-    """Holds what it has gathered of the answer until its client has read it."""
+    """Gathers an answer, and holds it until its client has read it."""
 
     def __init__(
         self,
-        gather: Callable[[Share], Awaitable[None]],
-        make_body: Callable[[], dict[str, Any]],
+        gather: Callable[[Share], Awaitable[dict[str, Any]]],
         answers: HeldBytes,
         headers: Mapping[str, str],
     ) -> None:
         """
         Args:
             gather: Gathers the answer, and counts its bytes.
-            make_body: The answer once it is complete.
             answers: Bytes of all answers that are not streamed.
             headers: Sent beside the answer's own.
         """
-        # Not Response's own: there is no body to render yet.
-        self._more_headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        self.status_code = 200
-        self.background = None
+        super().__init__(media_type="application/json", headers=headers)
         self._gather = gather
-        self._make_body = make_body
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -200,23 +177,15 @@ class WholeAnswer(Response):
             CapacityError: too many bytes of such answers are held.
             TandemError: the completion failed.
         """
-        with self._answers.share() as share:
-            try:
-                await while_connected(receive, self._gathered(share))
-            except ClientGoneError:
-                await Response(status_code=499)(scope, receive, send)  # the client has left
-                return
-            await self._send(send)
 
-    async def _gathered(self, share: Share) -> None:
-        await self._gather(share)
+        async def gathered(share: Share) -> dict[str, Any]:
+            return await self._gather(share)
 
-    async def _send(self, send: Send) -> None:
-        pieces = list(flattened(self._make_body()))
-        size = str(sum(map(len, pieces))).encode()
-        own = [(b"content-type", b"application/json"), (b"content-length", size)]
-        await send({"type": "http.response.start", "status": 200, "headers": [*own, *self._more_headers]})
-        for part in parts(pieces):
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-            await asyncio.sleep(0)  # a client that reads fast never makes `send` wait
-        await send({"type": "http.response.body", "body": b""})
+        with self._answers.share() as share, suppress(ClientGoneError):
+            pieces = list(flattened(await while_connected(receive, gathered(share))))
+            self.headers["content-length"] = str(sum(map(len, pieces)))
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            for part in parts(pieces):
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                await asyncio.sleep(0)  # a client that reads fast never makes `send` wait
+            await send({"type": "http.response.body", "body": b""})

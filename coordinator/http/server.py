@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,14 +15,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from coordinator.http.app import App, CoordinatorBackend
-from coordinator.http.bodies import HEADER, HttpMemory, UnknownFields
+from coordinator.http.bodies import IGNORED_HEADER
 from coordinator.settings.coordinator import CoordinatorSettings, origins
 from tandem.errors import ConfigurationError
-from tandem.rpc.addresses import is_loopback
 from tandem.rpc.credentials import ReloadedFile
-from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
-from tandem.serving.protection import token_source
 from tandem.serving.tls import server_context
 
 # How long a client may take from connecting, or from the first byte after an answer, to the end of a request's headers.
@@ -41,6 +37,35 @@ _UNSENT_OPTION: int | None = getattr(socket, "TCP_NOTSENT_LOWAT", None)
 _GOODBYE_SECONDS = 0.5
 
 
+def http_server(
+    settings: CoordinatorSettings, app: ASGIApp, listening: socket.socket | None = None
+) -> HttpServer:
+    """The server of the settings: its address, its bounds, TLS, and CORS for the origins that are named.
+
+    Args:
+        settings: The coordinator's.
+        app: Answers the requests.
+        listening: A socket that listens already, which processes share; None: bind one.
+
+    Raises:
+        ConfigurationError: the address cannot be bound, or a file cannot be read.
+    """
+    assert settings.http_port is not None
+    if allowed := origins(settings.cors_origin):
+        exposed = [IGNORED_HEADER, "Retry-After", "Retry-After-Ms"]
+        methods = ["GET", "POST"]
+        app = CORSMiddleware(app, allowed, methods, allow_headers=["*"], expose_headers=exposed)
+    return HttpServer(
+        app,
+        settings.http_host,
+        settings.http_port,
+        max_connections=settings.http_max_connections,
+        stalled_reader_seconds=settings.stalled_reader_timeout_seconds,
+        tls=_reloaded_context(settings),
+        listening=listening,
+    )
+
+
 class HttpServer:
     """Listens from the start; the application answers every request."""
 
@@ -50,7 +75,7 @@ class HttpServer:
         host: str,
         port: int,
         *,
-        most_connections: int,
+        max_connections: int,
         stalled_reader_seconds: float,
         tls: ssl.SSLContext | None = None,
         listening: socket.socket | None = None,
@@ -61,12 +86,12 @@ class HttpServer:
             ConfigurationError: it cannot be bound.
         """
         self._socket = listening or bound_socket(host, port)
-        self.address = _spelled(self._socket, host)
-        """host:port that it listens on."""
-        self.url = f"{'http' if tls is None else 'https'}://{self.address}"
+        name = f"[{host}]" if ":" in host else host
+        self.url = f"{'http' if tls is None else 'https'}://{name}:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(
             app,
-            http=_protocol(stalled_reader_seconds),
+            # uvicorn passes no arguments to a protocol.
+            http=type("Bounded", (_Bounded,), {"stalled_reader_seconds": stalled_reader_seconds}),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -74,7 +99,7 @@ class HttpServer:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            limit_concurrency=most_connections,
+            limit_concurrency=max_connections,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         )
@@ -131,7 +156,8 @@ class _Bounded(H11Protocol):
     def handle_events(self) -> None:
         """Called for received data, and for data that was waiting when an answer ends."""
         super().handle_events()
-        if self._answers:
+        cycle = getattr(self, "cycle", None)  # its type says that there always is one
+        if cycle is not None and not cycle.response_complete:
             _cancel(self._silent)
             self._silent = None
         elif self.timeout_keep_alive_task is None:
@@ -146,23 +172,9 @@ class _Bounded(H11Protocol):
         super().resume_writing()
         _cancel(self._stalled)
 
-    @property
-    def _answers(self) -> bool:
-        cycle = getattr(self, "cycle", None)  # its type says that there always is one
-        return cycle is not None and not cycle.response_complete
-
     def _await_request(self) -> None:
         if self._silent is None:
             self._silent = self.loop.call_later(_HEADER_SECONDS, self.transport.close)
-
-
-def _protocol(seconds: float) -> type[_Bounded]:
-    """A protocol class with the timeout bound in, since uvicorn passes no arguments."""
-
-    class Bounded(_Bounded):
-        stalled_reader_seconds = seconds
-
-    return Bounded
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:
@@ -197,72 +209,6 @@ def bound_socket(host: str, port: int) -> socket.socket:
         ) from None
     bound.setblocking(False)
     return bound
-
-
-def _spelled(bound: socket.socket, host: str) -> str:
-    name = f"[{host}]" if ":" in host else host
-    return f"{name}:{bound.getsockname()[1]}"
-
-
-class HttpSide:
-    """The coordinator over HTTP."""
-
-    def __init__(
-        self,
-        settings: CoordinatorSettings,
-        backend: CoordinatorBackend,
-        readiness: ReadinessInterceptor,
-        calls: RunningCalls,
-        listening: socket.socket | None = None,
-    ) -> None:
-        """Bind the address, and read the certificate.
-
-        Raises:
-            ConfigurationError: the address cannot be bound, or a file cannot be read.
-        """
-        assert settings.http_port is not None
-        app = App(
-            backend,
-            readiness,
-            calls,
-            token_source(settings, settings.http_host),
-            settings.served_model_name,
-            HttpMemory.of(settings),
-            unknown_fields=UnknownFields(settings.unknown_fields),
-            local_only=is_loopback(settings.http_host) and not settings.knows_callers,
-        )
-        self._server = HttpServer(
-            _with_cors(app, origins(settings.cors_origin)),
-            settings.http_host,
-            settings.http_port,
-            most_connections=settings.http_max_connections,
-            stalled_reader_seconds=settings.stalled_reader_timeout_seconds,
-            tls=_reloaded_context(settings),
-            listening=listening,
-        )
-
-    @property
-    def url(self) -> str:
-        """Its address."""
-        return self._server.url
-
-    def start(self) -> None:
-        """Begin to answer, if only that the coordinator is still starting."""
-        self._server.start()
-
-    async def close(self) -> None:
-        """Answer no more."""
-        await self._server.close()
-
-
-def _with_cors(app: ASGIApp, allowed: Sequence[str]) -> ASGIApp:
-    """The same, also for web pages of these origins."""
-    if not allowed:
-        return app
-    exposed = [HEADER, "Retry-After", "Retry-After-Ms"]
-    return CORSMiddleware(
-        app, allow_origins=allowed, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=exposed
-    )
 
 
 def _reloaded_context(settings: CoordinatorSettings) -> ssl.SSLContext | None:

@@ -226,7 +226,7 @@ async def test_a_request_whose_body_has_not_come_is_refused_when_the_server_clos
         await writer.drain()
         http = cluster.service._http
         assert http is not None
-        await until(lambda: bool(http._server._server.server_state.tasks), SECONDS)
+        await until(lambda: bool(http._server.server_state.tasks), SECONDS)
         await http.close()
         answer = (await reader.read()).decode()
         writer.close()

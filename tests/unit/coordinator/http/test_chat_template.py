@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.http.chat import MOST_WAITING, ChatTemplate, read_chat_template
+from coordinator.http.chat import MAX_WAITING, ChatTemplate, read_chat_template
 from tandem.errors import CapacityError, InvalidRequestError, ModelFolderError
 
 Make = Callable[..., ChatTemplate]
@@ -244,7 +244,7 @@ async def test_the_event_loop_runs_while_a_template_does_not_end(make: Make) -> 
 
 async def test_more_chats_than_may_wait_are_refused(make: Make) -> None:
     template = make(ENDLESS + "{{ messages }}")
-    waiting = [asyncio.create_task(template.prompt(CHAT)) for _ in range(MOST_WAITING)]
+    waiting = [asyncio.create_task(template.prompt(CHAT)) for _ in range(MAX_WAITING)]
     await asyncio.sleep(0)
     with pytest.raises(CapacityError, match="64 chats wait for their prompts"):
         await template.prompt(CHAT)
@@ -265,18 +265,18 @@ async def test_the_process_inherits_no_secrets_and_ends_with_its_template(
     monkeypatch.setenv("TANDEM_COORDINATOR_AUTH_TOKEN", "secret-secret-secret")
     template = make("x")
     await template.check()
-    process = template._renderer._process
+    process = template._process
     assert process is not None
     assert b"secret" not in environment_of(process.pid)
     template.close()
-    template._renderer._thread.shutdown(wait=True)
+    template._thread.shutdown(wait=True)
     assert process.returncode is not None
 
 
 async def test_a_killed_process_is_restarted(make: Make) -> None:
     template = make("{{ messages[0].content }}")
     await template.check()
-    process = template._renderer._process
+    process = template._process
     assert process is not None
     process.kill()
     process.wait()

@@ -46,12 +46,10 @@ class Endless:
 
 @asynccontextmanager
 async def listening(app: ASGIApp, stalled_reader_seconds: float = 60.0) -> AsyncIterator[int]:
-    server = HttpServer(
-        app, "127.0.0.1", 0, most_connections=8, stalled_reader_seconds=stalled_reader_seconds
-    )
+    server = HttpServer(app, "127.0.0.1", 0, max_connections=8, stalled_reader_seconds=stalled_reader_seconds)
     server.start()
     try:
-        yield int(server.address.rpartition(":")[2])
+        yield int(server.url.rpartition(":")[2])
     finally:
         async with asyncio.timeout(SECONDS):
             await server.close()

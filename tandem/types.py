@@ -5,7 +5,7 @@ Nothing here knows of gRPC or torch: `tandem.wire` is where these types meet pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -290,9 +290,6 @@ class Verification:
     """K + 1 rows, all of one kind."""
     cost: StepCost | None = None
     """Cost of verification; None where it was not measured."""
-    together: Callable[[], Acceptance | None] | None = None
-    """Decides on the proposal together with others that the same message answers; returns None where the rule must
-    decide on it alone. None where there are no others."""
 
 
 class NextToken(Enum):

@@ -1,26 +1,32 @@
-"""How long one acceptance takes: each rule and kind of row, five proposed tokens, a vocabulary of 128k.
+"""`python -m benchmarks.studies.acceptance`: what each rule takes for a round, one by one and together.
 
-    python -m benchmarks.studies.acceptance
-
-Not counted: what draft and target compute, and the network. The round's uniforms are a line of their own.
+The rounds are those of one message of the target: K = 4, supports of one size, a draft that is like the target to a
+degree. Random numbers are drawn as in the coordinator. Times are processor time, so that other work on the machine
+changes them little.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.rejection import AcceptanceRule, RejectionOptions, draw_uniforms, resolve
+from coordinator.rejection import (
+    KEYED,
+    AcceptanceRule,
+    RejectionOptions,
+    Round,
+    Support,
+    resolve,
+)
 from tandem.types import (
-    DenseRow,
-    Float32Array,
-    FloatArray,
     IntArray,
     Proposal,
     RowKind,
@@ -33,113 +39,113 @@ from tandem.types import (
     Verification,
 )
 
-VOCABULARY_SIZE = 128_000
-TOKEN_COUNT = 5
-SUPPORT_SIZE = 64
-BASE_LENGTH = 100
-MEASURING_SECONDS = 0.5
-"""For each number of the table."""
-
-GREEDY = SamplingParams(temperature=0.0)
-SAMPLED = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=1)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One line of the table."""
-
-    rule: str
-    row_kind: RowKind
-    sampling: SamplingParams = SAMPLED
-    limit_microseconds: float | None = None
-    """Limit of the line."""
+RULES = ("greedy", "strict", "typical-acceptance", "residual", "block")
+TOKENS = 4
+_OUTSIDE = 32_000
+"""An id that no support has."""
+_NO_IDS: IntArray = np.empty(0, dtype=np.int64)
+_LIKENESS = 0.8
+"""Share of the draft's distribution in the target's."""
+_SECONDS = 0.2
+"""Processor time of one measurement."""
 
 
-CASES = (
-    Case("greedy", RowKind.TOKEN, GREEDY, limit_microseconds=20),
-    Case("strict", RowKind.TOKEN, limit_microseconds=20),
-    Case("residual", RowKind.SUPPORT, limit_microseconds=100),
-    Case("block", RowKind.SUPPORT, limit_microseconds=100),
-    Case("typical-acceptance", RowKind.SUPPORT, limit_microseconds=100),
-    Case("logit-comparison", RowKind.SUPPORT, limit_microseconds=100),
-    Case("greedy", RowKind.DENSE, GREEDY),
-    Case("strict", RowKind.DENSE),
-    Case("residual", RowKind.DENSE),
-    Case("block", RowKind.DENSE),
-)
+def make_round(rule: AcceptanceRule, generator: np.random.Generator, support_size: int) -> Round:
+    """A round of `TOKENS` proposed tokens with the cheapest kind of row that the rule takes."""
+    drawn = [_distribution(generator, support_size) for _ in range(TOKENS)]
+    token_ids = tuple(int(generator.choice(each.token_ids, p=each.probs)) for each in drawn)
+    rows = [_row(rule, generator, *each) for each in zip(drawn, token_ids, strict=True)]
+    base_length = int(generator.integers(1, 1000))
+    temperature = 0.0 if rule.name == "greedy" else 1.0
+    return Round(
+        Proposal(base_length, token_ids, tuple(drawn)),
+        Verification(base_length, (*rows, _last_row(rule))),
+        SamplingParams(temperature=temperature, seed=int(generator.integers(2**62))),
+    )
 
 
-class Round:
-    """A proposal with equal probabilities in draft and target, so that the uniforms decide what is kept."""
-
-    def __init__(self, rule: AcceptanceRule, case: Case) -> None:
-        rng = np.random.default_rng(0)
-        self._rng = rng
-        self._rule = rule
-        self._case = case
-        supports = [rng.permutation(VOCABULARY_SIZE)[:SUPPORT_SIZE] for _ in range(TOKEN_COUNT)]
-        probs: FloatArray = np.sort(rng.dirichlet(np.ones(SUPPORT_SIZE)))[::-1].copy()
-        token_ids = tuple(int(support[0]) for support in supports)
-        self._proposal = Proposal(
-            BASE_LENGTH,
-            token_ids,
-            tuple(SparseDistribution(support, probs) for support in supports),
-            np.zeros(TOKEN_COUNT, dtype=np.float32),
-        )
-        asked = rule.supports(self._proposal)
-        rows = [self._row(token_ids[index], asked[index], probs) for index in range(TOKEN_COUNT)]
-        last = self._row(0, np.array([], dtype=np.int64), probs)
-        self._verification = Verification(BASE_LENGTH, (*rows, last))
-        self._uniforms = draw_uniforms(case.sampling.seed, BASE_LENGTH, TOKEN_COUNT)
-
-    def _row(self, token_id: int, support: IntArray, probs: FloatArray) -> TargetRow:
-        if self._case.row_kind is RowKind.TOKEN:
-            return TokenRow(token_id)
-        if self._case.row_kind is RowKind.DENSE:
-            logits: Float32Array = self._rng.normal(0, 2, VOCABULARY_SIZE).astype(np.float32)
-            logits[token_id] = 20.0
-            return DenseRow(logits)
-        size = support.size
-        statistics = RowStatistics(2.0, 0.2, token_id, np.zeros(size, np.int64), np.ones(size, np.float32))
-        inside = 0.9 * probs[:size]
-        told = statistics if self._rule.needs_statistics else None
-        outside_prob = 0.01 if self._rule.strategy.races_recovery else None
-        return SupportRow(support, inside, 1.0 - float(inside.sum()), 7, told, outside_prob)
-
-    def accept(self, last_uniform: float) -> None:
-        """Decide; `last_uniform` near 0 keeps the last token, near 1 rejects it where the rule asks for it."""
-        accept = np.full(TOKEN_COUNT, 1e-12)
-        accept[-1] = last_uniform
-        uniforms = replace(self._uniforms, accept=accept)
-        self._rule.accept(self._proposal, self._verification, self._case.sampling, uniforms)
+def _distribution(generator: np.random.Generator, size: int) -> SparseDistribution:
+    ids = generator.choice(_OUTSIDE, size, replace=False).astype(np.int64)
+    return SparseDistribution(ids, generator.dirichlet(np.full(size, 0.3)))
 
 
-def microseconds(call: Callable[[], object]) -> float:
-    """The median time of a call."""
-    call()
-    times = []
-    end = time.perf_counter() + MEASURING_SECONDS
-    while (start := time.perf_counter()) < end:
-        call()
-        times.append(time.perf_counter() - start)
-    return float(np.median(times)) * 1e6
+def _row(
+    rule: AcceptanceRule, generator: np.random.Generator, drawn: SparseDistribution, token_id: int
+) -> TargetRow:
+    """The target's row at a proposed token."""
+    if rule.row_kinds[0] is RowKind.TOKEN:
+        return TokenRow(token_id if generator.random() < _LIKENESS else _OUTSIDE)
+    size = drawn.probs.size
+    probs = _LIKENESS * drawn.probs + 0.1 * generator.dirichlet(np.full(size, 0.3))
+    support = drawn.token_ids
+    if rule.strategy.support is Support.TOKEN:
+        is_token = support == token_id
+        support, probs = support[is_token], probs[is_token]
+    return SupportRow(support, probs, 1.0 - float(probs.sum()), _OUTSIDE, _statistics(support), 0.01)
+
+
+def _last_row(rule: AcceptanceRule) -> TargetRow:
+    """The row after all proposed tokens."""
+    if rule.row_kinds[0] is RowKind.TOKEN:
+        return TokenRow(_OUTSIDE)
+    return SupportRow(_NO_IDS, np.empty(0), 1.0, _OUTSIDE, _statistics(_NO_IDS), 0.25)
+
+
+def _statistics(support: IntArray) -> RowStatistics:
+    return RowStatistics(2.0, 0.5, 7, np.zeros(support.size, np.int64), np.zeros(support.size, np.float32))
+
+
+def one_by_one(rule: AcceptanceRule, rounds: Sequence[Round]) -> None:
+    """Decide each round as `Plan.accept` does."""
+    for own in rounds:
+        rule.accept(own)
+
+
+def microseconds(decide: Callable[[], object], rounds: int) -> float:
+    """Processor time of one round."""
+    decide()
+    calls, began = 0, time.process_time()
+    while (used := time.process_time() - began) < _SECONDS:
+        decide()
+        calls += 1
+    return 1e6 * used / calls / rounds
+
+
+def costs(rule: AcceptanceRule, rounds: Sequence[Round], repeats: int) -> tuple[list[float], list[float]]:
+    """Microseconds of a round, one by one and together, measured in turn; none together for a rule without that."""
+    alone, together = [], []
+    for _ in range(repeats):
+        alone.append(microseconds(partial(one_by_one, rule, rounds), len(rounds)))
+        if rule.decide_many is not None:
+            together.append(microseconds(partial(rule.decide_many, rounds, KEYED), len(rounds)))
+    return alone, together
 
 
 def main() -> None:
-    """Measure and print the table."""
-    table = Table("rule", "rows", "all kept (us)", "last rejected (us)", "limit (us)")
-    for case in CASES:
-        given = Round(resolve(RejectionOptions(case.rule), case.sampling), case)
-        kept, rejected = (microseconds(lambda: given.accept(last)) for last in (1e-12, 1 - 1e-12))  # noqa: B023
-        limit = "" if case.limit_microseconds is None else f"{case.limit_microseconds:.0f}"
-        table.add_row(case.rule, case.row_kind.value, f"{kept:.1f}", f"{rejected:.1f}", limit)
-    drawing = microseconds(lambda: draw_uniforms(1, BASE_LENGTH, TOKEN_COUNT))
-    table.add_row("the round's uniforms", "", f"{drawing:.1f}", "", "")
-    Console().print(table)
+    """Measure each rule with each number of rounds, one by one and together in turn, and print medians."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.studies.acceptance",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--rules", type=lambda text: text.split(","), default=list(RULES))
+    parser.add_argument(
+        "--rounds", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4, 16, 64]
+    )
+    parser.add_argument("--support-size", type=int, default=24, help="ids of a draft's distribution")
+    parser.add_argument("--repeats", type=int, default=5, help="the table shows medians")
+    options = parser.parse_args()
+    table = Table("rule", "rounds", "one by one (us a round)", "together (us a round)")
+    for name, count in product(options.rules, options.rounds):
+        sampling = SamplingParams(temperature=0.0 if name == "greedy" else 1.0)
+        rule = resolve(RejectionOptions(rejection_sampling_strategy=name), sampling)
+        generator = np.random.default_rng(count)
+        rounds = [make_round(rule, generator, options.support_size) for _ in range(count)]
+        found = costs(rule, rounds, options.repeats)
+        table.add_row(name, str(count), *(f"{statistics.median(each):.1f}" if each else "" for each in found))
+    Console(highlight=False).print(table)
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
     main()

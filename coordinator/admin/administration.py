@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Protocol
 
 from coordinator.admin.diagnosis import diagnose
-from coordinator.rejection.resolution import named_strategy
+from coordinator.rejection import named_strategy
 from coordinator.requests.active import ActiveRequest
 from coordinator.requests.runner import RequestRunner
 from coordinator.settings.acceptance import configured_options, for_draft, names_auto

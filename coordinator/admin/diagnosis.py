@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from coordinator.rejection.strategies import STRATEGIES
+from coordinator.rejection import STRATEGIES
 from coordinator.replicas.compatibility import MODEL_RULES, Deployment
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.speculation.report import NOT_MEASURED

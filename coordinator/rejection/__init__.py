@@ -1,25 +1,33 @@
 """Rejection sampling: decides which part of a proposal is kept. All functions are pure; random numbers are arguments.
 
-`resolve` turns options into a rule, `draw_uniforms` draws a round's random numbers, and the rule's `accept` decides.
+`resolve` turns options into a rule, whose `accept` decides a `Round`.
 """
 
-from coordinator.rejection.errors import RowError, RuleError
-from coordinator.rejection.options import RejectionOptions
-from coordinator.rejection.resolution import AcceptanceRule, problems, resolve
-from coordinator.rejection.strategies import STRATEGIES, Strategy, Support, find_strategy
-from coordinator.rejection.uniforms import Uniforms, draw_uniforms
+from coordinator.rejection.resolution import AcceptanceRule, named_strategy, problems, resolve
+from coordinator.rejection.rounds import KEYED, MessageRounds, Noise, Round, RowError
+from coordinator.rejection.strategies import (
+    STRATEGIES,
+    RejectionOptions,
+    RuleError,
+    Strategy,
+    Support,
+    find_strategy,
+)
 
 __all__ = [
+    "KEYED",
     "STRATEGIES",
     "AcceptanceRule",
+    "MessageRounds",
+    "Noise",
     "RejectionOptions",
+    "Round",
     "RowError",
     "RuleError",
     "Strategy",
     "Support",
-    "Uniforms",
-    "draw_uniforms",
     "find_strategy",
+    "named_strategy",
     "problems",
     "resolve",
 ]

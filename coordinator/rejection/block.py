@@ -6,15 +6,16 @@ Sun et al., "Block Verification Accelerates Speculative Decoding" (ICLR 2025, ar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
-from coordinator.rejection.rows import JointRow, check_rows, joint_row, sample_bonus
-from coordinator.rejection.uniforms import Uniforms
-from tandem.types import Acceptance, FloatArray, NextToken, Proposal, SamplingParams, Verification
+import numpy as np
+
+from coordinator.rejection.rounds import Noise, Round
+from coordinator.rejection.rows import JointRow, joint_row, with_next_tokens
+from tandem.types import Acceptance
 
 
-def accept(
-    proposal: Proposal, verification: Verification, sampling: SamplingParams, uniforms: Uniforms
-) -> Acceptance:
+def block(rounds: Sequence[Round], noise: Noise) -> list[Acceptance]:
     """Keep the longest prefix that passes its test, even if shorter prefixes fail theirs.
 
     The weight of a prefix is the share of its draft probability that the target can still use: a token that
@@ -22,48 +23,76 @@ def accept(
     Token-by-token rejection loses that gain. The token after the kept prefix is drawn in proportion to
     max(weight * target - draft, 0).
 
-    The noise of the round must be fresh (`tandem.sampling.noise` explains why); `draw_uniforms` ensures that.
-
-    Raises:
-        RowError: The rows leave out a token that the draft could have proposed, or do not fit the proposal.
+    The noise of the round must be fresh (`tandem.sampling.noise` explains why), as its keys are.
     """
-    check_rows(proposal, verification)
-    count = len(proposal)
-    rows = [joint_row(proposal, verification, index, sampling) for index in range(count)]
-    weights = _prefix_weights(proposal, rows)
-    kept = _longest_kept(weights, rows, uniforms.accept)
-    if kept == count:
-        bonus = sample_bonus(verification, sampling, uniforms, count)
-        return Acceptance(count, bonus, NextToken.BONUS)
-    row = rows[kept]
-    recovered = row.target.sample_residual(row.draft_probs, uniforms, kept, weights[kept])
-    return Acceptance(kept, recovered, NextToken.RECOVERED)
+    for own in rounds:
+        own.check()
+    joint = [[joint_row(own, index) for index in range(len(own.proposal.token_ids))] for own in rounds]
+    weights = [_prefix_weights(rows) for rows in joint]
+    masses = _ResidualMasses(joint, weights)
+    counts = [_longest_kept(own, weights[number], masses, number, noise) for number, own in enumerate(rounds)]
+    rejected = [
+        (own, count, rows[count], own_weights[count])
+        for own, count, rows, own_weights in zip(rounds, counts, joint, weights, strict=True)
+        if count < len(rows)
+    ]
+    return with_next_tokens(rounds, counts, rejected, noise)
 
 
-def _prefix_weights(proposal: Proposal, rows: list[JointRow]) -> list[float]:
+def _prefix_weights(rows: Sequence[JointRow]) -> list[float]:
     """Return p_i of the paper for the prefixes of 0 to K tokens: min(1, p_(i-1) * target / draft)."""
     weights = [1.0]
-    for token_id, row in zip(proposal.token_ids, rows, strict=True):
-        weights.append(min(1.0, weights[-1] * row.ratio(token_id)))
+    for row in rows:
+        weights.append(min(1.0, weights[-1] * row.ratio))
     return weights
 
 
-def _longest_kept(weights: list[float], rows: list[JointRow], uniforms: Sequence[float] | FloatArray) -> int:
-    """Return the length of the longest prefix that passes its test. Tries the longest first, which skips most tests."""
-    for length in range(len(rows), 0, -1):
-        following = rows[length] if length < len(rows) else None
-        if uniforms[length - 1] < _keep_probability(weights[length], following):
+class _ResidualMasses:
+    """The sums of max(weight * target - draft, 0) over the vocabulary at each proposed token of all rounds.
+
+    Each weight is that of the prefix before the token. They are computed at once when the first is needed: many rounds
+    keep their whole proposal, which needs none. The sum over a support depends on nothing but that support, so a round
+    is decided alike alone and among others.
+    """
+
+    def __init__(self, joint: Sequence[Sequence[JointRow]], weights: Sequence[Sequence[float]]) -> None:
+        self._rows = [row for rows in joint for row in rows]
+        self._weights = [weight for own in weights for weight in own[:-1]]
+        self._starts = [0, *accumulate(map(len, joint))]
+        self._masses: list[float] | None = None
+
+    def mass(self, number: int, index: int) -> float:
+        """That at a token of a round."""
+        if self._masses is None:
+            self._masses = self._computed()
+        return self._masses[self._starts[number] + index]
+
+    def _computed(self) -> list[float]:
+        sizes = [each.row.token_ids.size for each in self._rows]
+        residuals = np.concatenate([each.row.probs for each in self._rows])
+        residuals *= np.repeat(self._weights, sizes)
+        residuals -= np.fmax(np.concatenate([each.draft_probs for each in self._rows]), 0.0)
+        np.maximum(residuals, 0.0, out=residuals)
+        inside: list[float] = np.add.reduceat(residuals, [0, *accumulate(sizes[:-1])]).tolist()
+        return [
+            mass + weight * each.row.outside_mass if each.row.outside_token_id >= 0 else mass
+            for mass, weight, each in zip(inside, self._weights, self._rows, strict=True)
+        ]
+
+
+def _longest_kept(
+    own: Round, weights: Sequence[float], masses: _ResidualMasses, number: int, noise: Noise
+) -> int:
+    """Return the length of the longest prefix that passes its test; the longest is tried first."""
+    count = len(own.proposal.token_ids)
+    for length in range(count, 0, -1):
+        # h_i of the paper: the probability to keep this prefix if no longer one is kept.
+        keep = weights[length]
+        if length < count and keep > 0.0:
+            # Zero over zero means that draft and target are equal after the prefix. The prefix one token longer then
+            # has weight 1 as well, so that it or a longer one is always kept.
+            mass = masses.mass(number, length)
+            keep = mass / (mass + 1.0 - keep) if mass > 0.0 else 0.0
+        if noise.uniform(own, length - 1) < keep:
             return length
     return 0
-
-
-def _keep_probability(weight: float, following: JointRow | None) -> float:
-    """Return h_i of the paper: the probability to keep a prefix of this weight if no longer one is kept.
-
-    Zero over zero means that draft and target are equal after the prefix. The prefix one token longer then has
-    weight 1 as well, so that it or a longer one is always kept.
-    """
-    if following is None or weight == 0.0:
-        return weight
-    residual_mass = following.target.residual_mass(following.draft_probs, weight)
-    return residual_mass / (residual_mass + 1.0 - weight) if residual_mass > 0.0 else 0.0

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 
 import numpy as np
 
-from coordinator.rejection import relaxed
-from coordinator.rejection.errors import RuleError
-from coordinator.rejection.options import RejectionOptions
-from coordinator.rejection.relaxed import Accept
+from coordinator.rejection.rounds import KEYED, Decide, MessageVerification, Noise, Round
 from coordinator.rejection.rows import draft_support
+from coordinator.rejection.rules import TokenRule, relaxed
 from coordinator.rejection.strategies import (
     GREEDY,
     LOGIT_COMPARISON,
     STRATEGIES,
     SYNTHETIC,
+    RejectionOptions,
+    RuleError,
     Strategy,
     Support,
     default_strategy,
     find_strategy,
 )
-from coordinator.rejection.together.rounds import AcceptMany
-from coordinator.rejection.uniforms import Uniforms
-from tandem.types import Acceptance, IntArray, Proposal, RowKind, SamplingParams, Verification
+from tandem.types import Acceptance, IntArray, Proposal, RowKind, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +37,10 @@ class AcceptanceRule:
     """The kinds of target row that the rule accepts, the cheapest first."""
     needs_statistics: bool
     """True if support rows must come with statistics."""
-    decide: Accept
+    decide: Decide
     """The acceptance function."""
-    decide_thinking: Callable[..., Acceptance] | None = None
-    """The acceptance function inside think spans; None unless relaxed acceptance is on."""
+    is_relaxed: bool = False
+    """True if think spans change the rule."""
 
     @property
     def name(self) -> str:
@@ -51,9 +48,9 @@ class AcceptanceRule:
         return self.strategy.name
 
     @property
-    def accept_many(self) -> AcceptMany | None:
-        """Decides many rounds at once; None for rules without that, and where think spans change the rule."""
-        return None if self.decide_thinking is not None else self.strategy.accept_many
+    def decide_many(self) -> Decide | None:
+        """Decides the rounds of a message at once; None where that gains nothing, and where think spans matter."""
+        return self.decide if self.strategy.gains_by_many and not self.is_relaxed else None
 
     def row_kind(self, requested: RowKind | None = None) -> RowKind:
         """Return the requested kind of target row, or the cheapest one that the rule accepts.
@@ -79,30 +76,20 @@ class AcceptanceRule:
         supports = (draft_support(proposal, index) for index in range(len(proposal)))
         return tuple(_not_dense(support) for support in supports)
 
-    def accept(
-        self,
-        proposal: Proposal,
-        verification: Verification,
-        sampling: SamplingParams,
-        uniforms: Uniforms,
-        thinking: Sequence[bool] = (),
-    ) -> Acceptance:
+    def accept(self, own: Round, noise: Noise = KEYED) -> Acceptance:
         """Decide which part of a proposal is kept, and which token follows it.
 
         Args:
-            proposal: K tokens, with their distributions or logits where the rule needs them.
-            verification: K + 1 rows of the target, of one of `row_kinds`.
-            sampling: The request's sampling parameters.
-            uniforms: This round's random numbers, from `draw_uniforms`.
-            thinking: For each proposed token, True if its position is inside a think span; empty when none
-                is. Ignored unless relaxed acceptance is on.
+            own: The proposal, with distributions or logits where the rule needs them, and K + 1 rows of the target, of
+                one of `row_kinds`. If they came in a message with others, it decides all of those at once.
+            noise: Random numbers.
 
         Raises:
             RowError: The rows do not fit the proposal, or lack something that the rule needs.
         """
-        if self.decide_thinking is not None and any(thinking):
-            return self.decide_thinking(proposal, verification, sampling, uniforms, thinking=thinking)
-        return self.decide(proposal, verification, sampling, uniforms)
+        if isinstance(own.verification, MessageVerification):
+            return own.verification.acceptance()
+        return self.decide([own], noise)[0]
 
 
 def _not_dense(support: IntArray | None) -> IntArray:
@@ -131,13 +118,16 @@ def resolve(options: RejectionOptions, sampling: SamplingParams) -> AcceptanceRu
         strategy = GREEDY
     is_relaxed = options.use_relaxed_acceptance_for_thinking and not sampling.is_greedy
     decide = strategy.build(options)
+    if is_relaxed:
+        assert isinstance(decide, TokenRule), "rules that can be relaxed decide token by token"
+        decide = relaxed(decide, options.relaxed_topk, options.relaxed_delta)
     return AcceptanceRule(
         strategy=strategy,
         lossless=strategy.lossless and not is_relaxed and (sampling.is_greedy or not strategy.reads_argmax),
         row_kinds=_row_kinds(strategy, sampling),
         needs_statistics=strategy.needs_statistics or is_relaxed,
         decide=decide,
-        decide_thinking=_relax(decide, options) if is_relaxed else None,
+        is_relaxed=is_relaxed,
     )
 
 
@@ -158,10 +148,6 @@ def _row_kinds(strategy: Strategy, sampling: SamplingParams) -> tuple[RowKind, .
     if strategy.reads_argmax and not sampling.is_greedy:
         return tuple(kind for kind in strategy.row_kinds if kind is not RowKind.TOKEN)
     return strategy.row_kinds
-
-
-def _relax(decide: Accept, options: RejectionOptions) -> Callable[..., Acceptance]:
-    return partial(relaxed.accept, wrapped=decide, top_k=options.relaxed_topk, delta=options.relaxed_delta)
 
 
 def problems(options: RejectionOptions) -> list[str]:

@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 
-from coordinator.rejection import (
-    block,
-    greedy,
-    logit_comparison,
-    residual,
-    strict,
-    synthetic,
-    typical,
-)
-from coordinator.rejection.errors import RuleError
-from coordinator.rejection.options import RejectionOptions
-from coordinator.rejection.relaxed import Accept
-from coordinator.rejection.together import block as joint_block
-from coordinator.rejection.together import residual as joint_residual
-from coordinator.rejection.together.rounds import AcceptMany
+from coordinator.rejection import rules
+from coordinator.rejection.block import block
+from coordinator.rejection.rounds import Decide
 from tandem.config import names as acceptance_names
 from tandem.types import RowKind
+
+
+class RuleError(ValueError):
+    """The options conflict. The message is one sentence for a user."""
+
+
+@dataclass(frozen=True, slots=True)
+class RejectionOptions:
+    """Options of the acceptance rules, named as in MAX and vLLM."""
+
+    rejection_sampling_strategy: str | None = None
+    """Name or alias of a rule; None chooses by `speculative_method` (see `resolve`)."""
+    speculative_method: str = "standalone"
+    """The drafting method: standalone, eagle, eagle3, mtp, medusa, ngram, suffix."""
+    num_speculative_tokens: int = 2
+    """Maximum number of tokens in a proposal."""
+    typical_epsilon: float = 0.09
+    """Typical acceptance: a token with a probability above this always passes."""
+    typical_delta: float = 0.3
+    """Typical acceptance: factor of exp(-entropy)."""
+    synthetic_acceptance_rate: float | None = None
+    """MAX: accept this share of the proposed tokens on average, whatever the models predict."""
+    synthetic_acceptance_rates: Sequence[float] | None = None
+    """vLLM: the probability that the token at each position is accepted, non-increasing."""
+    synthetic_acceptance_length: float | None = None
+    """vLLM: mean number of tokens per round, the one after the accepted run included."""
+    use_relaxed_acceptance_for_thinking: bool = False
+    """MAX: inside think spans, accept tokens among the target's top k."""
+    relaxed_topk: int = 10
+    """Relaxed acceptance: k, the number of most probable tokens that may pass."""
+    relaxed_delta: float = 0.6
+    """Relaxed acceptance: how far a token's probability may lie below the maximum."""
 
 
 class Support(Enum):
@@ -47,7 +66,7 @@ class Strategy:
     """The kinds of target row that the rule accepts, the cheapest first."""
     draft_row_kind: RowKind
     """Kind of row that the draft sends for each proposed token."""
-    build: Callable[[RejectionOptions], Accept]
+    build: Callable[[RejectionOptions], Decide]
     """Builds the acceptance function from the options."""
     aliases: tuple[str, ...] = ()
     support: Support = Support.TOKEN
@@ -56,16 +75,12 @@ class Strategy:
     """True if support rows must come with statistics."""
     needs_token_logits: bool = False
     """True if the draft must send the proposed tokens' logits."""
-    draws: bool = True
-    """True if the rule needs random numbers from the coordinator."""
-    races_recovery: bool = False
-    """True if the token after the accepted run is sampled with recovery keys, which target and coordinator share."""
     reads_argmax: bool = False
     """True if the rule needs only the target's argmax, which a token row holds at temperature 0 alone."""
     can_be_relaxed: bool = False
     """True if relaxed acceptance for thinking can wrap the rule."""
-    accept_many: AcceptMany | None = None
-    """Decides many rounds at once; None where that would not be faster."""
+    gains_by_many: bool = False
+    """True if deciding the rounds of a message at once is faster than one by one."""
 
 
 _TOKEN, _SUPPORT, _DENSE = RowKind.TOKEN, RowKind.SUPPORT, RowKind.DENSE
@@ -74,10 +89,10 @@ _TOKEN, _SUPPORT, _DENSE = RowKind.TOKEN, RowKind.SUPPORT, RowKind.DENSE
 def _synthetic_schedule(options: RejectionOptions) -> tuple[float, ...]:
     count = options.num_speculative_tokens
     if options.synthetic_acceptance_rates is not None:
-        return synthetic.schedule_of_rates(options.synthetic_acceptance_rates)
+        return rules.schedule_of_rates(options.synthetic_acceptance_rates)
     if options.synthetic_acceptance_length is not None:
-        return synthetic.schedule_of_length(options.synthetic_acceptance_length, count)
-    return synthetic.schedule_of_rate(options.synthetic_acceptance_rate or 0.0, count)
+        return rules.schedule_of_length(options.synthetic_acceptance_length, count)
+    return rules.schedule_of_rate(options.synthetic_acceptance_rate or 0.0, count)
 
 
 def _aliases(name: str) -> tuple[str, ...]:
@@ -90,8 +105,7 @@ GREEDY = Strategy(
     lossless=True,
     row_kinds=(_TOKEN, _SUPPORT, _DENSE),
     draft_row_kind=_TOKEN,
-    build=lambda options: greedy.accept,
-    draws=False,
+    build=lambda options: rules.greedy,
     needs_statistics=True,
     reads_argmax=True,
 )
@@ -102,11 +116,10 @@ RESIDUAL = Strategy(
     lossless=True,
     row_kinds=(_SUPPORT, _DENSE),
     draft_row_kind=_SUPPORT,
-    build=lambda options: residual.accept,
+    build=lambda options: rules.residual,
     support=Support.DRAFT,
-    races_recovery=True,
     can_be_relaxed=True,
-    accept_many=joint_residual.accept_many,
+    gains_by_many=True,
 )
 BLOCK = Strategy(
     name="block",
@@ -114,10 +127,9 @@ BLOCK = Strategy(
     lossless=True,
     row_kinds=(_SUPPORT, _DENSE),
     draft_row_kind=_SUPPORT,
-    build=lambda options: block.accept,
+    build=lambda options: block,
     support=Support.DRAFT,
-    races_recovery=True,
-    accept_many=joint_block.accept_many,
+    gains_by_many=True,
 )
 STRICT = Strategy(
     name="strict",
@@ -125,8 +137,7 @@ STRICT = Strategy(
     lossless=True,
     row_kinds=(_TOKEN, _DENSE),
     draft_row_kind=_TOKEN,
-    build=lambda options: strict.accept,
-    draws=False,
+    build=lambda options: rules.strict,
 )
 TYPICAL_ACCEPTANCE = Strategy(
     name="typical-acceptance",
@@ -137,9 +148,7 @@ TYPICAL_ACCEPTANCE = Strategy(
     # Not TOKEN: a proposal drawn with the shared noise would be correlated with the target's sample that replaces
     # it.
     draft_row_kind=_SUPPORT,
-    build=lambda options: partial(
-        typical.accept, epsilon=options.typical_epsilon, delta=options.typical_delta
-    ),
+    build=lambda options: rules.typical(options.typical_epsilon, options.typical_delta),
     needs_statistics=True,
     can_be_relaxed=True,
 )
@@ -149,7 +158,7 @@ LOGIT_COMPARISON = Strategy(
     lossless=False,
     row_kinds=(_SUPPORT, _DENSE),
     draft_row_kind=_TOKEN,
-    build=lambda options: logit_comparison.accept,
+    build=lambda options: rules.logit_comparison,
     needs_statistics=True,
     needs_token_logits=True,
     can_be_relaxed=True,
@@ -160,7 +169,7 @@ SYNTHETIC = Strategy(
     lossless=False,
     row_kinds=(_TOKEN, _SUPPORT, _DENSE),
     draft_row_kind=_TOKEN,
-    build=lambda options: partial(synthetic.accept, schedule=_synthetic_schedule(options)),
+    build=lambda options: rules.synthetic(_synthetic_schedule(options)),
     needs_statistics=True,
     reads_argmax=True,
 )

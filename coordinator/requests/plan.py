@@ -12,11 +12,15 @@ from coordinator.decoding.completion import Completion, Limits
 from coordinator.decoding.detokenization import Detokenizer, StopStrings
 from coordinator.decoding.think_spans import ThinkSpans, think_spans
 from coordinator.decoding.tokenization import PromptEncoder
-from coordinator.rejection.errors import RowError, RuleError
-from coordinator.rejection.options import RejectionOptions
-from coordinator.rejection.resolution import AcceptanceRule, resolve
-from coordinator.rejection.strategies import find_strategy
-from coordinator.rejection.uniforms import NO_UNIFORMS, draw_uniforms
+from coordinator.rejection import (
+    AcceptanceRule,
+    RejectionOptions,
+    Round,
+    RowError,
+    RuleError,
+    find_strategy,
+    resolve,
+)
 from coordinator.requests.active import ActiveRequest
 from coordinator.requests.validation import TokenizedRequest, check_request, is_separate_model, penalizes
 from coordinator.settings.acceptance import for_draft, names_auto, requested_options
@@ -130,15 +134,10 @@ class Plan:
         Raises:
             ProtocolError: the answers of draft and target do not fit each other.
         """
-        if verification.together is not None and (acceptance := verification.together()) is not None:
-            return acceptance
-        uniforms = NO_UNIFORMS
-        if self.rule.strategy.draws:
-            uniforms = draw_uniforms(self.sampling.seed, proposal.base_length, len(proposal))
         spans = self.think_spans
         thinking = () if spans is None else spans.inside(completion.token_ids, proposal.token_ids)
         try:
-            return self.rule.accept(proposal, verification, self.sampling, uniforms, thinking)
+            return self.rule.accept(Round(proposal, verification, self.sampling, thinking))
         except RowError as error:
             raise ProtocolError(str(error)) from error
 

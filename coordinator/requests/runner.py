@@ -172,8 +172,7 @@ def open_verifier(services: Services, run: Run) -> FailoverVerifier:
         plan.rule.supports,
         services.target_info.vocabulary_size,
         plan.rule.needs_statistics,
-        plan.rule.strategy.races_recovery,
-        plan.rule.accept_many,
+        plan.rule.decide_many,
     )
     return FailoverVerifier(
         services.replicas.targets,

@@ -6,9 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from coordinator.rejection.errors import RuleError
-from coordinator.rejection.options import RejectionOptions
-from coordinator.rejection.resolution import named_strategy
+from coordinator.rejection import RejectionOptions, RuleError, named_strategy
 from coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS, RequestBounds
 from tandem.config.names import OWN_METHODS
 from tandem.config.rule import Rule, at_least, broken, spelled, within

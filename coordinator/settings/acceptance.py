@@ -6,15 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from coordinator.rejection.errors import RuleError
-from coordinator.rejection.options import RejectionOptions
+from coordinator.rejection import RejectionOptions, RuleError, Strategy
 from coordinator.rejection.resolution import (
     logit_problems,
     named_strategy,
     relaxed_problems,
     synthetic_problems,
 )
-from coordinator.rejection.strategies import Strategy
 from tandem.config import SpeculativeConfig
 from tandem.config.names import AUTO, canonical_name
 from tandem.config.rule import Rule

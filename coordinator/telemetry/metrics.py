@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from coordinator.rejection.strategies import STRATEGIES
+from coordinator.rejection import STRATEGIES
 from coordinator.stats.ahead import MAX_RANKS
 from coordinator.stats.rounds import RoundTimes
 from coordinator.stats.speculation import (

@@ -16,7 +16,8 @@ import grpc.aio
 import numpy as np
 
 from coordinator.decoding.completion import Completion
-from coordinator.rejection.together.rounds import AcceptMany, Round, RoundsOfMessage
+from coordinator.rejection import MessageRounds, Round
+from coordinator.rejection.rounds import Decide
 from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
 from coordinator.transport.remote_sequence import RemoteSequence
 from coordinator.transport.streams import Methods, SequenceStream, StreamChoice
@@ -217,9 +218,7 @@ class RowChoice:
     vocabulary_size: int
     """The target's; ids in its answers must be below it, and dense rows hold as many logits."""
     with_statistics: bool = False
-    races_recovery: bool = False
-    """True if the target is to sample outside the supports with the recovery keys."""
-    accept_many: AcceptMany | None = None
+    decide_many: Decide | None = None
     """Decides the rounds of many sequences at once; None where the rule decides each alone."""
 
     def kind_for(self, proposal: Proposal) -> RowKind:
@@ -227,22 +226,18 @@ class RowChoice:
         needs_sample_only = not proposal.token_ids and not self.with_statistics
         return RowKind.TOKEN if self.kind is RowKind.SUPPORT and needs_sample_only else self.kind
 
-    def races_for(self, proposal: Proposal) -> bool:
-        """With nothing proposed there is nothing to recover: the token is the target's own sample."""
-        return self.races_recovery and self.kind is RowKind.SUPPORT and len(proposal) > 0
-
 
 class _Messages:
     """The rounds that the latest message answers. A message's answers are read one after the other."""
 
     def __init__(self) -> None:
         self._block: RowBlock | None = None
-        self._rounds = RoundsOfMessage()
+        self._rounds = MessageRounds()
 
-    def rounds(self, block: RowBlock) -> RoundsOfMessage:
+    def rounds(self, block: RowBlock) -> MessageRounds:
         """The rounds of the message with this block."""
         if block is not self._block:
-            self._block, self._rounds = block, RoundsOfMessage()
+            self._block, self._rounds = block, MessageRounds()
         return self._rounds
 
 
@@ -272,7 +267,7 @@ class TargetSequence:
         self._asked: _Asked | None = None
         self._early: tuple[wire.Answer, Verification] | None = None
         """An answer that was read when it came, before its sequence went on."""
-        if rows.accept_many is not None:
+        if rows.decide_many is not None:
             stream.read_on_arrival(self._read_early)
         self._features = features
         self._observer = observer
@@ -316,7 +311,8 @@ class TargetSequence:
             row_count=len(proposal) + 1,
             supports=self._rows.supports(proposal) if kind is RowKind.SUPPORT else (),
             with_statistics=self._rows.with_statistics,
-            raced_recovery=self._rows.races_for(proposal),
+            # After an empty proposal the token is the target's own sample, whatever kind of row it comes in.
+            raced_recovery=kind is RowKind.SUPPORT and len(proposal) > 0,
         )
 
     async def finish(self) -> None:
@@ -341,8 +337,8 @@ class TargetSequence:
 
     def _read_early(self, arrived: Arrived[wire.Answer]) -> None:
         """An answer has come with others: let its rule decide on all of their rounds at once."""
-        answer, asked, accept_many = arrived.answer, self._asked, self._rows.accept_many
-        if accept_many is None or asked is None or not isinstance(answer, ColumnAnswer):
+        answer, asked, decide = arrived.answer, self._asked, self._rows.decide_many
+        if decide is None or asked is None or not isinstance(answer, ColumnAnswer):
             return
         if asked.step.row_kind is not RowKind.SUPPORT:
             return
@@ -351,8 +347,7 @@ class TargetSequence:
         except TandemError:
             return  # the sequence finds the same when it reads the answer
         own = Round(asked.proposal, found, self._options.sampling)
-        together = self._messages.rounds(answer.block).add(accept_many, own)
-        self._early = answer, Verification(found.base_length, found.rows, found.cost, together)
+        self._early = answer, self._messages.rounds(answer.block).add(decide, own)
 
     def _verification(self, answer: wire.Answer, asked: _Asked) -> Verification:
         if answer.base_length != asked.base_length:

@@ -13,13 +13,13 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from coordinator.rejection.together.rounds import AcceptMany, Round, RoundsOfMessage
+from coordinator.rejection import MessageRounds, Round
+from coordinator.rejection.rounds import Decide, MessageVerification
 from coordinator.settings.coordinator import CoordinatorSettings
 from draft_service.servicer import DraftServicer
 from tandem.engine.models.loading import LoadedModel
 from tandem.serving.interceptors import Context
 from tandem.types import (
-    Acceptance,
     Delta,
     DraftOptions,
     GenerationRequest,
@@ -142,22 +142,16 @@ async def test_an_upgrade_of_either_side_keeps_every_token_of_every_rule_and_row
     at_once: int, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared: list[str] = []
-    decided: list[Acceptance | None] = []
+    decided: list[Round] = []
     # Whether three answers meet in one message is a matter of time; here one is enough.
     monkeypatch.setattr("tandem.wire.columns._MIN_JOINED", 1)
-    monkeypatch.setattr("coordinator.rejection.together.rounds._MIN_ROUNDS", 1)
-    add = RoundsOfMessage.add
+    add = MessageRounds.add
 
-    def adding(self: RoundsOfMessage, accept_many: AcceptMany, own: Round) -> Callable[[], Acceptance | None]:
-        decide = add(self, accept_many, own)
+    def adding(self: MessageRounds, decide: Decide, own: Round) -> MessageVerification:
+        decided.append(own)
+        return add(self, decide, own)
 
-        def deciding() -> Acceptance | None:
-            decided.append(decide())
-            return decided[-1]
-
-        return deciding
-
-    monkeypatch.setattr(RoundsOfMessage, "add", adding)
+    monkeypatch.setattr(MessageRounds, "add", adding)
     for wire in (target_wire, draft_wire):
         monkeypatch.setattr(wire, "columns_from_proto", counting(wire.columns_from_proto, shared))
     before, verified, proposed = await completed(model, at_once, old_target=True, old_draft=True)
@@ -174,7 +168,7 @@ async def test_an_upgrade_of_either_side_keeps_every_token_of_every_rule_and_row
         assert (proposed.columns > 0, proposed.rows > 0) == (not old_draft, old_draft)
     both = {"VerifyManyResponse", "ProposeManyResponse"}
     assert set(shared) == (both if at_once > 1 else set()), "sequences share columns on a shared stream"
-    assert any(decided) == (at_once > 1), "rounds of a message are decided together"
+    assert bool(decided) == (at_once > 1), "rounds of a message are decided together"
 
 
 SAMPLING = SamplingParams(temperature=1.0, seed=3)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from coordinator.rejection.options import RejectionOptions
+from coordinator.rejection import RejectionOptions
 from coordinator.settings.acceptance import configured_options, requested_options
 from coordinator.settings.coordinator import CheckedSpeculativeConfig
 from tandem.config import SpeculativeConfig

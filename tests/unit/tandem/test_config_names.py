@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from coordinator.rejection.options import RejectionOptions
-from coordinator.rejection.strategies import STRATEGIES
+from coordinator.rejection import STRATEGIES, RejectionOptions
 from coordinator.settings.acceptance import configured_options
 from draft_service.settings import DraftSettings
 from tandem.config import SpeculativeConfig

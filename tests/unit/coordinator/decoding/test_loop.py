@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from coordinator.decoding.completion import Completion, Limits
 from coordinator.decoding.detokenization import Detokenizer, StopStrings
 from coordinator.decoding.loop import generate
-from coordinator.rejection import greedy
-from coordinator.rejection.uniforms import draw_uniforms
+from coordinator.rejection import KEYED, Round
+from coordinator.rejection.rules import greedy
 from tandem.types import Acceptance, Chunk, Proposal, SamplingParams, TokenRow, Verification
 from tests.paths import DEMO_TARGET
 
@@ -45,8 +45,7 @@ class ScriptedDrafter:
 
 
 def accept(proposal: Proposal, verification: Verification) -> Acceptance:
-    uniforms = draw_uniforms(0, proposal.base_length, len(proposal))
-    return greedy.accept(proposal, verification, GREEDY, uniforms)
+    return greedy([Round(proposal, verification, GREEDY)], KEYED)[0]
 
 
 async def run(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from coordinator.rejection.uniforms import Uniforms
-from tandem.sampling.noise import recovery_keys
+from coordinator.rejection import Noise, Round, rules
+from coordinator.rejection.block import block as block_rule
+from coordinator.rejection.rounds import Decide, Race
 from tandem.types import (
+    Acceptance,
     DenseRow,
     Float32Array,
     IntArray,
+    NextToken,
     Proposal,
     RowStatistics,
     SamplingParams,
@@ -58,20 +61,20 @@ def support_row(
     """The rest of the probability lies outside."""
     told = sparse(probs)
     mass = 1.0 - sum(probs.values()) if outside >= 0 else 0.0
-    return SupportRow(told.token_ids, told.probs, mass, outside, statistics)
+    return SupportRow(told.token_ids, told.probs, mass, outside, statistics, mass)
 
 
 def bonus_row(token_id: int) -> SupportRow:
     """The row after the proposal: no support, a sample."""
-    return SupportRow(NO_IDS, np.array([]), 1.0, token_id)
+    return SupportRow(NO_IDS, np.array([]), 1.0, token_id, outside_prob=1.0)
 
 
 def statistics(
     argmax: int,
     entropy: float = 0.0,
     max_prob: float = 1.0,
-    ranks: Sequence[int] = (),
-    logits: Sequence[float] = (),
+    ranks: Sequence[int] = (0,),
+    logits: Sequence[float] = (0.0,),
 ) -> RowStatistics:
     return RowStatistics(entropy, max_prob, argmax, np.array(ranks, np.int64), np.array(logits, np.float32))
 
@@ -86,8 +89,60 @@ def log_probs(probs: Sequence[float]) -> Float32Array:
     return logits
 
 
-def uniforms(*accept: float, recover: float = 0.5) -> Uniforms:
-    """`recover` chooses from rows without an outside probability; others are sampled with the seed of `SAMPLED`."""
-    count = len(accept) + 1
-    keys = recovery_keys(SAMPLED.seed, 0, count)
-    return Uniforms(np.array(accept, dtype=float), np.full(count, recover), keys)
+class GivenNoise(Noise):
+    """Uniforms that a test gives. Samples are drawn as always, and what they are drawn from is recorded."""
+
+    def __init__(self, uniforms: Sequence[float]) -> None:
+        self.given = uniforms
+        self.laws: list[dict[int, float]] = []
+        """For each sample, the probability of each token."""
+
+    def uniform(self, own: Round, index: int) -> float:
+        return float(self.given[index])
+
+    def sample(self, races: Sequence[Race]) -> list[int]:
+        self.laws.extend(map(law, races))
+        return super().sample(races)
+
+
+def law(race: Race) -> dict[int, float]:
+    """The probability that each token wins: its share of the weights. Empty without a positive weight."""
+    weights = dict(zip(race.token_ids.tolist(), race.weights.tolist(), strict=True))
+    if race.outside_token_id >= 0:
+        weights[race.outside_token_id] = race.outside_weight
+    total = sum(weights.values())
+    return {token: weight / total for token, weight in weights.items() if weight > 0.0} if total > 0.0 else {}
+
+
+def uniforms(*accept: float) -> GivenNoise:
+    return GivenNoise(accept)
+
+
+Accept = Callable[[Proposal, Verification, SamplingParams, Noise], Acceptance]
+"""Decides one round."""
+
+
+def accepting(decide: Decide) -> Accept:
+    return lambda proposal, rows, sampling, noise: decide([Round(proposal, rows, sampling)], noise)[0]
+
+
+greedy, strict, residual = accepting(rules.greedy), accepting(rules.strict), accepting(rules.residual)
+block, logit_comparison = accepting(block_rule), accepting(rules.logit_comparison)
+
+
+def typical(epsilon: float = 0.09, delta: float = 0.3) -> Accept:
+    return accepting(rules.typical(epsilon, delta))
+
+
+def synthetic(*schedule: float) -> Accept:
+    return accepting(rules.synthetic(schedule))
+
+
+def relaxed(rule: rules.TokenRule, thinking: Sequence[bool], top_k: int = 10, delta: float = 0.6) -> Accept:
+    decide = rules.relaxed(rule, top_k, delta)
+    return lambda proposal, rows, sampling, noise: decide([Round(proposal, rows, sampling, thinking)], noise)[
+        0
+    ]
+
+
+BONUS, RECOVERED, NONE = NextToken.BONUS, NextToken.RECOVERED, NextToken.NONE

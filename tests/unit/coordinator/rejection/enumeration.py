@@ -5,7 +5,7 @@ thresholds that do not depend on the other uniforms, so the cube of uniforms fal
 constant. Bisection of the rule itself finds the boxes' edges without knowing its formulas: a wrong
 threshold has a wrong measure.
 
-The token after the accepted run comes from one more uniform, or from a race. Of a race the law is put in the place:
+The token after the accepted run comes from a race. The law of the race is put in its place:
 tokens that race win in proportion to their weights, the exponentials being independent (that they are, and that the
 race is run with them, is tested in `test_raced_recovery.py`).
 """
@@ -15,29 +15,26 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from coordinator.rejection.uniforms import Uniforms
+from coordinator.rejection.rounds import Race
 from tandem.types import (
-    Acceptance,
     DenseLogits,
     DenseRow,
-    FloatArray,
-    IntArray,
     Proposal,
     SamplingParams,
     SparseDistribution,
     SupportRow,
     Verification,
 )
+from tests.unit.coordinator.rejection.builders import Accept, GivenNoise, law
 
 Tokens = tuple[int, ...]
 Model = Callable[[Tokens], Sequence[float]]
 """Probabilities of the next token after some tokens."""
 Distribution = dict[Tokens, float]
-Accept = Callable[[Proposal, Verification, SamplingParams, Uniforms], Acceptance]
 
 NEAR_ZERO = 1e-13
 BISECTIONS = 46
@@ -50,7 +47,6 @@ RACED = 10_000
 """Stands for a token sampled with recovery keys."""
 
 SAMPLING = SamplingParams(temperature=1.0)
-_NO_KEYS: IntArray = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -67,29 +63,27 @@ class Setting:
     """Proposals come without distributions; the draft's must be one-hot."""
     dense: bool = False
     """Draft and target send logits."""
-    raced: bool = False
-    """Support rows contain the probability of their outside sample."""
     sent_count: Callable[[Tokens, Tokens], int] = lambda tokens, proposed: len(proposed)
     """How many of the drawn tokens the draft sends after these tokens."""
 
 
-@dataclass(frozen=True, eq=False)
-class RacesByLaw(Uniforms):
-    """Uniforms that record the candidates and weights of each sample instead of drawing it."""
+class RacesByLaw(GivenNoise):
+    """Records the law of each race instead of running it."""
 
-    laws: dict[int, Distribution] = field(default_factory=dict)
-    """For each number of accepted tokens, the probability of each token."""
+    def __init__(self, uniforms: Sequence[float], laws: dict[int, Distribution]) -> None:
+        super().__init__(uniforms)
+        self._laws = laws
+        """For each number of accepted tokens, the probability of each token."""
 
-    def sample(self, index: int, token_ids: IntArray, weights: FloatArray) -> int:
-        """See `Uniforms`."""
-        total = float(weights.sum())
-        if not total > 0.0:
+    def sample(self, races: Sequence[Race]) -> list[int]:
+        return [self._raced(race) for race in races]
+
+    def _raced(self, race: Race) -> int:
+        found: Distribution = {(token,): prob for token, prob in law(race).items()}
+        if not found:
             return -1
-        law: Distribution = {
-            (int(token),): float(weight) / total for token, weight in zip(token_ids, weights, strict=True)
-        }
         # The candidates depend only on the proposal and on the number of accepted tokens.
-        assert self.laws.setdefault(index, law) == law
+        assert self._laws.setdefault(race.accepted_count, found) == found
         return RACED
 
 
@@ -146,15 +140,11 @@ def round_outcomes(accept: Accept, setting: Setting, tokens: Tokens) -> Distribu
             verification: Verification = verification,
             laws: dict[int, Distribution] = laws,
         ) -> tuple[int, int]:
-            count = len(proposal)
-            accepts, recovers = np.array(point[:count]), np.full(count + 1, (*point, 0.5)[count])
-            uniforms = RacesByLaw(accepts, recovers, _NO_KEYS, laws)
+            uniforms = RacesByLaw(point, laws)
             acceptance = accept(proposal, verification, SAMPLING, uniforms)
             return acceptance.accepted_count, acceptance.next_token_id
 
-        # With recovery keys no uniform chooses the next token.
-        dimension = len(proposed) + (0 if setting.raced or setting.dense else 1)
-        for (count, token), mass in measure(decide, dimension).items():
+        for (count, token), mass in measure(decide, len(proposed)).items():
             kept = proposed[:count]
             drawn = laws[count] if token == RACED else {(token,): 1.0}
             for (one,), chance in drawn.items():
@@ -228,13 +218,11 @@ def _round(setting: Setting, tokens: Tokens, proposed: Tokens) -> tuple[Proposal
             rows.append(DenseRow(_logits(target_probs)))
         else:
             distributions.append(SparseDistribution(support, draft_probs[support]))
-            rows.append(_support_row(target_probs, requested, index, raced=setting.raced))
+            rows.append(_support_row(target_probs, requested, index))
     last = np.array(setting.target(tokens + proposed))
     count = len(proposed)
     rows.append(
-        DenseRow(_logits(last))
-        if setting.dense
-        else _support_row(last, np.array([], np.int64), count, raced=setting.raced)
+        DenseRow(_logits(last)) if setting.dense else _support_row(last, np.array([], np.int64), count)
     )
     sent = () if setting.one_hot else tuple(distributions)
     return Proposal(len(tokens), proposed, sent), Verification(len(tokens), tuple(rows))
@@ -252,15 +240,13 @@ def _support_row(
     target_probs: np.ndarray[tuple[int], np.dtype[np.float64]],
     support: np.ndarray[tuple[int], np.dtype[np.int64]],
     index: int,
-    *,
-    raced: bool,
 ) -> SupportRow:
     outside = np.delete(target_probs, support)
     mass = float(outside.sum())
     # All tokens outside together race as one of their mass: the least of independent exponentials is exponential,
     # its rate the sum of theirs, whichever of them it is.
     stand_in = OUTSIDE + index if mass > 0 else -1
-    return SupportRow(support, target_probs[support], mass, stand_in, outside_prob=mass if raced else None)
+    return SupportRow(support, target_probs[support], mass, stand_in, outside_prob=mass)
 
 
 def _resolve(

@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 
-from coordinator.rejection import AcceptanceRule, draw_uniforms
+from coordinator.rejection import AcceptanceRule, Round
 from tandem.sampling.noise import proposal_keys, recovery_keys, sample, target_keys
 from tandem.sampling.warping import warp
 from tandem.types import (
@@ -89,12 +89,10 @@ def verify(
     kind: RowKind,
     sampling: SamplingParams,
     supports: tuple[IntArray, ...] = (),
-    *,
-    raced: bool = False,
 ) -> Verification:
-    """Answer as a target service does; `raced`: with recovery keys."""
+    """Answer as a target service does."""
     rows: list[TargetRow] = []
-    keys_of = recovery_keys if raced else target_keys
+    keys_of = recovery_keys if kind is RowKind.SUPPORT and len(proposal) > 0 else target_keys
     keys = keys_of(sampling.seed, len(tokens), len(proposal) + 1)
     for index in range(len(proposal) + 1):
         logits = model.logits(tokens + proposal.token_ids[:index])
@@ -110,7 +108,7 @@ def verify(
             outside[support] = 0
             mass = float(outside.sum())
             outside_id = int(sample(outside[None], key)[0]) if mass > 0 else -1
-            outside_prob = (float(outside[outside_id]) if mass > 0 else 0.0) if raced else None
+            outside_prob = float(outside[outside_id]) if mass > 0 else 0.0
             statistics = _statistics(logits, probs, support)
             rows.append(SupportRow(support, probs[support], mass, outside_id, statistics, outside_prob))
     return Verification(len(tokens), tuple(rows))
@@ -139,11 +137,9 @@ def one_round(
     proposal = propose(draft, tokens, count, rule.strategy.draft_row_kind, sampling)
     kind = rule.row_kind(row_kind)
     supports = rule.supports(proposal) if kind is RowKind.SUPPORT else ()
-    raced = rule.strategy.races_recovery and kind is RowKind.SUPPORT and len(proposal) > 0
-    verification = verify(target, tokens, proposal, kind, sampling, supports, raced=raced)
-    uniforms = draw_uniforms(sampling.seed, len(tokens), len(proposal))
+    verification = verify(target, tokens, proposal, kind, sampling, supports)
     thinking = [position % 5 < 2 for position in range(len(tokens), len(tokens) + len(proposal))]
-    return proposal, rule.accept(proposal, verification, sampling, uniforms, thinking)
+    return proposal, rule.accept(Round(proposal, verification, sampling, thinking))
 
 
 def generate(

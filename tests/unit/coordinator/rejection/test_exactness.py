@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 
-from coordinator.rejection import block, residual
-from coordinator.rejection.uniforms import Uniforms
+from coordinator.rejection import Noise, Round
 from tandem.types import Acceptance, Proposal, SamplingParams, Verification
+from tests.unit.coordinator.rejection.builders import block, residual
 from tests.unit.coordinator.rejection.enumeration import (
     Distribution,
     Model,
@@ -21,7 +20,7 @@ from tests.unit.coordinator.rejection.enumeration import (
     total_variation,
 )
 
-RULES = {"residual": residual.accept, "block": block.accept}
+RULES = {"residual": residual, "block": block}
 TOLERANCE = 1e-12
 
 
@@ -56,10 +55,10 @@ def _assert_equal(actual: Distribution, expected: Distribution) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize(("token_count", "raced"), [(1, True), (2, True), (1, False)])
-def test_the_output_has_the_targets_distribution(rule: str, pair: str, token_count: int, raced: bool) -> None:
+@pytest.mark.parametrize("token_count", [1, 2])
+def test_the_output_has_the_targets_distribution(rule: str, pair: str, token_count: int) -> None:
     target, draft = PAIRS[pair]
-    setting = Setting(target, draft, token_count, raced=raced)
+    setting = Setting(target, draft, token_count)
     actual = output_distribution(RULES[rule], setting, length=3)
     _assert_equal(actual, target_distribution(target, 3))
 
@@ -67,28 +66,26 @@ def test_the_output_has_the_targets_distribution(rule: str, pair: str, token_cou
 @pytest.mark.parametrize("rule", RULES)
 def test_proposals_of_three_tokens_are_exact(rule: str) -> None:
     target, draft = PAIRS["two tokens"]
-    actual = output_distribution(RULES[rule], Setting(target, draft, token_count=3, raced=True), length=3)
+    actual = output_distribution(RULES[rule], Setting(target, draft, token_count=3), length=3)
     _assert_equal(actual, target_distribution(target, 3))
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("extra_ids", [1, 2, 3])
-@pytest.mark.parametrize("raced", [True, False])
-def test_every_size_of_support_is_exact(rule: str, extra_ids: int, raced: bool) -> None:
+def test_every_size_of_support_is_exact(rule: str, extra_ids: int) -> None:
     # The draft lacks one, two or three of four tokens, so the support grows up to the whole vocabulary.
     target = _table("1/8 1/8 1/2 1/4", "0 1/5 2/5 2/5", "1/2 0 0 1/2")
     draft = _table("0 1/10 1/2 2/5", "0 0 1/2 1/2", "0 0 1 0")
-    setting = Setting(target, draft, 2, extra_ids=extra_ids, raced=raced)
+    setting = Setting(target, draft, 2, extra_ids=extra_ids)
     actual = output_distribution(RULES[rule], setting, length=2)
     _assert_equal(actual, target_distribution(target, 2))
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("extra_ids", [0, 1, 2])
-@pytest.mark.parametrize("raced", [True, False])
-def test_a_deterministic_draft_is_exact(rule: str, extra_ids: int, raced: bool) -> None:
+def test_a_deterministic_draft_is_exact(rule: str, extra_ids: int) -> None:
     draft = _table("1 0 0", "0 0 1", "0 1 0")
-    setting = Setting(TARGET, draft, 2, extra_ids=extra_ids, one_hot=True, raced=raced)
+    setting = Setting(TARGET, draft, 2, extra_ids=extra_ids, one_hot=True)
     _assert_equal(output_distribution(RULES[rule], setting, length=3), target_distribution(TARGET, 3))
 
 
@@ -111,14 +108,14 @@ def test_residual_accepts_the_overlap_of_draft_and_target(pair: str, token_count
         deeper = [expected((*tokens, token), left - 1) if left > 1 else 0.0 for token in range(len(shared))]
         return sum(mass * (1 + more) for mass, more in zip(shared, deeper, strict=True))
 
-    accepted = mean_accepted(residual.accept, Setting(target, draft, token_count))
+    accepted = mean_accepted(residual, Setting(target, draft, token_count))
     assert accepted == pytest.approx(expected((), token_count), abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_block_accepts_at_least_as_much(pair: str) -> None:
     setting = Setting(*PAIRS[pair], token_count=2)
-    token_by_token, at_once = (mean_accepted(accept, setting) for accept in (residual.accept, block.accept))
+    token_by_token, at_once = (mean_accepted(accept, setting) for accept in (residual, block))
     assert at_once >= token_by_token - TOLERANCE
     if pair == "both positive":
         assert at_once > token_by_token + 0.01
@@ -126,19 +123,22 @@ def test_block_accepts_at_least_as_much(pair: str) -> None:
 
 def test_block_equals_residual_for_one_token() -> None:
     setting = Setting(TARGET, DRAFT, token_count=1)
-    assert mean_accepted(block.accept, setting) == pytest.approx(
-        mean_accepted(residual.accept, setting), abs=1e-12
-    )
+    assert mean_accepted(block, setting) == pytest.approx(mean_accepted(residual, setting), abs=1e-12)
 
 
 def test_the_sum_over_branches_detects_a_small_mistake() -> None:
     """A rule that accepts one token in 10**9 too many must fail."""
 
     def accept(
-        proposal: Proposal, verification: Verification, sampling: SamplingParams, u: Uniforms
+        proposal: Proposal, verification: Verification, sampling: SamplingParams, noise: Noise
     ) -> Acceptance:
-        generous = replace(u, accept=[uniform * (1 - 1e-9) for uniform in u.accept])
-        return residual.accept(proposal, verification, sampling, generous)
+        class Generous(Noise):
+            def uniform(self, own: Round, index: int) -> float:
+                return noise.uniform(own, index) * (1 - 1e-9)
+
+            sample = noise.sample
+
+        return residual(proposal, verification, sampling, Generous())
 
     target, draft = PAIRS["both positive"]
     actual = output_distribution(accept, Setting(target, draft, 1), length=1)

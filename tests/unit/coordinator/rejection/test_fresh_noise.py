@@ -13,13 +13,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from coordinator.rejection import block, residual
-from coordinator.rejection.uniforms import Uniforms
-from tandem.sampling.noise import recovery_keys
+from coordinator.rejection.rounds import Race
 from tandem.types import Proposal, SparseDistribution, SupportRow, Verification
+from tests.unit.coordinator.rejection.builders import Accept, GivenNoise, block, law, residual
 from tests.unit.coordinator.rejection.enumeration import (
     SAMPLING,
-    Accept,
     Tokens,
     measure,
     target_distribution,
@@ -40,18 +38,34 @@ def _two_tokens(accept: Accept, proposed: Tokens, uniforms: Sequence[float]) -> 
         proposed: Tokens that the draft proposes at positions 0, 1 and 2 in every round.
         uniforms: Acceptance uniforms of positions 0, 1 and 2, then recovery uniforms of positions 0 and 1.
     """
-    first = _round(accept, 0, proposed[:2], _numbers(uniforms[:2], [*uniforms[3:], 0.5]))
+    first = _round(accept, 0, proposed[:2], Inverting(uniforms[:2], [*uniforms[3:], 0.5]))
     if len(first) > 1:
         return first[0], first[1]
-    second = _round(accept, 1, proposed[1:], _numbers(uniforms[1:3], [uniforms[4], 0.5, 0.5]))
+    second = _round(accept, 1, proposed[1:], Inverting(uniforms[1:3], [uniforms[4], 0.5, 0.5]))
     return first[0], second[0]
 
 
-def _numbers(accept: Sequence[float], recover: Sequence[float]) -> Uniforms:
-    return Uniforms(np.array(accept), np.array(recover), recovery_keys(0, 0, len(recover)))
+class Inverting(GivenNoise):
+    """Chooses the token after i accepted ones by inversion, with the uniform at i."""
+
+    def __init__(self, accept: Sequence[float], recover: Sequence[float]) -> None:
+        super().__init__(accept)
+        self._recover = recover
+
+    def sample(self, races: Sequence[Race]) -> list[int]:
+        return [self._inverted(race) for race in races]
+
+    def _inverted(self, race: Race) -> int:
+        left = self._recover[race.accepted_count]
+        probs = law(race)
+        for token, prob in probs.items():
+            left -= prob
+            if left < 0.0:
+                return token
+        return token
 
 
-def _round(accept: Accept, base_length: int, proposed: Tokens, uniforms: Uniforms) -> Tokens:
+def _round(accept: Accept, base_length: int, proposed: Tokens, uniforms: Inverting) -> Tokens:
     count = len(proposed)
     proposal = Proposal(base_length, proposed, (SparseDistribution(IDS, DRAFT_PROBS),) * count)
     row, last = SupportRow(IDS, TARGET_PROBS, 0.0, -1), SupportRow(NO_IDS, NO_IDS.astype(float), 1.0, 0)
@@ -71,8 +85,8 @@ def _bias(accept: Accept) -> float:
 
 
 def test_block_verification_needs_fresh_noise() -> None:
-    assert _bias(block.accept) == pytest.approx(0.045, abs=1e-9)
+    assert _bias(block) == pytest.approx(0.045, abs=1e-9)
 
 
 def test_token_by_token_rejection_stays_exact_with_reused_noise() -> None:
-    assert _bias(residual.accept) == pytest.approx(0.0, abs=1e-12)
+    assert _bias(residual) == pytest.approx(0.0, abs=1e-12)

@@ -5,26 +5,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coordinator.rejection import (
-    RowError,
-    logit_comparison,
-)
+from coordinator.rejection import RowError
 from tandem.types import (
     Acceptance,
     SamplingParams,
     TargetRow,
 )
 from tests.unit.coordinator.rejection.builders import (
+    NONE,
+    RECOVERED,
     SAMPLED,
     bonus_row,
     dense_row,
+    logit_comparison,
     proposal,
     statistics,
     support_row,
     uniforms,
     verification,
 )
-from tests.unit.coordinator.rejection.rule_parts import NONE, RECOVERED
 
 
 def _logit_row(token: int, logit: float) -> TargetRow:
@@ -46,22 +45,18 @@ def test_logit_comparison(
 ) -> None:
     rows = verification(*[_logit_row(1, logit) for logit in target_logits], bonus_row(7))
     given = proposal(1, 1, logits=draft_logits)
-    assert logit_comparison.accept(given, rows, SAMPLED, uniforms(0.5, 0.5)) == expected
+    assert logit_comparison(given, rows, SAMPLED, uniforms(0.5, 0.5)) == expected
 
 
 def test_logit_comparison_of_dense_rows_compares_logits_before_temperature() -> None:
     row = dense_row([0.1, 0.7, 0.2])
     cold = SamplingParams(temperature=0.1)
     given = proposal(1, logits=[float(np.log(0.7)) - 0.01])
-    assert logit_comparison.accept(given, verification(row, row), cold, uniforms(0.5)).accepted_count == 1
+    assert logit_comparison(given, verification(row, row), cold, uniforms(0.5)).accepted_count == 1
     given = proposal(2, logits=[float(np.log(0.2)) + 0.01])
-    assert logit_comparison.accept(given, verification(row, row), cold, uniforms(0.5)) == Acceptance(
-        0, 1, RECOVERED
-    )
+    assert logit_comparison(given, verification(row, row), cold, uniforms(0.5)) == Acceptance(0, 1, RECOVERED)
 
 
 def test_logit_comparison_needs_the_drafts_logits() -> None:
     with pytest.raises(RowError, match="logits"):
-        logit_comparison.accept(
-            proposal(1), verification(_logit_row(1, 0), bonus_row(7)), SAMPLED, uniforms(0.5)
-        )
+        logit_comparison(proposal(1), verification(_logit_row(1, 0), bonus_row(7)), SAMPLED, uniforms(0.5))

@@ -6,7 +6,6 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.rejection import block, residual
 from tandem.types import (
     FloatArray,
     IntArray,
@@ -16,8 +15,7 @@ from tandem.types import (
     SupportRow,
     Verification,
 )
-from tests.unit.coordinator.rejection.builders import SAMPLED, uniforms
-from tests.unit.coordinator.rejection.enumeration import Accept
+from tests.unit.coordinator.rejection.builders import SAMPLED, Accept, block, residual, uniforms
 
 VOCABULARY = 8
 OUTSIDE = 100
@@ -38,15 +36,14 @@ def _probs(values: list[float]) -> FloatArray:
     return exact.astype(np.float32).astype(np.float64)
 
 
-def _row(target_probs: FloatArray, support: IntArray, *, raced: bool) -> SupportRow:
+def _row(target_probs: FloatArray, support: IntArray) -> SupportRow:
     mass = float(np.float32(np.delete(target_probs, support).sum()))
-    sent = mass if raced else None
-    return SupportRow(support, target_probs[support], mass, OUTSIDE if mass > 0 else -1, outside_prob=sent)
+    return SupportRow(support, target_probs[support], mass, OUTSIDE if mass > 0 else -1, outside_prob=mass)
 
 
 @st.composite
 def rounds(draw: st.DrawFn) -> tuple[Proposal, Verification, list[FloatArray]]:
-    count, raced = draw(counts), draw(st.booleans())
+    count = draw(counts)
     drawn, targets, rows, tokens = [], [], [], []
     for _ in range(count):
         draft_probs, target_probs = _probs(draw(weights)), _probs(draw(weights))
@@ -54,9 +51,9 @@ def rounds(draw: st.DrawFn) -> tuple[Proposal, Verification, list[FloatArray]]:
         tokens.append(int(draw(st.sampled_from(ids.tolist()))))
         drawn.append(SparseDistribution(ids, draft_probs[ids]))
         targets.append(target_probs)
-        rows.append(_row(target_probs, draw(st.permutations(ids.tolist()).map(np.array)), raced=raced))
+        rows.append(_row(target_probs, draw(st.permutations(ids.tolist()).map(np.array))))
     last = _probs(draw(weights))
-    rows.append(_row(last, np.array([], dtype=np.int64), raced=raced))
+    rows.append(_row(last, np.array([], dtype=np.int64)))
     deterministic = draw(st.booleans())
     proposal = Proposal(0, tuple(tokens), () if deterministic else tuple(drawn))
     return proposal, Verification(0, tuple(rows)), [*targets, last]
@@ -67,7 +64,7 @@ def _check(
 ) -> int:
     proposal, verification, targets = case
     count = len(proposal)
-    acceptance = accept(proposal, verification, SAMPLED, uniforms(*numbers[:count], recover=numbers[-1]))
+    acceptance = accept(proposal, verification, SAMPLED, uniforms(*numbers[:count]))
     kept = acceptance.accepted_count
     assert 0 <= kept <= count
     assert acceptance.next_token is (NextToken.BONUS if kept == count else NextToken.RECOVERED)
@@ -89,8 +86,8 @@ def _check(
 def test_only_tokens_with_target_probability_are_emitted(
     case: tuple[Proposal, Verification, list[FloatArray]], numbers: list[float]
 ) -> None:
-    _check(residual.accept, case, numbers)
-    _check(block.accept, case, numbers)
+    _check(residual, case, numbers)
+    _check(block, case, numbers)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -105,7 +102,7 @@ def test_an_invalid_draft_distribution_breaks_nothing(
         if isinstance(sent, SparseDistribution)
     )
     sent = Proposal(0, proposal.token_ids, broken)
-    for accept in (residual.accept, block.accept):
+    for accept in (residual, block):
         kept = _check(accept, (sent, verification, targets), numbers)
         assert not broken or len(broken) <= position or kept <= position
 
@@ -122,8 +119,8 @@ def test_block_keeps_more_than_residual_on_the_same_proposals() -> None:
         proposal = Proposal(0, tokens, tuple(SparseDistribution(ids, draft) for draft in drafts))
         rows = tuple(SupportRow(ids, target, 0.0, -1) for target in targets)
         verification = Verification(0, (*rows, SupportRow(ids[:0], np.array([]), 1.0, 0)))
-        numbers = uniforms(*rng.random(5), recover=0.5)
-        for column, accept in enumerate((residual.accept, block.accept)):
+        numbers = uniforms(*rng.random(5))
+        for column, accept in enumerate((residual, block)):
             kept[trial, column] = accept(proposal, verification, SAMPLED, numbers).accepted_count
     gain = kept[:, 1] - kept[:, 0]
     assert gain.mean() > 5 * gain.std() / np.sqrt(2000)

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.rejection import AcceptanceRule, RejectionOptions, draw_uniforms, resolve
-from tandem.sampling.noise import Purpose, proposal_keys, sample, stream_key, target_keys, token_uniforms
+from coordinator.rejection import KEYED, AcceptanceRule, Noise, RejectionOptions, Round, resolve
+from coordinator.rejection.rounds import Race
+from tandem.sampling.noise import Purpose, proposal_keys, sample, stream_key, token_uniforms
 from tandem.sampling.warping import warp
 from tandem.types import (
     Acceptance,
@@ -28,7 +29,6 @@ from tandem.types import (
     RowKind,
     SamplingParams,
     SparseDistribution,
-    SupportRow,
     Verification,
     VerifyStep,
 )
@@ -88,15 +88,19 @@ def verify(
     seeds: list[int],
     sequences: list[Tokens],
     proposals: list[Proposal],
-    *,
-    raced: bool = True,
 ) -> list[Verification]:
     """Verify all of them in one step of a target service, and read the rows as a coordinator does."""
     steps, requests, logits = [], [], []
     for seed, tokens, proposal in zip(seeds, sequences, proposals, strict=True):
         supports = rule.supports(proposal) if kind is RowKind.SUPPORT else ()
         delta = Delta(len(tokens), proposal.token_ids)
-        step = VerifyStep(delta, kind, len(proposal) + 1, supports, raced_recovery=raced)
+        step = VerifyStep(
+            delta,
+            kind,
+            len(proposal) + 1,
+            supports,
+            raced_recovery=kind is RowKind.SUPPORT and len(proposal) > 0,
+        )
         steps.append(step)
         requests.append(RowRequest(step, replace(PLAIN, seed=seed)))
         logits.append(TARGET_LOGITS[list((*tokens, *proposal.token_ids)[-len(proposal) - 1 :])])
@@ -108,10 +112,14 @@ def verify(
 
 
 def decide(
-    rule: AcceptanceRule, seed: int, tokens: Tokens, proposal: Proposal, verification: Verification
+    rule: AcceptanceRule,
+    noise: Noise,
+    seed: int,
+    tokens: Tokens,
+    proposal: Proposal,
+    verification: Verification,
 ) -> Acceptance:
-    uniforms = draw_uniforms(seed, len(tokens), len(proposal))
-    return rule.accept(proposal, verification, replace(PLAIN, seed=seed), uniforms)
+    return rule.accept(Round(proposal, verification, replace(PLAIN, seed=seed)), noise)
 
 
 def rounds(
@@ -119,12 +127,13 @@ def rounds(
     sequences: Mapping[int, Tokens],
     kind: RowKind = RowKind.SUPPORT,
     count: int = TOKEN_COUNT,
+    noise: Noise = KEYED,
 ) -> dict[int, tuple[Proposal, Acceptance]]:
     """One round of each sequence, by its seed, with `count` tokens proposed."""
     seeds, tokens = list(sequences), list(sequences.values())
     proposals = [propose(seed, each, count) for seed, each in sequences.items()]
     answers = verify(rule, kind, seeds, tokens, proposals)
-    decided = map(partial(decide, rule), seeds, tokens, proposals, answers)
+    decided = map(partial(decide, rule, noise), seeds, tokens, proposals, answers)
     return dict(zip(seeds, zip(proposals, decided, strict=True), strict=True))
 
 
@@ -165,13 +174,13 @@ def test_the_output_has_the_targets_distribution(name: str) -> None:
     assert found < critical_value(freedom)
 
 
-def recovered(count: int) -> Counter[int]:
+def recovered(count: int, noise: Noise) -> Counter[int]:
     """Count the tokens that replaced a rejected one in `count` rounds of one proposed token."""
     rule = resolve(RejectionOptions("residual"), PLAIN)
     acceptances = [
         acceptance
         for seeds in batches(count)
-        for _, acceptance in rounds(rule, dict.fromkeys(seeds, PROMPT), count=1).values()
+        for _, acceptance in rounds(rule, dict.fromkeys(seeds, PROMPT), count=1, noise=noise).values()
     ]
     return Counter(each.next_token_id for each in acceptances if each.accepted_count == 0)
 
@@ -195,6 +204,17 @@ def keyed_for(purpose: Purpose) -> KeysOf:
     return keys_of
 
 
+class KeyedFor(Noise):
+    """Samples with the keys of another purpose."""
+
+    def __init__(self, purpose: Purpose) -> None:
+        self._purpose = purpose
+
+    def recovery_key(self, race: Race) -> int:
+        base = race.round.proposal.base_length
+        return stream_key(race.round.sampling.seed, base + race.accepted_count, self._purpose, base)
+
+
 @pytest.mark.parametrize("purpose", [Purpose.RECOVERY, Purpose.PROPOSAL, Purpose.ACCEPTANCE])
 def test_reused_noise_is_detected(purpose: Purpose, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the proposal's noise or that of the acceptance uniforms, recovered tokens have another distribution.
@@ -202,9 +222,8 @@ def test_reused_noise_is_detected(purpose: Purpose, monkeypatch: pytest.MonkeyPa
     466 of 1200 rounds recover. The two mistakes are at distances of about 0.15, and the statistic is 52 and 45 where
     19 is exceeded once in 10 000 times.
     """
-    for module in ("target_service.row_requests", "coordinator.rejection.uniforms"):
-        monkeypatch.setattr(f"{module}.recovery_keys", keyed_for(purpose))
-    found, freedom = statistic(recovered(1200), residual_law())
+    monkeypatch.setattr("target_service.row_requests.recovery_keys", keyed_for(purpose))
+    found, freedom = statistic(recovered(1200, KeyedFor(purpose)), residual_law())
     assert (found > critical_value(freedom)) == (purpose is not Purpose.RECOVERY)
 
 
@@ -236,29 +255,3 @@ def test_the_sample_is_the_argmax_over_the_whole_vocabulary() -> None:
         exponential = -np.log(token_uniforms(key, VOCABULARY_SIZE)[0])
         assert acceptance.next_token_id == (weights / exponential).argmax()
     assert from_outside > 10
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_rows_without_outside_probability_are_sampled_with_uniforms(name: str) -> None:
-    """An older target sends such rows, and so does a newer one to an older coordinator."""
-    rule = resolve(RejectionOptions(name), PLAIN)
-    sequences = dict.fromkeys(range(300), PROMPT)
-    proposals = [propose(seed, PROMPT) for seed in sequences]
-    answers = verify(rule, RowKind.SUPPORT, list(sequences), [PROMPT] * 300, proposals, raced=False)
-    differing = 0
-    raced = rounds(rule, sequences)
-    for seed, proposal, answer in zip(sequences, proposals, answers, strict=True):
-        acceptance = decide(rule, seed, PROMPT, proposal, answer)
-        assert acceptance.accepted_count == raced[seed][1].accepted_count
-        differing += acceptance != raced[seed][1]
-        count = acceptance.accepted_count
-        row = answer.rows[count]
-        assert isinstance(row, SupportRow)
-        assert row.outside_prob is None
-        (outside,) = target_keys(seed, len(PROMPT) + count, 1)
-        if acceptance.next_token_id not in row.token_ids:
-            last = (*PROMPT, *proposal.token_ids)[len(PROMPT) + count - 1]
-            rest = TARGET_PROBS[last].copy()
-            rest[row.token_ids] = 0.0
-            assert acceptance.next_token_id == sample(rest[None], outside[None])[0]
-    assert differing > 50

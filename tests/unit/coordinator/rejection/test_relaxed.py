@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.rejection import logit_comparison, relaxed, residual
+from coordinator.rejection.rules import logit_comparison, residual
 from tandem.types import Acceptance, NextToken, SupportRow
 from tests.unit.coordinator.rejection.builders import (
+    BONUS,
+    RECOVERED,
     SAMPLED,
     bonus_row,
     dense_row,
     proposal,
+    relaxed,
     statistics,
     support_row,
     uniforms,
     verification,
 )
-
-BONUS, RECOVERED = NextToken.BONUS, NextToken.RECOVERED
 
 
 def _row(prob: float, rank: int = 1, max_prob: float = 0.8, argmax: int = 6) -> SupportRow:
@@ -39,7 +40,7 @@ def _row(prob: float, rank: int = 1, max_prob: float = 0.8, argmax: int = 6) -> 
 def test_a_token_inside_a_span_passes_by_rank_and_distance(prob: float, rank: int, kept: bool) -> None:
     """Among the top ten, and at most 0.5 below the maximum probability."""
     rows = verification(_row(prob, rank, max_prob=0.75), bonus_row(7))
-    acceptance = relaxed.accept(proposal(1), rows, SAMPLED, uniforms(1.0), residual.accept, [True], delta=0.5)
+    acceptance = relaxed(residual, [True], delta=0.5)(proposal(1), rows, SAMPLED, uniforms(1.0))
     assert acceptance == (Acceptance(1, 7, BONUS) if kept else Acceptance(0, 6, RECOVERED))
 
 
@@ -47,7 +48,7 @@ def test_the_wrapped_rule_decides_outside_spans() -> None:
     rows = verification(_row(0.3), bonus_row(7))
     for uniform, expected in ((0.29, Acceptance(1, 7, BONUS)), (0.31, Acceptance(0, 8, RECOVERED))):
         drawn = uniforms(uniform)
-        assert relaxed.accept(proposal(1), rows, SAMPLED, drawn, residual.accept, [False]) == expected
+        assert relaxed(residual, [False])(proposal(1), rows, SAMPLED, drawn) == expected
 
 
 # Token 1 passes inside always and outside when its uniform is below 0.3.
@@ -70,30 +71,30 @@ def test_each_span_is_decided_by_its_own_rule(
 ) -> None:
     rows = verification(*[_row(0.3)] * 3, bonus_row(7))
     drawn = uniforms(*accepted_at)
-    assert relaxed.accept(proposal(1, 1, 1), rows, SAMPLED, drawn, residual.accept, thinking) == expected
+    assert relaxed(residual, thinking)(proposal(1, 1, 1), rows, SAMPLED, drawn) == expected
 
 
 def test_a_rejection_inside_ends_the_run_with_the_most_probable_token() -> None:
     rows = verification(_row(0.3), _row(0.1), _row(0.3), bonus_row(7))
     drawn = uniforms(0.9, 0.9, 0.1)
-    acceptance = relaxed.accept(proposal(1, 1, 1), rows, SAMPLED, drawn, residual.accept, [True, True, False])
+    acceptance = relaxed(residual, [True, True, False])(proposal(1, 1, 1), rows, SAMPLED, drawn)
     assert acceptance == Acceptance(1, 6, RECOVERED)
 
 
 def test_the_wrapped_rule_answers_an_empty_proposal() -> None:
-    assert relaxed.accept(
-        proposal(), verification(bonus_row(7)), SAMPLED, uniforms(), residual.accept, []
-    ) == Acceptance(0, 7, BONUS)
+    assert relaxed(residual, [])(proposal(), verification(bonus_row(7)), SAMPLED, uniforms()) == Acceptance(
+        0, 7, BONUS
+    )
 
 
 def test_the_wrapped_rule_receives_the_logits_of_its_span() -> None:
     rows = verification(_row(0.3), _row(0.3), bonus_row(7))
     given = proposal(1, 1, logits=[9.0, -1.0])
     drawn = uniforms(0.9, 0.9)
-    accepted = relaxed.accept(given, rows, SAMPLED, drawn, logit_comparison.accept, [True, False])
+    accepted = relaxed(logit_comparison, [True, False])(given, rows, SAMPLED, drawn)
     assert accepted == Acceptance(2, -1, NextToken.NONE)
     given = proposal(1, 1, logits=[9.0, 1.0])
-    accepted = relaxed.accept(given, rows, SAMPLED, drawn, logit_comparison.accept, [True, False])
+    accepted = relaxed(logit_comparison, [True, False])(given, rows, SAMPLED, drawn)
     assert accepted == Acceptance(1, 6, RECOVERED)
 
 
@@ -101,9 +102,7 @@ def test_dense_rows_are_ranked_by_the_rule() -> None:
     row = dense_row([0.05, 0.4, 0.25, 0.3])
     rows = verification(row, row)
     for token, kept in ((1, True), (3, True), (2, False), (0, False)):
-        accepted = relaxed.accept(
-            proposal(token), rows, SAMPLED, uniforms(1.0), residual.accept, [True], top_k=2
-        )
+        accepted = relaxed(residual, [True], top_k=2)(proposal(token), rows, SAMPLED, uniforms(1.0))
         assert accepted.accepted_count == int(kept)
         if not kept:
             assert accepted.next_token_id == 1

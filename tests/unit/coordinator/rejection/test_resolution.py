@@ -9,6 +9,7 @@ import pytest
 from coordinator.rejection import (
     STRATEGIES,
     RejectionOptions,
+    Round,
     RuleError,
     find_strategy,
     problems,
@@ -164,7 +165,7 @@ def test_relaxed_acceptance_makes_a_rule_lossy_and_needs_statistics(name: str) -
 def test_relaxed_acceptance_has_no_effect_at_temperature_zero() -> None:
     rule = resolve(_options("residual", use_relaxed_acceptance_for_thinking=True), GREEDY)
     assert rule.lossless
-    assert rule.decide_thinking is None
+    assert not rule.is_relaxed
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -266,18 +267,18 @@ def test_options_reach_the_rule() -> None:
     row = support_row({1: 0.05}, outside=8, statistics=statistics(argmax=8, ranks=[3], max_prob=0.5))
     rows = verification(row, bonus_row(7))
     strictly = resolve(_options("typical"), SAMPLED)
-    assert strictly.accept(proposal(1), rows, SAMPLED, uniforms(0.5)).accepted_count == 0
+    assert strictly.accept(Round(proposal(1), rows, SAMPLED), uniforms(0.5)).accepted_count == 0
     loosely = resolve(_options("typical", typical_epsilon=0.04), SAMPLED)
-    assert loosely.accept(proposal(1), rows, SAMPLED, uniforms(0.5)).accepted_count == 1
+    assert loosely.accept(Round(proposal(1), rows, SAMPLED), uniforms(0.5)).accepted_count == 1
     relaxed = resolve(_options("typical", use_relaxed_acceptance_for_thinking=True), SAMPLED)
-    assert relaxed.accept(proposal(1), rows, SAMPLED, uniforms(0.5)).accepted_count == 0
-    assert relaxed.accept(proposal(1), rows, SAMPLED, uniforms(0.5), thinking=[False]).accepted_count == 0
-    assert relaxed.accept(proposal(1), rows, SAMPLED, uniforms(0.5), thinking=[True]).accepted_count == 1
-    assert strictly.accept(proposal(1), rows, SAMPLED, uniforms(0.5), thinking=[True]).accepted_count == 0
+    assert relaxed.accept(Round(proposal(1), rows, SAMPLED), uniforms(0.5)).accepted_count == 0
+    assert relaxed.accept(Round(proposal(1), rows, SAMPLED, [False]), uniforms(0.5)).accepted_count == 0
+    assert relaxed.accept(Round(proposal(1), rows, SAMPLED, [True]), uniforms(0.5)).accepted_count == 1
+    assert strictly.accept(Round(proposal(1), rows, SAMPLED, [True]), uniforms(0.5)).accepted_count == 0
     few = resolve(_options("typical", use_relaxed_acceptance_for_thinking=True, relaxed_topk=3), SAMPLED)
-    assert few.accept(proposal(1), rows, SAMPLED, uniforms(0.5), thinking=[True]).accepted_count == 0
+    assert few.accept(Round(proposal(1), rows, SAMPLED, [True]), uniforms(0.5)).accepted_count == 0
     near = resolve(_options("typical", use_relaxed_acceptance_for_thinking=True, relaxed_delta=0.4), SAMPLED)
-    assert near.accept(proposal(1), rows, SAMPLED, uniforms(0.5), thinking=[True]).accepted_count == 0
+    assert near.accept(Round(proposal(1), rows, SAMPLED, [True]), uniforms(0.5)).accepted_count == 0
 
 
 def test_a_sampled_request_differs_from_one_at_temperature_zero() -> None:

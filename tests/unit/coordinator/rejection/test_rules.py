@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-
 import numpy as np
 import pytest
 
-from coordinator.rejection import (
-    RowError,
-    block,
-    greedy,
-    logit_comparison,
-    relaxed,
-    residual,
-    strict,
-    synthetic,
-    typical,
-)
+from coordinator.rejection import RowError, rules
 from tandem.types import (
     Acceptance,
     Proposal,
@@ -29,20 +16,29 @@ from tandem.types import (
     Verification,
 )
 from tests.unit.coordinator.rejection.builders import (
+    BONUS,
     GREEDY,
+    RECOVERED,
     SAMPLED,
+    Accept,
+    block,
     bonus_row,
     dense_row,
+    greedy,
+    logit_comparison,
     proposal,
+    relaxed,
+    residual,
     sampled,
     statistics,
+    strict,
     support_row,
+    synthetic,
     token_rows,
+    typical,
     uniforms,
     verification,
 )
-from tests.unit.coordinator.rejection.enumeration import Accept
-from tests.unit.coordinator.rejection.rule_parts import BONUS, RECOVERED
 
 OWN_TOKENS = [
     pytest.param([], [9], Acceptance(0, 9, BONUS), id="nothing proposed"),
@@ -58,7 +54,7 @@ OWN_TOKENS = [
 
 
 @pytest.mark.parametrize(("proposed", "target", "expected"), OWN_TOKENS)
-@pytest.mark.parametrize(("accept", "sampling"), [(greedy.accept, GREEDY), (strict.accept, SAMPLED)])
+@pytest.mark.parametrize(("accept", "sampling"), [(greedy, GREEDY), (strict, SAMPLED)])
 def test_token_rows(
     accept: Accept, sampling: SamplingParams, proposed: list[int], target: list[int], expected: Acceptance
 ) -> None:
@@ -79,34 +75,32 @@ def test_greedy_reads_the_argmax_of_every_kind_of_row(
         for token in target
     ]
     drawn = uniforms(*[0.5] * len(proposed))
-    assert greedy.accept(proposal(*proposed), verification(*rows), sampling, drawn) == expected
+    assert greedy(proposal(*proposed), verification(*rows), sampling, drawn) == expected
 
 
 def test_greedy_takes_the_lowest_id_among_equals() -> None:
     tied = dense_row([0.1, 0.3, 0.3, 0.3])
     rows = verification(tied, tied)
-    assert greedy.accept(proposal(2), rows, GREEDY, uniforms(0.5)) == Acceptance(0, 1, RECOVERED)
+    assert greedy(proposal(2), rows, GREEDY, uniforms(0.5)) == Acceptance(0, 1, RECOVERED)
 
 
 def test_the_most_probable_token_is_one_that_top_p_keeps() -> None:
     tied = dense_row([0.4, 0.4, 0.2])
     narrow = SamplingParams(temperature=1.0, top_p=0.1)
-    assert greedy.accept(proposal(), verification(tied), narrow, uniforms()).next_token_id == 1
-    inside = relaxed.accept(
-        proposal(2), verification(tied, tied), narrow, uniforms(0.5), residual.accept, [True]
-    )
+    assert greedy(proposal(), verification(tied), narrow, uniforms()).next_token_id == 1
+    inside = relaxed(rules.residual, [True])(proposal(2), verification(tied, tied), narrow, uniforms(0.5))
     assert inside == Acceptance(0, 1, RECOVERED)
 
 
 def test_greedy_refuses_samples() -> None:
     with pytest.raises(RowError, match="samples"):
-        greedy.accept(proposal(1), token_rows(1, 2), SAMPLED, uniforms(0.5))
+        greedy(proposal(1), token_rows(1, 2), SAMPLED, uniforms(0.5))
 
 
 def test_strict_refuses_rows_without_the_targets_sample() -> None:
     rows = verification(support_row({1: 0.5}, outside=2), bonus_row(0))
     with pytest.raises(RowError, match="support rows"):
-        strict.accept(proposal(1), rows, SAMPLED, uniforms(0.5))
+        strict(proposal(1), rows, SAMPLED, uniforms(0.5))
 
 
 HALF = {1: 0.5, 2: 0.5}
@@ -119,7 +113,7 @@ ONE_TOKEN = [
 ]
 
 
-@pytest.mark.parametrize("accept", [residual.accept, block.accept])
+@pytest.mark.parametrize("accept", [residual, block])
 @pytest.mark.parametrize(("target", "uniform", "expected"), ONE_TOKEN)
 def test_one_proposed_token(
     accept: Accept, target: dict[int, float], uniform: float, expected: Acceptance
@@ -132,17 +126,18 @@ def test_residual_recovers_in_proportion_to_the_residual() -> None:
     given = sampled((1, {1: 0.6, 2: 0.2, 3: 0.2}))
     # The residual is 0, 0.05, 0.1 and 0.35 outside: of 0.5 in all.
     rows = verification(support_row({1: 0.1, 2: 0.25, 3: 0.3}, outside=8), bonus_row(7))
-    for recover, expected in [(0.05, 2), (0.099, 2), (0.101, 3), (0.299, 3), (0.301, 8), (0.99, 8)]:
-        acceptance = residual.accept(given, rows, SAMPLED, uniforms(0.9, recover=recover))
-        assert acceptance == Acceptance(0, expected, RECOVERED)
+    noise = uniforms(0.9)
+    acceptance = residual(given, rows, SAMPLED, noise)
+    assert (acceptance.accepted_count, acceptance.next_token) == (0, RECOVERED)
+    assert noise.laws == [pytest.approx({2: 0.1, 3: 0.2, 8: 0.7})]
 
 
 def test_residual_of_a_deterministic_token_never_recovers_it() -> None:
     rows = verification(support_row({1: 0.9}, outside=8), bonus_row(7))
-    for recover in (1e-9, 0.5, 1 - 1e-9):
-        acceptance = residual.accept(proposal(1), rows, SAMPLED, uniforms(0.95, recover=recover))
-        assert acceptance == Acceptance(0, 8, RECOVERED)
-    assert residual.accept(proposal(1), rows, SAMPLED, uniforms(0.85)) == Acceptance(1, 7, BONUS)
+    noise = uniforms(0.95)
+    assert residual(proposal(1), rows, SAMPLED, noise) == Acceptance(0, 8, RECOVERED)
+    assert noise.laws == [{8: 1.0}]
+    assert residual(proposal(1), rows, SAMPLED, uniforms(0.85)) == Acceptance(1, 7, BONUS)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +148,7 @@ def test_residual_stops_at_the_first_rejection(accepted_at: list[float], count: 
     given = sampled(*[(1, {1: 0.8, 2: 0.2})] * 3)
     rows = verification(*[support_row({1: 0.4, 2: 0.6})] * 3, bonus_row(7))
     expected = Acceptance(count, 7, BONUS) if count == 3 else Acceptance(count, 2, RECOVERED)
-    assert residual.accept(given, rows, SAMPLED, uniforms(*accepted_at)) == expected
+    assert residual(given, rows, SAMPLED, uniforms(*accepted_at)) == expected
 
 
 def test_block_accepts_a_token_that_a_later_one_makes_up_for() -> None:
@@ -161,8 +156,8 @@ def test_block_accepts_a_token_that_a_later_one_makes_up_for() -> None:
     given = sampled((1, {1: 0.8, 2: 0.2}), (1, {1: 0.4, 2: 0.6}))
     rows = verification(support_row({1: 0.4, 2: 0.6}), support_row({1: 0.8, 2: 0.2}), bonus_row(7))
     late = uniforms(0.99, 0.99)
-    assert residual.accept(given, rows, SAMPLED, late) == Acceptance(0, 2, RECOVERED)
-    assert block.accept(given, rows, SAMPLED, late) == Acceptance(2, 7, BONUS)
+    assert residual(given, rows, SAMPLED, late) == Acceptance(0, 2, RECOVERED)
+    assert block(given, rows, SAMPLED, late) == Acceptance(2, 7, BONUS)
 
 
 def test_block_recovers_from_the_weighted_residual() -> None:
@@ -170,14 +165,14 @@ def test_block_recovers_from_the_weighted_residual() -> None:
     given = sampled((1, {1: 0.8, 2: 0.2}), (2, {1: 0.3, 2: 0.7}))
     rows = verification(support_row({1: 0.4, 2: 0.6}), support_row({1: 0.9, 2: 0.1}), bonus_row(7))
     threshold = 0.15 / 0.65
-    assert block.accept(given, rows, SAMPLED, uniforms(threshold - 1e-9, 0.5)) == Acceptance(1, 1, RECOVERED)
-    assert block.accept(given, rows, SAMPLED, uniforms(threshold + 1e-9, 0.5)) == Acceptance(0, 2, RECOVERED)
+    assert block(given, rows, SAMPLED, uniforms(threshold - 1e-9, 0.5)) == Acceptance(1, 1, RECOVERED)
+    assert block(given, rows, SAMPLED, uniforms(threshold + 1e-9, 0.5)) == Acceptance(0, 2, RECOVERED)
     # h_2 = p_2 = p_1 * 0.1 / 0.7
-    assert block.accept(given, rows, SAMPLED, uniforms(0.99, 0.5 / 7 - 1e-9)) == Acceptance(2, 7, BONUS)
-    assert block.accept(given, rows, SAMPLED, uniforms(0.99, 0.5 / 7 + 1e-9)) == Acceptance(0, 2, RECOVERED)
+    assert block(given, rows, SAMPLED, uniforms(0.99, 0.5 / 7 - 1e-9)) == Acceptance(2, 7, BONUS)
+    assert block(given, rows, SAMPLED, uniforms(0.99, 0.5 / 7 + 1e-9)) == Acceptance(0, 2, RECOVERED)
 
 
-@pytest.mark.parametrize("accept", [residual.accept, block.accept])
+@pytest.mark.parametrize("accept", [residual, block])
 @pytest.mark.parametrize("broken", [float("nan"), 0.0, -1.0])
 @pytest.mark.parametrize("uniform", [1e-12, 0.5, 1 - 1e-12])
 def test_a_token_without_a_draft_probability_is_rejected(
@@ -185,33 +180,33 @@ def test_a_token_without_a_draft_probability_is_rejected(
 ) -> None:
     given = sampled((1, {1: broken, 2: 0.5}), (2, HALF))
     rows = verification(support_row({1: 0.3, 2: 0.7}), support_row(HALF), bonus_row(7))
-    for recover in (0.01, 0.5, 0.99):
-        acceptance = accept(given, rows, SAMPLED, uniforms(uniform, uniform, recover=recover))
-        assert acceptance.accepted_count == 0
-        assert acceptance.next_token_id in (1, 2)
+    acceptance = accept(given, rows, SAMPLED, uniforms(uniform, uniform))
+    assert acceptance.accepted_count == 0
+    assert acceptance.next_token_id in (1, 2)
 
 
-@pytest.mark.parametrize("accept", [residual.accept, block.accept])
+@pytest.mark.parametrize("accept", [residual, block])
 def test_nan_draft_probabilities_recover_from_the_target(accept: Accept) -> None:
     given = sampled((1, {1: float("nan"), 2: float("nan")}))
     rows = verification(support_row({1: 0.3, 2: 0.7}), bonus_row(7))
-    for recover, expected in ((0.29, 1), (0.31, 2)):
-        acceptance = accept(given, rows, SAMPLED, uniforms(0.5, recover=recover))
-        assert acceptance == Acceptance(0, expected, RECOVERED)
+    noise = uniforms(0.5)
+    assert accept(given, rows, SAMPLED, noise).accepted_count == 0
+    assert noise.laws == [pytest.approx({1: 0.3, 2: 0.7})]
 
 
-@pytest.mark.parametrize("accept", [residual.accept, block.accept])
+@pytest.mark.parametrize("accept", [residual, block])
 @pytest.mark.parametrize("broken", [float("nan"), -1.0])
 def test_an_invalid_draft_never_yields_a_token_without_target_probability(
     accept: Accept, broken: float
 ) -> None:
     given = sampled((1, {1: broken, 2: 0.5, 3: 0.5}))
     rows = verification(support_row({1: 0.0, 2: 0.3, 3: 0.7}), bonus_row(7))
-    for recover in (1e-9, 0.5, 1 - 1e-9):
-        assert accept(given, rows, SAMPLED, uniforms(0.5, recover=recover)) == Acceptance(0, 3, RECOVERED)
+    noise = uniforms(0.5)
+    assert accept(given, rows, SAMPLED, noise) == Acceptance(0, 3, RECOVERED)
+    assert noise.laws == [{3: 1.0}]
 
 
-@pytest.mark.parametrize("accept", [residual.accept, block.accept])
+@pytest.mark.parametrize("accept", [residual, block])
 def test_a_token_that_its_own_distribution_lacks_is_rejected(accept: Accept) -> None:
     given = Proposal(0, (3,), (SparseDistribution(np.array([1, 2]), np.array([0.5, 0.5])),))
     rows = verification(support_row({1: 0.3, 2: 0.3, 3: 0.4}), bonus_row(7))
@@ -220,14 +215,14 @@ def test_a_token_that_its_own_distribution_lacks_is_rejected(accept: Accept) -> 
     assert acceptance.next_token_id == 3  # the whole residual
 
 
-@pytest.mark.parametrize("accept", [residual.accept, block.accept])
+@pytest.mark.parametrize("accept", [residual, block])
 def test_a_row_without_the_proposed_token_is_refused(accept: Accept) -> None:
     rows = verification(support_row({2: 0.4}, outside=5), bonus_row(7))
     with pytest.raises(RowError, match="token 1"):
         accept(proposal(1), rows, SAMPLED, uniforms(0.5))
 
 
-@pytest.mark.parametrize("accept", [residual.accept, block.accept])
+@pytest.mark.parametrize("accept", [residual, block])
 @pytest.mark.parametrize("broken", [{1: float("nan"), 2: 0.5}, {1: 0.0, 2: 0.0}])
 def test_a_target_row_without_mass_is_refused(accept: Accept, broken: dict[int, float]) -> None:
     rows = verification(support_row(broken), bonus_row(7))
@@ -235,20 +230,20 @@ def test_a_target_row_without_mass_is_refused(accept: Accept, broken: dict[int, 
         accept(sampled((1, HALF)), rows, SAMPLED, uniforms(0.5))
 
 
-@pytest.mark.parametrize("accept", [residual.accept, block.accept, typical.accept])
+@pytest.mark.parametrize("accept", [residual, block, typical()])
 def test_token_rows_are_not_enough_for_rules_of_probabilities(accept: Accept) -> None:
     with pytest.raises(RowError, match="probabilities"):
         accept(proposal(1), token_rows(1, 2), SAMPLED, uniforms(0.5))
 
 
 ALL_RULES: list[Accept] = [
-    greedy.accept,
-    strict.accept,
-    residual.accept,
-    block.accept,
-    typical.accept,
-    logit_comparison.accept,
-    partial(synthetic.accept, schedule=(0.5,)),
+    greedy,
+    strict,
+    residual,
+    block,
+    typical(),
+    logit_comparison,
+    synthetic(0.5),
 ]
 
 
@@ -269,7 +264,7 @@ def test_rows_that_do_not_fit_are_refused(
         accept(given, rows, GREEDY, uniforms(*[0.5] * len(given)))
 
 
-READS_SUPPORT = [rule for rule in ALL_RULES if rule is not strict.accept]
+READS_SUPPORT = [rule for rule in ALL_RULES if rule is not strict]
 WITH_STATISTICS = support_row({}, outside=6, statistics=statistics(argmax=6))
 
 
@@ -283,7 +278,6 @@ def test_an_empty_proposal_is_answered(accept: Accept, row: TargetRow) -> None:
 
 
 def test_each_position_has_its_own_uniforms() -> None:
-    drawn = replace(uniforms(0.1, 0.1, 0.9), recover=np.array([0.9, 0.9, 0.2, 0.9]))
-    given = sampled(*[(1, {1: 0.8, 2: 0.1, 3: 0.1})] * 3)
-    rows = verification(*[support_row({1: 0.4, 2: 0.3, 3: 0.3})] * 3, bonus_row(7))
-    assert residual.accept(given, rows, SAMPLED, drawn) == Acceptance(2, 2, RECOVERED)
+    given = sampled(*[(1, {1: 0.8, 2: 0.2})] * 3)
+    rows = verification(*[support_row({1: 0.4, 2: 0.6})] * 3, bonus_row(7))
+    assert residual(given, rows, SAMPLED, uniforms(0.1, 0.1, 0.9)) == Acceptance(2, 2, RECOVERED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coordinator.rejection import STRATEGIES, RejectionOptions, draw_uniforms, resolve
+from coordinator.rejection import STRATEGIES, RejectionOptions, resolve
 from tandem.sampling.noise import sample, target_keys
 from tandem.sampling.warping import warp
 from tandem.types import RowKind, SamplingParams
@@ -94,29 +94,3 @@ def test_a_repeated_round_gives_the_same_tokens(name: str) -> None:
     assert one_round(rule, TARGET, DRAFT, (4, 2), 5, SAMPLING[0]) is not None
     first = generate(rule, TARGET, DRAFT, 3, SAMPLING[0], LENGTH)
     assert generate(rule, TARGET, DRAFT, 3, SAMPLING[0], LENGTH) == first
-
-
-def test_rounds_share_no_uniforms() -> None:
-    """A position has different numbers in another round, which block verification needs."""
-    numbers = [
-        number
-        for base_length in range(20)
-        for drawn in (draw_uniforms(5, base_length, 6),)
-        for part in (drawn.accept, drawn.recover, drawn.recovery_keys)
-        for number in part
-    ]
-    assert len(set(numbers)) == len(numbers) == 20 * 20
-
-
-def test_shapes_of_uniforms() -> None:
-    for count in (0, 1, 5):
-        drawn = draw_uniforms(1, 10, count)
-        assert len(drawn.accept) == count
-        assert len(drawn.recover) == len(drawn.recovery_keys) == count + 1
-
-
-def test_fewer_tokens_have_the_same_uniforms() -> None:
-    longer, shorter = draw_uniforms(1, 10, 5), draw_uniforms(1, 10, 2)
-    assert longer.accept[:2] == shorter.accept[:]
-    assert longer.recover[:3] == shorter.recover[:]
-    assert longer.recovery_keys[:3] == shorter.recovery_keys[:]

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from coordinator.rejection import RejectionOptions, RowError, resolve, synthetic
-from coordinator.rejection.synthetic import schedule_of_length, schedule_of_rate, schedule_of_rates
+from coordinator.rejection import RejectionOptions, Round, RowError, resolve
+from coordinator.rejection.rules import schedule_of_length, schedule_of_rate, schedule_of_rates
 from tandem.types import Acceptance, NextToken
 from tests.unit.coordinator.rejection.builders import (
     GREEDY,
@@ -17,6 +17,7 @@ from tests.unit.coordinator.rejection.builders import (
     proposal,
     statistics,
     support_row,
+    synthetic,
     token_rows,
     uniforms,
     verification,
@@ -77,22 +78,20 @@ ROWS = [support_row({}, 0, statistics(argmax=token)) for token in (11, 12, 13, 1
 def test_acceptance(accepted_at: tuple[float, ...], expected: Acceptance) -> None:
     drawn = uniforms(*accepted_at)
     given = proposal(1, 2, 3)
-    assert synthetic.accept(given, verification(*ROWS), SAMPLED, drawn, SCHEDULE) == expected
-    assert synthetic.accept(given, token_rows(11, 12, 13, 14), GREEDY, drawn, SCHEDULE) == expected
+    assert synthetic(*SCHEDULE)(given, verification(*ROWS), SAMPLED, drawn) == expected
+    assert synthetic(*SCHEDULE)(given, token_rows(11, 12, 13, 14), GREEDY, drawn) == expected
 
 
 def test_the_models_tokens_do_not_matter() -> None:
     surely = (1.0, 1.0)
     rows = verification(*[support_row({1: 0.0}, 8, statistics(argmax=8))] * 2, ROWS[0])
-    accepted = synthetic.accept(proposal(1, 1), rows, SAMPLED, uniforms(0.999, 0.999), surely)
+    accepted = synthetic(*surely)(proposal(1, 1), rows, SAMPLED, uniforms(0.999, 0.999))
     assert accepted == Acceptance(2, 11, NextToken.BONUS)
 
 
 def test_a_shorter_proposal_uses_the_first_rates_and_a_longer_one_ends_with_them() -> None:
-    assert (
-        synthetic.accept(proposal(1), token_rows(1, 9), GREEDY, uniforms(0.79), SCHEDULE).accepted_count == 1
-    )
-    longer = synthetic.accept(proposal(1, 2), token_rows(1, 2, 9), GREEDY, uniforms(0.1, 0.1), (0.5,))
+    assert synthetic(*SCHEDULE)(proposal(1), token_rows(1, 9), GREEDY, uniforms(0.79)).accepted_count == 1
+    longer = synthetic(*(0.5,))(proposal(1, 2), token_rows(1, 2, 9), GREEDY, uniforms(0.1, 0.1))
     assert longer == Acceptance(1, 2, NextToken.RECOVERED)
 
 
@@ -115,11 +114,12 @@ def test_options_give_the_requested_mean(options: RejectionOptions, expected: fl
     rng = np.random.default_rng(0)
     rows, given = token_rows(1, 2, 3, 9), proposal(1, 2, 3)
     accepted = [
-        rule.accept(given, rows, GREEDY, uniforms(*rng.random(3))).accepted_count for _ in range(10_000)
+        rule.accept(Round(given, rows, GREEDY), uniforms(*rng.random(3))).accepted_count
+        for _ in range(10_000)
     ]
     assert np.mean(accepted) == pytest.approx(expected, abs=5 * float(np.std(accepted)) / 100)
 
 
 def test_rows_without_statistics_are_refused() -> None:
     with pytest.raises(RowError, match="statistics"):
-        synthetic.accept(proposal(), verification(bonus_row(1)), SAMPLED, uniforms(), SCHEDULE)
+        synthetic(*SCHEDULE)(proposal(), verification(bonus_row(1)), SAMPLED, uniforms())

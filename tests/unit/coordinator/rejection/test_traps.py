@@ -8,8 +8,17 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from coordinator.rejection import RowError, block, draw_uniforms, residual
-from tandem.sampling.noise import Purpose, proposal_keys, sample, token_uniforms
+from coordinator.rejection import KEYED, Round, RowError
+from coordinator.rejection.rounds import Race
+from tandem.sampling.noise import (
+    Purpose,
+    proposal_keys,
+    recovery_keys,
+    sample,
+    target_keys,
+    token_uniforms,
+    uniform,
+)
 from tandem.sampling.warping import warp
 from tandem.types import (
     Acceptance,
@@ -24,9 +33,12 @@ from tandem.types import (
 )
 from tests.unit.coordinator.rejection.builders import (
     SAMPLED,
+    Accept,
+    block,
     bonus_row,
     log_probs,
     proposal,
+    residual,
     sampled,
     support_row,
     uniforms,
@@ -34,7 +46,6 @@ from tests.unit.coordinator.rejection.builders import (
 )
 from tests.unit.coordinator.rejection.enumeration import (
     RACED,
-    Accept,
     Distribution,
     RacesByLaw,
     Setting,
@@ -45,7 +56,7 @@ from tests.unit.coordinator.rejection.enumeration import (
     total_variation,
 )
 
-RULES = [residual.accept, block.accept]
+RULES = [residual, block]
 
 
 # Trap: the draft samples from one distribution and another one is verified.
@@ -73,8 +84,7 @@ def test_draft_logits_are_truncated_as_the_draft_truncated_them(accept: Accept) 
             rows: Verification = rows,
             laws: dict[int, Distribution] = laws,
         ) -> tuple[int, int]:
-            drawn = uniforms(point[0])
-            races = RacesByLaw(drawn.accept, drawn.recover, drawn.recovery_keys, laws)
+            races = RacesByLaw(point, laws)
             return accept(given, rows, sampling, races).accepted_count, RACED
 
         for (accepted, _), mass in measure(decide, 1).items():
@@ -99,8 +109,8 @@ def test_draft_probabilities_are_not_rounded() -> None:
     given = sampled((1, {1: draft_prob, 2: 1 - draft_prob}))
     rows = verification(support_row({1: target_prob, 2: 1 - target_prob}), bonus_row(0))
     ratio = target_prob / draft_prob
-    assert residual.accept(given, rows, SAMPLED, uniforms(ratio * (1 - 1e-12))).accepted_count == 1
-    assert residual.accept(given, rows, SAMPLED, uniforms(ratio * (1 + 1e-12))).accepted_count == 0
+    assert residual(given, rows, SAMPLED, uniforms(ratio * (1 - 1e-12))).accepted_count == 1
+    assert residual(given, rows, SAMPLED, uniforms(ratio * (1 + 1e-12))).accepted_count == 0
 
 
 # Trap: the draft drops a token with a low probability after drawing it, and the target samples in its place.
@@ -152,23 +162,34 @@ def test_proposal_acceptance_and_recovery_use_different_noise(accept: Accept) ->
     rows = verification(SupportRow(ids, target_probs, 0.0, -1), bonus_row(0), base_length=9)
     outcomes = np.zeros(3)
     for seed in range(count):
+        sampling = SamplingParams(seed=seed)
         token = int(sample(draft_probs[None], proposal_keys(seed, 9, 1))[0])
         given = Proposal(9, (token,), distributions)
-        acceptance = accept(given, rows, SAMPLED, draw_uniforms(seed, 9, 1))
+        acceptance = accept(given, rows, sampling, KEYED)
         outcomes[token if acceptance.accepted_count else acceptance.next_token_id] += 1
     deviations = (outcomes - count * target_probs) / np.sqrt(count * target_probs * (1 - target_probs))
     assert np.abs(deviations).max() < 5
 
 
 def test_no_two_random_numbers_of_a_round_are_equal() -> None:
-    drawn = draw_uniforms(seed=3, base_length=20, token_count=8)
     proposing = token_uniforms(proposal_keys(3, 20, 8), 50).ravel()
-    racing = token_uniforms(np.array(drawn.recovery_keys), 50)
-    numbers = [*drawn.accept, *racing.ravel(), *proposing]
+    deciding = [uniform(3, 20 + index, Purpose.ACCEPTANCE, 20) for index in range(8)]
+    racing = token_uniforms(recovery_keys(3, 20, 9), 50).ravel()
+    numbers = [*deciding, *racing, *proposing]
     assert len(set(numbers)) == len(numbers) == 8 + 450 + 400
-    # A round uses either this uniform or the sample that contains it, never both.
-    assert list(drawn.recover) == racing[:, 0].tolist()
     assert len(set(Purpose)) == 4
+
+
+def test_the_coordinator_draws_with_the_keys_of_the_round() -> None:
+    ids = np.arange(50)
+    sampling = SamplingParams(seed=3)
+    own = Round(Proposal(20, (1,) * 8), Verification(20, ()), sampling)
+    assert KEYED.uniform(own, 2) == uniform(3, 22, Purpose.ACCEPTANCE, 20)
+    winner = token_uniforms(recovery_keys(3, 20, 9)[4:5], 50)[0].argmax()
+    assert KEYED.sample([Race(own, 4, ids, np.ones(50), -1, 0.0)]) == [winner]
+    empty = Round(Proposal(20), Verification(20, ()), sampling)
+    winner = token_uniforms(target_keys(3, 20, 1), 50)[0].argmax()
+    assert KEYED.sample([Race(empty, 0, ids, np.ones(50), -1, 0.0)]) == [winner]
 
 
 # Trap: `u <= target / draft` accepts a token of probability zero when u = 0.
@@ -178,14 +199,14 @@ def test_no_two_random_numbers_of_a_round_are_equal() -> None:
 def test_an_impossible_token_is_rejected_by_every_uniform(accept: Accept) -> None:
     given = sampled((1, {1: 0.5, 2: 0.5}))
     rows = verification(support_row({1: 0.0, 2: 1.0}), bonus_row(0))
-    for uniform in (0.0, 1e-300, 0.5):
-        acceptance = accept(given, rows, SAMPLED, uniforms(uniform))
+    for drawn in (0.0, 1e-300, 0.5):
+        acceptance = accept(given, rows, SAMPLED, uniforms(drawn))
         assert (acceptance.accepted_count, acceptance.next_token_id) == (0, 2)
 
 
 def test_no_uniform_is_zero() -> None:
-    drawn = [draw_uniforms(seed, 0, 50) for seed in range(200)]
-    assert min(float(np.concatenate([one.accept, one.recover]).min()) for one in drawn) > 0.0
+    drawn = [uniform(seed, index, Purpose.ACCEPTANCE, 0) for seed in range(200) for index in range(50)]
+    assert min(drawn) > 0.0
 
 
 # Trap: a residual that sums to zero.
@@ -197,9 +218,10 @@ def test_equal_distributions_recover_from_the_target(accept: Accept) -> None:
     probs = {4: 0.25, 5: 0.75}
     given, rows = sampled((4, probs)), verification(support_row(probs), bonus_row(0))
     assert accept(given, rows, SAMPLED, uniforms(1 - 2.0**-53)).accepted_count == 1
-    for recover, expected in ((0.2, 4), (0.3, 5)):
-        acceptance = accept(given, rows, SAMPLED, uniforms(1.0, recover=recover))
-        assert acceptance == Acceptance(0, expected, NextToken.RECOVERED)
+    noise = uniforms(1.0)
+    acceptance = accept(given, rows, SAMPLED, noise)
+    assert (acceptance.accepted_count, acceptance.next_token) == (0, NextToken.RECOVERED)
+    assert noise.laws == [{}, pytest.approx(probs)]
 
 
 @pytest.mark.parametrize("accept", RULES)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coordinator.rejection import block, residual
-from coordinator.rejection.relaxed import Accept
-from coordinator.rejection.uniforms import draw_uniforms
+from coordinator.rejection import KEYED, Round
+from coordinator.rejection.block import block
+from coordinator.rejection.rounds import Decide
+from coordinator.rejection.rules import residual
 from coordinator.transport.target_client import RowChoice
 from tandem.types import Delta, Proposal, RowKind, SamplingParams, VerifyStep
 from target_service.row_requests import RowRequest
@@ -33,24 +34,8 @@ def test_an_empty_proposal_requests_a_sample_only(
     assert rows.kind_for(proposal) is expected
 
 
-@pytest.mark.parametrize(
-    ("kind", "races_recovery", "proposal", "expected"),
-    [
-        (RowKind.SUPPORT, True, FULL, True),
-        (RowKind.SUPPORT, True, EMPTY, False),
-        (RowKind.SUPPORT, False, FULL, False),
-        (RowKind.DENSE, True, FULL, False),
-    ],
-)
-def test_recovery_keys_are_requested_where_a_token_may_be_recovered(
-    kind: RowKind, races_recovery: bool, proposal: Proposal, expected: bool
-) -> None:
-    rows = RowChoice(kind, lambda _: (), 100, races_recovery=races_recovery)
-    assert rows.races_for(proposal) is expected
-
-
-@pytest.mark.parametrize("rule", [residual.accept, block.accept])
-def test_all_kinds_of_row_after_an_empty_proposal_give_the_same_token(rule: Accept) -> None:
+@pytest.mark.parametrize("rule", [residual, block])
+def test_all_kinds_of_row_after_an_empty_proposal_give_the_same_token(rule: Decide) -> None:
     logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(5))
     seen = set()
     for seed in range(50):
@@ -59,7 +44,7 @@ def test_all_kinds_of_row_after_an_empty_proposal_give_the_same_token(rule: Acce
         for kind in RowKind:
             request = RowRequest(VerifyStep(Delta(0, (1, 2, 3)), kind, 1), sampling)
             [verification] = verified([request], logits)
-            tokens.append(rule(EMPTY, verification, sampling, draw_uniforms(seed, 3, 0)).next_token_id)
+            tokens.append(rule([Round(EMPTY, verification, sampling)], KEYED)[0].next_token_id)
         assert len(set(tokens)) == 1
         seen.add(tokens[0])
     assert len(seen) > 10  # the samples differ

@@ -1,1 +1,0 @@
-"""Acceptance of the rounds that one message answers."""

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 
@@ -116,12 +116,14 @@ class Pair:
         self.draft = observed
 
     @asynccontextmanager
-    async def coordinated(self, ahead: DraftAhead, drafts: int = 1) -> AsyncIterator[str]:
+    async def coordinated(
+        self, ahead: DraftAhead, policy: Literal["fixed", "adaptive"] = "fixed"
+    ) -> AsyncIterator[str]:
         settings = CoordinatorSettings(
             target_address=",".join(self._targets),
             draft_address=self._drafting,
             draft_patience_seconds=30.0,
-            speculation_policy="fixed",
+            speculation_policy=policy,
             draft_ahead=ahead,
         )
         async with coordinator(settings) as (address, service):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -77,6 +78,22 @@ async def test_sequences_that_share_a_stream_have_the_same_texts(
         assert [each.token_ids for each in completed] == [each.token_ids for each in before]
         assert hits(completed) > 0
         await until(lambda: not both.draft.running, SECONDS)
+
+
+async def test_under_load_no_draft_is_lost(
+    target_model: LoadedModel, draft_model: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The draft falls behind the verifications, and the adaptive policy changes the length of proposals."""
+    rules = ("greedy", "strict")
+    requests = [replace(REQUESTS[rules[i % 2]], seed=i, max_tokens=40) for i in range(32)]
+    async with pair(target_model, draft_model, step_seconds=0.004) as both:
+        async with both.coordinated("off") as address:
+            before = await complete_all(address, requests, at_once=8)
+        async with both.coordinated(16, "adaptive") as address:
+            completed = await complete_all(address, requests, at_once=8)
+    assert [each.token_ids for each in completed] == [each.token_ids for each in before]
+    assert hits(completed) > 0
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 @pytest.mark.parametrize("ahead", AHEAD)

@@ -35,8 +35,10 @@ MakeModel = Callable[[str], LoadedModel]
 
 
 @asynccontextmanager
-async def proposing(model: LoadedModel, draft_top_k: int = 8) -> AsyncIterator[StandaloneProposer]:
-    engine = Engine(model, propose_head, EngineSettings(max_sequences=3))
+async def proposing(
+    model: LoadedModel, draft_top_k: int = 8, max_sequences: int = 3
+) -> AsyncIterator[StandaloneProposer]:
+    engine = Engine(model, propose_head, EngineSettings(max_sequences=max_sequences))
     engine.start()
     try:
         async with asyncio.timeout(SECONDS):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from dataclasses import replace
 
 import pytest
 
-from tandem.types import Delta, DraftOptions, ProposeStep, RowKind
+from tandem.types import Delta, DraftedOutcomes, DraftOptions, ProposeStep, RowKind
 from tests.service.clients import until
 from tests.unit.draft_service.ahead_rounds import (
     BUDGET,
@@ -21,6 +23,7 @@ from tests.unit.draft_service.ahead_rounds import (
     proposing,
     pushed,
 )
+from tests.unit.engine.tiny_models import VOCABULARY_SIZE
 
 
 @pytest.mark.parametrize(
@@ -62,3 +65,34 @@ async def test_hits_that_follow_each_other_have_what_would_be_proposed(
             await until(lambda: proposer._engine._worker._background.is_empty, SECONDS)
             assert await sequence.propose(ProposeStep(Delta(kept, tail), 0, BUDGET, taken)) is None
     assert bool(leads) == (options.row_kind is RowKind.TOKEN)
+
+
+@pytest.mark.parametrize("options", [GREEDY, STRICT], ids=["greedy", "strict"])
+async def test_verifications_that_end_before_the_draft_has_read_the_last_one(
+    make_model: MakeModel, options: DraftOptions
+) -> None:
+    """Several sequences go on with pushed outcomes at any moment, with proposals of any length."""
+    async with proposing(make_model("llama"), max_sequences=16) as proposer:
+
+        async def rounds(seed: int) -> None:
+            chance = random.Random(seed)
+            prompt, count = (seed, *PROMPT), K
+            async with proposer.sequence(options) as sequence:
+                assert sequence.pushed is not None
+                first = await proposed(sequence, ProposeStep(Delta(0, prompt), K, BUDGET))
+                tokens = [*prompt, *first.token_ids]
+                for _ in range(60):
+                    kept = len(tokens) - count + chance.randint(0, count)
+                    following = [chance.randrange(VOCABULARY_SIZE)]
+                    if chance.random() < 0.7:
+                        outcomes = await sequence.pushed.get()
+                        assert isinstance(outcomes, DraftedOutcomes)
+                        if outcomes.depth == 0:
+                            kept = outcomes.base_length + outcomes.accepted_counts[0]
+                            following = [outcomes.next_token_ids[0], outcomes.token_ids[0]]
+                    tokens[kept:], count = following, chance.randint(0, len(following) - 1)
+                    step = ProposeStep(Delta(kept, following), 0, BUDGET, count)
+                    assert await sequence.propose(step) is None
+                    await asyncio.sleep(chance.choice((0.0, 0.002)))
+
+        await asyncio.gather(*(rounds(seed) for seed in range(16)))

@@ -166,6 +166,7 @@ class BackgroundWork:
             return None
         if not self._cache.make_ready(sequence, sequence.length):
             return None
+        unwanted = sequence.pending_count - job.row_count
         continuation = self._kept.take(sequence, min(job.max_lead, sequence.free_places))
         if continuation is not None:
             sequence.token_ids += continuation.lead.token_ids if continuation.lead else ()
@@ -173,7 +174,11 @@ class BackgroundWork:
         self._cache.take_spare(sequence, sequence.length + sequence.spare_tokens)
         if sequence.table.capacity <= sequence.length:
             return None
-        return _Trunk(job) if continuation is None else _Trunk(job, (continuation.logits,), continuation.lead)
+        if continuation is None:
+            return _Trunk(job)
+        # When the trunk of the job before was never read, the branch begins at tokens whose logits this job does not
+        # want: a hit on top of a hit.
+        return _Trunk(job, (continuation.logits[unwanted:],), continuation.lead)
 
     def _next_branches(self) -> list[_Begun]:
         """Take jobs whose turn it is, as many as have branches that fit into one step."""

@@ -119,6 +119,26 @@ async def test_only_what_a_branch_lacks_is_read(llama: TinyModel, with_kernels: 
         assert second.lead is None
 
 
+@pytest.mark.parametrize("row_count", [1, 2, 3, 4])
+async def test_a_branch_that_begins_before_the_wanted_rows_gives_only_those(
+    llama: TinyModel, row_count: int
+) -> None:
+    """A hit came on top of a hit whose trunk nobody had read yet. Another job's trunk shares the step."""
+    async with drafted(llama) as own:
+        other = await own.engine.open(64, 64)
+        await rows(own.engine, other, Delta(0, _TRUNK[:5]), 1)
+        beside = Branches(other, Delta(5, _TRUNK[5:]), 3)
+        job = Branches(own.sequence, Delta(8, [*_PATH, 7]), row_count, leaves_after=(8, 9, 10, 11, 11))
+        with own.engine._worker._wakeup:  # so that both are taken at once
+            own.engine.put_back(job)
+            own.engine.put_back(beside)
+        async with asyncio.timeout(20):
+            await job.done.wait()
+            await beside.done.wait()
+        own.check_trunk(job, [*_TRUNK, *_PATH, 7])
+        own.check_trunk(beside, _TRUNK)
+
+
 async def test_a_lead_that_did_not_come_true_is_read_by_nobody(llama: TinyModel) -> None:
     async with drafted(llama) as own:
         first = Branches(own.sequence, Delta(8, _PATH[:2]), 2, leaves_after=(10, 9, 10, 8, 10), max_lead=4)

@@ -7,13 +7,10 @@ move to another target, and it gets no new ones until it answers a probe, which 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-logger = logging.getLogger(__name__)
+from typing import Any
 
 MIN_SECONDS = 10.0
 """Shorter silences are pauses of a busy machine. To move a sequence, the next target has to read all of its tokens."""
@@ -29,7 +26,6 @@ _HALF_LIFE_SECONDS = 60.0
 """Time in which a slow answer loses half of its weight."""
 _PROMPT_TOKENS = 64
 """More new tokens than this count as a prompt, whose time grows with its length."""
-_LOOK_SECONDS = 0.25
 
 
 class FadingMaximum:
@@ -97,19 +93,13 @@ class Step:
     silent_seconds: float = 0.0
     """Duration of the wait when it was given up; 0 until then."""
 
-    def give_up(self, now: float) -> None:
-        """End the wait: the task is cancelled, and `was_given_up` tells it why."""
-        self.silent_seconds = now - self.asked_at
-        if self.task is not None:
-            self.task.cancel()
-
     def was_given_up(self) -> bool:
-        """True if the cancellation that the task has met is `give_up`'s and no one else's. Ask once, and then go on."""
+        """True if the cancellation that the task has met is `give_up`'s and no one else's. Ask once, then go on."""
         return self.silent_seconds > 0.0 and self.task is not None and self.task.uncancel() == 0
 
 
 class UnansweredSteps:
-    """The unanswered verifications of one target. None starts a timer, since `HangMonitor` checks all of them."""
+    """The unanswered verifications of one target. None starts a timer: the registry checks all of them."""
 
     def __init__(self, times: VerificationTimes, clock: Callable[[], float] = time.monotonic) -> None:
         self._times = times
@@ -157,56 +147,10 @@ class UnansweredSteps:
         return PAGES_SECONDS if answers_others and not self._times.is_fixed else 0.0
 
     def give_up(self, steps: Iterable[Step]) -> None:
-        """End the waits for these."""
+        """End the waits for these: their tasks are cancelled, and `was_given_up` tells them why."""
         now = self._clock()
         for step in steps:
-            step.give_up(now)
+            step.silent_seconds = now - step.asked_at
+            if step.task is not None:
+                step.task.cancel()
             self.end(step)
-
-
-class MonitoredTarget(Protocol):
-    """A member of the pool of targets."""
-
-    address: str
-    unanswered: UnansweredSteps
-
-    def set_aside(self, reason: str) -> None:
-        """Send nothing new there until it has answered a probe."""
-
-
-class HangMonitor:
-    """Looks again and again for verifications that a target owes for too long."""
-
-    def __init__(
-        self,
-        members: Callable[[], Iterable[MonitoredTarget]],
-        is_ready_besides: Callable[[MonitoredTarget], bool],
-        wait_seconds: float,
-    ) -> None:
-        """Watch these.
-
-        Args:
-            members: Every target.
-            is_ready_besides: Whether a sequence could move from this target to another.
-            wait_seconds: How long a sequence that could not move is left where it is: a target that is only slow may
-                answer after all.
-        """
-        self._members = members
-        self._is_ready_besides = is_ready_besides
-        self._wait_seconds = wait_seconds
-
-    async def run(self) -> None:
-        """Never returns."""
-        while True:
-            await asyncio.sleep(_LOOK_SECONDS)
-            for member in self._members():
-                self.look(member)
-
-    def look(self, member: MonitoredTarget) -> None:
-        """Give up what this target owes for too long, and set it aside."""
-        steps = member.unanswered.overdue(0.0 if self._is_ready_besides(member) else self._wait_seconds)
-        if not steps:
-            return
-        logger.warning("target hangs", extra={"address": member.address, "unanswered": len(steps)})
-        member.set_aside("it left a verification without an answer; it must answer a probe first")
-        member.unanswered.give_up(steps)

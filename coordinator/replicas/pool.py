@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 import grpc
@@ -25,8 +25,9 @@ from tandem.errors import (
     UnauthenticatedError,
 )
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
-from tandem.rpc.addresses import Address, Resolver, joined
-from tandem.rpc.channels import errors_of
+from tandem.rpc.addresses import Address, Resolver, joined, resolve
+from tandem.rpc.channels import DEFAULT_MESSAGE_LIMIT_BYTES, SERVICE_KEEPALIVE, errors_of, open_channel
+from tandem.rpc.credentials import PLAIN, Credentials
 from tandem.types import ModelInfo, SpeculationStats
 
 
@@ -42,24 +43,18 @@ ClientT = TypeVar("ClientT", bound=Client)
 
 @dataclass(frozen=True, slots=True)
 class Means(Generic[ClientT]):
-    """Callbacks and factories that a member gets from its pool."""
+    """How the members of a pool are reached and judged."""
 
     role: Role
-    open_channel: Callable[[int], grpc.aio.Channel]
-    """Opens a channel to the member's address, for messages of at most so many bytes."""
-    credentials_state: Callable[[], object]
-    """Differs once the files that channels are opened with were renewed."""
-    message_limit: Callable[[], int]
-    """Maximum bytes of a message of the fleet's models, as far as they are known."""
     make_client: Callable[[grpc.aio.Channel], ClientT]
     judge: Callable[[ModelInfo], str]
     """Reason why a replica with this model cannot join; empty when it can."""
-    probe: Callable[[ClientT], Awaitable[None]]
-    """Has it do a little of its work. Raises TandemError when it does not."""
-    verification_times: VerificationTimes
-    """Those of the pool."""
-    changed: Callable[[], None]
-    """To be called whenever the member's state changes."""
+    credentials: Credentials = PLAIN
+    message_limit: Callable[[], int] = lambda: DEFAULT_MESSAGE_LIMIT_BYTES
+    """Maximum bytes of a message of the fleet's models, as far as they are known."""
+    probe: Callable[[ClientT], Awaitable[None]] | None = None
+    """Has a replica that hung do a little of its work. Raises TandemError when it does not."""
+    verification_times: VerificationTimes = field(default_factory=VerificationTimes)
 
 
 logger = logging.getLogger(__name__)
@@ -85,11 +80,18 @@ class Member(Generic[ClientT]):
     not serve is polled instead, since an open Watch would delay its drain.
     """
 
-    def __init__(self, address: str, origin: Address, means: Means[ClientT]) -> None:
+    def __init__(
+        self, address: str, origin: Address, means: Means[ClientT], changed: Callable[[], None]
+    ) -> None:
+        """
+        Args:
+            address: Resolved.
+            origin: The address as configured, perhaps a name that several replicas share.
+            means: The pool's.
+            changed: Called whenever the member's state has changed.
+        """
         self.address = address
-        """Resolved."""
         self.origin = origin
-        """The address as configured, perhaps a name that several replicas share."""
         self.round_trip = MovingAverage()
         self.step = MovingAverage()
         self.tally = RoundTally()
@@ -99,6 +101,8 @@ class Member(Generic[ClientT]):
         """Reason for an operator's drain; empty without one."""
         self.unanswered = UnansweredSteps(means.verification_times)
         self._means = means
+        self._credentials = means.credentials.for_address(origin)
+        self._changed = changed
         self._state = ReplicaState.CONNECTING
         self._reason = "it was not reached yet"
         self._since = time.monotonic()
@@ -170,10 +174,20 @@ class Member(Generic[ClientT]):
             self._become(ReplicaState.DOWN, reason)
             self._suspected.set()
 
-    def set_aside(self, reason: str) -> None:
-        """It hangs: send nothing new there until it has answered a probe, however well its health is."""
+    def give_up_overdue(self, more_seconds: float) -> None:
+        """Give up verifications that it has owed for too long. It then gets nothing new until it has answered a probe,
+        even if its health is good.
+
+        Args:
+            more_seconds: Added to the bound.
+        """
+        steps = self.unanswered.overdue(more_seconds)
+        if not steps:
+            return
+        logger.warning("target hangs", extra={"address": self.address, "unanswered": len(steps)})
         self._must_answer_probe = True
-        self.suspect(reason)
+        self.suspect("it left a verification without an answer; it must answer a probe first")
+        self.unanswered.give_up(steps)
 
     def drain(self, reason: str) -> None:
         """Send no new sequences to it until `resume`."""
@@ -236,9 +250,9 @@ class Member(Generic[ClientT]):
             await self._watch()
             return False
         await self._connect()
-        if self._must_answer_probe:
+        if self._must_answer_probe and self._means.probe is not None:
             await self._means.probe(self.client)
-            self._must_answer_probe = False
+        self._must_answer_probe = False
         self._suspected.clear()
         self._become(ReplicaState.READY, "")
         return True
@@ -298,7 +312,7 @@ class Member(Generic[ClientT]):
 
     def _notify_change(self) -> None:
         self._since = time.monotonic()
-        self._means.changed()
+        self._changed()
 
     def _health(self) -> health_pb2_grpc.HealthStub:
         return health_pb2_grpc.HealthStub(self._channel)
@@ -307,10 +321,13 @@ class Member(Generic[ClientT]):
         """Open a channel, or replace one that was opened before the size of messages was known or with old
         certificates."""
         limit = self._means.message_limit()
-        wanted = limit, self._means.credentials_state()
+        wanted = limit, self._credentials.files_state()
         if self._channel is not None and (wanted == self._opened_with or self.open_sequences > 0):
             return
-        old, self._channel = self._channel, self._means.open_channel(limit)
+        old, self._channel = (
+            self._channel,
+            open_channel(self.address, limit, self._credentials, SERVICE_KEEPALIVE),
+        )
         self._opened_with = wanted
         self._client = self._means.make_client(self._channel)
         if old is not None:
@@ -333,16 +350,15 @@ class Pool(Generic[ClientT]):
 
     def __init__(
         self,
-        role: Role,
+        means: Means[ClientT],
         addresses: Sequence[Address],
-        make_member: Callable[[str, Address, Callable[[], None]], Member[ClientT]],
-        resolver: Resolver,
         resolve_interval_seconds: float,
+        resolver: Resolver = resolve,
     ) -> None:
-        self.role = role
+        self.role = means.role
         self.addresses = addresses
         """The addresses as configured."""
-        self._make_member = make_member
+        self._means = means
         self._resolver = resolver
         self._resolve_interval_seconds = resolve_interval_seconds
         self._members: dict[str, Member[ClientT]] = {}
@@ -474,7 +490,7 @@ class Pool(Generic[ClientT]):
         self._missed.discard(found)
         member = self._members.get(found)
         if member is None:
-            member = self._members[found] = self._make_member(found, address, self._notify_change)
+            member = self._members[found] = Member(found, address, self._means, self._notify_change)
             if found in self._drained:
                 member.drain(self._drained[found])
             member.start()

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeVar
 
-import grpc.aio
-
 from coordinator.replicas.compatibility import Deployment, Fleet, check_models
-from coordinator.replicas.hangs import HangMonitor, VerificationTimes
-from coordinator.replicas.pool import ClientT, Means, Member, Pool
+from coordinator.replicas.hangs import VerificationTimes
+from coordinator.replicas.pool import Means, Pool
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.stats.rounds import RoundResult
 from coordinator.transport.draft_client import DraftClient
 from coordinator.transport.target_client import TargetClient
 from tandem.errors import IncompatibleModelsError, ServiceUnavailableError
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
-from tandem.rpc.addresses import Address, Resolver, resolve, split_addresses
-from tandem.rpc.channels import SERVICE_KEEPALIVE, open_channel
+from tandem.rpc.addresses import Resolver, resolve, split_addresses
 from tandem.rpc.credentials import PLAIN, Credentials
 from tandem.types import ModelFeature
 
 _BY_OPERATOR = "an operator drained it"
+_LOOK_SECONDS = 0.25
+"""Interval of the search for targets that hang."""
 
 FoundT = TypeVar("FoundT", TargetClient, DraftClient)
 
@@ -38,20 +37,26 @@ class ReplicaRegistry:
     ) -> None:
         self.fleet = Fleet(settings)
         self._settings = settings
-        self._credentials = credentials
-        self._resolver = resolver
-        self.targets: Pool[TargetClient] = self._pool(
-            Role.TARGET, settings.target_address, TargetClient, TargetClient.probe
+        fleet, interval = self.fleet, settings.resolve_interval_seconds
+        targets = Means(
+            Role.TARGET,
+            TargetClient,
+            partial(fleet.judge, Role.TARGET),
+            credentials,
+            lambda: fleet.message_limit_bytes,
+            TargetClient.probe,
+            VerificationTimes(settings.verification_timeout_seconds),
         )
-        self.drafts: Pool[DraftClient] = self._pool(
-            Role.DRAFT, settings.draft_address or "", DraftClient, _no_probe
+        drafts = Means(
+            Role.DRAFT,
+            DraftClient,
+            partial(fleet.judge, Role.DRAFT),
+            credentials,
+            lambda: fleet.message_limit_bytes,
         )
+        self.targets = Pool(targets, split_addresses(settings.target_address), interval, resolver)
+        self.drafts = Pool(drafts, split_addresses(settings.draft_address or ""), interval, resolver)
         """Has no members when the target works alone."""
-        self._hang_monitor = HangMonitor(
-            lambda: self.targets.members,
-            lambda hung: any(other.is_ready for other in self.targets.members if other is not hung),
-            settings.target_wait_seconds,
-        )
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -62,7 +67,7 @@ class ReplicaRegistry:
             IncompatibleModelsError: draft and target break a rule.
         """
         await self.targets.start()
-        self._watching = asyncio.create_task(self._hang_monitor.run())
+        self._watching = asyncio.create_task(self._watch_for_hangs())
         await self._first(self.targets)
         assert self.fleet.target is not None
         if not self.drafts.addresses and self.fleet.target.drafting_method:
@@ -119,38 +124,14 @@ class ReplicaRegistry:
     def _of(self, role: Role) -> Pool[TargetClient] | Pool[DraftClient]:
         return self.targets if role is Role.TARGET else self.drafts
 
-    def _pool(
-        self,
-        role: Role,
-        addresses: str,
-        make_client: Callable[[grpc.aio.Channel], ClientT],
-        probe: Callable[[ClientT], Awaitable[None]],
-    ) -> Pool[ClientT]:
-        times = VerificationTimes(self._settings.verification_timeout_seconds)
-
-        def make_member(found: str, origin: Address, changed: Callable[[], None]) -> Member[ClientT]:
-            means = Means(
-                role=role,
-                open_channel=lambda limit: open_channel(
-                    found, limit, self._credentials.for_address(origin), SERVICE_KEEPALIVE
-                ),
-                credentials_state=self._credentials.files_state,
-                message_limit=lambda: self.fleet.message_limit_bytes,
-                make_client=make_client,
-                judge=lambda info: self.fleet.judge(role, info),
-                probe=probe,
-                verification_times=times,
-                changed=changed,
-            )
-            return Member(found, origin, means)
-
-        return Pool(
-            role,
-            split_addresses(addresses),
-            make_member,
-            self._resolver,
-            self._settings.resolve_interval_seconds,
-        )
+    async def _watch_for_hangs(self) -> None:
+        targets = self.targets
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            for target in targets.members:
+                could_move = any(other.is_ready for other in targets.members if other is not target)
+                # A target that is only slow may answer after all, so a sequence that could not move stays longer.
+                target.give_up_overdue(0.0 if could_move else self._settings.target_wait_seconds)
 
     async def _first(self, pool: Pool[FoundT]) -> None:
         """Wait until one is ready, or one turns out to be incompatible."""
@@ -167,10 +148,6 @@ class ReplicaRegistry:
                 f"the {name} service at {given} was not ready within {seconds:g} s; "
                 f"start it, or name another with --{name}-address: {pool.reasons()}"
             ) from None
-
-
-async def _no_probe(_: DraftClient) -> None:
-    """Do nothing: requests leave a late draft on their own, at no cost but its speed-up."""
 
 
 def _refuse_incompatible(pool: Pool[FoundT]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,11 +11,9 @@ from tandem.config.names import OWN_METHODS
 from tandem.config.rule import Rule, at_least, broken, spelled, within
 from tandem.errors import InvalidRequestError
 from tandem.plural import plural
+from tandem.sampling.ranges import sampling_rules
 from tandem.types import (
     MAX_LOGIT_BIAS,
-    MAX_REPETITION_PENALTY,
-    MIN_REPETITION_PENALTY,
-    MIN_TEMPERATURE,
     GenerationRequest,
     ModelFeature,
     ModelInfo,
@@ -83,15 +80,27 @@ def too_long(token_count: int, max_length: int) -> Iterator[str]:
         )
 
 
-def _rule(
-    name: str, requirement: str, limit_of: Callable[[BoundedRequest], tuple[str, int, str, int]]
+def _at_most(
+    name: str,
+    requirement: str,
+    counted: str,
+    count: Callable[[GenerationRequest], int],
+    limit: Callable[[BoundedRequest], int],
 ) -> Rule[BoundedRequest]:
-    """A rule for an upper bound: what it counts, how to count it, the unit, and the bound."""
+    """A rule for an upper bound.
+
+    Args:
+        name: The rule's.
+        requirement: The rule in a sentence.
+        counted: What it counts, with a place for the number.
+        count: Counts it.
+        limit: The bound.
+    """
 
     def check(subject: BoundedRequest) -> Iterator[str]:
-        what, count, unit, limit = limit_of(subject)
-        if count > limit:
-            yield f"{what} {count}{unit}; it must be at most {limit}"
+        number, maximum = count(subject.request), limit(subject)
+        if number > maximum:
+            yield f"{counted.format(number)}; it must be at most {maximum}"
 
     return Rule(name, requirement, check)
 
@@ -109,33 +118,6 @@ def _prompt_tokens(subject: BoundedRequest) -> Iterator[str]:
         yield from too_long(len(prompt), subject.max_length)
 
 
-def _stop_count(subject: BoundedRequest) -> tuple[str, int, str, int]:
-    return "the number of stop strings is", len(subject.request.stop), "", subject.bounds.max_stop_strings
-
-
-def _stop_length(subject: BoundedRequest) -> tuple[str, int, str, int]:
-    longest = max(map(len, subject.request.stop), default=0)
-    return "a stop string has", longest, " characters", subject.bounds.max_stop_length
-
-
-def _logit_biases(subject: BoundedRequest) -> tuple[str, int, str, int]:
-    return "logit_bias names", len(subject.request.logit_bias), " token ids", subject.bounds.max_logit_biases
-
-
-def _stop_token_id_count(subject: BoundedRequest) -> tuple[str, int, str, int]:
-    return (
-        "stop_token_ids has",
-        len(subject.request.stop_token_ids),
-        " ids",
-        subject.bounds.max_stop_token_ids,
-    )
-
-
-def _speculative_tokens(subject: BoundedRequest) -> tuple[str, int, str, int]:
-    maximum = max(MAX_SPECULATIVE_TOKENS, subject.num_speculative_tokens)
-    return "num_speculative_tokens is", subject.request.num_speculative_tokens or 0, "", maximum
-
-
 BOUND_RULES: tuple[Rule[BoundedRequest], ...] = (
     Rule(
         "max-prompt-bytes",
@@ -143,19 +125,42 @@ BOUND_RULES: tuple[Rule[BoundedRequest], ...] = (
         _prompt_bytes,
     ),
     Rule("max-prompt-tokens", "A prompt of token ids is shorter than `max_length`.", _prompt_tokens),
-    _rule("max-stop-strings", "There are at most `max_stop_strings`.", _stop_count),
-    _rule("max-stop-length", "A stop string has at most `max_stop_length` characters.", _stop_length),
-    _rule("max-logit-biases", "`logit_bias` names at most `max_logit_biases` ids.", _logit_biases),
-    _rule("max-stop-token-ids", "`stop_token_ids` are at most `max_stop_token_ids`.", _stop_token_id_count),
-    _rule(
+    _at_most(
+        "max-stop-strings",
+        "There are at most `max_stop_strings`.",
+        "the number of stop strings is {}",
+        lambda request: len(request.stop),
+        lambda subject: subject.bounds.max_stop_strings,
+    ),
+    _at_most(
+        "max-stop-length",
+        "A stop string has at most `max_stop_length` characters.",
+        "a stop string has {} characters",
+        lambda request: max(map(len, request.stop), default=0),
+        lambda subject: subject.bounds.max_stop_length,
+    ),
+    _at_most(
+        "max-logit-biases",
+        "`logit_bias` names at most `max_logit_biases` ids.",
+        "logit_bias names {} token ids",
+        lambda request: len(request.logit_bias),
+        lambda subject: subject.bounds.max_logit_biases,
+    ),
+    _at_most(
+        "max-stop-token-ids",
+        "`stop_token_ids` are at most `max_stop_token_ids`.",
+        "stop_token_ids has {} ids",
+        lambda request: len(request.stop_token_ids),
+        lambda subject: subject.bounds.max_stop_token_ids,
+    ),
+    _at_most(
         "most-speculative-tokens",
         f"`num_speculative_tokens` is at most {MAX_SPECULATIVE_TOKENS}, or what the coordinator is set to.",
-        _speculative_tokens,
+        "num_speculative_tokens is {}",
+        lambda request: request.num_speculative_tokens or 0,
+        lambda subject: max(MAX_SPECULATIVE_TOKENS, subject.num_speculative_tokens),
     ),
 )
-
-
-_STRATEGY = "rejection_sampling_strategy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,40 +338,12 @@ MAX_LOGPROBS = 20
 """Maximum alternatives for each position, as with OpenAI."""
 
 
-def _temperature(subject: TokenizedRequest) -> Iterator[str]:
-    temperature = subject.request.temperature
-    if temperature in (None, 0.0) or MIN_TEMPERATURE <= temperature < math.inf:
-        return
-    yield (
-        f"temperature is {spelled(temperature)}; it must be 0 (greedy) or a finite number of at least "
-        f"{MIN_TEMPERATURE:g}"
-    )
-
-
-_SMALLEST = 5e-324
-
 REQUEST_RULES: tuple[Rule[TokenizedRequest], ...] = (
     Rule("prompt-not-empty", "The prompt holds at least one token.", _prompt_not_empty),
     Rule("prompt-fits", "The prompt is shorter than `max_length`.", _prompt_fits),
     Rule("known-token-ids", "The prompt's ids are in the target's vocabulary.", _known_ids),
     at_least("max_tokens", 1, of=_request),
-    Rule(
-        "temperature",
-        f"`temperature` is 0 (greedy) or a finite number of at least {MIN_TEMPERATURE:g}.",
-        _temperature,
-    ),
-    within("top_k", 0, 2**31 - 1, f"between 0 and {2**31 - 1} (0 keeps all)", of=_request),
-    within("top_p", _SMALLEST, 1.0, "more than 0 and at most 1", of=_request),
-    within("min_p", 0.0, 1.0, "between 0 and 1", of=_request),
-    within(
-        "repetition_penalty",
-        MIN_REPETITION_PENALTY,
-        MAX_REPETITION_PENALTY,
-        f"between {MIN_REPETITION_PENALTY:g} and {MAX_REPETITION_PENALTY:g} (1 is off)",
-        of=_request,
-    ),
-    within("frequency_penalty", -2.0, 2.0, "between -2 and 2 (0 is off)", of=_request),
-    within("presence_penalty", -2.0, 2.0, "between -2 and 2 (0 is off)", of=_request),
+    *sampling_rules(of=_request),
     at_least("num_speculative_tokens", 1, of=_request),
     within("seed", -(2**63), 2**63 - 1, "a signed 64-bit integer", of=_request),
     within("logprobs", 0, MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}", of=_request),
@@ -411,6 +388,6 @@ REQUEST_RULES: tuple[Rule[TokenizedRequest], ...] = (
         "logits-of-draft-model",
         "The rule logit-comparison goes with a draft service that has a model, and with any at `temperature` 0.",
         _logits_of_draft,
-        (_STRATEGY,),
+        ("rejection_sampling_strategy",),
     ),
 )

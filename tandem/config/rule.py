@@ -45,12 +45,13 @@ def broken(rules: Sequence[Rule[SubjectT]], subject: SubjectT, unreadable: Colle
     ]
 
 
-def _itself(subject: object) -> object:
+def itself(subject: object) -> object:
+    """The subject: its own attributes are the options."""
     return subject
 
 
 def at_least(
-    option: str, minimum: float, *, words: str = "", of: Callable[[SubjectT], object] = _itself
+    option: str, minimum: float, *, words: str = "", of: Callable[[SubjectT], object] = itself
 ) -> Rule[SubjectT]:
     """The rule that an option is not below a number. None keeps it."""
     allowed = f"at least {minimum:g}{words}"
@@ -64,7 +65,7 @@ def at_least(
 
 
 def within(
-    option: str, low: float, high: float, words: str, *, of: Callable[[SubjectT], object] = _itself
+    option: str, low: float, high: float, words: str, *, of: Callable[[SubjectT], object] = itself
 ) -> Rule[SubjectT]:
     """The rule that an option lies between two numbers, both allowed; `words` describes them. None is allowed."""
 

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from tandem.config.rule import Rule, broken
 from tandem.errors import InvalidRequestError, ProtocolError
+from tandem.sampling.ranges import sampling_rules
 from tandem.types import (
-    MAX_REPETITION_PENALTY,
-    MIN_REPETITION_PENALTY,
-    MIN_TEMPERATURE,
     Delta,
     Float32Array,
     FloatArray,
@@ -32,6 +31,8 @@ _ROW_KINDS = {
     RowKind.DENSE: types_pb2.ROW_KIND_DENSE,
 }
 _ROW_KINDS_BACK = {value: kind for kind, value in _ROW_KINDS.items()}
+
+_SAMPLING_RULES: tuple[Rule[SamplingParams], ...] = sampling_rules()
 
 _FEATURES = {ModelFeature.LOGIT_ADJUSTMENTS: types_pb2.MODEL_FEATURE_LOGIT_ADJUSTMENTS}
 _FEATURES_BACK = {value: feature for feature, value in _FEATURES.items()}
@@ -122,45 +123,9 @@ def sampling_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
         message.frequency_penalty,
         message.presence_penalty,
     )
-    check_sampling(sampling)
+    if sentences := broken(_SAMPLING_RULES, sampling):
+        raise InvalidRequestError("; ".join(sentences))
     return sampling
-
-
-def check_sampling(sampling: SamplingParams) -> None:
-    """Refuse sampling parameters that are out of range.
-
-    Raises:
-        InvalidRequestError: naming every parameter that is, its value and its range.
-    """
-    ranges = (
-        (
-            "temperature",
-            sampling.temperature,
-            sampling.temperature == 0.0 or MIN_TEMPERATURE <= sampling.temperature < float("inf"),
-            f"0 (greedy) or a finite number >= {MIN_TEMPERATURE:g}",
-        ),
-        ("top_k", sampling.top_k, sampling.top_k >= 0, "an integer >= 0 (0 keeps all tokens)"),
-        ("top_p", sampling.top_p, 0.0 < sampling.top_p <= 1.0, "in (0, 1]"),
-        ("min_p", sampling.min_p, 0.0 <= sampling.min_p <= 1.0, "in [0, 1]"),
-        (
-            "repetition_penalty",
-            sampling.repetition_penalty,
-            MIN_REPETITION_PENALTY <= sampling.repetition_penalty <= MAX_REPETITION_PENALTY,
-            f"in [{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}] (1 is off)",
-        ),
-        *(
-            (name, value, -2.0 <= value <= 2.0, "in [-2, 2] (0 is off)")
-            for name, value in (
-                ("frequency_penalty", sampling.frequency_penalty),
-                ("presence_penalty", sampling.presence_penalty),
-            )
-        ),
-    )
-    broken = [
-        f"{name} is {value:g}; it must be {allowed}" for name, value, holds, allowed in ranges if not holds
-    ]
-    if broken:
-        raise InvalidRequestError("; ".join(broken))
 
 
 def model_info_to_proto(info: ModelInfo) -> types_pb2.ModelInfo:

@@ -48,7 +48,7 @@ async def test_a_returning_replica_is_reached_with_renewed_certificates(
         used.append(ca_file.read_bytes())
         return grpc.aio.insecure_channel(address)
 
-    monkeypatch.setattr("coordinator.replicas.registry.open_channel", plain)
+    monkeypatch.setattr("coordinator.replicas.pool.open_channel", plain)
     ca_file.write_bytes(b"the first")
     async with served(FakeTarget()) as (target,):
         replicas = ReplicaRegistry(settings(target.address), Credentials(ca_file=ca_file))

@@ -17,7 +17,6 @@ import uvloop
 
 from coordinator.failover.placement import DraftPlacement, OpenSequence
 from coordinator.replicas.compatibility import MODEL_RULES, Deployment
-from coordinator.replicas.hangs import VerificationTimes
 from coordinator.replicas.pool import Means, Member, Pool
 from coordinator.speculation.waiting import Unfinished, tokens_after_hit
 from coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSequence
@@ -28,8 +27,7 @@ from tandem.errors import CapacityError, ModelFolderError, ServiceUnavailableErr
 from tandem.integrations.vllm.metrics import Counts
 from tandem.integrations.vllm.settings import VllmSettings
 from tandem.replica import ReplicaState, Role
-from tandem.rpc.addresses import Address, resolve, split_addresses
-from tandem.rpc.channels import DEFAULT_MESSAGE_LIMIT_BYTES, SERVICE_KEEPALIVE, open_channel
+from tandem.rpc.addresses import split_addresses
 from tandem.types import AheadBudget, DraftOptions, ModelInfo, Proposal
 
 logger = logging.getLogger(__name__)
@@ -87,27 +85,8 @@ def why_unfit(target: ModelInfo, draft: ModelInfo) -> str:
 
 def draft_pool(settings: VllmSettings, target: ModelInfo) -> Pool[DraftClient]:
     """The drafts that the settings name, as far as they fit. Construct it on the event loop that is to use it."""
-    credentials = settings.service_credentials
-    times = VerificationTimes()
-
-    def make_member(found: str, origin: Address, changed: Callable[[], None]) -> Member[DraftClient]:
-        means = Means(
-            role=Role.DRAFT,
-            open_channel=lambda limit: open_channel(
-                found, limit, credentials.for_address(origin), SERVICE_KEEPALIVE
-            ),
-            credentials_state=credentials.files_state,
-            message_limit=lambda: DEFAULT_MESSAGE_LIMIT_BYTES,
-            make_client=DraftClient,
-            judge=lambda info: why_unfit(target, info),
-            probe=_no_probe,
-            verification_times=times,
-            changed=changed,
-        )
-        return Member(found, origin, means)
-
-    addresses = split_addresses(settings.draft_address or "")
-    return Pool(Role.DRAFT, addresses, make_member, resolve, settings.resolve_interval_seconds)
+    means = Means(Role.DRAFT, DraftClient, lambda info: why_unfit(target, info), settings.service_credentials)
+    return Pool(means, split_addresses(settings.draft_address or ""), settings.resolve_interval_seconds)
 
 
 async def first_draft(pool: Pool[DraftClient], seconds: float) -> str:
@@ -122,10 +101,6 @@ async def first_draft(pool: Pool[DraftClient], seconds: float) -> str:
     except TimeoutError:
         pass
     return "" if pool.choose() is not None else pool.reasons()
-
-
-async def _no_probe(_: DraftClient) -> None:
-    """Do nothing: a late draft costs its sequences only the speed-up."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,6 @@ from coordinator.replicas.hangs import (
     UNLEARNT_SECONDS,
     UNLEARNT_SECONDS_PER_TOKEN,
     FadingMaximum,
-    HangMonitor,
-    Step,
     UnansweredSteps,
     VerificationTimes,
 )
@@ -24,17 +22,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-class Target:
-    address = "a"
-
-    def __init__(self, clock: Clock, times: VerificationTimes) -> None:
-        self.unanswered = UnansweredSteps(times, clock)
-        self.reasons: list[str] = []
-
-    def set_aside(self, reason: str) -> None:
-        self.reasons.append(reason)
 
 
 def learnt(clock: Clock, step_seconds: float = 0.1, prompt_token_seconds: float = 0.01) -> VerificationTimes:
@@ -143,66 +130,38 @@ def test_the_first_answer_may_wait_for_the_prompts_of_all_sequences() -> None:
     assert len(steps.overdue()) == 10
 
 
-async def test_a_sequence_without_another_target_waits_longer() -> None:
+async def waited(steps: UnansweredSteps) -> str:
+    """Wait for an answer that never comes."""
+    step = steps.begin(5, is_first=False, task=asyncio.current_task())
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        return f"given up after {step.silent_seconds:g} s" if step.was_given_up() else "cancelled"
+    finally:
+        steps.end(step)
+    return "answered"
+
+
+async def test_a_wait_is_given_up_once() -> None:
     clock = Clock()
-    target = Target(clock, learnt(clock))
-    has_other = False
-    monitor = HangMonitor(lambda: [target], lambda _: has_other, wait_seconds=30.0)
-
-    async def wait() -> str:
-        step = target.unanswered.begin(5, is_first=False, task=asyncio.current_task())
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            assert step.was_given_up()
-            return f"given up after {step.silent_seconds:g} s"
-        return "answered"
-
-    waiting = asyncio.create_task(wait())
+    steps = UnansweredSteps(learnt(clock), clock)
+    waiting = asyncio.create_task(waited(steps))
     await asyncio.sleep(0)
     clock.now += MIN_SECONDS + 1.0
-    monitor.look(target)
-    assert not target.reasons
-    has_other = True
-    monitor.look(target)
-    monitor.look(target)
-    assert len(target.reasons) == 1
+    assert not steps.overdue(more_seconds=30.0), "without another target a sequence stays longer"
+    steps.give_up(steps.overdue())
+    assert not steps.overdue()
     assert await waiting == "given up after 11 s"
 
 
-async def test_a_sequence_without_another_target_fails_in_the_end() -> None:
+@pytest.mark.parametrize("is_silent", [False, True])
+async def test_a_wait_that_its_own_request_cancels_is_not_given_up(*, is_silent: bool) -> None:
     clock = Clock()
-    target = Target(clock, learnt(clock))
-    monitor = HangMonitor(lambda: [target], lambda _: False, wait_seconds=30.0)
-    step: Step = target.unanswered.begin(5, is_first=False, task=asyncio.current_task())
-    clock.now += MIN_SECONDS + 30.1
-    monitor.look(target)
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.Event().wait()
-    assert step.was_given_up()
-    assert target.reasons
-
-
-async def test_a_wait_that_its_own_request_cancels_is_not_given_up() -> None:
-    clock = Clock()
-    target = Target(clock, learnt(clock))
-    monitor = HangMonitor(lambda: [target], lambda _: True, wait_seconds=30.0)
-
-    async def wait() -> bool:
-        step = target.unanswered.begin(5, is_first=False, task=asyncio.current_task())
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            return step.was_given_up()
-        finally:
-            target.unanswered.end(step)
-        return False
-
-    for is_silent in (False, True):
-        waiting = asyncio.create_task(wait())
-        await asyncio.sleep(0)
-        if is_silent:
-            clock.now += MIN_SECONDS + 1.0
-            monitor.look(target)
-        waiting.cancel()
-        assert not await waiting, "the request's own cancellation goes on"
+    steps = UnansweredSteps(learnt(clock), clock)
+    waiting = asyncio.create_task(waited(steps))
+    await asyncio.sleep(0)
+    if is_silent:
+        clock.now += MIN_SECONDS + 1.0
+        steps.give_up(steps.overdue())
+    waiting.cancel()
+    assert await waiting == "cancelled", "the request's own cancellation goes on"

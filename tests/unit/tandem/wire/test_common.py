@@ -19,33 +19,28 @@ def test_sampling_survives_in_double_precision() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "sentence"),
+    ("sampling", "names"),
     [
+        (SamplingParams(5e-324), {"temperature"}),
+        (SamplingParams(-1.0), {"temperature"}),
+        (SamplingParams(float("nan")), {"temperature"}),
+        (SamplingParams(float("inf")), {"temperature"}),
+        (SamplingParams(top_k=-1), {"top_k"}),
+        (SamplingParams(top_p=0.0), {"top_p"}),
+        (SamplingParams(top_p=1.5, min_p=2.0), {"top_p", "min_p"}),
+        (SamplingParams(repetition_penalty=-1.0), {"repetition_penalty"}),
         (
-            SamplingParams(5e-324),
-            "temperature is 4.94066e-324; it must be 0 (greedy) or a finite number >= 0.0001",
-        ),
-        (SamplingParams(-1.0), "temperature is -1; it must be 0 (greedy) or a finite number >= 0.0001"),
-        (
-            SamplingParams(float("nan")),
-            "temperature is nan; it must be 0 (greedy) or a finite number >= 0.0001",
-        ),
-        (
-            SamplingParams(float("inf")),
-            "temperature is inf; it must be 0 (greedy) or a finite number >= 0.0001",
-        ),
-        (SamplingParams(top_k=-1), "top_k is -1; it must be an integer >= 0 (0 keeps all tokens)"),
-        (SamplingParams(top_p=0.0), "top_p is 0; it must be in (0, 1]"),
-        (
-            SamplingParams(top_p=1.5, min_p=2.0),
-            "top_p is 1.5; it must be in (0, 1]; min_p is 2; it must be in [0, 1]",
+            SamplingParams(frequency_penalty=3.0, presence_penalty=-3.0),
+            {"frequency_penalty", "presence_penalty"},
         ),
     ],
 )
-def test_sampling_out_of_range_is_refused_with_every_reason(sampling: SamplingParams, sentence: str) -> None:
+def test_sampling_out_of_range_is_refused_with_every_reason(
+    sampling: SamplingParams, names: set[str]
+) -> None:
     with pytest.raises(InvalidRequestError) as refusal:
         common.sampling_from_proto(common.sampling_to_proto(sampling))
-    assert str(refusal.value) == sentence
+    assert {sentence.partition(" is ")[0] for sentence in str(refusal.value).split("; ")[::2]} == names
 
 
 def test_a_model_s_description_survives() -> None:

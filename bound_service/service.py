@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from tandem.config.names import BOUND_METHODS, MTP, OWN_METHODS, canonical_metho
 from tandem.errors import ConfigurationError
 from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
 from tandem.serving.process import in_daemon_thread
-from tandem.serving.server import ENGINE_FAILED
+from tandem.serving.server import Service
 from tandem.telemetry.streams import observer_for
 from tandem.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from target_service.servicer import TargetServicer
@@ -71,7 +70,7 @@ def head_method(settings: TargetSettings, folder: Path | None) -> str:
     return method
 
 
-class BoundService:
+class BoundService(Service):
     """Serves a target, and proposals of a head that reads it."""
 
     name = "target"
@@ -79,8 +78,6 @@ class BoundService:
         target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name,
         draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name,
     )
-    request_drain: Callable[[], None]
-    """Set by the server: ends it as SIGTERM does."""
 
     def __init__(self, settings: TargetSettings) -> None:
         """Prepare to load both.
@@ -95,8 +92,6 @@ class BoundService:
         self._observer = observer_for(settings, self.name)
         self._target, self._draft = TargetServicer(self._observer), DraftServicer()
         self._pair: BoundPair | None = None
-        self.failure = ""
-        """Reason why the services cannot go on; empty while they can."""
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add both servicers."""
@@ -154,8 +149,4 @@ class BoundService:
         from bound_service.loading import load_pair
 
         settings = self._settings.model_copy(update={"model": folder})
-        return load_pair(settings, self._head_folder, self._observer.on_step, on_failure=self._fail)
-
-    def _fail(self) -> None:
-        self.failure = ENGINE_FAILED
-        self.request_drain()
+        return load_pair(settings, self._head_folder, self._observer.on_step, on_failure=self.fail)

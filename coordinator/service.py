@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import grpc.aio
@@ -24,7 +23,7 @@ from tandem.admin import Status
 from tandem.errors import ServiceUnavailableError
 from tandem.replica import ReplicaState, Role
 from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
-from tandem.serving.server import announce
+from tandem.serving.server import Service, announce
 from tandem.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class CoordinatorService:
+class CoordinatorService(Service):
     """Serves GenerationService over draft and target services, and AdminService beside it."""
 
     name = "coordinator"
@@ -43,8 +42,6 @@ class CoordinatorService:
     )
     admin_methods = frozenset(admin_pb2.DESCRIPTOR.services_by_name["AdminService"].methods_by_name)
     """Names of AdminService's methods."""
-    request_drain: Callable[[], None]
-    """Set by the server: ends it as SIGTERM does."""
 
     def __init__(
         self,
@@ -65,6 +62,7 @@ class CoordinatorService:
             settings, is_read=settings.http_port is not None
         )
         self.completions = RequestRunner(self.live_config, self.telemetry.observer)
+        self.interceptors = (AdmissionInterceptor(self.completions), LargeRequests())
         self.replicas = ReplicaRegistry(settings, settings.service_credentials)
         self.administration = Administration(self.completions, self.live_config, self.replicas)
         self.chats = Chats(settings.chat_template)
@@ -107,11 +105,6 @@ class CoordinatorService:
     def http_url(self) -> str | None:
         """URL of the HTTP server; None without one."""
         return None if self._http is None else self._http.url
-
-    @property
-    def interceptors(self) -> Sequence[grpc.aio.ServerInterceptor]:
-        """Interceptors that decide before a request is read."""
-        return (AdmissionInterceptor(self.completions), LargeRequests())
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicers."""

@@ -18,18 +18,16 @@ from tandem.config.names import BOUND_METHODS
 from tandem.errors import ConfigurationError
 from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
 from tandem.serving.process import in_daemon_thread
-from tandem.serving.server import ENGINE_FAILED
+from tandem.serving.server import Service
 from tandem.telemetry.streams import OnStep, observer_for
 from tandem.v1 import draft_pb2, draft_pb2_grpc
 
 
-class DraftService:
+class DraftService(Service):
     """Serves DraftService with one drafting method."""
 
     name = "draft"
     full_names = (draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name,)
-    request_drain: Callable[[], None]
-    """Set by the server: ends it as SIGTERM does."""
 
     def __init__(self, settings: DraftSettings) -> None:
         """Prepare the method that the settings name.
@@ -39,11 +37,9 @@ class DraftService:
         """
         self._settings = settings
         self._observer = observer_for(settings, self.name)
-        self._load = _loader(settings, self._observer.on_step, self._fail)
+        self._load = _loader(settings, self._observer.on_step, self.fail)
         self._servicer = DraftServicer(self._observer)
         self._proposer: Proposer | None = None
-        self.failure = ""
-        """Reason why the service cannot go on; empty while it can."""
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicer."""
@@ -75,10 +71,6 @@ class DraftService:
         if self._proposer is not None:
             await self._proposer.close()
         await self._observer.close()
-
-    def _fail(self) -> None:
-        self.failure = ENGINE_FAILED
-        self.request_drain()
 
 
 def _loader(

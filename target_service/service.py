@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import grpc.aio
@@ -10,7 +9,7 @@ import grpc.aio
 from tandem.errors import ConfigurationError
 from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
 from tandem.serving.process import in_daemon_thread
-from tandem.serving.server import ENGINE_FAILED
+from tandem.serving.server import Service
 from tandem.telemetry.streams import observer_for
 from tandem.v1 import target_pb2, target_pb2_grpc
 from target_service.servicer import TargetServicer
@@ -20,13 +19,11 @@ if TYPE_CHECKING:
     from target_service.verifier import Verifier
 
 
-class TargetService:
+class TargetService(Service):
     """Serves TargetService with one model."""
 
     name = "target"
     full_names = (target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name,)
-    request_drain: Callable[[], None]
-    """Set by the server: ends it as SIGTERM does."""
 
     def __init__(self, settings: TargetSettings) -> None:
         """Prepare to load the model.
@@ -44,8 +41,6 @@ class TargetService:
         self._observer = observer_for(settings, self.name)
         self._servicer = TargetServicer(self._observer)
         self._verifier: Verifier | None = None
-        self.failure = ""
-        """Reason why the service cannot go on; empty while it can."""
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicer."""
@@ -93,8 +88,4 @@ class TargetService:
         from target_service.verifier import load_verifier
 
         settings = self._settings.model_copy(update={"model": folder})
-        return load_verifier(settings, self._observer.on_step, self._fail)
-
-    def _fail(self) -> None:
-        self.failure = ENGINE_FAILED
-        self.request_drain()
+        return load_verifier(settings, self._observer.on_step, self.fail)

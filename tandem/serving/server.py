@@ -8,9 +8,10 @@ import os
 import signal
 import socket
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NoReturn, Protocol, runtime_checkable
+from typing import NoReturn
 
 import grpc
 import grpc.aio
@@ -78,15 +79,6 @@ _STALL_CHECK_SECONDS = 0.5
 """Interval of the check for a stuck service."""
 
 
-@runtime_checkable
-class CanStall(Protocol):
-    """A service whose work may get stuck."""
-
-    @property
-    def overdue_seconds(self) -> float:
-        """How long it has been stuck; 0 while all is well."""
-
-
 class Readiness:
     """Readiness of a server: it admits or refuses calls, and reports the health status."""
 
@@ -118,30 +110,6 @@ class Readiness:
         logger.info("draining", extra={"service": self.name})
 
 
-async def serve_until(stopping: asyncio.Event, service: object, readiness: Readiness) -> None:
-    """Wait for the end, and take no new calls while the service is stuck."""
-    is_paused = False
-    while not stopping.is_set():
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_STALL_CHECK_SECONDS if isinstance(service, CanStall) else None):
-                await stopping.wait()
-        seconds = service.overdue_seconds if isinstance(service, CanStall) else 0.0
-        if seconds and not is_paused:
-            logger.error(
-                "a step does not end", extra={"service": readiness.name, "seconds": round(seconds, 1)}
-            )
-            await readiness.pause(
-                f"the {readiness.name} service has been stuck in a step for {seconds:.0f} s"
-            )
-        elif is_paused and not seconds:
-            logger.warning("the step has ended", extra={"service": readiness.name})
-            await readiness.open()
-        is_paused = bool(seconds)
-
-
-ENGINE_FAILED = "the engine has failed, and the log has the reason; start the service again"
-"""A `CanFail.failure`."""
-
 # How long the last words of calls that have ended may take to be sent, and watchers of health are borne with.
 _GOODBYE_SECONDS = 0.5
 
@@ -161,57 +129,54 @@ _SERVER_OPTIONS = (
 )
 
 
-class Service(Protocol):
+class Service(ABC):
     """A service that a server runs."""
 
-    @property
-    def name(self) -> str:
-        """Its role: draft, target or coordinator."""
-
-    @property
-    def full_names(self) -> Sequence[str]:
-        """Names of its gRPC services, for health and reflection."""
-
+    name: str
+    """Its role: draft, target or coordinator."""
+    full_names: Sequence[str]
+    """Names of its gRPC services, for health and reflection."""
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+    """Decide about calls before they are read. They run after all others, including the one for tokens."""
     request_drain: Callable[[], None]
     """Set by `serve` before anything else: ends the server as SIGTERM does."""
+    failure = ""
+    """Reason why it cannot go on; empty while it can."""
 
-    def register(self, server: grpc.aio.Server) -> None:
-        """Add its servicers."""
+    @property
+    def overdue_seconds(self) -> float:
+        """How long it has been stuck in a step; 0 while all is well."""
+        return 0.0
 
-    async def start(self) -> None:
-        """Prepare to answer: load the model, or connect to other services."""
+    def fail(self) -> None:
+        """End the server with an error, because the engine has failed. Running calls may still finish."""
+        self.failure = "the engine has failed, and the log has the reason; start the service again"
+        self.request_drain()
 
-    async def close(self) -> None:
-        """Release what `start` acquired. Called once no call runs."""
+    def open_other_endpoints(  # noqa: B027 - most have none
+        self, readiness: ReadinessInterceptor, calls: RunningCalls
+    ) -> None:
+        """Open what serves requests other than one gRPC call each: HTTP, or shared streams. Called first.
 
-
-@runtime_checkable
-class HasOtherEndpoints(Protocol):
-    """A service with requests other than one gRPC call each: HTTP, or shared streams."""
-
-    def open_other_endpoints(self, readiness: ReadinessInterceptor, calls: RunningCalls) -> None:
-        """Open them. Their requests pass the readiness check and count as calls. Called first.
+        Args:
+            readiness: Says whether such requests are admitted.
+            calls: Where to count them.
 
         Raises:
             ConfigurationError: an address cannot be bound.
         """
 
+    @abstractmethod
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add its servicers."""
 
-@runtime_checkable
-class HasInterceptors(Protocol):
-    """A service that decides about calls before they are read."""
+    @abstractmethod
+    async def start(self) -> None:
+        """Prepare to answer: load the model, or connect to other services."""
 
-    @property
-    def interceptors(self) -> Sequence[grpc.aio.ServerInterceptor]:
-        """Run after all other interceptors, including the one for tokens."""
-
-
-@runtime_checkable
-class CanFail(Protocol):
-    """A service that may become unable to continue, and then requests its own drain."""
-
-    failure: str
-    """Reason why it cannot; empty while it can."""
+    @abstractmethod
+    async def close(self) -> None:
+        """Release what `start` acquired. Called once no call runs."""
 
 
 async def serve(
@@ -244,11 +209,11 @@ async def serve(
     read_all_wake_ups()
     calls = RunningCalls()
     readiness = Readiness(service.name, service.full_names)
-    own = service.interceptors if isinstance(service, HasInterceptors) else ()
-    server = new_server(settings, calls, readiness.interceptor, *own, shares_port=shares_port)
+    server = new_server(
+        settings, calls, readiness.interceptor, *service.interceptors, shares_port=shares_port
+    )
     await _register(server, service, readiness)
-    if isinstance(service, HasOtherEndpoints):
-        service.open_other_endpoints(readiness.interceptor, calls)
+    service.open_other_endpoints(readiness.interceptor, calls)
     address = "" if listens_late else _bind(server, settings, shares_port=shares_port)
     with stop_signals() as stopping:
         service.request_drain = stopping.set
@@ -266,10 +231,10 @@ async def serve(
                     address = _bind(server, settings, shares_port=shares_port)
                     await server.start()
                 announce(f"tandem {service.name}: ready on {address}")
-                await serve_until(stopping, service, readiness)
+                await _serve_until(stopping, service, readiness)
             await readiness.close()
             await _drain(calls, settings.drain_timeout_seconds, service.name)
-            if isinstance(service, CanFail) and service.failure:
+            if service.failure:
                 raise TandemError(service.failure)
             return was_ready
         finally:
@@ -278,6 +243,27 @@ async def serve(
             await server.stop(_GOODBYE_SECONDS)
             await service.close()
             logger.info("stopped", extra={"service": service.name})
+
+
+async def _serve_until(stopping: asyncio.Event, service: Service, readiness: Readiness) -> None:
+    """Wait for the end, and take no new calls while the service is stuck."""
+    is_paused = False
+    while not stopping.is_set():
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_STALL_CHECK_SECONDS):
+                await stopping.wait()
+        seconds = service.overdue_seconds
+        if seconds and not is_paused:
+            logger.error(
+                "a step does not end", extra={"service": readiness.name, "seconds": round(seconds, 1)}
+            )
+            await readiness.pause(
+                f"the {readiness.name} service has been stuck in a step for {seconds:.0f} s"
+            )
+        elif is_paused and not seconds:
+            logger.warning("the step has ended", extra={"service": readiness.name})
+            await readiness.open()
+        is_paused = bool(seconds)
 
 
 async def _drain(calls: RunningCalls, seconds: float, service_name: str) -> None:

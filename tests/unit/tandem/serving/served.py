@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tandem.rpc.channels import open_channel
 from tandem.rpc.credentials import PLAIN, Credentials
 from tandem.serving.interceptors import Context
-from tandem.serving.server import serve
+from tandem.serving.server import Service, serve
 from tandem.settings import ServerSettings
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 from tests.generate_only import GenerateOnly
@@ -26,7 +26,7 @@ async def says_hello() -> AsyncIterator[generation_pb2.GenerateResponse]:
     yield generation_pb2.GenerateResponse(text="hello")
 
 
-class Scripted(GenerateOnly):
+class Scripted(GenerateOnly, Service):
     """A service whose only method returns a scripted answer."""
 
     name = "fake"
@@ -34,7 +34,6 @@ class Scripted(GenerateOnly):
 
     def __init__(self, answer: Answer = says_hello) -> None:
         self.answer = answer
-        self.request_drain: Callable[[], None]
         self.ended = 0
         """Number of calls that ended, successfully or not."""
 

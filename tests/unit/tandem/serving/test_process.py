@@ -12,12 +12,13 @@ SECONDS = 60
 SERVICE = """
 import asyncio, gc, weakref
 from tandem.serving.process import main
+from tandem.serving.server import Service
 from tandem.settings import ServerSettings
 
 class Node:
     pass
 
-class Service:
+class Fake(Service):
     name, full_names = "fake", ()
 
     def __init__(self, settings):
@@ -43,7 +44,7 @@ class Service:
         pass
 
 gc.disable()
-main(ServerSettings, Service, ["--port", "0"], "fake")
+main(ServerSettings, Fake, ["--port", "0"], "fake")
 """
 
 

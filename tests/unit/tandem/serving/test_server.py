@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tandem.errors import CapacityError, ConfigurationError, InvalidRequestError, TandemError
 from tandem.rpc.channels import open_channel
 from tandem.serving.interceptors import Context
-from tandem.serving.server import serve
+from tandem.serving.server import Service, serve
 from tandem.settings import ServerSettings
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 from tests.generate_only import GenerateOnly
@@ -69,7 +69,7 @@ QUICK_SECONDS = 5.0
 STUCK = """
 import asyncio, sys
 from tandem.rpc.channels import open_channel
-from tandem.serving.server import serve
+from tandem.serving.server import Service, serve
 from tandem.settings import ServerSettings
 from tests.unit.tandem.serving.served import Scripted, texts_from
 
@@ -207,7 +207,7 @@ class Servicer(GenerateOnly):
 
 
 @dataclass
-class FakeService:
+class FakeService(Service):
     """Serves one scripted method; starting takes as long as the test wants."""
 
     name: str = "fake"

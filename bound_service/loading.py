@@ -9,10 +9,8 @@ from pathlib import Path
 from bound_service.service import head_method
 from draft_service.proposers.heads import BoundProposer, HeadKind, block_kind, parallel_kind
 from tandem.config.names import MTP
-from tandem.engine.backends.hidden_states.head_model import as_model
-from tandem.engine.backends.hidden_states.pairing import BoundSequences, PairedStates
-from tandem.engine.backends.hidden_states.tap import HiddenStateTap
 from tandem.engine.backends.selection import Backends, choose_backends
+from tandem.engine.hidden_states import BoundSequences, HiddenStateTap, PairedStates, as_model
 from tandem.engine.kv_cache.arena import memory_allowance
 from tandem.engine.models.heads.interface import BlockHead, DraftHead
 from tandem.engine.models.heads.loading import AnyHeadConfig, load_head, read_config

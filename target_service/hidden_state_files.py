@@ -19,10 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
 
-from tandem.engine.backends.hidden_states.layer_states import LayerStates
-from tandem.engine.backends.hidden_states.tap import HiddenStateTap
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Job
+from tandem.engine.hidden_states import HiddenStateTap, LayerStates
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import ConfigurationError, TandemError

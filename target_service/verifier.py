@@ -11,26 +11,21 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tandem.engine.backends.hidden_states.pairing import BoundSequences
-from tandem.engine.backends.hidden_states.tap import HiddenStateTap
 from tandem.engine.backends.selection import choose_backends
 from tandem.engine.core.engine import Engine
-from tandem.engine.core.finite import non_finite
-from tandem.engine.core.jobs import Done, Failed, Job
+from tandem.engine.core.jobs import Done, Failed, Job, non_finite
+from tandem.engine.hidden_states import BoundSequences, HiddenStateTap
 from tandem.engine.kv_cache.arena import KvUsage
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.loading import LoadedModel, load_model
+from tandem.engine.rows import Adjustments, History, RowRequest, check_ids, verifications
 from tandem.engine.sampler import TORCH_SAMPLER, Sampler
 from tandem.engine.settings import EngineSettings, prefill_chunk_tokens
 from tandem.errors import InvalidRequestError, NonFiniteLogitsError
 from tandem.fair_places import extra_places
 from tandem.telemetry.streams import OnStep
 from tandem.types import ModelFeature, ModelInfo, TargetOptions, Verification, VerifyStep
-from target_service.adjustments import Adjustments, check_ids
 from target_service.hidden_state_files import HiddenStateFiles, hidden_state_files
-from target_service.penalties import History
-from target_service.row_requests import RowRequest
-from target_service.rows import verifications
 from target_service.settings import TargetSettings
 
 logger = logging.getLogger(__name__)

@@ -28,16 +28,16 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from tandem.engine.backends.cpu_native.linear import PackedLinear
+from tandem.engine.backends.cpu_native.layers import PackedLinear
 from tandem.engine.backends.selection import Backends, choose_backends
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Done, Job
-from tandem.engine.core.runner import StepRunner
 from tandem.engine.kv_cache.arena import KvArena, PageTable, page_tokens_on, pages_for
 from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.settings import EngineSettings
+from tandem.engine.steps import StepRunner
 from tandem.types import Delta
 
 hf: Any = transformers  # its configurations take what they like

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from benchmarks.prompts import source_text
 from tandem.engine.backends.selection import Backends, choose_backends
-from tandem.engine.core.runner import StepRunner
 from tandem.engine.kv_cache.arena import KvArena, PageTable, page_tokens_on, pages_for
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.loading import load_model
+from tandem.engine.steps import StepRunner
 from tandem.model_sources.demo import demo_pair
 from tandem.model_sources.find import find_model
 from tandem.model_sources.names import DEMO

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from draft_service.proposers.drafting import Drafting, extended
-from tandem.engine.backends.branches import BranchStep
-from tandem.engine.core.background.kept_branches import Lead
+from tandem.engine.core.background import Lead
 from tandem.engine.core.engine import Engine
-from tandem.engine.core.events import StepRecord
-from tandem.engine.core.jobs import Failed
+from tandem.engine.core.jobs import Failed, StepRecord
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.sampler import Sampler
+from tandem.engine.steps import BranchStep
 from tandem.errors import InvalidRequestError, TandemError
 from tandem.sampling.noise import gumbel, recovery_keys, target_keys
 from tandem.types import (

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.engine.core.finite import non_finite
-from tandem.engine.core.jobs import Continue, Done, Failed, Job
+from tandem.engine.core.jobs import Continue, Done, Failed, Job, non_finite
 from tandem.engine.sampler import TORCH_SAMPLER, Sampler
 from tandem.sampling.noise import proposal_keys, target_keys
 from tandem.types import (

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from draft_service.proposers.drafting import Drafting, Outcome, extended
 from draft_service.proposers.model_free import TokenState
-from tandem.engine.backends.hidden_states.pairing import BoundSequences, PairedStates, Pairing
 from tandem.engine.backends.selection import Backends
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Continue, Failed, Job
+from tandem.engine.hidden_states import BoundSequences, PairedStates, Pairing
 from tandem.engine.kv_cache.arena import KvUsage
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.sampler import Sampler
@@ -83,7 +83,7 @@ class BoundProposer:
     ) -> None:
         """
         Args:
-            backends: Run the head, which is their model (`tandem.engine.backends.hidden_states.head_model.as_model`).
+            backends: Run the head, which is their model (`tandem.engine.hidden_states.as_model`).
             states: What the head reads.
             sequences: The target's open sequences.
             limits: Of the head's engine. Other prompts' pages are not reused: a pair's keys depend on a token that

@@ -19,7 +19,7 @@ from tandem.telemetry.process import Telemetry
 from tandem.telemetry.spans import context_of, error_type, mark_error, under
 
 if TYPE_CHECKING:
-    from tandem.engine.core.events import StepRecord
+    from tandem.engine.core.jobs import StepRecord
     from tandem.engine.kv_cache.arena import KvUsage
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from tandem.telemetry.settings import TelemetryOptions, telemetry_for
 
 if TYPE_CHECKING:
-    from tandem.engine.core.events import StepRecord
+    from tandem.engine.core.jobs import StepRecord
     from tandem.engine.kv_cache.arena import KvUsage
 
 OnStep: TypeAlias = "Callable[[StepRecord], None] | None"

@@ -1,4 +1,4 @@
-"""Ways to run a step: captured CUDA graphs, CPU kernels, and eagerly by the model's own modules.
+"""Ways to run a step: `cpu_native` by CPU kernels, `eager` by the model's own modules; `selection` chooses.
 
-The core picks them; a backend imports `models` and `kv_cache`, and no backend imports another but `eager`.
+`core` asks them by the seam in `tandem.engine.steps`; services import none of them.
 """

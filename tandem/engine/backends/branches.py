@@ -10,98 +10,15 @@ arXiv 2401.10774, section 3.1.2).
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from tandem.engine.backends.packing import Packing, run_modules
-from tandem.engine.backends.paged.pages import PageReader, PageWriter
 from tandem.engine.kv_cache.arena import KvArena
-from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.kv_cache.pages import PageReader, PageWriter
 from tandem.engine.models.attention import grouped_attention
 from tandem.engine.models.loading import LoadedModel
-
-
-@dataclass(frozen=True, slots=True)
-class BranchStep:
-    """The next token of each branch."""
-
-    token_ids: SequenceOf[int]
-    """One for each branch that goes on: the first ones of `trunk_lengths`."""
-    trunk_lengths: SequenceOf[int]
-    """How many tokens of the trunk come before each branch, for all branches that there were at first."""
-    depth: int
-    """Number of tokens that each branch has in the cache."""
-    max_depth: int
-    """Number of steps that there will be; room behind the trunk is needed for as many tokens of each branch."""
-
-    @property
-    def room(self) -> int:
-        """Tokens behind the trunk that the branches take up in the end."""
-        return len(self.trunk_lengths) * self.max_depth
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceBranches:
-    """The branches of one sequence in a step."""
-
-    sequence: Sequence
-    step: BranchStep
-
-    @property
-    def count(self) -> int:
-        """Branches that go on: tokens in the step."""
-        return len(self.step.token_ids)
-
-    @property
-    def written(self) -> int:
-        """Tokens of the sequence's pages that are in use before the step."""
-        return self.sequence.length + self.step.depth * len(self.step.trunk_lengths)
-
-    def positions(self) -> list[int]:
-        """Position of each branch's token."""
-        return [length + self.step.depth for length in self.step.trunk_lengths[: self.count]]
-
-    def first_key(self, window: int | None) -> int:
-        """The first of the sequence's keys that any branch sees. Their own lie behind the trunk in any case."""
-        if window is None:
-            return 0
-        return max(0, min(min(self.positions()) - window + 1, self.sequence.length))
-
-
-class BranchRunner(Protocol):
-    """Runs steps of branches."""
-
-    def run(self, parts: SequenceOf[SequenceBranches]) -> Tensor:
-        """The logits that follow each branch's token, [branches of all parts, vocabulary_size], in their order.
-
-        They are valid until the next step. All tokens of the sequences have to be in the cache. What is written behind
-        them is nobody's: the sequences may grow over it.
-        """
-        ...
-
-
-class BranchPacking(Packing):
-    """The tokens of a step of branches, one of each."""
-
-    def __init__(self, parts: SequenceOf[SequenceBranches]) -> None:
-        super().__init__(())
-        self.parts = parts
-
-    @property
-    def token_count(self) -> int:
-        """See `Packing`."""
-        return sum(part.count for part in self.parts)
-
-    def token_ids(self) -> list[int]:
-        """See `Packing`."""
-        return [token_id for part in self.parts for token_id in part.step.token_ids]
-
-    def positions(self) -> list[int]:
-        """See `Packing`."""
-        return [position for part in self.parts for position in part.positions()]
+from tandem.engine.steps import BranchPacking, SequenceBranches, run_modules
 
 
 class EagerBranches:

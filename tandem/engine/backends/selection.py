@@ -6,17 +6,20 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.engine.backends.branches import BranchRunner, EagerBranches
-from tandem.engine.backends.cpu_native.backend import CpuNativeBackend
-from tandem.engine.backends.cpu_native.branches import NativeBranches
-from tandem.engine.backends.cpu_native.load import NativeModel, load_native
-from tandem.engine.backends.cpu_native.sampler import KernelSampler
-from tandem.engine.backends.eager.backend import eager_backend
-from tandem.engine.backends.hidden_states.tap import HiddenStateTap
-from tandem.engine.backends.interface import StepBackend
+from tandem.engine.backends.branches import EagerBranches
+from tandem.engine.backends.cpu_native.backend import (
+    CpuNativeBackend,
+    KernelSampler,
+    NativeBranches,
+    NativeModel,
+    load_native,
+)
+from tandem.engine.backends.eager import eager_backend
+from tandem.engine.hidden_states import HiddenStateTap
 from tandem.engine.kv_cache.arena import KvArena
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.sampler import TORCH_SAMPLER, Sampler
+from tandem.engine.steps import BranchRunner, StepBackend
 
 
 @dataclass(frozen=True, slots=True)

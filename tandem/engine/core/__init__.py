@@ -1,4 +1,1 @@
-"""The engine itself: jobs, the scheduler, the thread that runs steps, and the ordered list of step backends.
-
-Services import it; nothing else in `tandem.engine` does.
-"""
+"""The engine itself: `engine` is called on the event loop, `worker` is the thread that runs the model."""

@@ -10,13 +10,10 @@ from collections.abc import Sequence as SequenceOf
 from functools import partial
 from typing import Any, Generic, cast
 
-from tandem.engine.backends.eager.backend import SMALL_STEP_TOKENS
+from tandem.engine.backends.eager import SMALL_STEP_TOKENS
 from tandem.engine.backends.selection import Backends
-from tandem.engine.core.background.job import BackgroundJob
-from tandem.engine.core.events import StepRecord
-from tandem.engine.core.finite import finite_head
-from tandem.engine.core.jobs import Head, Job, PayloadT, ResultT
-from tandem.engine.core.runner import StepRunner
+from tandem.engine.core.background import BackgroundJob
+from tandem.engine.core.jobs import Head, Job, PayloadT, ResultT, StepRecord, finite_head
 from tandem.engine.core.watchdog import StepWatchdog
 from tandem.engine.core.worker import Worker
 from tandem.engine.kv_cache.arena import KvArena, KvUsage, arena_pages
@@ -24,6 +21,7 @@ from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.kv_cache.sequence import Admission, Sequence
 from tandem.engine.models.loading import LoadedModel, fix_rotary_frequencies
 from tandem.engine.settings import EngineSettings
+from tandem.engine.steps import StepRunner
 from tandem.errors import InvalidRequestError, ServiceUnavailableError
 from tandem.types import Delta
 

@@ -1,17 +1,17 @@
-"""Jobs for an engine, and the heads that make their answers."""
+"""Jobs for an engine, the heads that make their answers, and the record of a step."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from tandem.engine.kv_cache.sequence import Sequence
-from tandem.errors import InvalidRequestError, TandemError
-from tandem.types import Delta, StepCost
+from tandem.errors import InvalidRequestError, NonFiniteLogitsError, TandemError
+from tandem.types import Delta, ModelInfo, StepCost
 
 PayloadT = TypeVar("PayloadT")
 ResultT = TypeVar("ResultT")
@@ -98,3 +98,45 @@ class Head(Protocol[PayloadT, ResultT]):
             One outcome for each job, in order.
         """
         ...
+
+
+def non_finite(length: int) -> Failed:
+    """The failure of a job whose logits after `length` tokens are not finite."""
+    return Failed(NonFiniteLogitsError(f"the model's logits after {length} tokens are not finite numbers"))
+
+
+def finite_head(info: ModelInfo, ready: SequenceOf[Job[Any]], logits: Tensor) -> list[Done[None] | Failed]:
+    """A head that only looks whether the rows of all jobs are good; for the start, when waiting costs nothing."""
+    if bool(logits.amax(dim=-1).isfinite().all()):
+        return [Done(None) for _ in ready]
+    error = NonFiniteLogitsError(
+        f"the model {info.name} computes logits that are not finite numbers in {info.dtype}: its weights or its "
+        "config.json are damaged, or the dtype is too narrow for it"
+    )
+    return [Failed(error) for _ in ready]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """Record of one step."""
+
+    sequence_count: int
+    token_count: int
+    row_count: int
+    model_seconds: float
+    """Time in the forward pass."""
+    seconds: float
+    """Time in all, the head included."""
+
+
+class EngineObserver(Protocol):
+    """Receives events of the engine's thread, on that thread."""
+
+    def settled(self, results: SequenceOf[tuple[Job[Any], object]]) -> None:
+        """Jobs have ended, each with a result or an exception."""
+
+    def freed(self, sequence: Sequence) -> None:
+        """A released sequence is out of use."""
+
+    def ended(self) -> None:
+        """The thread ends; nothing more will be done."""

@@ -1,12 +1,17 @@
-"""Which tokens go into the next step."""
+"""Which tokens go into the next step, which sequences get pages for it, and how long it waits for more of them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from tandem.engine.core.jobs import Job
-from tandem.engine.kv_cache.sequence import Segment
+from tandem.engine.kv_cache.paged_cache import PagedCache
+from tandem.engine.kv_cache.sequence import Segment, Sequence
 
 _SHORT_TOKENS = 32
 """Work of at most this many tokens is short: a draft step, a verify block."""
@@ -47,3 +52,141 @@ def _part(pending: int, row_count: int, budget: int) -> int:
     if before_rows > 0:
         return max(0, min(budget, before_rows))
     return pending if budget > 0 else 0
+
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 1.0
+"""A sequence without a job for so long gives its pages to one that could not run otherwise. Between two rounds it has
+none for some milliseconds."""
+
+
+class PageScheduler:
+    """Gives pages to the segments of a step."""
+
+    def __init__(self, cache: PagedCache, stop_background: Callable[[Sequence], None]) -> None:
+        """
+        Args:
+            cache: the pages.
+            stop_background: ends the background work of a sequence, whose spare pages are then free.
+        """
+        self._cache = cache
+        self._stop_background = stop_background
+
+    @property
+    def retry_seconds(self) -> float:
+        """When to look again for idle sequences, if every job waits for pages."""
+        return IDLE_SECONDS / 4
+
+    def reuse_prefixes(self, jobs: Iterable[Job[Any]]) -> None:
+        """Lets sequences that have much to compute take over what others have computed since."""
+        for job in jobs:
+            sequence = job.sequence
+            if sequence.pending_count > sequence.table.page_tokens or not len(sequence.table):
+                self._cache.reuse(
+                    sequence, max(job.row_count, 1)
+                )  # a job that has started has something to run
+
+    def with_pages(self, segments: SequenceOf[Segment]) -> list[Segment]:
+        """Those of the segments that can run now, in order; the others wait for pages."""
+        if all(self._cache.is_ready(segment.sequence, segment.end) for segment in segments):
+            return list(segments)
+        preempted: set[Sequence] = set()
+        ready: set[Sequence] = set()
+        for segment in sorted(segments, key=lambda segment: segment.sequence.serial):
+            if segment.sequence not in preempted and self._provide(segment, preempted):
+                ready.add(segment.sequence)
+        ready -= preempted
+        found = [segment for segment in segments if segment.sequence in ready]
+        return found or self._first_by_idle_pages([s for s in segments if s.sequence not in preempted])
+
+    def _first_by_idle_pages(self, segments: SequenceOf[Segment]) -> list[Segment]:
+        """The oldest segment, if the pages of sequences that have long been idle suffice for it."""
+        if not segments:
+            return []
+        oldest = min(segments, key=lambda segment: segment.sequence.serial)
+        latest = time.monotonic() - IDLE_SECONDS
+        idle = [sequence for sequence in self._cache.holders if sequence.idle_since < latest]
+        for sequence in sorted(idle, key=lambda sequence: sequence.idle_since):
+            self._preempt(sequence, oldest.sequence)
+            if self._cache.make_ready(oldest.sequence, oldest.end):
+                return [oldest]
+        return []
+
+    def _provide(self, segment: Segment, preempted: set[Sequence]) -> bool:
+        """Gives a segment its pages, if need be those of younger sequences; false if there are too few of those."""
+        sequence = segment.sequence
+        if self._cache.make_ready(sequence, segment.end):
+            return True
+        self._free_spare_pages()
+        while not self._cache.make_ready(sequence, segment.end):
+            youngest = max(self._cache.holders, key=lambda other: other.serial)
+            if youngest.serial <= sequence.serial:
+                return False
+            self._preempt(youngest, sequence)
+            preempted.add(youngest)
+        return True
+
+    def _preempt(self, sequence: Sequence, favoured: Sequence) -> None:
+        self._stop_background(sequence)
+        self._cache.preempt(sequence)
+        logger.debug("sequence preempted", extra={"sequence": sequence.serial, "by": favoured.serial})
+
+    def _free_spare_pages(self) -> None:
+        for sequence in self._cache.holders:
+            self._stop_background(sequence)
+            self._cache.trim(sequence)
+
+
+_PATIENCE = 0.3
+"""Share of a step's time for which the next one waits for the sequences that the step has answered.
+
+They return within a round trip, and a step without them costs nearly as much as one with them. Without any patience,
+the first to return runs alone, the others follow together, and from then on each token pays for two steps.
+docs/engine.md has the measurements.
+"""
+_MAX_SKIPPED_WAITS = 63
+"""After a wait in vain the next one is skipped, then three, then seven, up to this many."""
+
+
+class RejoinWindow:
+    """Knows which sequences are expected back. Every method is called with the condition held."""
+
+    def __init__(self, wakeup: threading.Condition) -> None:
+        self._wakeup = wakeup
+        self._missing: set[Sequence] = set()
+        """Sequences that the last step answered and that have not returned."""
+        self._ends = 0.0
+        self._is_waiting = False
+        self._waits_skipped = 0
+        self._waits_to_skip = 0
+
+    def expect(self, sequences: Iterable[Sequence], began: float, ended: float) -> None:
+        """A step from `began` to `ended` has answered these sequences, which do not know it yet."""
+        self._ends = ended + _PATIENCE * (ended - began)
+        self._missing = {sequence for sequence in sequences if not sequence.is_released}
+
+    def came_back(self, sequence: Sequence) -> None:
+        """Wakes the thread; not for each of many that it waits for."""
+        self._missing.discard(sequence)
+        if not (self._is_waiting and self._missing):
+            self._wakeup.notify()
+
+    def wait(self, *, has_running: bool, is_stopping: Callable[[], bool]) -> None:
+        """Waits, although there is work, until all are back or the time is over.
+
+        Args:
+            has_running: True if other sequences are in the middle of their work; they must not wait.
+            is_stopping: ends the wait at once.
+        """
+        if self._waits_to_skip > 0 or has_running:
+            self._waits_to_skip = max(0, self._waits_to_skip - 1)
+        elif self._missing:
+            self._is_waiting = True
+            while self._missing and not is_stopping() and time.perf_counter() < self._ends:
+                self._wakeup.wait(self._ends - time.perf_counter())
+            self._is_waiting = False
+            skipped = 2 * self._waits_skipped + 1 if self._missing else 0
+            self._waits_skipped = min(skipped, _MAX_SKIPPED_WAITS)
+            self._waits_to_skip = self._waits_skipped
+        self._missing = set()

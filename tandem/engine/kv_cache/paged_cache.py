@@ -2,7 +2,7 @@
 
 Pages are taken as a sequence grows, one for each group of layers, and given back once they lie before a group's window.
 A page that several sequences hold is never written to: who wants to write copies it first. When no page is left, the
-caller decides who restarts (`tandem.engine.core.page_scheduler`).
+caller decides who restarts (`tandem.engine.core.scheduler`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tandem.engine.backends.cpu_native.plans.execution_plan import ExecutionPlan
+from tandem.engine.backends.cpu_native.plans import ExecutionPlan
 from tests.heads import FLAGS, Eagle3Reference, save_eagle3
 from tests.paths import DEMO_EAGLE3, DEMO_TARGET
 from tests.unit.bound_service.pairs import Request, check, running, saved_target, small_target

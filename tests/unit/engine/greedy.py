@@ -14,8 +14,7 @@ from torch import Tensor
 
 from tandem.engine.backends.selection import Backends
 from tandem.engine.core.engine import Engine
-from tandem.engine.core.events import StepRecord
-from tandem.engine.core.jobs import Continue, Done, Head, Job
+from tandem.engine.core.jobs import Continue, Done, Head, Job, StepRecord
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.settings import EngineSettings

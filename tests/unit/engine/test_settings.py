@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 
 from tandem.engine.settings import prefill_chunk_tokens
+from tandem.engine.threads import switch_early, wait_asleep
 
 
 @pytest.mark.parametrize(
@@ -15,3 +19,24 @@ def test_a_step_on_a_gpu_reads_more_of_a_prompt_unless_a_number_is_chosen(
     chosen: int | None, device: str, tokens: int
 ) -> None:
     assert prefill_chunk_tokens(chosen, device) == tokens
+
+
+def test_idle_threads_do_not_hold_a_core_unless_the_environment_wants_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", "")
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    wait_asleep()
+    assert os.environ["GOMP_SPINCOUNT"] == "1000"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "300000")
+    wait_asleep()
+    assert os.environ["GOMP_SPINCOUNT"] == "300000"
+
+
+def test_the_engine_does_not_wait_long_for_the_interpreter() -> None:
+    before = sys.getswitchinterval()
+    try:
+        switch_early()
+        assert sys.getswitchinterval() <= 0.001
+    finally:
+        sys.setswitchinterval(before)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.engine.core.events import StepRecord
+from tandem.engine.core.jobs import StepRecord
 from tandem.engine.models.loading import load_model
 from tandem.errors import ConfigurationError
 from tandem.types import Delta, RowKind, SamplingParams, TargetOptions, VerifyStep

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.engine.backends.cpu_native.attention import NativeAttention, NativeLayout
+from tandem.engine.backends.cpu_native.layers import NativeAttention, NativeLayout, packed
 from tandem.engine.backends.cpu_native.library.kernels import Kernels
-from tandem.engine.backends.cpu_native.linear import packed
-from tandem.engine.backends.cpu_native.pointwise import kernel_calls
+from tandem.engine.backends.cpu_native.operations import kernel_calls
 from tandem.engine.kv_cache.arena import KvArena, LayerGeometry, PageTable, page_tokens_on, pages_for
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.attention import grouped_attention

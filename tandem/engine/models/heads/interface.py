@@ -99,7 +99,7 @@ class BlockHead(DraftHead):
             positions: int64 [1, tokens], of the tokens in their sequences.
             states: [tokens, state_size]; zeros for tokens of a block.
             is_in_block: bool [tokens]
-            step: the pass (`tandem.engine.backends.eager.layout.StepLayout`).
+            step: the pass (`tandem.engine.backends.eager.StepLayout`).
 
         Returns:
             What `logits` takes, [tokens, state_size]; zeros for tokens of the context.

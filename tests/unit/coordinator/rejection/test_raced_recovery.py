@@ -17,6 +17,7 @@ import torch
 
 from coordinator.rejection import KEYED, AcceptanceRule, Noise, RejectionOptions, Round, resolve
 from coordinator.rejection.rounds import Race
+from tandem.engine.rows import RowRequest
 from tandem.sampling.noise import Purpose, proposal_keys, sample, stream_key, token_uniforms
 from tandem.sampling.warping import warp
 from tandem.types import (
@@ -33,9 +34,8 @@ from tandem.types import (
     VerifyStep,
 )
 from tandem.wire import target as wire
-from target_service.row_requests import RowRequest
 from tests.end_to_end.chi_square import critical_value, statistic, visible_distance
-from tests.unit.target_service.verified import verified
+from tests.unit.engine.verified import verified
 
 VOCABULARY_SIZE, SUPPORT_SIZE, TOKEN_COUNT = 5, 3, 2
 PROMPT = (0, 0)
@@ -222,7 +222,7 @@ def test_reused_noise_is_detected(purpose: Purpose, monkeypatch: pytest.MonkeyPa
     466 of 1200 rounds recover. The two mistakes are at distances of about 0.15, and the statistic is 52 and 45 where
     19 is exceeded once in 10 000 times.
     """
-    monkeypatch.setattr("target_service.row_requests.recovery_keys", keyed_for(purpose))
+    monkeypatch.setattr("tandem.engine.rows.recovery_keys", keyed_for(purpose))
     found, freedom = statistic(recovered(1200, KeyedFor(purpose)), residual_law())
     assert (found > critical_value(freedom)) == (purpose is not Purpose.RECOVERY)
 

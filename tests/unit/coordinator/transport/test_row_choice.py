@@ -10,9 +10,9 @@ from coordinator.rejection.block import block
 from coordinator.rejection.rounds import Decide
 from coordinator.rejection.rules import residual
 from coordinator.transport.target_client import RowChoice
+from tandem.engine.rows import RowRequest
 from tandem.types import Delta, Proposal, RowKind, SamplingParams, VerifyStep
-from target_service.row_requests import RowRequest
-from tests.unit.target_service.verified import verified
+from tests.unit.engine.verified import verified
 
 EMPTY, FULL = Proposal(3), Proposal(3, (7, 8))
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from tandem.engine.backends.branches import BranchStep
-from tandem.engine.backends.cpu_native.branches import NativeBranches
-from tandem.engine.core.background.kept_branches import Lead
+from tandem.engine.backends.cpu_native.backend import NativeBranches
+from tandem.engine.core.background import Lead
 from tandem.engine.core.engine import Engine
-from tandem.engine.core.events import StepRecord
+from tandem.engine.core.jobs import StepRecord
 from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.steps import BranchStep
 from tandem.errors import TandemError
 from tandem.types import Delta
 

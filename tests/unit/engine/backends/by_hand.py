@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.engine.backends.interface import StepBackend
 from tandem.engine.backends.trial import scattered_tables
 from tandem.engine.kv_cache.arena import KvArena, group_layers
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.loading import LoadedModel, load_model
+from tandem.engine.steps import StepBackend
 from tests.unit.engine.greedy import plain_logits
 from tests.unit.engine.tiny_models import CONFIGS, save_checkpoint
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tandem.engine.backends.cpu_native.backend import KernelSampler, load_kernels
 from tandem.engine.backends.cpu_native.library.build import BuildError
-from tandem.engine.backends.cpu_native.load import load_kernels
-from tandem.engine.backends.cpu_native.sampler import KernelSampler
 from tandem.engine.sampler import TORCH_SAMPLER, Sampler
 from tandem.sampling.noise import sample
 from tandem.sampling.warping import warp

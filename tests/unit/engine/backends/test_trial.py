@@ -10,13 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from tandem.engine.backends.cpu_native.attention import NativeLayout
+from tandem.engine.backends.cpu_native.layers import NativeLayout, PackedLinear
 from tandem.engine.backends.cpu_native.library.kernels import Kernels
-from tandem.engine.backends.cpu_native.linear import PackedLinear
-from tandem.engine.backends.eager.backend import eager_backend
+from tandem.engine.backends.eager import eager_backend
 from tandem.engine.backends.selection import choose_backends
-from tandem.engine.backends.trial import DistrustedError, Reference, trusted
-from tandem.engine.backends.wide_arithmetic import computing_in
+from tandem.engine.backends.trial import DistrustedError, Reference, computing_in, trusted
 from tandem.engine.models.loading import load_model
 from tests.unit.engine.conftest import TinyModel
 
@@ -96,7 +94,7 @@ def test_slightly_wrong_kernels_are_not_used(
     def wrong(self: Any, *arguments: Any, **named: Any) -> Any:
         return right(self, *arguments, **named) * factor
 
-    monkeypatch.setattr("tandem.engine.backends.cpu_native.load.mismatch", lambda _: "")
+    monkeypatch.setattr("tandem.engine.backends.cpu_native.backend.mismatch", lambda _: "")
     monkeypatch.setattr(owner, method, wrong)
     with caplog.at_level(logging.WARNING):
         assert choose_backends(model).native is None

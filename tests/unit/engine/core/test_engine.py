@@ -1,34 +1,64 @@
-"""Waiting, cancelling and failing in the engine."""
+"""Parts that several tests of the engine share."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import threading
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from tandem.engine.core import scheduler
 from tandem.engine.core.engine import Engine
-from tandem.engine.core.events import StepRecord
-from tandem.engine.core.jobs import Job
+from tandem.engine.core.jobs import Continue, Done, Job, StepRecord
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.settings import EngineSettings
 from tandem.errors import (
+    CapacityError,
+    ConfigurationError,
     InvalidRequestError,
+    ServiceUnavailableError,
+    TandemError,
 )
 from tandem.types import Delta
 from tests.unit.engine.conftest import TinyModel
-from tests.unit.engine.core.engines import _PROMPT, _BlockingHead
 from tests.unit.engine.greedy import (
     Generation,
     GreedyHead,
     RowsHead,
     greedy,
+    greedy_together,
+    plain_greedy,
     plain_logits,
     rows,
     running,
     settle,
 )
+
+_PROMPT = [5, 17, 80, 3, 44]
+
+
+class _BlockingHead:
+    """A head that waits to be let through, so that a test can act while a step is in progress."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.may_leave = threading.Event()
+        self.calls = 0
+
+    def __call__(self, ready: SequenceOf[Job[Any]], logits: Tensor) -> list[Done[str] | Continue]:
+        self.calls += 1
+        self.entered.set()
+        assert self.may_leave.wait(10)
+        return [Continue(3) if job.payload == "forever" else Done("done") for job in ready]
+
+    async def wait_entered(self) -> None:
+        """Until a step has reached the head."""
+        assert await asyncio.to_thread(self.entered.wait, 10)
 
 
 async def test_a_step_that_does_not_end_is_overdue_until_it_does(llama: TinyModel) -> None:
@@ -169,7 +199,7 @@ async def test_a_step_waits_for_the_sequences_of_the_last_one(
     llama: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Without a timeout, only a returning sequence ends a wait, however slow the machine is.
-    monkeypatch.setattr("tandem.engine.core.rejoin._PATIENCE", 1e6)
+    monkeypatch.setattr("tandem.engine.core.scheduler._PATIENCE", 1e6)
     records: list[StepRecord] = []
     engine = Engine(llama.loaded, RowsHead(), EngineSettings(), records.append)
     engine.start()
@@ -193,7 +223,7 @@ async def test_a_step_waits_for_the_sequences_of_the_last_one(
 async def test_a_step_does_not_wait_for_a_sequence_that_was_released(
     llama: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tandem.engine.core.rejoin._PATIENCE", 1e6)
+    monkeypatch.setattr("tandem.engine.core.scheduler._PATIENCE", 1e6)
     async with running(llama.backends, RowsHead()) as engine:
         async with asyncio.timeout(10):
             first, second = await _one_by_one(engine, 1), await engine.open(60)
@@ -211,3 +241,279 @@ async def test_a_step_stops_waiting_for_a_silent_sequence(llama: TinyModel) -> N
             for length in range(4, 40):  # the first, still open, sends nothing more
                 row = await engine.run(Job(second, Delta(0, (length,) * length), 1, None))
                 assert len(row) == 1
+
+
+class _FailsOnce:
+    """A head that fails the first time."""
+
+    def __init__(self, error: Exception) -> None:
+        self._errors = [error]
+
+    def __call__(self, ready: SequenceOf[Job[None]], logits: Tensor) -> list[Done[str] | Continue]:
+        if self._errors:
+            raise self._errors.pop()
+        return [Done("done") for _ in ready]
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (torch.OutOfMemoryError("no memory at 0x7f"), "The model's step failed; the service's log says why."),
+        (TandemError("A reason."), "A reason."),
+    ],
+)
+async def test_a_step_that_fails_is_not_the_end(llama: TinyModel, error: Exception, sentence: str) -> None:
+    async with running(llama.backends, _FailsOnce(error)) as engine:
+        sequence = await engine.open(8)
+        with pytest.raises(TandemError) as raised:
+            await engine.run(Job(sequence, Delta(0, _PROMPT), 1, None))
+        assert str(raised.value) == sentence
+        assert await engine.run(Job(sequence, Delta(0, _PROMPT), 1, None)) == "done"
+
+
+async def test_closing_the_engine_ends_every_wait(llama: TinyModel) -> None:
+    head = _BlockingHead()
+    engine: Engine[Any, Any] = Engine(llama.loaded, head, EngineSettings(max_sequences=1))
+    with pytest.raises(ServiceUnavailableError):
+        await engine.open(8)
+    await engine.close()  # never started
+    engine.start()
+    sequence = await engine.open(190)
+    job = asyncio.create_task(engine.run(Job(sequence, Delta(0, _PROMPT), 1, "forever")))
+    waiting = asyncio.create_task(engine.open(8))
+    await head.wait_entered()
+    closing = asyncio.create_task(engine.close())
+    await asyncio.sleep(0)
+    head.may_leave.set()
+    await closing
+    await engine.close()
+    for task in (job, waiting):
+        with pytest.raises(ServiceUnavailableError, match="The engine is shutting down"):
+            await task
+    with pytest.raises(ServiceUnavailableError, match="The engine is not running"):
+        await engine.run(Job(sequence, Delta(0, _PROMPT), 1, "once"))
+    assert not [thread for thread in threading.enumerate() if thread.name == "tandem-engine"]
+
+
+async def test_an_exception_in_the_thread_ends_every_wait(llama: TinyModel) -> None:
+    def broken(record: StepRecord) -> None:
+        raise KeyError("a bug")
+
+    gave_up = asyncio.Event()
+    engine: Engine[Any, Any] = Engine(
+        llama.loaded, RowsHead(), EngineSettings(), on_step=broken, on_failure=gave_up.set
+    )
+    engine.start()
+    sequence, other = await engine.open(8), await engine.open(8)
+    jobs = [rows(engine, sequence, Delta(0, _PROMPT), 1) for _ in range(2)]
+    results = await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 5)
+    assert [type(result) for result in results] == [Tensor, ServiceUnavailableError]
+    with pytest.raises(ServiceUnavailableError):
+        await asyncio.wait_for(rows(engine, other, Delta(0, _PROMPT), 1), 5)
+    assert not engine.is_running
+    await asyncio.wait_for(gave_up.wait(), 5)
+    await engine.close()
+
+
+async def test_an_engine_whose_steps_all_fail_gives_up(llama: TinyModel) -> None:
+    def broken(ready: SequenceOf[Job[None]], logits: Tensor) -> list[Done[str] | Continue]:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    gave_up = asyncio.Event()
+    engine: Engine[Any, Any] = Engine(llama.loaded, broken, EngineSettings(), on_failure=gave_up.set)
+    engine.start()
+    sequence = await engine.open(8)
+    for _ in range(8):
+        assert not gave_up.is_set()
+        with pytest.raises(TandemError):
+            await asyncio.wait_for(engine.run(Job(sequence, Delta(0, _PROMPT), 1, None)), 5)
+    await asyncio.wait_for(gave_up.wait(), 5)
+    assert not engine.is_running
+    await engine.close()
+
+
+async def test_an_engine_that_is_closed_has_not_failed(llama: TinyModel) -> None:
+    failures: list[str] = []
+    engine: Engine[Any, Any] = Engine(
+        llama.loaded, RowsHead(), EngineSettings(), on_failure=lambda: failures.append("told")
+    )
+    engine.start()
+    await engine.close()
+    await asyncio.sleep(0.05)
+    assert failures == []
+
+
+def _fill(engine: Engine[Any, Any], pages: SequenceOf[int], value: float) -> None:
+    for layer in engine._cache._arena.layers:
+        layer.keys[pages] = value
+        layer.values[pages] = value
+
+
+async def test_freed_memory_is_never_read(mistral: TinyModel) -> None:
+    prompts = [[(7 * index + step) % 90 + 3 for step in range(1 + 5 * index)] for index in range(8)]
+    expected = [plain_greedy(mistral.reference, prompt, 12) for prompt in prompts]
+    async with running(
+        mistral.loaded, GreedyHead(), prefix_reuse=False, max_sequences=8, max_length=64
+    ) as engine:
+        _fill(engine, range(engine.usage.total_tokens // 64), math.nan)
+        assert await greedy_together(engine, prompts, 12) == expected
+        await settle(engine)
+        _fill(engine, range(engine.usage.total_tokens // 64), math.nan)
+        assert await greedy_together(engine, prompts[::-1], 12) == expected[::-1]
+
+
+async def test_nan_in_one_sequence_does_not_reach_others(mistral: TinyModel) -> None:
+    expected = plain_greedy(mistral.reference, _PROMPT, 20)
+    async with running(
+        mistral.loaded, GreedyHead(), prefix_reuse=False, max_sequences=3, max_length=64
+    ) as engine:
+        sick: list[Sequence] = [await engine.open(64) for _ in range(2)]
+        between = asyncio.create_task(greedy(engine, _PROMPT, 20))
+        for sequence in sick:
+            await engine.run(Job(sequence, Delta(0, _PROMPT), 0, Generation(1)))
+            _fill(engine, sequence.table.pages, math.nan)
+        generations = [
+            engine.run(Job(sequence, Delta(len(_PROMPT), [3]), 1, Generation(20))) for sequence in sick
+        ]
+        await asyncio.gather(*generations)
+        assert await between == expected
+
+
+_PAGE_TOKENS = 64
+
+
+def _kv_bytes(model: TinyModel, tokens: int) -> int:
+    return tokens * 4 * sum(layer.values_per_token for layer in model.loaded.layers)
+
+
+async def test_a_sequence_holds_pages_for_its_tokens_not_for_its_length(llama: TinyModel) -> None:
+    room = _kv_bytes(llama, 4 * _PAGE_TOKENS)
+    async with running(llama.backends, RowsHead(), kv_cache_bytes=room) as engine:
+        sequences = [await engine.open(192) for _ in range(4)]
+        for number, sequence in enumerate(sequences):
+            await rows(engine, sequence, Delta(0, [number + 3] * 40), 1)
+        assert engine.usage.reserved_tokens == engine.usage.total_tokens == 4 * _PAGE_TOKENS
+        for sequence in sequences:
+            engine.release(sequence)
+        await settle(engine)
+
+
+@pytest.mark.parametrize("prefix_reuse", [True, False])
+async def test_the_youngest_gives_its_pages_up_and_computes_again(
+    llama: TinyModel, prefix_reuse: bool
+) -> None:
+    prompts = [[(13 * number + step) % 90 + 3 for step in range(60)] for number in range(5)]
+    expected = [plain_greedy(llama.reference, prompt, 80) for prompt in prompts]
+    limits: dict[str, Any] = {"max_length": 140, "kv_cache_bytes": _kv_bytes(llama, 6 * _PAGE_TOKENS)}
+    async with running(llama.backends, GreedyHead(), prefix_reuse=prefix_reuse, **limits) as engine:
+        assert await greedy_together(engine, prompts, 80) == expected
+        assert engine.usage.preemption_count > 0, "five of them need fifteen pages, and there are six"
+        await settle(engine)
+
+
+async def test_pages_of_idle_sequences_go_to_those_that_could_not_run(
+    llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "IDLE_SECONDS", 0.02)
+    room = _kv_bytes(llama, 3 * _PAGE_TOKENS)
+    async with running(llama.backends, RowsHead(), kv_cache_bytes=room, prefix_reuse=False) as engine:
+        idle, busy = await engine.open(192), await engine.open(192)
+        tokens = [7] * 150
+        await rows(engine, idle, Delta(0, tokens), 1)
+        last = await asyncio.wait_for(rows(engine, busy, Delta(0, [8] * 100), 1), 10)
+        assert torch.allclose(last, plain_logits(llama.reference, [8] * 100)[-1:], atol=1e-4)
+        assert idle.computed_length == 0
+        again = await rows(engine, idle, Delta(150, [9]), 1)
+        assert torch.allclose(again, plain_logits(llama.reference, [*tokens, 9])[-1:], atol=1e-4)
+
+
+async def test_waiting_is_first_come_first_served(llama: TinyModel) -> None:
+    async with running(llama.loaded, RowsHead(), max_sequences=1) as engine:
+        held = await engine.open(128)
+        first = asyncio.create_task(engine.open(128))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(engine.open(10))
+        await asyncio.sleep(0.02)
+        assert (engine.usage.sequence_count, engine.usage.waiting_count) == (1, 2)
+        first.cancel()
+        engine.release(held)
+        assert (await asyncio.wait_for(second, 5)).max_length == 10
+        assert not first.done() or first.cancelled()
+        engine.release(second.result())
+        await settle(engine)
+
+
+async def test_no_more_than_max_sequences_are_open(llama: TinyModel) -> None:
+    async with running(llama.backends, RowsHead(), max_sequences=1, max_waiting=1) as engine:
+        held = await engine.open(8)
+        waiting = asyncio.create_task(engine.open(8))
+        await asyncio.sleep(0)
+        with pytest.raises(CapacityError) as raised:
+            await engine.open(8)
+        assert str(raised.value) == (
+            "1 sequences are open and 1 requests are waiting, which is the most; try later."
+        )
+        engine.release(held)
+        engine.release(await waiting)
+        await settle(engine)
+
+
+async def test_a_request_that_is_cancelled_while_room_is_granted_holds_none(llama: TinyModel) -> None:
+    async with running(llama.backends, RowsHead(), max_sequences=1) as engine:
+        held = await engine.open(8)
+        waiting = asyncio.create_task(engine.open(8))
+        await asyncio.sleep(0)
+        engine._admission.close(held)  # grants the room; the waiter has not run yet
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await settle(engine)
+
+
+@pytest.mark.parametrize("max_length", [0, -1, 193])
+async def test_unserved_lengths_are_refused(llama: TinyModel, max_length: int) -> None:
+    async with running(llama.backends, RowsHead()) as engine:
+        with pytest.raises(InvalidRequestError) as raised:
+            await engine.open(max_length)
+    assert str(raised.value) == (
+        f"A sequence of up to {max_length} tokens was asked for; this model serves 1 to 192."
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"max_length": 193}, "max_length is 193, but the model {name} was made for at most 192 tokens."),
+        (
+            {"kv_cache_bytes": 1000},
+            "The KV cache may take 1000 bytes, but one sequence of max_length 192 needs 49152; give it more memory or "
+            "lower max_length.",
+        ),
+    ],
+)
+async def test_unsatisfiable_settings_are_refused(
+    llama: TinyModel, settings: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        Engine(llama.loaded, RowsHead(), EngineSettings(**settings))
+    assert str(raised.value) == sentence.format(name=llama.loaded.info.name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"max_sequences": 0}, "max_sequences is 0 and must be at least 1."),
+        ({"prefill_chunk_tokens": 0}, "prefill_chunk_tokens is 0 and must be at least 1."),
+        ({"max_waiting": -1}, "max_waiting is -1 and must not be negative."),
+        ({"max_length": 0}, "max_length is 0 and must be at least 1."),
+        ({"kv_cache_bytes": 0}, "kv_cache_bytes is 0 and must be at least 1."),
+        (
+            {"device_memory_utilization": 1.5},
+            "device_memory_utilization is 1.5 and must be above 0 and at most 1.",
+        ),
+    ],
+)
+def test_invalid_settings_are_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        EngineSettings(**settings)
+    assert str(raised.value) == sentence

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from tandem.engine.core import page_scheduler
+from tandem.engine.core import scheduler
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Job
 from tandem.engine.kv_cache.sequence import Sequence
@@ -190,9 +190,7 @@ class Interleavings(RuleBasedStateMachine):
 def test_random_interleavings(
     family: str, tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        page_scheduler, "IDLE_SECONDS", 0.02
-    )  # clients sit on their pages as long as they like
+    monkeypatch.setattr(scheduler, "IDLE_SECONDS", 0.02)  # clients sit on their pages as long as they like
     machine = type("Machine", (Interleavings,), {"model": tiny_model(family)})
     case = machine.TestCase  # type: ignore[attr-defined]
     case.settings = settings(

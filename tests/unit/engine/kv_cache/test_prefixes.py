@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from tandem.engine.core.engine import Engine
-from tandem.engine.core.events import StepRecord
-from tandem.engine.core.jobs import Job
+from tandem.engine.core.jobs import Job, StepRecord
 from tandem.engine.kv_cache.prefixes import MIN_COPIED_TOKENS, ROOT, PrefixIndex
 from tandem.engine.settings import EngineSettings
 from tandem.types import Delta

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from tandem.engine.core.page_scheduler import PageScheduler
+from tandem.engine.core.scheduler import PageScheduler
 from tandem.engine.kv_cache.arena import KvArena, LayerGeometry, arena_pages
 from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.kv_cache.sequence import Admission, Segment, Sequence

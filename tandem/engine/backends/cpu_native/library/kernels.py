@@ -1,29 +1,177 @@
-"""The compiled kernels as Python calls them."""
+"""The compiled kernels as Python calls them, and their interface, which is compared when a library is loaded."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from tandem.engine.backends.cpu_native.library.build import BuildError
-from tandem.engine.backends.cpu_native.library.calls import (
-    AttentionCall,
-    KernelCall,
-    LinearCall,
-    Routine,
-    RoutineCall,
-    kind_of,
-)
-from tandem.engine.backends.cpu_native.library.interface import check_interface
 
 _POINTER: Final = ctypes.c_void_p
 _INTEGER: Final = ctypes.c_int64
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1}
+
+DTYPES = frozenset(_KINDS)
+"""Data type in which the kernels compute."""
+
+INT64_KIND = 2
+"""The word for what can only be read, and only by a copy."""
+
+DIMENSIONS = 4
+"""Maximum number of dimensions of an elementwise operation."""
+
+
+def kind_of(dtype: torch.dtype) -> int:
+    """The kernels' word for one of `DTYPES`."""
+    return _KINDS[dtype]
+
+
+class LinearCall(ctypes.Structure):
+    """`struct Linear` of linear.h."""
+
+    _fields_ = (
+        ("inputs", _POINTER), ("kind", _INTEGER), ("rows", _INTEGER), ("width", _INTEGER),
+        ("weights", _POINTER), ("weight_kind", _INTEGER), ("bias", _POINTER),
+        ("outputs", _POINTER), ("output_kind", _INTEGER), ("output_width", _INTEGER), ("threads", _INTEGER),
+    )  # fmt: skip
+
+
+class AttentionCall(ctypes.Structure):
+    """`struct Attention` of attention.h."""
+
+    _fields_ = (
+        ("query", _POINTER), ("key", _POINTER), ("value", _POINTER),
+        ("query_head", _INTEGER), ("query_token", _INTEGER),
+        ("key_head", _INTEGER), ("key_token", _INTEGER),
+        ("value_head", _INTEGER), ("value_token", _INTEGER),
+        ("keys", _POINTER), ("values", _POINTER),
+        ("page_tokens", _INTEGER), ("kv_heads", _INTEGER), ("heads", _INTEGER),
+        ("key_dim", _INTEGER), ("value_dim", _INTEGER),
+        ("segments", _POINTER),
+        ("window", _INTEGER), ("sinks", _POINTER),
+        ("scale", ctypes.c_float), ("softcap", ctypes.c_float),
+        ("output", _POINTER), ("kind", _INTEGER), ("threads", _INTEGER),
+    )  # fmt: skip
+
+
+class Operand(ctypes.Structure):
+    """`struct Operand` of pointwise.h."""
+
+    _fields_ = (("at", _POINTER), ("kind", _INTEGER), ("strides", _INTEGER * DIMENSIONS))
+
+
+class PointwiseCall(ctypes.Structure):
+    """`struct Pointwise` of pointwise.h."""
+
+    _fields_ = (
+        ("operation", _INTEGER), ("sizes", _INTEGER * DIMENSIONS),
+        ("output", Operand), ("first", Operand), ("second", Operand), ("number", ctypes.c_float),
+    )  # fmt: skip
+
+
+class MeanCall(ctypes.Structure):
+    """`struct Mean` of pointwise.h."""
+
+    _fields_ = (("input", _POINTER), ("output", _POINTER), ("rows", _INTEGER), ("width", _INTEGER))
+
+
+class GatherCall(ctypes.Structure):
+    """`struct Gather` of pointwise.h."""
+
+    _fields_ = (
+        ("table", _POINTER), ("ids", _POINTER), ("output", _POINTER),
+        ("count", _INTEGER), ("rows", _INTEGER), ("row_bytes", _INTEGER),
+    )  # fmt: skip
+
+
+class Routine(IntEnum):
+    """`enum Routine` of kernels.cpp."""
+
+    LINEAR = 0
+    ATTEND = 1
+    POINTWISE = 2
+    MEAN = 3
+    GATHER = 4
+
+
+class Operation(IntEnum):
+    """`enum Operation` of pointwise.h."""
+
+    COPY = 0
+    NEGATE = 1
+    SQUARE = 2
+    RECIPROCAL_ROOT = 3
+    SILU = 4
+    ADD = 5
+    MULTIPLY = 6
+
+
+@dataclass(frozen=True, eq=False)
+class KernelCall:
+    """One run of a kernel. Its owner must keep the memory alive that it refers to."""
+
+    routine: Routine
+    arguments: ctypes.Structure
+
+
+class RoutineCall(ctypes.Structure):
+    """`struct Call` of kernels.cpp."""
+
+    _fields_ = (("routine", _INTEGER), ("arguments", _POINTER))
+
+
+VERSION: Final = 5
+"""`INTERFACE_VERSION` of kernels.cpp. It rises with every change of a structure, an enumeration, or a
+function's name or arguments."""
+
+EXPECTED: Final = {
+    "interface version": VERSION,
+    "size of Linear": ctypes.sizeof(LinearCall),
+    "size of Attention": ctypes.sizeof(AttentionCall),
+    "size of Operand": ctypes.sizeof(Operand),
+    "size of Pointwise": ctypes.sizeof(PointwiseCall),
+    "size of Mean": ctypes.sizeof(MeanCall),
+    "size of Gather": ctypes.sizeof(GatherCall),
+    "size of Call": ctypes.sizeof(RoutineCall),
+    "number of kinds": len(DTYPES) + 1,  # and that of integers
+    "number of routines": len(Routine),
+    "number of operations": len(Operation),
+    "number of dimensions": DIMENSIONS,
+}
+"""In the order of `INTERFACE` of kernels.cpp; sizes are in bytes."""
+
+
+def check_interface(library: ctypes.CDLL) -> None:
+    """Compare a loaded library's numbers with `EXPECTED`.
+
+    Raises:
+        BuildError: the library states other numbers, or none.
+    """
+    try:
+        describe: Any = library.tandem_interface
+    except AttributeError:
+        raise BuildError("the compiled kernels do not state their interface version") from None
+    describe.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+    describe.restype = ctypes.c_int64
+    numbers = (ctypes.c_int64 * len(EXPECTED))()
+    count = describe(numbers, len(EXPECTED))
+    # The version comes first in every library; the meaning of the other numbers depends on it.
+    for (name, expected), found in zip(EXPECTED.items(), numbers, strict=True):
+        if found != expected:
+            raise BuildError(
+                f"the compiled kernels have another interface: {name} {found}, must be {expected}"
+            )
+    if count != len(EXPECTED):
+        raise BuildError(f"the compiled kernels state {count} numbers, must be {len(EXPECTED)}")
 
 
 class Kernels:
@@ -79,7 +227,7 @@ class Kernels:
 
         Args:
             inputs: [..., input_width], float32 or bfloat16.
-            weights: what `packed` of `tandem.engine.backends.cpu_native.linear` made.
+            weights: what `packed` of `tandem.engine.backends.cpu_native.layers` made.
             bias: [output_width], float32.
             output_width: number of outputs.
             dtype: of the results, one of `DTYPES`; None for that of the inputs.
@@ -204,5 +352,5 @@ def linear_call(inputs: Tensor, weights: Tensor, bias: Tensor | None, outputs: T
 
 
 def attention_call(call: AttentionCall) -> KernelCall:
-    """Attention; the addresses are filled in by `tandem.engine.backends.cpu_native.attention.point`."""
+    """Attention; the addresses are filled in by `tandem.engine.backends.cpu_native.layers.point`."""
     return KernelCall(Routine.ATTEND, call)

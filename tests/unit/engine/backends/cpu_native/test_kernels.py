@@ -13,19 +13,25 @@ import pytest
 import torch
 from torch import nn
 
-from tandem.engine.backends.cpu_native import attention
-from tandem.engine.backends.cpu_native.attention import WIDEST_SEGMENT, NativeAttention, NativeLayout
+from tandem.engine.backends.cpu_native import layers
+from tandem.engine.backends.cpu_native.backend import load_kernels
 from tandem.engine.backends.cpu_native.check import mismatch
+from tandem.engine.backends.cpu_native.layers import (
+    WIDEST_SEGMENT,
+    NativeAttention,
+    NativeLayout,
+    PackedLinear,
+    pack_linears,
+    packed,
+    unpacked,
+)
 from tandem.engine.backends.cpu_native.library.build import BuildError, built_kernels
-from tandem.engine.backends.cpu_native.library.calls import KernelCall, Operation, Routine
-from tandem.engine.backends.cpu_native.library.kernels import Kernels
-from tandem.engine.backends.cpu_native.linear import PackedLinear, pack_linears, packed, unpacked
-from tandem.engine.backends.cpu_native.load import load_kernels
-from tandem.engine.backends.packing import Packing
+from tandem.engine.backends.cpu_native.library.kernels import KernelCall, Kernels, Operation, Routine
 from tandem.engine.backends.selection import choose_backends
 from tandem.engine.kv_cache.arena import PageTable
 from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.loading import load_model
+from tandem.engine.steps import Packing
 from tandem.errors import ConfigurationError
 from tests.unit.engine.conftest import TinyModel
 from tests.unit.engine.greedy import GreedyHead, greedy, plain_greedy, running
@@ -220,7 +226,7 @@ def test_kernels_that_read_other_pages_than_the_tables_are_not_used(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Consecutive pages instead, each sequence's from its own first one on."""
-    right = attention.places
+    right = layers.places
     kept: list[PageTable] = []
 
     def wrong(packing: Packing, group: int) -> list[int]:
@@ -231,5 +237,5 @@ def test_kernels_that_read_other_pages_than_the_tables_are_not_used(
             numbers[1 + 3 * index] = kept[-1].address
         return numbers
 
-    monkeypatch.setattr(attention, "places", wrong)
+    monkeypatch.setattr(layers, "places", wrong)
     assert mismatch(kernels).startswith("attention")

@@ -13,17 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem.engine.backends.cpu_native.backend import load_kernels
 from tandem.engine.backends.cpu_native.library.build import (
     SOURCE,
     TARGETS,
     WARNING_FLAGS,
     BuildError,
     built_kernels,
+    bundled_kernels,
 )
-from tandem.engine.backends.cpu_native.library.bundled import bundled_kernels
-from tandem.engine.backends.cpu_native.library.interface import EXPECTED, check_interface
-from tandem.engine.backends.cpu_native.library.kernels import Kernels
-from tandem.engine.backends.cpu_native.load import load_kernels
+from tandem.engine.backends.cpu_native.library.kernels import EXPECTED, Kernels, check_interface
 from tests.bundled_kernels import CAN_COMPILE, TARGET
 
 needs_compiler = pytest.mark.skipif(not CAN_COMPILE, reason="there is no C++ compiler for x86-64")
@@ -59,7 +58,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "objects"
     folder.mkdir()
     monkeypatch.setattr(
-        "tandem.engine.backends.cpu_native.load.bundled_kernels", partial(bundled_kernels, folder)
+        "tandem.engine.backends.cpu_native.backend.bundled_kernels", partial(bundled_kernels, folder)
     )
     return folder
 

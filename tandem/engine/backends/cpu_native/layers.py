@@ -1,0 +1,275 @@
+"""What takes the place of a model's linear layers and its attention: packed weights, and one kernel call a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tandem.engine.backends.cpu_native.library.kernels import (
+    DTYPES,
+    AttentionCall,
+    Kernels,
+    attention_call,
+    kind_of,
+)
+from tandem.engine.kv_cache.arena import KvArena, LayerCache, LayerGeometry
+from tandem.engine.kv_cache.sequence import Segment
+from tandem.engine.steps import BranchPacking, Packing
+
+_INTO_RESIDUAL = frozenset(("o_proj", "down_proj"))
+"""Names that most of transformers' decoders give the layers that add to the residual stream."""
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer without its weight matrix: a packed copy takes its place.
+
+    Weights that are bfloat16 numbers are packed as such, whatever the layer computes in: this loses nothing, and
+    reading the weights takes most of the time.
+    """
+
+    # Made from an existing layer, hence no constructor; see `pack_linears`.
+    _kernels: Kernels
+    _packed: Tensor
+    _dtype: torch.dtype
+    _float_bias: Tensor | None
+    _output_dtype: torch.dtype
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name
+        """See `torch.nn.Linear`."""
+        if input.dtype is torch.float32 and self._dtype is torch.bfloat16:
+            input = input.bfloat16()  # noqa: A001 - from a residual stream that is wider than the weights
+        if input.dtype is not self._dtype:
+            return nn.functional.linear(input, self.weight, self.bias)
+        return self._kernels.linear(
+            input, self._packed, self._float_bias, self.out_features, self._output_dtype
+        )
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]  # a parameter in torch's class
+        """The matrix, unpacked; for inspection, not for computing."""
+        return unpacked(self._packed, self.out_features, self.in_features).to(self._dtype)
+
+
+def pack_linears(module: nn.Module, kernels: Kernels, *, wide_residual: bool = False) -> int:
+    """Packs every plain linear layer of a model on the CPU.
+
+    The layer that makes the logits gives them in float32, as they were summed. Rounding them to bfloat16 would be most
+    of a token's error: above 8 a bfloat16 is a multiple of 1/16.
+
+    Args:
+        module: is changed in place.
+        kernels: multiply.
+        wide_residual: layers that add to the residual stream give float32 as well, and so the stream is float32. Not
+            every model's own code can do with that.
+
+    Returns:
+        Number of packed layers.
+    """
+    count = 0
+    head = _head(module)
+    for name, layer in module.named_modules():
+        # Subclasses do more than multiply.
+        if type(layer) is nn.Linear and layer.weight.dtype in DTYPES and not _is_hooked(layer):
+            is_wide = layer is head or (wide_residual and name.rpartition(".")[2] in _INTO_RESIDUAL)
+            _pack_layer(layer, kernels, torch.float32 if is_wide else layer.weight.dtype)
+            count += 1
+    return count
+
+
+def _head(module: nn.Module) -> object:
+    """The layer that computes a model's logits; None for a module without one."""
+    return cast(Any, module).get_output_embeddings() if isinstance(module, PreTrainedModel) else None
+
+
+def _pack_layer(layer: Any, kernels: Kernels, output_dtype: torch.dtype) -> None:
+    weight, bias = layer.weight.detach(), layer.bias
+    del layer._parameters["weight"]
+    layer.__class__ = PackedLinear
+    layer._kernels = kernels
+    layer._dtype, layer._output_dtype = weight.dtype, output_dtype
+    layer._packed = packed(weight, kernels.block)
+    layer._float_bias = None if bias is None else bias.detach().float()
+
+
+def unpack_linears(module: nn.Module) -> None:
+    """Gives every packed layer its own matrix back, so that torch computes it again."""
+    for layer in module.modules():
+        if isinstance(layer, PackedLinear):
+            _unpack_layer(layer)
+
+
+def _unpack_layer(layer: Any) -> None:
+    weight = layer.weight
+    layer.__class__ = nn.Linear
+    for name in ("_kernels", "_dtype", "_output_dtype", "_packed", "_float_bias"):
+        delattr(layer, name)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def _is_hooked(layer: nn.Module) -> bool:
+    return bool(layer._forward_hooks or layer._forward_pre_hooks)
+
+
+def packed(weight: Tensor, block: int) -> Tensor:
+    """A matrix in the kernel's order.
+
+    Args:
+        weight: [outputs, inputs], float32 or bfloat16.
+        block: how many outputs lie side by side; `Kernels.block`.
+
+    Returns:
+        float32 [blocks, inputs, block]; or bfloat16 [blocks, pairs of inputs, block, 2]. Missing outputs of the last
+        block are zero, and so is the missing input of the last pair.
+    """
+    narrow = weight.bfloat16()
+    is_narrow = weight.dtype == torch.bfloat16 or torch.equal(narrow.to(weight.dtype), weight)
+    source = narrow if is_narrow else weight
+    inputs = source.shape[1]
+    source = nn.functional.pad(source, (0, 0, 0, -source.shape[0] % block))
+    if is_narrow:
+        even = nn.functional.pad(source, (0, inputs % 2))
+        return even.view(-1, block, (inputs + 1) // 2, 2).transpose(1, 2).contiguous()
+    return source.view(-1, block, inputs).transpose(1, 2).contiguous()
+
+
+def unpacked(weights: Tensor, outputs: int, inputs: int) -> Tensor:
+    """The matrix that was packed, [outputs, inputs]."""
+    in_order = weights.transpose(1, 2)
+    if weights.dtype == torch.bfloat16:
+        return in_order.reshape(-1, 2 * weights.shape[1])[:outputs, :inputs]
+    return in_order.reshape(-1, inputs)[:outputs]
+
+
+WIDEST_SEGMENT = 128
+"""Torch handles longer parts of a prompt: its kernels are made for many queries."""
+
+
+class NativeAttention:
+    """Geometry of an engine's layers, as attention needs it."""
+
+    def __init__(self, kernels: Kernels, arena: KvArena, geometry: tuple[LayerGeometry, ...]) -> None:
+        self.kernels = kernels
+        self._layers = list(zip(arena.layers, geometry, strict=True))
+        self.group_count = arena.group_count
+        """Page tables of a sequence."""
+        self.calls = [_layer_call(layer, shape) for layer, shape in self._layers]
+        """The part of a call that is the same at each step, by layer."""
+
+    def new_call(self, layer_index: int) -> AttentionCall:
+        """A call of a layer that shares nothing with `calls`."""
+        return _layer_call(*self._layers[layer_index])
+
+    def group_of(self, layer_index: int) -> int:
+        """Which of them says where a layer's keys and values lie."""
+        return self._layers[layer_index][0].group
+
+    @staticmethod
+    def suits(segments: SequenceOf[Segment]) -> bool:
+        """True if the kernel is faster than torch for a step of these segments."""
+        return all(segment.token_count <= WIDEST_SEGMENT for segment in segments)
+
+
+def _layer_call(layer: LayerCache, shape: LayerGeometry) -> AttentionCall:
+    return AttentionCall(
+        keys=layer.keys.data_ptr(),
+        values=layer.values.data_ptr(),
+        page_tokens=layer.keys.shape[1],
+        kv_heads=shape.kv_heads,
+        key_dim=shape.key_dim,
+        value_dim=shape.value_dim,
+        window=shape.window or 0,
+        kind=kind_of(layer.keys.dtype),
+    )
+
+
+def places(packing: Packing, group: int = 0) -> list[int]:
+    """Where a step's tokens belong in a group of layers, as the kernel reads it (`segments` in attention.h).
+
+    The numbers name the sequences' page tables by address: they are of use while these live.
+    """
+    if isinstance(packing, BranchPacking):
+        numbers = [-len(packing.parts)]
+        for part in packing.parts:
+            sequence, lengths = part.sequence, part.step.trunk_lengths
+            numbers += (
+                sequence.tables[group].address,
+                part.written,
+                part.count,
+                sequence.length,
+                len(lengths),
+            )
+            numbers += lengths[: part.count]
+        return numbers
+    segments = packing.segments
+    numbers = [len(segments)]
+    for segment in segments:
+        numbers += (segment.sequence.tables[group].address, segment.start, segment.token_count)
+    return numbers
+
+
+def point(
+    call: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    *,
+    sinks: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+) -> None:
+    """Sets the addresses of a call's inputs and output; shapes are those of `AttentionStep.attend`.
+
+    The tensors must outlive the call. `sinks` are float32, and the numbers of a head are contiguous.
+    """
+    call.query, call.key, call.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    _, call.query_head, call.query_token, _ = query.stride()
+    _, call.key_head, call.key_token, _ = key.stride()
+    _, call.value_head, call.value_token, _ = value.stride()
+    call.heads = query.shape[1]
+    call.sinks = None if sinks is None else sinks.data_ptr()
+    call.scale = query.shape[3] ** -0.5 if scale is None else scale
+    call.softcap = softcap or 0.0
+    call.output, call.threads = output.data_ptr(), torch.get_num_threads()
+
+
+def rows_of(states: Tensor) -> Tensor:
+    """The kernel reads a head's numbers from consecutive places; all models but the odd one lay them so."""
+    return states if states.stride(3) == 1 else states.contiguous()
+
+
+class NativeLayout(Packing):
+    """A step as the kernel sees it: no mask, no padding, no grouping."""
+
+    def __init__(self, segments: SequenceOf[Segment], attention: NativeAttention) -> None:
+        super().__init__(segments)
+        self._attention = attention
+        self._token_count = self.token_count
+        self._places = torch.tensor([places(self, group) for group in range(attention.group_count)])
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Tensor | None,
+        scale: float | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """See `AttentionStep.attend`."""
+        layer_index: int = module.layer_idx  # type: ignore[assignment]
+        call = self._attention.calls[layer_index]
+        query, key, value = rows_of(query), rows_of(key), rows_of(value)
+        output = query.new_empty((1, self._token_count, query.shape[1], value.shape[3]))
+        floats = None if sinks is None else sinks.float()
+        point(call, query, key, value, output, sinks=floats, scale=scale, softcap=softcap)
+        call.segments = self._places[self._attention.group_of(layer_index)].data_ptr()
+        self._attention.kernels.run(attention_call(call))
+        return output

@@ -1,0 +1,405 @@
+"""Steps by the model's own modules and torch's attention, on any device: the reference for all other backends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.cache_utils import Cache, DynamicLayer
+
+from tandem.engine.kv_cache.arena import KvArena, LayerCache, LayerGeometry
+from tandem.engine.kv_cache.pages import PageReader, PageWriter
+from tandem.engine.kv_cache.sequence import Segment
+from tandem.engine.models.attention import forward_arguments, grouped_attention
+from tandem.engine.models.loading import LoadedModel
+from tandem.engine.steps import Packing, StepBackend, run_modules
+
+_WIDEST_BATCHED_BLOCK = 32
+"""Blocks of more queries than this are attended to one sequence at a time: the kernel is then busy enough."""
+
+_PADDING_WORTH_A_CALL = 256
+"""Superfluous keys per sequence above which another kernel call is cheaper. Measured on CPU (8 heads of 32)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Which keys a group reads, and which of them each query sees."""
+
+    first: int
+    """Position of the first key."""
+    skipped: int
+    """Keys before it in its page."""
+    has_past: bool
+    """False where a group's queries see their own step's keys alone."""
+    mask: Tensor | None
+    is_causal: bool
+
+
+class Group:
+    """Segments of one width and of similar lengths."""
+
+    def __init__(self, first: Segment, token_start: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.segments = [first]
+        self.width = first.token_count
+        """Tokens of each segment."""
+        self.token_start = token_start
+        """Index of the group's first token among the packed tokens."""
+        self.longest = first.end
+        """Keys of the longest sequence."""
+        self._total = first.end
+        self._dtype = dtype
+        self._device = device
+        self._readers: dict[tuple[int, int], PageReader] = {}
+        self._spans: dict[tuple[int | None, int, bool], _Span] = {}
+
+    @property
+    def token_end(self) -> int:
+        """One past the last of the group's packed tokens."""
+        return self.token_start + len(self.segments) * self.width
+
+    def take(self, segment: Segment) -> bool:
+        """Lets the segment join if it has the same width and pads little."""
+        if segment.token_count != self.width or self.width > _WIDEST_BATCHED_BLOCK:
+            return False
+        longest, count = max(self.longest, segment.end), len(self.segments) + 1
+        if count * longest - (self._total + segment.end) > count * _PADDING_WORTH_A_CALL:
+            return False
+        self.segments.append(segment)
+        self.longest = longest
+        self._total += segment.end
+        return True
+
+    def attend(
+        self,
+        geometry: LayerGeometry,
+        layer: LayerCache,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attention of the group's queries, whose keys and values are stored; see `AttentionStep.attend`.
+
+        `query`, `key` and `value` are the group's part, [1, heads, group_tokens, dim].
+        """
+        batch, width, heads = len(self.segments), self.width, query.shape[1]
+        repeats = heads // geometry.kv_heads
+        span = self._span(geometry.window, repeats, explicit=softcap is not None or sinks is not None)
+        if span.has_past:
+            reader = self._reader(layer.group, span.first - span.skipped)
+            key, value = (
+                self._read(storage, reader, span, geometry.window) for storage in (layer.keys, layer.values)
+            )
+        block = query if batch == 1 else query.view(heads, batch, width, -1).transpose(0, 1)
+        if not span.is_causal and repeats > 1:
+            block = block.reshape(batch, geometry.kv_heads, repeats * width, -1)
+        output = grouped_attention(
+            block,
+            key,
+            value,
+            mask=span.mask,
+            is_causal=span.is_causal,
+            scale=scale,
+            softcap=softcap,
+            sinks=_repeated(sinks, geometry.kv_heads, width),
+        )
+        if width == 1:
+            return output.reshape(1, batch, heads, -1)
+        output = output.view(batch, heads, width, -1).transpose(1, 2)
+        return output.reshape(1, batch * width, heads, -1) if batch > 1 else output
+
+    def _read(self, storage: Tensor, reader: PageReader, span: _Span, window: int | None) -> Tensor:
+        """Keys or values that the group sees, with zeros behind the end of each sequence and before its window."""
+        found = reader.read(storage)[:, :, span.skipped : span.skipped + self.longest - span.first]
+        for index, segment in enumerate(self.segments):
+            # A mask hides those keys, but hiding is arithmetic: a NaN that another sequence left would survive it.
+            if segment.end < self.longest:
+                found[index, :, segment.end - span.first :].zero_()
+            if window is not None and (unseen := segment.start - window + 1 - span.first) > 0:
+                found[index, :, :unseen].zero_()
+        return found
+
+    def _span(self, window: int | None, repeats: int, *, explicit: bool) -> _Span:
+        """The keys for layers with this window; shared by all such layers of the step."""
+        cache_key = (window, repeats, explicit)
+        if cache_key not in self._spans:
+            self._spans[cache_key] = self._make_span(window, repeats, explicit=explicit)
+        return self._spans[cache_key]
+
+    def _make_span(self, window: int | None, repeats: int, *, explicit: bool) -> _Span:
+        if window is not None and window >= self.longest:
+            window = None
+        starts = {segment.start for segment in self.segments}
+        first = 0 if window is None else max(0, min(starts) - window + 1)
+        skipped = first % self.segments[0].sequence.table.page_tokens
+        is_alone = len(self.segments) == 1
+        has_past = not is_alone or starts != {0}
+        if self.width == 1 and len(starts) == 1:
+            return _Span(first, skipped, has_past, None, is_causal=False)
+        if is_alone and starts == {0} and window is None and not explicit:
+            return _Span(first, skipped, has_past, None, is_causal=True)
+        return _Span(first, skipped, has_past, self._mask(window, first, repeats), is_causal=False)
+
+    def _reader(self, table_group: int, start: int) -> PageReader:
+        found = self._readers.get((table_group, start))
+        if found is None:
+            tables = [segment.sequence.tables[table_group] for segment in self.segments]
+            found = PageReader.of_tables(tables, start, self.longest, self._device)
+            self._readers[table_group, start] = found
+        return found
+
+    def _mask(self, window: int | None, first: int, repeats: int) -> Tensor:
+        """Zero where a query sees a key and minus infinity elsewhere, [batch, 1, repeats * width, length]."""
+        starts = torch.tensor([segment.start for segment in self.segments], device=self._device)
+        queries = (starts[:, None] + torch.arange(self.width, device=self._device))[:, None, :, None]
+        keys = torch.arange(first, self.longest, device=self._device)
+        hidden = keys > queries
+        if window is not None:
+            hidden |= keys <= queries - window
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(
+            hidden, float("-inf")
+        )
+        return mask.repeat(1, 1, repeats, 1) if repeats > 1 else mask
+
+
+def _repeated(sinks: Tensor | None, kv_heads: int, width: int) -> Tensor | None:
+    """A sink for each query of a group's tokens, where their queries share a head of keys."""
+    return None if sinks is None else sinks.view(kv_heads, -1).repeat_interleave(width, dim=1)
+
+
+def grouped(segments: Iterable[Segment], dtype: torch.dtype, device: torch.device) -> list[Group]:
+    """The groups of a step, whose tokens are packed in their order."""
+    groups: list[Group] = []
+    token_start = 0
+    for segment in sorted(segments, key=lambda segment: (segment.token_count, segment.end)):
+        if not groups or not groups[-1].take(segment):
+            groups.append(Group(segment, token_start, dtype, device))
+        token_start += segment.token_count
+    return groups
+
+
+class StepLayout(Packing):
+    """One step: which tokens it runs, where their keys and values go, and what each attends to.
+
+    Everything that layers share (masks, indices) is made once here. Attention is called once for each group of
+    sequences in each layer.
+    """
+
+    def __init__(
+        self,
+        segments: Iterable[Segment],
+        arena: KvArena,
+        geometry: SequenceOf[LayerGeometry],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._arena = arena
+        self._geometry = geometry
+        self._device = device
+        self._groups = grouped(segments, dtype, device)
+        super().__init__([segment for group in self._groups for segment in group.segments])
+        self._writers = [
+            PageWriter.of_segments(self.segments, device, group) for group in range(arena.group_count)
+        ]
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Tensor | None,
+        scale: float | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """See `AttentionStep.attend`. What is seen of the past is known from the layer; there is no `mask`."""
+        layer_index: int = module.layer_idx  # type: ignore[assignment]
+        geometry, layer = self._geometry[layer_index], self._arena.layers[layer_index]
+        self._writers[layer.group].write(layer, key, value)
+        outputs = [
+            group.attend(
+                geometry,
+                layer,
+                *(self._part(group, states) for states in (query, key, value)),
+                scale=scale,
+                softcap=softcap,
+                sinks=sinks,
+            )
+            for group in self._groups
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def attend_blocks(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, is_in_block: Tensor
+    ) -> Tensor:
+        """Stores keys and values of all tokens; then the last tokens of each segment, its block, see each other both
+        ways and all before them.
+
+        Args:
+            module: the calling layer, with its `layer_idx`.
+            query: [block_tokens, heads, key_dim]
+            key: [step_tokens, kv_heads, key_dim]
+            value: [step_tokens, kv_heads, value_dim]
+            is_in_block: bool [step_tokens]
+
+        Returns:
+            [block_tokens, heads, value_dim]
+        """
+        layer_index: int = module.layer_idx  # type: ignore[assignment]
+        layer = self._arena.layers[layer_index]
+        self._writers[layer.group].write(layer, key.transpose(0, 1)[None], value.transpose(0, 1)[None])
+        outputs, first, token_start = [], 0, 0
+        in_block = is_in_block.tolist()
+        for segment in self.segments:
+            count = sum(in_block[token_start : token_start + segment.token_count])
+            token_start += segment.token_count
+            if count == 0:
+                continue
+            slots = torch.from_numpy(segment.sequence.tables[layer.group].slots(0, segment.end))
+            pages, places = slots // layer.keys.shape[1], slots % layer.keys.shape[1]
+            keys, values = (
+                storage[pages.to(self._device), places.to(self._device)].transpose(0, 1)
+                for storage in (layer.keys, layer.values)
+            )
+            block = query[first : first + count].transpose(0, 1)
+            outputs.append(
+                functional.scaled_dot_product_attention(
+                    block[None], keys[None], values[None], enable_gqa=block.shape[0] != keys.shape[0]
+                )[0].transpose(0, 1)
+            )
+            first += count
+        return torch.cat(outputs) if outputs else query[:0, :, : value.shape[-1]]
+
+    def _part(self, group: Group, states: Tensor) -> Tensor:
+        """A group's part of the packed queries, keys or values."""
+        return states if len(self._groups) == 1 else states[:, :, group.token_start : group.token_end]
+
+
+_SMALL_STEP_TOKENS = 8
+
+
+class SerialBackend:
+    """Calls a model once for each segment, each seeing the arena as a transformers cache."""
+
+    def __init__(self, model: LoadedModel, arena: KvArena) -> None:
+        self._module = model.module
+        self._device = model.device
+        self._layers = [_ArenaLayer(layer) for layer in arena.layers]
+        self._cache = Cache(layers=list(self._layers))
+
+    @property
+    def warm_up_steps(self) -> SequenceOf[tuple[int, ...]]:
+        """See `StepBackend`."""
+        return [(size,) for size in range(1, _SMALL_STEP_TOKENS + 1)]
+
+    def prompt_tokens(self, limit: int) -> int:
+        """See `StepBackend`."""
+        return limit
+
+    def accepts(self, segments: SequenceOf[Segment]) -> bool:
+        """Any step."""
+        return True
+
+    def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
+        """See `StepBackend`."""
+        logits = []
+        first = 0
+        for segment in segments:
+            end = first + segment.token_count
+            logits.append(self._run(segment, [row - first for row in rows if first <= row < end]))
+            first = end
+        return torch.cat(logits)
+
+    def _run(self, segment: Segment, rows: list[int]) -> Tensor:
+        """Logits of one sequence's tokens at `rows`."""
+        writer = PageWriter.of_segments([segment], self._device)
+        reader = PageReader.of_tables([segment.sequence.table], 0, segment.end, self._device)
+        for layer in self._layers:
+            layer.point_to(segment, writer, reader)
+        positions = torch.arange(segment.start, segment.end, device=self._device)[None]
+        token_ids = torch.tensor([segment.token_ids()], device=self._device)
+        arguments = forward_arguments(self._module, input_ids=token_ids, position_ids=positions)
+        output = self._module(**arguments, past_key_values=self._cache, use_cache=True)
+        logits: Tensor = output.logits[0]
+        return logits[rows]
+
+
+class _ArenaLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its base's hook for subclasses is untyped
+    """One layer of one sequence, as transformers sees a cache."""
+
+    def __init__(self, storage: LayerCache) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storage = storage
+        self._segment: Segment | None = None
+        self._writer: PageWriter | None = None
+        self._reader: PageReader | None = None
+
+    def point_to(self, segment: Segment, writer: PageWriter, reader: PageReader) -> None:
+        """Makes the layer the segment's sequence, as long as its KV is computed."""
+        self._segment, self._writer, self._reader = segment, writer, reader
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores [1, kv_heads, tokens, dim] and returns a copy of all keys and values of the sequence."""
+        assert self._segment is not None
+        assert self._writer is not None
+        assert self._reader is not None
+        self._writer.write(self._storage, key_states, value_states)
+        end = self._segment.end
+        keys, values = self._reader.read(self._storage.keys), self._reader.read(self._storage.values)
+        return keys[:, :, :end], values[:, :, :end]
+
+    def get_seq_length(self) -> int:
+        """Tokens before this step."""
+        return 0 if self._segment is None else self._segment.start
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys in all, and the position of the first."""
+        return self.get_seq_length() + query_length, 0
+
+
+SMALL_STEP_TOKENS = 8
+"""A sequence alone asks for steps of up to this many tokens."""
+
+
+class EagerBackend:
+    """Runs any step of a model whose attention can be packed."""
+
+    def __init__(self, model: LoadedModel, arena: KvArena) -> None:
+        self._model = model
+        self._arena = arena
+
+    @property
+    def warm_up_steps(self) -> SequenceOf[tuple[int, ...]]:
+        """See `StepBackend`. torch sets up buffers for each small size."""
+        return [(size,) for size in range(1, SMALL_STEP_TOKENS + 1)]
+
+    def prompt_tokens(self, limit: int) -> int:
+        """See `StepBackend`."""
+        return limit
+
+    def accepts(self, segments: SequenceOf[Segment]) -> bool:
+        """Any step."""
+        return True
+
+    def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
+        """See `StepBackend`."""
+        model = self._model
+        layout = StepLayout(segments, self._arena, model.layers, model.dtype, model.device)
+        return run_modules(model.module, layout, layout.packed_rows(segments, rows), model.device)
+
+
+def eager_backend(model: LoadedModel, arena: KvArena) -> StepBackend:
+    """The backend that runs any step of this model."""
+    return EagerBackend(model, arena) if model.is_packed else SerialBackend(model, arena)

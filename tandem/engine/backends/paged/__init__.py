@@ -1,1 +1,0 @@
-"""Keys and values in pages: writing and reading them, and attention to them by torch. Backends import it."""

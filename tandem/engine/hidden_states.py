@@ -1,0 +1,412 @@
+"""Takes hidden states of chosen layers out of a target's steps, without a second pass, and keeps them in its pages.
+
+What a head reads of a token lies in the KV arena like the values of one more layer. So it follows rollback, shared
+prefixes and preemption without code of its own, and never leaves the device. The layer has a window of one token: where
+a step is traced for an execution plan, its attention stores the states and returns them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tandem.engine.kv_cache.arena import KvArena, LayerCache, LayerGeometry
+from tandem.engine.kv_cache.pages import PageWriter
+from tandem.engine.kv_cache.sequence import Segment, Sequence
+from tandem.engine.models.attention import STEP_ARGUMENT
+from tandem.engine.models.heads.interface import FINAL_STATE, BlockHead, DraftHead
+from tandem.engine.models.loading import LoadedModel
+from tandem.engine.steps import Packing
+from tandem.errors import ConfigurationError
+
+_KEY_SIZE = 8
+"""Of the additional layer, whose queries see one key each: any number does."""
+_READ_ATTEMPTS = 3
+"""A page that the target's engine replaces meanwhile by an equal one makes a read start again."""
+
+
+class StateReader(Protocol):
+    """Says which states are kept of each token. A drafting head is one (`DraftHead`)."""
+
+    layer_ids: tuple[int, ...]
+    """Residual streams of the model by the number of layers before them, or `FINAL_STATE`."""
+    state_size: int
+    """Width of what is kept for each token."""
+
+    @property
+    def readers(self) -> SequenceOf[nn.Module]:
+        """The modules that `combined` calls."""
+
+    def combined(self, hidden_states: SequenceOf[Tensor]) -> Tensor:
+        """The numbers to keep, [tokens, state_size], of [tokens, hidden size] for each of `layer_ids`."""
+
+
+class _StateLayer(nn.Module):
+    """The additional layer, as attention functions know a layer."""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+
+
+class HiddenStateTap:
+    """Reads the states while the model's own modules run or are traced. Captured graphs deliver none, and are left out
+    where there is a tap (`Backends.tapped`)."""
+
+    def __init__(self, target: LoadedModel, head: StateReader) -> None:
+        """
+        Args:
+            target: the model, loaded and not yet in use.
+            head: chooses the layers, and combines their states.
+
+        Raises:
+            ConfigurationError: the model's steps do not pack sequences, so their states cannot be told apart.
+        """
+        if not target.is_packed:
+            raise ConfigurationError(
+                f"the target {target.info.name} runs its sequences one by one, and a drafting head needs steps that "
+                "pack them; choose a target with plain attention, or a standalone draft"
+            )
+        self._target = target
+        self._head = head
+        self._layer = _StateLayer(len(target.layers))
+        # So that whoever packs or traces the model's linear layers finds those which combine the states.
+        target.module.add_module("hidden_state_readers", nn.ModuleList(head.readers))
+        self._storage: LayerCache | None = None
+        self._states: dict[int, Tensor] = {}
+        """The chosen states of the step in progress, [1, tokens, hidden size]."""
+
+    @property
+    def model(self) -> LoadedModel:
+        """The target with one more layer in its cache, for the states. Its modules do not know of it."""
+        geometry = LayerGeometry(1, _KEY_SIZE, self._head.state_size, window=1)
+        return replace(self._target, layers=(*self._target.layers, geometry))
+
+    def attach(self, arena: KvArena) -> None:
+        """Keeps the states of all steps from now on, in this arena of `model`. To be called once."""
+        self._storage = arena.layers[-1]
+        module: Any = self._target.module
+        layers = _decoder_layers(module)
+        for layer_id in self._head.layer_ids:
+            if layer_id == FINAL_STATE:
+                _decoder(module).register_forward_hook(self._output_hook(layer_id))
+            elif layer_id < len(layers):
+                layers[layer_id].register_forward_pre_hook(self._input_hook(layer_id), with_kwargs=True)
+            else:
+                layers[-1].register_forward_hook(self._output_hook(layer_id))
+        module.register_forward_hook(self._store, with_kwargs=True)
+
+    def _input_hook(self, layer_id: int) -> Any:
+        def keep(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            self._states[layer_id] = arguments[0] if arguments else keywords["hidden_states"]
+
+        return keep
+
+    def _output_hook(self, layer_id: int) -> Any:
+        def keep(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+            self._states[layer_id] = output if isinstance(output, Tensor) else output[0]
+
+        return keep
+
+    def _store(self, _: nn.Module, __: tuple[Any, ...], keywords: dict[str, Any], ___: Any) -> None:
+        step: Any = keywords.get(STEP_ARGUMENT)
+        if step is None or self._storage is None:
+            return
+        states = [self._states[layer_id][0].to(self._target.dtype) for layer_id in self._head.layer_ids]
+        self._states.clear()
+        values = self._head.combined(states).to(self._target.dtype)[None, None]
+        keys = values[..., :_KEY_SIZE]
+        if isinstance(step, Packing):
+            PageWriter.of_segments(step.segments, self._target.device).write(self._storage, keys, values)
+        else:
+            step.attend(self._layer, keys, keys, values, mask=None, scale=None, softcap=None, sinks=None)
+
+    def read(self, parts: SequenceOf[tuple[Sequence, int, int]]) -> list[Tensor | None]:
+        """The states of some positions. May be called from any thread.
+
+        The target's engine goes on meanwhile. It takes a page away before it overwrites it, so pages that a sequence
+        held before and after the copy held the sequence's own states throughout; on CUDA both threads' work is in
+        order on one stream.
+
+        Args:
+            parts: sequences of the target, each with its first position and the one after its last.
+
+        Returns:
+            [positions, state_size] for each part; None where the states are not there.
+        """
+        found: list[Tensor | None] = [None] * len(parts)
+        wanted = list(range(len(parts)))
+        for _ in range(_READ_ATTEMPTS):
+            slots = {index: _slots(*parts[index]) for index in wanted}
+            present = {index: each for index, each in slots.items() if each is not None}
+            if not present:
+                break
+            joined = self._gathered(np.concatenate([*present.values()]))
+            pieces = torch.split(joined, [len(each) for each in present.values()])
+            for (index, before), piece in zip(present.items(), pieces, strict=True):
+                after = _slots(*parts[index])
+                if after is not None and np.array_equal(before, after):
+                    found[index] = piece
+            wanted = [index for index in present if found[index] is None]
+            if not wanted:
+                break
+        return found
+
+    def _gathered(self, slots: np.ndarray) -> Tensor:
+        assert self._storage is not None, "attached before any step runs"
+        values = self._storage.values
+        pages, offsets = np.divmod(slots, values.shape[1])
+        places = torch.from_numpy(np.stack((pages, offsets))).to(values.device)
+        return values[places[0], places[1], 0]
+
+
+def _slots(sequence: Sequence, start: int, end: int) -> np.ndarray | None:
+    """Where the positions lie; None if their states are not computed."""
+    if sequence.is_released or sequence.computed_length < end or sequence.table.capacity < end:
+        return None
+    return sequence.table.slots(start, end)
+
+
+def _decoder(module: Any) -> nn.Module:
+    """The part that ends in the last norm: transformers' models without their output layer."""
+    decoder: nn.Module = module.get_decoder()
+    return decoder
+
+
+def _decoder_layers(module: Any) -> nn.ModuleList:
+    count = module.config.get_text_config(decoder=True).num_hidden_layers
+    found = (each for each in module.modules() if isinstance(each, nn.ModuleList) and len(each) == count)
+    layers = next(found, None)
+    if layers is None:
+        raise ConfigurationError(
+            f"the target {type(module).__name__} has no list of {count} layers whose states a drafting head could read"
+        )
+    return layers
+
+
+class BoundSequences:
+    """The target's open sequences by request. Belongs to the event loop on which both services run."""
+
+    def __init__(self) -> None:
+        self._by_request: dict[str, Sequence] = {}
+
+    def open(self, request_id: str, sequence: Sequence) -> None:
+        """Record that the target has opened a request's sequence."""
+        self._by_request[request_id] = sequence
+
+    def close(self, request_id: str, sequence: Sequence) -> None:
+        """Record that the target is about to release it."""
+        if self._by_request.get(request_id) is sequence:
+            del self._by_request[request_id]
+
+    def find(self, request_id: str, token_ids: SequenceOf[int]) -> Sequence | None:
+        """The request's sequence on the target, if it has read exactly these tokens, whatever it read after them."""
+        sequence = self._by_request.get(request_id)
+        if sequence is None or sequence.computed_length < len(token_ids):
+            return None
+        return sequence if sequence.token_ids[: len(token_ids)] == list(token_ids) else None
+
+
+@dataclass(slots=True, eq=False)
+class Pairing:
+    """The states that a head's sequence reads. The caller changes it between jobs, the engine's thread within one."""
+
+    target: Sequence | None = None
+    known_length: int = 0
+    """Pairs whose state is the target's. Later ones are the proposal's own."""
+    own_states: list[Tensor] = field(default_factory=list)
+    """The head's states for the pairs from `known_length` on, [state_size] each."""
+    is_lost: bool = False
+    """True if states of the target were gone when the head wanted to read them."""
+
+    def begin(self, target: Sequence, known_length: int) -> None:
+        """Begin a proposal after `known_length` pairs."""
+        self.target, self.known_length, self.is_lost = target, known_length, False
+        self.own_states.clear()
+
+
+class PairedStates:
+    """The states of a head's step."""
+
+    def __init__(
+        self, tap: HiddenStateTap, state_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._tap = tap
+        self._state_size = state_size
+        self._dtype = dtype
+        self._device = device
+        self.pairings: dict[Sequence, Pairing] = {}
+        """By the head's sequence. One that is not here, as in a trial, reads `any_states`."""
+
+    def of_step(self, segments: SequenceOf[Segment]) -> Tensor:
+        """The state of each pair of a step, [tokens, state_size]."""
+        known = [(segment, self.pairings.get(segment.sequence)) for segment in segments]
+        asked = [
+            (pairing.target, segment.start, min(segment.end, pairing.known_length))
+            for segment, pairing in known
+            if pairing is not None and pairing.target is not None and segment.start < pairing.known_length
+        ]
+        answers = iter(self._tap.read(asked))
+        parts: list[Tensor] = []
+        for segment, pairing in known:
+            if pairing is None or pairing.target is None:
+                parts.append(self.any_states(segment.token_count))
+                continue
+            if segment.start < pairing.known_length:
+                states = next(answers)
+                pairing.is_lost = pairing.is_lost or states is None
+                count = min(segment.end, pairing.known_length) - segment.start
+                parts.append(self._zeros(count) if states is None else states.to(self._device, self._dtype))
+            first, last = (max(at - pairing.known_length, 0) for at in (segment.start, segment.end))
+            if first < last:
+                own = pairing.own_states[first:last]
+                parts.append(torch.stack(own) if own else self._zeros(last - first))
+        return torch.cat(parts)
+
+    def is_past_known(self, segments: SequenceOf[Segment]) -> Tensor:
+        """Which tokens of a step lie behind those whose states are the target's, bool [tokens]."""
+        found: list[bool] = []
+        for segment in segments:
+            pairing = self.pairings.get(segment.sequence)
+            known = 0 if pairing is None else pairing.known_length
+            found.extend(position >= known for position in range(segment.start, segment.end))
+        return torch.tensor(found, device=self._device)
+
+    def keep(self, segments: SequenceOf[Segment], states: Tensor) -> None:
+        """Keeps the head's state after each segment, with which a proposal goes on.
+
+        Args:
+            segments: of the step that has run.
+            states: [tokens, state_size], its output. By CPU kernels a head in bfloat16 has a residual stream in
+                float32; what it reads next has the head's dtype all the same, or its queries and keys would be of
+                another type than its KV cache.
+        """
+        end = 0
+        for segment in segments:
+            end += segment.token_count
+            pairing = self.pairings.get(segment.sequence)
+            if pairing is not None and segment.end == pairing.known_length + len(pairing.own_states):
+                pairing.own_states.append(states[end - 1].to(self._dtype))
+
+    def any_states(self, count: int) -> Tensor:
+        """States that are no target's, [count, state_size]: all different, so that a trial sees their use."""
+        places = torch.arange(count * self._state_size, dtype=torch.float32, device=self._device)
+        return places.mul_(0.7).sin_().view(count, -1).to(self._dtype)
+
+    def _zeros(self, count: int) -> Tensor:
+        return torch.zeros(count, self._state_size, dtype=self._dtype, device=self._device)
+
+
+class LayerStates:
+    """The states of chosen layers, beside each other."""
+
+    def __init__(self, layer_ids: SequenceOf[int], model: LoadedModel) -> None:
+        """
+        Args:
+            layer_ids: residual streams by the number of layers before them.
+            model: whose they are.
+        """
+        config = model.module.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+        self.layer_ids = tuple(layer_ids)
+        self.state_size: int = len(self.layer_ids) * config.hidden_size
+        self.readers: SequenceOf[nn.Module] = ()
+
+    def combined(self, hidden_states: SequenceOf[Tensor]) -> Tensor:
+        """[tokens, state_size]
+
+        Args:
+            hidden_states: [tokens, hidden size] for each of `layer_ids`.
+        """
+        return torch.cat(list(hidden_states), dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    logits: Tensor
+
+
+class HeadModel(nn.Module):
+    """Calls a head as the engine calls a causal language model of transformers."""
+
+    def __init__(self, head: DraftHead, states: PairedStates) -> None:
+        super().__init__()
+        self.head = head
+        self.states = states
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        logits_to_keep: Tensor | int,
+        tandem_step: Packing,
+        **_: Any,
+    ) -> _Output:
+        """See `tandem.engine.steps.run_modules`. An integer keeps all rows."""
+        states = self.states.of_step(tandem_step.segments)
+        hidden, fed_back = self.head.advanced(input_ids, position_ids, states, tandem_step)
+        rows = hidden if isinstance(logits_to_keep, int) else hidden[logits_to_keep]
+        return _Output(self.finished(tandem_step.segments, self.head.own_logits(rows), fed_back)[None])
+
+    def computed(
+        self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Computes a pass and nothing else, so that it can be traced.
+
+        Args:
+            token_ids: int64 [1, tokens]
+            positions: int64 [1, tokens]
+            states: [tokens, state_size], as `PairedStates.of_step` gives them.
+            step: see `DraftHead.advanced`.
+
+        Returns:
+            Logits of what the head can say, [1, tokens, width], and the states of a proposal's next pass, [tokens,
+            state_size]; `finished` takes both.
+        """
+        hidden, fed_back = self.head.advanced(token_ids, positions, states, step)
+        return self.head.own_logits(hidden)[None], fed_back
+
+    def finished(self, segments: SequenceOf[Segment], own_logits: Tensor, fed_back: Tensor) -> Tensor:
+        """Keeps what a pass feeds back, and returns its logits, [rows, tokens_per_pass * vocabulary_size]. Once more
+        with the same pass is the same as once."""
+        self.states.keep(segments, fed_back)
+        return self.head.widened(own_logits)
+
+
+class BlockModel(HeadModel):
+    """The same for a head that proposes blocks."""
+
+    head: BlockHead
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        logits_to_keep: Tensor | int,
+        tandem_step: Packing,
+        **_: Any,
+    ) -> _Output:
+        """See `HeadModel`."""
+        states = self.states.of_step(tandem_step.segments)
+        is_in_block = self.states.is_past_known(tandem_step.segments)
+        hidden = self.head.of_blocks(input_ids, position_ids, states, is_in_block, tandem_step)
+        rows = hidden if isinstance(logits_to_keep, int) else hidden[logits_to_keep]
+        return _Output(self.head.logits(rows)[None])
+
+
+def as_model(
+    head: DraftHead, states: PairedStates, target: LoadedModel, name: str, architecture: str
+) -> LoadedModel:
+    """The head as the engine loads a model. Vocabulary, tokenizer and lengths are the target's."""
+    info = replace(
+        target.info,
+        name=name,
+        architecture=architecture,
+        parameter_count=sum(parameter.numel() for parameter in head.parameters()),
+    )
+    module = BlockModel(head, states) if isinstance(head, BlockHead) else HeadModel(head, states)
+    return LoadedModel(module, info, head.layers, True, target.dtype, target.device)

@@ -1,0 +1,538 @@
+"""From the target's logits to the rows that coordinators ask for, for all sequences of a step at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from math import isfinite
+from typing import Protocol, TypeAlias, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.engine.sampler import TORCH_SAMPLER, Sampler
+from tandem.engine.transfers import HostArray, to_device, to_host
+from tandem.errors import InvalidRequestError
+from tandem.sampling.noise import Purpose, recovery_keys, stream_keys, target_keys
+from tandem.sampling.warping import parameter_rows
+from tandem.types import (
+    DenseRow,
+    FloatArray,
+    IntArray,
+    LogitAdjustments,
+    RowKind,
+    RowStatistics,
+    SamplingParams,
+    SupportRow,
+    TargetRow,
+    TokenRow,
+    Verification,
+    VerifyStep,
+)
+
+
+class Adjustments:
+    """The adjustments of one sequence, with their ids on the model's device."""
+
+    def __init__(self, wanted: LogitAdjustments, prompt_length: int, device: torch.device) -> None:
+        """Prepare what the sequence's rows need.
+
+        Args:
+            wanted: The adjustments; their ids must be in the vocabulary.
+            prompt_length: Tokens of the prompt; those after it count towards `min_tokens`.
+            device: Where the logits are.
+        """
+        self._first_free_length = prompt_length + wanted.min_tokens
+        suppressed = np.array(wanted.suppressed_token_ids, dtype=np.int64)
+        biased = np.array([*wanted.biases], dtype=np.int64)
+        biases = np.array([*wanted.biases.values()], dtype=np.float64)
+        self._suppressed, self._biased, on_device = to_device([suppressed, biased, biases], device)
+        self._biases = on_device.float()
+
+    def applied(self, logits: Tensor, base_length: int) -> Tensor:
+        """The adjusted logits of successive positions.
+
+        Args:
+            logits: [R, V], any floating type. They are left as they are.
+            base_length: How many tokens stand before the first row's position.
+
+        Returns:
+            float32 [R, V]. A suppressed id has -inf.
+        """
+        scores = logits.to(torch.float32, copy=True)
+        if self._biased.numel():
+            scores[:, self._biased] += self._biases
+        suppressed_rows = min(max(self._first_free_length - base_length, 0), len(scores))
+        if suppressed_rows and self._suppressed.numel():
+            scores[:suppressed_rows, self._suppressed] = -torch.inf
+        return scores
+
+
+def check_ids(wanted: LogitAdjustments, vocabulary_size: int) -> None:
+    """Refuse ids that the model does not have, and adjustments that leave it no token.
+
+    Raises:
+        InvalidRequestError: an id is outside the vocabulary, or every id is suppressed.
+    """
+    for token_id in (*wanted.biases, *wanted.suppressed_token_ids):
+        if not 0 <= token_id < vocabulary_size:
+            raise InvalidRequestError(
+                f"the logit of token id {token_id} is to be adjusted; ids must be in 0..{vocabulary_size - 1}"
+            )
+    if wanted.min_tokens > 0 and len(set(wanted.suppressed_token_ids)) >= vocabulary_size:
+        raise InvalidRequestError(
+            f"min_tokens is {wanted.min_tokens} and every token ends the completion; it must be 0"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """A sequence, as far as penalties ask for it."""
+
+    prompt_length: int
+    """How many of the first tokens are the prompt."""
+    token_ids: Sequence[int] = ()
+    """All tokens, the proposal's at the end. The last row is for the token after them."""
+
+
+def penalized(logits: Tensor, history: History, sampling: SamplingParams) -> Tensor:
+    """The logits of one sequence's rows with penalties applied.
+
+    Args:
+        logits: [R, V], any floating type; the rows of the last R positions.
+        history: The sequence that they belong to.
+        sampling: The penalties.
+
+    Returns:
+        float32 [R, V].
+    """
+    scores = logits.float()
+    if sampling.repetition_penalty != 1.0:
+        occurred = _counts(scores, history.token_ids, 0) > 0
+        discouraged = torch.where(
+            scores < 0, scores * sampling.repetition_penalty, scores / sampling.repetition_penalty
+        )
+        scores = torch.where(occurred, discouraged, scores)
+    if sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0:
+        counts = _counts(scores, history.token_ids, history.prompt_length)
+        scores = scores - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+    return scores
+
+
+def _counts(like: Tensor, token_ids: Sequence[int], start: int) -> Tensor:
+    """For each row, how often each token stands between `start` and the row's position; shape and device of `like`."""
+    row_count, vocabulary_size = like.shape
+    base_length = max(len(token_ids) - row_count + 1, 0)
+    (before,) = to_device([np.array(token_ids[start:base_length], dtype=np.int64)], like.device)
+    # `torch.bincount` would wait for the device.
+    counts = like.new_zeros(vocabulary_size).index_add_(0, before, like.new_ones(len(before)))
+    counts = counts.repeat(row_count, 1)
+    for row, position in enumerate(range(base_length, len(token_ids)), start=1):
+        if position >= start:
+            counts[row:, token_ids[position]] += 1
+    return counts
+
+
+_MANY = 8
+"""Sequences from which on their keys are computed by arrays: some 50 us and 2 for each, where integers take 11."""
+
+_NO_SUPPORT: IntArray = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class RowRequest:
+    """One sequence's work in a step."""
+
+    step: VerifyStep
+    sampling: SamplingParams
+    history: History | None = None
+    """Tokens of the sequence, where penalties need them."""
+    adjustments: Adjustments | None = None
+    """Changes that the request makes to the logits before penalties; None where it makes none."""
+
+    @property
+    def takes_logits_as_they_are(self) -> bool:
+        """True if the rows are those of the model's own logits."""
+        return self.history is None and self.adjustments is None
+
+    @property
+    def base_length(self) -> int:
+        """Length of the sequence whose next token the first row describes."""
+        return self.step.delta.length - self.step.row_count + 1
+
+    @property
+    def races_recovery(self) -> bool:
+        """True if the rows' samples must use the recovery keys, with which the coordinator goes on."""
+        return self.step.raced_recovery and self.step.row_kind is RowKind.SUPPORT
+
+    @property
+    def needs_only_argmax(self) -> bool:
+        """True if only the highest logit of each row is needed."""
+        return self.step.row_kind is RowKind.TOKEN and self.sampling.is_greedy
+
+    @property
+    def supports(self) -> list[IntArray]:
+        """The support of each row; an empty one for rows past the proposal."""
+        supports = self.step.supports
+        return [*supports, *[_NO_SUPPORT] * (self.step.row_count - len(supports))]
+
+    @property
+    def keys(self) -> IntArray:
+        """The noise key of each row, int64 [row_count]."""
+        keys_of = recovery_keys if self.races_recovery else target_keys
+        return keys_of(self.sampling.seed, self.base_length, self.step.row_count)
+
+
+def keys_of_rows(requests: Sequence[RowRequest]) -> IntArray:
+    """Return the key of each row of all requests, int64 [R]."""
+    if len(requests) < _MANY:
+        return np.concatenate([request.keys for request in requests])
+    counts, bases, seeds, races = np.array(
+        [
+            (request.step.row_count, request.base_length, request.sampling.seed, request.races_recovery)
+            for request in requests
+        ],
+        dtype=np.int64,
+    ).T
+    rows = np.arange(counts.sum())
+    positions = rows + np.repeat(bases - counts.cumsum() + counts, counts)
+    purposes = np.where(races, Purpose.RECOVERY, Purpose.TARGET)
+    keys: IntArray = stream_keys(
+        np.repeat(seeds, counts), positions, np.repeat(purposes, counts), np.repeat(bases * races, counts)
+    )
+    return keys
+
+
+def sampling_of_rows(requests: Sequence[RowRequest]) -> list[SamplingParams]:
+    """Return the sampling parameters of each row."""
+    return [request.sampling for request in requests for _ in range(request.step.row_count)]
+
+
+Rows: TypeAlias = tuple[TargetRow, ...] | None
+"""A request's rows; None where its logits are not finite."""
+
+
+class RowsOfKind(Protocol):
+    """The rows of some requests, in three parts."""
+
+    def inputs(self, device: torch.device) -> list[IntArray | FloatArray]:
+        """Numbers that are needed on the device of the logits."""
+        ...
+
+    def launch(self, logits: Tensor, inputs: Sequence[Tensor], sampler: Sampler) -> list[Tensor]:
+        """Computes on the device, without waiting for it.
+
+        Args:
+            logits: [rows of the requests in order, vocabulary_size], any floating type.
+            inputs: those of `inputs`, on the device.
+            sampler: computes and draws.
+
+        Returns:
+            What the host needs.
+        """
+        ...
+
+    def rows(self, found: Sequence[HostArray]) -> list[Rows]:
+        """The rows of each request, from what `launch` returned."""
+        ...
+
+
+MakeRows: TypeAlias = Callable[[Sequence[RowRequest]], RowsOfKind]
+
+
+def kind_of(request: RowRequest) -> MakeRows:
+    """The class that makes a request's rows."""
+    if request.step.row_kind is RowKind.DENSE:
+        return DenseRows
+    if request.needs_only_argmax:
+        return GreedyTokens
+    return DrawnTokens if request.step.row_kind is RowKind.TOKEN else SupportRows
+
+
+class DenseRows:
+    """Logits of the whole vocabulary. See `RowsOfKind`."""
+
+    def __init__(self, requests: Sequence[RowRequest]) -> None:
+        self._requests = requests
+
+    def inputs(self, device: torch.device) -> list[IntArray | FloatArray]:
+        """None."""
+        return []
+
+    def launch(self, logits: Tensor, inputs: Sequence[Tensor], sampler: Sampler) -> list[Tensor]:
+        """float32 [R, V]."""
+        return [logits.float()]
+
+    def rows(self, found: Sequence[HostArray]) -> list[Rows]:
+        """See `RowsOfKind`."""
+        # NaN is the highest wherever it is.
+        rows = [DenseRow(row) if isfinite(row.max()) else None for row in found[0]]
+        return parts(self._requests, rows)
+
+
+class GreedyTokens:
+    """The id of each row's highest logit. See `RowsOfKind`."""
+
+    def __init__(self, requests: Sequence[RowRequest]) -> None:
+        self._requests = requests
+
+    def inputs(self, device: torch.device) -> list[IntArray | FloatArray]:
+        """None."""
+        return []
+
+    def launch(self, logits: Tensor, inputs: Sequence[Tensor], sampler: Sampler) -> list[Tensor]:
+        """int64 [R]; -1 for logits that are not finite."""
+        return [sampler.argmax(logits)]
+
+    def rows(self, found: Sequence[HostArray]) -> list[Rows]:
+        """See `RowsOfKind`."""
+        return parts(self._requests, token_rows(found[0]))
+
+
+class DrawnTokens:
+    """A sampled id of each row. See `RowsOfKind`."""
+
+    def __init__(self, requests: Sequence[RowRequest]) -> None:
+        self._requests = requests
+        self._sampling = sampling_of_rows(requests)
+
+    def inputs(self, device: torch.device) -> list[IntArray | FloatArray]:
+        """Keys and parameters."""
+        return [keys_of_rows(self._requests), *_parameters(self._sampling, device)]
+
+    def launch(self, logits: Tensor, inputs: Sequence[Tensor], sampler: Sampler) -> list[Tensor]:
+        """int64 [R]; -1 for logits that are not finite."""
+        keys, *columns = inputs
+        probs = sampler.probabilities(logits, self._sampling, *columns)
+        return [sampler.sample_tokens(probs, keys)]
+
+    def rows(self, found: Sequence[HostArray]) -> list[Rows]:
+        """See `RowsOfKind`."""
+        return parts(self._requests, token_rows(found[0]))
+
+
+class SupportRows:
+    """Probabilities on the supports, and a token sampled outside each. See `RowsOfKind`."""
+
+    def __init__(self, requests: Sequence[RowRequest]) -> None:
+        self._requests = requests
+        self._sampling = sampling_of_rows(requests)
+        self._supports = [support for request in requests for support in request.supports]
+        self._sizes = [len(support) for support in self._supports]
+        self._wants_statistics = [
+            request.step.with_statistics for request in requests for _ in range(request.step.row_count)
+        ]
+
+    def inputs(self, device: torch.device) -> list[IntArray | FloatArray]:
+        """Keys, row and column of each id of the supports, and parameters."""
+        rows = np.repeat(np.arange(len(self._supports)), self._sizes)
+        places = np.stack((rows, np.concatenate(self._supports)))
+        return [keys_of_rows(self._requests), places, *_parameters(self._sampling, device)]
+
+    def launch(self, logits: Tensor, inputs: Sequence[Tensor], sampler: Sampler) -> list[Tensor]:
+        """Probabilities inside, samples outside and their probabilities, masses outside, highest logits; statistics
+        if any row needs them."""
+        keys, (rows, token_ids), *columns = inputs
+        probs = sampler.probabilities(logits, self._sampling, *columns)
+        statistics: list[Tensor] = []
+        if any(self._wants_statistics):
+            statistics = self._statistics(logits, probs, rows, token_ids)
+        inside = probs.new_empty(0)
+        if len(token_ids):
+            inside = probs[rows, token_ids]
+            probs[rows, token_ids] = (
+                0.0  # a copy of rows times vocabulary would cost more than drawing from it
+            )
+        samples = sampler.sample(probs, keys)
+        sample_probs = probs.gather(1, samples[:, None])[:, 0]
+        return [inside, samples, sample_probs, probs.sum(dim=-1), self._max_logits(logits), *statistics]
+
+    def rows(self, found: Sequence[HostArray]) -> list[Rows]:
+        """See `RowsOfKind`."""
+        inside, ids, outside_probs, masses, max_logits, *statistics_parts = found
+        raced = [request.races_recovery for request in self._requests for _ in range(request.step.row_count)]
+        bounds = [0, *accumulate(self._sizes)]
+        statistics = _read_statistics(self._wants_statistics, statistics_parts, bounds[1:-1])
+        is_finite = self._finite_rows(inside, masses, max_logits)
+        rows: list[TargetRow | None] = [None] * len(ids)
+        columns = zip(
+            self._supports, masses.tolist(), ids.tolist(), outside_probs.tolist(), statistics, strict=True
+        )
+        for i, (support, mass, token_id, outside_prob, own_statistics) in enumerate(columns):
+            if is_finite[i]:
+                rows[i] = SupportRow(
+                    support,
+                    inside[bounds[i] : bounds[i + 1]],
+                    mass,
+                    token_id if mass > 0.0 else -1,
+                    own_statistics,
+                    outside_prob if raced[i] else None,
+                )
+        return parts(self._requests, rows)
+
+    def _finite_rows(self, inside: HostArray, masses: HostArray, max_logits: HostArray) -> list[bool]:
+        """Which rows hold finite numbers alone."""
+        found = np.isfinite(masses) & np.isfinite(max_logits)
+        are_finite = np.isfinite(inside)
+        if not are_finite.all():
+            found[np.repeat(np.arange(len(found)), self._sizes)[~are_finite]] = False
+        return cast("list[bool]", found.tolist())
+
+    def _max_logits(self, logits: Tensor) -> Tensor:
+        """The highest logit of each row, float32 [R], if a row is greedy.
+
+        One-hot probabilities hide logits that are not finite; in other rows the probabilities show them.
+        """
+        if any(request.sampling.is_greedy for request in self._requests):
+            return logits.amax(dim=-1).float()
+        return logits.new_zeros(len(logits), dtype=torch.float32)
+
+    def _statistics(self, logits: Tensor, probs: Tensor, rows: Tensor, token_ids: Tensor) -> list[Tensor]:
+        """Entropy, maximum probability and argmax of each row, [R]; then rank and logit of each id of the supports."""
+        max_probs, argmaxes = probs.max(dim=-1)
+        own = probs[rows, token_ids]
+        # A row at a time: all at once would need ids times vocabulary.
+        ranks = [(probs[row] > part[:, None]).sum(dim=-1)
+                 for row, part in enumerate(torch.split(own, self._sizes))]  # fmt: skip
+        entropies = torch.special.entr(probs).sum(dim=-1)
+        return [entropies, max_probs, argmaxes, torch.cat(ranks), logits[rows, token_ids].float()]
+
+
+def parts(requests: Sequence[RowRequest], rows: Sequence[TargetRow | None]) -> list[Rows]:
+    """Each request's own rows; None where one of them is."""
+    ends = accumulate(request.step.row_count for request in requests)
+    return [
+        _all_or_none(rows[end - request.step.row_count : end])
+        for request, end in zip(requests, ends, strict=True)
+    ]
+
+
+def token_rows(token_ids: HostArray) -> list[TokenRow | None]:
+    """A row for each id; None for -1."""
+    return [None if token_id < 0 else TokenRow(token_id) for token_id in token_ids.tolist()]
+
+
+def _all_or_none(rows: Sequence[TargetRow | None]) -> Rows:
+    found = tuple(row for row in rows if row is not None)
+    return found if len(found) == len(rows) else None
+
+
+def _parameters(sampling: Sequence[SamplingParams], device: torch.device) -> list[FloatArray]:
+    """The parameters for the device, if that is another; a CPU takes them from `sampling`."""
+    return [] if device.type == "cpu" else [parameter_rows(sampling)]
+
+
+def _read_statistics(
+    wants_statistics: Sequence[bool], found: Sequence[HostArray], ends: Sequence[int]
+) -> list[RowStatistics | None]:
+    """The statistics of the rows that asked for them."""
+    if not found:
+        return [None] * len(wants_statistics)
+    entropies, max_probs, argmaxes, ranks, logits = found
+    return [
+        RowStatistics(
+            entropy=float(entropies[i]),
+            max_prob=float(max_probs[i]),
+            argmax_token_id=int(argmaxes[i]),
+            ranks=own_ranks.astype(np.int64),
+            logits=own_logits.astype(np.float32),
+        )
+        if wanted
+        else None
+        for i, (wanted, own_ranks, own_logits) in enumerate(
+            zip(wants_statistics, np.split(ranks, ends), np.split(logits, ends), strict=True)
+        )
+    ]
+
+
+def verifications(
+    requests: Sequence[RowRequest], logits: Tensor, sampler: Sampler = TORCH_SAMPLER
+) -> list[Verification | None]:
+    """The rows of each request; None for a request with logits that are not finite.
+
+    Args:
+        requests: The request of each sequence.
+        logits: [rows of all requests in order, vocabulary_size], any floating type.
+        sampler: Computes and draws.
+    """
+    groups = _by_kind(requests)
+    if len(groups) == 1:
+        ((make, _),) = groups.items()
+        return answers(requests, _rows_of(make(requests), processed(None, requests, logits), sampler))
+    rows: list[Rows] = [()] * len(requests)
+    kinds = [make([requests[i] for i in indices]) for make, indices in groups.items()]
+    blocks = [processed(indices, requests, logits) for indices in groups.values()]
+    for indices, own in zip(groups.values(), _rows_of_all(kinds, blocks, sampler), strict=True):
+        for i, each in zip(indices, own, strict=True):
+            rows[i] = each
+    return answers(requests, rows)
+
+
+def _rows_of(kind: RowsOfKind, logits: Tensor, sampler: Sampler) -> list[Rows]:
+    """The rows of one kind: one copy in, one out."""
+    device = logits.device
+    return kind.rows(to_host(kind.launch(logits, to_device(kind.inputs(device), device), sampler)))
+
+
+def _rows_of_all(
+    kinds: Sequence[RowsOfKind], blocks: Sequence[Tensor], sampler: Sampler
+) -> Iterator[list[Rows]]:
+    """The rows of several kinds: one copy in and one out for all of them.
+
+    Args:
+        kinds: The kinds.
+        blocks: The logits of each, on one device.
+        sampler: Computes and draws.
+    """
+    device = blocks[0].device
+    wanted = [kind.inputs(device) for kind in kinds]
+    given = iter(to_device([array for arrays in wanted for array in arrays], device))
+    launched = [
+        kind.launch(block, list(islice(given, len(arrays))), sampler)
+        for kind, block, arrays in zip(kinds, blocks, wanted, strict=True)
+    ]
+    found = iter(to_host([tensor for tensors in launched for tensor in tensors]))
+    for kind, tensors in zip(kinds, launched, strict=True):
+        yield kind.rows(list(islice(found, len(tensors))))
+
+
+def answers(requests: Sequence[RowRequest], rows: Iterable[Rows]) -> list[Verification | None]:
+    """The answer to each request, made of its rows."""
+    return [
+        None if own is None else Verification(request.base_length, own)
+        for request, own in zip(requests, rows, strict=True)
+    ]
+
+
+def processed(indices: Sequence[int] | None, requests: Sequence[RowRequest], logits: Tensor) -> Tensor:
+    """The logits of some of the requests, adjusted and penalized where a request asks for it; no copy when the logits
+    are all taken as they are.
+
+    Args:
+        indices: Of the requests; None for all.
+        requests: All of the step's.
+        logits: [rows of all requests in order, vocabulary_size].
+    """
+    if indices is None:
+        if all(request.takes_logits_as_they_are for request in requests):
+            return logits
+        indices = range(len(requests))
+    blocks = torch.split(logits, [request.step.row_count for request in requests])
+    return torch.cat([_processed(requests[i], blocks[i]) for i in indices])
+
+
+def _processed(request: RowRequest, block: Tensor) -> Tensor:
+    """Apply the request's adjustments, then penalties, in the order of vLLM and transformers."""
+    if request.adjustments is not None:
+        block = request.adjustments.applied(block, request.base_length)
+    return block if request.history is None else penalized(block, request.history, request.sampling)
+
+
+def _by_kind(requests: Sequence[RowRequest]) -> dict[MakeRows, list[int]]:
+    """Which requests' rows come about in the same way."""
+    found: dict[MakeRows, list[int]] = {}
+    for i, request in enumerate(requests):
+        found.setdefault(kind_of(request), []).append(i)
+    return found

@@ -1,0 +1,209 @@
+"""What a step runs: tokens of sequences, packed into one row, and the seam to the backends that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.engine.kv_cache.sequence import Segment, Sequence
+from tandem.engine.models.attention import STEP_ARGUMENT
+from tandem.engine.transfers import to_device
+
+
+class StepRunner:
+    """An ordered list of step backends, fastest first; the last accepts every step."""
+
+    def __init__(self, backends: SequenceOf[StepBackend]) -> None:
+        self.backends = tuple(backends)
+
+    @property
+    def warm_up_steps(self) -> SequenceOf[tuple[int, ...]]:
+        """Steps for which some backend prepares something, smallest first; see `StepBackend`."""
+        return sorted({step for backend in self.backends for step in backend.warm_up_steps}, key=sum)
+
+    def prompt_tokens(self, limit: int) -> int:
+        """The number of prompt tokens, up to `limit`, that a step should take."""
+        return min(backend.prompt_tokens(limit) for backend in self.backends)
+
+    def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
+        """Runs one step; see `StepBackend.run`."""
+        backend = next(backend for backend in self.backends if backend.accepts(segments))
+        return backend.run(segments, rows)
+
+
+class Packing:
+    """The tokens of a step in one row, segment after segment."""
+
+    def __init__(self, segments: SequenceOf[Segment]) -> None:
+        self.segments = segments
+        """In the order in which their tokens are packed."""
+
+    @property
+    def token_count(self) -> int:
+        """Number of tokens in the step."""
+        return sum(segment.token_count for segment in self.segments)
+
+    def token_ids(self) -> list[int]:
+        """The step's tokens, packed."""
+        return [token_id for segment in self.segments for token_id in segment.token_ids()]
+
+    def positions(self) -> list[int]:
+        """Each token's position in its sequence, packed."""
+        return [position for segment in self.segments for position in range(segment.start, segment.end)]
+
+    def packed_rows(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> list[int]:
+        """Where tokens are packed that are counted in another order of the segments."""
+        starts, first = {}, 0
+        for segment in self.segments:
+            starts[id(segment)] = first
+            first += segment.token_count
+        places = [
+            starts[id(segment)] + offset for segment in segments for offset in range(segment.token_count)
+        ]
+        return [places[row] for row in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class BranchStep:
+    """The next token of each branch."""
+
+    token_ids: SequenceOf[int]
+    """One for each branch that goes on: the first ones of `trunk_lengths`."""
+    trunk_lengths: SequenceOf[int]
+    """How many tokens of the trunk come before each branch, for all branches that there were at first."""
+    depth: int
+    """Number of tokens that each branch has in the cache."""
+    max_depth: int
+    """Number of steps that there will be; room behind the trunk is needed for as many tokens of each branch."""
+
+    @property
+    def room(self) -> int:
+        """Tokens behind the trunk that the branches take up in the end."""
+        return len(self.trunk_lengths) * self.max_depth
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceBranches:
+    """The branches of one sequence in a step."""
+
+    sequence: Sequence
+    step: BranchStep
+
+    @property
+    def count(self) -> int:
+        """Branches that go on: tokens in the step."""
+        return len(self.step.token_ids)
+
+    @property
+    def written(self) -> int:
+        """Tokens of the sequence's pages that are in use before the step."""
+        return self.sequence.length + self.step.depth * len(self.step.trunk_lengths)
+
+    def positions(self) -> list[int]:
+        """Position of each branch's token."""
+        return [length + self.step.depth for length in self.step.trunk_lengths[: self.count]]
+
+    def first_key(self, window: int | None) -> int:
+        """The first of the sequence's keys that any branch sees. Their own lie behind the trunk in any case."""
+        if window is None:
+            return 0
+        return max(0, min(min(self.positions()) - window + 1, self.sequence.length))
+
+
+class BranchPacking(Packing):
+    """The tokens of a step of branches, one of each."""
+
+    def __init__(self, parts: SequenceOf[SequenceBranches]) -> None:
+        super().__init__(())
+        self.parts = parts
+
+    @property
+    def token_count(self) -> int:
+        """See `Packing`."""
+        return sum(part.count for part in self.parts)
+
+    def token_ids(self) -> list[int]:
+        """See `Packing`."""
+        return [token_id for part in self.parts for token_id in part.step.token_ids]
+
+    def positions(self) -> list[int]:
+        """See `Packing`."""
+        return [position for part in self.parts for position in part.positions()]
+
+
+def run_modules(module: Any, packing: Packing, rows: SequenceOf[int], device: torch.device) -> Tensor:
+    """One forward pass by the model's own modules.
+
+    Args:
+        module: a transformers causal language model.
+        packing: the step; its `attend` is the attention of every layer.
+        rows: indices of the packed tokens whose logits are wanted.
+        device: where the module is.
+
+    Returns:
+        Logits, [len(rows), vocabulary_size] in the dtype that the module's last layer gives.
+    """
+    keeps_all = list(rows) == list(range(packing.token_count))
+    numbers = [np.array((packing.token_ids(), packing.positions()), dtype=np.int64)]
+    packed, *kept = to_device(numbers if keeps_all else [*numbers, np.array(rows, dtype=np.int64)], device)
+    output = module(
+        input_ids=packed[:1],
+        position_ids=packed[1:],
+        # As transformers takes them; 0 stands for all in order, the usual case, and saves a gather.
+        logits_to_keep=kept[0] if kept else 0,
+        use_cache=False,
+        **{STEP_ARGUMENT: packing},
+    )
+    logits: Tensor = output.logits[0]
+    return logits
+
+
+class StepBackend(Protocol):
+    """One way to run a step.
+
+    A backend finds the keys and values of a segment by itself; the engine passes only segments. The engine asks its
+    backends in order, and the first that accepts a step runs it.
+    """
+
+    def accepts(self, segments: SequenceOf[Segment]) -> bool:
+        """True if this backend can run a step of these segments, and runs it faster than those after it."""
+        ...
+
+    def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
+        """Runs one step. The segments' keys and values are then in the KV cache.
+
+        Args:
+            segments: the accepted segments.
+            rows: indices of the tokens whose logits are wanted, ascending, counted segment after segment.
+
+        Returns:
+            Logits, [len(rows), vocabulary_size] in the model's dtype or a wider one; valid until the next step.
+        """
+        ...
+
+    @property
+    def warm_up_steps(self) -> SequenceOf[tuple[int, ...]]:
+        """Steps for which the backend prepares something on first use, smallest first; each as the number of tokens of
+        its sequences. Those of all but the first are few, as where one reads a prompt beside others that decode."""
+        ...
+
+    def prompt_tokens(self, limit: int) -> int:
+        """The number of prompt tokens, up to `limit`, that a step should take for this backend to be fast."""
+        ...
+
+
+class BranchRunner(Protocol):
+    """Runs steps of branches."""
+
+    def run(self, parts: SequenceOf[SequenceBranches]) -> Tensor:
+        """The logits that follow each branch's token, [branches of all parts, vocabulary_size], in their order.
+
+        They are valid until the next step. All tokens of the sequences have to be in the cache. What is written behind
+        them is nobody's: the sequences may grow over it.
+        """
+        ...

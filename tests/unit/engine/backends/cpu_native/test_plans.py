@@ -1,0 +1,358 @@
+"""Steps replayed from an execution plan equal the model's own steps bit for bit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tandem.engine.backends.cpu_native.backend import CpuNativeBackend, ModuleSteps
+from tandem.engine.backends.cpu_native.layers import WIDEST_SEGMENT
+from tandem.engine.backends.cpu_native.plans import (
+    TOKEN_COUNTS,
+    ExecutionPlan,
+    PlannedSteps,
+    TraceError,
+    _drop_repeated_casts,
+    traced,
+)
+from tandem.engine.kv_cache.arena import KvArena, PageTable, page_tokens_on
+from tandem.engine.kv_cache.sequence import Segment, Sequence
+from tandem.engine.steps import Packing
+from tests.unit.engine.conftest import TinyModel
+from tests.unit.engine.greedy import GreedyHead, greedy, greedy_together, plain_greedy, running, settle
+from tests.unit.engine.tiny_models import CONFIGS, VOCABULARY_SIZE
+
+_SERIAL = {"falcon", "falcon_alibi", "gptj", "bloom"}
+_EXPERTS = {"qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "phimoe"}
+_USUAL = {"llama", "gemma2", "gpt2", "phi3"}
+_SEQUENCES = 8
+_PAGES_EACH = 2
+_GROUPS = 3
+"""Page tables of a sequence: as many as any of these models has groups of layers."""
+_PAGE_TOKENS = page_tokens_on(torch.device("cpu"))
+_PROMPTS = [[5, 17, 80, 3, 44], [9], [3 + step % 90 for step in range(40)], [7, 7, 7]]
+
+
+class Runner:
+    """The CPU backend of a model with an arena."""
+
+    def __init__(self, model: TinyModel) -> None:
+        native = model.with_plans.native
+        assert native is not None
+        loaded = native.model
+        self.arena = KvArena(loaded.layers, _GROUPS * _SEQUENCES * _PAGES_EACH, loaded.dtype, loaded.device)
+        backend = native.backend(self.arena)
+        assert isinstance(backend, CpuNativeBackend)
+        self.backend = backend
+
+    @property
+    def planned(self) -> PlannedSteps:
+        assert self.backend.plans is not None
+        return self.backend.plans
+
+    def run(self, segments: list[Segment], rows: SequenceOf[int]) -> Tensor:
+        return self.backend.run(segments, rows)
+
+    def run_modules(self, segments: list[Segment], rows: SequenceOf[int]) -> Tensor:
+        return ModuleSteps.run(self.backend, segments, rows)
+
+
+@pytest.fixture
+def llama_runner(llama: TinyModel) -> Runner:
+    return Runner(llama)
+
+
+def _segments(lengths: list[tuple[int, int]]) -> list[Segment]:
+    """Sequences of so many tokens whose keys and values are there, and so many new ones, in scattered pages."""
+    segments = []
+    for index, (computed, count) in enumerate(lengths):
+        pages = range(index, _GROUPS * _SEQUENCES * _PAGES_EACH, _SEQUENCES)
+        room = _PAGES_EACH * _PAGE_TOKENS
+        tables = [PageTable(_PAGE_TOKENS, room, reversed(pages[group::_GROUPS])) for group in range(_GROUPS)]
+        sequence = Sequence(tables, room, VOCABULARY_SIZE)
+        sequence.token_ids = [(11 * index + 7 * step) % 90 + 3 for step in range(computed + count)]
+        sequence.advance(computed)
+        segments.append(Segment(sequence, count))
+    return segments
+
+
+def _with_past(runner: Runner, segments: list[Segment]) -> None:
+    for layer in runner.arena.layers:
+        for states in (layer.keys, layer.values):
+            states.copy_(torch.randn(states.shape, generator=torch.Generator().manual_seed(2)))
+
+
+def _both_ways(runner: Runner, segments: list[Segment], rows: list[int]) -> tuple[Tensor, Tensor]:
+    """Return the logits of the modules and of the plan, after the plan's trial."""
+    with torch.inference_mode():
+        _with_past(runner, segments)
+        runner.run(segments, rows)
+        replayed = runner.run(segments, rows)
+        return runner.run_modules(segments, rows), replayed
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family in _USUAL else pytest.param(family, marks=pytest.mark.slow)
+        for family in sorted(set(CONFIGS) - _SERIAL)
+    ],
+)
+def test_a_plan_computes_the_same_as_the_modules(family: str, tiny_model: Callable[[str], TinyModel]) -> None:
+    model = tiny_model(family)
+    runner = Runner(model)
+    if family in _EXPERTS:  # which of them are asked depends on the tokens
+        assert runner.backend.plans is None
+        return
+    for lengths in [[(9, 1)], [(61, 5)], [(0, 3), (62, 3), (117, 1)], [(step, 1) for step in range(8)]]:
+        count = sum(new for _, new in lengths)
+        segments = _segments(lengths)
+        expected, played = _both_ways(runner, segments, list(range(count)))
+        if count in TOKEN_COUNTS:
+            assert torch.equal(played, expected)
+        assert torch.allclose(played, expected, atol=1e-4)
+        assert int(played.abs().max() > 0)
+
+
+def test_only_the_requested_rows_are_returned_as_a_copy(llama_runner: Runner) -> None:
+    segments = _segments([(9, 3), (2, 4)])
+    _, everything = _both_ways(llama_runner, segments, list(range(7)))
+    expected, rows = _both_ways(llama_runner, segments, [2, 6])
+    assert torch.equal(rows, everything[[2, 6]])
+    assert torch.allclose(rows, expected, atol=1e-4)
+    before = everything.clone()
+    _both_ways(llama_runner, _segments([(1, 7)]), list(range(7)))
+    assert torch.equal(everything, before)
+
+
+def test_padding_does_not_change_results(llama_runner: Runner) -> None:
+    segments = _segments([(5, 9)])  # nine tokens are padded to ten
+    _both_ways(llama_runner, segments, list(range(9)))
+    slots = segments[0].sequence.table.slots(0, 14).tolist()
+    others = [slot for slot in range((_SEQUENCES * _PAGES_EACH + 1) * _PAGE_TOKENS) if slot not in slots]
+    spared = [layer.keys.flatten(0, 1)[others] for layer in llama_runner.arena.layers]
+    _both_ways(llama_runner, segments, list(range(9)))
+    assert all(torch.equal(layer.keys.flatten(0, 1)[others], before)
+               for layer, before in zip(llama_runner.arena.layers, spared, strict=True))  # fmt: skip
+
+
+def test_only_the_requested_rows_of_a_prompt_are_computed(llama_runner: Runner) -> None:
+    _both_ways(llama_runner, _segments([(9, 5)]), [4])  # from here on it is known that these plans can
+    segments = _segments([(0, 30), (4, 1)])
+    expected, played = _both_ways(llama_runner, segments, [29, 30])
+    assert torch.allclose(played, expected, atol=1e-4)
+    plan = llama_runner.planned._plans[32]
+    assert plan.computes_wanted_rows_only
+    with torch.inference_mode():
+        plan._logits.fill_(7.0)
+    _both_ways(llama_runner, segments, [29, 30])
+    assert bool((plan._logits[2:] == 7.0).all())
+    with torch.inference_mode():
+        assert llama_runner.run(segments, []).shape == (0, VOCABULARY_SIZE)
+
+
+def test_long_prompts_go_in_parts_that_a_plan_holds(
+    llama: TinyModel, tiny_model: Callable[[str], TinyModel]
+) -> None:
+    runner = Runner(llama)
+    assert runner.backend.prompt_tokens(512) == 512, (
+        "it is not known yet that a plan computes the wanted rows only"
+    )
+    _both_ways(runner, _segments([(9, 5)]), [4])
+    assert [runner.backend.prompt_tokens(most) for most in (7, 512)] == [7, WIDEST_SEGMENT]
+    runner.planned._is_trusted = False
+    assert runner.backend.prompt_tokens(512) == 512
+    bounded = Runner(tiny_model("gemma2"))
+    _both_ways(bounded, _segments([(9, 5)]), [4])
+    assert bounded.backend.prompt_tokens(512) == 512, "its modules compute the wanted rows only"
+
+
+def test_a_model_with_bounded_logits_runs_prompts_by_its_modules(
+    tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operations after the last layer would be computed for all its tokens."""
+    runner = Runner(tiny_model("gemma2"))
+    _both_ways(runner, _segments([(9, 5)]), list(range(5)))
+    played: list[int] = []
+    right = ExecutionPlan.replay
+
+    def noted(self: ExecutionPlan, packing: Packing, rows: SequenceOf[int]) -> Tensor:
+        played.append(packing.token_count)
+        return right(self, packing, rows)
+
+    monkeypatch.setattr(ExecutionPlan, "replay", noted)
+    with torch.inference_mode():
+        for count, rows in [(30, [29]), (30, list(range(30))), (5, [4])]:
+            logits = runner.run(_segments([(0, count)]), rows)
+            assert logits.shape == (len(rows), VOCABULARY_SIZE)
+    assert played == [30, 5], "all rows of a prompt, or few tokens, are another matter"
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def _watched(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> list[int]:
+    """Record torch's number of threads at each replay of a plan."""
+    seen: list[int] = []
+    right = ExecutionPlan._replay
+
+    def watched(self: ExecutionPlan) -> None:
+        seen.append(torch.get_num_threads())
+        right(self)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(ExecutionPlan, "_replay", watched)
+    return seen
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(("most_numbers", "threads"), [(32_768, 1), (10, 2)])
+def test_a_small_plan_wakes_no_second_thread(
+    llama_runner: Runner, monkeypatch: pytest.MonkeyPatch, most_numbers: int, threads: int
+) -> None:
+    monkeypatch.setattr(f"{ExecutionPlan.__module__}._ONE_THREADS_NUMBERS", most_numbers)
+    seen = _watched(monkeypatch)
+    expected, played = _both_ways(llama_runner, _segments([(9, 5)]), list(range(5)))
+    assert torch.equal(played, expected)
+    assert set(seen) == {threads}
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_plan_that_fails_leaves_the_threads_as_they_were(
+    llama_runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = _watched(monkeypatch, RuntimeError("no such kernel"))
+    with torch.inference_mode():
+        llama_runner.run(_segments([(9, 5)]), [4])
+    assert seen == [1]
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(("seconds", "largest"), [(1e6, TOKEN_COUNTS[-1]), (0.0, 8)])
+async def test_plans_are_compiled_ahead_when_the_engine_is_idle(
+    llama: TinyModel, monkeypatch: pytest.MonkeyPatch, seconds: float, largest: int
+) -> None:
+    monkeypatch.setattr("tandem.engine.core.engine._WARM_UP_SECONDS", seconds)
+    async with running(llama.with_plans, GreedyHead()) as engine:
+        await engine.warm_up()
+        backend = engine._runner.backends[0]
+        assert isinstance(backend, CpuNativeBackend)
+        assert backend.plans is not None
+        assert list(backend.plans._plans) == [size for size in TOKEN_COUNTS if size <= largest]
+        await settle(engine)
+        assert engine.usage.retained_tokens == engine.usage.reserved_tokens == 0
+        assert await greedy(engine, _PROMPTS[2], 12) == plain_greedy(llama.reference, _PROMPTS[2], 12)
+
+
+@pytest.mark.parametrize("fault", ["numbers", "error"])
+async def test_a_plan_that_is_wrong_is_never_used(
+    llama: TinyModel, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = ExecutionPlan.replay
+
+    def wrong(self: ExecutionPlan, packing: Packing, rows: SequenceOf[int]) -> Tensor:
+        if fault == "error":
+            raise RuntimeError("no such kernel")
+        logits = right(self, packing, rows)
+        logits[-1, 7] += 5.0
+        return logits
+
+    monkeypatch.setattr(ExecutionPlan, "replay", wrong)
+    with caplog.at_level(logging.WARNING):
+        async with running(llama.with_plans, GreedyHead()) as engine:
+            await engine.warm_up()
+            assert await greedy(engine, _PROMPTS[0], 12) == plain_greedy(llama.reference, _PROMPTS[0], 12)
+    reasons = [record.__dict__["reason"] for record in caplog.records]
+    assert len(reasons) == 1
+    assert reasons[0].startswith("its error is" if fault == "numbers" else "RuntimeError: no such kernel")
+
+
+@pytest.mark.parametrize(("count", "is_trusted"), [(9, True), (10, False)])
+def test_only_padding_excuses_the_error_of_another_order_of_additions(
+    llama_runner: Runner, monkeypatch: pytest.MonkeyPatch, count: int, is_trusted: bool
+) -> None:
+    right = ExecutionPlan.replay
+    planned = llama_runner.planned
+
+    def rounded(self: ExecutionPlan, packing: Packing, rows: SequenceOf[int]) -> Tensor:
+        return right(self, packing, rows) + planned._reference.spread
+
+    monkeypatch.setattr(ExecutionPlan, "replay", rounded)
+    with torch.inference_mode():
+        llama_runner.run(_segments([(9, count)]), list(range(count)))
+    assert planned._is_trusted == is_trusted
+    assert (10 in planned._plans) == is_trusted
+
+
+@pytest.mark.parametrize("family", sorted(_USUAL))
+async def test_texts_are_the_same_with_plans_and_without(
+    family: str, tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(family)
+    played = 0
+    right = ExecutionPlan.replay
+
+    def counted(self: ExecutionPlan, packing: Packing, rows: SequenceOf[int]) -> Tensor:
+        nonlocal played
+        played += 1
+        return right(self, packing, rows)
+
+    monkeypatch.setattr(ExecutionPlan, "replay", counted)
+    async with running(model.with_plans, GreedyHead()) as engine:
+        with_plans = await greedy_together(engine, _PROMPTS, 12)
+    assert played > 8
+    async with running(model.backends, GreedyHead()) as engine:
+        without = await greedy_together(engine, _PROMPTS, 12)
+    assert with_plans == without == [plain_greedy(model.reference, prompt, 12) for prompt in _PROMPTS]
+
+
+def test_layers_that_round_the_same_numbers_share_the_result() -> None:
+    def forward(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return values.bfloat16() + 1, values.bfloat16() * 2, values.half(), (values + 1).bfloat16()
+
+    graph = make_fx(forward)(torch.ones(3))
+    expected = graph(torch.full((3,), 1.00390625))
+    _drop_repeated_casts(graph)
+    casts = [node for node in graph.graph.nodes if node.target is torch.ops.aten._to_copy.default]
+    assert len(casts) == 3
+    assert all(
+        torch.equal(ours, theirs)
+        for ours, theirs in zip(graph(torch.full((3,), 1.00390625)), expected, strict=True)
+    )
+
+
+def test_numbers_that_may_change_between_two_roundings_are_rounded_twice() -> None:
+    def forward(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        before = values.bfloat16()
+        values.add_(1)
+        return before, values.bfloat16()
+
+    graph = make_fx(forward)(torch.ones(3))
+    _drop_repeated_casts(graph)
+    before, after = graph(torch.ones(3))
+    assert torch.equal(after, before + 1)
+
+
+def test_a_pass_that_depends_on_the_tokens_is_not_traced() -> None:
+    class Choosy(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+            chosen = (input_ids > 2).nonzero()
+            return SimpleNamespace(), chosen
+
+    with pytest.raises(TraceError):
+        traced(Choosy())

@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tandem.engine.rows import RowRequest, verifications
+from tandem.engine.sampler import TORCH_SAMPLER, Sampler
+from tandem.types import Verification
+
+
+def verified(
+    requests: Sequence[RowRequest], logits: torch.Tensor, sampler: Sampler = TORCH_SAMPLER
+) -> list[Verification]:
+    """The rows of requests whose logits are numbers."""
+    found = [verification for verification in verifications(requests, logits, sampler) if verification]
+    assert len(found) == len(requests)
+    return found

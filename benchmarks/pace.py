@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tandem.engine.core.events import StepRecord
+    from tandem.engine.core.jobs import StepRecord
     from tandem.telemetry.streams import OnStep
 
 _AWAKE_SECONDS = 0.0002

@@ -13,7 +13,7 @@ from benchmarks.common import chosen, rotated
 from benchmarks.pace import Pace
 from benchmarks.timing import WatchedRequest, relay
 from coordinator.decoding.completion import Completion
-from tandem.engine.core.events import StepRecord
+from tandem.engine.core.jobs import StepRecord
 from tandem.types import Acceptance, NextToken, Proposal, TokenRow, Verification
 
 

@@ -69,8 +69,8 @@ lint: setup ## Check style, types, the import rules and the protos
 	$(BIN)/buf lint protos
 	$(BIN)/python docs/generate.py --check
 
-kubernetes: setup ## Render the manifests of deploy/kubernetes and check them: schemas, policy, references
-	$(BIN)/python -m deploy.manifests $(ARGS)
+kubernetes: setup ## Render the manifests of deploy/kubernetes and check them; KUBERNETES_FOLDER names one of your own
+	$(BIN)/python -m pytest -q tests/deploy/kubernetes/test_policy.py $(ARGS)
 
 format: setup ## Apply the style
 	$(BIN)/ruff check --fix .

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tests.paths import ROOT
 
 DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "tandem.json"
+VLLM_DASHBOARD = DASHBOARD.with_name("vllm.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +22,9 @@ class Query:
     legend: str
 
 
-def panels(*, with_rows: bool = False) -> list[dict[str, Any]]:
+def panels(dashboard: Path = DASHBOARD, *, with_rows: bool = False) -> list[dict[str, Any]]:
     """All panels, and the titles of the rows if they are wanted, which have no queries."""
-    found = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    found = json.loads(dashboard.read_text(encoding="utf-8"))["panels"]
     return [panel for panel in found if with_rows or panel["type"] != "row"]
 
 
@@ -31,10 +33,10 @@ def filled(expression: str, window: str = "1m") -> str:
     return expression.replace("$__rate_interval", window).replace("$model", ".*")
 
 
-def queries(window: str = "1m") -> list[Query]:
-    """Every query of the dashboard."""
+def queries(dashboard: Path = DASHBOARD) -> list[Query]:
+    """Every query of a dashboard."""
     return [
-        Query(panel["title"], filled(target["expr"], window), target["legendFormat"])
-        for panel in panels()
+        Query(panel["title"], filled(target["expr"]), target["legendFormat"])
+        for panel in panels(dashboard)
         for target in panel["targets"]
     ]

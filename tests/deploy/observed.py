@@ -1,20 +1,14 @@
 """The cluster with a real Prometheus beside it, under a load, and what every panel of the dashboard then shows.
 
-    python -m tests.deploy.observed --seconds 60 --json panels.json
-
 Needs Debian's package prometheus, and root: the containers are those of `containers.py`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +16,7 @@ from typing import Any
 from tests.deploy.compose import services
 from tests.deploy.containers import TEST_OPTIONS, Cluster, Container, why_not
 from tests.deploy.dashboard import filled, panels
-from tests.deploy.images import Image, build_code, image
+from tests.deploy.images import Image
 from tests.paths import HELD_OUT_PROMPTS, ROOT
 
 PROMETHEUS = "/usr/bin/prometheus"
@@ -186,37 +180,3 @@ def shown(coordinator: Container, window: str, seconds: float) -> list[dict[str,
         for target in panel.get("targets", []):
             target["answer"] = next(answers)["data"]["result"]
     return found
-
-
-def main() -> None:
-    """Observe a cluster for a while, and write what the dashboard shows."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long the load lasts")
-    parser.add_argument("--json", type=Path, required=True, help="where to write the panels and their data")
-    arguments = parser.parse_args()
-    if reason := why_not_observed():
-        sys.exit(f"error: {reason}")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        code = build_code(folder)
-        images = {service: image(service, code) for service in ("coordinator", "draft", "target")}
-        options = {"TANDEM_NUM_SPECULATIVE_TOKENS": "4"}
-        with observed(images, folder, scrape_seconds=1, options=options) as cluster:
-            coordinator = cluster["coordinator"]
-            started = time.monotonic()
-            # A quarter with one draft, a half with two, of which the first then dies.
-            load(coordinator, arguments.seconds / 4)
-            with ThreadPoolExecutor(1) as pool:
-                rest = pool.submit(load, coordinator, arguments.seconds * 3 / 4)
-                cluster.another("draft_service").wait_until_healthy()
-                time.sleep(arguments.seconds / 4)
-                cluster["draft_service"].process.kill()
-                rest.result()
-            found = shown(coordinator, "15s", time.monotonic() - started)
-    arguments.json.write_text(json.dumps(found), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

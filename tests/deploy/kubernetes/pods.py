@@ -13,11 +13,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from deploy.manifests.merge import Object
-from deploy.manifests.pods import quantity
-from deploy.manifests.workloads import Manifests, Workload
 from tests.deploy.containers import Container, Network, container, network
 from tests.deploy.images import Image
+from tests.deploy.kubernetes.rendered import Manifests, Object, Workload, quantity
 from tests.end_to_end.processes import START_SECONDS, until
 
 Secrets = Mapping[str, Mapping[str, bytes]]

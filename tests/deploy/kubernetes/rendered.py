@@ -1,74 +1,125 @@
-"""The overlays of deploy/kubernetes, each rendered once."""
+"""The manifests of deploy/kubernetes as kustomize renders them, and the pods, options and secrets in them."""
 
 from __future__ import annotations
 
-import json
-import shutil
+import re
 import subprocess
+import sys
+from collections.abc import Sequence
 from copy import deepcopy
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 
-from deploy.manifests.kustomize import render
-from deploy.manifests.merge import Object
 from tests.paths import ROOT
+
+Object: TypeAlias = dict[str, Any]
+"""An object of Kubernetes as its YAML has it."""
 
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 OVERLAYS = ("cpu", "gpu", "vllm")
+_KUBECTL = str(Path(sys.executable).with_name("kubectl"))
+_UNITS = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
 
 
 @cache
-def _rendered(name: str) -> list[Object]:
-    return render(KUBERNETES / "overlays" / name)
+def _built(folder: Path) -> list[Object]:
+    done = subprocess.run([_KUBECTL, "kustomize", str(folder)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
 
 
-def rendered(name: str) -> list[Object]:
-    """Return the objects of an overlay, which the caller may change."""
-    return deepcopy(_rendered(name))
+def render(folder: Path) -> list[Object]:
+    """The objects of a kustomization, which the caller may change."""
+    return deepcopy(_built(folder))
 
 
-def named(objects: list[Object], kind: str, name: str) -> Any:
+def rendered(overlay: str) -> list[Object]:
+    """Those of one of our overlays."""
+    return render(KUBERNETES / "overlays" / overlay)
+
+
+def named(objects: Sequence[Object], kind: str, name: str) -> Any:
     """Return the one object of this kind whose name is this one, or this one and a hash."""
     (found,) = (
         entry
         for entry in objects
-        if entry["kind"] == kind and entry["metadata"]["name"] in (name, f"{name}-{_hash(entry)}")
+        if entry["kind"] == kind and re.fullmatch(rf"{name}(-[a-z0-9]{{10}})?", entry["metadata"]["name"])
     )
     return found
 
 
-def _hash(entry: Object) -> str:
-    return str(entry["metadata"]["name"]).rpartition("-")[2]
+def quantity(text: object) -> float:
+    """The number that a quantity such as 500m or 2Gi stands for."""
+    match = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", str(text))
+    assert match, text
+    return float(match[1]) * _UNITS[match[2]]
 
 
-def kustomize_command() -> list[str] | None:
-    """The command of a real kustomize, if this machine has one."""
-    for command in (["kustomize", "build"], ["kubectl", "kustomize"]):
-        if shutil.which(command[0]):
-            return command
-    return None
+@dataclass(frozen=True)
+class Workload:
+    """A Deployment."""
+
+    manifest: Object
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return str(self.manifest["metadata"]["name"])
+
+    @property
+    def pod(self) -> Object:
+        """The `spec` of its pods."""
+        spec: Object = self.manifest["spec"]["template"]["spec"]
+        return spec
+
+    @property
+    def containers(self) -> list[Object]:
+        """All containers, those that prepare the pod first."""
+        return [*self.pod.get("initContainers", []), *self.pod["containers"]]
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The labels of its pods."""
+        found: dict[str, str] = self.manifest["spec"]["template"]["metadata"].get("labels", {})
+        return found
+
+    @cached_property
+    def ports(self) -> dict[str, int]:
+        """The ports of its containers by name."""
+        entries = [port for container in self.pod["containers"] for port in container.get("ports", [])]
+        return {port["name"]: port["containerPort"] for port in entries}
 
 
-def built(command: list[str], folder: Path) -> list[Object]:
-    """Render a folder by a real kustomize."""
-    done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=True)
-    return list(yaml.safe_load_all(done.stdout))
+class Manifests:
+    """Objects that are applied together."""
 
+    def __init__(self, objects: Sequence[Object]) -> None:
+        self.objects = objects
+        self.workloads = [Workload(entry) for entry in self.of("Deployment")]
 
-def by_name(objects: list[Object]) -> dict[tuple[str, str], Any]:
-    """Return the objects by kind and name. Lists of mappings are sorted: their entries have keys, so order means
-    nothing."""
-    return {(entry["kind"], entry["metadata"]["name"]): _sorted(entry) for entry in objects}
+    def of(self, kind: str) -> list[Object]:
+        """All objects of a kind."""
+        return [entry for entry in self.objects if entry["kind"] == kind]
 
+    def named(self, kind: str, name: str) -> Object | None:
+        """The object of this kind and name."""
+        return next((entry for entry in self.of(kind) if entry["metadata"]["name"] == name), None)
 
-def _sorted(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _sorted(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        entries = [_sorted(entry) for entry in value]
-        is_keyed = all(isinstance(entry, dict) for entry in entries)
-        return sorted(entries, key=lambda entry: json.dumps(entry, sort_keys=True)) if is_keyed else entries
-    return value
+    def selected(self, selector: Object) -> list[Workload]:
+        """The workloads whose pods a selector of labels means."""
+        wanted = selector.get("matchLabels", {}).items()
+        return [workload for workload in self.workloads if wanted <= workload.labels.items()]
+
+    def options(self, workload: Workload) -> dict[str, str]:
+        """The variables that ConfigMaps give to a workload's containers."""
+        found: dict[str, str] = {}
+        for container in workload.containers:
+            for source in container.get("envFrom", []):
+                config_map = self.named("ConfigMap", source["configMapRef"]["name"])
+                assert config_map is not None, source
+                found |= config_map["data"]
+        return found

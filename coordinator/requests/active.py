@@ -16,14 +16,19 @@ from coordinator.stats.throughput import TokenCounter
 from tandem.admin import Outcomes
 from tandem.errors import AbortedError, InvalidRequestError, NotFoundError
 from tandem.plural import plural
-from tandem.rpc.channels import CancellableStream
 from tandem.speculation_state import SpeculationState
 
 NOT_KNOWN = SpeculationState(is_on=False, num_speculative_tokens=0, reason="the request has not begun yet")
 
 
-class ReplicaStream(CancellableStream, Protocol):
-    """A request's stream to a replica."""
+class ReplicaStream(Protocol):
+    """A request's stream to a replica: its drafter or its verifier."""
+
+    async def finish(self) -> None:
+        """Say that the sequence has ended."""
+
+    def cancel(self) -> None:
+        """Drop the stream, even during a step."""
 
     def release(self) -> None:
         """Leave the replica between two rounds. The next round sends all tokens to a replica."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,14 +12,13 @@ from google.protobuf.message import DecodeError
 
 from coordinator.requests.plan import Models
 from coordinator.requests.runner import LARGE_BYTES, RequestRunner
-from coordinator.requests.validation import too_long
+from coordinator.requests.validation import check_counts
 from coordinator.settings.coordinator import MAX_CHAT_MESSAGES, RequestBounds
 from tandem.errors import InvalidRequestError
 from tandem.serving.interceptors import (
     Context,
     Handler,
     Interceptor,
-    begun_at_once,
     behaviour_of,
     remade,
     traceparent_of,
@@ -82,9 +81,9 @@ async def parsed(request: UnparsedRequest, completions: RequestRunner) -> Any:
             message = request.read(request.content)
     except DecodeError:
         raise unreadable() from None
-    # Before anything is built of them.
-    if not request.is_chat and (sentences := list(_too_many(message, models, bounds))):
-        raise InvalidRequestError("; ".join(sentences))
+    if not request.is_chat:
+        # Before anything is built of them.
+        check_counts(message, bounds, len(message.token_ids.token_ids), models.target.max_length)
     return message
 
 
@@ -106,16 +105,6 @@ def _max_text_bytes(models: Models, bounds: RequestBounds) -> int:
     return bounds.max_prompt_bytes if limit is None else min(bounds.max_prompt_bytes, limit)
 
 
-def _too_many(message: Any, models: Models, bounds: RequestBounds) -> Iterator[str]:
-    yield from too_long(len(message.token_ids.token_ids), models.target.max_length)
-    if len(message.stop) > bounds.max_stop_strings:
-        yield f"the number of stop strings is {len(message.stop)}; it must be at most {bounds.max_stop_strings}"
-    if len(message.logit_bias) > bounds.max_logit_biases:
-        yield f"logit_bias names {len(message.logit_bias)} token ids; it must be at most {bounds.max_logit_biases}"
-    if len(message.stop_token_ids) > bounds.max_stop_token_ids:
-        yield f"stop_token_ids has {len(message.stop_token_ids)} ids; it must be at most {bounds.max_stop_token_ids}"
-
-
 class AdmissionInterceptor(Interceptor):
     """Admits requests as long as there is room for another.
 
@@ -131,7 +120,7 @@ class AdmissionInterceptor(Interceptor):
         """The call's own handler, or one that refuses it."""
         if details.method != GENERATE or not self._completions.admission.is_full:
             return handler
-        return begun_at_once(handler, self._refuse)
+        return remade(handler, self._refuse, at_once=True)
 
     # Not in the interceptor itself: a caller without a token gets another error, and does not count as a request.
     async def _refuse(self, _requests: Any, context: Context) -> None:

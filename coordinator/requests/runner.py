@@ -19,7 +19,7 @@ from coordinator.decoding.tokenization import PromptEncoder
 from coordinator.failover.drafter import FailoverDrafter
 from coordinator.failover.verifier import FailoverVerifier
 from coordinator.replicas.registry import ReplicaRegistry
-from coordinator.requests.active import ActiveRequest, ActiveRequests, StalledStreams
+from coordinator.requests.active import ActiveRequest, ActiveRequests, ReplicaStream, StalledStreams
 from coordinator.requests.admission import Admission, Peers, Place
 from coordinator.requests.chunks import ChunkPacer, ChunkQueue, stream_of
 from coordinator.requests.plan import Models, Plan, make_plan
@@ -37,7 +37,7 @@ from coordinator.stats.rounds import RoundResult
 from coordinator.telemetry.observer import EventValue, Observer, RequestObserver
 from coordinator.transport.draft_client import DraftLimits, NoDrafter
 from coordinator.transport.target_client import RowChoice
-from tandem.rpc.channels import Deadline, closing
+from tandem.rpc.channels import Deadline
 from tandem.speculation_state import SpeculationState
 from tandem.telemetry import attributes as names
 from tandem.types import Chunk, DraftOptions, GenerationRequest, ModelInfo, Summary, TargetOptions
@@ -335,8 +335,9 @@ class RequestRunner:
             timings = RoundTimings(plan.draft_patience_seconds)
             run = Run(plan, observer, active, timings, deadline, speculation, place.client)
             drafter = open_drafter(services, run, lambda: self.admission.running)
-            await streams.enter_async_context(closing(drafter))
-            verifier = await streams.enter_async_context(closing(open_verifier(services, run)))
+            await streams.enter_async_context(_closing(drafter))
+            verifier = open_verifier(services, run)
+            await streams.enter_async_context(_closing(verifier))
             active.streams, active.place = (drafter, verifier), place
             active.speculation_state = lambda: drafter.speculation_state
             streams.enter_context(self._stalled.following(active))
@@ -384,6 +385,16 @@ class RequestRunner:
     def _choose_rule(self, names: Sequence[str], temperature: float) -> str:
         draft = self.services.draft_name
         return self.speculation.choose_rule(names, draft, temperature, self.admission.running)
+
+
+@asynccontextmanager
+async def _closing(stream: ReplicaStream) -> AsyncIterator[None]:
+    """Finish the stream when the block succeeds, and drop it in any case, so that an error ends computation at once."""
+    try:
+        yield
+        await stream.finish()
+    finally:
+        stream.cancel()
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from coordinator.rejection import RejectionOptions, RuleError, named_strategy
 from coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS, RequestBounds
@@ -49,6 +50,23 @@ def check_bounds(
     """
     subject = BoundedRequest(request, bounds, num_speculative_tokens, max_length, max_text_bytes)
     if sentences := broken(BOUND_RULES, subject):
+        raise InvalidRequestError("; ".join(sentences))
+
+
+def check_counts(message: Any, bounds: RequestBounds, prompt_tokens: int, max_length: int) -> None:
+    """Refuse a message with too many items, before a request is made of it.
+
+    Args:
+        message: A GenerateRequest of the protocol, whose fields have the names of the request's.
+        bounds: Bounds of a request.
+        prompt_tokens: Token ids of its prompt.
+        max_length: The target's.
+
+    Raises:
+        InvalidRequestError: with a sentence for each count that is too high.
+    """
+    subject = BoundedRequest(message, bounds, 0, max_length)
+    if sentences := [*too_long(prompt_tokens, max_length), *broken(_COUNT_RULES, subject)]:
         raise InvalidRequestError("; ".join(sentences))
 
 
@@ -118,13 +136,7 @@ def _prompt_tokens(subject: BoundedRequest) -> Iterator[str]:
         yield from too_long(len(prompt), subject.max_length)
 
 
-BOUND_RULES: tuple[Rule[BoundedRequest], ...] = (
-    Rule(
-        "max-prompt-bytes",
-        "The prompt's text has at most `max_prompt_bytes`, and no more than `max_length` tokens can hold.",
-        _prompt_bytes,
-    ),
-    Rule("max-prompt-tokens", "A prompt of token ids is shorter than `max_length`.", _prompt_tokens),
+_COUNT_RULES: tuple[Rule[BoundedRequest], ...] = (
     _at_most(
         "max-stop-strings",
         "There are at most `max_stop_strings`.",
@@ -153,6 +165,16 @@ BOUND_RULES: tuple[Rule[BoundedRequest], ...] = (
         lambda request: len(request.stop_token_ids),
         lambda subject: subject.bounds.max_stop_token_ids,
     ),
+)
+
+BOUND_RULES: tuple[Rule[BoundedRequest], ...] = (
+    Rule(
+        "max-prompt-bytes",
+        "The prompt's text has at most `max_prompt_bytes`, and no more than `max_length` tokens can hold.",
+        _prompt_bytes,
+    ),
+    Rule("max-prompt-tokens", "A prompt of token ids is shorter than `max_length`.", _prompt_tokens),
+    *_COUNT_RULES,
     _at_most(
         "most-speculative-tokens",
         f"`num_speculative_tokens` is at most {MAX_SPECULATIVE_TOKENS}, or what the coordinator is set to.",

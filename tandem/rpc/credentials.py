@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -18,8 +19,13 @@ logger = logging.getLogger(__name__)
 
 ValueT = TypeVar("ValueT")
 
-# Identifies a version of a file: a renewal replaces the file, or the folder behind a link.
-_Version = tuple[tuple[int, int, int], ...]
+_Version = tuple[int, int, int]
+
+
+def _version(path: Path) -> _Version:
+    """Identifies a version of a file: a renewal replaces the file, or the folder behind a link."""
+    found = path.stat()
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 class ReloadedFile(Generic[ValueT]):
@@ -42,34 +48,33 @@ class ReloadedFile(Generic[ValueT]):
         self._paths = paths
         self._make = make
         try:
-            self._version: _Version | None = self._look()
+            self._versions: list[_Version] | None = self._look()
             self._value = self._read()
         except OSError as error:
-            raise ConfigurationError(f"{error.filename} cannot be read: {_reason(error)}") from None
+            raise _unreadable(error) from None
 
     @property
     def value(self) -> ValueT:
         """Current content of the files."""
         try:
             self._renew()
-        except OSError as error:
-            logger.warning("file not readable; the last version stays",
-                           extra={"files": self._names, "error": _reason(error)})  # fmt: skip
-        except ConfigurationError as error:
-            logger.warning("renewed file refused; the last version stays",
-                           extra={"files": self._names, "error": str(error)})  # fmt: skip
+        except (OSError, ConfigurationError) as error:
+            is_read = isinstance(error, ConfigurationError)
+            event = "renewed file refused" if is_read else "file not readable"
+            reason = str(error) if is_read else _reason(error)
+            logger.warning("%s; the last version stays", event, extra={"files": self._names, "error": reason})
         return self._value
 
     def _renew(self) -> None:
         try:
-            version = self._look()
+            versions = self._look()
         except OSError:
-            if self._version is None:
+            if self._versions is None:
                 return  # it was missing before, which has been logged
-            self._version = None
+            self._versions = None
             raise
-        if version != self._version:
-            self._version = version
+        if versions != self._versions:
+            self._versions = versions
             self._value = self._read()
             logger.info("files renewed", extra={"files": self._names})
 
@@ -77,16 +82,19 @@ class ReloadedFile(Generic[ValueT]):
     def _names(self) -> str:
         return ", ".join(map(str, self._paths))
 
-    def _look(self) -> _Version:
-        stats = [path.stat() for path in self._paths]
-        return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
+    def _look(self) -> list[_Version]:
+        return [_version(path) for path in self._paths]
 
     def _read(self) -> ValueT:
         return self._make([path.read_bytes() for path in self._paths])
 
 
-def _reason(error: OSError) -> str:
-    return (error.strerror or str(error)).lower()
+def _reason(error: Exception) -> str:
+    return (getattr(error, "strerror", None) or str(error)).lower()
+
+
+def _unreadable(error: OSError) -> ConfigurationError:
+    return ConfigurationError(f"{error.filename} cannot be read: {_reason(error)}")
 
 
 Metadata = tuple[tuple[str, str], ...]
@@ -146,7 +154,11 @@ class Credentials:
 
     def files_state(self) -> tuple[object, ...]:
         """Differs once one of the files of `channel_credentials` was renewed."""
-        return tuple(_state(path) for path in (self.ca_file, self.cert_file, self.key_file))
+        versions: list[object] = []
+        for path in (self.ca_file, self.cert_file, self.key_file):
+            with suppress(OSError):
+                versions.append(path and _version(path))
+        return tuple(versions)
 
     def header(self) -> Callable[[], Metadata] | None:
         """Return a function that yields a call's metadata; None when no token is sent.
@@ -191,76 +203,31 @@ def _bearer(token: str) -> Metadata:
     return ((AUTHORIZATION, f"Bearer {token}"),)
 
 
-def _state(path: Path | None) -> object:
-    if path is None:
-        return None
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
-
-
 def _read(path: Path | None) -> bytes | None:
     if path is None:
         return None
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigurationError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
+        raise _unreadable(error) from None
 
 
-class AuthorizedChannel(grpc.aio.Channel):
-    """A channel whose calls all carry a token.
+def attach_token(channel: grpc.aio.Channel, header: Callable[[], Metadata]) -> None:
+    """Have all calls of a channel carry a token.
 
     gRPC refuses its own call credentials on a plain connection, and its interceptors hide a stream's read and write.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, header: Callable[[], Metadata]) -> None:
-        self._channel = channel
-        self._header = header
+    def authorized(make: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+        def make_authorized(*arguments: Any, **options: Any) -> Callable[..., Any]:
+            method = make(*arguments, **options)
 
-    async def __aenter__(self) -> AuthorizedChannel:
-        await self._channel.__aenter__()
-        return self
+            def call(*arguments: Any, metadata: Metadata = (), **options: Any) -> Any:
+                return method(*arguments, metadata=(*metadata, *header()), **options)
 
-    async def __aexit__(self, *ended: Any) -> None:
-        await self._channel.__aexit__(*ended)
+            return call
 
-    async def close(self, grace: float | None = None) -> None:
-        """See `grpc.aio.Channel`."""
-        await self._channel.close(grace)
+        return make_authorized
 
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """See `grpc.aio.Channel`."""
-        return self._channel.get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """See `grpc.aio.Channel`."""
-        await self._channel.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        """See `grpc.aio.Channel`."""
-        await self._channel.channel_ready()
-
-    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
-        """See `grpc.aio.Channel`."""
-        return self._authorized(self._channel.unary_unary(*arguments, **options))
-
-    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
-        """See `grpc.aio.Channel`."""
-        return self._authorized(self._channel.unary_stream(*arguments, **options))
-
-    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
-        """See `grpc.aio.Channel`."""
-        return self._authorized(self._channel.stream_unary(*arguments, **options))
-
-    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
-        """See `grpc.aio.Channel`."""
-        return self._authorized(self._channel.stream_stream(*arguments, **options))
-
-    def _authorized(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, metadata: Metadata = (), **options: Any) -> Any:
-            return method(*arguments, metadata=(*metadata, *self._header()), **options)
-
-        return call
+    for name in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+        setattr(channel, name, authorized(getattr(channel, name)))

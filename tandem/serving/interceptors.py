@@ -151,29 +151,24 @@ class Interceptor(grpc.aio.ServerInterceptor, ABC):
 
 def behaviour_of(handler: Handler) -> Behaviour:
     """The function that a handler calls."""
-    kinds: tuple[Any, ...] = (
-        handler.unary_unary,
-        handler.unary_stream,
-        handler.stream_unary,
-        handler.stream_stream,
-    )
+    kinds: Any = handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream
     behaviour: Behaviour = next(filter(None, kinds))
     return behaviour
 
 
-def remade(handler: Handler, behaviour: Behaviour, deserializer: Any = None) -> Handler:
-    """Copy a method handler with another behaviour."""
-    make: Any = _MAKE_HANDLER[handler.request_streaming, handler.response_streaming]
-    made: Handler = make(behaviour, deserializer or handler.request_deserializer, handler.response_serializer)
-    return made
+def remade(
+    handler: Handler, behaviour: Behaviour, deserializer: Any = None, *, at_once: bool = False
+) -> Handler:
+    """Copy a method handler with another behaviour.
 
-
-def begun_at_once(handler: Handler, behaviour: Behaviour, deserializer: Any = None) -> Handler:
-    """Copy a method handler with a behaviour that takes its requests as a stream, and starts before the first arrives.
-
-    gRPC calls a method with a single request only once that has arrived, so a call that never sends it would stay.
+    Args:
+        handler: The method's.
+        behaviour: In place of its own.
+        deserializer: In place of its own; None: keep that.
+        at_once: Start before the first request arrives, and take requests as a stream. gRPC calls a method with a
+            single request only once that has arrived, so a call that never sends it would stay.
     """
-    make: Any = _MAKE_HANDLER[True, handler.response_streaming]
+    make: Any = _MAKE_HANDLER[at_once or handler.request_streaming, handler.response_streaming]
     made: Handler = make(behaviour, deserializer or handler.request_deserializer, handler.response_serializer)
     return made
 
@@ -184,7 +179,7 @@ def refusing(handler: Handler, error: Exception) -> Handler:
     async def refuse(_requests: Any, _context: Context) -> None:
         raise error
 
-    return begun_at_once(handler, refuse)
+    return remade(handler, refuse, at_once=True)
 
 
 def traceparent_of(context: Context) -> str:
@@ -317,7 +312,7 @@ class AnonymousCallLimiter(Interceptor):
             with place():
                 return await inner(await _only(requests), context)
 
-        return begun_at_once(handler, answer, partial(_small, handler.request_deserializer))
+        return remade(handler, answer, partial(_small, handler.request_deserializer), at_once=True)
 
     @contextmanager
     def _place(self) -> Iterator[None]:

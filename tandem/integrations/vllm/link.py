@@ -104,19 +104,43 @@ async def first_draft(pool: Pool[DraftClient], seconds: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """The question that a step has for one sequence."""
+class AskedRow:
+    """One sequence of a step."""
 
+    key: int
+    new_tokens: Sequence[int]
+    """Tokens since its last step."""
     count: int
     """Tokens to propose; 0: only take note of the tokens."""
+    reads_prompt: bool = False
+    """True if vLLM still reads its prompt, so that nobody waits for a proposal."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step: what it asks, and the answers so far."""
+
+    rows: Sequence[AskedRow]
     until: float
-    """When the step goes on without, by the monotonic clock."""
-    budget: AheadBudget | None
+    """When the step goes on without what is missing, by the monotonic clock."""
+    ended: Sequence[int] = ()
+    """Keys of sequences that have ended."""
+    budget: AheadBudget | None = None
     """How far to draft ahead of the step."""
-    expected: Sequence[float]
-    """Expected tokens of a step with a proposal of 0, 1, ..., `count` tokens."""
-    tokens_per_second: float
+    expected: Sequence[float] = ()
+    """Expected tokens of a step with a proposal of 0, 1, ... tokens."""
+    tokens_per_second: float = 0.0
     """Speed of a sequence now."""
+    answers: list[tuple[int, ...]] = field(default_factory=list)
+    """One for each row; empty until it has come."""
+    done: threading.Event = field(default_factory=threading.Event)
+    left: int = 0
+    """Answers that are still to come."""
+    timed_out: bool = False
+    """True if the wait for one of them was in vain."""
+
+    def __post_init__(self) -> None:
+        self.answers = [() for _ in self.rows]
 
 
 class DraftedRow:
@@ -157,13 +181,13 @@ class DraftedRow:
         """Add tokens. Not while a proposal is awaited: its draft would be taken to have extended others."""
         self._tokens.extend(tokens)
 
-    async def propose(self, ask: Ask) -> tuple[int, ...]:
+    async def propose(self, asked: AskedRow, batch: Batch) -> tuple[int, ...]:
         """Tokens that may follow; none when no draft has any in time."""
         self.timed_out = False
         placement = self._placement
         try:
             placement.leave_for_better()
-            if ask.count <= 0:
+            if asked.count <= 0:
                 return ()
             if placement.current is None:
                 # The draft reads the sequence while vLLM works.
@@ -171,7 +195,7 @@ class DraftedRow:
                 if member is not None and self._room(member) > self._limits.num_speculative_tokens:
                     placement.enter(member, self)
                 return ()
-            return await self._asked(placement.current, ask)
+            return await self._asked(placement.current, asked, batch)
         except TandemError as error:
             placement.lose(error)
             return ()
@@ -183,15 +207,18 @@ class DraftedRow:
         finally:
             self._placement.leave()
 
-    async def _asked(self, place: OpenSequence[DraftClient, DraftSequence], ask: Ask) -> tuple[int, ...]:
+    async def _asked(
+        self, place: OpenSequence[DraftClient, DraftSequence], asked: AskedRow, batch: Batch
+    ) -> tuple[int, ...]:
         sequence, placement, counts = place.sequence, self._placement, self._counts
-        count = min(ask.count, self._room(place.member))
+        count = min(asked.count, self._room(place.member))
         if count <= 0:
             return ()
+        until = 0.0 if asked.reads_prompt else batch.until
         if sequence.awaits_outcome(self):
-            drafted = await self._drafted_ahead(sequence, ask, count)
+            drafted = await self._drafted_ahead(sequence, batch, until, count)
             if drafted is not None:
-                sequence.go_on(self, drafted, ask.budget)
+                sequence.go_on(self, drafted, batch.budget)
                 placement.count_proposal()
                 return drafted.token_ids
         if not sequence.is_idle:
@@ -199,8 +226,7 @@ class DraftedRow:
             return ()  # it reads the prompt, or is late already
         if placement.must_read(self):
             return ()
-        seconds = max(ask.until - time.monotonic(), 0.0)
-        proposal, _ = await placement.asked(self, count, seconds, ask.budget)
+        proposal, _ = await placement.asked(self, count, max(until - time.monotonic(), 0.0), batch.budget)
         if proposal is None:
             self.timed_out = True
             counts.late_rows += 1
@@ -209,15 +235,17 @@ class DraftedRow:
         counts.answered_rows += 1
         return proposal.token_ids
 
-    async def _drafted_ahead(self, sequence: DraftSequence, ask: Ask, count: int) -> Proposal | None:
+    async def _drafted_ahead(
+        self, sequence: DraftSequence, batch: Batch, until: float, count: int
+    ) -> Proposal | None:
         """The proposal that was drafted ahead of the step that has ended; None where another outcome came."""
 
         def wanted(unfinished: Unfinished) -> int:
-            most = min(count, unfinished.max_tokens, len(ask.expected) - 1)
-            expected = ask.expected[: most + 1]
-            return tokens_after_hit(expected, unfinished, tokens_per_second=ask.tokens_per_second)
+            most = min(count, unfinished.max_tokens, len(batch.expected) - 1)
+            expected = batch.expected[: most + 1]
+            return tokens_after_hit(expected, unfinished, tokens_per_second=batch.tokens_per_second)
 
-        drafted = await self._placement.drafted_ahead(self, wanted, ask.until - time.monotonic())
+        drafted = await self._placement.drafted_ahead(self, wanted, until - time.monotonic())
         sequence.take_branch_steps()
         self._counts.awaited_outcomes += 1
         if drafted is None or not drafted.token_ids:
@@ -246,35 +274,6 @@ IDLE_SECONDS = 10.0
 _CLOSE_SECONDS = 2.0
 _START_SECONDS = 5.0
 _LAST_EVENTS_SECONDS = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class AskedRow:
-    """One sequence of a step."""
-
-    key: int
-    new_tokens: Sequence[int]
-    """Tokens since its last step."""
-    ask: Ask
-
-
-@dataclass(slots=True)
-class Batch:
-    """One step: what it asks, and the answers so far."""
-
-    rows: Sequence[AskedRow]
-    ended: Sequence[int] = ()
-    """Keys of sequences that have ended."""
-    answers: list[tuple[int, ...]] = field(default_factory=list)
-    """One for each row; empty until it has come."""
-    done: threading.Event = field(default_factory=threading.Event)
-    left: int = 0
-    """Answers that are still to come."""
-    timed_out: bool = False
-    """True if the wait for one of them was in vain."""
-
-    def __post_init__(self) -> None:
-        self.answers = [() for _ in self.rows]
 
 
 @dataclass(slots=True)
@@ -408,7 +407,7 @@ class DraftLink:
                 continue
             entry.row.extend([*entry.unread, *asked.new_tokens])
             entry.unread = []
-            entry.task = asyncio.create_task(entry.row.propose(asked.ask))
+            entry.task = asyncio.create_task(entry.row.propose(asked, batch))
             entry.task.add_done_callback(partial(self._answered, batch, index, entry.row))
         batch.left = left
         if left == 0:

@@ -16,7 +16,7 @@ from coordinator.stats.moving_average import MovingAverage
 from coordinator.transport.draft_client import DraftLimits
 from tandem.errors import TandemError
 from tandem.integrations.vllm import contract
-from tandem.integrations.vllm.link import Ask, AskedRow, Batch, DraftLink, draft_pool, target_info
+from tandem.integrations.vllm.link import AskedRow, Batch, DraftLink, draft_pool, target_info
 from tandem.integrations.vllm.metrics import Counts, Report, log_through
 from tandem.integrations.vllm.rows import IntArray, RecognisedRow, SequenceTable
 from tandem.integrations.vllm.settings import VllmSettings, read_settings
@@ -225,31 +225,31 @@ class StepDrafter:
         self._learn(recognised, sampled, began)
         budget = self._ahead.begin_step(len(rows))
         seconds = self.patience.seconds if self.patience.may_ask() else 0.0
-        batch = self._batch(recognised, sampled, began + seconds, budget, is_asking=seconds > 0.0)
+        asked = [
+            self._asked(row, count, is_asking=seconds > 0.0)
+            for row, count in zip(recognised, sampled, strict=True)
+        ]
+        batch = Batch(
+            asked,
+            began + seconds,
+            [known.key for known in self.table.take_ended()],
+            budget,
+            self._expected(),
+            self._tokens_per_second(),
+        )
         self.link.ask(batch, seconds)
         answers = [list(answer) for answer in batch.answers]
         is_late = seconds > 0.0 and batch.timed_out
         self._count(recognised, answers, time.monotonic() - began, is_late=is_late, was_asked=seconds > 0.0)
         return answers
 
-    def _batch(
-        self,
-        recognised: Sequence[RecognisedRow],
-        sampled: Sequence[int],
-        until: float,
-        budget: AheadBudget | None,
-        *,
-        is_asking: bool,
-    ) -> Batch:
-        expected, speed = self._expected(), self._tokens_per_second()
-        asked = []
-        for row, count in zip(recognised, sampled, strict=True):
-            room = self._max_length - 1 - row.sequence.length
-            # A row that still reads its prompt: the draft may read it meanwhile.
-            tokens = min(self._token_count, room) if (is_asking if count else row.is_new) else 0
-            ask = Ask(tokens, until if count else 0.0, budget, expected, speed)
-            asked.append(AskedRow(row.sequence.key, row.new_tokens, ask))
-        return Batch(asked, [known.key for known in self.table.take_ended()])
+    def _asked(self, row: RecognisedRow, sampled: int, *, is_asking: bool) -> AskedRow:
+        reads_prompt = not sampled
+        # A row that still reads its prompt: the draft may read it meanwhile.
+        is_asked = row.is_new if reads_prompt else is_asking
+        room = self._max_length - 1 - row.sequence.length
+        count = min(self._token_count, room) if is_asked else 0
+        return AskedRow(row.sequence.key, row.new_tokens, count, reads_prompt)
 
     def _learn(self, recognised: Sequence[RecognisedRow], sampled: Sequence[int], now: float) -> None:
         """Learn from the step that has ended: its time, and what became of its proposals."""

@@ -38,21 +38,6 @@ async def test_a_turn_of_the_loop_hands_over_so_many_chunks() -> None:
     assert [reader.result() for reader in waiting] == [chunk(number) for number in range(8)]
 
 
-async def test_what_comes_in_later_turns_is_handed_over_too() -> None:
-    pacer, waiting = ChunkPacer(chunks_per_turn=1), readers(3)
-    pacer.hand_over(waiting[0], chunk(0))
-    pacer.hand_over(waiting[1], chunk(1))
-    await asyncio.sleep(0)
-    pacer.hand_over(waiting[2], chunk(2))
-    for _ in range(3):
-        await asyncio.sleep(0)
-    assert [reader.result() for reader in waiting] == [chunk(0), chunk(1), chunk(2)]
-    late = readers(1)[0]
-    pacer.hand_over(late, chunk(3))
-    await asyncio.sleep(0)
-    assert late.result() == chunk(3)
-
-
 async def test_a_reader_that_was_cancelled_stops_no_other() -> None:
     pacer, (gone, waiting) = ChunkPacer(), readers(2)
     pacer.hand_over(gone, chunk(0))
@@ -98,14 +83,14 @@ async def delivered(
 
     async def run(queue: ChunkQueue) -> None:
         for number, each in enumerate(rounds):
-            await _turns(making[number % len(making)] if making else 0)
+            await turns(making[number % len(making)] if making else 0)
             await queue.put(each)
 
     found: list[Chunk] = []
     async with asyncio.timeout(SECONDS):
         async for each in stream_of(run, None, interval):
             found.append(each)
-            await _turns(reading[len(found) % len(reading)] if reading else 0)
+            await turns(reading[len(found) % len(reading)] if reading else 0)
     return found
 
 
@@ -113,11 +98,6 @@ async def read(stream: AsyncGenerator[Chunk], found: list[Chunk]) -> None:
     """Add the stream's chunks to those found, even if it ends with an error."""
     async for each in stream:
         found.append(each)  # noqa: PERF401 - those before an error count
-
-
-async def _turns(count: int) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 PAUSES = st.lists(st.integers(0, 4), min_size=1, max_size=6)
@@ -158,11 +138,6 @@ def test_a_joined_chunk_counts_all_of_its_rounds() -> None:
         proposed=3,
         logprobs=(TokenLogprobs(-1.0), TokenLogprobs(-2.0), TokenLogprobs(-3.0)),
     )
-
-
-async def test_by_default_each_round_is_a_chunk() -> None:
-    rounds = rounds_of([1, 3, 2])
-    assert await delivered(rounds, 1) == rounds
 
 
 async def test_a_round_without_tokens_does_not_count_as_the_first_tokens() -> None:
@@ -313,10 +288,6 @@ async def turns(count: int = 10) -> None:
         await asyncio.sleep(0)
 
 
-READER_PAUSES = st.lists(st.integers(0, 4), min_size=4, max_size=4)
-"""Turns of the event loop before each chunk is made or requested."""
-
-
 async def test_the_next_round_has_sent_its_request_when_a_chunk_is_delivered() -> None:
     rounds = Rounds()
     rounds.let(1)
@@ -343,16 +314,6 @@ async def test_the_completion_ends_after_its_last_chunk_was_taken() -> None:
         assert rounds.ending is None
         assert await anext(chunks, None) is None
     assert rounds.ending == "complete"
-
-
-async def test_an_error_follows_the_earlier_chunks() -> None:
-    rounds = Rounds(error_in=1)
-    rounds.let(3)
-    async with aclosing(stream_of(rounds.run, None)) as chunks:
-        assert (await anext(chunks)).text == "0"
-        await turns()
-        with pytest.raises(ServiceUnavailableError, match="lost"):
-            await anext(chunks)
 
 
 async def test_a_leaving_reader_cancels_the_current_round() -> None:
@@ -383,43 +344,3 @@ async def test_an_unread_error_is_not_left_behind(caplog: pytest.LogCaptureFixtu
     del rounds, chunks
     await turns()
     assert not caplog.records
-
-
-async def test_cancelling_the_reader_ends_the_round_it_waits_for() -> None:
-    rounds = Rounds()
-
-    async def read() -> None:
-        async with aclosing(stream_of(rounds.run, None)) as chunks:
-            await anext(chunks)
-
-    reader = asyncio.create_task(read())
-    await turns()
-    reader.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await reader
-    assert rounds.ending == "CancelledError"
-
-
-@given(making=READER_PAUSES, reading=READER_PAUSES)
-def test_every_chunk_arrives_at_any_speed_of_rounds_and_reader(making: list[int], reading: list[int]) -> None:
-    async def run(queue: ChunkQueue) -> None:
-        for number, pause in enumerate(making):
-            await turns(pause)
-            summary = SUMMARY if number == len(making) - 1 else None
-            await queue.put(Chunk(str(number), (number,), (False,), (1,), summary=summary))
-
-    async def read() -> list[str]:
-        pauses = iter(reading)
-        texts: list[str] = []
-        async for chunk in stream_of(run, None):
-            texts.append(chunk.text)
-            await turns(next(pauses))
-        return texts
-
-    async def read_within(count: int) -> list[str]:
-        reader = asyncio.create_task(read())
-        await turns(count)
-        assert reader.done(), "reader and rounds wait for each other"
-        return await reader
-
-    assert asyncio.run(read_within(100)) == ["0", "1", "2", "3"]

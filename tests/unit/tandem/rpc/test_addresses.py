@@ -63,5 +63,5 @@ def test_several_addresses_on_the_command_line(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("arguments", [["--target-address"], ["--target-address="]])
 def test_an_option_without_its_address(arguments: list[str]) -> None:
-    with pytest.raises(ConfigurationError, match="target.address"):
+    with pytest.raises(ConfigurationError, match=r"target.address"):
         load_settings(CoordinatorSettings, arguments, "test")

@@ -62,16 +62,23 @@ async def running(
 ) -> AsyncIterator[str]:
     """Serve during the block, yielding the address; then drain, and assert that the server ends by itself."""
     task = asyncio.create_task(serve(ServerSettings.model_validate(options), service))
-    output = ""
-    while "ready on" not in output:
-        assert not task.done(), task.exception()
-        await asyncio.sleep(0.01)
-        output += capsys.readouterr().out
     try:
-        yield output.partition("ready on ")[2].split()[0]
+        yield await announced(capsys, "ready on ", task)
     finally:
         service.request_drain()
         assert await task, "the server was never ready"
+
+
+async def announced(
+    capsys: pytest.CaptureFixture[str], mark: str, server: asyncio.Task[bool] | None = None
+) -> str:
+    """Wait for the line with the mark, and return the address that it tells."""
+    output = ""
+    while mark not in output:
+        assert server is None or not server.done(), "the server has ended"
+        await asyncio.sleep(0.01)
+        output += capsys.readouterr().out
+    return output.partition(mark)[2].split()[0]
 
 
 async def texts_from(address: str, credentials: Credentials = PLAIN) -> list[str]:

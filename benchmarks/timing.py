@@ -21,7 +21,7 @@ from coordinator.requests.runner import RequestRunner
 from coordinator.service import CoordinatorService
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.stats.rounds import RoundResult
-from coordinator.telemetry.observer import EventValue, NoObserver
+from coordinator.telemetry.observer import EventValue, Observer, RequestObserver
 from tandem.types import Acceptance, GenerationRequest, Proposal, Verification
 
 PREFIX_TOKENS = 512
@@ -88,7 +88,7 @@ class WatchedRequest:
         return acceptance
 
 
-class PhaseObserver(NoObserver):
+class PhaseObserver(Observer):
     """Times the rounds of all requests of a coordinator."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class PhaseObserver(NoObserver):
         return _PhasedRequest(self.seconds)
 
 
-class _PhasedRequest(NoObserver):
+class _PhasedRequest(RequestObserver):
     def __init__(self, seconds: defaultdict[str, list[float]]) -> None:
         self._seconds = seconds
         self._proposed_before = False

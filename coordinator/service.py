@@ -136,7 +136,13 @@ class CoordinatorService(Service):
         services = Services(self.replicas, target_info, self.replicas.fleet.draft, encoder)
         self.completions.connect(services)
         completions = self.completions
-        self.telemetry.ready(target_info.name, completions.admission, self.replicas, completions.speculation)
+        admission = completions.admission
+        self.telemetry.ready(
+            target_info.name,
+            lambda: (admission.running, admission.queued),
+            self.replicas.snapshots,
+            completions.speculation.decisions,
+        )
         # Without HTTP the process of the template starts with the first chat.
         await self.chats.meet(files, is_checked=self._http is not None)
         ready = [shot for shot in self.replicas.snapshots() if shot.state is ReplicaState.READY]

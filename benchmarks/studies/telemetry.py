@@ -27,9 +27,8 @@ from coordinator.decoding.completion import Completion, Limits
 from coordinator.decoding.detokenization import Detokenizer, StopStrings
 from coordinator.decoding.rounds import RoundRecorder
 from coordinator.speculation.round_timings import RoundTimings
-from coordinator.telemetry.metrics import CoordinatorMetrics
 from coordinator.telemetry.observed import ObservedRequests
-from coordinator.telemetry.observer import NO_OBSERVER, EventValue, RequestObserver
+from coordinator.telemetry.observer import EventValue, RequestObserver
 from tandem.client import Client
 from tandem.types import Acceptance, GenerationRequest, NextToken, Proposal, Verification
 
@@ -164,7 +163,7 @@ class _Instant:
 
 async def round_costs() -> dict[str, float]:
     """CPU seconds that watching adds to a round, by how it is watched: the best of five."""
-    plain = min([await _rounds_seconds(lambda: NO_OBSERVER) for _ in range(5)])
+    plain = min([await _rounds_seconds(RequestObserver) for _ in range(5)])
     costs = {}
     for name, sampler, trace_rounds in (
         ("metrics", None, 0.0),
@@ -172,7 +171,7 @@ async def round_costs() -> dict[str, float]:
         ("traced, sampled", ALWAYS_ON, 0.0),
         ("traced, a span for each round", ALWAYS_ON, 1.0),
     ):
-        requests = ObservedRequests(CoordinatorMetrics(CollectorRegistry()), _tracer(sampler), trace_rounds)
+        requests = ObservedRequests(CollectorRegistry(), _tracer(sampler), trace_rounds)
         requests.serve("model", NUM_SPECULATIVE_TOKENS)
 
         def begin(requests: ObservedRequests = requests) -> RequestObserver:

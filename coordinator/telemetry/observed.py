@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Tracer
+from prometheus_client import CollectorRegistry
 
 from coordinator.decoding.completion import Completion
 from coordinator.stats.rounds import RoundResult, RoundTimes
@@ -20,8 +21,8 @@ from coordinator.stats.speculation import (
     since,
     tokens_per_pass,
 )
-from coordinator.telemetry.metrics import PEERS, CoordinatorMetrics, ModelMetrics, RecentStats
-from coordinator.telemetry.observer import EventValue
+from coordinator.telemetry.metrics import RecentStats, RequestMetrics
+from coordinator.telemetry.observer import EventValue, Observer, RequestObserver, StreamObserver
 from tandem.errors import (
     AbortedError,
     CapacityError,
@@ -29,198 +30,19 @@ from tandem.errors import (
     InvalidRequestError,
     ServiceUnavailableError,
 )
-from tandem.rpc.channels import MessageWaits, Traffic
+from tandem.rpc.channels import Traffic
 from tandem.telemetry import attributes as names
-from tandem.telemetry.spans import context_of, mark_error, traceparent_of, under
+from tandem.telemetry.spans import METHODS, context_of, mark_error, traceparent_of, under
 from tandem.types import SpeculationStats
 
-_MAX_EVENTS = 64
-_MAX_ROUNDS = 1_000
-"""Maximum number of rounds of a request with a span, so that no request keeps the exporter's queue full."""
-_WHERE_ASKED_FOR = {"top_p": names.GEN_AI_REQUEST_TOP_P, "top_k": names.GEN_AI_REQUEST_TOP_K}
-_METHODS = {"draft": ("tandem.v1.DraftService", "Propose"), "target": ("tandem.v1.TargetService", "Verify")}
-
-
-class RequestSpans:
-    """The spans of one request."""
-
-    def __init__(self, tracer: Tracer, request_id: str, traceparent: str, trace_rounds: float) -> None:
-        self._tracer = tracer
-        self._span = tracer.start_span(
-            names.TEXT_COMPLETION,
-            context_of(traceparent),
-            SpanKind.SERVER,
-            {
-                names.GEN_AI_OPERATION: names.TEXT_COMPLETION,
-                names.GEN_AI_PROVIDER: names.PROVIDER,
-                names.GEN_AI_RESPONSE_ID: request_id,
-                names.REQUEST_ID: request_id,
-            },
-        )
-        self.is_recorded = self._span.is_recording()
-        """True if the request was sampled."""
-        self.traceparent = traceparent_of(self._span)
-        # The sampler uses the other half of the id, so the two ratios are independent.
-        is_chosen = (self._span.get_span_context().trace_id >> 64) / 2**64 < trace_rounds
-        self._rounds_left = _MAX_ROUNDS if self.is_recorded and is_chosen else 0
-        self._rounds = 0
-        self._events = 0
-        self._prefill: Span = INVALID_SPAN
-        # Rounds are timed by the performance counter, spans in time since 1970.
-        self._offset_seconds = time.time() - time.perf_counter()
-
-    def planned(self, details: Mapping[str, EventValue]) -> None:
-        """The request was checked; its prefill begins."""
-        if not self.is_recorded:
-            return
-        model = str(details["model"])
-        self._span.update_name(f"{names.TEXT_COMPLETION} {model}")
-        self._span.set_attributes(
-            {
-                names.GEN_AI_REQUEST_MODEL: model,
-                names.GEN_AI_RESPONSE_MODEL: model,
-                names.GEN_AI_REQUEST_MAX_TOKENS: details["max_tokens"],
-                names.GEN_AI_REQUEST_TEMPERATURE: details["temperature"],
-                names.GEN_AI_REQUEST_SEED: details["seed"],
-                names.GEN_AI_USAGE_INPUT_TOKENS: details["prompt_tokens"],
-                names.RULE: details["rule"],
-                names.NUM_SPECULATIVE_TOKENS: details["num_speculative_tokens"],
-            }
-        )
-        for name, attribute in _WHERE_ASKED_FOR.items():
-            if name in details:
-                self._span.set_attribute(attribute, details[name])
-        self._prefill = self._tracer.start_span("prefill", under(self._span))
-
-    def stream(self, role: str, address: str) -> Span:
-        """A stream to a service begins."""
-        if not self.is_recorded:
-            return self._span
-        service, method = _METHODS[role]
-        host, _, port = address.rpartition(":")
-        attributes: dict[str, str | int] = {
-            names.RPC_SYSTEM: "grpc",
-            names.RPC_SERVICE: service,
-            names.RPC_METHOD: method,
-            names.SERVER_ADDRESS: host or address,
-        }
-        if port.isdigit():
-            attributes[names.SERVER_PORT] = int(port)
-        return self._tracer.start_span(f"{service}/{method}", under(self._span), SpanKind.CLIENT, attributes)
-
-    def stream_ended(self, span: Span, traffic: Traffic, error: Exception | None) -> None:
-        """It is over."""
-        if not self.is_recorded:
-            return
-        span.set_attributes(
-            {
-                names.STEPS: traffic.received_messages,
-                names.BYTES_SENT: traffic.sent_bytes,
-                names.BYTES_RECEIVED: traffic.received_bytes,
-            }
-        )
-        if error is not None:
-            mark_error(span, error)
-        span.end()
-
-    def round(self, result: RoundResult, decision: Callable[[], Mapping[str, EventValue]] = dict) -> None:
-        """A round ended. The first is the prefill; `decision` says why it proposed so much."""
-        timed = result.times
-        self._rounds += 1
-        if self._rounds == 1:
-            self._end_prefill(timed)
-        if not self._rounds_left:
-            return
-        self._rounds_left -= 1
-        attributes: dict[str, EventValue] = {
-            names.ROUND: self._rounds,
-            names.DRAFTED_TOKENS: result.proposed,
-            names.ACCEPTED_TOKENS: result.accepted,
-            **_seconds(wait=timed.wait, draft=timed.draft, verify=timed.verify, sampling=timed.sampling),
-            **_outcome(result),
-            **decision(),
-        }
-        span = self._tracer.start_span(
-            "round", under(self._span), attributes=attributes, start_time=self._nanoseconds(timed.began)
-        )
-        span.end(self._nanoseconds(timed.decided))
-
-    def event(self, name: str, attributes: Mapping[str, EventValue]) -> None:
-        """Something happened to the request."""
-        self._events += 1
-        if self._events <= _MAX_EVENTS:
-            self._span.add_event(name, dict(attributes))
-
-    def finished(
-        self,
-        stats: SpeculationStats | None,
-        attributes: Mapping[str, EventValue],
-        error: BaseException | None,
-    ) -> None:
-        """The request ended."""
-        if not self.is_recorded:
-            return
-        self._end_prefill(None)
-        if stats is not None:
-            self._notify_stats(stats)
-        self._span.set_attributes(attributes)
-        if self._events > _MAX_EVENTS:
-            self._span.set_attribute(names.EVENTS_DROPPED, self._events - _MAX_EVENTS)
-        if isinstance(error, Exception):
-            mark_error(self._span, error)
-        elif error is not None:
-            self._span.set_attribute(names.ERROR_TYPE, "cancelled")
-        self._span.end()
-
-    def finish_reason(self, reason: str) -> None:
-        """How the completion ended."""
-        self._span.set_attribute(names.GEN_AI_RESPONSE_FINISH_REASONS, [reason])
-
-    def _notify_stats(self, stats: SpeculationStats) -> None:
-        self._span.set_attributes(
-            {
-                names.ROUNDS: stats.rounds,
-                names.DRAFTED_TOKENS: stats.drafted,
-                names.ACCEPTED_TOKENS: stats.accepted,
-                names.ACCEPTANCE_RATE: round(acceptance_rate(stats), 6),
-                names.ACCEPTANCE_LENGTH: round(acceptance_length(stats), 6),
-                names.TOKENS_PER_PASS: round(tokens_per_pass(stats), 6),
-                names.CUMULATIVE_RATES: [round(rate, 6) for rate in cumulative_rates(stats)],
-                names.CONDITIONAL_RATES: [round(rate, 6) for rate in conditional_rates(stats)],
-            }
-        )
-        if (ahead := stats.ahead).awaited:
-            self._span.set_attributes(
-                {
-                    names.AHEAD_AWAITED: ahead.awaited,
-                    names.AHEAD_HITS: ahead.hits,
-                    names.AHEAD_HITS_BY_RANK: ahead.hits_by_rank,
-                    names.AHEAD_SAVED: round(ahead.saved_seconds, 6),
-                }
-            )
-
-    def _end_prefill(self, timed: RoundTimes | None) -> None:
-        if self._prefill.is_recording():
-            self._prefill.end(None if timed is None else self._nanoseconds(timed.decided))
-
-    def _nanoseconds(self, moment: float) -> int:
-        return int((moment + self._offset_seconds) * 1e9)
-
-
-def _seconds(**phases: float) -> dict[str, float]:
-    return {names.SECONDS + phase: round(seconds, 6) for phase, seconds in phases.items()}
-
-
-def _outcome(result: RoundResult) -> dict[str, EventValue]:
-    """Attributes for drafting ahead of a round; none where the draft was not asked to."""
-    if not result.awaited_outcome:
-        return {}
-    rank = result.outcome_rank
-    return {names.AHEAD_HIT: False} if rank is None else {names.AHEAD_HIT: True, names.AHEAD_RANK: rank + 1}
-
-
 COUNTING_INTERVAL_SECONDS = 1.0
-"""Interval at which a running request is added to the counters."""
+"""Interval at which a running request is added to the counters. Adding takes some 40 us."""
+_MAX_EVENTS = 64
+"""A span keeps 128 events, the last ones; the first say more."""
+_MAX_ROUNDS = 1_000
+"""Rounds of a request with a span, half of what the exporter's queue holds."""
+_WHERE_ASKED_FOR = {"top_p": names.GEN_AI_REQUEST_TOP_P, "top_k": names.GEN_AI_REQUEST_TOP_K}
+_PHASES = ("draft", "verify", "sampling", "wait")
 
 _OUTCOMES: tuple[tuple[type[BaseException], str], ...] = (
     (InvalidRequestError, "invalid"),
@@ -233,36 +55,62 @@ _OUTCOMES: tuple[tuple[type[BaseException], str], ...] = (
 )
 
 
-class ObservedRequests:
+class ObservedRequests(Observer):
     """Observes all requests."""
 
-    def __init__(self, metrics: CoordinatorMetrics, tracer: Tracer | None, trace_rounds: float) -> None:
-        self._metrics = metrics
+    def __init__(self, registry: CollectorRegistry, tracer: Tracer | None, trace_rounds: float) -> None:
+        self._registry = registry
         self._tracer = tracer
         self._trace_rounds = trace_rounds
+        self._metrics: RequestMetrics | None = None
         self.recent = RecentStats()
         """Speculation statistics of the last minute."""
-        self._model: ModelMetrics | None = None
 
-    def serve(self, model_name: str, num_speculative_tokens: int) -> ModelMetrics:
+    def serve(
+        self, model_name: str, num_speculative_tokens: int, measures_waits: bool = False
+    ) -> RequestMetrics:
         """Count requests for this model from now on, whose proposals usually have so many tokens; its metrics."""
-        self._model = self._metrics.of(model_name)
-        self._model.prepare(num_speculative_tokens)
-        return self._model
+        self._metrics = RequestMetrics(
+            self._registry, model_name, num_speculative_tokens, measures_waits=measures_waits
+        )
+        return self._metrics
 
-    def begin(self, request_id: str, traceparent: str = "") -> ObservedRequest:
-        """Observe a request."""
-        spans = None
+    def begin(self, request_id: str, traceparent: str = "") -> RequestObserver:
+        """Observe a request; one that comes before there is a model is refused, and not counted."""
+        if self._metrics is None:
+            return RequestObserver()
+        span: Span = INVALID_SPAN
         if self._tracer is not None:
-            spans = RequestSpans(self._tracer, request_id, traceparent, self._trace_rounds)
-        return ObservedRequest(self._model or self._metrics.of(""), spans, self.recent)
+            attributes = {
+                names.GEN_AI_OPERATION: names.TEXT_COMPLETION,
+                names.GEN_AI_PROVIDER: names.PROVIDER,
+                names.GEN_AI_RESPONSE_ID: request_id,
+                names.REQUEST_ID: request_id,
+            }
+            span = self._tracer.start_span(
+                names.TEXT_COMPLETION, context_of(traceparent), SpanKind.SERVER, attributes
+            )
+        spans = None
+        if self._tracer is not None and span.is_recording():
+            spans = RequestSpans(self._tracer, span, self._trace_rounds)
+        return ObservedRequest(self._metrics, span, spans, self.recent)
 
 
-class ObservedRequest:
+class ObservedRequest(RequestObserver):
     """Observes one request."""
 
-    def __init__(self, metrics: ModelMetrics, spans: RequestSpans | None, recent: RecentStats) -> None:
+    def __init__(
+        self, metrics: RequestMetrics, span: Span, spans: RequestSpans | None, recent: RecentStats
+    ) -> None:
+        """
+        Args:
+            metrics: What the request adds to.
+            span: The request's own, recorded or not: the services' spans continue it.
+            spans: All its spans; None where they are not recorded.
+            recent: Speculation statistics of the last minute.
+        """
         self._metrics = metrics
+        self._span = span
         self._spans = spans
         self._recent = recent
         self._began = time.perf_counter()
@@ -270,14 +118,7 @@ class ObservedRequest:
         self._completion: Completion | None = None
         self._prompt_length = 0
         self._streams: list[ObservedStream] = []
-        self._seconds = {
-            "queue": 0.0,
-            "prefill": 0.0,
-            "draft": 0.0,
-            "verify": 0.0,
-            "sampling": 0.0,
-            "wait": 0.0,
-        }
+        self._seconds = dict.fromkeys(("queue", "prefill", *_PHASES), 0.0)
         self._rounds = 0
         self._decision: Callable[[], Mapping[str, EventValue]] = dict
         self._first_token: float | None = None
@@ -303,15 +144,13 @@ class ObservedRequest:
 
     def stream(self, role: str, address: str) -> ObservedStream:
         """Observe a stream."""
-        waits = self._metrics.message_waits
-        if self._spans is None:
-            stream = ObservedStream(role, "", lambda _traffic, _error: None, waits)
-        else:
+        span, ended = self._span, None
+        if self._spans is not None:
             span = self._spans.stream(role, address)
-            ended = partial(self._spans.stream_ended, span)
-            stream = ObservedStream(role, traceparent_of(span), ended, waits)
-        self._streams.append(stream)
-        return stream
+            ended = partial(_end_stream, span)
+        traffic = Traffic(waits=self._metrics.message_waits)
+        self._streams.append(ObservedStream(role, traceparent_of(span), traffic, ended))
+        return self._streams[-1]
 
     def deciding(self, decision: Callable[[], Mapping[str, EventValue]]) -> None:
         """Its proposals begin."""
@@ -335,11 +174,12 @@ class ObservedRequest:
             self._metrics.request_generation.observe(self._counted_tokens)
         if self._first_token is not None and self._counted_tokens > 1:
             self._metrics.per_token.observe((now - self._first_token) / (self._counted_tokens - 1))
-        if self._spans is not None and self._spans.is_recorded:
+        if self._spans is not None:
+            attributes = self._attributes()
             if error is None:
-                self._spans.finish_reason(outcome)
+                attributes[names.GEN_AI_RESPONSE_FINISH_REASONS] = [outcome]
             stats = None if self._completion is None else self._completion.stats
-            self._spans.finished(stats, self._attributes(), error)
+            self._spans.finished(stats, attributes, error)
 
     def round_ended(self, result: RoundResult) -> None:
         """A round ended."""
@@ -393,10 +233,8 @@ class ObservedRequest:
             return "error" if reason is None else reason.value
         return next((name for kind, name in _OUTCOMES if isinstance(error, kind)), "error")
 
-    def _attributes(self) -> dict[str, EventValue]:
-        attributes: dict[str, EventValue] = {
-            names.SECONDS + phase: round(seconds, 6) for phase, seconds in self._seconds.items()
-        }
+    def _attributes(self) -> dict[str, EventValue | list[str]]:
+        attributes: dict[str, EventValue | list[str]] = {**_seconds(self._seconds)}
         attributes |= {
             f"{names.BYTES}{peer}.{direction}": total for (peer, direction), total in self._bytes().items()
         }
@@ -407,24 +245,179 @@ class ObservedRequest:
         return attributes
 
 
-class ObservedStream:
+class ObservedStream(StreamObserver):
     """Observes one stream to a service."""
+
+    traffic: Traffic
 
     def __init__(
         self,
         role: str,
         traceparent: str,
-        report: Callable[[Traffic, Exception | None], None],
-        waits: MessageWaits | None,
+        traffic: Traffic,
+        report: Callable[[Traffic, Exception | None], None] | None,
     ) -> None:
-        assert role in PEERS
         self.role = role
         self.traceparent = traceparent
-        self.traffic = Traffic(waits=waits)
-        self._report: Callable[[Traffic, Exception | None], None] | None = report
+        self.traffic = traffic
+        self._report = report
 
     def ended(self, error: Exception | None = None) -> None:
         """The stream ended. Only the first call counts."""
         if self._report is not None:
             report, self._report = self._report, None
             report(self.traffic, error)
+
+
+def _end_stream(span: Span, traffic: Traffic, error: Exception | None) -> None:
+    span.set_attributes(
+        {
+            names.STEPS: traffic.received_messages,
+            names.BYTES_SENT: traffic.sent_bytes,
+            names.BYTES_RECEIVED: traffic.received_bytes,
+        }
+    )
+    if error is not None:
+        mark_error(span, error)
+    span.end()
+
+
+class RequestSpans:
+    """The spans of a request: itself, its prefill, a stream each to draft and target, and its rounds when sampled.
+
+    A span costs some twenty microseconds, an event four. So values of every round are added up on the request's own
+    span.
+    """
+
+    def __init__(self, tracer: Tracer, span: Span, trace_rounds: float) -> None:
+        self._tracer = tracer
+        self._span = span
+        # The sampler uses the other half of the id, so the two ratios are independent.
+        is_chosen = (span.get_span_context().trace_id >> 64) / 2**64 < trace_rounds
+        self._rounds_left = _MAX_ROUNDS if is_chosen else 0
+        self._rounds = 0
+        self._events = 0
+        self._prefill: Span = INVALID_SPAN
+        # Rounds are timed by the performance counter, spans in time since 1970.
+        self._offset_seconds = time.time() - time.perf_counter()
+
+    def planned(self, details: Mapping[str, EventValue]) -> None:
+        """The request was checked; its prefill begins."""
+        model = str(details["model"])
+        self._span.update_name(f"{names.TEXT_COMPLETION} {model}")
+        self._span.set_attributes(
+            {
+                names.GEN_AI_REQUEST_MODEL: model,
+                names.GEN_AI_RESPONSE_MODEL: model,
+                names.GEN_AI_REQUEST_MAX_TOKENS: details["max_tokens"],
+                names.GEN_AI_REQUEST_TEMPERATURE: details["temperature"],
+                names.GEN_AI_REQUEST_SEED: details["seed"],
+                names.GEN_AI_USAGE_INPUT_TOKENS: details["prompt_tokens"],
+                names.RULE: details["rule"],
+                names.NUM_SPECULATIVE_TOKENS: details["num_speculative_tokens"],
+                **{
+                    attribute: details[name]
+                    for name, attribute in _WHERE_ASKED_FOR.items()
+                    if name in details
+                },
+            }
+        )
+        self._prefill = self._tracer.start_span("prefill", under(self._span))
+
+    def stream(self, role: str, address: str) -> Span:
+        """A stream to a service begins."""
+        service, method = METHODS[role]
+        host, _, port = address.rpartition(":")
+        attributes: dict[str, str | int] = {
+            names.RPC_SYSTEM: "grpc",
+            names.RPC_SERVICE: service,
+            names.RPC_METHOD: method,
+            names.SERVER_ADDRESS: host or address,
+        }
+        if port.isdigit():
+            attributes[names.SERVER_PORT] = int(port)
+        return self._tracer.start_span(f"{service}/{method}", under(self._span), SpanKind.CLIENT, attributes)
+
+    def round(self, result: RoundResult, decision: Callable[[], Mapping[str, EventValue]] = dict) -> None:
+        """A round ended. The first is the prefill; `decision` says why it proposed so much."""
+        timed = result.times
+        self._rounds += 1
+        if self._rounds == 1:
+            self._end_prefill(timed)
+        if not self._rounds_left:
+            return
+        self._rounds_left -= 1
+        attributes: dict[str, EventValue] = {
+            names.ROUND: self._rounds,
+            names.DRAFTED_TOKENS: result.proposed,
+            names.ACCEPTED_TOKENS: result.accepted,
+            **_seconds({phase: getattr(timed, phase) for phase in _PHASES}),
+            **decision(),
+        }
+        if result.awaited_outcome:
+            attributes[names.AHEAD_HIT] = result.outcome_rank is not None
+            if result.outcome_rank is not None:
+                attributes[names.AHEAD_RANK] = result.outcome_rank + 1
+        span = self._tracer.start_span(
+            "round", under(self._span), attributes=attributes, start_time=self._nanoseconds(timed.began)
+        )
+        span.end(self._nanoseconds(timed.decided))
+
+    def event(self, name: str, attributes: Mapping[str, EventValue]) -> None:
+        """Something happened to the request."""
+        self._events += 1
+        if self._events <= _MAX_EVENTS:
+            self._span.add_event(name, dict(attributes))
+
+    def finished(
+        self,
+        stats: SpeculationStats | None,
+        attributes: Mapping[str, EventValue | list[str]],
+        error: BaseException | None,
+    ) -> None:
+        """The request ended."""
+        self._end_prefill(None)
+        if stats is not None:
+            self._set_stats(stats)
+        self._span.set_attributes(attributes)
+        if self._events > _MAX_EVENTS:
+            self._span.set_attribute(names.EVENTS_DROPPED, self._events - _MAX_EVENTS)
+        if isinstance(error, Exception):
+            mark_error(self._span, error)
+        elif error is not None:
+            self._span.set_attribute(names.ERROR_TYPE, "cancelled")
+        self._span.end()
+
+    def _set_stats(self, stats: SpeculationStats) -> None:
+        self._span.set_attributes(
+            {
+                names.ROUNDS: stats.rounds,
+                names.DRAFTED_TOKENS: stats.drafted,
+                names.ACCEPTED_TOKENS: stats.accepted,
+                names.ACCEPTANCE_RATE: round(acceptance_rate(stats), 6),
+                names.ACCEPTANCE_LENGTH: round(acceptance_length(stats), 6),
+                names.TOKENS_PER_PASS: round(tokens_per_pass(stats), 6),
+                names.CUMULATIVE_RATES: [round(rate, 6) for rate in cumulative_rates(stats)],
+                names.CONDITIONAL_RATES: [round(rate, 6) for rate in conditional_rates(stats)],
+            }
+        )
+        if (ahead := stats.ahead).awaited:
+            self._span.set_attributes(
+                {
+                    names.AHEAD_AWAITED: ahead.awaited,
+                    names.AHEAD_HITS: ahead.hits,
+                    names.AHEAD_HITS_BY_RANK: ahead.hits_by_rank,
+                    names.AHEAD_SAVED: round(ahead.saved_seconds, 6),
+                }
+            )
+
+    def _end_prefill(self, timed: RoundTimes | None) -> None:
+        if self._prefill.is_recording():
+            self._prefill.end(None if timed is None else self._nanoseconds(timed.decided))
+
+    def _nanoseconds(self, moment: float) -> int:
+        return int((moment + self._offset_seconds) * 1e9)
+
+
+def _seconds(phases: Mapping[str, float]) -> dict[str, float]:
+    return {names.SECONDS + phase: round(seconds, 6) for phase, seconds in phases.items()}

@@ -1,9 +1,8 @@
-"""The observer interface of the request path. Telemetry implements it; the path never depends on an answer."""
+"""The observer interface of the request path. These classes observe nothing; telemetry overrides them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from coordinator.decoding.completion import Completion
 from coordinator.stats.rounds import RoundResult
@@ -12,22 +11,19 @@ from tandem.rpc.channels import Traffic
 EventValue = str | int | float | bool
 
 
-class StreamObserver(Protocol):
+class StreamObserver:
     """Observes one stream to a service."""
 
-    @property
-    def traceparent(self) -> str:
-        """The W3C trace context that the service's span joins; empty when the request is not traced."""
-
-    @property
-    def traffic(self) -> Traffic | None:
-        """Counter of the stream's bytes; None when nobody reads it."""
+    traceparent: str = ""
+    """The W3C trace context that the service's span joins; empty when the request is not traced."""
+    traffic: Traffic | None = None
+    """Counter of the stream's bytes; None when nobody reads it."""
 
     def ended(self, error: Exception | None = None) -> None:
         """The stream ended. Only the first call counts, so that a failure can be reported before the drop."""
 
 
-class RequestObserver(Protocol):
+class RequestObserver:
     """Observes one request."""
 
     def admitted(self) -> None:
@@ -35,6 +31,7 @@ class RequestObserver(Protocol):
 
     def stream(self, role: str, address: str) -> StreamObserver:
         """A stream to a service is about to be opened. Role: draft or target."""
+        return NO_OBSERVER
 
     def planned(self, completion: Completion, details: Mapping[str, EventValue]) -> None:
         """The request was checked: its completion begins. Details by name: rule, num_speculative_tokens, ..."""
@@ -52,47 +49,12 @@ class RequestObserver(Protocol):
         """The request ended. None: its client has all of it."""
 
 
-class Observer(Protocol):
+class Observer:
     """Observes all requests."""
 
     def begin(self, request_id: str, traceparent: str = "") -> RequestObserver:
         """A request arrived, in the client's trace context if it sent one."""
+        return RequestObserver()
 
 
-class NoObserver:
-    """Observes nothing, at no cost."""
-
-    traceparent = ""
-    traffic = None
-
-    def begin(self, request_id: str, traceparent: str = "") -> NoObserver:
-        """Return itself."""
-        return self
-
-    def admitted(self) -> None:
-        """Do nothing."""
-
-    def stream(self, role: str, address: str) -> NoObserver:
-        """Return itself."""
-        return self
-
-    def ended(self, error: Exception | None = None) -> None:
-        """Do nothing."""
-
-    def planned(self, completion: Completion, details: Mapping[str, EventValue]) -> None:
-        """Do nothing."""
-
-    def round_ended(self, result: RoundResult) -> None:
-        """Do nothing."""
-
-    def deciding(self, decision: Callable[[], Mapping[str, EventValue]]) -> None:
-        """Do nothing."""
-
-    def event(self, name: str, attributes: Mapping[str, EventValue]) -> None:
-        """Do nothing."""
-
-    def finished(self, error: BaseException | None) -> None:
-        """Do nothing."""
-
-
-NO_OBSERVER = NoObserver()
+NO_OBSERVER = StreamObserver()

@@ -22,7 +22,6 @@ from opentelemetry.sdk.metrics.export import (
     Histogram,
     HistogramDataPoint,
     Metric,
-    MetricExporter,
     MetricExportResult,
     MetricsData,
     NumberDataPoint,
@@ -43,6 +42,237 @@ from prometheus_client.samples import Sample
 import tandem
 from tandem.errors import ConfigurationError
 from tandem.telemetry.settings import TelemetryOptions, sends
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_SECONDS = 1.0
+"""Maximum wait at the process's end: a collector that is gone must not delay a restart."""
+_TIMEOUT_SECONDS = 3.0
+"""For one batch, its retries included, unless OTEL_EXPORTER_OTLP_TIMEOUT says otherwise. The library's 10 s would let
+the queue of spans fill up while a collector restarts."""
+_METRICS_INTERVAL_SECONDS = 10.0
+"""Unless OTEL_METRIC_EXPORT_INTERVAL (milliseconds) says otherwise; the dashboards look at minutes."""
+_SECONDS_BETWEEN_COMPLAINTS = 60.0
+
+
+class Exports(Protocol):
+    """Carries traces and metrics out."""
+
+    tracer: Tracer
+    """Makes spans."""
+
+    def start(self) -> None:
+        """Begin to send."""
+
+    def close(self, deadline: float) -> None:
+        """Send the rest until the deadline (monotonic clock), then drop it."""
+
+
+class Telemetry:
+    """Traces and metrics of one process. Made once, started once, closed once."""
+
+    def __init__(self, options: TelemetryOptions, service: str, exports: Exports | None = None) -> None:
+        """Register the process's own metrics, and choose the exporters; `start` opens the port and begins to send.
+
+        Args:
+            options: Where telemetry goes.
+            service: coordinator, draft, target or vllm.
+            exports: In place of what the options say.
+        """
+        self._options = options
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry(auto_describe=True)
+        """Every metric of the process."""
+        ProcessCollector(registry=self.registry)
+        info = prometheus_client.Gauge(
+            "tandem_build_info", "Always 1.", ("service", "version"), registry=self.registry
+        )
+        info.labels(service, tandem.__version__).set(1)
+        if exports is None and sends(options):
+            exports = OtlpExports(options, _resource(service), self.registry)
+        self._exports = exports
+        self._server: WSGIServer | None = None
+
+    @property
+    def tracer(self) -> Tracer | None:
+        """Makes spans; None when traces go nowhere."""
+        return None if self._exports is None else self._exports.tracer
+
+    @property
+    def prometheus_port(self) -> int | None:
+        """Port of the metrics server; None before `start`, and without one."""
+        return None if self._server is None else self._server.server_port
+
+    def start(self) -> None:
+        """Begin to serve and send.
+
+        Raises:
+            ConfigurationError: the Prometheus port cannot be bound.
+        """
+        host, port = self._options.prometheus_host, self._options.prometheus_port
+        if port is not None:
+            try:
+                self._server, _ = prometheus_client.start_http_server(port, host, self.registry)
+            except OSError as error:
+                raise ConfigurationError(
+                    f"cannot serve metrics on {host}:{port}: {(error.strerror or str(error)).lower()}; choose "
+                    "another address with --prometheus-host and --prometheus-port"
+                ) from error
+            logger.info("metrics served", extra={"address": f"{host}:{self.prometheus_port}"})
+        if self._exports is not None:
+            self._exports.start()
+
+    async def close(self) -> None:
+        """Send the rest, as far as that is quick, and end."""
+        await asyncio.gather(self._end_exports(), self._end_server())
+
+    async def _end_exports(self) -> None:
+        if self._exports is not None:
+            await asyncio.to_thread(self._exports.close, time.monotonic() + _CLOSE_SECONDS)
+
+    async def _end_server(self) -> None:
+        if self._server is not None:
+            await asyncio.to_thread(self._server.shutdown)
+            self._server.server_close()
+
+    def prometheus_text(self) -> tuple[bytes, str]:
+        """All metrics in Prometheus's text form, and its content type; for a server that has its own /metrics."""
+        return prometheus_client.generate_latest(self.registry), prometheus_client.CONTENT_TYPE_LATEST
+
+
+def _resource(service: str) -> Resource:
+    """The process's name for a collector. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override our names."""
+    ours = {
+        "service.name": f"tandem-{service}",
+        "service.version": tandem.__version__,
+        "service.instance.id": f"{os.uname().nodename}-{os.getpid()}",
+    }
+    chosen = {
+        name: value
+        for name, value in Resource.create().attributes.items()
+        if name != "service.name" or not str(value).startswith("unknown_service")
+    }
+    return Resource({**ours, **chosen})
+
+
+# ---- to a collector
+
+
+class OtlpExports:
+    """Sends to a collector by OTLP, on threads of its own: one that is gone costs telemetry only."""
+
+    def __init__(self, options: TelemetryOptions, resource: Resource, registry: CollectorRegistry) -> None:
+        # The library complains of each batch and each retry, and of each span that finds the queue full; `Failures`
+        # says the same once a minute.
+        for name in ("opentelemetry.exporter.otlp", "opentelemetry.sdk._shared_internal"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        timeout = None if os.environ.get("OTEL_EXPORTER_OTLP_TIMEOUT") else _TIMEOUT_SECONDS
+        self._failures = Failures(registry)
+        self._span_exporter = _CountingSpanExporter(
+            OTLPSpanExporter(endpoint=options.otlp_endpoint, timeout=timeout), self._failures
+        )
+        self._spans = BatchSpanProcessor(self._span_exporter)
+        ratio = options.trace_sample_ratio
+        # Without one OTEL_TRACES_SAMPLER decides. The SDK's own exit hook would wait for the collector.
+        sampler = None if ratio is None else ParentBased(TraceIdRatioBased(ratio))
+        provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
+        provider.add_span_processor(self._spans)
+        self.tracer = provider.get_tracer("tandem", tandem.__version__)
+        self._metric_exporter = OTLPMetricExporter(endpoint=options.otlp_endpoint, timeout=timeout)
+        self._registry, self._resource, self._started_ns = registry, resource, time.time_ns()
+        self._ending = threading.Event()
+        self._metrics = threading.Thread(target=self._send_metrics, name="tandem-metrics", daemon=True)
+
+    def start(self) -> None:
+        """Begin to send metrics. Spans are sent from the first on."""
+        self._metrics.start()
+
+    def close(self, deadline: float) -> None:
+        """Send the rest until the deadline (monotonic clock), then drop it."""
+        self._ending.set()
+        spans = threading.Thread(target=self._spans.shutdown, daemon=True)
+        spans.start()
+        ending = [each for each in (spans, self._metrics) if each.ident is not None]
+        for thread in ending:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in ending):
+            self._failures.complain("traces and metrics")
+        self._failures.mute()
+        # Ends a transfer that is still under way, and with it the thread.
+        self._span_exporter.shutdown()
+        self._metric_exporter.shutdown()
+
+    def _send_metrics(self) -> None:
+        milliseconds = os.environ.get("OTEL_METRIC_EXPORT_INTERVAL")
+        interval = float(milliseconds) / 1e3 if milliseconds else _METRICS_INTERVAL_SECONDS
+        is_last = False
+        while not is_last:
+            is_last = self._ending.wait(interval)
+            try:
+                data = to_otlp(self._registry.collect(), self._resource, self._started_ns)
+                is_sent = self._metric_exporter.export(data) is MetricExportResult.SUCCESS
+            except Exception:
+                is_sent = False
+                logger.debug("metrics could not be sent", exc_info=True)
+            if not is_sent:
+                self._failures.count("metrics")
+
+
+class Failures:
+    """Counts batches that the collector did not take, and complains of them once a minute."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        counter = Counter(
+            "tandem_telemetry_export_failures",
+            "Batches that the OTLP endpoint did not take.",
+            ("signal",),
+            registry=registry,
+        )
+        self._counters = {signal: counter.labels(signal) for signal in ("traces", "metrics")}
+        self._complained = float("-inf")
+        self._lock = threading.Lock()
+
+    def count(self, signal: str) -> None:
+        """A batch of `traces` or `metrics` was lost."""
+        self._counters[signal].inc()
+        self.complain(signal)
+
+    def complain(self, signal: str) -> None:
+        """Say that `signal` was lost, unless that was said in the last minute."""
+        now = time.monotonic()
+        with self._lock:
+            if now - self._complained < _SECONDS_BETWEEN_COMPLAINTS:
+                return
+            self._complained = now
+        logger.warning(
+            "the telemetry collector does not answer; what it would get is lost", extra={"signal": signal}
+        )
+
+    def mute(self) -> None:
+        """Complain no more: a transfer that is cut off at the end may fail when the log has long been closed."""
+        with self._lock:
+            self._complained = float("inf")
+
+
+class _CountingSpanExporter(SpanExporter):
+    def __init__(self, exporter: SpanExporter, failures: Failures) -> None:
+        self._exporter = exporter
+        self._failures = failures
+        self._is_shut_down = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = self._exporter.export(spans)
+        if result is not SpanExportResult.SUCCESS:
+            self._failures.count("traces")
+        return result
+
+    def shutdown(self) -> None:
+        if not self._is_shut_down:
+            self._is_shut_down = True
+            self._exporter.shutdown()
+
+
+# ---- from Prometheus to OTLP, so that both have the same numbers
 
 
 def to_otlp(families: Iterable[Family], resource: Resource, started_ns: int) -> MetricsData:
@@ -95,281 +325,3 @@ def _histograms(family: Family, started_ns: int, now_ns: int) -> Iterator[Histog
             min=cast(float, None),  # neither is known, and both are optional in the protocol
             max=cast(float, None),
         )
-
-
-logger = logging.getLogger(__name__)
-
-_TIMEOUT_SECONDS = 3.0
-"""For one batch, its retries included, unless OTEL_EXPORTER_OTLP_TIMEOUT says otherwise."""
-_METRICS_INTERVAL_SECONDS = 10.0
-"""Unless OTEL_METRIC_EXPORT_INTERVAL (milliseconds) says otherwise."""
-_SECONDS_BETWEEN_COMPLAINTS = 60.0
-
-
-class Exports(Protocol):
-    """Exporters of traces and metrics."""
-
-    @property
-    def tracer(self) -> Tracer:
-        """Makes spans."""
-
-    def start(self) -> None:
-        """Begin to send."""
-
-    def close(self, deadline: float) -> None:
-        """Send the rest until the deadline (monotonic clock), then drop it."""
-
-
-class OtlpExports:
-    """Sends to a collector: spans by a batch processor, metrics by a thread."""
-
-    def __init__(self, options: TelemetryOptions, resource: Resource, registry: CollectorRegistry) -> None:
-        _silence_exporters()
-        timeout = None if os.environ.get("OTEL_EXPORTER_OTLP_TIMEOUT") else _TIMEOUT_SECONDS
-        endpoint = options.otlp_endpoint
-        self._failures = Failures(registry)
-        self._spans = BatchSpanProcessor(
-            CountingSpanExporter(OTLPSpanExporter(endpoint=endpoint, timeout=timeout), self._failures)
-        )
-        # The SDK's own exit hook would wait for the collector.
-        provider = TracerProvider(
-            sampler=_sampler(options.trace_sample_ratio), resource=resource, shutdown_on_exit=False
-        )
-        provider.add_span_processor(self._spans)
-        self.tracer: Tracer = provider.get_tracer("tandem", tandem.__version__)
-        """Makes spans."""
-        self._metrics = MetricsThread(
-            OTLPMetricExporter(endpoint=endpoint, timeout=timeout), registry, resource, self._failures
-        )
-
-    def start(self) -> None:
-        """Begin to send metrics. Spans are sent from the first on."""
-        self._metrics.start()
-
-    def close(self, deadline: float) -> None:
-        """Send the rest until the deadline (monotonic clock), then drop it."""
-        ending = [
-            threading.Thread(target=end, daemon=True) for end in (self._spans.shutdown, self._metrics.close)
-        ]
-        for thread in ending:
-            thread.start()
-        for thread in ending:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        if any(thread.is_alive() for thread in ending):
-            self._failures.complain("traces and metrics")
-        self._failures.mute()
-        # Ends a transfer that is still under way, and with it the thread.
-        self._spans.span_exporter.shutdown()
-        self._metrics.abort()
-
-
-class Failures:
-    """Counts batches that the collector did not take, and complains of them once a minute."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        counter = Counter(
-            "tandem_telemetry_export_failures",
-            "Batches that the OTLP endpoint did not take.",
-            ("signal",),
-            registry=registry,
-        )
-        self._counters = {signal: counter.labels(signal) for signal in ("traces", "metrics")}
-        self._complained = float("-inf")
-        self._is_muted = False
-        self._lock = threading.Lock()
-
-    def count(self, signal: str) -> None:
-        """A batch of `traces` or `metrics` was lost."""
-        self._counters[signal].inc()
-        self.complain(signal)
-
-    def complain(self, signal: str) -> None:
-        """Say that `signal` was lost, unless that was said in the last minute."""
-        now = time.monotonic()
-        with self._lock:
-            if self._is_muted or now - self._complained < _SECONDS_BETWEEN_COMPLAINTS:
-                return
-            self._complained = now
-        logger.warning("the telemetry collector does not answer; what it would get is lost",
-                       extra={"signal": signal})  # fmt: skip
-
-    def mute(self) -> None:
-        """Complain no more: a transfer that is cut off at the end may fail when the log has long been closed."""
-        with self._lock:
-            self._is_muted = True
-
-
-class CountingSpanExporter(SpanExporter):
-    """An exporter that counts its failures."""
-
-    def __init__(self, exporter: SpanExporter, failures: Failures) -> None:
-        self._exporter = exporter
-        self._failures = failures
-        self._is_shut_down = False
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Send a batch."""
-        result = self._exporter.export(spans)
-        if result is not SpanExportResult.SUCCESS:
-            self._failures.count("traces")
-        return result
-
-    def shutdown(self) -> None:
-        """End the transfer under way."""
-        if not self._is_shut_down:
-            self._is_shut_down = True
-            self._exporter.shutdown()
-
-
-class MetricsThread:
-    """Sends all metrics of a registry now and then."""
-
-    def __init__(
-        self, exporter: MetricExporter, registry: CollectorRegistry, resource: Resource, failures: Failures
-    ) -> None:
-        self._exporter = exporter
-        self._registry = registry
-        self._resource = resource
-        self._failures = failures
-        self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tandem-metrics", daemon=True)
-        self._started_ns = time.time_ns()
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Send a last time, and end."""
-        self._ending.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def abort(self) -> None:
-        """End the transfer under way."""
-        self._exporter.shutdown()
-
-    def _run(self) -> None:
-        interval = _metrics_interval_seconds()
-        while not self._ending.wait(interval):
-            self._send()
-        self._send()
-
-    def _send(self) -> None:
-        try:
-            metrics = to_otlp(self._registry.collect(), self._resource, self._started_ns)
-            result = self._exporter.export(metrics)
-        except Exception:
-            result = MetricExportResult.FAILURE
-            logger.debug("metrics could not be sent", exc_info=True)
-        if result is not MetricExportResult.SUCCESS:
-            self._failures.count("metrics")
-
-
-def _metrics_interval_seconds() -> float:
-    milliseconds = os.environ.get("OTEL_METRIC_EXPORT_INTERVAL")
-    return float(milliseconds) / 1e3 if milliseconds else _METRICS_INTERVAL_SECONDS
-
-
-def _sampler(ratio: float | None) -> ParentBased | None:
-    """None leaves it to OTEL_TRACES_SAMPLER."""
-    return None if ratio is None else ParentBased(TraceIdRatioBased(ratio))
-
-
-def _silence_exporters() -> None:
-    """The library complains of each batch and each retry, and of each span that finds the queue full; `Failures` says
-    the same once a minute."""
-    for name in ("opentelemetry.exporter.otlp", "opentelemetry.sdk._shared_internal"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-# Maximum wait at the process's end: a collector that is gone must not delay a restart.
-_CLOSE_SECONDS = 1.0
-
-
-class Telemetry:
-    """Traces and metrics of one process. Made once, started once, closed once."""
-
-    def __init__(self, options: TelemetryOptions, service: str, exports: Exports | None = None) -> None:
-        """Timing of the reports.
-
-        Args:
-            options: Where telemetry goes.
-            service: coordinator, draft or target.
-            exports: Exporters in place of those of the options.
-        """
-        self._options = options
-        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-        self.registry = CollectorRegistry(auto_describe=True)
-        """Every metric of the process."""
-        ProcessCollector(registry=self.registry)
-        info = prometheus_client.Gauge(
-            "tandem_build_info", "Always 1.", ("service", "version"), registry=self.registry
-        )
-        info.labels(service, tandem.__version__).set(1)
-        if exports is None and sends(options):
-            exports = OtlpExports(options, _resource(service), self.registry)
-        self._exports = exports
-        self._server: WSGIServer | None = None
-
-    @property
-    def tracer(self) -> Tracer | None:
-        """Makes spans; None when traces go nowhere."""
-        return None if self._exports is None else self._exports.tracer
-
-    @property
-    def prometheus_port(self) -> int | None:
-        """Address of the metrics server, once started."""
-        return None if self._server is None else self._server.server_port
-
-    def start(self) -> None:
-        """Begin to serve and send.
-
-        Raises:
-            ConfigurationError: the Prometheus port cannot be bound.
-        """
-        host, port = self._options.prometheus_host, self._options.prometheus_port
-        if port is not None:
-            try:
-                self._server, _ = prometheus_client.start_http_server(port, host, self.registry)
-            except OSError as error:
-                raise ConfigurationError(
-                    f"cannot serve metrics on {host}:{port}: {(error.strerror or str(error)).lower()}; choose "
-                    "another address with --prometheus-host and --prometheus-port"
-                ) from error
-            logger.info("metrics served", extra={"address": f"{host}:{self.prometheus_port}"})
-        if self._exports is not None:
-            self._exports.start()
-
-    async def close(self) -> None:
-        """Send the rest, as far as that is quick, and end."""
-        await asyncio.gather(self._end_exports(), self._end_server())
-
-    async def _end_exports(self) -> None:
-        if self._exports is not None:
-            await asyncio.to_thread(self._exports.close, time.monotonic() + _CLOSE_SECONDS)
-
-    async def _end_server(self) -> None:
-        if self._server is not None:
-            await asyncio.to_thread(self._server.shutdown)
-            self._server.server_close()
-
-    def prometheus_text(self) -> tuple[bytes, str]:
-        """All metrics in Prometheus's text form, and its content type; for a server that has its own /metrics."""
-        return prometheus_client.generate_latest(self.registry), prometheus_client.CONTENT_TYPE_LATEST
-
-
-def _resource(service: str) -> Resource:
-    """The telemetry resource. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override our names."""
-    ours = {
-        "service.name": f"tandem-{service}",
-        "service.version": tandem.__version__,
-        "service.instance.id": f"{os.uname().nodename}-{os.getpid()}",
-    }
-    detected = Resource.create()
-    chosen = {
-        name: value
-        for name, value in detected.attributes.items()
-        if name != "service.name" or not str(value).startswith("unknown_service")
-    }
-    return Resource({**ours, **chosen})

@@ -9,6 +9,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from tandem.errors import TandemError, status_code
 from tandem.telemetry import attributes as names
 
+METHODS = {"draft": ("tandem.v1.DraftService", "Propose"), "target": ("tandem.v1.TargetService", "Verify")}
+"""The service and the method that a stream's spans are named after, by role."""
+
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 

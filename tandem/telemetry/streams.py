@@ -1,10 +1,10 @@
-"""The observer interface of a servicer's streams. Telemetry implements it."""
+"""The observer interface of a servicer's streams. These classes observe nothing; telemetry overrides them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeAlias
 
 from tandem.telemetry.settings import TelemetryOptions, telemetry_for
 
@@ -16,7 +16,7 @@ OnStep: TypeAlias = "Callable[[StepRecord], None] | None"
 """Called for each step of an engine, on the engine's thread; None: no observer."""
 
 
-class StreamObserver(Protocol):
+class StreamObserver:
     """Observes one stream."""
 
     def opened(self) -> None:
@@ -29,12 +29,11 @@ class StreamObserver(Protocol):
         """Its answer is ready, with so many tokens or rows."""
 
 
-class ServiceObserver(Protocol):
+class ServiceObserver:
     """Observes a draft or target service."""
 
-    @property
-    def on_step(self) -> OnStep:
-        """Observer interface for the engine's steps."""
+    on_step: OnStep = None
+    """Observer of the engine's steps."""
 
     def start(self) -> None:
         """The service begins to start.
@@ -49,52 +48,21 @@ class ServiceObserver(Protocol):
         `kv_usage` returns the usage of its KV cache, if it has one, and is called on the event loop.
         """
 
-    def stream(self, request_id: str, traceparent: str) -> AbstractContextManager[StreamObserver]:
+    @contextmanager
+    def stream(self, request_id: str, traceparent: str) -> Iterator[StreamObserver]:
         """Observe a stream for as long as the block lasts."""
+        yield _NO_STREAM_OBSERVER
 
     async def close(self) -> None:
         """The service ends."""
 
 
-class NoServiceObserver:
-    """Observes nothing, at no cost."""
-
-    on_step: OnStep = None
-
-    def start(self) -> None:
-        """Do nothing."""
-
-    def ready(self, model_name: str, kv_usage: Callable[[], KvUsage | None]) -> None:
-        """Do nothing."""
-
-    @contextmanager
-    def stream(self, request_id: str, traceparent: str) -> Iterator[NoServiceObserver]:
-        """Return itself."""
-        yield self
-
-    def opened(self) -> None:
-        """Do nothing."""
-
-    def step_arrived(self) -> None:
-        """Do nothing."""
-
-    def answered(self, token_count: int) -> None:
-        """Do nothing."""
-
-    async def close(self) -> None:
-        """Do nothing."""
-
-
-NO_SERVICE_OBSERVER = NoServiceObserver()
+_NO_STREAM_OBSERVER = StreamObserver()
+NO_SERVICE_OBSERVER = ServiceObserver()
 
 
 def observer_for(options: TelemetryOptions, role: str) -> ServiceObserver:
-    """Return the observer of a service with these settings; a null observer without telemetry.
-
-    Args:
-        options: Where telemetry goes.
-        role: draft or target.
-    """
+    """The observer of a service with these settings, which is draft or target."""
     telemetry = telemetry_for(options, role)
     if telemetry is None:
         return NO_SERVICE_OBSERVER

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from coordinator.telemetry.metrics import CoordinatorMetrics
+from coordinator.telemetry.metrics import RequestMetrics
 from tandem.integrations.vllm.metrics import Counts, CountsCollector, wait_histogram
 from tandem.telemetry.service import EngineMetrics, StreamMetrics
 from tests.deploy.dashboard import DASHBOARD, VLLM_DASHBOARD, panels, queries
@@ -41,9 +41,9 @@ def check(*arguments: str) -> None:
 
 def test_every_metric_that_a_query_asks_for_is_exported() -> None:
     registry = CollectorRegistry()
-    CoordinatorMetrics(registry, measures_waits=True)
-    EngineMetrics(registry, "target")
-    StreamMetrics(registry, "target")
+    RequestMetrics(registry, "m", measures_waits=True)
+    EngineMetrics(registry, ("target", "m"))
+    StreamMetrics(registry, ("target", "m"))
     wait_histogram(registry)
     registry.register(CountsCollector(Counts(), lambda: 0))
     exported = VLLM_METRICS | {family.name for family in registry.collect()}

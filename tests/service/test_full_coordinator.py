@@ -13,7 +13,7 @@ import grpc.aio
 from coordinator.requests.arrival import GENERATE
 from coordinator.service import CoordinatorService
 from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.telemetry.observer import NoObserver
+from coordinator.telemetry.observer import Observer, RequestObserver
 from coordinator.telemetry.setup import CoordinatorTelemetry
 from tandem.client import Client
 from tandem.errors import CapacityError
@@ -31,7 +31,7 @@ SECONDS = 10.0
 
 
 @dataclass
-class Counter(NoObserver):
+class Counter(Observer, RequestObserver):
     """Records requests and their outcomes."""
 
     begun: list[str] = field(default_factory=list)

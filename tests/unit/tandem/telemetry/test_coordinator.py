@@ -12,10 +12,11 @@ from prometheus_client import CollectorRegistry
 
 from coordinator.stats.speculation import add, since
 from coordinator.stats.tally import RoundTally
-from coordinator.telemetry.metrics import CoordinatorMetrics, RecentStats, State, StateCollector
+from coordinator.telemetry.metrics import RecentStats, RequestMetrics, State, state_metrics
 from coordinator.telemetry.observed import RequestSpans
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.speculation_state import SpeculationDecision
+from tandem.telemetry.metrics import AtScrape
 from tandem.types import AheadStats, SpeculationStats
 from tests.unit.coordinator.round_results import round_result
 
@@ -33,8 +34,7 @@ def series(registry: CollectorRegistry) -> int:
 
 def test_the_number_of_series_is_bounded() -> None:
     registry = CollectorRegistry()
-    model = CoordinatorMetrics(registry).of("m")
-    model.prepare(2)
+    model = RequestMetrics(registry, "m", 2)
     for index in range(100):
         model.speculated(f"rule {index}", speculation_stats_of((64, 64)))
     count = series(registry)
@@ -48,7 +48,7 @@ def test_the_number_of_series_is_bounded() -> None:
 
 def test_hits_are_counted_by_rank() -> None:
     registry = CollectorRegistry()
-    model = CoordinatorMetrics(registry).of("m")
+    model = RequestMetrics(registry, "m")
     count = series(registry)
     ahead = AheadStats(awaited=30, hits=24, hits_by_rank=[*range(5), *[1] * 11], saved_seconds=0.5)
     for _ in range(2):
@@ -61,8 +61,7 @@ def test_hits_are_counted_by_rank() -> None:
     assert value("saved_seconds") == 1.0
     assert [value("hits", rank=str(rank)) for rank in (1, 5, 16)] == [0, 8, 2]
     assert value("hits", rank="17+") == 6
-    rules = len(CoordinatorMetrics(CollectorRegistry()).speculation) * 2
-    assert series(registry) <= count + rules, "every rank has its series from the start"
+    assert series(registry) == count, "every rank has its series from the start"
 
 
 async def test_a_large_fleet_is_counted_completely_and_listed_partly() -> None:
@@ -82,7 +81,7 @@ async def test_a_large_fleet_is_counted_completely_and_listed_partly() -> None:
 
     replicas = [replica(index) for index in range(500)]
     registry = CollectorRegistry()
-    registry.register(StateCollector(lambda: State("m", 3, 4, replicas, SpeculationStats())))
+    registry.register(AtScrape(lambda: State("m", 3, 4, replicas, SpeculationStats()), state_metrics))
     labels = {"model_name": "m", "role": "draft"}
     assert registry.get_sample_value("tandem_replicas", labels | {"state": "ready"}) == 500
     listed = [family for family in registry.collect() if family.name == "tandem_replica_ready"]
@@ -94,7 +93,7 @@ async def test_a_large_fleet_is_counted_completely_and_listed_partly() -> None:
 
 async def test_without_proposals_the_rate_is_undefined() -> None:
     registry = CollectorRegistry()
-    registry.register(StateCollector(lambda: State("m", 0, 0, [], speculation_stats_of((0, 0)))))
+    registry.register(AtScrape(lambda: State("m", 0, 0, [], speculation_stats_of((0, 0))), state_metrics))
     assert registry.get_sample_value("tandem_spec_decode_acceptance_rate", {"model_name": "m"}) is None
 
 
@@ -124,10 +123,11 @@ def memory() -> InMemorySpanExporter:
     return InMemorySpanExporter()
 
 
-def spans_of(memory: InMemorySpanExporter) -> RequestSpans:
+def spans_of(memory: InMemorySpanExporter, trace_rounds: float = 0.0) -> RequestSpans:
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(memory))
-    return RequestSpans(provider.get_tracer("test"), "id", "", 0.0)
+    tracer = provider.get_tracer("test")
+    return RequestSpans(tracer, tracer.start_span("request"), trace_rounds)
 
 
 def test_a_flapping_draft_does_not_push_out_the_first_events(memory: InMemorySpanExporter) -> None:
@@ -154,7 +154,9 @@ async def test_decisions_are_exported_for_each_load() -> None:
     )
     ahead = replace(decided, num_speculative_tokens=3, ahead_outcomes=8)
     registry = CollectorRegistry()
-    registry.register(StateCollector(lambda: State("m", 16, 0, [], SpeculationStats(), [decided, ahead])))
+    registry.register(
+        AtScrape(lambda: State("m", 16, 0, [], SpeculationStats(), [decided, ahead]), state_metrics)
+    )
     found = {
         sample.name: sample.value
         for metric in registry.collect()
@@ -170,9 +172,7 @@ async def test_decisions_are_exported_for_each_load() -> None:
 
 
 def test_spans_report_drafting_ahead(memory: InMemorySpanExporter) -> None:
-    provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(memory))
-    spans = RequestSpans(provider.get_tracer("test"), "id", "", 1.0)
+    spans = spans_of(memory, 1.0)
     spans.round(round_result(4, 2))
     spans.round(round_result(4, 2, awaited=True))
     spans.round(round_result(4, 2, awaited=True, rank=0, saved=0.01))

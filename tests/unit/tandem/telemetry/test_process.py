@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tandem.errors import ConfigurationError
-from tandem.telemetry.metrics import OnLoop
+from tandem.telemetry.metrics import AtScrape
 from tandem.telemetry.process import Failures, Telemetry
 from tandem.telemetry.settings import TelemetryOptions, telemetry_for
 from tests.paths import ROOT
@@ -129,22 +130,25 @@ def test_a_transfer_that_is_cut_off_at_the_end_writes_to_no_closed_log(
     assert registry.get_sample_value("tandem_telemetry_export_failures_total", {"signal": "traces"}) == 1
 
 
+def read_at_scrape(read: Callable[[], int]) -> Callable[[], int | None]:
+    return AtScrape(read, lambda _: ()).value
+
+
 async def test_values_of_the_event_loop_are_read_on_it() -> None:
-    read = OnLoop(threading.get_ident)
+    read = read_at_scrape(threading.get_ident)
     here = threading.get_ident()
     assert read() == here
     assert await asyncio.to_thread(read) == here
 
 
 async def test_an_error_in_reading_reaches_the_reader() -> None:
-    read = OnLoop(lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        await asyncio.to_thread(read)
+        await asyncio.to_thread(read_at_scrape(lambda: 1 // 0))
 
 
 def test_a_loop_that_has_ended_says_nothing() -> None:
-    async def make() -> OnLoop[int]:
-        return OnLoop(lambda: 1)
+    async def make() -> Callable[[], int | None]:
+        return read_at_scrape(lambda: 1)
 
     with ThreadPoolExecutor() as pool:
         assert pool.submit(asyncio.run(make())).result() is None

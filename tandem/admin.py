@@ -174,7 +174,22 @@ class Finding:
     detail: str
     """The finding, in a sentence."""
     advice: str = ""
-    """Advice."""
+    """What to do about it."""
+
+    @classmethod
+    def ok(cls, check: str, detail: str, subject: str = "") -> Finding:
+        """A finding that needs nothing to be done."""
+        return cls(check, subject, Severity.OK, detail)
+
+    @classmethod
+    def warning(cls, check: str, detail: str, advice: str = "", subject: str = "") -> Finding:
+        """Something that works worse than it could."""
+        return cls(check, subject, Severity.WARNING, detail, advice)
+
+    @classmethod
+    def problem(cls, check: str, detail: str, advice: str = "", subject: str = "") -> Finding:
+        """Something that makes requests fail."""
+        return cls(check, subject, Severity.PROBLEM, detail, advice)
 
 
 @dataclass(frozen=True, slots=True)

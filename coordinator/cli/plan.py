@@ -21,11 +21,11 @@ import typer
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from coordinator.cli.admin.client import admin_client
-from coordinator.cli.admin.views import percent
+from coordinator.cli.admin import admin_client
 from coordinator.cli.command import OutputOptions, command, plain_table
-from coordinator.cli.connection import ConnectionOptions
+from coordinator.cli.connection import ConnectionOptions, connect
 from coordinator.cli.up import NO_DRAFT, DeviceOptions, UpOptions, service_arguments
+from coordinator.cli.views import percent
 from coordinator.speculation.plan import (
     MAX_TOKENS,
     PER_8_ROWS,
@@ -425,7 +425,7 @@ async def _measured_plans(connection: ConnectionOptions, click: typer.Context) -
     Raises:
         NotFoundError: the coordinator has measured no rounds yet.
     """
-    async with admin_client(connection, click) as client:
+    async with admin_client(connect(connection, click)) as client:
         decisions = (await client.stats()).decisions
     measured = [decision for decision in decisions if len(decision.round_seconds) > 1]
     # A plan adds up the times of draft and target. Rounds that draft ahead let them overlap.

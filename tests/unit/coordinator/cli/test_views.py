@@ -7,14 +7,25 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import RenderableType
 
-from coordinator.cli.admin.doctor import clock, distance, summary, version, view
-from coordinator.cli.admin.requests import request_table, request_view
-from coordinator.cli.admin.stats import stats_view
-from coordinator.cli.admin.status import status_view
+from coordinator.cli.admin import pairs
 from coordinator.cli.command import as_text, plain
+from coordinator.cli.doctor import clock, distance, doctor_view, summary, version
+from coordinator.cli.views import (
+    bar,
+    duration,
+    milliseconds,
+    percent,
+    request_view,
+    requests_view,
+    stats_view,
+    status_view,
+)
 from tandem.admin import Diagnosis, Severity
+from tandem.errors import ConfigurationError
 from tests.snapshots import assert_matches
 from tests.unit.coordinator.cli.samples import BEFORE, FINDINGS, NOW, REPLICAS, REQUEST, STATS, STATUS
 
@@ -22,9 +33,9 @@ VIEWS: dict[str, RenderableType] = {
     "status": status_view(STATUS, "coordinator.example.org:50051"),
     "stats": stats_view(STATS),
     "stats-second-look": stats_view(STATS, BEFORE),
-    "requests": request_table([REQUEST, replace(REQUEST, request_id="77ab" * 8, rule="greedy")]),
+    "requests": requests_view([REQUEST, replace(REQUEST, request_id="77ab" * 8, rule="greedy")]),
     "request": request_view(REQUEST),
-    "doctor": view(FINDINGS),
+    "doctor": doctor_view(FINDINGS),
 }
 
 
@@ -80,3 +91,47 @@ def test_other_findings_of_the_client() -> None:
     assert distance(0.5).severity is Severity.WARNING
     assert version(Diagnosis("9.9.9", NOW, ())).severity is Severity.WARNING
     assert summary(FINDINGS) == "3 checks: 1 fine, 1 warning, 1 problem"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0, "0s"),
+        (59.9, "59s"),
+        (60, "1m 0s"),
+        (725, "12m 5s"),
+        (3600, "1h 0m"),
+        (90061, "1d 1h"),
+        (400000, "4d 15h"),
+    ],
+)
+def test_a_duration_has_two_units(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(None, "-"), (0.00042, "0.4 ms"), (0.0314, "31.4 ms"), (1.2345, "1234 ms")]
+)
+def test_milliseconds_have_their_significant_digits(seconds: float | None, words: str) -> None:
+    assert milliseconds(seconds) == words
+
+
+def test_the_share_of_zero_is_undefined() -> None:
+    assert percent(0, 0) == "-"
+    assert percent(0.5) == "50.0%"
+    assert percent(1, 3) == "33.3%"
+
+
+@given(st.floats(0.0, 1.0), st.integers(1, 60))
+def test_the_length_of_a_bar_is_its_share(share: float, width: int) -> None:
+    drawn = bar(share, width)
+    eighths = drawn.count("█") * 8 + sum(" ▏▎▍▌▋▊▉".index(cell) for cell in drawn if cell != "█")
+    assert len(drawn) <= width
+    assert eighths == pytest.approx(share * width * 8, abs=0.5 + 1e-9)
+
+
+def test_names_and_values_are_joined_in_pairs() -> None:
+    assert pairs(["a", "1", "b=2", "c", "x=y"]) == {"a": "1", "b": "2", "c": "x=y"}
+    assert pairs(["a="]) == {"a": ""}
+    with pytest.raises(ConfigurationError, match="a has no value"):
+        pairs(["b", "1", "a"])

@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from datetime import datetime
 
-import typer
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.cli.admin.client import admin_client
-from coordinator.cli.admin.views import milliseconds, plural
-from coordinator.cli.command import UNHEALTHY, UNREACHABLE, OutputOptions, command, exit_code
-from coordinator.cli.connection import Connection, ConnectionOptions, connect
+from coordinator.cli.command import UNHEALTHY, UNREACHABLE, exit_code
+from coordinator.cli.connection import Connection
+from coordinator.cli.views import milliseconds
 from tandem import __version__
 from tandem.admin import Diagnosis, Finding, Severity
 from tandem.admin_client import DEFAULT_TIMEOUT_SECONDS, AdminClient
 from tandem.errors import PermissionDeniedError, ServiceUnavailableError, TandemError, UnauthenticatedError
+from tandem.plural import plural
 from tandem.rpc.addresses import is_local
 
 _PINGS = 5
@@ -37,54 +35,12 @@ _MARKS = {
 }
 
 
-@dataclass(slots=True)
-class Report:
-    """The findings."""
-
-    findings: list[Finding] = field(default_factory=list)
-    exit_code: int = 0
-
-    @property
-    def healthy(self) -> bool:
-        """True if requests can be completed."""
-        return self.exit_code == 0
-
-    def add(self, finding: Finding) -> None:
-        """Note a finding."""
-        self.findings.append(finding)
-        if finding.severity is Severity.PROBLEM:
-            self.exit_code = self.exit_code or UNHEALTHY
-
-
-def add_to(admin: typer.Typer) -> None:
-    """Add the command to its group."""
-    command(admin, "tandem admin doctor", "tandem admin doctor -o json")(doctor)
-
-
-async def doctor(click: typer.Context, connection: ConnectionOptions, output: OutputOptions) -> None:
-    """Find problems, and say what to do.
-
-    Checks the address, TLS, the token, versions, clocks and round trips from here, and replicas, models, load and
-    acceptance from the coordinator. Exits 0 without a problem (warnings do not count), 3 with one, 4 when the
-    coordinator cannot be reached, and 5 when it refuses the token.
-    """
-    where = connect(connection, click)
-    async with admin_client(connection, click) as client:
-        report = await examine(where, client)
-    output.show({"healthy": report.healthy, "findings": report.findings}, lambda: view(report.findings))
-    if report.exit_code:
-        raise typer.Exit(report.exit_code)
-
-
-async def examine(where: Connection, client: AdminClient) -> Report:
-    """Everything that can be found."""
-    report = Report()
-    reached = await _reached(where.address, where.timeout_seconds or DEFAULT_TIMEOUT_SECONDS)
-    report.add(reached)
-    if reached.severity is Severity.PROBLEM:
-        report.exit_code = UNREACHABLE
-        return report
-    report.add(transport(where))
+async def examine(where: Connection, client: AdminClient) -> tuple[list[Finding], int]:
+    """Everything that can be found, and the exit code: 0 if requests can be completed."""
+    findings = [await _reached(where.address, where.timeout_seconds or DEFAULT_TIMEOUT_SECONDS)]
+    if findings[0].severity is Severity.PROBLEM:
+        return findings, UNREACHABLE
+    findings.append(transport(where))
     try:
         round_trip = await _round_trip(client)
         before = datetime.now().astimezone()
@@ -92,21 +48,16 @@ async def examine(where: Connection, client: AdminClient) -> Report:
         diagnosis = await client.diagnose()
         took = time.perf_counter() - began
     except TandemError as error:
-        report.add(refused(where, error))
-        report.exit_code = exit_code(error)
-        return report
-    report.add(distance(round_trip))
-    report.add(version(diagnosis))
-    report.add(clock(before, took, diagnosis.time))
-    for finding in diagnosis.findings:
-        report.add(finding)
-    return report
+        return [*findings, refused(where, error)], exit_code(error)
+    findings += [distance(round_trip), version(diagnosis), clock(before, took, diagnosis.time)]
+    findings += diagnosis.findings
+    has_problem = any(finding.severity is Severity.PROBLEM for finding in findings)
+    return findings, UNHEALTHY if has_problem else 0
 
 
 async def _reached(address: str, seconds: float) -> Finding:
-    """True if anything listens there."""
     if address.startswith("unix:"):
-        return Finding("address", address, Severity.OK, "a socket of this machine")
+        return Finding.ok("address", "a socket of this machine", address)
     host, _, port = address.rpartition(":")
     began = time.perf_counter()
     try:
@@ -116,15 +67,10 @@ async def _reached(address: str, seconds: float) -> Finding:
             await writer.wait_closed()
     except (OSError, TimeoutError) as error:
         reason = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
-        return Finding(
-            "address",
-            address,
-            Severity.PROBLEM,
-            f"it cannot be reached: {reason}",
-            "start the coordinator there, or name another with --address or tandem context use",
-        )
+        advice = "start the coordinator there, or name another with --address or tandem context use"
+        return Finding.problem("address", f"it cannot be reached: {reason}", advice, address)
     took = milliseconds(time.perf_counter() - began)
-    return Finding("address", address, Severity.OK, f"it accepts connections, within {took}")
+    return Finding.ok("address", f"it accepts connections, within {took}", address)
 
 
 async def _round_trip(client: AdminClient) -> float:
@@ -138,15 +84,13 @@ async def _round_trip(client: AdminClient) -> float:
 
 
 def transport(where: Connection) -> Finding:
-    """True if others can listen."""
+    """Find whether others can read the connection."""
     if where.credentials.uses_tls:
-        return Finding("TLS", "", Severity.OK, "the connection is encrypted")
+        return Finding.ok("TLS", "the connection is encrypted")
     if is_local(where.address):
-        return Finding("TLS", "", Severity.OK, "plain text, within this machine")
-    return Finding(
+        return Finding.ok("TLS", "plain text, within this machine")
+    return Finding.warning(
         "TLS",
-        "",
-        Severity.WARNING,
         "prompts, completions and the token travel in plain text",
         "start the coordinator with --tls-cert-file and --tls-key-file, and give --tls-ca-file here",
     )
@@ -164,25 +108,23 @@ def refused(where: Connection, error: TandemError) -> Finding:
             if where.credentials.uses_tls
             else "if it speaks TLS, give --tls or --tls-ca-file; else it may not be a coordinator"
         )
-    return Finding(check, where.address, Severity.PROBLEM, str(error), advice)
+    return Finding.problem(check, str(error), advice, where.address)
 
 
 def distance(seconds: float) -> Finding:
     """How far away the coordinator is."""
     words = f"{milliseconds(seconds)} from here to the coordinator and back"
     if seconds <= FAR_SECONDS:
-        return Finding("round trip", "", Severity.OK, words)
-    return Finding("round trip", "", Severity.WARNING, words, "each answer begins that much later")
+        return Finding.ok("round trip", words)
+    return Finding.warning("round trip", words, "each answer begins that much later")
 
 
 def version(diagnosis: Diagnosis) -> Finding:
-    """True if the two ends are of one release."""
+    """Compare the versions of the two ends."""
     if diagnosis.version == __version__:
-        return Finding("version", "", Severity.OK, f"{__version__} here and there")
-    return Finding(
+        return Finding.ok("version", f"{__version__} here and there")
+    return Finding.warning(
         "version",
-        "",
-        Severity.WARNING,
         f"{__version__} here, {diagnosis.version} there",
         f"install tandem {diagnosis.version} here, or upgrade the coordinator",
     )
@@ -197,33 +139,26 @@ def clock(before: datetime, took: float, coordinator_time: datetime) -> Finding:
         coordinator_time: The coordinator's clock.
     """
     apart = abs((coordinator_time - before).total_seconds() - took / 2)
-    words = f"{milliseconds(apart)} apart, give or take {milliseconds(took / 2)}"
     if apart - took / 2 <= SKEW_SECONDS:
-        return Finding("clock", "", Severity.OK, words)
-    return Finding(
+        return Finding.ok("clock", f"{milliseconds(apart)} apart, give or take {milliseconds(took / 2)}")
+    return Finding.warning(
         "clock",
-        "",
-        Severity.WARNING,
         f"{apart:.1f} s apart: logs and traces of the two machines do not fit together",
         "synchronise the clocks of both machines (NTP)",
     )
 
 
-def view(findings: Sequence[Finding]) -> RenderableType:
+def doctor_view(findings: Sequence[Finding]) -> RenderableType:
     """All findings, each with what to do, and how many there are of each kind."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     for finding in findings:
-        table.add_row(_MARKS[finding.severity], finding.check, "\n".join(_lines(finding)))
+        words = f"{finding.subject}: {finding.detail}" if finding.subject else finding.detail
+        advice = f"\n→ {finding.advice}" if finding.advice else ""
+        table.add_row(_MARKS[finding.severity], finding.check, words + advice)
     return Group(table, "", summary(findings))
-
-
-def _lines(finding: Finding) -> Iterator[str]:
-    yield f"{finding.subject}: {finding.detail}" if finding.subject else finding.detail
-    if finding.advice:
-        yield f"→ {finding.advice}"
 
 
 def summary(findings: Sequence[Finding]) -> str:

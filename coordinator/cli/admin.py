@@ -1,0 +1,448 @@
+"""`tandem admin`: see and steer a coordinator that runs."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from coordinator.cli.command import UNHEALTHY, OutputForm, OutputOptions, command, new_app
+from coordinator.cli.connection import Connection, ConnectionOptions, connect
+from coordinator.cli.doctor import doctor_view, examine
+from coordinator.cli.views import (
+    options_view,
+    replica_view,
+    replicas_view,
+    request_view,
+    requests_view,
+    stats_view,
+    status_view,
+)
+from tandem.admin import Stats
+from tandem.admin_client import DEFAULT_TIMEOUT_SECONDS, AdminClient
+from tandem.errors import (
+    ConfigurationError,
+    NotFoundError,
+    PermissionDeniedError,
+    ServiceUnavailableError,
+    TandemError,
+    UnauthenticatedError,
+)
+from tandem.plural import plural
+from tandem.replica import ReplicaSnapshot, ReplicaState, Role, is_last_target
+
+_COMPLETION_SECONDS = 1.0
+"""A shell that completes a word does not wait longer for a coordinator."""
+_POLL_SECONDS = 0.2
+_WAIT_SECONDS = 60.0
+
+admin = new_app(
+    "See and steer a coordinator that runs.\n\n"
+    "Every command takes --output table, json or yaml, and the options of the connection: on the command line, in the "
+    "environment (TANDEM_CLIENT_ADDRESS and so on) or from a context (tandem context --help).\n\n"
+    "\b\nExit codes:\n  0  done\n  1  failed\n  2  wrongly called\n  3  unhealthy\n  4  not reachable\n  5  refused"
+)
+replicas = new_app("List, show, drain and resume replicas.")
+requests = new_app("List, show and abort running requests.")
+config = new_app("Show and change the live configuration.")
+
+
+class Answer(NamedTuple):
+    """What a verb prints, and the command's exit code."""
+
+    result: object
+    """For programs."""
+    view: Callable[[Any], RenderableType]
+    """Shows the result to people."""
+    exit_code: int = 0
+
+
+def verb(app: typer.Typer, *examples: str, name: str | None = None) -> Callable[[Any], Any]:
+    """Add a function to an app as a command that asks a coordinator and prints an `Answer`.
+
+    Its first parameter is the client, its second may be `where: Connection`; the others are the command's own.
+    """
+
+    def add(function: Callable[..., Awaitable[Answer]]) -> Callable[..., Awaitable[Answer]]:
+        parameters = dict(inspect.signature(function, eval_str=True).parameters)
+        parameters.pop("client")
+        needs_where = parameters.pop("where", None) is not None
+
+        async def run(
+            click: typer.Context, connection: ConnectionOptions, output: OutputOptions, **own: Any
+        ) -> None:
+            where = connect(connection, click)
+            if needs_where:
+                own["where"] = where
+            async with admin_client(where) as client:
+                answer = await function(client, **own)
+            output.show(answer.result, lambda: answer.view(answer.result))
+            if answer.exit_code:
+                raise typer.Exit(answer.exit_code)
+
+        shared = list(inspect.signature(run, eval_str=True).parameters.values())[:3]
+        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [each.replace(kind=each.KEYWORD_ONLY) for each in (*parameters.values(), *shared)]
+        )
+        run.__name__, run.__doc__ = function.__name__, function.__doc__
+        command(app, *examples, name=name)(run)
+        return function
+
+    return add
+
+
+def admin_client(where: Connection) -> AdminClient:
+    """A client for the coordinator at the other end of a connection."""
+    return AdminClient(where.address, where.credentials, where.timeout_seconds or DEFAULT_TIMEOUT_SECONDS)
+
+
+def _suggesting(
+    ask: Callable[[AdminClient], Awaitable[Iterable[tuple[str, str]]]],
+) -> Callable[[typer.Context, str], list[tuple[str, str]]]:
+    """Completion of a word in the shell. A suggestion that fails must never disturb the shell."""
+
+    def suggest(click: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+        async def answer() -> list[tuple[str, str]]:
+            names = [field.name for field in fields(ConnectionOptions) if field.name in click.params]
+            where = connect(ConnectionOptions(**{name: click.params[name] for name in names}), click)
+            async with AdminClient(where.address, where.credentials, _COMPLETION_SECONDS) as client:
+                return [entry for entry in await ask(client) if entry[0].startswith(incomplete)]
+
+        try:
+            return asyncio.run(answer())
+        except TandemError:
+            return []
+
+    return suggest
+
+
+async def _replica_addresses(client: AdminClient) -> list[tuple[str, str]]:
+    return [(shot.address, f"{shot.role.value}, {shot.state.value}") for shot in await client.replicas()]
+
+
+async def _request_ids(client: AdminClient) -> list[tuple[str, str]]:
+    return [(each.request_id, plural(each.completion_tokens, "token")) for each in await client.requests()]
+
+
+Address = Annotated[
+    str,
+    typer.Argument(
+        metavar="ADDRESS",
+        help="host:port, as in the list.",
+        autocompletion=_suggesting(_replica_addresses),
+    ),
+]
+RequestId = Annotated[
+    str,
+    typer.Argument(
+        metavar="ID", help="The request's id, or its beginning.", autocompletion=_suggesting(_request_ids)
+    ),
+]
+
+
+@verb(admin, "tandem admin status", "tandem admin status --address 10.0.0.5:50051 -o json")
+async def status(client: AdminClient) -> Answer:
+    """Show replicas, load, acceptance and throughput."""
+    return Answer(await client.status(), lambda found: status_view(found, client.address))
+
+
+admin.add_typer(replicas, name="replicas")
+
+
+@verb(replicas, "tandem admin replicas list", "tandem admin replicas list -o yaml", name="list")
+async def list_replicas(client: AdminClient) -> Answer:
+    """List every replica: its state, its load, and what became of its proposals."""
+    return Answer(await client.replicas(), replicas_view)
+
+
+@verb(replicas, "tandem admin replicas show 10.0.0.7:50053", name="show")
+async def show_replica(client: AdminClient, replica: Address) -> Answer:
+    """Show a replica and its model."""
+    return Answer(_named(replica, await client.replicas()), replica_view)
+
+
+@verb(
+    replicas, "tandem admin replicas drain 10.0.0.7:50053", "tandem admin replicas drain 10.0.0.7:50053 --yes"
+)
+async def drain(
+    client: AdminClient,
+    replica: Address,
+    yes: Annotated[bool, typer.Option("--yes", help="Drain the last target without a question.")] = False,
+) -> Answer:
+    """Send no new sequences to a replica; its own move to another one, or finish there.
+
+    Without any other target requests wait and then fail, so draining the last one needs confirmation.
+    """
+    known = await client.replicas()
+    is_last = is_last_target(_named(replica, known), known)
+    if is_last and not yes:
+        _confirm(replica)
+    drained = await client.drain(replica, allow_last_target=is_last)
+    return Answer(drained, lambda found: replicas_view([found]))
+
+
+@verb(replicas, "tandem admin replicas resume 10.0.0.7:50053")
+async def resume(client: AdminClient, replica: Address) -> Answer:
+    """Give a drained replica new sequences again."""
+    return Answer(await client.resume(replica), lambda found: replicas_view([found]))
+
+
+def _named(address: str, known: Sequence[ReplicaSnapshot]) -> ReplicaSnapshot:
+    found = next((replica for replica in known if replica.address == address), None)
+    if found is None:
+        there = ", ".join(replica.address for replica in known) or "none"
+        raise NotFoundError(f"there is no replica {address!r}; there are: {there}")
+    return found
+
+
+def _confirm(address: str) -> None:
+    """Ask for confirmation on stderr, since stdout is for the result.
+
+    Raises:
+        ConfigurationError: stdin is not a terminal.
+        TandemError: the answer is no.
+    """
+    if not sys.stdin.isatty():
+        raise ConfigurationError(
+            f"{address} is the last target that takes new sequences; to drain it all the same, give --yes"
+        )
+    sys.stderr.write(
+        f"{address} is the last target that takes new sequences: requests will wait and then fail. Drain it? [y/N] "
+    )
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise TandemError("nothing was drained")
+
+
+admin.add_typer(requests, name="requests")
+
+
+@verb(requests, "tandem admin requests list", name="list")
+async def list_requests(client: AdminClient) -> Answer:
+    """List the requests that run, the oldest first."""
+    return Answer(await client.requests(), requests_view)
+
+
+@verb(requests, "tandem admin requests show 3f9c", name="show")
+async def show_request(client: AdminClient, request_id: RequestId) -> Answer:
+    """Show all that is known of a request that runs."""
+    return Answer(await client.request(request_id), request_view)
+
+
+@verb(requests, "tandem admin requests abort 3f9c --reason 'making room'")
+async def abort(
+    client: AdminClient,
+    request_id: RequestId,
+    reason: Annotated[str, typer.Option(help="Reason for its client.")] = "",
+) -> Answer:
+    """End a running request. Its client gets the status ABORTED and the reason; every service frees it."""
+    return Answer(await client.abort(request_id, reason), lambda ended: requests_view([ended]))
+
+
+@command(
+    admin,
+    "tandem admin stats",
+    "tandem admin stats --watch --interval 2",
+    "tandem admin stats --watch --count 10 -o json",
+)
+async def stats(
+    click: typer.Context,
+    connection: ConnectionOptions,
+    output: OutputOptions,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until Ctrl-C.")] = False,
+    interval: Annotated[float, typer.Option(help="With --watch: seconds between two looks.")] = 1.0,
+    count: Annotated[int | None, typer.Option(min=1, help="With --watch: end after so many looks.")] = None,
+) -> None:
+    """Show what speculation did; --watch: live.
+
+    The statistics begin with the coordinator's start. --watch updates them until Ctrl-C, and shows acceptance at each
+    position since the last update. With it, JSON is one object per line and YAML one document per update.
+    """
+    async with admin_client(connect(connection, click)) as client:
+        if watch:
+            await _watch(client, output, interval, count)
+            return
+        found = await client.stats()
+    output.show(found, lambda: stats_view(found))
+
+
+async def _watch(client: AdminClient, output: OutputOptions, interval: float, count: int | None) -> None:
+    live = Live(console=Console(highlight=False), auto_refresh=False, vertical_overflow="crop")
+    is_screen = output.output is OutputForm.TABLE and sys.stdout.isatty()
+    before: Stats | None = None
+    looks = 0
+    if is_screen:
+        live.start()
+    try:
+        async with aclosing(client.watch_stats(interval)) as answers:
+            async for found in answers:
+                view = stats_view(found, before)
+                if is_screen:
+                    live.update(view, refresh=True)
+                else:
+                    output.show_next(found, lambda view=view: view)  # type: ignore[misc]
+                before, looks = found, looks + 1
+                if looks == count:
+                    break
+    finally:
+        live.stop()
+
+
+admin.add_typer(config, name="config")
+
+
+@verb(
+    config,
+    "tandem admin config show",
+    "tandem admin config show num_speculative_tokens",
+    "tandem admin config show --live -o json",
+    name="show",
+)
+async def show_options(
+    client: AdminClient,
+    keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY]...", help="Only these options.")] = None,
+    live: Annotated[bool, typer.Option("--live", help="Only options that can be changed.")] = False,
+) -> Answer:
+    """Show every option, its value, and where the value comes from."""
+    options = await client.config()
+    names = [key.replace("-", "_") for key in keys or ()]
+    unknown = [name for name in names if all(option.name != name for option in options)]
+    if unknown:
+        raise NotFoundError(f"there is no option {', '.join(unknown)}")
+    shown = [
+        option for option in options if (not names or option.name in names) and (option.is_live or not live)
+    ]
+    return Answer(shown, options_view)
+
+
+@verb(
+    config,
+    "tandem admin config set num_speculative_tokens 6",
+    "tandem admin config set speculation false",
+    "tandem admin config set rejection_sampling_strategy synthetic synthetic_acceptance_rate 0.7",
+    name="set",
+)
+async def set_options(
+    client: AdminClient,
+    words: Annotated[list[str], typer.Argument(metavar="KEY VALUE...", help="Options and their values.")],
+) -> Answer:
+    """Change options for new requests; running requests keep theirs.
+
+    Several options change together or not at all. null unsets an optional option. The coordinator checks the same rules
+    as at its start, and logs each change with its caller.
+    """
+    return Answer(await client.update_config(pairs(words)), options_view)
+
+
+@verb(config, "tandem admin config reset num_speculative_tokens", name="reset")
+async def reset_options(
+    client: AdminClient,
+    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Options.")],
+) -> Answer:
+    """Give options the values again that the coordinator started with."""
+    return Answer(await client.update_config({}, keys), options_view)
+
+
+def pairs(words: Sequence[str]) -> dict[str, str]:
+    """KEY VALUE KEY VALUE ..., or KEY=VALUE.
+
+    Raises:
+        ConfigurationError: the last key has no value.
+    """
+    found: dict[str, str] = {}
+    rest = list(words)
+    while rest:
+        key, equals, value = rest.pop(0).partition("=")
+        if not equals:
+            if not rest:
+                raise ConfigurationError(f"{key} has no value; give KEY VALUE, or several of such pairs")
+            value = rest.pop(0)
+        found[key] = value
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Health of a coordinator in a word, and what it is made of."""
+
+    healthy: bool
+    """True if it takes requests and can complete them."""
+    serving: bool
+    """By the standard health protocol."""
+    state: str
+    """The coordinator's state; empty where the token does not permit asking."""
+    targets_ready: int | None
+    drafts_ready: int | None
+
+    def __str__(self) -> str:
+        words = [self.state or ("serving" if self.serving else "not serving")]
+        if self.state and not self.serving:
+            words.append("not serving")
+        if self.targets_ready is not None:
+            words.append(f"{plural(self.targets_ready, 'target')} ready")
+        if self.drafts_ready is not None:
+            words.append(f"{plural(self.drafts_ready, 'draft')} ready")
+        return f"{'healthy' if self.healthy else 'unhealthy'}: {', '.join(words)}"
+
+
+@verb(admin, "tandem admin health", "tandem admin health --wait --timeout 120 && tandem generate 'Hello'")
+async def health(
+    client: AdminClient,
+    where: Connection,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Ask until it is healthy, for --timeout seconds. [default: 60]")
+    ] = False,
+) -> Answer:
+    """Check whether requests can be completed.
+
+    Exits 0 when they can, 3 when they cannot, 4 when the coordinator cannot be reached. Where an admin token is needed
+    but missing, the command uses the standard health protocol.
+    """
+    deadline = time.monotonic() + (where.timeout_seconds or _WAIT_SECONDS if wait else 0.0)
+    while True:
+        try:
+            found = await _health(client)
+            if found.healthy or time.monotonic() > deadline:
+                return Answer(found, str, 0 if found.healthy else UNHEALTHY)
+        except ServiceUnavailableError:
+            if time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+async def _health(client: AdminClient) -> Health:
+    serving = await client.is_serving()
+    try:
+        status = await client.status()
+    except (UnauthenticatedError, PermissionDeniedError):
+        return Health(serving, serving, "", None, None)
+    ready = [shot.role for shot in status.replicas if shot.state is ReplicaState.READY]
+    return Health(
+        healthy=serving and status.state.completes,
+        serving=serving,
+        state=status.state.value,
+        targets_ready=ready.count(Role.TARGET),
+        drafts_ready=ready.count(Role.DRAFT),
+    )
+
+
+@verb(admin, "tandem admin doctor", "tandem admin doctor -o json")
+async def doctor(client: AdminClient, where: Connection) -> Answer:
+    """Find problems, and say what to do.
+
+    Checks the address, TLS, the token, versions, clocks and round trips from here, and replicas, models, load and
+    acceptance from the coordinator. Exits 0 without a problem (warnings do not count), 3 with one, 4 when the
+    coordinator cannot be reached, and 5 when it refuses the token.
+    """
+    findings, exit_code = await examine(where, client)
+    report = {"healthy": exit_code == 0, "findings": findings}
+    return Answer(report, lambda _: doctor_view(findings), exit_code)

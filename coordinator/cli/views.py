@@ -1,0 +1,365 @@
+"""What `tandem admin` shows people: numbers in words, facts and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from coordinator.cli.command import plain_table
+from coordinator.stats.ahead import hit_rate
+from coordinator.stats.speculation import (
+    acceptance_length,
+    acceptance_rate,
+    conditional_rates,
+    cumulative_rates,
+    since,
+    tokens_per_pass,
+)
+from tandem.admin import ConfigOption, CoordinatorState, Load, RequestReport, Stats, Status, Throughput
+from tandem.config.layers import Origin
+from tandem.config.rule import spelled
+from tandem.plural import plural
+from tandem.replica import ReplicaSnapshot, ReplicaState
+from tandem.speculation_state import SpeculationDecision, SpeculationState
+from tandem.types import AheadStats, SpeculationStats
+
+NOTHING = "-"
+"""Shown for a value that does not exist yet."""
+
+_STYLES = {
+    ReplicaState.READY: "green",
+    ReplicaState.CONNECTING: "yellow",
+    ReplicaState.DRAINING: "yellow",
+    ReplicaState.INCOMPATIBLE: "red",
+    ReplicaState.REFUSED: "red",
+    ReplicaState.DOWN: "red",
+    CoordinatorState.READY: "green",
+    CoordinatorState.STARTING: "yellow",
+    CoordinatorState.DEGRADED: "yellow",
+    CoordinatorState.UNAVAILABLE: "red",
+}
+_MAX_DECISIONS = 12
+"""A status with more lines does not fit a terminal; JSON has them all."""
+_BAR_WIDTH = 22
+"""Two bars and their numbers fit 80 columns."""
+
+
+def duration(seconds: float) -> str:
+    """A length of time in its two largest units: 45s, 12m 5s, 3h 2m, 4d 7h."""
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    parts = [(days, "d"), (hours, "h"), (minutes, "m"), (seconds, "s")]
+    while len(parts) > 1 and not parts[0][0]:
+        parts.pop(0)
+    return " ".join(f"{count}{unit}" for count, unit in parts[:2])
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Format a short time with its significant digits."""
+    if seconds is None:
+        return NOTHING
+    return f"{seconds * 1000:.1f} ms" if seconds < 0.1 else f"{seconds * 1000:.0f} ms"
+
+
+def percent(part: float, whole: float = 1.0) -> str:
+    """A share in percent; `NOTHING` where the whole is zero."""
+    return f"{part / whole:.1%}" if whole else NOTHING
+
+
+def bar(share: float, width: int = _BAR_WIDTH) -> str:
+    """A share as a bar of at most `width` cells, in eighths of a cell."""
+    full, rest = divmod(round(max(0.0, min(share, 1.0)) * width * 8), 8)
+    return "█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")
+
+
+def grid(rows: Iterable[tuple[RenderableType, ...]]) -> Table:
+    """Names in a dim column, and what they stand for."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def status_view(status: Status, address: str) -> RenderableType:
+    """The screen of `tandem admin status`."""
+    head = Text.assemble(
+        (f"tandem {status.version}", "bold"),
+        f"  {address}  ",
+        (status.state.value, _STYLES[status.state]),
+        f"  up {duration(status.uptime_seconds)}",
+    )
+    words = _speculation(status.speculation_state)
+    if status.speculation_state.is_on:
+        on, *reason = words.split("; ", 1)
+        words = "; ".join([f"{on}, rule {status.settings.rule}", *reason])
+    facts = grid(
+        [
+            ("model", status.model or "not known yet"),
+            ("speculation", words),
+            ("load", _load(status.load)),
+            ("throughput", _throughput(status.throughput)),
+            ("acceptance", _acceptance(status.speculation)),
+            *_ahead(status.speculation.ahead),
+        ]
+    )
+    return Group(head, "", facts, "", replicas_view(status.replicas), *_decisions(status.decisions))
+
+
+def replicas_view(shown: Sequence[ReplicaSnapshot]) -> RenderableType:
+    """A row for each replica, and why some are not ready."""
+    table = plain_table("ROLE", "ADDRESS", "STATE", ">FOR", ">SEQ", ">RTT", ">STEP", ">ACCEPT")
+    for replica in shown:
+        table.add_row(
+            replica.role.value,
+            replica.address,
+            _state(replica.state),
+            duration(replica.since_seconds).partition(" ")[0],
+            f"{replica.open_sequences:,}",
+            milliseconds(replica.round_trip_seconds),
+            milliseconds(replica.step_seconds),
+            percent(replica.figures.accepted, replica.figures.drafted),
+        )
+    reasons = [
+        Text(f"{replica.role.value} {replica.address}: {replica.reason}", style="yellow")
+        for replica in shown
+        if replica.reason
+    ]
+    return Group(table, *([""] if reasons else []), *reasons)
+
+
+def replica_view(replica: ReplicaSnapshot) -> RenderableType:
+    """Everything about one replica and its model."""
+    stats, model = replica.figures, replica.model
+    is_ready = replica.state is ReplicaState.READY and not replica.reason
+    return grid(
+        [
+            ("role", replica.role.value),
+            ("address", replica.address),
+            ("state", _state(replica.state)),
+            *([] if is_ready else [("reason", replica.reason or NOTHING)]),
+            ("since", duration(replica.since_seconds)),
+            ("sequences", f"{replica.open_sequences:,}"),
+            ("round trip", milliseconds(replica.round_trip_seconds)),
+            ("step", milliseconds(replica.step_seconds)),
+            ("rounds", f"{stats.rounds:,}"),
+            ("proposed", plural(stats.drafted, "token")),
+            ("accepted", f"{plural(stats.accepted, 'token')} ({percent(acceptance_rate(stats))})"),
+            ("acceptance length", f"{acceptance_length(stats):.2f}"),
+            *_ahead(stats.ahead),
+            *(
+                []
+                if model is None
+                else [
+                    ("model", model.name or NOTHING),
+                    ("architecture", model.architecture),
+                    ("parameters", f"{model.parameter_count:,}"),
+                    ("vocabulary", plural(model.vocabulary_size, "token")),
+                    ("tokenizer", model.tokenizer_hash[:12] or NOTHING),
+                    ("max_length", f"{model.max_length:,}"),
+                    ("dtype", model.dtype),
+                    ("version", model.service_version),
+                ]
+            ),
+        ]
+    )
+
+
+def requests_view(shown: Sequence[RequestReport]) -> RenderableType:
+    """A row for each request."""
+    table = plain_table("ID", ">AGE", ">PROMPT", ">TOKENS", ">TOKENS/S", "RULE", ">K", ">ACCEPTED")
+    for report in shown:
+        table.add_row(
+            report.request_id[:12],
+            duration(report.age_seconds),
+            f"{report.prompt_tokens:,}",
+            f"{report.completion_tokens:,}",
+            _speed(report),
+            report.rule,
+            str(report.num_speculative_tokens),
+            percent(report.speculation.accepted, report.speculation.drafted),
+        )
+    return table
+
+
+def request_view(report: RequestReport) -> RenderableType:
+    """Everything about one request."""
+    stats = report.speculation
+    return grid(
+        [
+            ("id", report.request_id),
+            ("age", duration(report.age_seconds)),
+            ("prompt", plural(report.prompt_tokens, "token")),
+            ("completion", f"{plural(report.completion_tokens, 'token')}, {_speed(report)} tokens/s"),
+            ("rule", report.rule),
+            ("K", f"{plural(report.num_speculative_tokens, 'token')} proposed per round"),
+            ("target", report.target_address or NOTHING),
+            ("draft", report.draft_address or NOTHING),
+            ("speculation", _speculation(report.speculation_state)),
+            ("rounds", f"{stats.rounds:,}"),
+            (
+                "accepted",
+                f"{stats.accepted:,} of {stats.drafted:,} ({percent(stats.accepted, stats.drafted)})",
+            ),
+        ]
+    )
+
+
+def stats_view(stats: Stats, before: Stats | None = None) -> RenderableType:
+    """Statistics since the start; with an earlier look, also what happened between the two."""
+    ended = stats.outcomes
+    recent = None if before is None else since(stats.speculation, before.speculation)
+    facts = [
+        ("up", duration(stats.uptime_seconds)),
+        ("load", _load(stats.load)),
+        (
+            "requests",
+            f"{ended.completed:,} completed, {ended.failed:,} failed, {ended.cancelled:,} cancelled, "
+            f"{ended.aborted:,} aborted",
+        ),
+        ("throughput", _throughput(stats.throughput)),
+        (
+            "completed",
+            f"{plural(stats.completion_tokens, 'token')} in {plural(stats.speculation.rounds, 'round')}",
+        ),
+        ("speculation", _speculation(stats.speculation_state)),
+        ("acceptance", _acceptance(stats.speculation)),
+        *_ahead(stats.speculation.ahead),
+    ]
+    if recent is not None:
+        facts.append(("last look", _acceptance(recent) if recent.drafted else "nothing proposed since"))
+    parts: list[RenderableType] = [grid(facts)]
+    if stats.speculation.positions:
+        # While nothing happens, show the last activity.
+        shown = recent if recent is not None and recent.drafted else stats.speculation
+        when = "since the last look" if shown is recent else "since the start"
+        parts += ["", _position_table(shown, when)]
+        if shown.ahead.awaited:
+            parts += ["", _rank_table(shown.ahead, when)]
+    if stats.by_rule:
+        parts += ["", _rule_table(stats.by_rule)]
+    return Group(*parts, *_decisions(stats.decisions))
+
+
+def options_view(shown: Sequence[ConfigOption]) -> RenderableType:
+    """A row for each option of the configuration."""
+    table = plain_table("OPTION", "VALUE", "FROM")
+    for option in shown:
+        value = ",".join(map(str, option.value)) if isinstance(option.value, list) else option.value
+        origin = option.origin.value
+        if option.origin is Origin.LIVE and option.changed_at is not None:
+            origin = f"live at {option.changed_at:%H:%M:%S} by {option.changed_by}"
+        table.add_row(option.name, "" if value is None else spelled(value), origin)
+    return table
+
+
+def _position_table(counts: SpeculationStats, when: str) -> Table:
+    """Cumulative and conditional acceptance at each position of a proposal."""
+    table = _titled(f"accepted {when}", "POS", ">CUMULATIVE", "", ">CONDITIONAL", "")
+    pairs = zip(cumulative_rates(counts), conditional_rates(counts), strict=True)
+    for number, (cumulative, conditional) in enumerate(pairs, start=1):
+        table.add_row(
+            str(number),
+            percent(cumulative),
+            f"[green]{bar(cumulative):{_BAR_WIDTH}}[/]",
+            percent(conditional),
+            f"[cyan]{bar(conditional):{_BAR_WIDTH}}[/]",
+        )
+    return table
+
+
+def _rank_table(ahead: AheadStats, when: str) -> Table:
+    """Rounds whose outcome was among the first 1, 2, 4, ... that the draft drafted for: what a smaller budget gives."""
+    table = _titled(f"drafted ahead {when}", "OUTCOMES", ">HITS", ">OF ROUNDS", "")
+    count = 1
+    while True:
+        hits = sum(ahead.hits_by_rank[:count])
+        share = hits / ahead.awaited
+        table.add_row(str(count), f"{hits:,}", percent(share), f"[green]{bar(share):{_BAR_WIDTH}}[/]")
+        if count >= len(ahead.hits_by_rank):
+            return table
+        count *= 2
+
+
+def _rule_table(by_rule: Mapping[str, SpeculationStats]) -> Table:
+    """Statistics by acceptance rule. The acceptance length is MAX's; tokens per pass is one more."""
+    table = plain_table("RULE", ">ROUNDS", ">PROPOSED", ">ACCEPTED", ">RATE", ">ACC. LENGTH", ">TOKENS/PASS")
+    for rule, counts in by_rule.items():
+        table.add_row(
+            rule,
+            f"{counts.rounds:,}",
+            f"{counts.drafted:,}",
+            f"{counts.accepted:,}",
+            percent(counts.accepted, counts.drafted),
+            f"{acceptance_length(counts):.2f}",
+            f"{tokens_per_pass(counts):.2f}",
+        )
+    return table
+
+
+def _titled(title: str, *columns: str) -> Table:
+    table = plain_table(*columns)
+    table.title, table.title_justify, table.title_style = title, "left", "dim"
+    return table
+
+
+def _speculation(state: SpeculationState) -> str:
+    if not state.is_on:
+        return f"off: {state.explanation}"
+    words = f"on, {plural(state.num_speculative_tokens, 'token')} proposed per round"
+    return f"{words}; {state.explanation}" if state.explanation else words
+
+
+def _decisions(decisions: Sequence[SpeculationDecision]) -> Iterator[RenderableType]:
+    """How much is proposed at each load, and why; nothing before there was any."""
+    ordered = sorted(
+        decisions, key=lambda each: (each.rule, each.temperatures, each.load, each.ahead_outcomes is not None)
+    )
+    if ordered:
+        yield ""
+        yield Text("proposal length by load", style="dim")
+    for decision in ordered[:_MAX_DECISIONS]:
+        yield f"{decision.rule}, temperature {decision.temperatures}, {decision.reason}"
+    if len(ordered) > _MAX_DECISIONS:
+        yield f"and {len(ordered) - _MAX_DECISIONS} more (-o json)"
+
+
+def _load(load: Load) -> str:
+    return f"{load.running:,} running, {load.queued:,} waiting"
+
+
+def _throughput(throughput: Throughput) -> str:
+    return (
+        f"{throughput.last_10_seconds:,.1f} tokens/s over 10 s, {throughput.last_60_seconds:,.1f} over 60 s"
+    )
+
+
+def _acceptance(stats: SpeculationStats) -> str:
+    if not stats.drafted:
+        return "nothing proposed yet"
+    return (
+        f"{percent(acceptance_rate(stats))} of {plural(stats.drafted, 'proposed token')}, "
+        f"acceptance length {acceptance_length(stats):.2f}"
+    )
+
+
+def _ahead(ahead: AheadStats) -> Iterator[tuple[str, str]]:
+    if ahead.awaited:
+        rounds = plural(ahead.awaited, "round")
+        yield (
+            "drafted ahead",
+            f"{percent(hit_rate(ahead))} of {rounds}, {ahead.saved_seconds:,.2f} s of waiting saved",
+        )
+
+
+def _state(value: ReplicaState) -> Text:
+    return Text(value.value, style=_STYLES[value])
+
+
+def _speed(report: RequestReport) -> str:
+    return f"{report.completion_tokens / report.age_seconds:.1f}" if report.age_seconds > 0 else NOTHING

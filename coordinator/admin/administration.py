@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Protocol
+from typing import TypeVar
 
 from coordinator.admin.diagnosis import diagnose
 from coordinator.rejection import named_strategy
+from coordinator.replicas.registry import ReplicaRegistry
 from coordinator.requests.active import ActiveRequest
 from coordinator.requests.runner import RequestRunner
 from coordinator.settings.acceptance import configured_options, for_draft, names_auto
@@ -39,58 +41,22 @@ MIN_INTERVAL_SECONDS = 0.1
 """Between two statistics of one watch."""
 
 
-class ReplicaPool(Protocol):
-    """The replicas that the coordinator keeps in touch with."""
+class Administrator(ABC):
+    """Shows and steers a coordinator: one process, or several that share a port."""
 
-    def snapshots(self) -> list[ReplicaSnapshot]:
-        """All of them at this moment."""
-
-    def drain(self, role: Role, address: str) -> None:
-        """Give a replica no new sequences."""
-
-    def resume(self, role: Role, address: str) -> None:
-        """Give a replica new sequences again."""
-
-
-class Administration:
-    """Shows and steers a coordinator."""
-
-    def __init__(self, completions: RequestRunner, live_config: LiveConfig, replicas: ReplicaPool) -> None:
-        self._completions = completions
+    def __init__(self, live_config: LiveConfig) -> None:
         self._live_config = live_config
-        self._replicas = replicas
         self._started = time.monotonic()
 
+    @abstractmethod
     async def status(self) -> Status:
-        """How the coordinator does."""
-        replicas = await self.replicas()
-        settings = self._live_config.current
-        has_draft = any(replica.role is Role.DRAFT for replica in replicas)
-        draft = next((each.model for each in replicas if each.role is Role.DRAFT and each.model), None)
-        options = for_draft(configured_options(settings), draft)
-        return Status(
-            version=__version__,
-            state=state_of(replicas),
-            time=datetime.now(UTC),
-            uptime_seconds=self._uptime,
-            model=next((replica.model.name for replica in replicas if replica.model is not None), ""),
-            load=self._load,
-            throughput=self._throughput,
-            speculation=self._completions.stats.cumulative.snapshot()[0],
-            settings=SpeculationSettings(
-                is_on=settings.speculation and has_draft,
-                num_speculative_tokens=settings.num_speculative_tokens,
-                rule=AUTO if names_auto(settings) else named_strategy(options).name,
-            ),
-            replicas=tuple(replicas),
-            speculation_state=self._speculation_state(replicas),
-            decisions=tuple(self._completions.speculation.decisions()),
-        )
+        """State, load and replicas at this moment."""
 
+    @abstractmethod
     async def replicas(self) -> list[ReplicaSnapshot]:
         """Every replica: targets first, then drafts, each by address."""
-        return sorted(self._replicas.snapshots(), key=lambda shot: (shot.role is Role.DRAFT, shot.address))
 
+    @abstractmethod
     async def drain(self, address: str, *, allow_last_target: bool, by: str) -> ReplicaSnapshot:
         """Send no new sequences to a replica, and let it finish its own.
 
@@ -103,30 +69,31 @@ class Administration:
             NotFoundError: there is no such replica.
             InvalidRequestError: it is the last target, and `allow_last_target` is false.
         """
-        replicas = await self.replicas()
-        replica = _find(replicas, address)
-        if is_last_target(replica, replicas) and not allow_last_target:
-            raise InvalidRequestError(
-                f"{address} is the last target that takes new sequences; without it requests wait and then fail"
-            )
-        self._replicas.drain(replica.role, replica.address)
-        logger.info("replica drained", extra={"role": replica.role.value, "address": address, "by": by})
-        return _find(await self.replicas(), address)
 
+    @abstractmethod
     async def resume(self, address: str, *, by: str) -> ReplicaSnapshot:
         """Give a replica new sequences again.
 
         Raises:
             NotFoundError: there is no such replica.
         """
-        replica = _find(await self.replicas(), address)
-        self._replicas.resume(replica.role, replica.address)
-        logger.info("replica resumed", extra={"role": replica.role.value, "address": address, "by": by})
-        return _find(await self.replicas(), address)
 
+    @abstractmethod
     async def requests(self) -> list[RequestReport]:
         """The requests that run, the oldest first."""
-        return [_report(request) for request in self._completions.requests.list()]
+
+    @abstractmethod
+    async def abort(self, request_id: str, *, reason: str, by: str) -> RequestReport:
+        """End the request whose id begins like this.
+
+        Raises:
+            NotFoundError: there is none.
+            InvalidRequestError: there are several.
+        """
+
+    @abstractmethod
+    async def stats(self) -> Stats:
+        """Statistics since the start."""
 
     async def request(self, request_id: str) -> RequestReport:
         """The request whose id begins like this.
@@ -135,36 +102,7 @@ class Administration:
             NotFoundError: there is none.
             InvalidRequestError: there are several.
         """
-        return _report(self._completions.requests.find(request_id))
-
-    async def abort(self, request_id: str, *, reason: str, by: str) -> RequestReport:
-        """End the request whose id begins like this.
-
-        Raises:
-            NotFoundError: there is none.
-            InvalidRequestError: there are several.
-        """
-        request = self._completions.requests.find(request_id)
-        report = _report(request)  # before the request leaves its draft and its target
-        request.abort(reason)
-        logger.info("request aborted", extra={"request_id": request.request_id, "reason": reason, "by": by})
-        return report
-
-    async def stats(self) -> Stats:
-        """Counts since the start."""
-        total, by_rule = self._completions.stats.cumulative.snapshot()
-        return Stats(
-            time=datetime.now(UTC),
-            uptime_seconds=self._uptime,
-            load=self._load,
-            throughput=self._throughput,
-            outcomes=self._completions.requests.outcomes,
-            completion_tokens=self._completions.requests.tokens.total,
-            speculation=total,
-            by_rule=by_rule,
-            speculation_state=self._speculation_state(await self.replicas()),
-            decisions=tuple(self._completions.speculation.decisions()),
-        )
+        return found_request(await self.requests(), request_id)
 
     async def watch(self, interval_seconds: float) -> AsyncGenerator[Stats]:
         """Statistics at a fixed interval.
@@ -205,6 +143,94 @@ class Administration:
     def _uptime(self) -> float:
         return time.monotonic() - self._started
 
+
+class Administration(Administrator):
+    """Shows and steers the coordinator of this process."""
+
+    def __init__(
+        self, completions: RequestRunner, live_config: LiveConfig, replicas: ReplicaRegistry
+    ) -> None:
+        super().__init__(live_config)
+        self._completions = completions
+        self._replicas = replicas
+
+    async def status(self) -> Status:
+        """See `Administrator`."""
+        replicas = await self.replicas()
+        settings = self._live_config.current
+        has_draft = any(replica.role is Role.DRAFT for replica in replicas)
+        draft = next((each.model for each in replicas if each.role is Role.DRAFT and each.model), None)
+        options = for_draft(configured_options(settings), draft)
+        return Status(
+            version=__version__,
+            state=state_of(replicas),
+            time=datetime.now(UTC),
+            uptime_seconds=self._uptime,
+            model=next((replica.model.name for replica in replicas if replica.model is not None), ""),
+            load=self._load,
+            throughput=self._throughput,
+            speculation=self._completions.stats.cumulative.snapshot()[0],
+            settings=SpeculationSettings(
+                is_on=settings.speculation and has_draft,
+                num_speculative_tokens=settings.num_speculative_tokens,
+                rule=AUTO if names_auto(settings) else named_strategy(options).name,
+            ),
+            replicas=tuple(replicas),
+            speculation_state=self._speculation_state(replicas),
+            decisions=tuple(self._completions.speculation.decisions()),
+        )
+
+    async def replicas(self) -> list[ReplicaSnapshot]:
+        """See `Administrator`."""
+        return sorted(self._replicas.snapshots(), key=lambda shot: (shot.role is Role.DRAFT, shot.address))
+
+    async def drain(self, address: str, *, allow_last_target: bool, by: str) -> ReplicaSnapshot:
+        """See `Administrator`."""
+        replicas = await self.replicas()
+        replica = found_replica(replicas, address)
+        if is_last_target(replica, replicas) and not allow_last_target:
+            raise InvalidRequestError(
+                f"{address} is the last target that takes new sequences; without it requests wait and then fail"
+            )
+        self._replicas.drain(replica.role, replica.address)
+        logger.info("replica drained", extra={"role": replica.role.value, "address": address, "by": by})
+        return found_replica(await self.replicas(), address)
+
+    async def resume(self, address: str, *, by: str) -> ReplicaSnapshot:
+        """See `Administrator`."""
+        replica = found_replica(await self.replicas(), address)
+        self._replicas.resume(replica.role, replica.address)
+        logger.info("replica resumed", extra={"role": replica.role.value, "address": address, "by": by})
+        return found_replica(await self.replicas(), address)
+
+    async def requests(self) -> list[RequestReport]:
+        """See `Administrator`."""
+        return [_report(request) for request in self._completions.requests.list()]
+
+    async def abort(self, request_id: str, *, reason: str, by: str) -> RequestReport:
+        """See `Administrator`."""
+        request = found_request(self._completions.requests.list(), request_id)
+        report = _report(request)  # before the request leaves its draft and its target
+        request.abort(reason)
+        logger.info("request aborted", extra={"request_id": request.request_id, "reason": reason, "by": by})
+        return report
+
+    async def stats(self) -> Stats:
+        """See `Administrator`."""
+        total, by_rule = self._completions.stats.cumulative.snapshot()
+        return Stats(
+            time=datetime.now(UTC),
+            uptime_seconds=self._uptime,
+            load=self._load,
+            throughput=self._throughput,
+            outcomes=self._completions.requests.outcomes,
+            completion_tokens=self._completions.requests.tokens.total,
+            speculation=total,
+            by_rule=by_rule,
+            speculation_state=self._speculation_state(await self.replicas()),
+            decisions=tuple(self._completions.speculation.decisions()),
+        )
+
     @property
     def _load(self) -> Load:
         return Load(len(self._completions.requests.list()), self._completions.admission.queued)
@@ -224,6 +250,29 @@ class Administration:
         )
 
 
+RequestT = TypeVar("RequestT", ActiveRequest, RequestReport)
+
+
+def found_request(requests: Sequence[RequestT], beginning: str) -> RequestT:
+    """The request whose id begins like this.
+
+    Raises:
+        NotFoundError: there is none.
+        InvalidRequestError: there are several, or nothing was given.
+    """
+    if not beginning:
+        raise InvalidRequestError("request_id is empty; it must be an id, or the beginning of one")
+    found = [request for request in requests if request.request_id.startswith(beginning)]
+    exact = [request for request in found if request.request_id == beginning]
+    if not found:
+        raise NotFoundError(f"no request that runs has an id that begins with {beginning}")
+    if len(found) > 1 and not exact:
+        raise InvalidRequestError(
+            f"{len(found)} requests that run have an id that begins with {beginning}; give more of it"
+        )
+    return (exact or found)[0]
+
+
 def state_of(replicas: Sequence[ReplicaSnapshot]) -> CoordinatorState:
     """State of a coordinator with these replicas."""
     targets = [replica for replica in replicas if replica.role is Role.TARGET]
@@ -236,7 +285,8 @@ def state_of(replicas: Sequence[ReplicaSnapshot]) -> CoordinatorState:
     return CoordinatorState.READY if has_drafter and not is_lost else CoordinatorState.DEGRADED
 
 
-def _find(replicas: Sequence[ReplicaSnapshot], address: str) -> ReplicaSnapshot:
+def found_replica(replicas: Sequence[ReplicaSnapshot], address: str) -> ReplicaSnapshot:
+    """The replica at an address, or NotFoundError."""
     found = next((replica for replica in replicas if replica.address == address), None)
     if found is None:
         known = ", ".join(replica.address for replica in replicas) or "none"

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from urllib.parse import unquote
 
-from coordinator.admin.administrator import Administrator
+from coordinator.admin.administration import Administrator
 from tandem.serving.interceptors import Context
 from tandem.v1 import admin_pb2
 from tandem.v1.admin_pb2_grpc import AdminServiceServicer

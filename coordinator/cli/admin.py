@@ -20,6 +20,7 @@ from coordinator.cli.connection import Connection, ConnectionOptions, connect
 from coordinator.cli.doctor import doctor_view, examine
 from coordinator.cli.views import (
     options_view,
+    replica_table,
     replica_view,
     replicas_view,
     request_view,
@@ -187,13 +188,13 @@ async def drain(
     if is_last and not yes:
         _confirm(replica)
     drained = await client.drain(replica, allow_last_target=is_last)
-    return Answer(drained, lambda found: replicas_view([found]))
+    return Answer(drained, lambda found: replica_table([found]))
 
 
 @verb(replicas, "tandem admin replicas resume 10.0.0.7:50053")
 async def resume(client: AdminClient, replica: Address) -> Answer:
     """Give a drained replica new sequences again."""
-    return Answer(await client.resume(replica), lambda found: replicas_view([found]))
+    return Answer(await client.resume(replica), lambda found: replica_table([found]))
 
 
 def _named(address: str, known: Sequence[ReplicaSnapshot]) -> ReplicaSnapshot:

@@ -113,6 +113,16 @@ def status_view(status: Status, address: str) -> RenderableType:
 
 def replicas_view(shown: Sequence[ReplicaSnapshot]) -> RenderableType:
     """A row for each replica, and why some are not ready."""
+    reasons = [
+        Text(f"{replica.role.value} {replica.address}: {replica.reason}", style="yellow")
+        for replica in shown
+        if replica.reason
+    ]
+    return Group(replica_table(shown), *([""] if reasons else []), *reasons)
+
+
+def replica_table(shown: Sequence[ReplicaSnapshot]) -> RenderableType:
+    """A row for each replica."""
     table = plain_table("ROLE", "ADDRESS", "STATE", ">FOR", ">SEQ", ">RTT", ">STEP", ">ACCEPT")
     for replica in shown:
         table.add_row(
@@ -125,12 +135,7 @@ def replicas_view(shown: Sequence[ReplicaSnapshot]) -> RenderableType:
             milliseconds(replica.step_seconds),
             percent(replica.figures.accepted, replica.figures.drafted),
         )
-    reasons = [
-        Text(f"{replica.role.value} {replica.address}: {replica.reason}", style="yellow")
-        for replica in shown
-        if replica.reason
-    ]
-    return Group(table, *([""] if reasons else []), *reasons)
+    return table
 
 
 def replica_view(replica: ReplicaSnapshot) -> RenderableType:

@@ -14,7 +14,7 @@ from coordinator.decoding.completion import Completion
 from coordinator.requests.admission import Place
 from coordinator.stats.throughput import TokenCounter
 from tandem.admin import Outcomes
-from tandem.errors import AbortedError, InvalidRequestError, NotFoundError
+from tandem.errors import AbortedError
 from tandem.plural import plural
 from tandem.speculation_state import SpeculationState
 
@@ -160,26 +160,6 @@ class ActiveRequests:
     def get(self, request_id: str) -> ActiveRequest | None:
         """The request with that id; None when it does not run."""
         return self._active.get(request_id)
-
-    def find(self, beginning: str) -> ActiveRequest:
-        """The request whose id begins like this.
-
-        Raises:
-            NotFoundError: there is none.
-            InvalidRequestError: there are several, or nothing was given.
-        """
-        if not beginning:
-            raise InvalidRequestError("request_id is empty; it must be an id, or the beginning of one")
-        if exact := self._active.get(beginning):
-            return exact
-        found = [request for name, request in self._active.items() if name.startswith(beginning)]
-        if not found:
-            raise NotFoundError(f"no request that runs has an id that begins with {beginning}")
-        if len(found) > 1:
-            raise InvalidRequestError(
-                f"{len(found)} requests that run have an id that begins with {beginning}; give more of it"
-            )
-        return found[0]
 
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,14 @@ import grpc.aio
 
 from coordinator.admin.servicer import caller
 from coordinator.settings.coordinator import CoordinatorSettings
-from tandem.serving.interceptors import Context, Handler
+from tandem.serving.interceptors import Context
+
+_CALLER_KEY = "tandem-caller-bin"
+"""Metadata that names the caller of a forwarded call."""
+_METRICS = "tandem.workers.Metrics"
+"""Service that answers with metrics in Prometheus's text form. Between parent and workers alone, and of bytes, so in no
+proto."""
+_ADMIN = "tandem.v1.AdminService"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +50,6 @@ class WorkerSetup:
     def from_json(cls, text: str) -> WorkerSetup:
         """Read what `to_json` wrote."""
         return cls(**json.loads(text))
-
-    @property
-    def address(self) -> str:
-        """The worker's own address, for its parent alone."""
-        return worker_address(self.folder, self.index)
 
 
 def worker_address(folder: str, index: int) -> str:
@@ -94,41 +96,18 @@ def share(bound: int, index: int, count: int) -> int:
     return bound // count + (index < bound % count)
 
 
-CALLER_KEY = "tandem-caller-bin"
-"""Metadata that names the caller of a forwarded call."""
-METRICS_METHOD = "/tandem.workers.Metrics/Get"
-"""Answers with metrics in Prometheus's text form. Between parent and workers alone, and of bytes, so in no proto."""
+def forwarded_admin(channel: grpc.aio.Channel, methods: Iterable[str]) -> grpc.GenericRpcHandler:
+    """Handlers of AdminService in a worker: each call goes on to the parent, byte for byte, which answers for all.
 
-_ADMIN_PREFIX = "/tandem.v1.AdminService/"
-_STREAMING = frozenset({f"{_ADMIN_PREFIX}WatchStats"})
+    Args:
+        channel: To the parent.
+        methods: Names of AdminService's methods.
+    """
 
-
-class ForwardedAdmin(grpc.GenericRpcHandler):
-    """Handlers of AdminService that forward to the parent."""
-
-    def __init__(self, channel: grpc.aio.Channel, methods: frozenset[str]) -> None:
-        """Forward calls.
-
-        Args:
-            channel: To the parent.
-            methods: Names of AdminService's methods.
-        """
-        self._channel = channel
-        self._methods = frozenset(_ADMIN_PREFIX + name for name in methods)
-
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
-        """The handler of a method; None for those of other services."""
-        method = handler_call_details.method
-        if method not in self._methods:
-            return None
-        if method in _STREAMING:
-            return grpc.unary_stream_rpc_method_handler(self._streaming(method))
-        return grpc.unary_unary_rpc_method_handler(self._single(method))
-
-    def _single(self, method: str) -> Callable[[bytes, Context], Any]:
+    def single(path: str) -> Callable[[bytes, Context], Awaitable[bytes]]:
         async def forward(request: bytes, context: Context) -> bytes:
             try:
-                ask: Any = self._channel.unary_unary(method)
+                ask: Any = channel.unary_unary(path)
                 answer: bytes = await ask(request, metadata=_named(context))
             except grpc.aio.AioRpcError as error:
                 await _end_alike(context, error)
@@ -137,9 +116,9 @@ class ForwardedAdmin(grpc.GenericRpcHandler):
 
         return forward
 
-    def _streaming(self, method: str) -> Callable[[bytes, Context], Any]:
+    def streaming(path: str) -> Callable[[bytes, Context], AsyncIterator[bytes]]:
         async def forward(request: bytes, context: Context) -> AsyncIterator[bytes]:
-            ask: Any = self._channel.unary_stream(method)
+            ask: Any = channel.unary_stream(path)
             call = ask(request, metadata=_named(context))
             try:
                 async for answer in call:
@@ -151,28 +130,39 @@ class ForwardedAdmin(grpc.GenericRpcHandler):
 
         return forward
 
+    handlers: dict[str, Any] = {
+        name: grpc.unary_unary_rpc_method_handler(single(f"/{_ADMIN}/{name}")) for name in methods
+    }
+    handlers["WatchStats"] = grpc.unary_stream_rpc_method_handler(streaming(f"/{_ADMIN}/WatchStats"))
+    return grpc.method_handlers_generic_handler(_ADMIN, handlers)
+
+
+def _named(context: Context) -> tuple[tuple[str, bytes], ...]:
+    return ((_CALLER_KEY, caller(context).encode()),)
+
+
+async def _end_alike(context: Context, error: grpc.aio.AioRpcError) -> None:
+    """End the call as the parent ended it."""
+    if error.code() is grpc.StatusCode.CANCELLED:
+        raise error
+    await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
+
 
 def forwarded_caller(context: Context) -> str:
     """The caller of a forwarded call, as the worker named it."""
     for key, value in context.invocation_metadata() or ():
-        if key == CALLER_KEY:
+        if key == _CALLER_KEY:
             return value.decode() if isinstance(value, bytes) else str(value)
     return caller(context)
 
 
-def metrics_handler(text: Callable[[], Any]) -> grpc.GenericRpcHandler:
-    """The handler of `METRICS_METHOD`.
-
-    Args:
-        text: Returns an awaitable of the metrics.
-    """
+def metrics_handler(text: Callable[[], Awaitable[bytes]]) -> grpc.GenericRpcHandler:
+    """The handler that answers `metrics_from`."""
 
     async def get(_request: bytes, _context: Context) -> bytes:
-        content: bytes = await text()
-        return content
+        return await text()
 
-    service, method = METRICS_METHOD.strip("/").split("/")
-    return grpc.method_handlers_generic_handler(service, {method: grpc.unary_unary_rpc_method_handler(get)})
+    return grpc.method_handlers_generic_handler(_METRICS, {"Get": grpc.unary_unary_rpc_method_handler(get)})
 
 
 async def metrics_from(channel: grpc.aio.Channel, seconds: float) -> bytes:
@@ -181,17 +171,6 @@ async def metrics_from(channel: grpc.aio.Channel, seconds: float) -> bytes:
     Raises:
         grpc.RpcError: there is no answer within that time.
     """
-    ask: Any = channel.unary_unary(METRICS_METHOD)
+    ask: Any = channel.unary_unary(f"/{_METRICS}/Get")
     answer: bytes = await ask(b"", timeout=seconds)
     return answer
-
-
-def _named(context: Context) -> tuple[tuple[str, bytes], ...]:
-    return ((CALLER_KEY, caller(context).encode()),)
-
-
-async def _end_alike(context: Context, error: grpc.aio.AioRpcError) -> None:
-    """End the call as the parent ended it."""
-    if error.code() is grpc.StatusCode.CANCELLED:
-        raise error
-    await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))

@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc.aio
+import prometheus_client
 
 from coordinator.admin.servicer import AdminServicer
 from coordinator.http.server import bound_socket
 from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.workers.hub import Hub
+from coordinator.workers.hub import Given, Hub
 from coordinator.workers.link import WorkerSetup, forwarded_caller, metrics_handler, parent_address
 from tandem.errors import ConfigurationError
 from tandem.serving.interceptors import ErrorBoundary, RunningCalls
@@ -55,18 +55,14 @@ def serve_metrics(settings: CoordinatorSettings, hub: Hub) -> WSGIServer | None:
     host, port = settings.prometheus_host, settings.prometheus_port
     if port is None:
         return None
-    import prometheus_client
-
-    from coordinator.workers.hub import Families, Given
-
     loop = asyncio.get_running_loop()
 
-    def families() -> Families:
+    def read() -> list[prometheus_client.Metric]:
         # Called on a thread of the server.
-        return asyncio.run_coroutine_threadsafe(hub.families(), loop).result(_PATIENCE_SECONDS)
+        return asyncio.run_coroutine_threadsafe(hub.metrics(), loop).result(_PATIENCE_SECONDS)
 
     registry = prometheus_client.CollectorRegistry()
-    registry.register(Given(families))
+    registry.register(Given(read))
     try:
         server, _ = prometheus_client.start_http_server(port, host, registry)
     except OSError as error:
@@ -87,22 +83,10 @@ _KILL_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """State that the workers share, held by the parent for as long as it lives."""
+    """What the workers share, held by the parent for as long as it lives."""
 
     grpc: int
     http: socket.socket | None
-
-
-@dataclass(slots=True, eq=False)
-class _Slot:
-    """A place for a worker, which one process after the other may fill."""
-
-    index: int
-    process: asyncio.subprocess.Process | None = None
-    is_ready: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once its first process takes requests."""
-    lines: dict[str, str] = field(default_factory=dict)
-    """Text of its lines on stdout, by what they announce."""
 
 
 class Supervisor:
@@ -117,12 +101,14 @@ class Supervisor:
         """
         self._settings = settings
         self._arguments = arguments
-        self._slots = [_Slot(index) for index in range(settings.workers)]
+        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        """The latest process of each worker."""
+        self._keepers: list[asyncio.Task[None]] = []
+        self._ready = [asyncio.Event() for _ in range(settings.workers)]
+        """Set once a worker's first process takes requests."""
+        self._address = ""
+        """Where requests are taken, as the first worker told."""
         self._is_ending = False
-        self._has_answered = False
-        """True once a worker took requests."""
-        self._exit_code: asyncio.Future[int] | None = None
-        """Exit code of a worker that never took requests while none did."""
 
     async def run(self) -> int:
         """Run until a signal, then drain all workers.
@@ -133,85 +119,77 @@ class Supervisor:
         Raises:
             ConfigurationError: an address cannot be bound.
         """
-        self._exit_code = asyncio.get_running_loop().create_future()
-        with TemporaryDirectory(prefix="tandem-") as folder, held_ports(self._settings) as ports:
-            hub = Hub(self._settings, folder)
-            private = await admin_server(hub, folder)
-            shown = serve_metrics(self._settings, hub)
-            with stop_signals(before_end=self._kill) as stopping:
-                try:
-                    return await self._supervise(hub, ports, folder, stopping)
-                finally:
-                    await _close(hub, private, shown)
+        self._failed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        with TemporaryDirectory(prefix="tandem-") as self._folder, held_ports(self._settings) as self._ports:
+            self._hub = Hub(self._settings, self._folder)
+            private = await admin_server(self._hub, self._folder)
+            shown = serve_metrics(self._settings, self._hub)
+            try:
+                with stop_signals(before_end=self._kill) as stopping:
+                    return await self._supervise(stopping)
+            finally:
+                if shown is not None:
+                    await asyncio.to_thread(shown.shutdown)
+                    shown.server_close()
+                await private.stop(0)
+                await self._hub.close()
 
-    async def _supervise(self, hub: Hub, ports: Ports, folder: str, stopping: asyncio.Event) -> int:
-        assert self._exit_code is not None
+    async def _supervise(self, stopping: asyncio.Event) -> int:
         stop = asyncio.ensure_future(stopping.wait())
-        counting = asyncio.create_task(hub.keep_counts())
-        started = asyncio.create_task(self._start(hub, ports, folder))
+        counting = asyncio.create_task(self._hub.keep_counts())
+        started = asyncio.create_task(self._start())
         try:
-            ends: set[asyncio.Future[Any]] = {stop, self._exit_code}
-            await asyncio.wait({*ends, started}, return_when=asyncio.FIRST_COMPLETED)
-            if started.done():
-                started.result()
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            return self._exit_code.result() if self._exit_code.done() else 0
+            await asyncio.wait({stop, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            return self._failed.result() if self._failed.done() else 0
         finally:
             for task in (stop, counting, started):
                 task.cancel()
             await self._end_all()
-            await asyncio.gather(*self._keepers, return_exceptions=True)
 
-    _keepers: Sequence[asyncio.Task[None]] = ()
-
-    async def _start(self, hub: Hub, ports: Ports, folder: str) -> None:
+    async def _start(self) -> None:
         """Start the first worker, and the others once it takes requests: what is wrong is said once."""
-        first, *others = self._slots
-        self._keepers = [asyncio.create_task(self._keep(first, hub, ports, folder))]
-        await first.is_ready.wait()
-        self._keepers = [
-            *self._keepers,
-            *(asyncio.create_task(self._keep(slot, hub, ports, folder)) for slot in others),
-        ]
-        for slot in others:
-            await slot.is_ready.wait()
-        announce(f"tandem coordinator: ready on {first.lines['ready']}")
+        for index, is_ready in enumerate(self._ready):
+            self._keepers.append(asyncio.create_task(self._keep(index)))
+            if index == 0:
+                await is_ready.wait()
+        for is_ready in self._ready:
+            await is_ready.wait()
+        announce(f"tandem coordinator: ready on {self._address}")
 
-    async def _keep(self, slot: _Slot, hub: Hub, ports: Ports, folder: str) -> None:
-        """Fill a slot with one process after the other."""
-        assert self._exit_code is not None
+    async def _keep(self, index: int) -> None:
+        """Run one process of a worker after the other."""
         backoff = _FIRST_BACKOFF_SECONDS
         while True:
             began = time.monotonic()
-            setup = WorkerSetup(
-                slot.index,
-                ports.grpc,
-                folder,
-                None if ports.http is None else ports.http.fileno(),
-                listens_late=self._has_answered,
-                changes=dict(hub.changes),
-                drained=sorted(hub.drained),
-            )
-            code = await self._run_worker(slot, hub, setup)
+            code = await self._run_worker(index)
             if self._is_ending:
                 return
-            if not self._has_answered:
-                if not self._exit_code.done():
-                    self._exit_code.set_result(code if code > 0 else 1)
+            if not self._address:  # none has ever taken requests
+                if not self._failed.done():
+                    self._failed.set_result(code if code > 0 else 1)
                 return
             if time.monotonic() - began > _STABLE_SECONDS:
                 backoff = _FIRST_BACKOFF_SECONDS
             logger.warning(
                 "worker ended; it is started again",
-                extra={"worker": slot.index, "exit_code": code, "seconds": backoff},
+                extra={"worker": index, "exit_code": code, "seconds": backoff},
             )
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
 
-    async def _run_worker(self, slot: _Slot, hub: Hub, setup: WorkerSetup) -> int:
-        """Run one process in a slot to its end; its exit code."""
-        http = () if setup.http_socket is None else (setup.http_socket,)
-        process = slot.process = await asyncio.create_subprocess_exec(
+    async def _run_worker(self, index: int) -> int:
+        """Run a process of a worker to its end; its exit code."""
+        http = None if self._ports.http is None else self._ports.http.fileno()
+        setup = WorkerSetup(
+            index,
+            self._ports.grpc,
+            self._folder,
+            http,
+            listens_late=bool(self._address),
+            changes=dict(self._hub.changes),
+            drained=sorted(self._hub.drained),
+        )
+        process = self._processes[index] = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",  # otherwise Python would import files from the working directory
             *("-m", "tandem.serving.supervised", str(os.getpid()), "coordinator.workers.worker"),
@@ -222,36 +200,33 @@ class Supervisor:
             stdout=asyncio.subprocess.PIPE,
             # A session of its own: Ctrl-C reaches only this process, which then ends the workers.
             start_new_session=True,
-            pass_fds=http,
+            pass_fds=() if http is None else (http,),
         )
         if self._is_ending:  # the signal came while the process was made
             process.terminate()
         try:
-            await self._read(slot, process, hub)
+            await self._read(index, process)
             return await process.wait()
         finally:
-            await hub.left(slot.index)
+            await self._hub.left(index)
 
-    async def _read(self, slot: _Slot, process: asyncio.subprocess.Process, hub: Hub) -> None:
+    async def _read(self, index: int, process: asyncio.subprocess.Process) -> None:
         """Follow a worker's stdout to its end."""
         assert process.stdout is not None
         async for line in process.stdout:
             what, found, rest = line.decode().strip().removeprefix("tandem coordinator: ").partition(" on ")
-            if not found:
-                continue
-            slot.lines[what] = rest
-            if what == "ready":
-                hub.joined(slot.index)
-                self._has_answered = True
-                slot.is_ready.set()
-            elif slot is self._slots[0] and not self._has_answered:
+            if found and what == "ready":
+                self._hub.joined(index)
+                self._address = self._address or rest
+                self._ready[index].set()
+            elif found and not self._address:
                 # Whoever started this process knows these lines from a coordinator of one process.
                 announce(f"tandem coordinator: {what} on {rest}")
 
     async def _end_all(self) -> None:
         """Drain all workers at the same time."""
         self._is_ending = True
-        running = [slot.process for slot in self._slots if slot.process is not None]
+        running = list(self._processes.values())
         for process in running:
             with suppress(ProcessLookupError):
                 process.terminate()
@@ -264,13 +239,14 @@ class Supervisor:
             # One that waits to start its worker again.
             if all(process.returncode is not None for process in running):
                 keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
 
     def _kill(self) -> None:
         """End the workers at once."""
-        for slot in self._slots:
-            if slot.process is not None and slot.process.returncode is None:
+        for process in self._processes.values():
+            if process.returncode is None:
                 with suppress(ProcessLookupError):
-                    slot.process.send_signal(signal.SIGKILL)
+                    process.kill()
 
 
 @contextmanager
@@ -296,11 +272,3 @@ def held_ports(settings: CoordinatorSettings) -> Iterator[Ports]:
         finally:
             if http is not None:
                 http.close()
-
-
-async def _close(hub: Hub, private: grpc.aio.Server, shown: WSGIServer | None) -> None:
-    if shown is not None:
-        await asyncio.to_thread(shown.shutdown)
-        shown.server_close()
-    await private.stop(0)
-    await hub.close()

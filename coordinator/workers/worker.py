@@ -12,12 +12,13 @@ from coordinator.service import CoordinatorService
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.telemetry.setup import CoordinatorTelemetry
 from coordinator.workers.link import (
-    ForwardedAdmin,
     WorkerSetup,
+    forwarded_admin,
     metrics_from,
     metrics_handler,
     parent_address,
     settings_of_worker,
+    worker_address,
 )
 from tandem.admin import Status
 from tandem.admin_client import AdminClient
@@ -60,7 +61,7 @@ class WorkerService(CoordinatorService):
         self._private = grpc.aio.server(interceptors=[ErrorBoundary(RunningCalls())])
         super().register_admin(self._private)
         self._private.add_generic_rpc_handlers((metrics_handler(self._own_metrics),))
-        self._private.add_insecure_port(self._setup.address)
+        self._private.add_insecure_port(worker_address(self._setup.folder, self._setup.index))
         await self._private.start()
         await super().start()
         for shot in self.replicas.snapshots():
@@ -72,7 +73,7 @@ class WorkerService(CoordinatorService):
         # Made here and not earlier: a channel belongs to the event loop.
         parent = parent_address(self._setup.folder)
         self._parent, self._for_all = open_channel(parent), AdminClient(parent)
-        server.add_generic_rpc_handlers((ForwardedAdmin(self._parent, self.admin_methods),))
+        server.add_generic_rpc_handlers((forwarded_admin(self._parent, self.admin_methods),))
 
     async def status(self) -> Status:
         """The status of all workers."""

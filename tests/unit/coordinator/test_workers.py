@@ -8,29 +8,24 @@ from datetime import UTC, datetime
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
+from coordinator.admin.administration import found_request
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.workers.hub import (
-    cumulative,
-    found_request,
-    merged,
-    merged_diagnosis,
+    merged_metrics,
     merged_replicas,
     merged_stats,
     merged_status,
-    parsed,
     to_text,
 )
 from coordinator.workers.link import WorkerSetup, settings_of_worker, share
 from tandem.admin import (
     CoordinatorState,
-    Diagnosis,
-    Finding,
     Load,
     Outcomes,
     RequestReport,
-    Severity,
     SpeculationSettings,
     Stats,
     Status,
@@ -107,11 +102,10 @@ STATUS = Status(
 
 def test_counts_loads_and_rates_are_added() -> None:
     other = replace(STATS, by_rule={"greedy": FIGURES}, speculation_state=ON, decisions=(decision(3.0, 5),))
-    both = merged_stats([STATS, other], None, 7.0)
+    both = merged_stats([STATS, other], [])
     assert (both.load, both.throughput) == (Load(4, 2), Throughput(20.0, 40.0))
     assert both.outcomes == Outcomes(8, 6, 4, 2)
     assert both.completion_tokens == 200
-    assert both.uptime_seconds == 7.0
     assert (both.speculation.rounds, both.speculation.positions[1].accepted) == (6, 4)
     assert {rule: stats.rounds for rule, stats in both.by_rule.items()} == {"greedy": 3, "strict": 3}
     assert both.speculation_state is ON
@@ -119,10 +113,10 @@ def test_counts_loads_and_rates_are_added() -> None:
 
 
 def test_counts_of_an_ended_worker_stay_and_its_load_goes() -> None:
-    both = merged_stats([STATS], STATS, 7.0)
+    both = merged_stats([STATS], [STATS])
     assert (both.completion_tokens, both.outcomes.completed) == (200, 8)
     assert both.load == STATS.load
-    assert merged_status([STATUS], STATS, 7.0).speculation.rounds == 6
+    assert merged_status([STATUS], both).speculation.rounds == 6
 
 
 def test_a_replica_is_as_its_worst_worker_sees_it() -> None:
@@ -147,17 +141,8 @@ def test_a_replica_is_as_its_worst_worker_sees_it() -> None:
 def test_the_state_is_degraded_where_only_some_complete_requests(
     states: tuple[CoordinatorState, ...], expected: CoordinatorState
 ) -> None:
-    status = merged_status([replace(STATUS, state=state) for state in states], None, 7.0)
+    status = merged_status([replace(STATUS, state=state) for state in states], STATS)
     assert status.state is expected
-    assert (status.load, status.uptime_seconds) == (Load(4, 2), 7.0)
-
-
-def test_the_worst_finding_of_each_check_counts() -> None:
-    fine = Finding("target", "t:1", Severity.OK, "ready")
-    lost = Finding("target", "t:1", Severity.PROBLEM, "lost", "start it")
-    other = Finding("drafts", "", Severity.OK, "1 of 1")
-    both = merged_diagnosis([Diagnosis("1", NOW, (fine, other)), Diagnosis("1", NOW, (lost, other))])
-    assert both.findings == (lost, other)
 
 
 def test_a_request_is_found_by_the_beginning_of_its_id() -> None:
@@ -193,21 +178,22 @@ def process(tokens: int, running: int, rate: float, seconds: list[float]) -> str
 ONE, OTHER = process(10, 1, 0.5, [0.05, 0.5]), process(32, 2, 0.7, [0.5, 5.0])
 
 
-def value(families: object, name: str, **labels: str) -> float:
-    assert isinstance(families, dict)
-    found = [
-        each
-        for family in families.values()
-        for (sample, own), each in family.series.items()
-        if sample == name and labels.items() <= dict(own).items()
+def parsed(text: str) -> list[Metric]:
+    return list(text_string_to_metric_families(text))
+
+
+def value(metrics: list[Metric], name: str, **labels: str) -> float:
+    (found,) = [
+        sample.value
+        for metric in metrics
+        for sample in metric.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
     ]
-    assert len(found) == 1
-    result: float = found[0]
-    return result
+    return float(found)
 
 
 def test_counters_histograms_and_loads_are_added() -> None:
-    both = merged([parsed(ONE), parsed(OTHER)])
+    both = merged_metrics([parsed(ONE), parsed(OTHER)])
     assert value(both, "tandem_generation_tokens_total", model_name="m") == 42
     assert value(both, "tandem_num_requests_running") == 3
     assert value(both, "tandem_prefill_seconds_count") == 4
@@ -216,19 +202,12 @@ def test_counters_histograms_and_loads_are_added() -> None:
 
 
 def test_what_all_say_of_the_same_thing_is_not_added() -> None:
-    both = merged([parsed(ONE), parsed(OTHER)])
+    both = merged_metrics([parsed(ONE), parsed(OTHER)])
     assert value(both, "tandem_replicas", role="target") == 2
     assert value(both, "tandem_replica_ready", address="a:1") == 0, "one of them cannot reach it"
     assert abs(value(both, "tandem_spec_decode_acceptance_rate") - 0.6) < 1e-9
 
 
 def test_the_text_can_be_read_again_and_is_that_of_a_single_process() -> None:
-    families = parsed(ONE)
-    assert parsed(to_text(merged([families])).decode()) == families
-
-
-def test_counts_outlive_their_process_and_loads_do_not() -> None:
-    past = cumulative(parsed(ONE))
-    both = merged([parsed(OTHER), past])
-    assert value(both, "tandem_generation_tokens_total", model_name="m") == 42
-    assert value(both, "tandem_num_requests_running") == 2
+    assert to_text(merged_metrics([parsed(ONE)])).decode() == to_text(parsed(ONE)).decode()
+    assert value(parsed(to_text(parsed(ONE)).decode()), "tandem_generation_tokens_total") == 10

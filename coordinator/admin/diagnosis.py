@@ -60,14 +60,8 @@ def _targets(status: Status) -> Finding:
     if status.state is CoordinatorState.STARTING:
         words = "none was reached yet"
     if ready:
-        return Finding("targets", "", Severity.OK, words)
-    return Finding(
-        "targets",
-        "",
-        Severity.PROBLEM,
-        words,
-        "start a target service; until then requests wait and then fail",
-    )
+        return Finding.ok("targets", words)
+    return Finding.problem("targets", words, "start a target service; until then requests wait and then fail")
 
 
 def _drafting(status: Status, settings: CoordinatorSettings) -> Finding:
@@ -81,8 +75,8 @@ def _drafting(status: Status, settings: CoordinatorSettings) -> Finding:
     elif not ready:
         words, advice = f"none of {len(drafts)} takes new sequences: the target works alone", ""
     else:
-        return Finding("drafts", "", Severity.OK, f"{ready} of {len(drafts)} take new sequences")
-    return Finding("drafts", "", Severity.WARNING, words, advice)
+        return Finding.ok("drafts", f"{ready} of {len(drafts)} take new sequences")
+    return Finding.warning("drafts", words, advice)
 
 
 def _speculation(status: Status) -> Iterator[Finding]:
@@ -90,18 +84,18 @@ def _speculation(status: Status) -> Iterator[Finding]:
     state = status.speculation_state
     if state.is_on:
         tokens = plural(state.num_speculative_tokens, "token")
-        yield Finding("speculation", "", Severity.OK, f"on, {tokens} proposed per round")
+        yield Finding.ok("speculation", f"on, {tokens} proposed per round")
     elif state.reason == NOT_MEASURED:
-        yield Finding("speculation", "", Severity.OK, f"off: {state.explanation}")
+        yield Finding.ok("speculation", f"off: {state.explanation}")
     elif state.figures:  # a setting or an absence has a finding of its own
-        yield Finding("speculation", "", Severity.WARNING, f"off: {state.explanation}", _FASTER_DRAFT)
+        yield Finding.warning("speculation", f"off: {state.explanation}", _FASTER_DRAFT)
 
 
 def _replica_state(replica: ReplicaSnapshot, status: Status) -> Finding:
     if replica.state is ReplicaState.READY:
         times = (("round trip", replica.round_trip_seconds), ("step", replica.step_seconds))
         known = [f"{name} {seconds * 1000:.1f} ms" for name, seconds in times if seconds is not None]
-        return Finding(replica.role.value, replica.address, Severity.OK, ", ".join(["ready", *known]))
+        return Finding.ok(replica.role.value, ", ".join(["ready", *known]), replica.address)
     is_needed = replica.role is Role.TARGET and not status.state.completes
     reason = f": {replica.reason}" if replica.reason else ""
     return Finding(
@@ -116,12 +110,11 @@ def _replica_state(replica: ReplicaSnapshot, status: Status) -> Finding:
 def _replica_version(replica: ReplicaSnapshot) -> Iterator[Finding]:
     version = "" if replica.model is None else replica.model.service_version
     if version and version != __version__:
-        yield Finding(
+        yield Finding.warning(
             "version",
-            replica.address,
-            Severity.WARNING,
             f"it is {version} and the coordinator {__version__}",
             "run one version everywhere; an upgrade may mix two for as long as it lasts",
+            replica.address,
         )
 
 
@@ -130,14 +123,13 @@ def _round_trip(replica: ReplicaSnapshot, replicas: Sequence[ReplicaSnapshot]) -
     steps = [other.step_seconds for other in replicas if other.role is Role.TARGET and other.step_seconds]
     bearable = min([SLOW_ROUND_TRIP_SECONDS, *(max(step / 4, 0.001) for step in steps)])
     if seconds is not None and seconds > bearable:
-        yield Finding(
+        yield Finding.warning(
             "round trip",
-            replica.address,
-            Severity.WARNING,
             f"{seconds * 1000:.1f} ms, which every round waits for",
             "this machine is busy: give its services cores of their own"
             if is_local(replica.address)
             else "bring it nearer to the coordinator, or propose more tokens in each round",
+            replica.address,
         )
 
 
@@ -149,48 +141,43 @@ def _models(status: Status, settings: CoordinatorSettings) -> Iterator[Finding]:
     for replica in drafts:
         sentences = broken(MODEL_RULES, Deployment(settings, target, replica.model))
         if sentences:
-            yield Finding(
+            yield Finding.warning(
                 "models",
-                replica.address,
-                Severity.WARNING,
                 "; ".join(sentences),
                 _ADVICE[ReplicaState.INCOMPATIBLE],
+                replica.address,
             )
         elif replica.model is not None:
             what = replica.model.name if replica.model.has_model else f"{replica.model.architecture} drafting"
-            yield Finding("models", replica.address, Severity.OK, f"{what} goes with {target.name}")
+            yield Finding.ok("models", f"{what} goes with {target.name}", replica.address)
 
 
 def _rule(status: Status) -> Finding:
     if status.settings.rule == AUTO:
         names = ", ".join(AUTO_NAMES)
         words = f"{AUTO}: the fastest of {names}; with each the output is distributed as the target's own"
-        return Finding("rule", "", Severity.OK, words)
+        return Finding.ok("rule", words)
     strategy = next(strategy for strategy in STRATEGIES if strategy.name == status.settings.rule)
     if strategy.name == "synthetic":
-        return Finding(
+        return Finding.warning(
             "rule",
-            "",
-            Severity.WARNING,
             "synthetic: what is accepted has nothing to do with the models; it is for benchmarks",
             "tandem admin config set rejection_sampling_strategy null",
         )
     if not strategy.lossless:
         words = f"{strategy.name}: the output is not distributed as the target's own, except at temperature 0"
-        return Finding("rule", "", Severity.OK, words)
-    return Finding("rule", "", Severity.OK, f"{strategy.name}: the output is distributed as the target's own")
+        return Finding.ok("rule", words)
+    return Finding.ok("rule", f"{strategy.name}: the output is distributed as the target's own")
 
 
 def _load(status: Status, settings: CoordinatorSettings) -> Iterator[Finding]:
     load = status.load
     words = f"{load.running} running, {load.queued} waiting"
     if not load.queued:
-        yield Finding("load", "", Severity.OK, words)
+        yield Finding.ok("load", words)
         return
-    yield Finding(
+    yield Finding.warning(
         "load",
-        "",
-        Severity.WARNING,
         f"{words}; at most {settings.max_concurrent_requests} run at once",
         "add a target, or raise max_concurrent_requests if the targets have room",
     )
@@ -198,42 +185,32 @@ def _load(status: Status, settings: CoordinatorSettings) -> Iterator[Finding]:
 
 def acceptance(status: Status) -> Finding:
     """Find whether speculation pays, and the best number of proposed tokens."""
-    stats = status.speculation
+    stats, tokens = status.speculation, status.settings.num_speculative_tokens
     if stats.drafted < ENOUGH_TOKENS:
-        return Finding(
-            "acceptance",
-            "",
-            Severity.OK,
-            f"{plural(stats.drafted, 'token')} proposed so far: too few to judge ({ENOUGH_TOKENS} are enough)",
+        few = (
+            f"{plural(stats.drafted, 'token')} proposed so far: too few to judge ({ENOUGH_TOKENS} are enough)"
         )
+        return Finding.ok("acceptance", few)
     rate = acceptance_rate(stats)
     words = f"{rate:.0%} of {stats.drafted:,} proposed tokens"
-    cost = relative_cost(status.replicas, status.settings.num_speculative_tokens)
+    cost = relative_cost(status.replicas, tokens)
     if cost is None:
         if rate >= LOW_ACCEPTANCE_RATE:
-            return Finding("acceptance", "", Severity.OK, words)
-        return Finding("acceptance", "", Severity.WARNING, f"{words} is low", _BETTER_DRAFT)
+            return Finding.ok("acceptance", words)
+        return Finding.warning("acceptance", f"{words} is low", _BETTER_DRAFT)
     rates = cumulative_rates(stats)
     best = max(range(len(rates) + 1), key=lambda count: gain(rates[:count], cost))
-    now = gain(rates[: status.settings.num_speculative_tokens], cost)
+    now, then = gain(rates[:tokens], cost), gain(rates[:best], cost)
     words = f"{words}; step times allow about {now:.2f} times the speed of the target alone"
-    if gain(rates[:best], cost) < WORTHWHILE * now or best == status.settings.num_speculative_tokens:
-        return Finding("acceptance", "", Severity.OK if now > 1.0 else Severity.WARNING, words)
+    if then < WORTHWHILE * now or best == tokens:
+        return Finding.ok("acceptance", words) if now > 1.0 else Finding.warning("acceptance", words)
     if best == 0:
-        return Finding(
-            "acceptance",
-            "",
-            Severity.WARNING,
-            words,
-            f"{_cause(rate)}; until then: tandem admin config set speculation false",
-        )
-    return Finding(
-        "acceptance",
-        "",
-        Severity.WARNING,
-        words,
-        f"about {gain(rates[:best], cost):.2f} times with: tandem admin config set num_speculative_tokens {best}",
-    )
+        # A draft that guesses well does not pay because it is slow.
+        cause = _FASTER_DRAFT if rate >= GOOD_ACCEPTANCE_RATE else _BETTER_DRAFT
+        advice = f"{cause}; until then: tandem admin config set speculation false"
+    else:
+        advice = f"about {then:.2f} times with: tandem admin config set num_speculative_tokens {best}"
+    return Finding.warning("acceptance", words, advice)
 
 
 _FASTER_DRAFT = (
@@ -242,11 +219,6 @@ _FASTER_DRAFT = (
 )
 
 _BETTER_DRAFT = "use a draft that is trained on such text, or ngram or suffix drafting for text that repeats"
-
-
-def _cause(rate: float) -> str:
-    """Finds why speculation does not pay: a draft that guesses badly, or one that guesses well but slowly."""
-    return _FASTER_DRAFT if rate >= GOOD_ACCEPTANCE_RATE else _BETTER_DRAFT
 
 
 def relative_cost(replicas: Sequence[ReplicaSnapshot], num_speculative_tokens: int) -> float | None:
@@ -274,16 +246,14 @@ def gain(cumulative: Sequence[float], cost: float) -> float:
 
 def _transport(status: Status, settings: CoordinatorSettings) -> Iterator[Finding]:
     if settings.service_credentials.uses_tls:
-        yield Finding("services", "", Severity.OK, "the coordinator reaches them by TLS")
+        yield Finding.ok("services", "the coordinator reaches them by TLS")
         return
     remote = [replica.address for replica in status.replicas if not is_local(replica.address)]
     if not remote:
-        yield Finding("services", "", Severity.OK, "plain text, within this machine")
+        yield Finding.ok("services", "plain text, within this machine")
         return
-    yield Finding(
+    yield Finding.warning(
         "services",
-        "",
-        Severity.WARNING,
         f"prompts and completions travel to {len(remote)} of them in plain text",
         "give the services certificates, and the coordinator --service-tls-ca-file",
     )

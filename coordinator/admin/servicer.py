@@ -32,13 +32,13 @@ class AdminServicer(AdminServiceServicer):
     async def GetStatus(
         self, request: admin_pb2.GetStatusRequest, context: Context
     ) -> admin_pb2.GetStatusResponse:
-        """How the coordinator does."""
+        """State, load and replicas."""
         return admin_pb2.GetStatusResponse(status=wire.status_to_proto(await self._administration.status()))
 
     async def ListReplicas(
         self, request: admin_pb2.ListReplicasRequest, context: Context
     ) -> admin_pb2.ListReplicasResponse:
-        """Every replica."""
+        """List every replica."""
         replicas = await self._administration.replicas()
         return admin_pb2.ListReplicasResponse(replicas=map(wire.replica_to_proto, replicas))
 
@@ -54,28 +54,28 @@ class AdminServicer(AdminServiceServicer):
     async def ResumeReplica(
         self, request: admin_pb2.ResumeReplicaRequest, context: Context
     ) -> admin_pb2.ResumeReplicaResponse:
-        """New sequences for a replica again."""
+        """Give a replica new sequences again."""
         replica = await self._administration.resume(request.address, by=self._caller(context))
         return admin_pb2.ResumeReplicaResponse(replica=wire.replica_to_proto(replica))
 
     async def ListRequests(
         self, request: admin_pb2.ListRequestsRequest, context: Context
     ) -> admin_pb2.ListRequestsResponse:
-        """The requests that run."""
+        """List the requests that run."""
         requests = await self._administration.requests()
         return admin_pb2.ListRequestsResponse(requests=map(wire.request_to_proto, requests))
 
     async def GetRequest(
         self, request: admin_pb2.GetRequestRequest, context: Context
     ) -> admin_pb2.GetRequestResponse:
-        """One of them."""
+        """Find a request by the beginning of its id."""
         found = await self._administration.request(request.request_id)
         return admin_pb2.GetRequestResponse(request=wire.request_to_proto(found))
 
     async def AbortRequest(
         self, request: admin_pb2.AbortRequestRequest, context: Context
     ) -> admin_pb2.AbortRequestResponse:
-        """Ends one of them."""
+        """End a request."""
         ended = await self._administration.abort(
             request.request_id, reason=request.reason, by=self._caller(context)
         )
@@ -84,7 +84,7 @@ class AdminServicer(AdminServiceServicer):
     async def GetStats(
         self, request: admin_pb2.GetStatsRequest, context: Context
     ) -> admin_pb2.GetStatsResponse:
-        """Counts since the start."""
+        """Statistics since the start."""
         return admin_pb2.GetStatsResponse(stats=wire.stats_to_proto(await self._administration.stats()))
 
     async def WatchStats(
@@ -99,14 +99,14 @@ class AdminServicer(AdminServiceServicer):
     async def GetConfig(
         self, request: admin_pb2.GetConfigRequest, context: Context
     ) -> admin_pb2.GetConfigResponse:
-        """Every option."""
+        """List every option."""
         options = await self._administration.config()
         return admin_pb2.GetConfigResponse(options=map(wire.option_to_proto, options))
 
     async def UpdateConfig(
         self, request: admin_pb2.UpdateConfigRequest, context: Context
     ) -> admin_pb2.UpdateConfigResponse:
-        """Changes options."""
+        """Change options for new requests."""
         options = await self._administration.update_config(
             dict(sorted(request.values.items())), list(request.reset_names), by=self._caller(context)
         )

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 import prometheus_client
@@ -139,7 +139,11 @@ class Supervisor:
         counting = asyncio.create_task(self._hub.keep_counts())
         started = asyncio.create_task(self._start())
         try:
-            await asyncio.wait({stop, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {stop, self._failed}
+            await asyncio.wait({*ends, started}, return_when=asyncio.FIRST_COMPLETED)
+            if started.done():
+                started.result()
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             return self._failed.result() if self._failed.done() else 0
         finally:
             for task in (stop, counting, started):

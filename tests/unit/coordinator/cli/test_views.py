@@ -45,7 +45,8 @@ def test_a_view_fits_its_terminal(name: str, width: int) -> None:
     text = as_text(VIEWS[name], width=width)
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text, "something is cut off"
-    assert_matches(f"views/{name}-{width}.txt", text)
+    if width == 80:
+        assert_matches(f"views/{name}.txt", text)
 
 
 def test_a_replica_has_one_row() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -64,61 +65,53 @@ class AdminClient:
 
     async def is_serving(self) -> bool:
         """True if the coordinator takes requests, by the standard health protocol, which needs no token."""
-        stub = health_pb2_grpc.HealthStub(self._channel)
-        with self._errors():
-            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=self._timeout)
+        check = health_pb2_grpc.HealthStub(self._channel).Check
+        answer = await self._ask(check, health_pb2.HealthCheckRequest())
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def status(self) -> Status:
-        """How the coordinator does."""
-        with self._errors():
-            answer = await self._stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=self._timeout)
+        """State, load and replicas at this moment."""
+        answer = await self._ask(self._stub.GetStatus, admin_pb2.GetStatusRequest())
         return wire.status_from_proto(answer.status)
 
     async def replicas(self) -> list[ReplicaSnapshot]:
         """Every replica: targets first, then drafts, each by address."""
-        with self._errors():
-            answer = await self._stub.ListReplicas(admin_pb2.ListReplicasRequest(), timeout=self._timeout)
+        answer = await self._ask(self._stub.ListReplicas, admin_pb2.ListReplicasRequest())
         return [*map(wire.replica_from_proto, answer.replicas)]
 
     async def drain(self, address: str, *, allow_last_target: bool = False) -> ReplicaSnapshot:
         """Send no new sequences to a replica, and let it finish its own."""
-        request = admin_pb2.DrainReplicaRequest(address=address, allow_last_target=allow_last_target)
-        with self._errors():
-            answer = await self._stub.DrainReplica(request, timeout=self._timeout)
+        answer = await self._ask(
+            self._stub.DrainReplica,
+            admin_pb2.DrainReplicaRequest(address=address, allow_last_target=allow_last_target),
+        )
         return wire.replica_from_proto(answer.replica)
 
     async def resume(self, address: str) -> ReplicaSnapshot:
         """Give a replica new sequences again."""
-        request = admin_pb2.ResumeReplicaRequest(address=address)
-        with self._errors():
-            answer = await self._stub.ResumeReplica(request, timeout=self._timeout)
+        answer = await self._ask(self._stub.ResumeReplica, admin_pb2.ResumeReplicaRequest(address=address))
         return wire.replica_from_proto(answer.replica)
 
     async def requests(self) -> list[RequestReport]:
         """The requests that run, the oldest first."""
-        with self._errors():
-            answer = await self._stub.ListRequests(admin_pb2.ListRequestsRequest(), timeout=self._timeout)
+        answer = await self._ask(self._stub.ListRequests, admin_pb2.ListRequestsRequest())
         return [*map(wire.request_from_proto, answer.requests)]
 
     async def request(self, request_id: str) -> RequestReport:
         """The request whose id begins like this."""
-        request = admin_pb2.GetRequestRequest(request_id=request_id)
-        with self._errors():
-            answer = await self._stub.GetRequest(request, timeout=self._timeout)
+        answer = await self._ask(self._stub.GetRequest, admin_pb2.GetRequestRequest(request_id=request_id))
         return wire.request_from_proto(answer.request)
 
     async def abort(self, request_id: str, reason: str = "") -> RequestReport:
         """End the request whose id begins like this; its client receives the reason."""
-        request = admin_pb2.AbortRequestRequest(request_id=request_id, reason=reason)
-        with self._errors():
-            answer = await self._stub.AbortRequest(request, timeout=self._timeout)
+        answer = await self._ask(
+            self._stub.AbortRequest, admin_pb2.AbortRequestRequest(request_id=request_id, reason=reason)
+        )
         return wire.request_from_proto(answer.request)
 
     async def stats(self) -> Stats:
-        """Counts since the start."""
-        with self._errors():
-            answer = await self._stub.GetStats(admin_pb2.GetStatsRequest(), timeout=self._timeout)
+        """Statistics since the start."""
+        answer = await self._ask(self._stub.GetStats, admin_pb2.GetStatsRequest())
         return wire.stats_from_proto(answer.stats)
 
     async def watch_stats(self, interval_seconds: float = 1.0) -> AsyncGenerator[Stats]:
@@ -133,24 +126,26 @@ class AdminClient:
 
     async def config(self) -> list[ConfigOption]:
         """Every option with its value and its origin."""
-        with self._errors():
-            answer = await self._stub.GetConfig(admin_pb2.GetConfigRequest(), timeout=self._timeout)
+        answer = await self._ask(self._stub.GetConfig, admin_pb2.GetConfigRequest())
         return [*map(wire.option_from_proto, answer.options)]
 
     async def update_config(
         self, values: Mapping[str, str], reset: Collection[str] = ()
     ) -> list[ConfigOption]:
         """Change options for new requests; returns the named options."""
-        request = admin_pb2.UpdateConfigRequest(values=values, reset_names=reset)
-        with self._errors():
-            answer = await self._stub.UpdateConfig(request, timeout=self._timeout)
+        answer = await self._ask(
+            self._stub.UpdateConfig, admin_pb2.UpdateConfigRequest(values=values, reset_names=reset)
+        )
         return [*map(wire.option_from_proto, answer.options)]
 
     async def diagnose(self) -> Diagnosis:
         """The coordinator's findings, each with what to do about it."""
-        with self._errors():
-            answer = await self._stub.Diagnose(admin_pb2.DiagnoseRequest(), timeout=self._timeout)
+        answer = await self._ask(self._stub.Diagnose, admin_pb2.DiagnoseRequest())
         return wire.diagnosis_from_proto(answer)
+
+    async def _ask(self, method: Any, request: object) -> Any:
+        with self._errors():
+            return await method(request, timeout=self._timeout)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

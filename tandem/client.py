@@ -1,4 +1,11 @@
-"""Decides whether and when a request is retried: a pure function that both clients share."""
+"""The Python client.
+
+    async with Client("127.0.0.1:50051") as client:
+        async for chunk in client.generate("def main():", max_tokens=64):
+            print(chunk.text, end="")
+
+Leaving the loop cancels the request on every service. `tandem.sync_client` is the same without async.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.common import Contender, service
 from benchmarks.peers import Answer, Outcome, Workload, peer
 from coordinator.cli.serve import BOUND_PACKAGE
-from coordinator.cli.up import DRAFT_SHARE, TARGET_SHARE
+from coordinator.cli.up import SHARES
 from coordinator.stats.speculation import add
 from tandem.client import Client
 from tandem.config.names import BOUND_METHODS, MODEL_FREE_METHODS, OWN_METHODS, checkpoint_method
@@ -22,7 +22,7 @@ from tandem.types import GenerationRequest, SpeculationStats
 
 HEAD_METHODS = tuple(method for method in BOUND_METHODS if method not in OWN_METHODS)
 """Drafting methods whose heads have folders of their own."""
-_SHARES = {"target": TARGET_SHARE, "draft": DRAFT_SHARE}
+_SHARES = {"target": SHARES["target"], "draft": SHARES["draft"]}
 """Of one GPU's memory, where both models are on it."""
 
 

@@ -11,7 +11,7 @@ import typer
 
 from coordinator.cli import generate, plan
 from coordinator.cli.admin import admin
-from coordinator.cli.command import FAILED, OK, new_app
+from coordinator.cli.command import FAILED, OK, command, new_app
 from coordinator.cli.config import config
 from coordinator.cli.connection import context
 from coordinator.cli.serve import bench, serve
@@ -24,7 +24,7 @@ app = new_app("Speculative decoding with the draft model and the target model as
 # These pass their arguments on unchanged: each service's settings list its options once.
 _HANDED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 app.command(context_settings=_HANDED_ON)(serve)
-app.command()(up)
+command(app)(up)
 app.add_typer(config, name="config")
 generate.add_to(app)
 plan.add_to(app)

@@ -24,7 +24,7 @@ from rich.table import Table
 from coordinator.cli.admin import admin_client
 from coordinator.cli.command import OutputOptions, command, plain_table
 from coordinator.cli.connection import ConnectionOptions, connect
-from coordinator.cli.up import NO_DRAFT, DeviceOptions, UpOptions, service_arguments
+from coordinator.cli.up import NO_DRAFT, UpOptions, service_arguments
 from coordinator.cli.views import percent
 from coordinator.speculation.plan import (
     MAX_TOKENS,
@@ -174,7 +174,7 @@ class PairOptions:
                 model=DEMO if is_demo else None,
                 target=None if is_demo else self.target,
                 draft=self.draft,
-                devices=DeviceOptions(self.device),
+                device=self.device,
                 http=False,
             )
         )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coordinator.cli.serve import package_of
-from coordinator.cli.up import DeviceOptions, UpOptions, next_command, service_arguments
+from coordinator.cli.up import UpOptions, next_command, service_arguments
 from coordinator.settings.coordinator import CoordinatorSettings
 from draft_service.settings import DraftSettings
 from tandem.errors import ConfigurationError
@@ -169,7 +170,7 @@ def test_the_services_accept_their_arguments(tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
     template.touch()
     options = UpOptions(
-        devices=DeviceOptions("gpu:1"),
+        device="gpu:1",
         dtype="bfloat16",
         threads=3,
         max_length=99,
@@ -275,9 +276,20 @@ def test_mtp_is_hosted_by_the_target_alone() -> None:
         service_arguments(UpOptions(target=str(DEMO_TARGET), method="mtp", draft="somewhere"))
 
 
-def placed(devices: DeviceOptions, **options: object) -> tuple[TargetSettings, DraftSettings]:
+def on(
+    device: str = "cpu",
+    target_device: str | None = None,
+    draft_device: str | None = None,
+    target_memory_utilization: float | None = None,
+    draft_memory_utilization: float | None = None,
+) -> dict[str, Any]:
+    """Options about devices."""
+    return locals()
+
+
+def placed(devices: dict[str, Any], **options: Any) -> tuple[TargetSettings, DraftSettings]:
     """The settings that the services make of their command lines and the environment."""
-    arguments = service_arguments(UpOptions(devices=devices, **options))  # type: ignore[arg-type]
+    arguments = service_arguments(UpOptions(**devices, **options))
     assert arguments.draft is not None
     return (
         load_settings(TargetSettings, arguments.target, "test"),
@@ -288,14 +300,14 @@ def placed(devices: DeviceOptions, **options: object) -> tuple[TargetSettings, D
 @pytest.mark.parametrize(
     ("options", "target", "draft"),
     [
-        (DeviceOptions(), "cpu", "cpu"),
-        (DeviceOptions("gpu:1"), "cuda:1", "cuda:1"),
-        (DeviceOptions("cpu", "cuda:0", "cuda:1"), "cuda:0", "cuda:1"),
-        (DeviceOptions("cuda:2", draft_device="cpu"), "cuda:2", "cpu"),
-        (DeviceOptions("cpu", target_device="gpu"), "cuda", "cpu"),
+        (on(), "cpu", "cpu"),
+        (on("gpu:1"), "cuda:1", "cuda:1"),
+        (on("cpu", "cuda:0", "cuda:1"), "cuda:0", "cuda:1"),
+        (on("cuda:2", draft_device="cpu"), "cuda:2", "cpu"),
+        (on("cpu", target_device="gpu"), "cuda", "cpu"),
     ],
 )
-def test_each_model_runs_on_its_device(options: DeviceOptions, target: str, draft: str) -> None:
+def test_each_model_runs_on_its_device(options: dict[str, Any], target: str, draft: str) -> None:
     settings = placed(options)
     assert (settings[0].compute_device, settings[1].compute_device) == (target, draft)
 
@@ -303,31 +315,31 @@ def test_each_model_runs_on_its_device(options: DeviceOptions, target: str, draf
 def test_the_drafts_device_on_the_command_line_is_stronger_than_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "tandem.json"
     file.write_text(json.dumps({"draft_devices": "cuda:3"}), encoding="utf-8")
-    assert placed(DeviceOptions("cuda:0"), config_file=file)[1].compute_device == "cuda:3"
-    named = placed(DeviceOptions("cuda:0", draft_device="cuda:1"), config_file=file)
+    assert placed(on("cuda:0"), config_file=file)[1].compute_device == "cuda:3"
+    named = placed(on("cuda:0", draft_device="cuda:1"), config_file=file)
     assert named[1].compute_device == "cuda:1"
 
 
 @pytest.mark.parametrize(
     ("options", "shares"),
     [
-        (DeviceOptions("cuda"), (0.65, 0.25)),
-        (DeviceOptions("cpu", "cuda", "gpu:0"), (0.65, 0.25)),
-        (DeviceOptions("cuda", draft_memory_utilization=0.1), (0.65, 0.1)),
-        (DeviceOptions("cpu", "cuda:0", "cuda:1"), (None, None)),
-        (DeviceOptions("cpu", "cuda:0", "cuda:1", 0.8, 0.7), (0.8, 0.7)),
-        (DeviceOptions("cpu"), (None, None)),
+        (on("cuda"), (0.65, 0.25)),
+        (on("cpu", "cuda", "gpu:0"), (0.65, 0.25)),
+        (on("cuda", draft_memory_utilization=0.1), (0.65, 0.1)),
+        (on("cpu", "cuda:0", "cuda:1"), (None, None)),
+        (on("cpu", "cuda:0", "cuda:1", 0.8, 0.7), (0.8, 0.7)),
+        (on("cpu"), (None, None)),
     ],
 )
 def test_models_on_one_accelerator_share_its_memory(
-    options: DeviceOptions, shares: tuple[float | None, float | None]
+    options: dict[str, Any], shares: tuple[float | None, float | None]
 ) -> None:
     target, draft = placed(options)
     assert (target.device_memory_utilization, draft.device_memory_utilization) == shares
 
 
 def test_a_draft_without_a_model_takes_no_share() -> None:
-    target, draft = placed(DeviceOptions("cuda"), draft="ngram")
+    target, draft = placed(on("cuda"), draft="ngram")
     assert (target.device_memory_utilization, draft.device_memory_utilization) == (None, None)
 
 
@@ -343,7 +355,7 @@ def test_the_environment_is_stronger_than_the_default_share(
     variable: str, shares: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, "0.4")
-    target, draft = placed(DeviceOptions("cuda:1"))
+    target, draft = placed(on("cuda:1"))
     assert (target.device_memory_utilization, draft.device_memory_utilization) == shares
 
 

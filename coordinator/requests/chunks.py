@@ -13,41 +13,6 @@ from tandem.plural import plural
 from tandem.types import Chunk
 
 
-class HeldChunks:
-    """Chunks that wait until they have enough tokens together (vLLM's `stream_interval`).
-
-    The first tokens of a completion and its end never wait.
-    """
-
-    def __init__(self, stream_interval: int) -> None:
-        """Begin without chunks.
-
-        Args:
-            stream_interval: Tokens that are enough.
-        """
-        self._interval = stream_interval
-        self._chunks: list[Chunk] = []
-        self._tokens = 0
-        self._has_begun = False
-        """True once a chunk with tokens was added."""
-
-    def __bool__(self) -> bool:
-        return bool(self._chunks)
-
-    def add(self, chunk: Chunk) -> bool:
-        """Add a chunk. Returns True if what is held is to be taken now."""
-        self._chunks.append(chunk)
-        self._tokens += len(chunk.token_ids)
-        is_first = not self._has_begun
-        self._has_begun = self._has_begun or bool(chunk.token_ids)
-        return is_first or self._tokens >= self._interval or chunk.summary is not None
-
-    def take(self) -> Chunk:
-        """All of it as one chunk, after which nothing is held."""
-        chunks, self._chunks, self._tokens = self._chunks, [], 0
-        return chunks[0] if len(chunks) == 1 else joined(chunks)
-
-
 def joined(chunks: Sequence[Chunk]) -> Chunk:
     """One chunk with the text and the tokens of all.
 
@@ -122,10 +87,15 @@ class ChunkQueue:
         """Begin without chunks.
 
         Args:
-            stream_interval: Join chunks until they have so many tokens; 1: deliver each as it comes.
+            stream_interval: Join chunks until they have so many tokens, as vLLM does; 1: deliver each as it comes. The
+                first tokens of a completion and its end never wait.
             pacer: Shared with the other requests; None: one of its own.
         """
-        self._held = HeldChunks(stream_interval)
+        self._interval = stream_interval
+        self._held: list[Chunk] = []
+        self._held_tokens = 0
+        self._has_begun = False
+        """True once a chunk with tokens was put."""
         self._pacer = pacer or ChunkPacer()
         self._last_put = 0.0
         self._pause: asyncio.TimerHandle | None = None
@@ -145,7 +115,11 @@ class ChunkQueue:
 
         Returns once the reader has it, or at once if it is held; after the last chunk, once the reader asks for more.
         """
-        if not self._held.add(chunk):
+        self._held.append(chunk)
+        self._held_tokens += len(chunk.token_ids)
+        may_wait = self._has_begun and self._held_tokens < self._interval and chunk.summary is None
+        self._has_begun = self._has_begun or bool(chunk.token_ids)
+        if may_wait:
             self._watch_for_pause()
             return
         chunk = self._taken()
@@ -189,7 +163,8 @@ class ChunkQueue:
     def _taken(self) -> Chunk:
         """All that is held, as one chunk."""
         self._end_watch()
-        return self._held.take()
+        chunks, self._held, self._held_tokens = self._held, [], 0
+        return chunks[0] if len(chunks) == 1 else joined(chunks)
 
     def _watch_for_pause(self) -> None:
         """Deliver what is held if no chunk follows for a while. One timer serves many chunks, since each costs one."""
@@ -249,43 +224,32 @@ async def stream_of(
         DeadlineError: the deadline has passed. The error says how many tokens were delivered.
         TandemError: the request failed.
     """
-    queue, delivered = ChunkQueue(stream_interval, pacer), 0
+    queue, delivered, has_expired = ChunkQueue(stream_interval, pacer), 0, False
     task = asyncio.create_task(run(queue))
     task.add_done_callback(lambda _: queue.close())
-    expiry = _Expiry(task, deadline_seconds)
+
+    def expire() -> None:
+        nonlocal has_expired
+        has_expired = task.cancel()  # a task that has already ended keeps its result
+
+    timer = None
+    if deadline_seconds is not None:
+        timer = asyncio.get_running_loop().call_later(max(0.0, deadline_seconds), expire)
     try:
         while (chunk := await queue.get()) is not None:
             yield chunk
             delivered += len(chunk.token_ids)
-        if not expiry.has_passed:
+        if not has_expired:
             await task
             return
     except DeadlineError:
         pass  # a wait inside the request noticed the deadline first; the client gets the same sentence
     finally:
-        expiry.cancel()
+        if timer is not None:
+            timer.cancel()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
     raise DeadlineError(
         f"the request took longer than the {deadline_seconds:g} s it was given; {plural(delivered, 'token')} "
         f"{'was' if delivered == 1 else 'were'} delivered"
     )
-
-
-class _Expiry:
-    """Cancels a task at its deadline."""
-
-    def __init__(self, task: asyncio.Task[None], seconds: float | None) -> None:
-        self.has_passed = False
-        self._task = task
-        loop = asyncio.get_running_loop()
-        self._timer = None if seconds is None else loop.call_later(max(0.0, seconds), self._expire)
-
-    def cancel(self) -> None:
-        """Stop the timer."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _expire(self) -> None:
-        # A task that has already ended keeps its result.
-        self.has_passed = self._task.cancel()

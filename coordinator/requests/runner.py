@@ -306,21 +306,20 @@ class RequestRunner:
     ) -> None:
         """Check a request, wait for its place, and run it."""
         # Waiting requests stay in memory: hundreds of any size would take all of it.
-        self._check_bounds(request)
-        async with self.admission.place(deadline.remaining_seconds, peer) as place:
-            observer.admitted()
-            plan = await self._plan(request, request_id)
-            await self._run_rounds(plan, observer, deadline, place, queue)
-
-    def _check_bounds(self, request: GenerationRequest) -> None:
-        settings, models = self._live_config.current, self.models
+        settings, target = self._live_config.current, self.models.target
         check_bounds(
             request,
             settings,
             settings.num_speculative_tokens,
-            models.target.max_length,
-            models.max_text_bytes,
+            target.max_length,
+            self.models.max_text_bytes,
         )
+        async with self.admission.place(deadline.remaining_seconds, peer) as place:
+            observer.admitted()
+            plan = await make_plan(
+                request, request_id, self._live_config.current, self.models, self._choose_rule
+            )
+            await self._run_rounds(plan, observer, deadline, place, queue)
 
     async def _run_rounds(
         self, plan: Plan, observer: RequestObserver, deadline: Deadline, place: Place, queue: ChunkQueue
@@ -378,9 +377,6 @@ class RequestRunner:
         """State of the oldest running request, else of the last that ended; None before any."""
         running = [request for request in self.requests.list() if request.num_speculative_tokens > 0]
         return running[0].speculation_state() if running else self._latest_state
-
-    async def _plan(self, request: GenerationRequest, request_id: str) -> Plan:
-        return await make_plan(request, request_id, self._live_config.current, self.models, self._choose_rule)
 
     def _choose_rule(self, names: Sequence[str], temperature: float) -> str:
         draft = self.services.draft_name

@@ -1,15 +1,17 @@
-"""Within a second of a client's end nothing of its request is left: no stream, no task, no place in a KV cache."""
+"""Soon after a client's end nothing of its request is left: no step, no stream, no task, no place in a KV cache."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import random
 import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,23 +25,32 @@ from draft_service.servicer import DraftServicer
 from tandem.client import Client
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Head
-from tandem.engine.models.loading import LoadedModel, load_model
+from tandem.engine.models.loading import LoadedModel
 from tandem.engine.settings import EngineSettings
-from tandem.errors import DeadlineError, ServiceUnavailableError
+from tandem.errors import DeadlineError, ServiceUnavailableError, TandemError
 from tandem.types import GenerationRequest
 from tandem.v1 import draft_pb2_grpc, target_pb2_grpc
 from target_service.servicer import TargetServicer
 from target_service.verifier import Verifier, verify_head
-from tests.end_to_end.models import random_model, save_model
-from tests.paths import ROOT
+from tests.paths import DEMO_TARGET, ROOT
 from tests.service.clients import complete, until
+from tests.service.engines import tiny_model
 from tests.service.fakes import coordinating, serving
 
+logger = logging.getLogger(__name__)
+"""Logs the numbers for docs/reliability.md; `make soak` shows them."""
+
 GONE_SECONDS = 1.0
+SPECULATIVE_TOKENS = 2
 STEP_SECONDS = 0.02
 """Minimum duration of a step; it makes a LONG request outlast every test."""
-LONG = GenerationRequest((5, 6, 7), max_tokens=1000, temperature=1.0, seed=1, ignore_eos=True)
+LONG = GenerationRequest((5, 6, 7), max_tokens=1000, temperature=1.0, seed=1, ignore_eos=True,
+                         num_speculative_tokens=SPECULATIVE_TOKENS)  # fmt: skip
 MAX_SEQUENCES = 2
+STEPS_OF_A_ROUND = SPECULATIVE_TOKENS + 1
+SHORTER = replace(LONG, max_tokens=400)
+MANY_GONE_SECONDS = 10.0
+TOKENIZER = DEMO_TARGET / "tokenizer.json"
 GRPC_CALL = "_handle_exceptions"
 """The coroutine that grpc's server runs for each call."""
 WATCHES = 2
@@ -61,31 +72,35 @@ asyncio.run(main())
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    weights = random_model(1, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1,
-                           num_key_value_heads=1)  # fmt: skip
-    folder = save_model(weights, tmp_path_factory.mktemp("model"))
-    return load_model(folder, device="cpu", dtype="float32", threads=1)
+    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Cluster:
     """Both services with real engines, and a coordinator, all in this process."""
 
-    target: Engine[Any, Any]
-    draft: Engine[Any, Any]
-    target_address: str
-    draft_address: str
-    address: str
-    idle_tasks: Counter[str]
+    max_sequences: int = MAX_SEQUENCES
+    step_seconds: float = STEP_SECONDS
+    steps: int = 0
+    """Those of both engines."""
+    engines: list[Engine[Any, Any]] = field(default_factory=list)
+    target_address: str = ""
+    draft_address: str = ""
+    address: str = ""
+    idle_tasks: Counter[str] = field(default_factory=Counter)
     """Tasks that run while there is no request."""
+
+    @property
+    def target(self) -> Engine[Any, Any]:
+        return self.engines[0]
 
     @property
     def leftovers(self) -> list[str]:
         """Sequences, reservations and tasks that an idle cluster does not have."""
-        usages = {"target": self.target.usage, "draft": self.draft.usage}
+        usages = [engine.usage for engine in self.engines]
         held = [
-            f"{name}: {usage}"
-            for name, usage in usages.items()
+            str(usage)
+            for usage in usages
             if usage.sequence_count or usage.waiting_count or usage.reserved_tokens
         ]
         return held + list((_running_tasks() - self.idle_tasks).elements())
@@ -93,11 +108,25 @@ class Cluster:
     @property
     def is_busy(self) -> bool:
         """True if both services compute a request."""
-        return self.target.usage.used_tokens > 0 and self.draft.usage.used_tokens > 0
+        return all(engine.usage.used_tokens > 0 for engine in self.engines)
 
-    async def assert_idle_soon(self) -> None:
-        """Assert that within a second both engines are empty and only the idle tasks run."""
-        await until(lambda: not self.leftovers, GONE_SECONDS, lambda: "\n".join(self.leftovers))
+    async def assert_idle_soon(self, seconds: float = GONE_SECONDS) -> None:
+        """Assert that soon both engines are empty and only the idle tasks run."""
+        await until(lambda: not self.leftovers, seconds, lambda: "\n".join(self.leftovers))
+
+    def step(self, _record: object) -> None:
+        self.steps += 1
+        time.sleep(self.step_seconds)
+
+    @asynccontextmanager
+    async def engine(self, model: LoadedModel, head: Head[Any, Any]) -> AsyncIterator[Engine[Any, Any]]:
+        engine = Engine(model, head, EngineSettings(max_sequences=self.max_sequences), on_step=self.step)
+        engine.start()
+        self.engines.append(engine)
+        try:
+            yield engine
+        finally:
+            await engine.close()
 
 
 def _running_tasks() -> Counter[str]:
@@ -110,45 +139,30 @@ def _serves_one(engine: Engine[Any, Any]) -> bool:
     return engine.usage.sequence_count == 1
 
 
-@asynccontextmanager
-async def _engine(model: LoadedModel, head: Head[Any, Any]) -> AsyncIterator[Engine[Any, Any]]:
-    def pause(_: object) -> None:
-        time.sleep(STEP_SECONDS)
-
-    engine = Engine(model, head, EngineSettings(max_sequences=MAX_SEQUENCES), on_step=pause)
-    engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.close()
-
-
 @pytest.fixture
-async def cluster(model: LoadedModel) -> AsyncIterator[Cluster]:
-    target_servicer, draft_servicer = TargetServicer(), DraftServicer()
+async def cluster(model: LoadedModel, request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
+    """A cluster; a test may say how many sequences it has room for."""
+    made = Cluster(getattr(request, "param", MAX_SEQUENCES))
+    verifying, proposing = TargetServicer(), DraftServicer()
     async with AsyncExitStack() as stack:
-        target = await stack.enter_async_context(_engine(model, verify_head))
-        draft = await stack.enter_async_context(_engine(model, propose_head))
-        target_servicer.verifier = Verifier(target, [_tokenizer_file()])
-        draft_servicer.proposer = StandaloneProposer(draft, draft_top_k=8)
-        target_address, _ = await stack.enter_async_context(
-            serving(
-                lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(target_servicer, server)
-            )
+        enter = stack.enter_async_context
+        verifying.verifier = Verifier(await enter(made.engine(model, verify_head)), [TOKENIZER])
+        proposing.proposer = StandaloneProposer(await enter(made.engine(model, propose_head)), draft_top_k=8)
+        made.target_address, _ = await enter(
+            serving(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(verifying, server))
         )
-        draft_address, _ = await stack.enter_async_context(
-            serving(lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(draft_servicer, server))
+        made.draft_address, _ = await enter(
+            serving(lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(proposing, server))
         )
-        settings = CoordinatorSettings(target_address=target_address, draft_address=draft_address)
-        address = await stack.enter_async_context(coordinating(settings))
-        async with Client(address) as client:
+        settings = CoordinatorSettings(
+            target_address=made.target_address, draft_address=made.draft_address, speculation_policy="fixed"
+        )
+        made.address = await enter(coordinating(settings))
+        async with Client(made.address) as client:
             await complete(client, GenerationRequest((5,), max_tokens=2))
         await until(lambda: _running_tasks()[GRPC_CALL] <= WATCHES, 10.0)
-        yield Cluster(target, draft, target_address, draft_address, address, _running_tasks())
-
-
-def _tokenizer_file() -> Path:
-    return ROOT / "models" / "demo" / "target" / "tokenizer.json"
+        made.idle_tasks = _running_tasks()
+        yield made
 
 
 async def test_a_completed_request_leaves_nothing_behind(cluster: Cluster) -> None:
@@ -194,7 +208,7 @@ async def test_one_client_that_leaves_does_not_disturb_another(cluster: Cluster)
         await anext(chunks)
         assert cluster.target.usage.sequence_count == 2
         await chunks.aclose()
-        for engine in (cluster.target, cluster.draft):
+        for engine in cluster.engines:
             await until(partial(_serves_one, engine), GONE_SECONDS)
         assert (await anext(other)).token_ids
         await other.aclose()
@@ -224,14 +238,8 @@ async def test_a_killed_client_process_leaves_nothing_behind(cluster: Cluster) -
 
 async def test_a_killed_coordinator_process_leaves_nothing_behind(cluster: Cluster) -> None:
     """To the services the coordinator is a client."""
-    arguments = (
-        "--port",
-        "0",
-        "--target-address",
-        cluster.target_address,
-        "--draft-address",
-        cluster.draft_address,
-    )
+    services = "--target-address", cluster.target_address, "--draft-address", cluster.draft_address
+    arguments = ("--port", "0", *services)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", "coordinator", *arguments, stdout=asyncio.subprocess.PIPE, cwd=ROOT
     )
@@ -252,3 +260,81 @@ async def test_a_killed_coordinator_process_leaves_nothing_behind(cluster: Clust
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+def resident_mebibytes() -> float:
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+    return pages * 4096 / 2**20
+
+
+async def cancelled(client: Client, chance: random.Random) -> None:
+    """Begin a request, and end it after a while in one of the ways of clients."""
+    seconds = chance.choice([0.0, 0.002, 0.02, 0.1]) * chance.random()
+    way = chance.randrange(3)
+    if way == 0:
+        task = asyncio.create_task(complete(client, SHORTER))
+        await asyncio.sleep(seconds)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    elif way == 1:
+        with suppress(TandemError):
+            async for _ in client.generate(SHORTER, timeout_seconds=0.001 + seconds):
+                pass
+    else:
+        chunks = client.generate(LONG)
+        for _ in range(chance.randrange(1, 4)):
+            await anext(chunks)
+        await chunks.aclose()
+
+
+# More requests at once than the KV caches have room for, so that some are cancelled while they wait.
+@pytest.mark.parametrize("cluster", [8], indirect=True)
+@pytest.mark.parametrize(
+    ("count", "at_once", "max_grown_mebibytes"),
+    [
+        (150, 12, 24),
+        pytest.param(5000, 12, 24, marks=pytest.mark.soak),
+        pytest.param(5000, 64, 48, marks=pytest.mark.soak),
+    ],
+)
+async def test_cancelled_requests_leave_nothing_behind(
+    cluster: Cluster, count: int, at_once: int, max_grown_mebibytes: int
+) -> None:
+    cluster.step_seconds = 0.001
+    chance = random.Random(count)
+    async with Client(cluster.address) as client:
+        expected = await complete(client, SHORTER)
+
+        async def one_after_the_other(number: int) -> None:
+            for _ in range(number):
+                await cancelled(client, chance)
+
+        async def cancel_many(number: int) -> None:
+            await asyncio.gather(*(one_after_the_other(number // at_once) for _ in range(at_once)))
+            await until(
+                lambda: not any(engine.usage.sequence_count for engine in cluster.engines), MANY_GONE_SECONDS
+            )
+
+        await cancel_many(4 * at_once)
+        before = resident_mebibytes()
+        await cancel_many(count)
+        await cluster.assert_idle_soon(MANY_GONE_SECONDS)
+        grown = resident_mebibytes() - before
+        assert grown < max_grown_mebibytes
+        assert (await complete(client, SHORTER)).token_ids == expected.token_ids
+    logger.info("%d cancels, %d at once, %.1f MiB more", count, at_once, grown)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 20])
+async def test_computation_stops_within_a_round(cluster: Cluster, tokens: int) -> None:
+    cluster.step_seconds = 0.03
+    async with Client(cluster.address) as client:
+        chunks = client.generate(LONG)
+        received = 0
+        while received < tokens:
+            received += len((await anext(chunks)).token_ids)
+        before = cluster.steps
+        await chunks.aclose()
+        await asyncio.sleep(20 * cluster.step_seconds)
+        assert cluster.steps - before <= STEPS_OF_A_ROUND
+        await cluster.assert_idle_soon()

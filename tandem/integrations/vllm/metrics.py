@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -17,34 +18,31 @@ WAIT_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 """Seconds. The first three are a continuation drafted ahead, which costs no round trip."""
 
 
+def _total(meaning: str) -> Any:
+    """A count that the metrics show with these words."""
+    return field(default=0, metadata={"meaning": meaning})
+
+
 @dataclass(slots=True)
 class Counts:
     """Totals since the start. Each field has one thread that writes it."""
 
-    steps: int = 0
-    """Steps of vLLM."""
-    timed_out_steps: int = 0
-    """Steps that waited until their patience was over."""
-    paused_steps: int = 0
-    """Steps that asked nothing because the last waits were in vain."""
+    steps: int = _total("Steps of vLLM that asked for proposals.")
+    timed_out_steps: int = _total("Steps that waited until their patience was over.")
+    paused_steps: int = _total("Steps that asked nothing because the last waits were in vain.")
+    proposals: int = _total("Proposals handed to vLLM.")
+    proposed_tokens: int = _total("Tokens of these.")
+    verified_tokens: int = _total(
+        "Proposed tokens whose verification was seen, not those of a sequence's last."
+    )
+    accepted_tokens: int = _total("Tokens of these that vLLM accepted.")
+    answered_rows: int = _total("Proposals that came by a question and its answer.")
+    late_rows: int = _total("Sequences that a step went on without, because their draft was still at work.")
+    awaited_outcomes: int = _total("Outcomes that a draft was to work ahead of.")
+    hits: int = _total("Of these, those that it had drafted for.")
+    lost_drafts: int = _total("Times that a draft failed a sequence.")
     wait_seconds: float = 0.0
     """Time that steps waited for proposals, in all."""
-    proposals: int = 0
-    proposed_tokens: int = 0
-    verified_tokens: int = 0
-    """Proposed tokens whose verification was seen; that of a sequence's last proposal is not."""
-    accepted_tokens: int = 0
-    """Of these."""
-    answered_rows: int = 0
-    """Proposals that came by a question and its answer."""
-    late_rows: int = 0
-    """Sequences that a step went on without, because their draft was still at work."""
-    awaited_outcomes: int = 0
-    """Steps of a sequence that the draft was to work ahead of."""
-    hits: int = 0
-    """Of these, those that ended in an outcome that it had drafted for."""
-    lost_drafts: int = 0
-    """Times that a sequence's draft failed it."""
     started_sequences: int = 0
     ended_sequences: int = 0
 
@@ -78,21 +76,6 @@ def _share(part: int, whole: int) -> str:
 LOG_SECONDS = 10.0
 """Interval of the log line, as of vLLM's own."""
 _PREFIX = "tandem_vllm_"
-_COUNTERS = {
-    "steps": "Steps of vLLM that asked for proposals.",
-    "timed_out_steps": "Steps that waited until their patience was over.",
-    "paused_steps": "Steps that asked nothing because the last waits were in vain.",
-    "proposals": "Proposals handed to vLLM.",
-    "proposed_tokens": "Tokens of these.",
-    "verified_tokens": "Proposed tokens whose verification was seen.",
-    "accepted_tokens": "Tokens of these that vLLM accepted.",
-    "answered_rows": "Proposals that came by a question and its answer.",
-    "late_rows": "Sequences that a step went on without.",
-    "awaited_outcomes": "Outcomes that a draft was to work ahead of.",
-    "hits": "Of these, those that it had drafted for.",
-    "lost_drafts": "Times that a draft failed a sequence.",
-}
-
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -105,8 +88,11 @@ class CountsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Each count, and the number of sequences."""
-        for name, words in _COUNTERS.items():
-            yield CounterMetricFamily(_PREFIX + name, words, value=getattr(self._counts, name))
+        for each in fields(self._counts):
+            if meaning := each.metadata.get("meaning"):
+                yield CounterMetricFamily(
+                    _PREFIX + each.name, meaning, value=getattr(self._counts, each.name)
+                )
         yield GaugeMetricFamily(
             _PREFIX + "sequences", "Sequences kept for drafts now.", value=self._open_sequences()
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from tandem.serving.tls import WARNING_TIME, ExpiryLog
+from tandem.serving.tls import WARNING_TIME, warn_of_expiry
 from tests.certificates import issued
 from tests.unit.tandem.serving.served import Scripted, running
 
@@ -49,18 +49,18 @@ def test_the_warning_is_repeated_daily_and_at_expiry(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = issued(tmp_path, trustme.CA(), not_after=NOW + 1.5 * DAY).cert
-    log = ExpiryLog([path])
-    for hours in range(49):
-        log.look(NOW + timedelta(hours=hours))
-    assert words(caplog) == ["certificate expires soon"] * 2 + ["certificate has expired"]
+    seen, now = [], NOW
+    while now < NOW + 4 * DAY:
+        now += warn_of_expiry([path], now)
+        seen += words(caplog)
+        caplog.clear()
+    assert seen == ["certificate expires soon"] * 2 + ["certificate has expired"] * 3
     issued(tmp_path, trustme.CA(), not_after=NOW + 90 * DAY)
-    caplog.clear()
-    log.look(NOW + 5 * DAY)
+    assert warn_of_expiry([path], NOW + 5 * DAY) == DAY
     assert words(caplog) == [], "it was renewed"
 
 
 def test_an_unreadable_certificate_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "no.pem").write_text("nothing", encoding="utf-8")
-    log = ExpiryLog([tmp_path / "no.pem", tmp_path / "none.pem"])
-    log.look(NOW)
+    assert warn_of_expiry([tmp_path / "no.pem", tmp_path / "none.pem"], NOW) == DAY
     assert words(caplog) == []

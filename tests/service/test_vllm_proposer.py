@@ -270,14 +270,3 @@ async def test_of_two_tensor_parallel_processes_one_asks() -> None:
     assert draft.opened == 1
 
 
-def test_random_batches_reach_every_kind_of_change() -> None:
-    """The stand-in itself: what the tests above take for granted."""
-    runner, chance = Runner(hashed), random.Random(1)
-    kinds = set()
-    for _ in range(300):
-        before = (len(runner.requests), len(runner.preempted))
-        runner.disturb(chance)
-        kinds.add((len(runner.requests) - before[0], len(runner.preempted) - before[1]))
-        runner.step(lambda sampled, *_, **__: [[] for _ in sampled])
-    assert {(1, 0), (-1, 0), (-1, 1), (1, -1)} <= kinds
-    assert all(len(request.tokens) <= MAX_LENGTH for request in runner.requests)

@@ -1,4 +1,4 @@
-"""Ends streams whose reader has not read for too long."""
+"""What stands before the methods of a server: tokens, readiness, bounds, counts of calls, and the error boundary."""
 
 from __future__ import annotations
 

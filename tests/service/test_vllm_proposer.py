@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import sys
 import time
 import urllib.request
@@ -18,7 +17,7 @@ from tandem.serving.interceptors import Context
 from tandem.v1 import draft_pb2
 from tests.service.ahead_draft import AheadDraft
 from tests.service.clients import until
-from tests.service.fakes import MAX_LENGTH, FakeDraft, counting
+from tests.service.fakes import FakeDraft, counting
 from tests.service.vllm_drafts import disturbance, fitting, hashed, plugged, run, served, steps_of
 from tests.service.vllm_stub import TOKEN_COUNT, Request, Runner
 
@@ -268,5 +267,3 @@ async def test_of_two_tensor_parallel_processes_one_asks() -> None:
     assert [process.returncode for process in processes] == [0, 0]
     assert [int(output) > 0 for output in outputs] == [True, False]
     assert draft.opened == 1
-
-

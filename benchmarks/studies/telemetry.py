@@ -1,4 +1,4 @@
-"""`python -m benchmarks.studies.telemetry`: a collector that takes everything and keeps nothing."""
+"""`python -m benchmarks.studies.telemetry`: the cost of traces and metrics, in tokens per second and per round."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _METHODS = (
 )
 
 
-def serve(port: int) -> None:
-    """Serve until the process is ended."""
+def serve_sink(port: int) -> None:
+    """A collector that takes everything and keeps nothing, until the process is ended."""
     server = grpc.server(ThreadPoolExecutor(2))
     handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(
         lambda _request, _context: b""
@@ -51,13 +51,6 @@ def serve(port: int) -> None:
     sys.stdout.write(f"ready on {address}\n")
     sys.stdout.flush()
     server.wait_for_termination()
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--log-level")  # as the services are started
-    serve(parser.parse_args().port)
 
 
 MODELS = Path(__file__).resolve().parents[2] / "models" / "demo"
@@ -73,7 +66,7 @@ async def main(repeats: int, prompt_count: int, max_tokens: int) -> str:
     """Measure both; the page of results."""
     costs = await round_costs()
     async with AsyncExitStack() as stack:
-        sink = f"http://{await stack.enter_async_context(service('benchmarks.studies.telemetry'))}"
+        sink = f"http://{await stack.enter_async_context(service('benchmarks.studies.telemetry', '--sink'))}"
         options = {
             "none": [],
             "metrics": ["--prometheus-port", "0"],
@@ -264,7 +257,13 @@ if __name__ == "__main__":
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens of each completion")
     parser.add_argument("--rounds-only", action="store_true", help="only the cost of a round")
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
+    parser.add_argument("--sink", action="store_true", help="be the collector of the study")
+    parser.add_argument("--port", type=int, default=0, help="of the collector")
+    parser.add_argument("--log-level", help="taken, as services are started with one")
     arguments = parser.parse_args()
+    if arguments.sink:
+        serve_sink(arguments.port)
+        sys.exit()
     if arguments.rounds_only:
         for name, seconds in asyncio.run(round_costs()).items():
             Console().print(f"{name}: {seconds * 1e6:.1f} us a round")

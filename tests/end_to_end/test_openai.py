@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from openai import APIError, BadRequestError, NotFoundError, OpenAI
+from openai import APIError, OpenAI
 from tokenizers import Tokenizer
 
 from tandem.sync_client import SyncClient
@@ -139,21 +139,6 @@ def test_leaving_a_stream_ends_the_sequences(client: OpenAI, url: str) -> None:
         assert running_requests(url) == 1
         assert open_sequences(url) >= 1
     until(lambda: running_requests(url) == 0 and open_sequences(url) == 0, SECONDS)
-
-
-def test_refusals(client: OpenAI) -> None:
-    refusals: list[tuple[dict[str, Any], str]] = [
-        ({"temperature": -1}, "temperature is -1.0; it must be"),
-        ({"presence_penalty": 1}, "presence_penalty is 1.0; with a separate draft model it must be 0"),
-        ({"echo": True}, "echo is true; it must be false"),
-        ({"extra_body": {"response_format": {"type": "json_object"}}}, "response_format is "),
-    ]
-    for options, sentence in refusals:
-        with pytest.raises(BadRequestError) as refusal:
-            client.completions.create(model="target", prompt=PROMPT, **options)
-        assert sentence in refusal.value.message
-    with pytest.raises(NotFoundError):
-        client.completions.create(model="gpt-4", prompt=PROMPT)
 
 
 def test_a_drain_finishes_a_stream_and_refuses_new_ones(target_address: str, draft_address: str) -> None:

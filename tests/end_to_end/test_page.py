@@ -237,24 +237,6 @@ def test_on_a_phone_the_numbers_are_above_the_text_and_nothing_is_cut_off(url: s
     assert browser.evaluate("document.documentElement.scrollWidth") <= 1280
 
 
-def test_bars_and_strip_share_their_colours(url: str, browser: Page) -> None:
-    visit(browser, url)
-    browser.type("#max-tokens", "24")
-    browser.evaluate("document.getElementById('compare').checked = false")
-    browser.click("#run")
-    browser.until("document.querySelectorAll('#output .accepted').length > 0")
-    settle(browser)
-    style = "getComputedStyle(document.querySelector('%s')).%s"
-    accepted = {
-        browser.evaluate(style % (part, "backgroundColor")) for part in (".round .yes", ".cell.yes", ".bar i")
-    }
-    rejected = {
-        browser.evaluate(style % (part, "borderTopColor")) for part in (".cell:not(.yes):not(.own)", ".bar")
-    }
-    assert (len(accepted), len(rejected)) == (1, 1)
-    assert browser.evaluate(style % ("#output .supplied", "textDecorationLine")) == "none"
-
-
 def test_the_page_shows_the_state_of_speculation(target_address: str, url: str, browser: Page) -> None:
     visit(browser, url)
     browser.until("document.getElementById('speculation').textContent.startsWith('Speculation is on: ')")

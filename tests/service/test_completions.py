@@ -10,7 +10,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.stats.speculation import describe
 from tandem.client import Client
 from tandem.errors import InvalidRequestError
 from tandem.types import FinishReason, GenerationRequest, PositionStats, RowKind
@@ -85,13 +84,6 @@ async def test_a_proposal_is_accepted_up_to_its_first_wrong_token(temperature: f
     assert completed.token_ids == tuple(range(11, 22))
     # 11 | 7 is refused: 12 | 13 14 and 7 refused: 15 | and so on: the target supplies the multiples of three.
     assert completed.drafted == tuple(n % 3 != 0 and n != 11 for n in range(11, 22))
-
-
-async def test_without_a_draft_the_target_works_alone() -> None:
-    async with cluster(FakeTarget(), None) as client:
-        completed = await complete(client, request())
-    assert completed.token_ids == tuple(range(11, 22))
-    assert describe(completed.stats)["drafted"] == 0
 
 
 @TEMPERATURES
@@ -204,12 +196,6 @@ async def test_log_probabilities_change_only_the_kind_of_row(temperature: float)
             (token_id, token_id + 1) for token_id in chunk.token_ids
         ]
         assert [position.logprob for position in chunk.logprobs] == [0.0] * len(chunk.token_ids)
-
-
-async def test_each_chunk_has_its_number_of_proposed_tokens() -> None:
-    async with cluster(FakeTarget(), FakeDraft()) as client:
-        chunks = [chunk async for chunk in client.generate(request())]
-    assert [chunk.proposed for chunk in chunks] == [0, 4, 4]
 
 
 async def test_logit_comparison_is_refused_for_a_draft_without_a_model() -> None:

@@ -1,14 +1,8 @@
-"""Third-party clients, unchanged.
-
-LangChain (chat and plain) runs in a process of its own, and so does LiteLLM, as a soak test: where nothing of it is
-compiled yet, importing it takes 20 s. The requests of LiteLLM 1.83.0 and lm-eval's `local-completions` 0.4.13 are
-kept here.
-"""
+"""Third-party clients: LangChain itself, in a process of its own, and requests as LiteLLM and lm-eval send them."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import sys
@@ -39,21 +33,6 @@ print(json.dumps({
 }))
 """
 
-LITELLM = """
-import json, sys
-import litellm
-options = dict(api_base=sys.argv[1] + "/v1", api_key="none", temperature=0, max_tokens=5)
-messages = [{"role": "user", "content": "a"}]
-whole = litellm.completion(model="openai/fake", messages=messages, **options)
-stream = litellm.completion(model="openai/fake", messages=messages, stream=True, **options)
-plain = litellm.text_completion(model="text-completion-openai/fake", prompt="def f():", **options)
-print(json.dumps({
-    "chat": whole.choices[0].message.content,
-    "chat_stream": "".join(piece.choices[0].delta.content or "" for piece in stream),
-    "plain": plain.choices[0].text,
-}))
-"""
-
 LITELLM_REQUESTS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
         "model": "fake",
@@ -63,19 +42,7 @@ LITELLM_REQUESTS: dict[str, dict[str, Any]] = {
     },
     "/v1/completions": {"model": "fake", "prompt": "def f():", "max_tokens": 5, "temperature": 0},
 }
-"""The request of that script; with `stream: true` for a stream."""
-
-LM_EVAL = """
-import json, sys
-from lm_eval.api.instance import Instance
-from lm_eval.models.openai_completions import LocalCompletionsAPI
-client = LocalCompletionsAPI(
-    base_url=sys.argv[1] + "/v1/completions", model="fake", tokenizer_backend=None, tokenized_requests=False,
-    max_gen_toks=5, max_retries=1,
-)
-asked = Instance("generate_until", {}, ("def f():", {"until": ["zzz"], "temperature": 0.0}), 0)
-print(json.dumps({"plain": client.generate_until([asked])[0]}))
-"""
+"""As LiteLLM 1.83.0 sends them."""
 
 LM_EVAL_REQUEST: dict[str, Any] = {
     "prompt": "def f():",
@@ -85,16 +52,16 @@ LM_EVAL_REQUEST: dict[str, Any] = {
     "stop": ["zzz"],
     "seed": 1234,
 }
-"""The request of that script of lm-eval 0.4.13."""
+"""As `local-completions` of lm-eval 0.4.13 sends it."""
 
 
-async def answers(script: str, cluster: HttpCluster, python: str = sys.executable) -> dict[str, str]:
+async def answers(script: str, cluster: HttpCluster) -> dict[str, str]:
     """Run a client's script against this coordinator without any other network, and return its output."""
     process = await asyncio.create_subprocess_exec(
-        python, "-W", "ignore", "-c", script, cluster.url,
+        sys.executable, "-W", "ignore", "-c", script, cluster.url,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env=os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false"},
+        env=os.environ | {"LANGSMITH_TRACING": "false"},
     )  # fmt: skip
     async with asyncio.timeout(SECONDS):
         out, err = await process.communicate()
@@ -109,27 +76,21 @@ def after(prompt: str) -> str:
     return text(last + 1, last + 5)
 
 
-@pytest.mark.parametrize(
-    ("package", "script"),
-    [("langchain_openai", LANGCHAIN), pytest.param("litellm", LITELLM, marks=pytest.mark.soak)],
-)
-async def test_a_third_party_client_completes(package: str, script: str, tmp_path: Path) -> None:
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
-    template = tmp_path / "template.jinja"
-    template.write_text(TEMPLATE, encoding="utf-8")
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    path = tmp_path / "template.jinja"
+    path.write_text(TEMPLATE, encoding="utf-8")
+    return path
+
+
+async def test_langchain_completes(template: Path) -> None:
     async with http_cluster(FakeTarget(), FakeDraft(), chat_template=template) as cluster:
-        printed = await answers(script, cluster)
-    assert {name: words for name, words in printed.items() if name.startswith("chat")} == {
-        "chat": after("user: a\n"),
-        "chat_stream": after("user: a\n"),
-    }
-    assert all(words == after("def f():") for name, words in printed.items() if name.startswith("plain"))
+        printed = await answers(LANGCHAIN, cluster)
+    assert printed["chat"] == printed["chat_stream"] == after("user: a\n")
+    assert printed["plain"] == printed["plain_stream"] == after("def f():")
 
 
-async def test_the_requests_of_litellm(tmp_path: Path) -> None:
-    template = tmp_path / "template.jinja"
-    template.write_text(TEMPLATE, encoding="utf-8")
+async def test_the_requests_of_litellm(template: Path) -> None:
     async with http_cluster(FakeTarget(), FakeDraft(), chat_template=template) as cluster:
         chat, plain = [
             (await cluster.http.post(path, json=body)).json()["choices"][0]
@@ -149,13 +110,3 @@ async def test_the_request_of_lm_eval() -> None:
     assert scored.json()["error"]["message"].startswith(
         "echo is true; it must be false: this coordinator does not"
     )
-
-
-@pytest.mark.skipif(
-    "TANDEM_TEST_LM_EVAL_PYTHON" not in os.environ,
-    reason="TANDEM_TEST_LM_EVAL_PYTHON names no Python with lm-eval[api], which is too heavy for the tests' own",
-)
-async def test_lm_eval_itself() -> None:
-    async with http_cluster(FakeTarget(), FakeDraft()) as cluster:
-        printed = await answers(LM_EVAL, cluster, os.environ["TANDEM_TEST_LM_EVAL_PYTHON"])
-    assert printed["plain"] == after("def f():")

@@ -87,14 +87,9 @@ async def test_a_large_fleet_is_counted_completely_and_listed_partly() -> None:
     listed = [family for family in registry.collect() if family.name == "tandem_replica_ready"]
     assert len(listed[0].samples) == 128
     assert registry.get_sample_value("tandem_num_requests_waiting", {"model_name": "m"}) == 4
+    assert registry.get_sample_value("tandem_spec_decode_acceptance_rate", {"model_name": "m"}) is None
     at = labels | {"address": "10.0.0.7:1"}
     assert registry.get_sample_value("tandem_replica_accepted_tokens_total", at) == 1
-
-
-async def test_without_proposals_the_rate_is_undefined() -> None:
-    registry = CollectorRegistry()
-    registry.register(AtScrape(lambda: State("m", 0, 0, [], speculation_stats_of((0, 0))), state_metrics))
-    assert registry.get_sample_value("tandem_spec_decode_acceptance_rate", {"model_name": "m"}) is None
 
 
 def test_the_last_minute_forgets() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 
 from tandem.errors import ConfigurationError
 from tandem.telemetry.metrics import AtScrape
@@ -119,15 +119,11 @@ def test_warnings_are_rare_and_losses_are_counted(caplog: pytest.LogCaptureFixtu
     assert registry.get_sample_value(name, {"signal": "metrics"}) == 1
 
 
-def test_a_transfer_that_is_cut_off_at_the_end_writes_to_no_closed_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    registry = CollectorRegistry()
-    failures = Failures(registry)
+def test_nothing_is_written_to_a_log_that_may_be_closed(caplog: pytest.LogCaptureFixture) -> None:
+    failures = Failures(CollectorRegistry())
     failures.mute()
     failures.count("traces")
     assert caplog.messages == []
-    assert registry.get_sample_value("tandem_telemetry_export_failures_total", {"signal": "traces"}) == 1
 
 
 def read_at_scrape(read: Callable[[], int]) -> Callable[[], int | None]:
@@ -152,14 +148,3 @@ def test_a_loop_that_has_ended_says_nothing() -> None:
 
     with ThreadPoolExecutor() as pool:
         assert pool.submit(asyncio.run(make())).result() is None
-
-
-def test_the_text_form_needs_no_server() -> None:
-    telemetry = Telemetry(TelemetryOptions(), "coordinator")
-    text, content_type = telemetry.prometheus_text()
-    assert (
-        text.count(b"tandem_build_info")
-        == generate_latest(telemetry.registry).count(b"tandem_build_info")
-        > 0
-    )
-    assert content_type.startswith("text/plain")

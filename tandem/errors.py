@@ -101,3 +101,13 @@ _STATUS_CODES: dict[type[TandemError], grpc.StatusCode] = {
 def status_code(error: TandemError) -> grpc.StatusCode:
     """The gRPC status code of the nearest branch of the tree that `error` belongs to."""
     return next(_STATUS_CODES[cls] for cls in type(error).__mro__ if cls in _STATUS_CODES)
+
+
+_REMOTE_ERRORS = {
+    code: cls for cls, code in _STATUS_CODES.items() if cls not in (TandemError, ConfigurationError)
+}
+
+
+def remote_error(code: grpc.StatusCode) -> type[TandemError]:
+    """The class of error that a call ended with at its other end; ProtocolError where that end should not end so."""
+    return _REMOTE_ERRORS.get(code, ProtocolError)

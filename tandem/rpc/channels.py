@@ -13,18 +13,7 @@ from typing import cast
 import grpc
 import grpc.aio
 
-from tandem.errors import (
-    AbortedError,
-    CapacityError,
-    DeadlineError,
-    InvalidRequestError,
-    NotFoundError,
-    PermissionDeniedError,
-    ProtocolError,
-    ServiceUnavailableError,
-    TandemError,
-    UnauthenticatedError,
-)
+from tandem.errors import CapacityError, ServiceUnavailableError, TandemError, remote_error
 from tandem.rpc.credentials import PLAIN, Credentials, attach_token
 from tandem.wire.status import Ending, retry_after_seconds
 
@@ -71,17 +60,6 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     # A new channel connects at once, instead of waiting for the backoff of an old one to the same address.
     ("grpc.use_local_subchannel_pool", 1),
 )
-
-_MEANINGS: dict[grpc.StatusCode, type[TandemError]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
-    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
-    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
-    grpc.StatusCode.NOT_FOUND: NotFoundError,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: CapacityError,
-    grpc.StatusCode.UNAVAILABLE: ServiceUnavailableError,
-    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
-    grpc.StatusCode.ABORTED: AbortedError,
-}
 
 
 def open_channel(
@@ -163,7 +141,7 @@ def failure(service: str, ending: Ending) -> TandemError:
     service."""
     if ending.code is grpc.StatusCode.OK:
         return ServiceUnavailableError(f"{service}: it ended the stream")
-    meaning = _MEANINGS.get(ending.code, ProtocolError)
+    meaning = remote_error(ending.code)
     sentence = f"{service}: {ending.sentence or ending.code.name.lower()}"
     if meaning is CapacityError:
         return CapacityError(sentence, ending.retry_after_seconds)

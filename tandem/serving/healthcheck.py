@@ -16,6 +16,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.errors import ConfigurationError
+from tandem.rpc.channels import open_sync_channel
 from tandem.rpc.credentials import PLAIN, Credentials
 from tandem.settings import exit_with
 
@@ -33,7 +34,7 @@ def check(address: str, credentials: Credentials = PLAIN, timeout_seconds: float
     Raises:
         ConfigurationError: a file of the credentials cannot be read.
     """
-    with _channel(address, credentials) as channel:
+    with open_sync_channel(address, credentials) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=timeout_seconds
@@ -56,13 +57,6 @@ def credentials_of(environment: Mapping[str, str]) -> Credentials:
         key_file=path("KEY_FILE"),
         server_name=environment.get(_VARIABLES + "SERVER_NAME", ""),
     )
-
-
-def _channel(address: str, credentials: Credentials) -> grpc.Channel:
-    if not credentials.uses_tls:
-        return grpc.insecure_channel(address)
-    options = [("grpc.ssl_target_name_override", credentials.server_name)] if credentials.server_name else []
-    return grpc.secure_channel(address, credentials.channel_credentials(), options)
 
 
 def main(arguments: Sequence[str]) -> None:

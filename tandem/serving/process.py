@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -44,28 +45,17 @@ async def in_daemon_thread(load: Callable[[], ResultT]) -> ResultT:
 
     Unlike a thread of the loop's own pool this one holds up neither the loop's end nor the process's.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[ResultT] = loop.create_future()
-
-    def settle(result: ResultT | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
+    future: Future[ResultT] = Future()
+    future.set_running_or_notify_cancel()  # nobody can cancel it from now on
 
     def work() -> None:
-        result, error = None, None
         try:
-            result = load()
-        except Exception as raised:  # noqa: BLE001 - the waiting caller gets any error
-            error = raised
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, error)
+            future.set_result(load())
+        except Exception as error:  # noqa: BLE001 - the waiting caller gets any error
+            future.set_exception(error)
 
     threading.Thread(target=work, name="tandem-load", daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(future)
 
 
 SettingsT = TypeVar("SettingsT", bound=ServerSettings)

@@ -7,6 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -105,8 +106,8 @@ class Patience:
         """
         self._fixed_seconds = fixed_seconds
         self._step = MovingAverage()
-        self._accepted = MovingAverage()
-        self._first_accepted = _FIRST_SHARE * token_count
+        self._accepted = [MovingAverage() for _ in range(token_count)]
+        """For each position of a proposal, how often its token was accepted."""
         self._vain_steps = 0
         self._pause_steps = _FIRST_PAUSE_STEPS
         self._steps_left = 0
@@ -124,8 +125,12 @@ class Patience:
     @property
     def accepted_tokens(self) -> float:
         """Mean number of tokens that vLLM accepts of a proposal."""
-        accepted = self._accepted.value
-        return self._first_accepted if accepted is None else accepted
+        return self.expected()[-1] - 1.0
+
+    def expected(self) -> list[float]:
+        """Expected tokens of a step with a proposal of 0, 1, ... tokens."""
+        shares = (_FIRST_SHARE if each.value is None else each.value for each in self._accepted)
+        return list(accumulate(shares, initial=1.0))
 
     @property
     def step_seconds(self) -> float | None:
@@ -137,9 +142,10 @@ class Patience:
         usual = self._step.value
         self._step.add(seconds if usual is None else min(seconds, _OUTLIER * usual))
 
-    def came_out(self, accepted: int) -> None:
-        """Count a proposal that vLLM verified: its accepted tokens."""
-        self._accepted.add(accepted)
+    def came_out(self, proposed: int, accepted: int) -> None:
+        """Count a proposal that vLLM verified: its tokens, and how many of them were accepted."""
+        for position, average in enumerate(self._accepted[:proposed]):
+            average.add(position < accepted)
 
     def may_ask(self) -> bool:
         """True if the step that begins may ask and wait."""
@@ -229,13 +235,14 @@ class StepDrafter:
             self._asked(row, count, is_asking=seconds > 0.0)
             for row, count in zip(recognised, sampled, strict=True)
         ]
+        expected = self.patience.expected()
         batch = Batch(
             asked,
             began + seconds,
             [known.key for known in self.table.take_ended()],
             budget,
-            self._expected(),
-            self._tokens_per_second(),
+            expected,
+            expected[-1] / step if (step := self.patience.step_seconds) else 0.0,
         )
         self.link.ask(batch, seconds)
         answers = [list(answer) for answer in batch.answers]
@@ -259,7 +266,7 @@ class StepDrafter:
         for row, count in continued:
             if row.sequence.proposed:
                 accepted = min(count - 1, row.sequence.proposed)
-                self.patience.came_out(accepted)
+                self.patience.came_out(row.sequence.proposed, accepted)
                 self.counts.verified_tokens += row.sequence.proposed
                 self.counts.accepted_tokens += accepted
                 row.sequence.proposed = 0
@@ -297,35 +304,6 @@ class StepDrafter:
         now = time.monotonic()
         self._asked_at, self._answered_at = now - seconds, now
 
-    def _expected(self) -> list[float]:
-        """Expected tokens of a step with a proposal of 0, 1, ... tokens, at one rate for every position.
-
-        Empty where nothing is drafted ahead: only a continuation that is still being drafted is weighed by it.
-        """
-        if self._ahead.max_budget is None:
-            return []
-        accepted = min(self.patience.accepted_tokens / self._token_count, 1.0)
-        rate = _rate(accepted, self._token_count)
-        expected, chance = [1.0], 1.0
-        for _ in range(self._token_count):
-            chance *= rate
-            expected.append(expected[-1] + chance)
-        return expected
-
-    def _tokens_per_second(self) -> float:
-        step = self.patience.step_seconds
-        return 0.0 if not step else (1.0 + self.patience.accepted_tokens) / step
-
-
-def _rate(accepted_share: float, token_count: int) -> float:
-    """The chance of each token, given the ones before it, that gives this mean share of accepted tokens."""
-    low, high = 0.0, 1.0
-    for _ in range(20):
-        middle = (low + high) / 2
-        mean = sum(middle**position for position in range(1, token_count + 1)) / token_count
-        low, high = (middle, high) if mean < accepted_share else (low, middle)
-    return low
-
 
 class TandemProposer:
     """vLLM's proposer (`"method": "custom_class"`) over Tandem's draft services.
@@ -348,7 +326,6 @@ class TandemProposer:
         self._settings: VllmSettings = read_settings()
         speculative = vllm_config.speculative_config
         self._token_count = int(speculative.num_speculative_tokens)
-        self._max_length = int(vllm_config.model_config.max_model_len)
         self._is_asking = contract.asks(vllm_config.parallel_config)
         self._vllm_config = vllm_config
         self._steps: StepDrafter | None = None

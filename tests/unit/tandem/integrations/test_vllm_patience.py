@@ -12,7 +12,7 @@ def learnt(step_seconds: float, accepted: int, steps: int = 100) -> Patience:
     patience = Patience(4)
     for _ in range(steps):
         patience.stepped(step_seconds)
-        patience.came_out(accepted)
+        patience.came_out(4, accepted)
     return patience
 
 

@@ -21,11 +21,11 @@ from rich.table import Table
 from coordinator.rejection import (
     KEYED,
     AcceptanceRule,
-    RejectionOptions,
     Round,
     Support,
     resolve,
 )
+from tandem.config import SpeculativeConfig
 from tandem.types import (
     IntArray,
     Proposal,
@@ -139,7 +139,7 @@ def main() -> None:
     table = Table("rule", "rounds", "one by one (us a round)", "together (us a round)")
     for name, count in product(options.rules, options.rounds):
         sampling = SamplingParams(temperature=0.0 if name == "greedy" else 1.0)
-        rule = resolve(RejectionOptions(rejection_sampling_strategy=name), sampling)
+        rule = resolve(SpeculativeConfig(rejection_sampling_strategy=name), sampling)
         generator = np.random.default_rng(count)
         rounds = [make_round(rule, generator, options.support_size) for _ in range(count)]
         found = costs(rule, rounds, options.repeats)

@@ -7,7 +7,6 @@ from coordinator.rejection.resolution import AcceptanceRule, named_strategy, pro
 from coordinator.rejection.rounds import KEYED, MessageRounds, Noise, Round, RowError
 from coordinator.rejection.strategies import (
     STRATEGIES,
-    RejectionOptions,
     RuleError,
     Strategy,
     Support,
@@ -20,7 +19,6 @@ __all__ = [
     "AcceptanceRule",
     "MessageRounds",
     "Noise",
-    "RejectionOptions",
     "Round",
     "RowError",
     "RuleError",

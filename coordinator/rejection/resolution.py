@@ -16,13 +16,12 @@ from coordinator.rejection.strategies import (
     LOGIT_COMPARISON,
     STRATEGIES,
     SYNTHETIC,
-    RejectionOptions,
     RuleError,
     Strategy,
     Support,
-    default_strategy,
     find_strategy,
 )
+from tandem.config import SpeculativeConfig
 from tandem.types import Acceptance, IntArray, Proposal, RowKind, SamplingParams
 
 
@@ -100,7 +99,7 @@ def _not_dense(support: IntArray | None) -> IntArray:
     return support
 
 
-def resolve(options: RejectionOptions, sampling: SamplingParams) -> AcceptanceRule:
+def resolve(options: SpeculativeConfig, sampling: SamplingParams) -> AcceptanceRule:
     """Return the rule for a request.
 
     At temperature 0 the rule is `greedy` whatever the options name, except for `synthetic`, which measures
@@ -131,17 +130,13 @@ def resolve(options: RejectionOptions, sampling: SamplingParams) -> AcceptanceRu
     )
 
 
-def named_strategy(options: RejectionOptions) -> Strategy:
+def named_strategy(options: SpeculativeConfig) -> Strategy:
     """Return the rule that the options name or imply, whatever the temperature.
 
     Raises:
         RuleError: The options name an unknown rule.
     """
-    if options.rejection_sampling_strategy is not None:
-        return find_strategy(options.rejection_sampling_strategy)
-    if options.synthetic_acceptance_rate is not None:
-        return SYNTHETIC
-    return default_strategy(options.speculative_method)
+    return find_strategy(options.acceptance_rule)
 
 
 def _row_kinds(strategy: Strategy, sampling: SamplingParams) -> tuple[RowKind, ...]:
@@ -150,33 +145,20 @@ def _row_kinds(strategy: Strategy, sampling: SamplingParams) -> tuple[RowKind, .
     return strategy.row_kinds
 
 
-def problems(options: RejectionOptions) -> list[str]:
+def problems(options: SpeculativeConfig) -> list[str]:
     """Return the conflicts between the options, one sentence each: the option, its value and what it must be."""
     try:
         strategy = named_strategy(options)
     except RuleError as error:
         return [str(error)]
     return [
-        *_range_problems(options),
         *relaxed_problems(options, strategy),
         *synthetic_problems(options, strategy),
         *logit_problems(options, strategy),
     ]
 
 
-def _range_problems(options: RejectionOptions) -> Iterator[str]:
-    for name in ("typical_epsilon", "relaxed_delta", "synthetic_acceptance_rate"):
-        value = getattr(options, name)
-        if value is not None and not 0.0 <= value <= 1.0:
-            yield f"{name} is {value}; it must be between 0 and 1"
-    if not options.typical_delta >= 0.0:
-        yield f"typical_delta is {options.typical_delta}; it must not be negative"
-    for name in ("num_speculative_tokens", "relaxed_topk"):
-        if (value := getattr(options, name)) < 1:
-            yield f"{name} is {value}; it must be at least 1"
-
-
-def relaxed_problems(options: RejectionOptions, strategy: Strategy) -> Iterator[str]:
+def relaxed_problems(options: SpeculativeConfig, strategy: Strategy) -> Iterator[str]:
     """Yield the conflicts between relaxed acceptance and the rule."""
     if options.use_relaxed_acceptance_for_thinking and not strategy.can_be_relaxed:
         partners = ", ".join(other.name for other in STRATEGIES if other.can_be_relaxed)
@@ -186,7 +168,7 @@ def relaxed_problems(options: RejectionOptions, strategy: Strategy) -> Iterator[
         )
 
 
-def synthetic_problems(options: RejectionOptions, strategy: Strategy) -> Iterator[str]:
+def synthetic_problems(options: SpeculativeConfig, strategy: Strategy) -> Iterator[str]:
     """Yield the conflicts of the synthetic rates with the rule or with each other."""
     names = ("synthetic_acceptance_rate", "synthetic_acceptance_rates", "synthetic_acceptance_length")
     given = [name for name in names if getattr(options, name) is not None]
@@ -199,7 +181,7 @@ def synthetic_problems(options: RejectionOptions, strategy: Strategy) -> Iterato
     yield from _schedule_problems(options)
 
 
-def _schedule_problems(options: RejectionOptions) -> Iterator[str]:
+def _schedule_problems(options: SpeculativeConfig) -> Iterator[str]:
     count = options.num_speculative_tokens
     rates, length = options.synthetic_acceptance_rates, options.synthetic_acceptance_length
     if rates is not None:
@@ -213,7 +195,7 @@ def _schedule_problems(options: RejectionOptions) -> Iterator[str]:
         yield f"synthetic_acceptance_length is {length}; it must be between 1 and {count + 1}"
 
 
-def logit_problems(options: RejectionOptions, strategy: Strategy) -> Iterator[str]:
+def logit_problems(options: SpeculativeConfig, strategy: Strategy) -> Iterator[str]:
     """Yield the reason why the drafting method cannot serve logit comparison, if there is one."""
     if strategy is LOGIT_COMPARISON and options.speculative_method in ("ngram", "suffix"):
         yield (

@@ -2,47 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 from coordinator.rejection import rules
 from coordinator.rejection.block import block
 from coordinator.rejection.rounds import Decide
+from tandem.config import SpeculativeConfig
 from tandem.config import names as acceptance_names
 from tandem.types import RowKind
 
 
 class RuleError(ValueError):
     """The options conflict. The message is one sentence for a user."""
-
-
-@dataclass(frozen=True, slots=True)
-class RejectionOptions:
-    """Options of the acceptance rules, named as in MAX and vLLM."""
-
-    rejection_sampling_strategy: str | None = None
-    """Name or alias of a rule; None chooses by `speculative_method` (see `resolve`)."""
-    speculative_method: str = "standalone"
-    """The drafting method: standalone, eagle, eagle3, mtp, medusa, ngram, suffix."""
-    num_speculative_tokens: int = 2
-    """Maximum number of tokens in a proposal."""
-    typical_epsilon: float = 0.09
-    """Typical acceptance: a token with a probability above this always passes."""
-    typical_delta: float = 0.3
-    """Typical acceptance: factor of exp(-entropy)."""
-    synthetic_acceptance_rate: float | None = None
-    """MAX: accept this share of the proposed tokens on average, whatever the models predict."""
-    synthetic_acceptance_rates: Sequence[float] | None = None
-    """vLLM: the probability that the token at each position is accepted, non-increasing."""
-    synthetic_acceptance_length: float | None = None
-    """vLLM: mean number of tokens per round, the one after the accepted run included."""
-    use_relaxed_acceptance_for_thinking: bool = False
-    """MAX: inside think spans, accept tokens among the target's top k."""
-    relaxed_topk: int = 10
-    """Relaxed acceptance: k, the number of most probable tokens that may pass."""
-    relaxed_delta: float = 0.6
-    """Relaxed acceptance: how far a token's probability may lie below the maximum."""
 
 
 class Support(Enum):
@@ -66,7 +39,7 @@ class Strategy:
     """The kinds of target row that the rule accepts, the cheapest first."""
     draft_row_kind: RowKind
     """Kind of row that the draft sends for each proposed token."""
-    build: Callable[[RejectionOptions], Decide]
+    build: Callable[[SpeculativeConfig], Decide]
     """Builds the acceptance function from the options."""
     aliases: tuple[str, ...] = ()
     support: Support = Support.TOKEN
@@ -86,7 +59,7 @@ class Strategy:
 _TOKEN, _SUPPORT, _DENSE = RowKind.TOKEN, RowKind.SUPPORT, RowKind.DENSE
 
 
-def _synthetic_schedule(options: RejectionOptions) -> tuple[float, ...]:
+def _synthetic_schedule(options: SpeculativeConfig) -> tuple[float, ...]:
     count = options.num_speculative_tokens
     if options.synthetic_acceptance_rates is not None:
         return rules.schedule_of_rates(options.synthetic_acceptance_rates)

@@ -14,7 +14,6 @@ from coordinator.decoding.think_spans import ThinkSpans, think_spans
 from coordinator.decoding.tokenization import PromptEncoder
 from coordinator.rejection import (
     AcceptanceRule,
-    RejectionOptions,
     Round,
     RowError,
     RuleError,
@@ -27,6 +26,7 @@ from coordinator.settings.acceptance import for_draft, names_auto, requested_opt
 from coordinator.settings.coordinator import CoordinatorSettings, RequestBounds
 from coordinator.speculation.ahead import DraftAhead
 from coordinator.telemetry.observer import EventValue
+from tandem.config import SpeculativeConfig
 from tandem.config.names import AUTO_NAMES
 from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.types import (
@@ -265,7 +265,7 @@ def _auto_rule(settings: CoordinatorSettings, request: GenerationRequest, choose
     return choose_rule(names or ["residual"], temperature)
 
 
-def _rule(options: RejectionOptions, sampling: SamplingParams, request: GenerationRequest) -> AcceptanceRule:
+def _rule(options: SpeculativeConfig, sampling: SamplingParams, request: GenerationRequest) -> AcceptanceRule:
     try:
         rule = resolve(options, sampling)
         rule.row_kind(request.row_kind)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from coordinator.rejection import RejectionOptions, RuleError, named_strategy
+from coordinator.rejection import RuleError, named_strategy
 from coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS, RequestBounds
+from tandem.config import SpeculativeConfig
 from tandem.config.names import OWN_METHODS
 from tandem.config.rule import Rule, at_least, broken, spelled, within
 from tandem.errors import InvalidRequestError
@@ -194,7 +195,7 @@ class TokenizedRequest:
     target: ModelInfo
     draft: ModelInfo | None = None
     """None when the target works alone."""
-    options: RejectionOptions = field(default_factory=RejectionOptions)
+    options: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     """Options of the acceptance rule: the configuration, overridden by the request."""
 
     @property

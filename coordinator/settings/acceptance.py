@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
-from typing import Any
 
-from coordinator.rejection import RejectionOptions, RuleError, Strategy
+from coordinator.rejection import RuleError, Strategy
 from coordinator.rejection.resolution import (
     logit_problems,
     named_strategy,
@@ -18,30 +16,32 @@ from tandem.config.names import AUTO, canonical_name
 from tandem.config.rule import Rule
 from tandem.types import GenerationRequest, ModelInfo
 
+_STRATEGY = "rejection_sampling_strategy"
 _SYNTHETIC = "synthetic"
+_SYNTHETIC_OPTIONS = (
+    "synthetic_acceptance_rate",
+    "synthetic_acceptance_rates",
+    "synthetic_acceptance_length",
+)
 _RESIDUAL = "residual"
 """The rule with which the configuration is checked under `auto`: it has the most requirements."""
 
 
-def configured_options(config: SpeculativeConfig) -> RejectionOptions:
-    """Options of the acceptance rules from the configuration. Both classes share their field names."""
-    values = {field.name: getattr(config, field.name) for field in fields(RejectionOptions)}
-    if names_auto(config):
-        values["rejection_sampling_strategy"] = _RESIDUAL
-    return RejectionOptions(**_given(values))
+def configured_options(config: SpeculativeConfig) -> SpeculativeConfig:
+    """The configuration with the rule that stands for `auto`."""
+    return config.model_copy(update={_STRATEGY: _RESIDUAL}) if names_auto(config) else config
 
 
 def names_auto(config: SpeculativeConfig, request: GenerationRequest | None = None) -> bool:
     """True if measurements should pick the rule."""
     named = None if request is None else request.rejection_sampling_strategy
-    named = named or config.rejection_sampling_strategy
-    return named is not None and canonical_name(named) == AUTO
+    return canonical_name(named or config.rejection_sampling_strategy or "") == AUTO
 
 
 def requested_options(
     config: SpeculativeConfig, request: GenerationRequest, auto_rule: str = _RESIDUAL
-) -> RejectionOptions:
-    """Options of the acceptance rules from the configuration and the request.
+) -> SpeculativeConfig:
+    """The configuration with a request's options.
 
     The configuration's synthetic rates do not apply to a request that names another rule.
 
@@ -50,33 +50,27 @@ def requested_options(
         request: The request.
         auto_rule: The rule that `auto` stands for.
     """
-    values = {field.name: getattr(config, field.name) for field in fields(RejectionOptions)}
-    named = request.rejection_sampling_strategy
-    if named is not None and canonical_name(named) != _SYNTHETIC:
-        values = {name: value for name, value in values.items() if not name.startswith(_SYNTHETIC)}
-    overrides = {
-        "rejection_sampling_strategy": named,
-        "num_speculative_tokens": request.num_speculative_tokens,
-    }
-    options = _given(values) | _given(overrides)
+    options: dict[str, object] = {}
+    if request.num_speculative_tokens is not None:
+        options["num_speculative_tokens"] = request.num_speculative_tokens
+    if (named := request.rejection_sampling_strategy) is not None:
+        options[_STRATEGY] = canonical_name(named)
+        if options[_STRATEGY] != _SYNTHETIC:
+            options |= dict.fromkeys(_SYNTHETIC_OPTIONS)
     if names_auto(config, request):
-        options["rejection_sampling_strategy"] = auto_rule
-    return RejectionOptions(**options)
+        options[_STRATEGY] = auto_rule
+    return config.model_copy(update=options) if options else config
 
 
-def for_draft(options: RejectionOptions, draft: ModelInfo | None) -> RejectionOptions:
+def for_draft(options: SpeculativeConfig, draft: ModelInfo | None) -> SpeculativeConfig:
     """The options with the method of a draft that reads the target's hidden states, which says so itself."""
     if draft is None or not draft.drafting_method:
         return options
-    return replace(options, speculative_method=draft.drafting_method)
-
-
-def _given(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+    return options.model_copy(update={"speculative_method": draft.drafting_method})
 
 
 def _combination(
-    problems: Callable[[RejectionOptions, Strategy], Iterator[str]],
+    problems: Callable[[SpeculativeConfig, Strategy], Iterator[str]],
 ) -> Callable[[SpeculativeConfig], Iterator[str]]:
     """Conflicts between an acceptance rule and the options; none while the rule itself is unknown."""
 
@@ -90,8 +84,6 @@ def _combination(
 
     return check
 
-
-_STRATEGY = "rejection_sampling_strategy"
 
 COMBINATION_RULES: tuple[Rule[SpeculativeConfig], ...] = (
     Rule(
@@ -107,9 +99,7 @@ COMBINATION_RULES: tuple[Rule[SpeculativeConfig], ...] = (
         (
             _STRATEGY,
             "num_speculative_tokens",
-            "synthetic_acceptance_rate",
-            "synthetic_acceptance_rates",
-            "synthetic_acceptance_length",
+            *_SYNTHETIC_OPTIONS,
         ),
     ),
     Rule(

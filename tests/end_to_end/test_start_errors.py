@@ -178,7 +178,7 @@ def test_a_port_in_use_is_reported(command: tuple[str, ...], used_port: int) -> 
     ("options", "expected"),
     [
         (("--no-such-option", "1"), "no-such-option"),
-        (("--port", "99999"), "port is '99999'"),
+        (("--port", "99999"), "port is 99999"),
         (("--drain-timeout-seconds", "soon"), "is 'soon'"),
     ],
 )

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from coordinator.rejection import STRATEGIES, RejectionOptions
-from coordinator.settings.acceptance import configured_options
+from coordinator.rejection import STRATEGIES
 from draft_service.settings import DraftSettings
 from tandem.config import SpeculativeConfig
 from tandem.config import names as acceptance_names
@@ -232,11 +230,6 @@ def test_names_of_acceptance_rules_are_those_of_the_rules() -> None:
     assert {alias for strategy in STRATEGIES for alias in strategy.aliases} == set(
         acceptance_names.RULE_ALIASES
     )
-
-
-def test_the_acceptance_rules_have_the_same_options_and_defaults() -> None:
-    assert {field.name for field in fields(RejectionOptions)} <= set(SpeculativeConfig.model_fields)
-    assert configured_options(SpeculativeConfig()) == RejectionOptions()
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.rejection import KEYED, AcceptanceRule, Noise, RejectionOptions, Round, resolve
+from coordinator.rejection import KEYED, AcceptanceRule, Noise, Round, resolve
 from coordinator.rejection.rounds import Race
+from tandem.config import SpeculativeConfig
 from tandem.engine.rows import RowRequest
 from tandem.sampling.noise import Purpose, proposal_keys, sample, stream_key, token_uniforms
 from tandem.sampling.warping import warp
@@ -162,7 +163,7 @@ def test_the_output_has_the_targets_distribution(name: str) -> None:
     A deviation by a total variation distance of 0.11 is detected with a probability above 0.99, and a correct
     implementation fails with a probability of 1 in 10 000, decided once because the seeds are fixed.
     """
-    rule = resolve(RejectionOptions(name), PLAIN)
+    rule = resolve(SpeculativeConfig(rejection_sampling_strategy=name), PLAIN)
     counts = Counter(tokens for seeds in batches(SEEDS) for tokens in first_tokens(rule, seeds, 3))
     ids = range(VOCABULARY_SIZE)
     expected: dict[Tokens, float] = {
@@ -176,7 +177,7 @@ def test_the_output_has_the_targets_distribution(name: str) -> None:
 
 def recovered(count: int, noise: Noise) -> Counter[int]:
     """Count the tokens that replaced a rejected one in `count` rounds of one proposed token."""
-    rule = resolve(RejectionOptions("residual"), PLAIN)
+    rule = resolve(SpeculativeConfig(rejection_sampling_strategy="residual"), PLAIN)
     acceptances = [
         acceptance
         for seeds in batches(count)
@@ -229,7 +230,7 @@ def test_reused_noise_is_detected(purpose: Purpose, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", NAMES)
 def test_dense_and_support_rows_recover_the_same_tokens(name: str) -> None:
-    rule = resolve(RejectionOptions(name), PLAIN)
+    rule = resolve(SpeculativeConfig(rejection_sampling_strategy=name), PLAIN)
     sequences = {seed: (*PROMPT, seed % VOCABULARY_SIZE) for seed in range(400)}
     by_kind = [rounds(rule, sequences, kind) for kind in (RowKind.SUPPORT, RowKind.DENSE)]
     found = [
@@ -241,7 +242,7 @@ def test_dense_and_support_rows_recover_the_same_tokens(name: str) -> None:
 
 def test_the_sample_is_the_argmax_over_the_whole_vocabulary() -> None:
     """Whoever knows the seed can compute it, for instance a draft that anticipates the round."""
-    rule = resolve(RejectionOptions("residual"), PLAIN)
+    rule = resolve(SpeculativeConfig(rejection_sampling_strategy="residual"), PLAIN)
     base, from_outside = len(PROMPT), 0
     for seed, (proposal, acceptance) in rounds(rule, dict.fromkeys(range(300), PROMPT)).items():
         count = acceptance.accepted_count

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coordinator.rejection import STRATEGIES, RejectionOptions, resolve
+from coordinator.rejection import STRATEGIES, resolve
+from tandem.config import SpeculativeConfig
 from tandem.sampling.noise import sample, target_keys
 from tandem.sampling.warping import warp
 from tandem.types import RowKind, SamplingParams
@@ -34,20 +35,20 @@ def _target_alone(sampling: SamplingParams) -> Tokens:
 def test_strict_gives_the_output_of_the_target_alone(
     sampling: SamplingParams, count: int, row_kind: RowKind
 ) -> None:
-    rule = resolve(RejectionOptions("strict"), sampling)
+    rule = resolve(SpeculativeConfig(rejection_sampling_strategy="strict"), sampling)
     expected = _target_alone(sampling)
     for draft in (DRAFT, OTHER_DRAFT, TARGET):
         assert generate(rule, TARGET, draft, count, sampling, LENGTH, row_kind) == expected
 
 
 def test_strict_accepts_everything_from_the_target_itself() -> None:
-    rule = resolve(RejectionOptions("strict"), SAMPLING[0])
+    rule = resolve(SpeculativeConfig(rejection_sampling_strategy="strict"), SAMPLING[0])
     _, acceptance = one_round(rule, TARGET, TARGET, (), 8, SAMPLING[0])
     assert acceptance.accepted_count == 8
 
 
 def test_strict_depends_on_the_seed() -> None:
-    rule = resolve(RejectionOptions("strict"), SAMPLING[0])
+    rule = resolve(SpeculativeConfig(rejection_sampling_strategy="strict"), SAMPLING[0])
     outputs = {
         generate(rule, TARGET, DRAFT, 2, SamplingParams(temperature=1.0, seed=seed), LENGTH)
         for seed in range(8)
@@ -57,13 +58,20 @@ def test_strict_depends_on_the_seed() -> None:
 
 NAMED = [
     *(
-        RejectionOptions(strategy.name)
+        SpeculativeConfig(rejection_sampling_strategy=strategy.name)
         for strategy in STRATEGIES
         if strategy.name not in ("synthetic", "strict")
     ),
-    RejectionOptions("synthetic", synthetic_acceptance_rate=0.6, num_speculative_tokens=4),
+    SpeculativeConfig(
+        rejection_sampling_strategy="synthetic", synthetic_acceptance_rate=0.6, num_speculative_tokens=4
+    ),
     *(
-        RejectionOptions(name, use_relaxed_acceptance_for_thinking=True, relaxed_topk=3, relaxed_delta=0.3)
+        SpeculativeConfig(
+            rejection_sampling_strategy=name,
+            use_relaxed_acceptance_for_thinking=True,
+            relaxed_topk=3,
+            relaxed_delta=0.3,
+        )
         for name in ("residual", "typical-acceptance", "logit-comparison")
     ),
 ]
@@ -74,7 +82,7 @@ NAMED = [
     "options", NAMED, ids=lambda options: f"{options.rejection_sampling_strategy}-{options.relaxed_topk}"
 )
 def test_dense_and_support_rows_give_the_same_tokens(
-    options: RejectionOptions, sampling: SamplingParams
+    options: SpeculativeConfig, sampling: SamplingParams
 ) -> None:
     rule = resolve(options, sampling)
     accepted = []
@@ -90,7 +98,7 @@ def test_dense_and_support_rows_give_the_same_tokens(
 
 @pytest.mark.parametrize("name", ["residual", "block"])
 def test_a_repeated_round_gives_the_same_tokens(name: str) -> None:
-    rule = resolve(RejectionOptions(name), SAMPLING[0])
+    rule = resolve(SpeculativeConfig(rejection_sampling_strategy=name), SAMPLING[0])
     assert one_round(rule, TARGET, DRAFT, (4, 2), 5, SAMPLING[0]) is not None
     first = generate(rule, TARGET, DRAFT, 3, SAMPLING[0], LENGTH)
     assert generate(rule, TARGET, DRAFT, 3, SAMPLING[0], LENGTH) == first

@@ -7,8 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from coordinator.rejection import RejectionOptions, Round, RowError, resolve
+from coordinator.rejection import Round, RowError, resolve
 from coordinator.rejection.rules import schedule_of_length, schedule_of_rate, schedule_of_rates
+from tandem.config import SpeculativeConfig
 from tandem.types import Acceptance, NextToken
 from tests.unit.coordinator.rejection.builders import (
     GREEDY,
@@ -98,17 +99,33 @@ def test_a_shorter_proposal_uses_the_first_rates_and_a_longer_one_ends_with_them
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (RejectionOptions("synthetic", num_speculative_tokens=3, synthetic_acceptance_rate=0.25), 0.75),
         (
-            RejectionOptions(
-                "synthetic", num_speculative_tokens=3, synthetic_acceptance_rates=(0.5, 0.25, 0.2)
+            SpeculativeConfig(
+                rejection_sampling_strategy="synthetic",
+                num_speculative_tokens=3,
+                synthetic_acceptance_rate=0.25,
+            ),
+            0.75,
+        ),
+        (
+            SpeculativeConfig(
+                rejection_sampling_strategy="synthetic",
+                num_speculative_tokens=3,
+                synthetic_acceptance_rates=(0.5, 0.25, 0.2),
             ),
             0.95,
         ),
-        (RejectionOptions("synthetic", num_speculative_tokens=3, synthetic_acceptance_length=2.5), 1.5),
+        (
+            SpeculativeConfig(
+                rejection_sampling_strategy="synthetic",
+                num_speculative_tokens=3,
+                synthetic_acceptance_length=2.5,
+            ),
+            1.5,
+        ),
     ],
 )
-def test_options_give_the_requested_mean(options: RejectionOptions, expected: float) -> None:
+def test_options_give_the_requested_mean(options: SpeculativeConfig, expected: float) -> None:
     """10000 rounds of fixed noise; the standard error of the mean is at most 0.0125, and 5 of them are allowed."""
     rule = resolve(options, GREEDY)
     rng = np.random.default_rng(0)

@@ -8,11 +8,12 @@ from typing import Any
 import grpc
 import pytest
 
-from coordinator.rejection import RejectionOptions, resolve
+from coordinator.rejection import resolve
 from coordinator.replicas.compatibility import MODEL_RULES, check_models
 from coordinator.requests.plan import can_draft_ahead
 from coordinator.requests.validation import REQUEST_RULES, TokenizedRequest, check_request
 from coordinator.settings.coordinator import CheckedSpeculativeConfig
+from tandem.config import SpeculativeConfig
 from tandem.errors import IncompatibleModelsError, InvalidRequestError, status_code
 from tandem.types import GenerationRequest, ModelFeature, ModelInfo, RowKind
 from tests.unit.coordinator.model_infos import DRAFT, INF, NGRAM, TARGET, deployment
@@ -30,7 +31,7 @@ def request(
     target: ModelInfo = ADJUSTING_TARGET,
     **fields: Any,
 ) -> TokenizedRequest:
-    options = RejectionOptions(rejection_sampling_strategy=rule)
+    options = SpeculativeConfig(rejection_sampling_strategy=rule)
     return TokenizedRequest(GenerationRequest(prompt, **fields), prompt, target, draft, options)
 
 
@@ -234,11 +235,11 @@ DRAFT = ModelInfo("draft", "LlamaForCausalLM", 1024, "hash", 2048, "float32")
     ],
 )
 def test_a_rule_that_reads_the_drafts_logits_drafts_nothing_ahead(name: str, can: bool) -> None:
-    rule = resolve(RejectionOptions(rejection_sampling_strategy=name), SAMPLED)
+    rule = resolve(SpeculativeConfig(rejection_sampling_strategy=name), SAMPLED)
     assert can_draft_ahead(rule, DRAFT) is can
 
 
 def test_a_draft_without_a_model_drafts_nothing_ahead() -> None:
-    rule = resolve(RejectionOptions(rejection_sampling_strategy="greedy"), SAMPLED)
+    rule = resolve(SpeculativeConfig(rejection_sampling_strategy="greedy"), SAMPLED)
     assert not can_draft_ahead(rule, replace(DRAFT, vocabulary_size=0))
     assert not can_draft_ahead(rule, None)

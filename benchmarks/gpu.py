@@ -23,7 +23,7 @@ from benchmarks.pairs import open_pair
 from benchmarks.report import Data, Report, markdown
 from benchmarks.studies.engine_steps import Steps, interleaved
 from tandem.config.names import as_torch
-from tandem.engine.backends.selection import choose_backends
+from tandem.engine.core.selection import choose_backends
 from tandem.engine.models.loading import LoadedModel, load_model
 
 _SEQUENCES, _WIDTHS = (1, 4, 16), (1, 5)

@@ -9,7 +9,7 @@ from pathlib import Path
 from bound_service.service import head_method
 from draft_service.proposers.heads import BoundProposer, HeadKind, block_kind, parallel_kind
 from tandem.config.names import MTP
-from tandem.engine.backends.selection import Backends, choose_backends
+from tandem.engine.core.selection import Backends, choose_backends
 from tandem.engine.hidden_states import BoundSequences, HiddenStateTap, PairedStates, as_model
 from tandem.engine.kv_cache.arena import memory_allowance
 from tandem.engine.models.heads.interface import BlockHead, DraftHead
@@ -19,7 +19,7 @@ from tandem.engine.models.loading import LoadedModel
 from tandem.engine.settings import EngineSettings
 from tandem.telemetry.streams import OnStep
 from target_service.settings import TargetSettings
-from target_service.verifier import Verifier, engine_settings, load_target, make_verifier
+from target_service.verifier import Verifier, load_target, make_verifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,9 @@ def load_pair(
     own, others = (
         sum(each.values_per_token for each in layers) for layers in (head.layers, tap.model.layers)
     )
-    limits, settings = _shared(engine_settings(settings, target), settings, own / (own + others), target)
+    limits, settings = _shared(
+        EngineSettings.of(settings, target.device.type), settings, own / (own + others), target
+    )
     # The head's cache first: on a GPU the target's then takes what is left of the process's share.
     states = PairedStates(tap, head.state_size, target.dtype, target.device)
     backends = _head_backends(as_model(head, states, target, *_names(config, target)), head, settings)

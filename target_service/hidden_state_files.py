@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Semaphore
-from typing import Any
 from urllib.parse import quote
 
 import torch
@@ -19,13 +18,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
 
-from tandem.engine.core.engine import Engine
-from tandem.engine.core.jobs import Job
 from tandem.engine.hidden_states import HiddenStateTap, LayerStates
+from tandem.engine.interface import RowRequest, SequenceEngine
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import ConfigurationError, TandemError
-from tandem.types import Delta
+from tandem.types import Delta, RowKind, SamplingParams, VerifyStep
 from target_service.settings import TargetSettings
 
 logger = logging.getLogger(__name__)
@@ -91,18 +89,22 @@ class HiddenStateFiles:
         self._room = Semaphore(_MOST_WAITING)
         self.tap = HiddenStateTap(model, LayerStates(layer_ids, model))
 
-    async def take(self, engine: Engine[Any, Any], sequence: Sequence, count: int, request_id: str) -> None:
+    async def take(
+        self, engine: SequenceEngine[Sequence], sequence: Sequence, count: int, request_id: str
+    ) -> None:
         """Write the states of a sequence's first tokens, computed again if its pages were given to another one.
 
         The file is written in the background, whole or not at all. A failure is logged, never raised.
         """
+        count = min(count, sequence.length)
         if count == 0:
             return
         token_ids = torch.tensor(sequence.token_ids[:count], dtype=torch.int64)
         states = await self._read(sequence, count)
         if states is None:
             try:
-                await engine.run(Job(sequence, Delta(count, ()), 0, None))
+                step = VerifyStep(Delta(count, ()), RowKind.TOKEN, 0)
+                await engine.run(sequence, RowRequest(step, SamplingParams()))
             except TandemError as error:
                 _report_lost(request_id, str(error))
                 return

@@ -29,9 +29,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.engine.backends.cpu_native.layers import PackedLinear
-from tandem.engine.backends.selection import Backends, choose_backends
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Done, Job
+from tandem.engine.core.selection import Backends, choose_backends
 from tandem.engine.kv_cache.arena import KvArena, PageTable, page_tokens_on, pages_for
 from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
@@ -225,7 +225,7 @@ async def prefix_seconds(folder: Path, arguments: argparse.Namespace, rounds: in
             prompt = [(index * 31 + 7 * step) % 900 + 3 for step in range(PREFIX_TOKENS)] + [end]
             started = time.perf_counter()
             sequence = await engine.open(len(prompt) + 1)
-            await engine.run(Job(sequence, Delta(0, prompt), 1, None))
+            await engine.submit(Job(sequence, Delta(0, prompt), 1, None))
             taken.append(1e3 * (time.perf_counter() - started))
             engine.release(sequence)
     await engine.close()

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from benchmarks.prompts import source_text
-from tandem.engine.backends.selection import Backends, choose_backends
+from tandem.engine.core.selection import Backends, choose_backends
 from tandem.engine.kv_cache.arena import KvArena, PageTable, page_tokens_on, pages_for
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.loading import load_model

@@ -9,7 +9,7 @@ from tandem.types import DraftOptions, ModelInfo, Proposal, ProposeStep
 
 if TYPE_CHECKING:
     from draft_service.proposers.ahead import Pushed
-    from tandem.engine.kv_cache.arena import KvUsage
+    from tandem.engine.interface import KvUsage
 
 
 class DraftedSequence(Protocol):

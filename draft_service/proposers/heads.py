@@ -20,11 +20,11 @@ from torch import Tensor
 
 from draft_service.proposers.drafting import Drafting, Outcome, extended
 from draft_service.proposers.model_free import TokenState
-from tandem.engine.backends.selection import Backends
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Continue, Failed, Job
+from tandem.engine.core.selection import Backends
 from tandem.engine.hidden_states import BoundSequences, PairedStates, Pairing
-from tandem.engine.kv_cache.arena import KvUsage
+from tandem.engine.interface import KvUsage
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.sampler import Sampler
 from tandem.engine.settings import EngineSettings
@@ -208,7 +208,7 @@ class BoundSequence:
         job = self._job(drafting)
         self._read_length = 0  # an error leaves nothing that can be trusted
         try:
-            proposal = replace(await self._engine.run(job), cost=job.cost)
+            proposal = replace(await self._engine.submit(job), cost=job.cost)
         except _StatesLostError:
             return Proposal(length)
         self._read_length = length - 1

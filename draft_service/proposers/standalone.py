@@ -12,16 +12,15 @@ from functools import partial
 from draft_service.proposers.ahead import AheadDrafter, OutcomeHistory, Pushed
 from draft_service.proposers.drafting import Drafting, propose_head
 from draft_service.settings import DraftSettings
-from tandem.engine.backends.selection import choose_backends
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Job
-from tandem.engine.kv_cache.arena import KvUsage
+from tandem.engine.core.selection import choose_backends
+from tandem.engine.interface import KvUsage
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.loading import load_model
 from tandem.engine.sampler import TORCH_SAMPLER, Sampler
-from tandem.engine.settings import EngineSettings, prefill_chunk_tokens
+from tandem.engine.settings import EngineSettings
 from tandem.errors import InvalidRequestError, NonFiniteLogitsError
-from tandem.fair_places import extra_places
 from tandem.telemetry.streams import OnStep
 from tandem.types import (
     Delta,
@@ -54,16 +53,7 @@ def load_standalone(
         compile_mode=settings.compile,
         compile_cache=settings.compile_cache,
     )
-    limits = EngineSettings(
-        max_length=settings.max_length,
-        max_sequences=settings.max_sequences + extra_places(settings.max_sequences),
-        kept_sequences=extra_places(settings.max_sequences),
-        prefill_chunk_tokens=prefill_chunk_tokens(settings.max_num_batched_tokens, model.device.type),
-        kv_cache_bytes=settings.kv_cache_memory_bytes,
-        device_memory_utilization=settings.device_memory_utilization,
-        prefix_reuse=settings.enable_prefix_caching,
-        step_timeout_seconds=settings.step_timeout_seconds,
-    )
+    limits = EngineSettings.of(settings, model.device.type)
     engine = Engine(
         model,
         partial(propose_head, sampler=backends.sampler),
@@ -94,7 +84,7 @@ class StandaloneProposer:
     @property
     def model_info(self) -> ModelInfo:
         """Information about the model."""
-        return replace(self._engine.model.info, max_length=self._engine.max_length)
+        return self._engine.info
 
     def kv_usage(self) -> KvUsage:
         """Usage of its KV cache."""
@@ -192,11 +182,11 @@ class StandaloneSequence:
             step.delta.length, step.token_count, self._options, self._draft_top_k, self._support_mass
         )
         if step.token_count == 0:
-            await self._engine.run(Job(self._cached, step.delta, 0, drafting))
+            await self._engine.submit(Job(self._cached, step.delta, 0, drafting))
             return Proposal(step.delta.length)
         job = Job(self._cached, step.delta, 1, drafting)
         try:
-            return replace(await self._engine.run(job), cost=job.cost)
+            return replace(await self._engine.submit(job), cost=job.cost)
         except NonFiniteLogitsError as error:
             logger.error(  # noqa: TRY400 - the traceback would say nothing
                 "logits are not finite", extra={"request_id": self._options.request_id, "reason": str(error)}

@@ -1,9 +1,12 @@
-"""From the target's logits to the rows that coordinators ask for, for all sequences of a step at once."""
+"""From a target's logits to the rows that coordinators ask for, for all sequences of a step at once.
+
+Whatever mix of rows a step holds, the host waits for the device once: each kind of row says which numbers it needs
+there, computes without waiting, and reads the result on the host.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, islice
 from math import isfinite
 from typing import Protocol, TypeAlias, cast
@@ -12,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.engine.interface import RowRequest
 from tandem.engine.sampler import TORCH_SAMPLER, Sampler
 from tandem.engine.transfers import HostArray, to_device, to_host
-from tandem.errors import InvalidRequestError
-from tandem.sampling.noise import Purpose, recovery_keys, stream_keys, target_keys
+from tandem.sampling.noise import Purpose, stream_keys
 from tandem.sampling.warping import parameter_rows
 from tandem.types import (
     DenseRow,
@@ -29,80 +32,52 @@ from tandem.types import (
     TargetRow,
     TokenRow,
     Verification,
-    VerifyStep,
 )
 
 
-class Adjustments:
-    """The adjustments of one sequence, with their ids on the model's device."""
+def adjusted(logits: Tensor, wanted: LogitAdjustments, prompt_length: int, base_length: int) -> Tensor:
+    """A request's changes to the logits of successive positions: biases, and a minimum number of tokens.
 
-    def __init__(self, wanted: LogitAdjustments, prompt_length: int, device: torch.device) -> None:
-        """Prepare what the sequence's rows need.
+    Biases are those of OpenAI's `logit_bias` (transformers' `SequenceBiasLogitsProcessor` with single tokens). The
+    minimum is vLLM's `min_tokens` (transformers' `MinNewTokensLengthLogitsProcessor`): each position of a proposal has
+    its own count of tokens before it.
 
-        Args:
-            wanted: The adjustments; their ids must be in the vocabulary.
-            prompt_length: Tokens of the prompt; those after it count towards `min_tokens`.
-            device: Where the logits are.
-        """
-        self._first_free_length = prompt_length + wanted.min_tokens
-        suppressed = np.array(wanted.suppressed_token_ids, dtype=np.int64)
-        biased = np.array([*wanted.biases], dtype=np.int64)
-        biases = np.array([*wanted.biases.values()], dtype=np.float64)
-        self._suppressed, self._biased, on_device = to_device([suppressed, biased, biases], device)
-        self._biases = on_device.float()
+    Args:
+        logits: [R, V], any floating type. They are left as they are.
+        wanted: The changes; their ids must be in the vocabulary.
+        prompt_length: Tokens of the prompt; those after it count towards `min_tokens`.
+        base_length: How many tokens stand before the first row's position.
 
-    def applied(self, logits: Tensor, base_length: int) -> Tensor:
-        """The adjusted logits of successive positions.
-
-        Args:
-            logits: [R, V], any floating type. They are left as they are.
-            base_length: How many tokens stand before the first row's position.
-
-        Returns:
-            float32 [R, V]. A suppressed id has -inf.
-        """
-        scores = logits.to(torch.float32, copy=True)
-        if self._biased.numel():
-            scores[:, self._biased] += self._biases
-        suppressed_rows = min(max(self._first_free_length - base_length, 0), len(scores))
-        if suppressed_rows and self._suppressed.numel():
-            scores[:suppressed_rows, self._suppressed] = -torch.inf
-        return scores
-
-
-def check_ids(wanted: LogitAdjustments, vocabulary_size: int) -> None:
-    """Refuse ids that the model does not have, and adjustments that leave it no token.
-
-    Raises:
-        InvalidRequestError: an id is outside the vocabulary, or every id is suppressed.
+    Returns:
+        float32 [R, V]. A suppressed id has -inf.
     """
-    for token_id in (*wanted.biases, *wanted.suppressed_token_ids):
-        if not 0 <= token_id < vocabulary_size:
-            raise InvalidRequestError(
-                f"the logit of token id {token_id} is to be adjusted; ids must be in 0..{vocabulary_size - 1}"
-            )
-    if wanted.min_tokens > 0 and len(set(wanted.suppressed_token_ids)) >= vocabulary_size:
-        raise InvalidRequestError(
-            f"min_tokens is {wanted.min_tokens} and every token ends the completion; it must be 0"
-        )
+    scores = logits.to(torch.float32, copy=True)
+    if wanted.biases:
+        ids = np.fromiter(wanted.biases.keys(), np.int64, len(wanted.biases))
+        values = np.fromiter(wanted.biases.values(), np.float64, len(wanted.biases))
+        biased, biases = to_device([ids, values], logits.device)
+        scores[:, biased] += biases.float()
+    suppressed_rows = min(max(prompt_length + wanted.min_tokens - base_length, 0), len(scores))
+    if suppressed_rows and wanted.suppressed_token_ids:
+        (suppressed,) = to_device([np.array(wanted.suppressed_token_ids, dtype=np.int64)], logits.device)
+        scores[:suppressed_rows, suppressed] = -torch.inf
+    return scores
 
 
-@dataclass(frozen=True, slots=True)
-class History:
-    """A sequence, as far as penalties ask for it."""
+def penalized(
+    logits: Tensor, token_ids: Sequence[int], prompt_length: int, sampling: SamplingParams
+) -> Tensor:
+    """The logits of one sequence's rows with penalties on tokens that occurred before, position by position.
 
-    prompt_length: int
-    """How many of the first tokens are the prompt."""
-    token_ids: Sequence[int] = ()
-    """All tokens, the proposal's at the end. The last row is for the token after them."""
-
-
-def penalized(logits: Tensor, history: History, sampling: SamplingParams) -> Tensor:
-    """The logits of one sequence's rows with penalties applied.
+    Each row sees all tokens before its own position, including a proposal's tokens, as if the target had written them.
+    Repetition is that of transformers' `RepetitionPenaltyLogitsProcessor` (Keskar et al. 2019, arXiv 1909.05858,
+    section 4.1), over prompt and completion. Frequency and presence are those of OpenAI's API and of vLLM, over the
+    completion alone. In this order, as in vLLM.
 
     Args:
         logits: [R, V], any floating type; the rows of the last R positions.
-        history: The sequence that they belong to.
+        token_ids: All tokens, the proposal's at the end. The last row is for the token after them.
+        prompt_length: How many of the first tokens are the prompt.
         sampling: The penalties.
 
     Returns:
@@ -110,13 +85,13 @@ def penalized(logits: Tensor, history: History, sampling: SamplingParams) -> Ten
     """
     scores = logits.float()
     if sampling.repetition_penalty != 1.0:
-        occurred = _counts(scores, history.token_ids, 0) > 0
+        occurred = _counts(scores, token_ids, 0) > 0
         discouraged = torch.where(
             scores < 0, scores * sampling.repetition_penalty, scores / sampling.repetition_penalty
         )
         scores = torch.where(occurred, discouraged, scores)
     if sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0:
-        counts = _counts(scores, history.token_ids, history.prompt_length)
+        counts = _counts(scores, token_ids, prompt_length)
         scores = scores - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
     return scores
 
@@ -137,52 +112,6 @@ def _counts(like: Tensor, token_ids: Sequence[int], start: int) -> Tensor:
 
 _MANY = 8
 """Sequences from which on their keys are computed by arrays: some 50 us and 2 for each, where integers take 11."""
-
-_NO_SUPPORT: IntArray = np.empty(0, dtype=np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class RowRequest:
-    """One sequence's work in a step."""
-
-    step: VerifyStep
-    sampling: SamplingParams
-    history: History | None = None
-    """Tokens of the sequence, where penalties need them."""
-    adjustments: Adjustments | None = None
-    """Changes that the request makes to the logits before penalties; None where it makes none."""
-
-    @property
-    def takes_logits_as_they_are(self) -> bool:
-        """True if the rows are those of the model's own logits."""
-        return self.history is None and self.adjustments is None
-
-    @property
-    def base_length(self) -> int:
-        """Length of the sequence whose next token the first row describes."""
-        return self.step.delta.length - self.step.row_count + 1
-
-    @property
-    def races_recovery(self) -> bool:
-        """True if the rows' samples must use the recovery keys, with which the coordinator goes on."""
-        return self.step.raced_recovery and self.step.row_kind is RowKind.SUPPORT
-
-    @property
-    def needs_only_argmax(self) -> bool:
-        """True if only the highest logit of each row is needed."""
-        return self.step.row_kind is RowKind.TOKEN and self.sampling.is_greedy
-
-    @property
-    def supports(self) -> list[IntArray]:
-        """The support of each row; an empty one for rows past the proposal."""
-        supports = self.step.supports
-        return [*supports, *[_NO_SUPPORT] * (self.step.row_count - len(supports))]
-
-    @property
-    def keys(self) -> IntArray:
-        """The noise key of each row, int64 [row_count]."""
-        keys_of = recovery_keys if self.races_recovery else target_keys
-        return keys_of(self.sampling.seed, self.base_length, self.step.row_count)
 
 
 def keys_of_rows(requests: Sequence[RowRequest]) -> IntArray:
@@ -526,8 +455,10 @@ def processed(indices: Sequence[int] | None, requests: Sequence[RowRequest], log
 def _processed(request: RowRequest, block: Tensor) -> Tensor:
     """Apply the request's adjustments, then penalties, in the order of vLLM and transformers."""
     if request.adjustments is not None:
-        block = request.adjustments.applied(block, request.base_length)
-    return block if request.history is None else penalized(block, request.history, request.sampling)
+        block = adjusted(block, request.adjustments, request.prompt_length, request.base_length)
+    if request.sampling.penalizes:
+        block = penalized(block, request.token_ids, request.prompt_length, request.sampling)
+    return block
 
 
 def _by_kind(requests: Sequence[RowRequest]) -> dict[MakeRows, list[int]]:

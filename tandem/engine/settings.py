@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tandem.errors import ConfigurationError
+from tandem.fair_places import extra_places
+
+if TYPE_CHECKING:
+    from tandem.settings import ModelServerSettings
 
 _PREFILL_CHUNK_TOKENS_CPU = 512
 _PREFILL_CHUNK_TOKENS_ACCELERATOR = 2048
 """vLLM's own default for serving: enough to keep a GPU busy."""
-
-
-def prefill_chunk_tokens(chosen: int | None, device_type: str) -> int:
-    """Maximum prompt tokens in one step: the chosen number, or the default for a device of that type."""
-    if chosen is not None:
-        return chosen
-    return _PREFILL_CHUNK_TOKENS_CPU if device_type == "cpu" else _PREFILL_CHUNK_TOKENS_ACCELERATOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +41,23 @@ class EngineSettings:
 
     step_timeout_seconds: float | None = None
     """How long a step may take before it counts as stuck. None learns it, see `tandem.engine.core.watchdog`."""
+
+    @classmethod
+    def of(cls, settings: ModelServerSettings, device_type: str) -> EngineSettings:
+        """What a service's options mean for an engine on such a device."""
+        chunk = settings.max_num_batched_tokens
+        if chunk is None:
+            chunk = _PREFILL_CHUNK_TOKENS_CPU if device_type == "cpu" else _PREFILL_CHUNK_TOKENS_ACCELERATOR
+        return cls(
+            max_length=settings.max_length,
+            max_sequences=settings.max_sequences + extra_places(settings.max_sequences),
+            kept_sequences=extra_places(settings.max_sequences),
+            prefill_chunk_tokens=chunk,
+            kv_cache_bytes=settings.kv_cache_memory_bytes,
+            device_memory_utilization=settings.device_memory_utilization,
+            prefix_reuse=settings.enable_prefix_caching,
+            step_timeout_seconds=settings.step_timeout_seconds,
+        )
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "prefill_chunk_tokens"):

@@ -20,7 +20,7 @@ from tandem.telemetry.streams import ServiceObserver, StreamObserver
 
 if TYPE_CHECKING:
     from tandem.engine.core.jobs import StepRecord
-    from tandem.engine.kv_cache.arena import KvUsage
+    from tandem.engine.interface import KvUsage
 
 _LABELS = ("role", "model_name")
 

@@ -10,7 +10,7 @@ from tandem.telemetry.settings import TelemetryOptions, telemetry_for
 
 if TYPE_CHECKING:
     from tandem.engine.core.jobs import StepRecord
-    from tandem.engine.kv_cache.arena import KvUsage
+    from tandem.engine.interface import KvUsage
 
 OnStep: TypeAlias = "Callable[[StepRecord], None] | None"
 """Called for each step of an engine, on the engine's thread; None: no observer."""

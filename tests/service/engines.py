@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -18,16 +18,18 @@ from draft_service.proposers.drafting import propose_head
 from draft_service.proposers.standalone import StandaloneProposer
 from draft_service.servicer import DraftServicer
 from tandem.engine.core.engine import Engine
-from tandem.engine.core.jobs import Head
+from tandem.engine.core.row_engine import RowEngine
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.settings import EngineSettings
 from tandem.serving.interceptors import Context
 from tandem.v1 import draft_pb2_grpc, target_pb2, target_pb2_grpc
 from target_service.servicer import TargetServicer
-from target_service.verifier import Verifier, verify_head
+from target_service.verifier import Verifier
 from tests.end_to_end.models import random_model, save_model
 from tests.paths import DEMO_TARGET
 from tests.service.fakes import refusal, serving
+
+EngineT = TypeVar("EngineT", bound=Engine[Any, Any])
 
 Fault = Callable[[target_pb2.VerifyResponse], None]
 """Corrupts an answer."""
@@ -47,25 +49,13 @@ def tiny_model(folder: Path, seed: int = 1) -> LoadedModel:
 
 
 @asynccontextmanager
-async def engine(
-    model: LoadedModel,
-    head: Head[Any, Any],
-    step_seconds: float = 0.0,
-    max_sequences: int = 8,
-    kept_sequences: int = 0,
-) -> AsyncIterator[Engine[Any, Any]]:
-    """A running engine whose steps take a while."""
-
-    def pause(_: object) -> None:
-        time.sleep(step_seconds)
-
-    settings = EngineSettings(max_sequences=max_sequences, kept_sequences=kept_sequences)
-    made = Engine(model, head, settings, on_step=pause)
-    made.start()
+async def started(engine: EngineT) -> AsyncIterator[EngineT]:
+    """Run an engine during the block."""
+    engine.start()
     try:
-        yield made
+        yield engine
     finally:
-        await made.close()
+        await engine.close()
 
 
 def _nothing(_: object) -> None:
@@ -142,7 +132,8 @@ async def target(
 ) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
     """A target service in this process: its address, and its server."""
     servicer = FaultyTarget(faults)
-    async with engine(model, verify_head, step_seconds, max_sequences, kept_sequences) as verifying:
+    limits = EngineSettings(max_sequences=max_sequences, kept_sequences=kept_sequences)
+    async with started(RowEngine(model, limits, on_step=lambda _: time.sleep(step_seconds))) as verifying:
         servicer.verifier = Verifier(verifying, [DEMO_TARGET / "tokenizer.json"])
         async with serving(
             lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server)
@@ -160,9 +151,8 @@ async def draft(
 ) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
     """A draft service in this process, with this servicer or a plain one: its address, and its server."""
     servicer = servicer or DraftServicer()
-    async with engine(
-        model, propose_head, max_sequences=max_sequences, kept_sequences=kept_sequences
-    ) as proposing:
+    limits = EngineSettings(max_sequences=max_sequences, kept_sequences=kept_sequences)
+    async with started(Engine(model, propose_head, limits)) as proposing:
         servicer.proposer = StandaloneProposer(proposing, draft_top_k=draft_top_k)
         async with serving(
             lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server)

@@ -24,17 +24,17 @@ from draft_service.proposers.standalone import StandaloneProposer
 from draft_service.servicer import DraftServicer
 from tandem.client import Client
 from tandem.engine.core.engine import Engine
-from tandem.engine.core.jobs import Head
+from tandem.engine.core.row_engine import RowEngine
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.settings import EngineSettings
 from tandem.errors import DeadlineError, ServiceUnavailableError, TandemError
 from tandem.types import GenerationRequest
 from tandem.v1 import draft_pb2_grpc, target_pb2_grpc
 from target_service.servicer import TargetServicer
-from target_service.verifier import Verifier, verify_head
+from target_service.verifier import Verifier
 from tests.paths import DEMO_TARGET, ROOT
 from tests.service.clients import complete, until
-from tests.service.engines import tiny_model
+from tests.service.engines import started, tiny_model
 from tests.service.fakes import coordinating, serving
 
 logger = logging.getLogger(__name__)
@@ -118,16 +118,6 @@ class Cluster:
         self.steps += 1
         time.sleep(self.step_seconds)
 
-    @asynccontextmanager
-    async def engine(self, model: LoadedModel, head: Head[Any, Any]) -> AsyncIterator[Engine[Any, Any]]:
-        engine = Engine(model, head, EngineSettings(max_sequences=self.max_sequences), on_step=self.step)
-        engine.start()
-        self.engines.append(engine)
-        try:
-            yield engine
-        finally:
-            await engine.close()
-
 
 def _running_tasks() -> Counter[str]:
     """Count the tasks by coroutine, without the test's own."""
@@ -146,8 +136,12 @@ async def cluster(model: LoadedModel, request: pytest.FixtureRequest) -> AsyncIt
     verifying, proposing = TargetServicer(), DraftServicer()
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
-        verifying.verifier = Verifier(await enter(made.engine(model, verify_head)), [TOKENIZER])
-        proposing.proposer = StandaloneProposer(await enter(made.engine(model, propose_head)), draft_top_k=8)
+        limits = EngineSettings(max_sequences=made.max_sequences)
+        target = await enter(started(RowEngine(model, limits, made.step)))
+        draft = await enter(started(Engine(model, propose_head, limits, made.step)))
+        made.engines += [target, draft]
+        verifying.verifier = Verifier(target, [TOKENIZER])
+        proposing.proposer = StandaloneProposer(draft, draft_top_k=8)
         made.target_address, _ = await enter(
             serving(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(verifying, server))
         )

@@ -14,11 +14,11 @@ from torch import Tensor
 from coordinator.settings.coordinator import CoordinatorSettings
 from draft_service.proposers.drafting import propose_head
 from tandem.client import Client
+from tandem.engine.core import row_engine
 from tandem.engine.core.jobs import Continue, Done, Failed, Job
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import ProtocolError, TandemError
 from tandem.types import GenerationRequest
-from target_service.verifier import verify_head
 from tests.service import engines
 from tests.service.clients import complete
 from tests.service.engines import Faults, draft, target, tiny_model
@@ -52,9 +52,10 @@ class Spoilt:
         self._first = first
         self.calls = 0
 
-    def __call__(self, ready: Sequence[Job[Any]], logits: Tensor) -> Outcomes:
+    def __call__(self, ready: Sequence[Job[Any]], logits: Tensor, **named: Any) -> Outcomes:
         self.calls += 1
-        outcomes: Outcomes = self._head(ready, logits * torch.nan if self.calls >= self._first else logits)
+        given = logits * torch.nan if self.calls >= self._first else logits
+        outcomes: Outcomes = self._head(ready, given, **named)
         return outcomes
 
 
@@ -74,7 +75,7 @@ async def cluster(model: LoadedModel) -> AsyncIterator[Client]:
 async def test_non_finite_logits_of_the_target_end_the_request_with_internal(
     rule: str, model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engines, "verify_head", Spoilt(verify_head, first=3))
+    monkeypatch.setattr(row_engine, "row_head", Spoilt(row_engine.row_head, first=3))
     async with cluster(model) as client:
         with pytest.raises(TandemError) as raised, caplog.at_level(logging.ERROR):
             await complete(client, REQUESTS[rule])

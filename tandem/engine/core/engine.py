@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any, Generic, cast
 
 from tandem.engine.backends.eager import SMALL_STEP_TOKENS
-from tandem.engine.backends.selection import Backends
 from tandem.engine.core.background import BackgroundJob
 from tandem.engine.core.jobs import Head, Job, PayloadT, ResultT, StepRecord, finite_head
+from tandem.engine.core.selection import Backends
 from tandem.engine.core.watchdog import StepWatchdog
 from tandem.engine.core.worker import Worker
-from tandem.engine.kv_cache.arena import KvArena, KvUsage, arena_pages
+from tandem.engine.interface import KvUsage, StepProfile
+from tandem.engine.kv_cache.arena import KvArena, arena_pages
 from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.kv_cache.sequence import Admission, Sequence
 from tandem.engine.models.loading import LoadedModel, fix_rotary_frequencies
 from tandem.engine.settings import EngineSettings
 from tandem.engine.steps import StepRunner
 from tandem.errors import InvalidRequestError, ServiceUnavailableError
-from tandem.types import Delta
+from tandem.types import Delta, ModelInfo
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +36,12 @@ _WARM_UP_SECONDS = 5.0
 """All sizes of a model of 200 million parameters on two cores; a larger one gets its small steps, whatever the time."""
 _CHECKED_TOKENS = 4
 """Enough for attention to more than the token itself."""
+_PROFILED_SEQUENCES = (1, 2, 4, 8, 16, 32)
+_PROFILED_TOKENS = (1, 3, 5, 9)
+"""The target alone, and proposals of 2, 4 and 8 tokens."""
+_PROFILE_SECONDS = 1.0
+"""All sizes of the demo pair; of a larger model those that fit, the smallest first."""
+_PROFILE_REPEATS = 3
 
 
 class Engine(Generic[PayloadT, ResultT]):
@@ -71,7 +81,10 @@ class Engine(Generic[PayloadT, ResultT]):
         backends = backends or Backends(model)
         pages = arena_pages(model.layers, settings, self.max_length, model.dtype, model.device)
         arena = KvArena(model.layers, pages, model.dtype, model.device)
-        self._most_sequences = settings.max_sequences - settings.kept_sequences
+        # Two pages are enough for each sequence of a warm-up, in each group of layers.
+        self._most_together = min(
+            settings.max_sequences - settings.kept_sequences, max(pages // (2 * arena.group_count), 1)
+        )
         self._admission = Admission(settings, model.info.vocabulary_size, arena)
         self._cache = PagedCache(arena, reuses_prefixes=settings.prefix_reuse)
         steps = backends.steps(arena)
@@ -82,6 +95,8 @@ class Engine(Generic[PayloadT, ResultT]):
             self._runner, self._cache, head, settings, _ToLoop(self), model.device, on_step,
             self._watchdog, branches,
         )  # fmt: skip
+        self.step_profile = StepProfile()
+        """What steps take, with rows for all tokens; measured by `warm_up`."""
         self._on_failure = on_failure
         self._is_closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -102,54 +117,82 @@ class Engine(Generic[PayloadT, ResultT]):
             logger.error("engine thread did not stop", extra={"timeout_seconds": _CLOSE_TIMEOUT_SECONDS})
 
     async def warm_up(self) -> None:
-        """Runs steps of several sizes, so that no request pays for what is set up when a size is first wanted; of a
-        large model only the small ones, which are all that the time allows for.
+        """Runs steps of several sizes, so that no request pays for what is set up when a size is first wanted, and
+        measures some; of a large model only the small ones, which are all that the time allows for.
 
         Raises:
             NonFiniteLogitsError: the model computes NaN or infinity.
         """
-        steps = [
-            step
-            for step in self._runner.warm_up_steps
-            if len(step) <= self._most_sequences and max(step) <= self.max_length
+        steps = self._served(self._runner.warm_up_steps)
+        profiled = self._served(
+            (width,) * count for count, width in product(_PROFILED_SEQUENCES, _PROFILED_TOKENS)
+        )
+        sequences = [
+            await self.open(max(max(step) for step in (*steps, *profiled)))
+            for _ in range(max(len(step) for step in (*steps, *profiled)))
         ]
-        sequences = [await self.open(max(map(max, steps))) for _ in range(max(map(len, steps)))]
         try:
             for sequence in sequences:
                 sequence.is_private = True
-                await self._submit(
-                    Job(sequence, Delta(0, (0,)), 0, None)
-                )  # a new one would wait its turn for more
+                # A new one would wait its turn for more.
+                await self.submit(Job(sequence, Delta(0, (0,)), 0, None))  # type: ignore[arg-type]
             await self._run_warm_up(steps, sequences)
-            await self._check_logits(sequences[0])
+            with self._worker.using_head(partial(finite_head, self.model.info)):
+                await self._check_logits(sequences[0])
+                self.step_profile = await self._profile(profiled, sequences)
         finally:
             for sequence in sequences:
                 self.release(sequence)
+
+    def _served(self, steps: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Those of the steps, each given by the tokens of its sequences, for which this engine has room at once."""
+        return [step for step in steps if len(step) <= self._most_together and max(step) <= self.max_length]
 
     async def _run_warm_up(self, steps: SequenceOf[tuple[int, ...]], sequences: SequenceOf[Sequence]) -> None:
         ends = time.perf_counter() + _WARM_UP_SECONDS
         for step in steps:
             began, size = time.perf_counter(), sum(step)
-            # Another token each time, or it would be known already.
-            token_id = size % self.model.info.vocabulary_size
-            jobs: list[Job[Any]] = [
-                Job(sequence, Delta(0, (token_id,) * count), 0, None)
-                for sequence, count in zip(sequences, step, strict=False)
-            ]
-            for job in jobs:
-                job.future = asyncio.get_running_loop().create_future()
-            self._worker.submit(*jobs)  # together, so that they share a step
-            await asyncio.gather(*(job.future for job in jobs if job.future is not None))
+            await self._step(sequences, step, size)
             ended = time.perf_counter()
             if size >= SMALL_STEP_TOKENS and ended + 2 * (ended - began) > ends:
                 break
+
+    async def _profile(
+        self, steps: SequenceOf[tuple[int, ...]], sequences: SequenceOf[Sequence]
+    ) -> StepProfile:
+        ends = time.perf_counter() + _PROFILE_SECONDS
+        found: dict[tuple[int, int], float] = {}
+        for step in sorted(steps, key=sum):
+            seconds = []
+            for repeat in range(_PROFILE_REPEATS):
+                jobs = await self._step(sequences, step, sum(step) + repeat, with_rows=True)
+                seconds += [job.cost.seconds for job in jobs[:1] if job.cost is not None]
+            found[len(step), step[0]] = statistics.median(seconds)
+            if time.perf_counter() > ends:
+                break
+        return StepProfile(found)
+
+    async def _step(
+        self, sequences: SequenceOf[Sequence], step: tuple[int, ...], number: int, *, with_rows: bool = False
+    ) -> list[Job[Any]]:
+        """Runs a step of so many tokens of each sequence. Another number than the last one's makes other tokens, or
+        they would be known already."""
+        token_id = number % self.model.info.vocabulary_size
+        jobs: list[Job[Any]] = [
+            Job(sequence, Delta(0, (token_id,) * count), count if with_rows else 0, None)
+            for sequence, count in zip(sequences, step, strict=False)
+        ]
+        for job in jobs:
+            job.future = asyncio.get_running_loop().create_future()
+        self._worker.submit(*jobs)  # together, so that they share a step
+        await asyncio.gather(*(job.future for job in jobs if job.future is not None))
+        return jobs
 
     async def _check_logits(self, sequence: Sequence) -> None:
         """Refuses a model that computes what are no numbers, by several tokens with rows for all of them."""
         count = min(_CHECKED_TOKENS, sequence.max_length)
         token_ids = tuple(index % self.model.info.vocabulary_size for index in range(count))
-        with self._worker.using_head(partial(finite_head, self.model.info)):
-            await self._submit(Job(sequence, Delta(0, token_ids), count, None))
+        await self.submit(Job(sequence, Delta(0, token_ids), count, None))  # type: ignore[arg-type]
 
     async def open(self, max_length: int, spare_tokens: int = 0, client: str = "") -> Sequence:
         """A new, empty sequence of up to `max_length` tokens; waits while `max_sequences` are open. A free place goes
@@ -178,7 +221,7 @@ class Engine(Generic[PayloadT, ResultT]):
             sequence.is_released = True
             self._worker.release(sequence)
 
-    async def run(self, job: Job[PayloadT]) -> ResultT:
+    async def submit(self, job: Job[PayloadT]) -> ResultT:
         """Runs a job and returns what the head makes of it. Cancelling the caller drops the job before the next step.
 
         Jobs of one sequence run one after the other; a job object is run once.
@@ -188,7 +231,16 @@ class Engine(Generic[PayloadT, ResultT]):
             ServiceUnavailableError: the engine is closing.
             TandemError: the step failed.
         """
-        return cast(ResultT, await self._submit(job))
+        self._check_running()
+        if job.sequence.is_released:
+            raise InvalidRequestError("The sequence was released.")
+        job.future = asyncio.get_running_loop().create_future()
+        self._worker.submit(job)
+        try:
+            return cast(ResultT, await job.future)
+        except asyncio.CancelledError:
+            job.is_cancelled = True
+            raise
 
     def put_back(self, job: BackgroundJob) -> None:
         """Runs branches of a sequence while there is no job to run, a step at a time, until a job of it comes.
@@ -198,6 +250,11 @@ class Engine(Generic[PayloadT, ResultT]):
         """
         self._check_running()
         self._worker.put_back(job)
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model, with the longest sequence that is served."""
+        return replace(self.model.info, max_length=self.max_length)
 
     @property
     def is_running(self) -> bool:
@@ -213,19 +270,6 @@ class Engine(Generic[PayloadT, ResultT]):
     def usage(self) -> KvUsage:
         """Usage of the KV cache, and the number of sequences that wait for it."""
         return self._cache.usage(self._admission.waiting_count, self._admission.open_count)
-
-    async def _submit(self, job: Job[Any]) -> object:
-        self._check_running()
-        if job.sequence.is_released:
-            raise InvalidRequestError("The sequence was released.")
-        future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        job.future = future
-        self._worker.submit(job)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            job.is_cancelled = True
-            raise
 
     def _check_running(self) -> None:
         if not self.is_running:

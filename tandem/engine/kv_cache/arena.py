@@ -361,26 +361,6 @@ VARLEN_WIDEST_HEAD = 256
 
 
 @dataclass(frozen=True, slots=True)
-class KvUsage:
-    """Usage of the KV cache, in tokens. A token's room is a place in each group of layers: those with a window need
-    less, so more tokens than `total_tokens` may be in use."""
-
-    total_tokens: int
-    """Room in all."""
-    reserved_tokens: int
-    """Room in pages that open sequences hold, each page counted once."""
-    used_tokens: int
-    """Tokens of open sequences whose keys and values are computed. Shared ones count for each sequence."""
-    retained_tokens: int
-    """Room in pages that no sequence holds and whose content may be reused; taken whenever it is needed."""
-    sequence_count: int
-    waiting_count: int
-    """Requests that wait because too many sequences are open."""
-    preemption_count: int
-    """Number of times that a sequence had to give its pages to an older one."""
-
-
-@dataclass(frozen=True, slots=True)
 class LayerCache:
     """One layer's part of the arena."""
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-from tandem.engine.kv_cache.arena import KvArena, KvUsage, PagePool, first_kept_page, most_pages, pages_for
+from tandem.engine.interface import KvUsage
+from tandem.engine.kv_cache.arena import KvArena, PagePool, first_kept_page, most_pages, pages_for
 from tandem.engine.kv_cache.prefixes import PrefixIndex, PrefixSharing
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.errors import InvalidRequestError

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tandem.engine.backends.cpu_native.plans import Trace
-from tandem.engine.backends.selection import Backends, choose_backends
+from tandem.engine.core.selection import Backends, choose_backends
 from tandem.engine.models.loading import LoadedModel, load_model
 from tests.unit.engine.tiny_models import CONFIGS, hf, save_checkpoint
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.engine.backends.selection import Backends
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Continue, Done, Head, Job, StepRecord
+from tandem.engine.core.selection import Backends
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.settings import EngineSettings
@@ -78,7 +78,7 @@ async def greedy(engine: Engine[Any, Any], prompt: SequenceOf[int], token_count:
     """The continuation of a prompt, by the engine, in a sequence of its own."""
     sequence = await engine.open(len(prompt) + token_count)
     try:
-        return list(await engine.run(Job(sequence, Delta(0, prompt), 1, Generation(token_count))))
+        return list(await engine.submit(Job(sequence, Delta(0, prompt), 1, Generation(token_count))))
     finally:
         engine.release(sequence)
 
@@ -92,7 +92,7 @@ async def greedy_together(
 
 async def rows(engine: Engine[Any, Any], sequence: Sequence, delta: Delta, row_count: int) -> Tensor:
     """Logits at the last positions once the delta is applied, [row_count, vocabulary_size]."""
-    result: Tensor = await engine.run(Job(sequence, delta, row_count, None))
+    result: Tensor = await engine.submit(Job(sequence, delta, row_count, None))
     return result
 
 

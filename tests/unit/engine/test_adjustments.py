@@ -1,7 +1,8 @@
-"""Biases and min_tokens agree with transformers at every position of a proposal."""
+"""Adjustments and penalties agree with transformers and OpenAI's API at every position of a proposal."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -14,20 +15,23 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from tandem.engine.rows import Adjustments, History, RowRequest, check_ids, verifications
+from tandem.engine.interface import RowRequest
+from tandem.engine.rows import adjusted, penalized
 from tandem.errors import InvalidRequestError
 from tandem.sampling.warping import warp
 from tandem.types import (
     Delta,
     DenseRow,
+    IntArray,
     LogitAdjustments,
     RowKind,
     SamplingParams,
     SupportRow,
     TokenRow,
-    Verification,
     VerifyStep,
 )
+from target_service.verifier import check_ids
+from tests.unit.engine.verified import verified
 
 VOCABULARY_SIZE = 12
 TOKENS = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
@@ -35,9 +39,11 @@ TOKENS = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
 PROMPT_LENGTH = 6
 ROW_COUNT = 4
 BASE_LENGTH = len(TOKENS) - ROW_COUNT + 1
+CONTEXTS = [TOKENS[:length] for length in range(BASE_LENGTH, len(TOKENS) + 1)]
+"""The tokens before each row's position."""
 BIASES = {2: 4.0, 7: -100.0, 11: -0.5}
 ENDS = (0, 8)
-CPU = torch.device("cpu")
+WANTED = LogitAdjustments(BIASES, 3, ENDS)
 
 
 def logits_of(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -45,16 +51,11 @@ def logits_of(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return rows.to(dtype)
 
 
-def adjusted(wanted: LogitAdjustments, logits: torch.Tensor) -> torch.Tensor:
-    return Adjustments(wanted, PROMPT_LENGTH, CPU).applied(logits, BASE_LENGTH)
-
-
 def reference(processors: list[Any], logits: torch.Tensor) -> torch.Tensor:
-    """Return each row as transformers computes it from the tokens before its position."""
+    """Each row as transformers computes it from the tokens before its position."""
     chain: Any = LogitsProcessorList(processors)
-    contexts = [TOKENS[:length] for length in range(BASE_LENGTH, len(TOKENS) + 1)]
     rows = [
-        chain(torch.tensor([seen]), row[None].float()) for seen, row in zip(contexts, logits, strict=True)
+        chain(torch.tensor([seen]), row[None].float()) for seen, row in zip(CONTEXTS, logits, strict=True)
     ]
     return torch.cat(rows)
 
@@ -63,11 +64,59 @@ def bias_processor() -> SequenceBiasLogitsProcessor:
     return SequenceBiasLogitsProcessor([[[token_id], bias] for token_id, bias in BIASES.items()])
 
 
+def request(
+    kind: RowKind,
+    sampling: SamplingParams,
+    adjustments: LogitAdjustments | None = None,
+    supports: tuple[IntArray, ...] = (),
+) -> RowRequest:
+    step = VerifyStep(Delta(BASE_LENGTH, TOKENS[BASE_LENGTH:]), kind, ROW_COUNT, supports)
+    return RowRequest(step, sampling, PROMPT_LENGTH, adjustments, TOKENS)
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.7])
+def test_repetition_agrees_with_transformers_at_each_position(penalty: float) -> None:
+    logits = logits_of()
+    found = penalized(logits, TOKENS, PROMPT_LENGTH, SamplingParams(repetition_penalty=penalty))
+    assert torch.equal(found, reference([RepetitionPenaltyLogitsProcessor(penalty)], logits))
+
+
+@pytest.mark.parametrize(("frequency", "presence"), [(0.5, 0.0), (0.0, 0.7), (-1.5, 2.0)])
+def test_frequency_and_presence_count_the_completion_alone(frequency: float, presence: float) -> None:
+    logits = logits_of()
+    sampling = SamplingParams(frequency_penalty=frequency, presence_penalty=presence)
+    found = penalized(logits, TOKENS, PROMPT_LENGTH, sampling)
+    for row, seen, changed in zip(logits.tolist(), CONTEXTS, found.tolist(), strict=True):
+        counts = Counter(seen[PROMPT_LENGTH:])
+        expected = [
+            logit - frequency * counts[token] - presence * (counts[token] > 0)
+            for token, logit in enumerate(row)
+        ]
+        assert changed == pytest.approx(expected, abs=1e-5)
+
+
+def test_repetition_comes_before_the_others() -> None:
+    both = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5)
+    first = penalized(logits_of(), TOKENS, PROMPT_LENGTH, SamplingParams(repetition_penalty=1.3))
+    second = penalized(first, TOKENS, PROMPT_LENGTH, SamplingParams(frequency_penalty=0.5))
+    assert torch.equal(penalized(logits_of(), TOKENS, PROMPT_LENGTH, both), second)
+
+
+def test_a_token_that_is_proposed_twice_counts_twice() -> None:
+    found = penalized(torch.zeros(3, VOCABULARY_SIZE), (0, 7, 7), 1, SamplingParams(frequency_penalty=1.0))
+    assert found[:, 7].tolist() == [0.0, -1.0, -2.0]
+
+
+def test_rows_of_the_prompt_itself_are_not_held_to_what_follows_it() -> None:
+    assert not penalized(torch.zeros(2, 3), (0, 1, 2, 0), 4, SamplingParams(presence_penalty=1.0)).any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_biases_agree_with_transformers(dtype: torch.dtype) -> None:
     logits = logits_of(dtype)
     before = logits.clone()
-    assert torch.equal(adjusted(LogitAdjustments(BIASES), logits), reference([bias_processor()], logits))
+    found = adjusted(logits, LogitAdjustments(BIASES), PROMPT_LENGTH, BASE_LENGTH)
+    assert torch.equal(found, reference([bias_processor()], logits))
     assert torch.equal(logits, before), "neighbours may read the same logits"
 
 
@@ -75,72 +124,65 @@ def test_biases_agree_with_transformers(dtype: torch.dtype) -> None:
 def test_min_tokens_counts_at_each_position(min_tokens: int) -> None:
     logits = logits_of()
     processor = MinNewTokensLengthLogitsProcessor(PROMPT_LENGTH, min_tokens, list(ENDS))
-    actual = adjusted(LogitAdjustments({}, min_tokens, ENDS), logits)
-    assert torch.equal(actual, reference([processor], logits))
+    found = adjusted(logits, LogitAdjustments({}, min_tokens, ENDS), PROMPT_LENGTH, BASE_LENGTH)
+    assert torch.equal(found, reference([processor], logits))
     # One token is committed before the first row.
     suppressed = min(max(min_tokens - 1, 0), ROW_COUNT)
-    assert actual[:, list(ENDS)].isinf().all(dim=1).tolist() == [row < suppressed for row in range(ROW_COUNT)]
+    assert found[:, list(ENDS)].isinf().all(dim=1).tolist() == [row < suppressed for row in range(ROW_COUNT)]
 
 
-def request(kind: RowKind, sampling: SamplingParams, *, is_adjusted: bool = True) -> RowRequest:
-    wanted = LogitAdjustments(BIASES, 3, ENDS)
-    history = History(PROMPT_LENGTH, TOKENS) if sampling.penalizes else None
-    step = VerifyStep(Delta(BASE_LENGTH, TOKENS[BASE_LENGTH:]), kind, ROW_COUNT)
-    return RowRequest(
-        step, sampling, history, Adjustments(wanted, PROMPT_LENGTH, CPU) if is_adjusted else None
-    )
-
-
-@pytest.mark.parametrize("penalty", [1.0, 1.3])
-def test_every_kind_of_row_reflects_the_adjusted_logits(penalty: float) -> None:
-    """In the order of transformers and of vLLM: before penalties."""
+@pytest.mark.parametrize(
+    ("penalty", "wanted"), [(1.0, WANTED), (1.3, WANTED), (50.0, None)], ids=["adjusted", "both", "penalized"]
+)
+def test_every_kind_of_row_reflects_the_changed_logits(
+    penalty: float, wanted: LogitAdjustments | None
+) -> None:
+    """In the order of transformers and of vLLM: adjustments before penalties."""
     logits = logits_of()
     greedy = SamplingParams(temperature=0.0, repetition_penalty=penalty)
     sampled = SamplingParams(temperature=0.8, seed=3, repetition_penalty=penalty)
-    processors = [
-        bias_processor(),
-        *([RepetitionPenaltyLogitsProcessor(penalty)] if penalty != 1.0 else []),
-        MinNewTokensLengthLogitsProcessor(PROMPT_LENGTH, 3, list(ENDS)),
-    ]
+    processors: list[Any] = [] if wanted is None else [bias_processor()]
+    if penalty != 1.0:
+        processors.append(RepetitionPenaltyLogitsProcessor(penalty))
+    if wanted is not None:
+        processors.append(MinNewTokensLengthLogitsProcessor(PROMPT_LENGTH, 3, list(ENDS)))
     expected = reference(processors, logits)
     assert not torch.equal(expected.argmax(dim=-1), logits.argmax(dim=-1)), "or nothing is shown"
     kinds = [(RowKind.TOKEN, greedy), (RowKind.DENSE, sampled), (RowKind.SUPPORT, sampled)]
-    tokens, dense, support = told_of(
-        [request(kind, sampling) for kind, sampling in kinds], logits.repeat(len(kinds), 1)
+    tokens, dense, support = verified(
+        [request(kind, sampling, wanted) for kind, sampling in kinds], logits.repeat(len(kinds), 1)
     )
     assert tokens.rows == tuple(map(TokenRow, expected.argmax(dim=-1).tolist()))
     for row, logits_row in zip(dense.rows, expected, strict=True):
         assert isinstance(row, DenseRow)
         assert np.array_equal(row.logits, logits_row.numpy())
-    probs = warp(expected, [sampled] * ROW_COUNT)
-    for row, probs_row in zip(support.rows, probs, strict=True):
+    for row, probs_row in zip(support.rows, warp(expected, [sampled] * ROW_COUNT), strict=True):
         assert isinstance(row, SupportRow)
         assert row.outside_mass == pytest.approx(1.0)
         assert probs_row[row.outside_token_id] > 0.0
 
 
-def told_of(requests: list[RowRequest], logits: torch.Tensor) -> list[Verification]:
-    answers = [answer for answer in verifications(requests, logits) if answer is not None]
-    assert len(answers) == len(requests)
-    return answers
-
-
-def test_other_requests_without_adjustments_are_unchanged() -> None:
+def test_other_requests_are_unchanged() -> None:
     logits, plain = logits_of(), SamplingParams(temperature=0.0)
-    alone = told_of([request(RowKind.TOKEN, plain, is_adjusted=False)], logits)
-    together = told_of(
-        [request(RowKind.TOKEN, plain), request(RowKind.TOKEN, plain, is_adjusted=False)],
-        logits.repeat(2, 1),
+    penalizing = SamplingParams(temperature=0.0, repetition_penalty=9.0)
+    (alone,) = verified([request(RowKind.TOKEN, plain)], logits)
+    together = verified(
+        [
+            request(RowKind.TOKEN, plain, WANTED),
+            request(RowKind.TOKEN, plain),
+            request(RowKind.TOKEN, penalizing),
+        ],
+        logits.repeat(3, 1),
     )
-    assert together[1].rows == alone[0].rows != together[0].rows
+    assert together[1].rows == alone.rows
+    assert together[0].rows != alone.rows != together[2].rows
 
 
 def test_a_support_row_gives_a_suppressed_token_no_probability() -> None:
-    sampled = SamplingParams(temperature=1.0)
-    wanted = Adjustments(LogitAdjustments({}, 3, ENDS), PROMPT_LENGTH, CPU)
     supports = tuple(np.array(ENDS) for _ in range(ROW_COUNT))
-    step = VerifyStep(Delta(BASE_LENGTH, TOKENS[BASE_LENGTH:]), RowKind.SUPPORT, ROW_COUNT, supports)
-    (verification,) = told_of([RowRequest(step, sampled, None, wanted)], logits_of())
+    wanted = LogitAdjustments({}, 3, ENDS)
+    asked = request(RowKind.SUPPORT, SamplingParams(temperature=1.0), wanted, supports)
+    (verification,) = verified([asked], logits_of())
     masses = [float(row.probs.sum()) for row in verification.rows if isinstance(row, SupportRow)]
     assert [mass > 0.0 for mass in masses] == [False, False, True, True]
 
@@ -148,7 +190,7 @@ def test_a_support_row_gives_a_suppressed_token_no_probability() -> None:
 def test_ids_outside_the_vocabulary_are_refused() -> None:
     check_ids(LogitAdjustments({11: 1.0}, 2, (0,)), 12)
     for wanted in (LogitAdjustments({12: 1.0}), LogitAdjustments({}, 1, (-1,))):
-        with pytest.raises(InvalidRequestError, match=r"is to be adjusted; ids must be in 0\.\.11"):
+        with pytest.raises(InvalidRequestError, match=r"must be in 0\.\.11"):
             check_ids(wanted, 12)
-    with pytest.raises(InvalidRequestError, match="every token ends the completion"):
+    with pytest.raises(InvalidRequestError, match="every token ends"):
         check_ids(LogitAdjustments({}, 1, (0, 1)), 2)

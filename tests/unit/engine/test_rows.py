@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine.rows import RowRequest, verifications
+from tandem.engine.interface import RowRequest
+from tandem.engine.rows import verifications
 from tandem.sampling.noise import recovery_keys, sample, target_keys
 from tandem.sampling.warping import warp
 from tandem.types import (

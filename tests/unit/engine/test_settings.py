@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
-from tandem.engine.settings import prefill_chunk_tokens
+from tandem.engine.settings import EngineSettings
 from tandem.engine.threads import switch_early, wait_asleep
+from target_service.settings import TargetSettings
 
 
 @pytest.mark.parametrize(
@@ -18,7 +20,8 @@ from tandem.engine.threads import switch_early, wait_asleep
 def test_a_step_on_a_gpu_reads_more_of_a_prompt_unless_a_number_is_chosen(
     chosen: int | None, device: str, tokens: int
 ) -> None:
-    assert prefill_chunk_tokens(chosen, device) == tokens
+    settings = TargetSettings(model=Path("m"), max_num_batched_tokens=chosen)
+    assert EngineSettings.of(settings, device).prefill_chunk_tokens == tokens
 
 
 def test_idle_threads_do_not_hold_a_core_unless_the_environment_wants_it(

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tandem.engine.rows import RowRequest, verifications
+from tandem.engine.interface import RowRequest
+from tandem.engine.rows import verifications
 from tandem.engine.sampler import TORCH_SAMPLER, Sampler
 from tandem.types import Verification
 

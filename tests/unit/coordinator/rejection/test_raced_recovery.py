@@ -18,7 +18,7 @@ import torch
 from coordinator.rejection import KEYED, AcceptanceRule, Noise, Round, resolve
 from coordinator.rejection.rounds import Race
 from tandem.config import SpeculativeConfig
-from tandem.engine.rows import RowRequest
+from tandem.engine.interface import RowRequest
 from tandem.sampling.noise import Purpose, proposal_keys, sample, stream_key, token_uniforms
 from tandem.sampling.warping import warp
 from tandem.types import (
@@ -223,7 +223,7 @@ def test_reused_noise_is_detected(purpose: Purpose, monkeypatch: pytest.MonkeyPa
     466 of 1200 rounds recover. The two mistakes are at distances of about 0.15, and the statistic is 52 and 45 where
     19 is exceeded once in 10 000 times.
     """
-    monkeypatch.setattr("tandem.engine.rows.recovery_keys", keyed_for(purpose))
+    monkeypatch.setattr("tandem.engine.interface.recovery_keys", keyed_for(purpose))
     found, freedom = statistic(recovered(1200, KeyedFor(purpose)), residual_law())
     assert (found > critical_value(freedom)) == (purpose is not Purpose.RECOVERY)
 

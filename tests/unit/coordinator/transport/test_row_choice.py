@@ -10,7 +10,7 @@ from coordinator.rejection.block import block
 from coordinator.rejection.rounds import Decide
 from coordinator.rejection.rules import residual
 from coordinator.transport.target_client import RowChoice
-from tandem.engine.rows import RowRequest
+from tandem.engine.interface import RowRequest
 from tandem.types import Delta, Proposal, RowKind, SamplingParams, VerifyStep
 from tests.unit.engine.verified import verified
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from benchmarks.studies.exactness import Errors, log_probs, prompts, reference, ways
 from tandem.engine.backends.cpu_native.layers import PackedLinear
-from tandem.engine.backends.selection import Backends, choose_backends
+from tandem.engine.core.selection import Backends, choose_backends
 from tandem.engine.models.loading import load_model
 from tandem.errors import ConfigurationError
 from tests.paths import DEMO_TARGET

@@ -13,8 +13,8 @@ from torch import nn
 from tandem.engine.backends.cpu_native.layers import NativeLayout, PackedLinear
 from tandem.engine.backends.cpu_native.library.kernels import Kernels
 from tandem.engine.backends.eager import eager_backend
-from tandem.engine.backends.selection import choose_backends
 from tandem.engine.backends.trial import DistrustedError, Reference, computing_in, trusted
+from tandem.engine.core.selection import choose_backends
 from tandem.engine.models.loading import load_model
 from tests.unit.engine.conftest import TinyModel
 

@@ -65,7 +65,7 @@ async def test_a_step_that_does_not_end_is_overdue_until_it_does(llama: TinyMode
     head = _BlockingHead()
     async with running(llama.loaded, head, step_timeout_seconds=0.05) as engine:
         sequence = await engine.open(16)
-        task = asyncio.create_task(engine.run(Job(sequence, Delta(0, _PROMPT), 1, None)))
+        task = asyncio.create_task(engine.submit(Job(sequence, Delta(0, _PROMPT), 1, None)))
         await head.wait_entered()
         await asyncio.sleep(0.1)
         assert engine.overdue_seconds > 0.05
@@ -97,7 +97,7 @@ async def test_a_job_without_rows_only_fills_the_cache(llama: TinyModel) -> None
     async with running(llama.backends, GreedyHead(), prefill_chunk_tokens=2) as engine:
         sequence = await engine.open(8)
         for _ in range(2):  # the second time there is nothing to do
-            assert await engine.run(Job(sequence, Delta(0, _PROMPT), 0, Generation(1))) is None
+            assert await engine.submit(Job(sequence, Delta(0, _PROMPT), 0, Generation(1))) is None
         assert sequence.computed_length == engine.usage.used_tokens == len(_PROMPT)
 
 
@@ -105,23 +105,23 @@ async def test_a_head_that_continues_past_the_limit_is_an_error(llama: TinyModel
     async with running(llama.backends, GreedyHead()) as engine:
         sequence = await engine.open(6)
         with pytest.raises(InvalidRequestError, match="The sequence would have 7 tokens, but its limit is 6"):
-            await engine.run(Job(sequence, Delta(0, _PROMPT), 1, Generation(5)))
+            await engine.submit(Job(sequence, Delta(0, _PROMPT), 1, Generation(5)))
 
 
 async def test_a_cancelled_job_stops_and_leaves_nothing(llama: TinyModel) -> None:
     head = _BlockingHead()
     async with running(llama.backends, head) as engine:
         sequence = await engine.open(190)
-        task = asyncio.create_task(engine.run(Job(sequence, Delta(0, _PROMPT), 1, "forever")))
+        task = asyncio.create_task(engine.submit(Job(sequence, Delta(0, _PROMPT), 1, "forever")))
         await head.wait_entered()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         head.may_leave.set()
         other = await engine.open(8)
-        assert await engine.run(Job(other, Delta(0, _PROMPT), 1, "once")) == "done"
+        assert await engine.submit(Job(other, Delta(0, _PROMPT), 1, "once")) == "done"
         assert head.calls == 2, "the cancelled job went on"
-        assert await engine.run(Job(sequence, Delta(0, _PROMPT), 1, "once")) == "done", (
+        assert await engine.submit(Job(sequence, Delta(0, _PROMPT), 1, "once")) == "done", (
             "its sequence is usable"
         )
         engine.release(sequence)
@@ -133,7 +133,7 @@ async def test_releasing_takes_effect_between_steps(llama: TinyModel) -> None:
     head = _BlockingHead()
     async with running(llama.backends, head) as engine:
         sequence = await engine.open(190)
-        task = asyncio.create_task(engine.run(Job(sequence, Delta(0, _PROMPT), 1, "forever")))
+        task = asyncio.create_task(engine.submit(Job(sequence, Delta(0, _PROMPT), 1, "forever")))
         await head.wait_entered()
         engine.release(sequence)
         engine.release(sequence)
@@ -144,7 +144,7 @@ async def test_releasing_takes_effect_between_steps(llama: TinyModel) -> None:
             await task
         await settle(engine)
         with pytest.raises(InvalidRequestError, match="The sequence was released"):
-            await engine.run(Job(sequence, Delta(0, _PROMPT), 1, "once"))
+            await engine.submit(Job(sequence, Delta(0, _PROMPT), 1, "once"))
 
 
 async def test_jobs_of_one_sequence_run_in_order(llama: TinyModel) -> None:
@@ -161,7 +161,7 @@ async def test_the_event_loop_stays_free_while_the_model_runs(llama: TinyModel) 
     head = _BlockingHead()
     async with running(llama.backends, head) as engine:
         sequence = await engine.open(8)
-        task = asyncio.create_task(engine.run(Job(sequence, Delta(0, _PROMPT), 1, "once")))
+        task = asyncio.create_task(engine.submit(Job(sequence, Delta(0, _PROMPT), 1, "once")))
         await head.wait_entered()
         await asyncio.sleep(0)
         assert not task.done()
@@ -191,7 +191,7 @@ async def _one_by_one(engine: Engine[Any, Any], count: int, max_length: int = 60
     """Open a sequence and request its rows one after the other."""
     sequence = await engine.open(max_length)
     for length in range(1, count + 1):
-        await engine.run(Job(sequence, Delta(0, (length,) * length), 1, None))
+        await engine.submit(Job(sequence, Delta(0, (length,) * length), 1, None))
     return sequence
 
 
@@ -227,7 +227,7 @@ async def test_a_step_does_not_wait_for_a_sequence_that_was_released(
     async with running(llama.backends, RowsHead()) as engine:
         async with asyncio.timeout(10):
             first, second = await _one_by_one(engine, 1), await engine.open(60)
-            waiting = asyncio.create_task(engine.run(Job(second, Delta(0, (9,) * 9), 1, None)))
+            waiting = asyncio.create_task(engine.submit(Job(second, Delta(0, (9,) * 9), 1, None)))
             await asyncio.sleep(0.05)
             assert not waiting.done(), "the step waits for the first sequence"
             engine.release(first)
@@ -239,7 +239,7 @@ async def test_a_step_stops_waiting_for_a_silent_sequence(llama: TinyModel) -> N
         async with asyncio.timeout(10):
             _, second = await asyncio.gather(_one_by_one(engine, 3), _one_by_one(engine, 3))
             for length in range(4, 40):  # the first, still open, sends nothing more
-                row = await engine.run(Job(second, Delta(0, (length,) * length), 1, None))
+                row = await engine.submit(Job(second, Delta(0, (length,) * length), 1, None))
                 assert len(row) == 1
 
 
@@ -266,9 +266,9 @@ async def test_a_step_that_fails_is_not_the_end(llama: TinyModel, error: Excepti
     async with running(llama.backends, _FailsOnce(error)) as engine:
         sequence = await engine.open(8)
         with pytest.raises(TandemError) as raised:
-            await engine.run(Job(sequence, Delta(0, _PROMPT), 1, None))
+            await engine.submit(Job(sequence, Delta(0, _PROMPT), 1, None))
         assert str(raised.value) == sentence
-        assert await engine.run(Job(sequence, Delta(0, _PROMPT), 1, None)) == "done"
+        assert await engine.submit(Job(sequence, Delta(0, _PROMPT), 1, None)) == "done"
 
 
 async def test_closing_the_engine_ends_every_wait(llama: TinyModel) -> None:
@@ -279,7 +279,7 @@ async def test_closing_the_engine_ends_every_wait(llama: TinyModel) -> None:
     await engine.close()  # never started
     engine.start()
     sequence = await engine.open(190)
-    job = asyncio.create_task(engine.run(Job(sequence, Delta(0, _PROMPT), 1, "forever")))
+    job = asyncio.create_task(engine.submit(Job(sequence, Delta(0, _PROMPT), 1, "forever")))
     waiting = asyncio.create_task(engine.open(8))
     await head.wait_entered()
     closing = asyncio.create_task(engine.close())
@@ -291,7 +291,7 @@ async def test_closing_the_engine_ends_every_wait(llama: TinyModel) -> None:
         with pytest.raises(ServiceUnavailableError, match="The engine is shutting down"):
             await task
     with pytest.raises(ServiceUnavailableError, match="The engine is not running"):
-        await engine.run(Job(sequence, Delta(0, _PROMPT), 1, "once"))
+        await engine.submit(Job(sequence, Delta(0, _PROMPT), 1, "once"))
     assert not [thread for thread in threading.enumerate() if thread.name == "tandem-engine"]
 
 
@@ -326,7 +326,7 @@ async def test_an_engine_whose_steps_all_fail_gives_up(llama: TinyModel) -> None
     for _ in range(8):
         assert not gave_up.is_set()
         with pytest.raises(TandemError):
-            await asyncio.wait_for(engine.run(Job(sequence, Delta(0, _PROMPT), 1, None)), 5)
+            await asyncio.wait_for(engine.submit(Job(sequence, Delta(0, _PROMPT), 1, None)), 5)
     await asyncio.wait_for(gave_up.wait(), 5)
     assert not engine.is_running
     await engine.close()
@@ -370,10 +370,10 @@ async def test_nan_in_one_sequence_does_not_reach_others(mistral: TinyModel) -> 
         sick: list[Sequence] = [await engine.open(64) for _ in range(2)]
         between = asyncio.create_task(greedy(engine, _PROMPT, 20))
         for sequence in sick:
-            await engine.run(Job(sequence, Delta(0, _PROMPT), 0, Generation(1)))
+            await engine.submit(Job(sequence, Delta(0, _PROMPT), 0, Generation(1)))
             _fill(engine, sequence.table.pages, math.nan)
         generations = [
-            engine.run(Job(sequence, Delta(len(_PROMPT), [3]), 1, Generation(20))) for sequence in sick
+            engine.submit(Job(sequence, Delta(len(_PROMPT), [3]), 1, Generation(20))) for sequence in sick
         ]
         await asyncio.gather(*generations)
         assert await between == expected

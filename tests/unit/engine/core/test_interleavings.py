@@ -155,7 +155,7 @@ class Interleavings(RuleBasedStateMachine):
         client.token_ids[delta.base_length :] = delta.token_ids
         client.is_sure = client.is_sure or delta.base_length == 0
         job = Job(client.sequence, delta, row_count, None)
-        client.answers.append((self._spawn(self.engine.run(job)), list(client.token_ids), row_count))
+        client.answers.append((self._spawn(self.engine.submit(job)), list(client.token_ids), row_count))
 
     def _check(self, client: Client) -> None:
         for task, token_ids, row_count in client.answers:

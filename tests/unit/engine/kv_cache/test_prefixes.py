@@ -59,7 +59,7 @@ async def test_open_sequences_share_as_well(llama: TinyModel) -> None:
     count = _Counting()
     engine = _engine(llama, count)
     sequence = await engine.open(192)
-    await engine.run(Job(sequence, Delta(0, _PREFIX), 0, Generation(1)))
+    await engine.submit(Job(sequence, Delta(0, _PREFIX), 0, Generation(1)))
     prompts = [[*_PREFIX, 60 + index] for index in range(8)]
     count.take()
     texts = await greedy_together(engine, prompts, 5)
@@ -133,7 +133,7 @@ async def test_a_job_without_rows_whose_tokens_are_all_known_ends(llama: TinyMod
     engine = _engine(llama, count)
     sequences = [await engine.open(192) for _ in range(2)]
     for sequence in sequences:
-        assert await engine.run(Job(sequence, Delta(0, _PREFIX), 0, Generation(1))) is None
+        assert await engine.submit(Job(sequence, Delta(0, _PREFIX), 0, Generation(1))) is None
     assert count.take() == 100 + 1
     for sequence in sequences:
         engine.release(sequence)

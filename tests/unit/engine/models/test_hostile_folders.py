@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.engine.backends.selection import choose_backends
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Failed, Job
+from tandem.engine.core.selection import choose_backends
 from tandem.engine.models.checkpoint import open_checkpoint
 from tandem.engine.models.loading import load_model
 from tandem.engine.settings import EngineSettings

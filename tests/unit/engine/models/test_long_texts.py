@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.engine.backends.selection import choose_backends
+from tandem.engine.core.selection import choose_backends
 from tandem.engine.kv_cache.arena import group_layers
 from tandem.engine.models.loading import load_model
 from tandem.types import Delta

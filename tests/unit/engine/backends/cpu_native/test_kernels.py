@@ -27,7 +27,7 @@ from tandem.engine.backends.cpu_native.layers import (
 )
 from tandem.engine.backends.cpu_native.library.build import BuildError, built_kernels
 from tandem.engine.backends.cpu_native.library.kernels import KernelCall, Kernels, Operation, Routine
-from tandem.engine.backends.selection import choose_backends
+from tandem.engine.core.selection import choose_backends
 from tandem.engine.kv_cache.arena import PageTable
 from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.loading import load_model

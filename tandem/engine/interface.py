@@ -1,0 +1,159 @@
+"""The seam between the services and the engines: all that a service knows of what runs its model.
+
+The embedded engine (`tandem.engine.core`) stands behind it, and any other can that answers with rows, wherever it draws
+them (`tandem.engine.rows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from tandem.sampling.noise import recovery_keys, target_keys
+from tandem.types import (
+    IntArray,
+    LogitAdjustments,
+    ModelInfo,
+    RowKind,
+    SamplingParams,
+    Verification,
+    VerifyStep,
+)
+
+SequenceT = TypeVar("SequenceT")
+"""A sequence in an engine's cache, as the engine knows it; to a service it is opaque."""
+
+_NO_SUPPORT: IntArray = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class RowRequest:
+    """The rows that one sequence wants of a step, and how they are drawn."""
+
+    step: VerifyStep
+    """The delta, whose last tokens are the proposal, and the rows that are wanted."""
+    sampling: SamplingParams
+    prompt_length: int = 0
+    """How many of the sequence's first tokens are the prompt; penalties and `min_tokens` ask for it."""
+    adjustments: LogitAdjustments | None = None
+    """Changes to the logits before penalties; None for none."""
+
+    token_ids: Sequence[int] = ()
+    """All of the sequence's tokens, the proposal's at the end. The engine fills them in where penalties need them."""
+
+    @property
+    def takes_logits_as_they_are(self) -> bool:
+        """True if the rows are those of the model's own logits."""
+        return self.adjustments is None and not self.sampling.penalizes
+
+    @property
+    def base_length(self) -> int:
+        """Length of the sequence whose next token the first row describes."""
+        return self.step.delta.length - self.step.row_count + 1
+
+    @property
+    def races_recovery(self) -> bool:
+        """True if the rows' samples must use the recovery keys, with which the coordinator goes on."""
+        return self.step.raced_recovery and self.step.row_kind is RowKind.SUPPORT
+
+    @property
+    def needs_only_argmax(self) -> bool:
+        """True if only the highest logit of each row is needed."""
+        return self.step.row_kind is RowKind.TOKEN and self.sampling.is_greedy
+
+    @property
+    def supports(self) -> list[IntArray]:
+        """The support of each row; an empty one for rows past the proposal."""
+        supports = self.step.supports
+        return [*supports, *[_NO_SUPPORT] * (self.step.row_count - len(supports))]
+
+    @property
+    def keys(self) -> IntArray:
+        """The noise key of each row, int64 [row_count]."""
+        keys_of = recovery_keys if self.races_recovery else target_keys
+        return keys_of(self.sampling.seed, self.base_length, self.step.row_count)
+
+
+@dataclass(frozen=True, slots=True)
+class KvUsage:
+    """Usage of the KV cache, in tokens. A token's room is a place in each group of layers: those with a window need
+    less, so more tokens than `total_tokens` may be in use."""
+
+    total_tokens: int
+    """Room in all."""
+    reserved_tokens: int
+    """Room in pages that open sequences hold, each page counted once."""
+    used_tokens: int
+    """Tokens of open sequences whose keys and values are computed. Shared ones count for each sequence."""
+    retained_tokens: int
+    """Room in pages that no sequence holds and whose content may be reused; taken whenever it is needed."""
+    sequence_count: int
+    waiting_count: int
+    """Requests that wait because too many sequences are open."""
+    preemption_count: int
+    """Number of times that a sequence had to give its pages to an older one."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """What a step takes, measured when the engine is warm."""
+
+    seconds: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    """Median seconds by the number of sequences and the tokens of each. Sizes that the engine does not serve are
+    missing, and so are those of a large model that would have delayed the start for long."""
+
+
+class SequenceEngine(Protocol[SequenceT]):
+    """Runs a model for many sequences at once, each with a cache of what it has computed."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model, with the longest sequence that is served."""
+
+    @property
+    def usage(self) -> KvUsage:
+        """Usage of the KV cache, and the number of sequences that wait for it."""
+
+    @property
+    def overdue_seconds(self) -> float:
+        """How long the step in progress has taken, once that is longer than any step should; 0 otherwise."""
+
+    @property
+    def step_profile(self) -> StepProfile:
+        """What steps take; empty before `warm_up`."""
+
+    def start(self) -> None:
+        """Begin to work, on the event loop that calls this."""
+
+    async def warm_up(self) -> None:
+        """Prepare what steps of each size need, so that no request pays for it, and measure the steps.
+
+        Raises:
+            NonFiniteLogitsError: the model computes NaN or infinity.
+        """
+
+    async def close(self) -> None:
+        """Stop after the step in progress; whoever still waits gets a ServiceUnavailableError."""
+
+    async def open(self, max_length: int, *, client: str = "") -> SequenceT:
+        """A new, empty sequence of up to `max_length` tokens; waits while there is no place. A free place goes to the
+        client that has the fewest.
+
+        Raises:
+            InvalidRequestError: `max_length` is more than the engine serves.
+            CapacityError: too many are open and too many wait already.
+        """
+
+    async def run(self, sequence: SequenceT, request: RowRequest) -> Verification:
+        """Apply the step's delta and return the rows, computed together with whatever else waits.
+
+        Raises:
+            InvalidRequestError: the delta does not fit the sequence or the model.
+            NonFiniteLogitsError: the model computed logits that are not finite.
+        """
+
+    def release(self, sequence: SequenceT) -> None:
+        """Give the sequence's memory back. Steps of it that are in flight are dropped."""

@@ -47,11 +47,7 @@ class FairPlaces:
         return self.held < self._places + (self._extra if holds_few else 0)
 
     async def take(self, client: str) -> None:
-        """Wait for a place, which must be given back by `leave`.
-
-        Args:
-            client: The client's address, or another name for it; empty: not known.
-        """
+        """Wait for a place, which must be given back by `leave`. An empty client is one that is not known."""
         if self.has_room(client):
             self._give(client)
             return

@@ -42,17 +42,6 @@ class FailoverDrafter:
         speculation: RequestSpeculation,
         load: Callable[[], int],
     ) -> None:
-        """
-        Args:
-            pool: The drafts.
-            options: Sent to each draft when the sequence opens there.
-            limits: Bounds of its proposals.
-            active: The request, which records its draft's address.
-            observer: Observes the request.
-            timings: Timings of the request's rounds, shared with the verifier.
-            speculation: Decides how much to propose.
-            load: Counts the sequences that share the request's target.
-        """
         self._placement = DraftPlacement(
             pool, options, limits, self._lost, lambda address: observer.stream("draft", address)
         )

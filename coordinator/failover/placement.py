@@ -63,14 +63,7 @@ class DraftPlacement:
         lost: Callable[[Member[DraftClient], TandemError], None],
         observer: Callable[[str], StreamObserver] = lambda _: NO_OBSERVER,
     ) -> None:
-        """
-        Args:
-            pool: The drafts.
-            options: Sent to each draft when the sequence opens there.
-            limits: Bounds of its proposals.
-            lost: Called when a draft has failed the sequence.
-            observer: Returns the observer of a stream to the draft at an address.
-        """
+        """`lost` is told of each draft that failed; `observer` returns the observer of a stream to an address."""
         self.current: OpenSequence[DraftClient, DraftSequence] | None = None
         """Where the sequence is now; None without a draft."""
         self.target_address: str | None = None

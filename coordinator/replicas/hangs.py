@@ -47,11 +47,7 @@ class VerificationTimes:
     """How long verifications take, over all targets, and how long one may therefore take."""
 
     def __init__(self, fixed_seconds: float | None = None) -> None:
-        """Begin without any measurement.
-
-        Args:
-            fixed_seconds: A fixed bound; None: learn it.
-        """
+        """Begin without any measurement; with `fixed_seconds` the bound is that, and not learnt."""
         self._fixed_seconds = fixed_seconds
         self._step = FadingMaximum()
         self._prompt_token = FadingMaximum()
@@ -128,11 +124,7 @@ class UnansweredSteps:
         self._steps.discard(step)
 
     def overdue(self, more_seconds: float = 0.0) -> Collection[Step]:
-        """The verifications that should have been answered long ago; all when the target answers nothing at all.
-
-        Args:
-            more_seconds: Added to the bound.
-        """
+        """The verifications that are late by more than bound and `more_seconds`; all if nothing is answered at all."""
         now = self._clock()
         prompt_tokens = sum(step.token_count for step in self._steps if step.token_count > _PROMPT_TOKENS)
         bound = self._times.bound_seconds(prompt_tokens) + more_seconds

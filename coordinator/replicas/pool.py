@@ -83,15 +83,10 @@ class Member(Generic[ClientT]):
     def __init__(
         self, address: str, origin: Address, means: Means[ClientT], changed: Callable[[], None]
     ) -> None:
-        """
-        Args:
-            address: Resolved.
-            origin: The address as configured, perhaps a name that several replicas share.
-            means: The pool's.
-            changed: Called whenever the member's state has changed.
-        """
         self.address = address
+        """Resolved."""
         self.origin = origin
+        """The address as configured, perhaps a name that several replicas share."""
         self.round_trip = MovingAverage()
         self.step = MovingAverage()
         self.tally = RoundTally()
@@ -175,12 +170,7 @@ class Member(Generic[ClientT]):
             self._suspected.set()
 
     def give_up_overdue(self, more_seconds: float) -> None:
-        """Give up verifications that it has owed for too long. It then gets nothing new until it has answered a probe,
-        even if its health is good.
-
-        Args:
-            more_seconds: Added to the bound.
-        """
+        """Give up verifications that it has owed for too long. Until it answers a probe, it gets no new ones."""
         steps = self.unanswered.overdue(more_seconds)
         if not steps:
             return

@@ -87,11 +87,7 @@ class ActiveRequest:
             self.has_stalled = False
 
     def abort(self, reason: str = "") -> None:
-        """End it. The services free it now, and its client receives the error as soon as it reads.
-
-        Args:
-            reason: For the client; may be empty.
-        """
+        """End it. The services free it now, and its client receives the error as soon as it reads."""
         if self.abort_reason is None:
             self.abort_reason = reason
             if self._task is not None:
@@ -176,12 +172,7 @@ class StalledStreams:
     """
 
     def __init__(self, seconds: float) -> None:
-        """Begin without streams.
-
-        Args:
-            seconds: How long a chunk may wait for its client before the stream counts as stalled; up to a quarter
-                longer.
-        """
+        """A stream stalls when a chunk has waited for so many seconds, or up to a quarter longer."""
         self._interval = seconds / _CHECKS
         self._seen: dict[ActiveRequest, tuple[int, int]] = {}
         """For each stream, its tokens at the last check, and the number of earlier checks with as many."""

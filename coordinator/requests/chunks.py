@@ -14,11 +14,7 @@ from tandem.types import Chunk
 
 
 def joined(chunks: Sequence[Chunk]) -> Chunk:
-    """One chunk with the text and the tokens of all.
-
-    Args:
-        chunks: Successive chunks of a completion, at least one. Only the last may have a summary.
-    """
+    """One chunk with the text and the tokens of successive chunks. Only the last may have a summary."""
     return Chunk(
         text="".join(chunk.text for chunk in chunks),
         token_ids=tuple(chain.from_iterable(chunk.token_ids for chunk in chunks)),
@@ -46,11 +42,6 @@ class ChunkPacer:
     """
 
     def __init__(self, chunks_per_turn: int = CHUNKS_PER_TURN) -> None:
-        """Begin without chunks.
-
-        Args:
-            chunks_per_turn: Readers that go on in one turn of the loop.
-        """
         self._chunks_per_turn = chunks_per_turn
         self._waiting: deque[tuple[Reader, Chunk]] = deque()
 

@@ -125,13 +125,7 @@ def open_speculation(
 def open_drafter(
     services: Services, run: Run, running_requests: Callable[[], int]
 ) -> FailoverDrafter | NoDrafter:
-    """The drafter of a request.
-
-    Args:
-        services: The services to use.
-        run: The request.
-        running_requests: Says how many requests run now.
-    """
+    """The drafter of a request."""
     plan, drafts, speculation = run.plan, services.replicas.drafts, run.speculation
     if speculation is None:
         return NoDrafter(_why_alone(services, plan))

@@ -106,15 +106,7 @@ def _at_most(
     count: Callable[[GenerationRequest], int],
     limit: Callable[[BoundedRequest], int],
 ) -> Rule[BoundedRequest]:
-    """A rule for an upper bound.
-
-    Args:
-        name: The rule's.
-        requirement: The rule in a sentence.
-        counted: What it counts, with a place for the number.
-        count: Counts it.
-        limit: The bound.
-    """
+    """A rule for an upper bound; `counted` is the sentence's beginning, with a place for the number."""
 
     def check(subject: BoundedRequest) -> Iterator[str]:
         number, maximum = count(subject.request), limit(subject)

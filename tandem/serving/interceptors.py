@@ -49,11 +49,7 @@ class SlowReaderWatchdog:
     """
 
     def __init__(self, patience_seconds: float | None) -> None:
-        """Begin without readers.
-
-        Args:
-            patience_seconds: How long one message may wait for its reader; up to an eighth longer. None: forever.
-        """
+        """One message may wait so long for its reader, or up to an eighth longer. None: forever."""
         self._patience = patience_seconds
         self._readers: set[_Reader] = set()
         self._next_look: asyncio.TimerHandle | None = None
@@ -261,11 +257,6 @@ class AuthInterceptor(Interceptor):
     """Holds each call to the tokens that the server knows."""
 
     def __init__(self, tokens: Callable[[], Tokens]) -> None:
-        """Protect a server.
-
-        Args:
-            tokens: Returns the current tokens; their files may change.
-        """
         self._tokens = tokens
 
     def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:

@@ -37,12 +37,7 @@ _RULES = [rule for rule in MODEL_RULES if rule.name in {"vocabulary-size", "toke
 
 
 def target_info(model_config: Any, tensor_parallel_size: int) -> ModelInfo:
-    """vLLM's model, described as a service describes its own.
-
-    Args:
-        model_config: vLLM's `ModelConfig`.
-        tensor_parallel_size: Devices that the model is split over.
-    """
+    """vLLM's model, described as a service describes its own."""
     return ModelInfo(
         name=str(model_config.model),
         architecture="",
@@ -153,8 +148,19 @@ class DraftedRow:
         self._counts = counts
         self._placement = DraftPlacement(pool, options, limits, self._lost)
         self._tokens = array("i")
+        self._unread: list[int] = []
+        """Tokens that came while a proposal was awaited."""
         self.timed_out = False
         """True if the last step waited for its proposal in vain."""
+        self.task: asyncio.Task[tuple[int, ...]] | None = None
+        """Proposes for a step."""
+        self.seen_at = 0.0
+        """Time of the last step that named it."""
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a proposal is awaited."""
+        return self.task is not None and not self.task.done()
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -178,8 +184,11 @@ class DraftedRow:
         return current is not None and not current.sequence.is_late
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens. Not while a proposal is awaited: its draft would be taken to have extended others."""
-        self._tokens.extend(tokens)
+        """Add tokens; later while a proposal is awaited, or its draft would be taken to have extended others."""
+        self._unread += tokens
+        if not self.is_busy:
+            self._tokens.extend(self._unread)
+            self._unread = []
 
     async def propose(self, asked: AskedRow, batch: Batch) -> tuple[int, ...]:
         """Tokens that may follow; none when no draft has any in time."""
@@ -202,6 +211,8 @@ class DraftedRow:
 
     async def finish(self) -> None:
         """End the sequence; the draft frees it at once. It may be entered again."""
+        if self.task is not None:
+            await asyncio.wait({self.task}, timeout=_CLOSE_SECONDS)
         try:
             await self._placement.finish()
         finally:
@@ -276,21 +287,6 @@ _START_SECONDS = 5.0
 _LAST_EVENTS_SECONDS = 0.05
 
 
-@dataclass(slots=True)
-class _Entry:
-    """A sequence, and the work in progress for it."""
-
-    row: DraftedRow
-    unread: list[int] = field(default_factory=list)
-    """Tokens that came while a proposal was awaited."""
-    task: asyncio.Task[tuple[int, ...]] | None = None
-    seen_at: float = 0.0
-
-    @property
-    def is_busy(self) -> bool:
-        return self.task is not None and not self.task.done()
-
-
 class DraftLink:
     """Owns the thread, the pool and every sequence's place on a draft."""
 
@@ -300,22 +296,13 @@ class DraftLink:
         options: Callable[[int], DraftOptions],
         limits: DraftLimits,
         counts: Counts,
-        idle_seconds: float | None = None,
     ) -> None:
-        """
-        Args:
-            make_pool: Makes the pool, on the loop.
-            options: Options with which the sequence of that key opens.
-            limits: Bounds of proposals.
-            counts: What it does is added to.
-            idle_seconds: After so long without a step a sequence is taken to have ended; by default `IDLE_SECONDS`.
-        """
+        """`make_pool` is called on the loop; `options` returns the options with which the sequence of a key opens."""
         self._make_pool = make_pool
         self._options = options
         self._limits = limits
         self._counts = counts
-        self._idle_seconds = IDLE_SECONDS if idle_seconds is None else idle_seconds
-        self._entries: dict[int, _Entry] = {}
+        self._rows: dict[int, DraftedRow] = {}
         self._endings: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pool: Pool[DraftClient] | None = None
@@ -328,7 +315,7 @@ class DraftLink:
     @property
     def open_sequences(self) -> int:
         """Sequences that it keeps now."""
-        return len(self._entries)
+        return len(self._rows)
 
     def start(self, wait_seconds: float) -> str:
         """Start the thread, and wait for a draft: empty when one is ready, otherwise the reason why none is."""
@@ -382,10 +369,11 @@ class DraftLink:
             await self._end()
 
     async def _end(self) -> None:
-        await asyncio.gather(
-            *(entry.row.finish() for entry in self._entries.values()), return_exceptions=True
-        )
-        self._entries.clear()
+        for row in self._rows.values():
+            if row.task is not None:
+                row.task.cancel()
+        await asyncio.gather(*(row.finish() for row in self._rows.values()), return_exceptions=True)
+        self._rows.clear()
         if self._pool is not None:
             await self._pool.close()
         # gRPC tells of cancelled calls a little later, and a loop that is closed by then is an error to it.
@@ -398,17 +386,15 @@ class DraftLink:
         now = time.monotonic()
         left = len(batch.rows)
         for index, asked in enumerate(batch.rows):
-            entry = self._entry(asked.key)
-            entry.seen_at = now
-            if entry.is_busy:
-                entry.unread += asked.new_tokens
+            row = self._row(asked.key)
+            row.seen_at = now
+            row.extend(asked.new_tokens)
+            if row.is_busy:
                 self._counts.late_rows += 1
                 left -= 1
                 continue
-            entry.row.extend([*entry.unread, *asked.new_tokens])
-            entry.unread = []
-            entry.task = asyncio.create_task(entry.row.propose(asked, batch))
-            entry.task.add_done_callback(partial(self._answered, batch, index, entry.row))
+            row.task = asyncio.create_task(row.propose(asked, batch))
+            row.task.add_done_callback(partial(self._answered, batch, index, row))
         batch.left = left
         if left == 0:
             self._end_batch(batch)
@@ -428,30 +414,22 @@ class DraftLink:
             self._end_batch(batch)
 
     def _end_batch(self, batch: Batch) -> None:
-        entries = map(self._entries.get, (asked.key for asked in batch.rows))
-        self._may_answer = any(entry is not None and entry.row.may_answer for entry in entries)
+        rows = (self._rows.get(asked.key) for asked in batch.rows)
+        self._may_answer = any(row is not None and row.may_answer for row in rows)
         batch.done.set()
 
-    def _entry(self, key: int) -> _Entry:
-        entry = self._entries.get(key)
-        if entry is None:
+    def _row(self, key: int) -> DraftedRow:
+        row = self._rows.get(key)
+        if row is None:
             assert self._pool is not None, "batches come after the start"
-            row = DraftedRow(self._pool, self._options(key), self._limits, self._counts)
-            entry = self._entries[key] = _Entry(row)
-            self._counts.started_sequences += 1
-        return entry
+            row = self._rows[key] = DraftedRow(self._pool, self._options(key), self._limits, self._counts)
+        return row
 
     def _forget(self, key: int) -> None:
         """A sequence has ended: free it on its draft."""
-        entry = self._entries.pop(key, None)
-        if entry is not None:
-            self._counts.ended_sequences += 1
-            self._background(self._finish(entry))
-
-    async def _finish(self, entry: _Entry) -> None:
-        if entry.task is not None:
-            await asyncio.wait({entry.task}, timeout=_CLOSE_SECONDS)
-        await entry.row.finish()
+        row = self._rows.pop(key, None)
+        if row is not None:
+            self._background(row.finish())
 
     def _background(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
@@ -461,8 +439,8 @@ class DraftLink:
     async def _sweep(self) -> None:
         """Leave the drafts for sequences that no step names any more. Their tokens stay: vLLM may have paused."""
         while True:
-            await asyncio.sleep(self._idle_seconds / 4)
-            before = time.monotonic() - self._idle_seconds
-            for entry in self._entries.values():
-                if entry.seen_at < before and not entry.is_busy and entry.row.is_placed:
-                    self._background(self._finish(entry))
+            await asyncio.sleep(IDLE_SECONDS / 4)
+            before = time.monotonic() - IDLE_SECONDS
+            for row in self._rows.values():
+                if row.seen_at < before and not row.is_busy and row.is_placed:
+                    self._background(row.finish())

@@ -43,8 +43,6 @@ class Counts:
     lost_drafts: int = _total("Times that a draft failed a sequence.")
     wait_seconds: float = 0.0
     """Time that steps waited for proposals, in all."""
-    started_sequences: int = 0
-    ended_sequences: int = 0
 
     def since(self, before: Counts) -> Counts:
         """The counts since a copy of these."""
@@ -114,13 +112,6 @@ class Report:
         open_sequences: Callable[[], int],
         logger: logging.Logger,
     ) -> None:
-        """
-        Args:
-            options: Where metrics go.
-            counts: What is reported.
-            open_sequences: Counts the sequences that are kept now.
-            logger: vLLM's.
-        """
         self._counts = counts
         self._before = counts.copy()
         self._logger = logger

@@ -33,11 +33,6 @@ class AheadSwitch:
     """Drafts ahead where that makes more tokens per second, for each size of batch, by powers of two."""
 
     def __init__(self, option: DraftAhead, token_count: int) -> None:
-        """
-        Args:
-            option: The configuration.
-            token_count: Tokens of a proposal.
-        """
         self._option = option
         self._token_count = min(token_count, MAX_AHEAD_TOKENS)
         self._choices: dict[int, AheadChoice] = {}
@@ -98,12 +93,7 @@ class Patience:
     """The bound, and the steps that do not wait at all because the last waits were in vain."""
 
     def __init__(self, token_count: int, fixed_seconds: float | None = None) -> None:
-        """Begin without any measurement.
-
-        Args:
-            token_count: Tokens of a proposal.
-            fixed_seconds: A fixed bound; None: learn it.
-        """
+        """Begin without any measurement; with `fixed_seconds` the bound is that, and not learnt."""
         self._fixed_seconds = fixed_seconds
         self._step = MovingAverage()
         self._accepted = [MovingAverage() for _ in range(token_count)]
@@ -176,12 +166,6 @@ class StepDrafter:
     """Proposals for one step of vLLM after the other."""
 
     def __init__(self, settings: VllmSettings, target: ModelInfo, token_count: int) -> None:
-        """
-        Args:
-            settings: The plug-in's.
-            target: vLLM's model.
-            token_count: Tokens of a proposal.
-        """
         self._settings = settings
         self._token_count = token_count
         self._max_length = target.max_length

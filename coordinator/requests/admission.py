@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from urllib.parse import unquote
 
+from coordinator.stats.moving_average import MovingAverage
 from tandem.errors import CapacityError, DeadlineError
 from tandem.fair_places import FairPlaces, extra_places
 from tandem.plural import plural
@@ -70,16 +71,12 @@ def peer_of_host(host: str) -> str:
         return host
     if isinstance(address, ipaddress.IPv4Address):
         return str(address)
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    if address.is_loopback:
-        return str(address)
+    if address.ipv4_mapped is not None or address.is_loopback:
+        return str(address.ipv4_mapped or address)
     return str(ipaddress.ip_network((address, _IPV6_PREFIX), strict=False))
 
 
 _MIN_RETRY_SECONDS, _MAX_RETRY_SECONDS = 0.1, 60.0
-# Weight of the last request in the moving average of how long requests take.
-_NEWEST = 0.1
 
 
 class Admission:
@@ -97,7 +94,8 @@ class Admission:
         self._clock = clock
         self._returning = 0
         """Requests in the queue that had a place before."""
-        self._usual_seconds = 0.0
+        self._held_seconds = MovingAverage()
+        """How long requests have a place."""
 
     @property
     def running(self) -> int:
@@ -134,15 +132,6 @@ class Admission:
             CapacityError: too many run and wait already. It says when to try again.
             DeadlineError: there was no place within that time.
         """
-        await self._enter(deadline_seconds, client)
-        place = Place(self, client, self._clock)
-        try:
-            yield place
-        finally:
-            place.release()
-            self._note(place.held_seconds)
-
-    async def _enter(self, deadline_seconds: float | None, client: str) -> None:
         if self._refuses(client):
             raise self.refusal()
         try:
@@ -152,6 +141,12 @@ class Admission:
             raise DeadlineError(
                 f"the request waited {deadline_seconds:g} s for a place, which is all it was given"
             ) from None
+        place = Place(self, client, self._clock)
+        try:
+            yield place
+        finally:
+            place.release()
+            self._held_seconds.add(place.held_seconds)
 
     async def _return(self, client: str) -> None:
         """Wait for a place again, behind the client's other requests. One that has begun is never refused."""
@@ -164,14 +159,11 @@ class Admission:
     def _refuses(self, client: str) -> bool:
         return not self._places.has_room(client) and self.queued >= self._max_queued
 
-    def _note(self, seconds: float) -> None:
-        self._usual_seconds += _NEWEST * (seconds - self._usual_seconds) if self._usual_seconds else seconds
-
     @property
     def _retry_seconds(self) -> float:
         """Estimated seconds until a place in the queue is free: during one request, as many requests end as can
         run."""
-        waits = self._usual_seconds * (self.queued + 1) / self._max_running
+        waits = (self._held_seconds.value or 0.0) * (self.queued + 1) / self._max_running
         return min(max(waits, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
 
 

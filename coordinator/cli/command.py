@@ -7,9 +7,9 @@ import inspect
 import io
 import json
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import datetime
 from enum import Enum, IntEnum
 from functools import wraps
@@ -140,17 +140,13 @@ def plain(value: object) -> Any:
 
 
 def _leaf(value: object) -> object:
-    match value:
-        case IntEnum():
-            return value.name.lower()
-        case Enum():
-            return value.value
-        case datetime():
-            return value.isoformat(timespec="milliseconds")
-        case float():
-            return round(value, 6)
-        case _:
-            return value
+    if isinstance(value, IntEnum):
+        return value.name.lower()
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, datetime):
+        return value.isoformat(timespec="milliseconds")
+    return round(value, 6) if isinstance(value, float) else value
 
 
 def plain_table(*columns: str) -> Table:
@@ -180,7 +176,7 @@ def command(
     """Add a function to an app as a command.
 
     A parameter whose type is a dataclass stands for all of its fields, each a separate option; a `typer.Context` is
-    passed on. A `TandemError` ends the process with a sentence and its exit code.
+    passed on. Each field has a default. A `TandemError` ends the process with a sentence and its exit code.
 
     Args:
         app: The app.
@@ -225,7 +221,16 @@ def _with_groups(function: Callable[..., Any]) -> Callable[..., Any]:
         if name not in groups
     ]
     for group in groups.values():
-        parameters += _parameters(group)
+        hints = get_type_hints(group, include_extras=True)
+        parameters += [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=hints[field.name],
+            )
+            for field in fields(group)
+        ]
 
     @wraps(function)
     def run(**values: Any) -> None:
@@ -234,26 +239,8 @@ def _with_groups(function: Callable[..., Any]) -> Callable[..., Any]:
         with errors_to_exit():
             result = function(**values)
             if inspect.iscoroutine(result):
-                _run(result)
+                asyncio.run(result)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
-
-
-def _run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(work)
-
-
-def _parameters(group: Any) -> list[inspect.Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    return [
-        inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=hints[field.name]
-        )
-        for field in fields(group)
-    ]
-
-
-def _default(field: Field[Any]) -> Any:
-    return inspect.Parameter.empty if field.default is MISSING else field.default

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 from xml.sax.saxutils import escape
 
 import typer
@@ -24,7 +24,7 @@ from rich.table import Table
 from coordinator.cli.admin import admin_client
 from coordinator.cli.command import OutputOptions, command, plain_table
 from coordinator.cli.connection import ConnectionOptions, connect
-from coordinator.cli.up import NO_DRAFT, UpOptions, service_arguments
+from coordinator.cli.up import NO_DRAFT, STOP_SECONDS, Child, UpOptions, service_arguments
 from coordinator.cli.views import percent
 from coordinator.speculation.plan import (
     MAX_TOKENS,
@@ -116,7 +116,6 @@ _FIXED = {
     "TANDEM_COORDINATOR_DRAFT_PATIENCE_SECONDS": "60",
 }
 """Each round is to propose exactly as much as it is asked to."""
-_STOP_SECONDS = 45.0
 _PROMPTS = (
     "def fibonacci(count):\n    ",
     "The capital of France is",
@@ -325,34 +324,18 @@ async def _services(words: Sequence[str]) -> AsyncIterator[str]:
             env={**os.environ, **_FIXED},
             start_new_session=True,
         )
+        child = Child("tandem up", process, STOP_SECONDS + 5.0)  # its services have as long
         try:
-            yield await _address(process, errors)
+            try:
+                address = await child.line("ready on ")
+            except ServiceUnavailableError as error:
+                errors.seek(0)
+                reasons = [*errors.read().decode(errors="replace").splitlines(), str(error)]
+                reason = next(line for line in reasons if line.strip()).removeprefix("error: ")
+                raise ServiceUnavailableError(f"the pair could not be measured: {reason}") from None
+            yield address
         finally:
-            if process.returncode is None:
-                process.terminate()
-                await asyncio.shield(_ended(process))
-
-
-async def _address(process: asyncio.subprocess.Process, errors: IO[bytes]) -> str:
-    assert process.stdout is not None
-    async for line in process.stdout:
-        _, found, address = line.decode().partition("ready on ")
-        if found:
-            return address.strip()
-    code = await process.wait()
-    errors.seek(0)
-    reasons = [line for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
-    reason = reasons[0].removeprefix("error: ") if reasons else f"tandem up ended with exit code {code}"
-    raise ServiceUnavailableError(f"the pair could not be measured: {reason}")
-
-
-async def _ended(process: asyncio.subprocess.Process) -> None:
-    try:
-        async with asyncio.timeout(_STOP_SECONDS):
-            await process.wait()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
+            await asyncio.shield(child.stop())
 
 
 def add_to(app: typer.Typer) -> None:

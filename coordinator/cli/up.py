@@ -53,7 +53,7 @@ _LOOPBACK = ("--host", "127.0.0.1")
 _START_TIMEOUT_SECONDS = 24 * 3600
 """Bound on the coordinator's wait for the other services. `tandem up` itself notices when one ends, so fetching,
 converting and loading a model may take as long as they take."""
-_STOP_SECONDS = 40.0
+STOP_SECONDS = 40.0
 """For a child to stop before it is killed. Its drain takes up to 30 s of them by default."""
 
 
@@ -431,7 +431,7 @@ def _words(**values: object) -> list[str]:
 class _Cluster:
     def __init__(self, arguments: ServiceArguments) -> None:
         self._arguments = arguments
-        self._children: list[_Child] = []
+        self._children: list[Child] = []
 
     async def run(self) -> None:
         """Run until a signal, or until a child ends.
@@ -454,7 +454,7 @@ class _Cluster:
         for child in self._children:
             child.kill()
 
-    async def _ready(self, coordinator: _Child) -> list[str]:
+    async def _ready(self, coordinator: Child) -> list[str]:
         """The lines to end the start with, once the coordinator answers: its address, the page, the next command."""
         # In the order of its output.
         url = await coordinator.line("http on ") if self._arguments.has_http else None
@@ -479,7 +479,7 @@ class _Cluster:
             coordinator = await stack.enter_async_context(
                 self._child("coordinator", [*self._arguments.coordinator, *addresses])
             )
-            ends = [asyncio.create_task(child.end()) for child in self._children]
+            ends = [asyncio.create_task(child.process.wait()) for child in self._children]
             ready = asyncio.create_task(self._ready(coordinator))
             stack.callback(ready.cancel)  # first, or it would see the coordinator's end
             await asyncio.wait({*ends, ready}, return_when=asyncio.FIRST_COMPLETED)
@@ -498,7 +498,7 @@ class _Cluster:
             raise ServiceUnavailableError(f"{await ended.obituary()}; the other services were stopped")
 
     @asynccontextmanager
-    async def _child(self, name: str, arguments: Sequence[str]) -> AsyncIterator[_Child]:
+    async def _child(self, name: str, arguments: Sequence[str]) -> AsyncIterator[Child]:
         child = await _started(name, arguments)
         self._children.append(child)
         try:
@@ -507,10 +507,22 @@ class _Cluster:
             await asyncio.shield(child.stop())
 
 
-class _Child:
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+class Child:
+    """A process that this one started, and whose stdout it reads."""
+
+    def __init__(
+        self, name: str, process: asyncio.subprocess.Process, stop_seconds: float = STOP_SECONDS
+    ) -> None:
+        """Take over a process.
+
+        Args:
+            name: For errors.
+            process: It has a pipe for stdout.
+            stop_seconds: Time to stop before it is killed.
+        """
         self.name = name
         self.process = process
+        self._stop_seconds = stop_seconds
 
     async def line(self, mark: str) -> str:
         """Text after the mark in the first line of stdout that has it.
@@ -524,10 +536,6 @@ class _Child:
             if found:
                 return rest.strip()
         raise ServiceUnavailableError(await self.obituary())
-
-    async def end(self) -> None:
-        """Return when the process has ended."""
-        await self.process.wait()
 
     async def obituary(self) -> str:
         """How it ended, in words."""
@@ -547,14 +555,14 @@ class _Child:
             return
         self.process.terminate()
         try:
-            async with asyncio.timeout(_STOP_SECONDS):
+            async with asyncio.timeout(self._stop_seconds):
                 await self.process.wait()
         except TimeoutError:
             self.process.kill()
             await self.process.wait()
 
 
-async def _started(name: str, arguments: Sequence[str]) -> _Child:
+async def _started(name: str, arguments: Sequence[str]) -> Child:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-P",  # otherwise Python would import files from the working directory
@@ -566,4 +574,4 @@ async def _started(name: str, arguments: Sequence[str]) -> _Child:
         # A session of its own: Ctrl-C reaches only this process, which then stops the children in order.
         start_new_session=True,
     )
-    return _Child(name, process)
+    return Child(name, process)

@@ -219,14 +219,6 @@ def assert_refused(result: subprocess.CompletedProcess[str], code: int, sentence
     assert sentence in line
 
 
-def test_a_coordinator_that_is_not_there() -> None:
-    assert_refused(
-        generate("127.0.0.1:1", PROMPT),
-        4,
-        "coordinator 127.0.0.1:1: connection refused; is `tandem up` running there?",
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -239,35 +231,11 @@ def test_a_refused_request_is_one_sentence(address: str, arguments: tuple[str, .
     assert_refused(generate(address, *arguments), 5, sentence)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("--prompt-token-ids", "1,x"), "--prompt-token-ids is '1,x'"),
-        (("--prompt-file", "no/such/file"), "--prompt-file no/such/file cannot be read"),
-        ((PROMPT, "--prompt-token-ids", "1"), "2 prompts were given"),
-        ((), "0 prompts were given"),
-        ((PROMPT, "--system", "Be brief."), "--system is given and --chat is not"),
-        (("--prompt-token-ids", "1", "--chat"), "--prompt-token-ids and --chat are both given"),
-        ((PROMPT, "--seed", str(1 << 63)), f"seed is {1 << 63}; it must be from "),
-        ((PROMPT, "-n", "2", "--seed", str((1 << 63) - 1)), f"seed is {1 << 63}; it must be from "),
-    ],
-)
-def test_a_wrong_call_exits_with_the_usage_code(arguments: tuple[str, ...], sentence: str) -> None:
-    assert_refused(generate("127.0.0.1:1", *arguments), 2, sentence)
-
-
 def test_the_http_port_is_recognized_as_the_wrong_one(target_address: str) -> None:
     with coordinator(target_address, None, "--http-port", "0") as process:
         address_of(process)
         port = process.line("http on ").rpartition(":")[2]
         assert_refused(generate(f"127.0.0.1:{port}", PROMPT), 4, "an HTTP server answers there")
-
-
-def test_an_unknown_option_is_refused(address: str) -> None:
-    result = generate(address, PROMPT, "--no-such-option")
-    assert result.returncode == 2
-    assert "--no-such-option" in result.stderr
-    assert "Traceback" not in result.stderr
 
 
 def test_ctrl_c_ends_without_a_traceback(address: str) -> None:

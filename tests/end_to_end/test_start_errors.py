@@ -49,20 +49,6 @@ def nothing_there(folder: Path) -> Path:
     return folder / "nowhere"
 
 
-def a_file(folder: Path) -> Path:
-    path = folder / "file"
-    path.touch()
-    return path
-
-
-def no_config(folder: Path) -> Path:
-    return folder
-
-
-def no_weights(folder: Path) -> Path:
-    return without_weights(folder / "model")
-
-
 def pickle_only(folder: Path) -> Path:
     model = without_weights(folder / "model")
     (model / "pytorch_model.bin").write_bytes(b"\x80\x04.")
@@ -73,23 +59,6 @@ def truncated(folder: Path) -> Path:
     model = without_weights(folder / "model")
     weights = (DEMO_DRAFT / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    return model
-
-
-def not_safetensors(folder: Path) -> Path:
-    model = without_weights(folder / "model")
-    (model / "model.safetensors").write_bytes(b"no tensor is safe here")
-    return model
-
-
-def no_tokenizer(folder: Path) -> Path:
-    shutil.copytree(DEMO_DRAFT, folder / "model", ignore=shutil.ignore_patterns("tokenizer*"))
-    return folder / "model"
-
-
-def broken_config(folder: Path) -> Path:
-    model = without_weights(folder / "model")
-    (model / "config.json").write_text("{", encoding="utf-8")
     return model
 
 
@@ -115,14 +84,8 @@ def set_config(model: Path, **values: object) -> None:
     ("make", "expected"),
     [
         (nothing_there, "nothing is there"),
-        (a_file, "a file is there"),
-        (no_config, "has no config.json"),
-        (no_weights, "has no weights"),
         (pickle_only, "only as pickle (pytorch_model.bin)"),
         (truncated, "is truncated"),
-        (not_safetensors, "is truncated or not safetensors"),
-        (no_tokenizer, "has no tokenizer.json"),
-        (broken_config, "does not parse"),
         (many_layers, "num_hidden_layers is '10000000'"),
     ],
 )
@@ -145,13 +108,6 @@ def test_a_model_with_non_finite_logits_is_refused(service: str, tmp_path: Path)
     result = run(sys.executable, "-P", "-m", service, *options, seconds=LOADED_SECONDS)
     assert "are not finite numbers" in sentence_of(result)
     assert result.returncode == 1
-
-
-def test_the_draft_service_checks_its_folder_too(tmp_path: Path) -> None:
-    folder = pickle_only(tmp_path)
-    assert "only as pickle" in refusal(
-        sys.executable, "-P", "-m", "draft_service", "--port", "0", "--model", str(folder)
-    )
 
 
 @pytest.fixture
@@ -196,11 +152,6 @@ def test_an_invalid_option_is_refused(
     result = run_here("serve", *service, *options)
     assert result.returncode == 2
     assert expected in sentence_of(result)
-
-
-def test_an_unknown_service_is_refused() -> None:
-    sentence = sentence_of(run_here("serve", "nothing"))
-    assert "'nothing'" in sentence
 
 
 def test_a_target_that_does_not_answer_ends_the_start() -> None:

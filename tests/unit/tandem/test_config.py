@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,6 @@ from tandem.errors import ConfigurationError
 from tandem.settings import load_settings
 from target_service.settings import TargetSettings
 from tests.commands import Commands
-from tests.paths import ROOT
 
 ADDRESS = ("--target-address", "127.0.0.1:1")
 
@@ -222,14 +219,6 @@ def test_unknown_in_a_file(tmp_path: Path) -> None:
     )
 
 
-def test_unknown_in_the_json_form() -> None:
-    assert refusal(*ADDRESS, "--speculative-config", '{"methd": "ngram"}') == "methd is not an option"
-    assert (
-        refusal(*ADDRESS, "--speculative-config", "[]")
-        == "speculative_config is '[]'; it must be a JSON object"
-    )
-
-
 def test_one_option_by_two_names() -> None:
     assert refusal(
         *ADDRESS, "--speculative-config", '{"method": "ngram", "speculative_method": "suffix"}'
@@ -310,20 +299,6 @@ def test_show_has_help() -> None:
         assert "tandem config show [NAME]... [-o table|json|yaml]" in result.stdout
 
 
-def test_show_refuses_as_the_coordinator_does() -> None:
-    result = RUNNER.invoke(app, ["config", "show", "--relaxed-topk", "0", "--max-num-steps", "2"])
-    assert result.exit_code == 2
-    assert len(result.stderr.splitlines()) == 2
-    assert RUNNER.invoke(app, ["config", "show", "--nonsense", "1"]).exit_code == 2
-
-
-def test_check_accepts_a_valid_file(tmp_path: Path) -> None:
-    path = tmp_path / "good.yaml"
-    path.write_text("method: ngram\nprompt_lookup_max: 4\nnum_speculative_tokens: 4\n")
-    result = RUNNER.invoke(app, ["config", "check", str(path)])
-    assert (result.exit_code, result.stdout) == (0, f"{path}: ok\n")
-
-
 def test_check_takes_json(tmp_path: Path) -> None:
     path = tmp_path / "good.json"
     path.write_text('{"method": "ngram", "num_speculative_tokens": 4}')
@@ -361,19 +336,6 @@ def test_check_prints_every_broken_rule_on_its_own_line(tmp_path: Path) -> None:
         "its own kernels",
         "error: enable_echo is true; it must be false: the prompt is not streamed back; put it before the completion",
     ]
-
-
-def test_check_names_a_missing_file() -> None:
-    result = RUNNER.invoke(app, ["config", "check", "nowhere.toml"])
-    assert result.exit_code == 2
-    assert (
-        result.stderr == "error: config_file is nowhere.toml; it cannot be read: No such file or directory\n"
-    )
-
-
-def test_the_page_of_options_is_up_to_date() -> None:
-    command = [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"]
-    assert subprocess.run(command, capture_output=True, text=True, check=False).stderr == ""
 
 
 SERVICES = [CoordinatorSettings, DraftSettings, TargetSettings]

@@ -81,10 +81,6 @@ def test_a_method_that_is_named_is_not_inferred() -> None:
     ).is_standalone()
 
 
-def test_nothing_is_inferred_without_model_and_method() -> None:
-    assert SpeculativeConfig().speculative_method is None
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [((None, None), (5, 5)), ((3, None), (3, 3)), ((None, 2), (2, 2)), ((2, 4), (2, 4))],
@@ -99,11 +95,6 @@ def test_one_end_of_the_lookup_sets_the_other(
 def test_a_rate_list_may_be_one_word() -> None:
     for rates in ("0.9,0.5", "[0.9, 0.5]", [0.9, 0.5]):
         assert SpeculativeConfig(synthetic_acceptance_rates=rates).synthetic_acceptance_rates == (0.9, 0.5)
-
-
-def test_it_is_frozen() -> None:
-    with pytest.raises(ValidationError, match="frozen"):
-        SpeculativeConfig().num_speculative_tokens = 3  # type: ignore[misc]
 
 
 MAX_OPTIONS: dict[str, Any] = {
@@ -191,15 +182,6 @@ def test_an_option_is_supported_or_refused_by_name(name: str) -> None:
         SpeculativeConfig(**{name: None})  # null is not given, as in vLLM
     else:
         assert ALIASES.get(name, name) in SpeculativeConfig.model_fields
-
-
-def test_refused_options_exist_in_the_references() -> None:
-    assert set(REFUSED_OPTIONS) <= {*MAX_OPTIONS, *VLLM_OPTIONS}
-    assert set(REFUSED_METHODS) <= {*MAX_METHODS, *VLLM_METHODS}
-
-
-def test_an_option_for_many_devices_names_the_way_to_serve_more() -> None:
-    assert "start more replicas" in refusal(method="ngram", tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize(("name", "default"), [*MAX_OPTIONS.items(), *VLLM_DEFAULTS.items()])

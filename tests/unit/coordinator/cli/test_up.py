@@ -64,11 +64,6 @@ def test_the_demo_target_has_heads(method: str) -> None:
     assert value(arguments.target, "--draft-model") == str(DEMO_TARGET.parent / method)
 
 
-def test_a_method_without_a_model_may_be_named_by_its_option() -> None:
-    arguments = service_arguments(UpOptions(method="ngram"))
-    assert value(arguments.draft, "--method") == "ngram"
-
-
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -218,14 +213,6 @@ def test_http_takes_another_port_where_its_own_is_taken(monkeypatch: pytest.Monk
     assert not without.has_http
 
 
-def test_http_listens_on_the_default_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    monkeypatch.setattr("coordinator.cli.up.HTTP_PORT", port)
-    assert value(service_arguments(UpOptions()).coordinator, "--http-port") == str(port)
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -257,11 +244,6 @@ def test_conflicting_options_are_refused_before_anything_starts(
 def test_the_next_command_names_the_address_where_it_is_not_the_default() -> None:
     assert next_command("127.0.0.1:50051").endswith("generate 'def main():' --max-tokens 64")
     assert next_command("127.0.0.1:7").endswith("--max-tokens 64 --address 127.0.0.1:7")
-
-
-def test_a_path_is_not_taken_for_an_id(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="there is no such folder"):
-        service_arguments(UpOptions(target=str(tmp_path / "model")))
 
 
 def test_mtp_is_hosted_by_the_target_alone() -> None:

@@ -147,9 +147,6 @@ def main() -> None:
     )
     parser.add_argument("--verify-ms", type=float, default=5.0, help="duration of a step of the target")
     parser.add_argument("--draft-ms", type=float, default=1.0, help="duration of a proposal")
-    parser.add_argument(
-        "--without-columns", action="store_true", help="services of the release before messages had columns"
-    )
     options = parser.parse_args()
     others = ("target", "draft", "clients")
     table = Table(

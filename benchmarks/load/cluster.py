@@ -1,4 +1,4 @@
-"""A coordinator before two scripted services, as processes."""
+"""A coordinator before two scripted services, as processes, and what processes take of the machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 from benchmarks.common import process
 
 RULES = ("greedy", "strict", "residual", "block")
-_SCRIPTED = "benchmarks.load.scripted_services"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +42,27 @@ async def cluster(
 
     Args:
         rule: Acceptance rule of requests above temperature 0; greedy: the coordinator's default.
-        options: `workers`, `stream_interval`, `num_speculative_tokens`, `acceptance`, `verify_ms` and `draft_ms`;
-            `without_columns` for services of the release before messages had columns.
+        options: `workers`, `stream_interval`, `num_speculative_tokens`, `acceptance`, `verify_ms` and `draft_ms`.
         has_metrics: Whether the coordinator collects metrics, which costs it a little.
         has_http: Whether the coordinator also listens for HTTP.
         more: Further options of the coordinator.
     """
     async with AsyncExitStack() as stack:
-        started = await _scripted_services(stack, options)
-        port = _free_port() if has_metrics else None
-        http_port = _free_port() if has_http else None
+        (target, target_pid), (draft, draft_pid) = [
+            await stack.enter_async_context(
+                process(
+                    "benchmarks.load.scripted_services",
+                    *("--role", role, "--step-ms", str(step), "--acceptance", str(options.acceptance)),
+                )
+            )
+            for role, step in (("target", options.verify_ms), ("draft", options.draft_ms))
+        ]
+        port = free_port() if has_metrics else None
+        http_port = free_port() if has_http else None
         address, pid = await stack.enter_async_context(
             process(
                 "coordinator",
-                *("--target-address", started["target"][0], "--draft-address", started["draft"][0]),
+                *("--target-address", target, "--draft-address", draft),
                 *("--num-speculative-tokens", str(options.num_speculative_tokens)),
                 *("--speculation-policy", "fixed", "--draft-ahead", "off"),
                 *(() if rule == "greedy" else ("--rejection-sampling-strategy", rule)),
@@ -66,25 +72,16 @@ async def cluster(
                 *more,
             )
         )
-        pids = {"coordinator": pid} | {name: each for name, (_, each) in started.items()}
-        url = "" if port is None else f"http://127.0.0.1:{port}/metrics"
-        http_url = "" if http_port is None else f"http://127.0.0.1:{http_port}"
-        yield Cluster(address, pids | {"clients": os.getpid()}, url, http_url)
+        yield Cluster(
+            address,
+            {"coordinator": pid, "target": target_pid, "draft": draft_pid, "clients": os.getpid()},
+            "" if port is None else f"http://127.0.0.1:{port}/metrics",
+            "" if http_port is None else f"http://127.0.0.1:{http_port}",
+        )
 
 
-async def _scripted_services(
-    stack: AsyncExitStack, options: argparse.Namespace
-) -> dict[str, tuple[str, int]]:
-    """Start a target and a draft; address and process of each by role."""
-    old = ("--without-columns",) if getattr(options, "without_columns", False) else ()
-    started: dict[str, tuple[str, int]] = {}
-    for role, step in (("target", options.verify_ms), ("draft", options.draft_ms)):
-        words = ("--role", role, "--step-ms", str(step), "--acceptance", str(options.acceptance))
-        started[role] = await stack.enter_async_context(process(_SCRIPTED, *words, *old))
-    return started
-
-
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -131,14 +128,13 @@ def _read(pid: int, name: str) -> str:
         return ""
 
 
-_ROOT = Path("/sys/fs/cgroup")
 _PERIOD_US = 10_000
 """Microseconds that a quota is for. By the kernel's default of 100,000 a worker would stand still for most of them."""
 
 
 @contextmanager
 def held_to(pids: Sequence[int], cores: float) -> Iterator[None]:
-    """Let each process use so many cores for as long as the block lasts.
+    """Let each process use so many cores for as long as the block lasts, by Linux control groups.
 
     Args:
         pids: The processes, with all of their threads. Those that they start later share their quota.
@@ -147,37 +143,26 @@ def held_to(pids: Sequence[int], cores: float) -> Iterator[None]:
     Raises:
         OSError: this needs Linux, control groups for the processor, and the right to make one.
     """
-    hierarchy = _hierarchy()
+    root = Path("/sys/fs/cgroup")
+    hierarchy = (
+        root / "cpu" if (root / "cpu").is_dir() else root
+    )  # the first version has one for each resource
+    quota = round(cores * _PERIOD_US)
     made: list[Path] = []
     try:
         for pid in pids:
             group = hierarchy / f"tandem-benchmark-{os.getpid()}-{pid}"
             group.mkdir()
             made.append(group)
-            _limit(group, round(cores * _PERIOD_US))
+            if (group / "cpu.max").exists():
+                (group / "cpu.max").write_text(f"{quota} {_PERIOD_US}", encoding="ascii")
+            else:
+                (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US), encoding="ascii")
+                (group / "cpu.cfs_quota_us").write_text(str(quota), encoding="ascii")
             (group / "cgroup.procs").write_text(str(pid), encoding="ascii")
         yield
     finally:
-        for group in made:
-            _move_back(group, hierarchy)
+        for group in made:  # each must be empty to be removed
+            for held in (group / "cgroup.procs").read_text(encoding="ascii").split():
+                (hierarchy / "cgroup.procs").write_text(held, encoding="ascii")
             group.rmdir()
-
-
-def _hierarchy() -> Path:
-    """Where groups with a quota of the processor are made."""
-    first_version = _ROOT / "cpu"
-    return first_version if first_version.is_dir() else _ROOT
-
-
-def _limit(group: Path, quota_us: int) -> None:
-    if (group / "cpu.max").exists():
-        (group / "cpu.max").write_text(f"{quota_us} {_PERIOD_US}", encoding="ascii")
-    else:
-        (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US), encoding="ascii")
-        (group / "cpu.cfs_quota_us").write_text(str(quota_us), encoding="ascii")
-
-
-def _move_back(group: Path, hierarchy: Path) -> None:
-    """A group must be empty to be removed."""
-    for pid in (group / "cgroup.procs").read_text(encoding="ascii").split():
-        (hierarchy / "cgroup.procs").write_text(pid, encoding="ascii")

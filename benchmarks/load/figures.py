@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import urllib.request
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -246,21 +246,13 @@ def figures(all_served: Sequence[Served], goodput: Goodput, percents: Sequence[f
     )
 
 
-def spread(seconds: Sequence[float], percents: Iterable[float]) -> Spread:
+def spread(seconds: Sequence[float], percents: Sequence[float]) -> Spread:
     """Mean and percentiles of some seconds, at least one, in milliseconds."""
-    ordered = sorted(seconds)
+    found = 1000.0 * np.percentile(seconds, percents)
     return Spread(
-        1000.0 * sum(ordered) / len(ordered),
-        {f"p{percent:g}": 1000.0 * percentile(ordered, percent) for percent in percents},
+        1000.0 * float(np.mean(seconds)),
+        {f"p{percent:g}": float(value) for percent, value in zip(percents, found, strict=True)},
     )
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """A percentile of sorted values, between two of them in proportion, as numpy computes it."""
-    place = (len(ordered) - 1) * percent / 100.0
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
 def histogram_quantile(buckets: Sequence[tuple[float, float]], share: float) -> float:

@@ -25,10 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.prompts import held_out_prompts
 from tandem.sampling.warping import warp
-from tandem.types import Delta, RowKind, SamplingParams, SupportRow, Verification, VerifyStep
-from tandem.wire import target
+from tandem.types import SamplingParams
 
-SIZES = (8, 16, 32, 64, 128)
 TOKEN_COUNT = 5
 LARGE_VOCABULARY = 128_256
 LARGE_ROWS = 64
@@ -182,62 +180,12 @@ def _report_bounds(console: Console, title: str, pairs: Sequence[tuple[torch.Ten
         console.print(table)
 
 
-def acceptance(
-    target_logits: torch.Tensor, draft_logits: torch.Tensor, sampling: SamplingParams, size: int
-) -> np.ndarray:
-    """For each row the chance that a token of the draft's `size` most probable ones is accepted, float64 [R]."""
-    rows = [sampling] * len(target_logits)
-    target_probs = warp(target_logits, rows)
-    highest, columns = draft_logits.topk(size, dim=-1)
-    draft_probs = warp(highest, rows)
-    result: np.ndarray = torch.minimum(target_probs.gather(-1, columns), draft_probs).sum(-1).numpy()
-    return result
-
-
-def round_bytes(size: int, vocabulary_size: int) -> int:
-    """Serialised request and response of one verification of TOKEN_COUNT tokens with full supports."""
-    support = np.linspace(0, vocabulary_size - 1, size).astype(np.int64)
-    row = SupportRow(support, np.full(size, 1.0 / size), 0.5, vocabulary_size - 1)
-    bonus = SupportRow(support[:0], np.empty(0), 1.0, vocabulary_size - 1)
-    delta = Delta(4000, [vocabulary_size - 1] * (TOKEN_COUNT + 1))
-    step = VerifyStep(delta, RowKind.SUPPORT, TOKEN_COUNT + 1, (support,) * TOKEN_COUNT)
-    answer = Verification(4000, (*[row] * TOKEN_COUNT, bonus))
-    return target.step_to_proto(step).ByteSize() + target.verification_to_proto(answer).ByteSize()
-
-
 def measure(console: Console, prompt_count: int, token_count: int) -> None:
     """Print one table for each pair."""
     demo = list(demo_logits(prompt_count, token_count))
-    _report(console, "demo pair", demo, demo[0][0].shape[-1])
-    made = large_logits()
-    title = f"made pair, {LARGE_VOCABULARY} tokens, {ENTROPY_NATS} nats, {AGREEMENT:.0%} overlap"
-    _report(console, title, [made], LARGE_VOCABULARY)
     _report_bounds(console, "demo pair", demo)
-    _report_bounds(console, "made pair, 2.5 nats", [made])
+    _report_bounds(console, "made pair, 2.5 nats", [large_logits()])
     _report_bounds(console, "made pair, 4.5 nats", [large_logits(4.5)])
-
-
-def _report(
-    console: Console, title: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], vocabulary_size: int
-) -> None:
-    samplings = {
-        "T 0.7": SamplingParams(temperature=0.7),
-        "T 1": SamplingParams(temperature=1.0),
-        "T 1, top-p 0.9": SamplingParams(temperature=1.0, top_p=0.9),
-    }
-    table = Table("draft_top_k", f"bytes a round, K={TOKEN_COUNT}", *samplings, title=title)
-    for size in (*SIZES, vocabulary_size):
-        rates = [
-            np.concatenate(
-                [acceptance(target_rows, draft_rows, sampling, size) for target_rows, draft_rows in pairs]
-            )
-            for sampling in samplings.values()
-        ]
-        name = "all" if size == vocabulary_size else str(size)
-        table.add_row(
-            name, str(round_bytes(size, vocabulary_size)), *[f"{rate.mean():.4f}" for rate in rates]
-        )
-    console.print(table)
 
 
 if __name__ == "__main__":

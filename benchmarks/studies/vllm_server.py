@@ -8,7 +8,6 @@ import json
 import math
 import os
 import signal
-import socket
 import statistics
 import sys
 import time
@@ -22,7 +21,7 @@ from typing import Any
 
 from benchmarks.common import rotated
 from benchmarks.load.clients import Origin, http_connection, origin_of, served_model
-from benchmarks.load.cluster import tree
+from benchmarks.load.cluster import free_port, tree
 from benchmarks.load.figures import Arrival, Figures, Goodput, Lengths, arrivals, figures
 from benchmarks.load.generator import send
 from benchmarks.pairs import Pair, open_pair
@@ -98,14 +97,6 @@ def _speculation(mode: str, options: argparse.Namespace, pair: Pair) -> dict[str
     if mode == "ngram":
         return {**config, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
     return {**config, "model": str(pair.draft)}
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 _ASK_SECONDS = 0.5

@@ -12,10 +12,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from benchmarks.load.__main__ import workers_of
 from benchmarks.load.clients import grpc_connection
@@ -29,7 +26,6 @@ from benchmarks.load.figures import (
     arrivals,
     figures,
     histogram_quantile,
-    percentile,
     quantiles,
     spread,
     waits_of,
@@ -105,13 +101,6 @@ FAST = Served(10.0, 5, 4, [10.1, 10.2, 10.4], 10.5)
 """TTFT 100 ms, gaps of 100 and 200 ms, 500 ms in all, 133 ms by token after the first."""
 SLOW = Served(11.0, 5, 1, [12.0], 12.0)
 FAILED = Served(11.0, 5, 2, [11.5], 13.0, "ServiceUnavailableError")
-
-
-@given(values=st.lists(st.floats(0, 1e6), min_size=1, max_size=50), percent=st.floats(0, 100))
-def test_percentiles_are_numpys(values: list[float], percent: float) -> None:
-    assert percentile(sorted(values), percent) == pytest.approx(
-        float(np.percentile(values, percent)), abs=1e-6
-    )
 
 
 def test_a_spread_is_in_milliseconds() -> None:

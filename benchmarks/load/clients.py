@@ -1,4 +1,4 @@
-"""The client that a load uses, whatever protocol it speaks."""
+"""Where a load comes from: Tandem's gRPC client, or OpenAI's completions over HTTP, streamed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""When requests arrive and how long they are: random numbers that a seed decides, whatever the timing."""
+"""Arrivals and lengths of a load, and its figures: throughput, goodput, percentiles of latencies. Pure functions.
+
+A seed decides arrivals and lengths, whatever the timing; figures are named as by `vllm bench serve`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Options of a load: those of `vllm bench serve` by the same names, and what runs when there is no server yet."""
+"""`tandem bench --clients N`: sends a load, and reports what came back.
+
+Options are named as those of `vllm bench serve`; without a server to load, a coordinator before scripted services runs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The servers that `vllm_server` compares, and the command that starts each."""
+"""`python -m benchmarks.studies.vllm_server --vllm-python PYTHON`: Tandem over HTTP beside each mode of vLLM's server.
+
+The same clients send the same load to one server after the other, in turn. A server that is not loaded is stopped by
+a signal, since vLLM's processes poll while they wait for work. Servers start one at a time, because vLLM compiles.
+"""
 
 from __future__ import annotations
 

@@ -22,17 +22,13 @@ from models.demo.recipe.architecture import (
     build_model,
     draft_config,
     load_model,
+    packed,
     save_folder,
     target_config,
 )
-from models.demo.recipe.batches import packed
-from models.demo.recipe.corpus import read_corpus
-from models.demo.recipe.distill import adopt_embedding, distil
-from models.demo.recipe.functions import functions, held_out_prompts
-from models.demo.recipe.lessons import read_corpus_lessons, write_lessons
+from models.demo.recipe.corpus import functions, held_out_prompts, read_corpus, train_tokenizer
 from models.demo.recipe.measure import DEMO_FOLDER, held_out_loss, measure_acceptance, measure_repetition
-from models.demo.recipe.pretrain import pretrain
-from models.demo.recipe.tokenizer import train_tokenizer
+from models.demo.recipe.training import adopt_embedding, distil, pretrain, read_corpus_lessons, write_lessons
 
 SEED = 0
 

@@ -1,12 +1,23 @@
-"""The shapes of the two models, and how one becomes a standard Hugging Face folder."""
+"""The two models: their shapes, their folders, and text that they write themselves."""
+
+from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
-from models.demo.recipe.tokenizer import VOCABULARY_SIZE
+from models.demo.recipe.corpus import VOCABULARY_SIZE, SourceFile
 
 MAX_LENGTH = 1024
 END_OF_TEXT_ID = 0
@@ -66,3 +77,97 @@ def _llama(
         eos_token_id=END_OF_TEXT_ID,
         pad_token_id=END_OF_TEXT_ID,
     )
+
+
+def packed(files: Iterable[SourceFile], tokenizer: PreTrainedTokenizerFast) -> Tensor:
+    """All files in one row of token ids, an end-of-text token after each."""
+    rows = tokenizer([file.text for file in files], verbose=False)["input_ids"]
+    return torch.tensor([token for row in rows for token in (*row, END_OF_TEXT_ID)], dtype=torch.int32)
+
+
+class Windows:
+    """Draws batches of consecutive tokens; every part of the stream is read once before any is read again."""
+
+    def __init__(self, stream: Tensor, seed: int) -> None:
+        self._stream = stream
+        self._generator = torch.Generator().manual_seed(seed)
+        self._length = 0
+        self._starts: list[int] = []
+
+    def next_batch(self, rows: int, length: int) -> Tensor:
+        """A [rows, length + 1] batch: inputs and, one position on, their labels."""
+        if length != self._length:
+            self._length, self._starts = length, []
+        if len(self._starts) < rows:
+            self._starts += self._shuffled_starts()
+        starts, self._starts = self._starts[:rows], self._starts[rows:]
+        return torch.stack([self._stream[start : start + length + 1] for start in starts]).long()
+
+    def _shuffled_starts(self) -> list[int]:
+        # Each pass is cut at another offset, so no two passes see the same windows.
+        offset = int(torch.randint(self._length, (1,), generator=self._generator))
+        count = (len(self._stream) - 1 - offset) // self._length
+        order = torch.randperm(count, generator=self._generator)
+        return [int(start) for start in offset + order * self._length]
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Left-padded prompts and what the model wrote after them.
+
+    `hidden[:, i]` is the final hidden state that predicts `tokens[:, i + 1]`, so there is one fewer of them.
+    The model's head turns it into the exact logits: a sixth of the memory that the logits would take.
+    """
+
+    tokens: Tensor
+    mask: Tensor
+    hidden: Tensor
+
+
+@torch.no_grad()
+def continue_text(
+    model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float, seed: int
+) -> Continuation:
+    """Write `new_tokens` tokens after each prompt; temperature 0 takes the most likely token."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, mask = _left_padded(prompts)
+    cache = DynamicCache(config=model.config)
+    unread = tokens
+    hidden: list[Tensor] = []
+    for _ in range(new_tokens):
+        states = read_states(model, unread, mask, cache)
+        hidden.append(states)
+        unread = _choose(model.lm_head(states[:, -1]).float(), temperature, generator)
+        tokens = torch.cat([tokens, unread], dim=1)
+        mask = torch.cat([mask, torch.ones_like(unread)], dim=1)
+    return Continuation(tokens, mask, torch.cat(hidden, dim=1))
+
+
+def read_states(
+    model: LlamaForCausalLM, unread: Tensor, mask: Tensor, cache: DynamicCache | None = None
+) -> Tensor:
+    """The final hidden states of the unread tokens, which end where `mask` ends."""
+    positions = (mask.cumsum(dim=1) - 1).clamp_min(0)[:, -unread.size(1) :]
+    output = model.model(
+        input_ids=unread,
+        # Without padding no mask is needed, and attention takes its fast causal path.
+        attention_mask=None if bool(mask.all()) else mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=cache is not None,
+    )
+    states: Tensor = output.last_hidden_state
+    return states
+
+
+def _left_padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    width = max(map(len, prompts))
+    tokens = torch.tensor([[END_OF_TEXT_ID] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return tokens, mask
+
+
+def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)

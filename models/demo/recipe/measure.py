@@ -1,12 +1,17 @@
 """Held-out loss of a model, how much of the draft's text the target accepts, and how often the target repeats itself.
 
-Run as `python -m models.demo.recipe.measure [--target DIR] [--draft DIR] [--dtype float32|bfloat16]`.
+Run as `python -m models.demo.recipe.measure [--target DIR] [--draft DIR] [--dtype float32|bfloat16]`. A text loops when
+some 8-gram occurs three times in it. Source code repeats shorter ones rightly: the end of a line, an indentation and
+`self.` are four tokens.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
 import logging
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +21,35 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-from models.demo.recipe.architecture import END_OF_TEXT_ID, load_model
-from models.demo.recipe.repetition import loops, repeated_share
-from models.demo.recipe.sampling import Continuation, continue_text, read_states
-from models.demo.recipe.tokenizer import load_tokenizer
+from models.demo.recipe.architecture import (
+    END_OF_TEXT_ID,
+    Continuation,
+    continue_text,
+    load_model,
+    read_states,
+)
+from models.demo.recipe.corpus import load_tokenizer
+
+LOOP_NGRAM = 8
+LOOP_COUNT = 3
+REPEATED_NGRAM = 4
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """True if some 8-gram occurs three times, overlapping occurrences counted."""
+    counts = Counter(_ngrams(tokens, LOOP_NGRAM))
+    return max(counts.values(), default=0) >= LOOP_COUNT
+
+
+def repeated_share(tokens: Sequence[int], size: int = REPEATED_NGRAM) -> float:
+    """The share of n-grams that occurred before: 1 - distinct / all (Welleck et al. 2019, seq-rep-n)."""
+    ngrams = _ngrams(tokens, size)
+    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
+
+
+def _ngrams(tokens: Sequence[int], size: int) -> list[tuple[int, ...]]:
+    return [tuple(tokens[start : start + size]) for start in range(len(tokens) - size + 1)]
+
 
 DEMO_FOLDER = Path(__file__).parents[1]
 

@@ -16,12 +16,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.demo.recipe.distill import kl_divergence, mixed_total_variation
-from models.demo.recipe.heads.eagle3 import MATRIX_LR, OTHER_LR, STEP_WEIGHT, STEPS, unrolled_states
-from models.demo.recipe.heads.eagle3_head import SEED, new_head, save
-from models.demo.recipe.optimizer import Optimizers
-from models.demo.recipe.timebox import Every, TimeBox, decayed
-from models.smollm2.recipe.answer_files import Batch, endless_batches, frequent_tokens, read_batch
+from models.demo.recipe.heads.eagle3 import (
+    MATRIX_LR,
+    OTHER_LR,
+    SEED,
+    STEP_WEIGHT,
+    STEPS,
+    new_head,
+    save,
+    unrolled_states,
+)
+from models.demo.recipe.training import (
+    Every,
+    Optimizers,
+    TimeBox,
+    decayed,
+    kl_divergence,
+    mixed_total_variation,
+)
+from models.smollm2.recipe.answers import Batch, endless_batches, frequent_tokens, read_batch
 from tandem.engine.models import loading
 from tandem.engine.models.heads.eagle3 import Eagle3Head
 from tandem.model_sources.find import find_model

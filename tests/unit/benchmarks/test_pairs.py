@@ -1,4 +1,4 @@
-"""How large a shaped pair is."""
+"""Shaped pairs: their size, and random weights that agree as often as asked."""
 
 from __future__ import annotations
 

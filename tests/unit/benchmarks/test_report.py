@@ -1,9 +1,8 @@
-"""Invented answers of contenders."""
+"""Reports of `tandem bench`: figures of invented answers, goals, tables, chart and JSON."""
 
 from __future__ import annotations
 
 import io
-import json
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,6 @@ from benchmarks.report import (
     cell_of,
     inter_token_seconds,
     markdown,
-    quantile,
     render,
     show,
     svg,
@@ -101,25 +99,6 @@ CELLS = [
 ]
 
 
-def test_json_can_be_read_back(tmp_path: Path) -> None:
-    made = report(CELLS)
-    made = with_targets(made)
-    file = tmp_path / "report.json"
-    file.write_text(made.model_dump_json(indent=1))
-
-    assert Report.read(file) == made
-    assert json.loads(file.read_text())["version"] == 1
-
-
-def test_the_schema_says_what_each_field_is() -> None:
-    schema = Report.model_json_schema()
-    figures = schema["$defs"]["Cell"]["properties"]
-
-    assert set(schema["required"]) >= {"machine", "pair", "cells", "titles"}
-    assert "Share of tokens" in figures["same_tokens"]["description"]
-    assert schema["additionalProperties"] is False
-
-
 def test_targets_are_medians_of_ratios_within_a_round() -> None:
     reached = {target.name: target for target in with_targets(report(CELLS)).targets}
 
@@ -138,14 +117,6 @@ def test_targets_are_medians_of_ratios_within_a_round() -> None:
     assert (wider.reached, wider.is_met) == (5.0, False)
     prefix = next(target for name, target in reached.items() if name.startswith("time to first token"))
     assert (prefix.reached, prefix.is_met) == (0.2, True)
-
-
-def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
-    reached = {target.name: target for target in with_targets(report(CELLS, prefix=None)).targets}
-
-    for start in ("speculative, by the best mode of vLLM", "time to first token"):
-        target = next(one for name, one in reached.items() if name.startswith(start))
-        assert (target.reached, target.is_met) == (None, None)
 
 
 def test_tables_hold_every_cell_and_who_was_absent() -> None:
@@ -174,17 +145,6 @@ def test_wire_is_what_the_services_take_longer_than_one_process() -> None:
 
     assert next(line for line in lines if line.startswith("| services")).endswith("| 1.00 ms |")
     assert next(line for line in lines if line.startswith("| one process")).endswith("|  |")
-
-
-def test_markdown_is_made_of_the_same_tables() -> None:
-    made = report(CELLS)
-    text = markdown(made, "chart.svg")
-
-    assert "    tandem bench\n" in text
-    assert "![Tokens per second by contender](chart.svg)" in text
-    rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert all(row.endswith("|") for row in rows)
-    assert "| title of speculative <&> | 30.0 | 20.0 to 60.0 | 1.50 x |" in text
 
 
 def test_the_chart_is_well_formed_and_has_a_bar_for_each_cell() -> None:
@@ -229,15 +189,6 @@ def test_tokens_of_one_piece_share_the_time_that_it_took() -> None:
     assert gaps == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.1])
 
 
-def test_the_first_piece_tells_nothing_of_the_time_between_tokens() -> None:
-    assert inter_token_seconds(answer((0.5, 3))) == []
-
-
-@pytest.mark.parametrize(("share", "expected"), [(0.0, 1), (0.5, 51), (0.99, 100), (1.0, 100)])
-def test_a_quantile_is_one_of_the_values(share: float, expected: int) -> None:
-    assert quantile(range(1, 101), share) == expected
-
-
 def test_a_cell_has_a_speed_for_each_round_and_the_rest_over_all_of_them() -> None:
     cell = cell_of(
         "speculative",
@@ -267,3 +218,14 @@ def test_texts_are_the_same_up_to_the_first_token_that_differs() -> None:
 
     assert cell.same_tokens == 5 / 8
     assert cell_of("transformers", 2, 1.0, [other], [reference]).same_tokens is None, "drawn texts may differ"
+
+
+def test_the_first_hundred_tokens_are_reported_apart() -> None:
+    own = outcome(4.0, answer((1.0, 1), (2.0, 99), (3.0, 50)), answer((2.0, 100), (4.0, 100)))
+    cell = cell_of("speculative", 2, 0.0, [own], [None])
+    assert cell.early_tokens_per_second == (50.0 + 50.0,)
+    assert cell.late_tokens_per_second == (50.0 + 50.0,)
+    short = cell_of("speculative", 1, 0.0, [outcome(1.0, answer((1.0, 99)))], [None])
+    assert short.early_tokens_per_second == ()
+    text = markdown(report([cell]).model_copy(update={"titles": {"speculative": "Tandem"}}), None)
+    assert "| Tandem | 2 | 0 | 100.0 |" in text

@@ -52,10 +52,6 @@ def test_ratios_are_medians_of_the_rounds_by_the_best_mode() -> None:
     ]
 
 
-def test_without_vllm_there_is_no_ratio() -> None:
-    assert "| Tandem | 10 | 10 | - |" in study.table([server("Tandem", 10)])[2]
-
-
 @pytest.mark.parametrize("name", SERVERS)
 def test_each_server_gets_the_same_models_and_reuses_no_prefix(name: str) -> None:
     launch = launch_of(name, options("--threads", "2"), PAIR, 8001)
@@ -75,24 +71,6 @@ def test_threads_are_each_servers_own_unless_they_are_named() -> None:
     assert "--threads" not in launch_of(ALONE, options(), PAIR, 1).command
     assert "VLLM_CPU_OMP_THREADS_BIND" not in launch_of("vLLM", options(), PAIR, 1).environment
     assert launch_of("vLLM@2", options(), PAIR, 1).environment["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
-
-
-def test_a_server_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        options("--servers", "Tandem;SGLang@2")
-
-    assert "'SGLang@2' must be one of Tandem, target alone; Tandem; vLLM" in capsys.readouterr().err
-
-
-def test_a_mode_of_vllm_has_its_own_configuration() -> None:
-    configurations = [
-        json.loads(launch_of(name, options(), PAIR, 1).command[-1])
-        for name in ("vLLM, ngram", "vLLM, draft_model")
-    ]
-
-    assert configurations[0]["method"] == "ngram"
-    assert configurations[1] == {"method": "draft_model", "model": "d", "num_speculative_tokens": 4}
-    assert "--speculative-config" not in launch_of("vLLM", options(), PAIR, 1).command
 
 
 async def test_every_server_is_loaded_once_to_warm_up_and_once_for_each_round() -> None:

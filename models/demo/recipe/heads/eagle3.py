@@ -4,6 +4,8 @@ The head learns as it will be used, on states of its own behind the first (the p
 2025, arXiv 2503.01840, section 3.1). Run as `python -m models.demo.recipe.heads.eagle3 --help`.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import logging
@@ -11,23 +13,89 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from models.demo.recipe.architecture import load_model
-from models.demo.recipe.batches import packed
-from models.demo.recipe.corpus import read_corpus
-from models.demo.recipe.distill import kl_divergence, mixed_total_variation
-from models.demo.recipe.functions import functions
-from models.demo.recipe.heads.eagle3_head import SEED, new_head, save
-from models.demo.recipe.lessons import read_corpus_lessons, write_lessons
-from models.demo.recipe.optimizer import Optimizers
-from models.demo.recipe.timebox import Every, TimeBox, decayed
-from models.demo.recipe.tokenizer import load_tokenizer
-from tandem.engine.models.heads.eagle3 import Eagle3Head
+from models.demo.recipe.corpus import load_tokenizer
+from models.demo.recipe.training import (
+    endless,
+    kl_divergence,
+    lessons_of,
+    mixed_total_variation,
+    train_until_over,
+)
+from tandem.engine.models import loading
+from tandem.engine.models.heads.eagle3 import Eagle3Head, read_head_config
+
+SEED = 11
+
+
+def new_head(target_folder: Path, folder: Path, target_ids: Sequence[int] | None = None) -> Eagle3Head:
+    """A head that begins as the target's last layer over the deepest of the states that it reads.
+
+    Its config is written to the folder. It has no embedding of its own.
+
+    Args:
+        target_folder: The target's.
+        folder: The head's.
+        target_ids: The draft vocabulary, in ascending order; None for the target's whole one.
+    """
+    target = json.loads((target_folder / "config.json").read_text(encoding="utf-8"))
+    same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+            "rms_norm_eps", "vocab_size", "rope_parameters", "rope_theta", "max_position_embeddings")  # fmt: skip
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "draft_vocab_size": target["vocab_size"] if target_ids is None else len(target_ids),
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        **{key: target[key] for key in same if key in target},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    loaded = loading.load_model(target_folder, dtype="float32")
+    torch.manual_seed(SEED)
+    head = Eagle3Head(read_head_config(folder), loaded)
+    if target_ids is not None:
+        head.target_ids = torch.tensor(target_ids)
+    _adopt_last_layer(head, loaded.module)
+    head.embed_tokens.requires_grad_(False)
+    return head
+
+
+@torch.no_grad()
+def _adopt_last_layer(head: Eagle3Head, target: Any) -> None:
+    own, last, size = head.midlayer, target.model.layers[-1], head.state_size
+    head.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
+    head.lm_head.weight.copy_(target.get_output_embeddings().weight[head.target_ids])
+    head.norm.weight.copy_(target.model.norm.weight)
+    head.fc.weight.mul_(0.1)
+    head.fc.weight[:, 2 * size :] += torch.eye(size)
+    own.hidden_norm.weight.copy_(last.input_layernorm.weight)
+    own.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        getattr(own.self_attn, name).weight[:, size:].copy_(getattr(last.self_attn, name).weight)
+    own.self_attn.o_proj.load_state_dict(last.self_attn.o_proj.state_dict())
+    own.mlp.load_state_dict(last.mlp.state_dict())
+
+
+def save(head: Eagle3Head, folder: Path) -> None:
+    """Write the weights in bfloat16, without the embedding, which is the target's."""
+    tensors = {
+        name: each.detach().bfloat16().contiguous()
+        for name, each in head.named_parameters()
+        if each.requires_grad
+    }
+    ids: Tensor = head.target_ids  # type: ignore[assignment]  # a registered buffer
+    tensors["d2t"] = ids - torch.arange(len(ids))
+    tensors["t2d"] = torch.zeros(head.vocabulary_size, dtype=torch.bool).index_fill_(0, ids, value=True)
+    save_file(tensors, folder / "model.safetensors")
+
 
 DEMO_FOLDER = Path(__file__).parents[2]
 STEPS = 4
@@ -54,10 +122,10 @@ class HeadLessons:
     read: Tensor
     last: Tensor
 
-    def batches(self, generator: torch.Generator) -> Iterator["HeadLessons"]:
+    def batches(self, rows: int, generator: torch.Generator) -> Iterator[Self]:
         """All rows once, shuffled, in batches."""
-        for chosen in torch.split(torch.randperm(len(self.tokens), generator=generator), ROWS_PER_BATCH):
-            yield HeadLessons(self.tokens[chosen], self.read[:, chosen], self.last[chosen])
+        for chosen in torch.split(torch.randperm(len(self.tokens), generator=generator), rows):
+            yield type(self)(self.tokens[chosen], self.read[:, chosen], self.last[chosen])
 
 
 class UnrolledStep:
@@ -141,20 +209,14 @@ def with_states(target: LlamaForCausalLM, texts: Tensor, layer_ids: Sequence[int
 
 def train(head: Eagle3Head, target: LlamaForCausalLM, lessons: Sequence[HeadLessons], minutes: float) -> int:
     """Train the head in place until the time is up; returns the tokens seen."""
-    optimizers, box, report = Optimizers(head, MATRIX_LR, OTHER_LR), TimeBox(minutes), Every(20)
-    generator = torch.Generator().manual_seed(SEED)
-    seen = 0
-    batches = _endless(lessons, generator)
-    while not box.is_over:
+    batches = endless(lessons, ROWS_PER_BATCH, torch.Generator().manual_seed(SEED))
+
+    def next_loss(fraction: float) -> tuple[Tensor, int]:
         batch = next(batches)
-        loss = _loss(head, target, batch, is_last_phase=box.fraction >= TOTAL_VARIATION_FROM)
-        torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_([each for each in head.parameters() if each.requires_grad], 1.0)
-        optimizers.step(decayed(box.fraction))
-        seen += batch.tokens.numel()
-        if report.is_due():
-            logger.info("%.3f of the time, %d tokens, loss %.4f", box.fraction, seen, loss.item())
-    return seen
+        loss = _loss(head, target, batch, is_last_phase=fraction >= TOTAL_VARIATION_FROM)
+        return loss, batch.tokens.numel()
+
+    return train_until_over(head, next_loss, minutes, MATRIX_LR, OTHER_LR)
 
 
 def _loss(head: Eagle3Head, target: LlamaForCausalLM, batch: HeadLessons, *, is_last_phase: bool) -> Tensor:
@@ -165,19 +227,6 @@ def _loss(head: Eagle3Head, target: LlamaForCausalLM, batch: HeadLessons, *, is_
             wanted = target_logits(target, batch, k)
         total = total + STEP_WEIGHT**k * compare(wanted, logits)
     return total
-
-
-def _endless(lessons: Sequence[HeadLessons], generator: torch.Generator) -> Iterator[HeadLessons]:
-    """Batches for ever; each pass takes every batch once, those of one group spread among the others'."""
-    while True:
-        passes = [group.batches(generator) for group in lessons]
-        while passes:
-            index = int(torch.randint(len(passes), (1,), generator=generator))
-            batch = next(passes[index], None)
-            if batch is None:
-                del passes[index]
-            else:
-                yield batch
 
 
 @torch.no_grad()
@@ -221,14 +270,10 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
 
-    target, tokenizer, corpus = load_model(options.target), load_tokenizer(options.target), read_corpus()
+    target = load_model(options.target)
     head = new_head(options.target, options.output)
-    sources = [function.source for function in functions(corpus.training)]
-    beginnings = tokenizer(sources, verbose=False)["input_ids"]
-    stream = packed(corpus.training, tokenizer)
-    read = read_corpus_lessons(target, stream, options.minutes_reading, SEED)
-    written = write_lessons(target, beginnings, options.minutes_writing, SEED)
-    lessons = [with_states(target, each.tokens, head.layer_ids) for each in (read, *written)]
+    studied = lessons_of(target, options.target, options.minutes_reading, options.minutes_writing, SEED)
+    lessons = [with_states(target, each.tokens, head.layer_ids) for each in studied]
     logger.info("%d tokens of lessons", sum(each.tokens.numel() for each in lessons))
     seen = train(head, target, lessons, options.minutes_head)
     save(head, options.output)
@@ -238,7 +283,7 @@ def main() -> None:
 
 def measured(head: Eagle3Head, target: LlamaForCausalLM, folder: Path) -> dict[str, float]:
     """Acceptance on the held-out prompts of at least 20 tokens, cut there, 128 new tokens each."""
-    from models.demo.recipe.sampling import continue_text
+    from models.demo.recipe.architecture import continue_text
 
     prompts = json.loads((DEMO_FOLDER / "heldout_prompts.json").read_text(encoding="utf-8"))
     ids = load_tokenizer(folder)([each["prompt"] for each in prompts])["input_ids"]

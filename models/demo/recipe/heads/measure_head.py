@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from models.demo.recipe.architecture import load_model
+from models.demo.recipe.architecture import continue_text, load_model
+from models.demo.recipe.corpus import load_tokenizer
 from models.demo.recipe.heads.eagle3 import (
     DEMO_FOLDER,
+    SEED,
     STEPS,
     HeadLessons,
     acceptance,
@@ -26,10 +28,7 @@ from models.demo.recipe.heads.eagle3 import (
     unrolled_logits,
     with_states,
 )
-from models.demo.recipe.heads.eagle3_head import SEED
 from models.demo.recipe.measure import measure_acceptance
-from models.demo.recipe.sampling import continue_text
-from models.demo.recipe.tokenizer import load_tokenizer
 from tandem.engine.models import loading
 from tandem.engine.models.heads.eagle3 import Eagle3Head, load_eagle3, read_head_config
 

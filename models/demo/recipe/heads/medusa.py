@@ -8,26 +8,26 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from models.demo.recipe.architecture import load_model
-from models.demo.recipe.batches import packed
-from models.demo.recipe.corpus import read_corpus
-from models.demo.recipe.distill import kl_divergence, mixed_total_variation
-from models.demo.recipe.functions import functions
-from models.demo.recipe.lessons import Lessons, read_corpus_lessons, write_lessons
-from models.demo.recipe.optimizer import Optimizers
-from models.demo.recipe.sampling import continue_text
-from models.demo.recipe.timebox import Every, TimeBox, decayed
-from models.demo.recipe.tokenizer import load_tokenizer
+from models.demo.recipe.architecture import continue_text, load_model
+from models.demo.recipe.corpus import load_tokenizer
+from models.demo.recipe.training import (
+    Lessons,
+    endless,
+    kl_divergence,
+    lessons_of,
+    mixed_total_variation,
+    train_until_over,
+)
 from tandem.engine.models import loading
 from tandem.engine.models.heads.medusa import MedusaHeads, read_medusa_config
 
@@ -88,38 +88,19 @@ def target_logits(target: LlamaForCausalLM, hidden: Tensor) -> Tensor:
 
 def train(heads: MedusaHeads, target: LlamaForCausalLM, lessons: Sequence[Lessons], minutes: float) -> int:
     """Train the heads in place until the time is up; returns the tokens seen."""
-    optimizers, box, report = Optimizers(heads, MATRIX_LR, OTHER_LR), TimeBox(minutes), Every(20)
-    batches = _endless(lessons, torch.Generator().manual_seed(SEED))
-    seen = 0
-    while not box.is_over:
+    batches = endless(lessons, ROWS_PER_BATCH, torch.Generator().manual_seed(SEED))
+
+    def next_loss(fraction: float) -> tuple[Tensor, int]:
         batch = next(batches)
-        compare = mixed_total_variation if box.fraction >= TOTAL_VARIATION_FROM else kl_divergence
+        compare = mixed_total_variation if fraction >= TOTAL_VARIATION_FROM else kl_divergence
         hidden = batch.hidden.float()
         own = head_logits(heads, hidden)
         with torch.no_grad():
             wanted = target_logits(target, hidden)
         losses = [HEAD_WEIGHT**k * compare(wanted[:, :, k], own[:, :, k]) for k in range(HEADS)]
-        loss = torch.stack(losses).sum()
-        torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(heads.parameters(), 1.0)
-        optimizers.step(decayed(box.fraction))
-        seen += batch.token_count
-        if report.is_due():
-            logger.info("%.3f of the time, %d tokens, loss %.4f", box.fraction, seen, loss.item())
-    return seen
+        return torch.stack(losses).sum(), batch.token_count
 
-
-def _endless(lessons: Sequence[Lessons], generator: torch.Generator) -> Iterator[Lessons]:
-    """Batches for ever; each pass takes every batch once, those of one group spread among the others'."""
-    while True:
-        passes = [group.batches(ROWS_PER_BATCH, generator) for group in lessons]
-        while passes:
-            index = int(torch.randint(len(passes), (1,), generator=generator))
-            batch = next(passes[index], None)
-            if batch is None:
-                del passes[index]
-            else:
-                yield batch
+    return train_until_over(heads, next_loss, minutes, MATRIX_LR, OTHER_LR)
 
 
 @torch.no_grad()
@@ -240,15 +221,11 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     torch.set_num_threads(options.threads)
 
-    target, tokenizer, corpus = load_model(options.target), load_tokenizer(options.target), read_corpus()
+    target = load_model(options.target)
     heads = new_heads(options.target, options.output)
-    sources = [function.source for function in functions(corpus.training)]
-    beginnings = tokenizer(sources, verbose=False)["input_ids"]
-    stream = packed(corpus.training, tokenizer)
-    read = read_corpus_lessons(target, stream, options.minutes_reading, SEED)
-    written = write_lessons(target, beginnings, options.minutes_writing, SEED, options.rows)
-    lessons = [read, *written]
-    logger.info("%d tokens of lessons", sum(each.token_count for each in lessons))
+    lessons = lessons_of(
+        target, options.target, options.minutes_reading, options.minutes_writing, SEED, options.rows
+    )
     adopt_linear_maps(heads, target, lessons)
     seen = train(heads, target, lessons, options.minutes_heads)
     save(heads, options.output)

@@ -80,7 +80,7 @@ class FailoverDrafter:
     def speculation_state(self) -> SpeculationState:
         """State of speculation for this request now."""
         current = self._placement.current
-        if current is None and self._placement.candidate() is None:
+        if current is None and self._placement.goes_without:
             return speculation_report.off(speculation_report.NONE_READY)
         if current is not None and current.sequence.is_late:
             return speculation_report.late(current.sequence.late_seconds, self._timings.patience_seconds)

@@ -86,13 +86,13 @@ class DraftPlacement:
         return None if self.current is None else self.current.member.address
 
     @property
-    def has_lost_too_many(self) -> bool:
-        """True if the sequence is to go on without a draft."""
-        return self._faults >= MAX_FAULTS
+    def goes_without(self) -> bool:
+        """True if no draft is ready, or the sequence has lost too many."""
+        return self._faults >= MAX_FAULTS or self._pool.choose() is None
 
     def candidate(self, *avoided: Member[DraftClient]) -> Member[DraftClient] | None:
         """The draft to enter now, other than these; None if there is none."""
-        if self.has_lost_too_many:
+        if self._faults >= MAX_FAULTS:
             return None
         now = time.monotonic()
         lost = (member for member, moment in self._retry_at.items() if now < moment)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
 
 import pytest
 
 from coordinator.requests.admission import Admission, peer_of_grpc, peer_of_host
-from coordinator.requests.chunks import ChunkQueue, RunRequest, stream_of
 from coordinator.requests.validation import check_bounds
 from coordinator.settings.coordinator import RequestBounds
 from tandem.errors import CapacityError, DeadlineError, InvalidRequestError
-from tandem.types import Chunk, GenerationRequest
+from tandem.types import GenerationRequest
 
 
 @pytest.mark.parametrize(
@@ -176,50 +173,3 @@ def test_a_request_at_the_bounds_is_accepted() -> None:
     bounds = RequestBounds(max_prompt_bytes=20, max_stop_strings=2, max_stop_length=4)
     check_bounds(GenerationRequest("a" * 20, stop=("abcd", "é"), num_speculative_tokens=32), bounds, 2, 8)
     check_bounds(GenerationRequest((1,) * 7, num_speculative_tokens=40), bounds, 40, 8)
-
-
-def chunk(count: int) -> Chunk:
-    return Chunk("x" * count, tuple(range(count)), (False,) * count, (1,) * count)
-
-
-def running(chunks: Callable[[], AsyncGenerator[Chunk]]) -> RunRequest:
-    async def run(queue: ChunkQueue) -> None:
-        async with aclosing(chunks()) as made:
-            async for made_chunk in made:
-                await queue.put(made_chunk)
-
-    return run
-
-
-async def read(chunks: AsyncGenerator[Chunk], into: list[Chunk], pause_seconds: float = 0.0) -> None:
-    async for piece in chunks:
-        into.append(piece)
-        await asyncio.sleep(pause_seconds)
-
-
-async def test_the_deadline_ends_a_wait() -> None:
-    cleaned = False
-
-    async def chunks() -> AsyncGenerator[Chunk]:
-        nonlocal cleaned
-        try:
-            yield chunk(3)
-            yield chunk(2)
-            await asyncio.Event().wait()
-        finally:
-            cleaned = True
-
-    delivered: list[Chunk] = []
-    with pytest.raises(DeadlineError, match=r"longer than the 0.05 s it was given; 5 tokens were delivered"):
-        await read(stream_of(running(chunks), 0.05), delivered)
-    assert len(delivered) == 2
-    assert cleaned
-
-
-async def test_the_deadline_reaches_a_slow_reader_as_an_error() -> None:
-    async def chunks() -> AsyncGenerator[Chunk]:
-        while True:
-            yield chunk(1)
-
-    with pytest.raises(DeadlineError, match="2 tokens were delivered"):
-        await read(stream_of(running(chunks), 0.02), [], pause_seconds=0.05)

@@ -344,3 +344,16 @@ async def test_an_unread_error_is_not_left_behind(caplog: pytest.LogCaptureFixtu
     del rounds, chunks
     await turns()
     assert not caplog.records
+
+
+async def test_the_deadline_reaches_a_slow_reader_as_an_error() -> None:
+    async def run(queue: ChunkQueue) -> None:
+        while True:
+            await queue.put(chunk(1))
+
+    async def read_slowly() -> None:
+        async for _ in stream_of(run, 0.02):
+            await asyncio.sleep(0.05)
+
+    with pytest.raises(DeadlineError, match="2 tokens were delivered"):
+        await read_slowly()

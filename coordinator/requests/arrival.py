@@ -1,4 +1,4 @@
-"""How requests arrive by gRPC: large ones are parsed elsewhere, and all are refused unread while the queue is full."""
+"""How requests arrive by gRPC: large ones take turns to be parsed, and a full queue refuses all of them unread."""
 
 from __future__ import annotations
 

@@ -288,7 +288,12 @@ _LAST_EVENTS_SECONDS = 0.05
 
 
 class DraftLink:
-    """Owns the thread, the pool and every sequence's place on a draft."""
+    """Owns the thread, the pool and every sequence's place on a draft.
+
+    vLLM's step is synchronous, so the drafts have an event loop and a thread of their own. A step hands over its
+    sequences and waits, at most as long as its patience. What belongs to the loop (streams, pools, continuations) is
+    never touched by another thread; answers cross in a `Batch`.
+    """
 
     def __init__(
         self,

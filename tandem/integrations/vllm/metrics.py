@@ -1,4 +1,4 @@
-"""Counts of the plug-in's work, for metrics and the log line."""
+"""The plug-in's counts, as metrics for Prometheus and OTLP and as a line in vLLM's own log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proposals for one step of vLLM after the other: what is asked, how long it is waited for, what is learnt."""
+"""The proposer that vLLM calls: what each step asks the drafts, how long it waits for them, and what it learns."""
 
 from __future__ import annotations
 
@@ -90,7 +90,11 @@ _MAX_PAUSE_STEPS = 1024
 
 
 class Patience:
-    """The bound, and the steps that do not wait at all because the last waits were in vain."""
+    """How long a step of vLLM may wait for its proposals, and whether it waits at all after waits in vain.
+
+    The wait stops every sequence of the batch, so it must not take longer than what it saves: each accepted token
+    spares a step. A wait of `accepted tokens x step time` gains nothing and loses nothing; that is the patience.
+    """
 
     def __init__(self, token_count: int, fixed_seconds: float | None = None) -> None:
         """Begin without any measurement; with `fixed_seconds` the bound is that, and not learnt."""

@@ -96,7 +96,6 @@ class LocalVerifier:
             row_count=len(proposal) + 1,
             supports=self._rule.supports(proposal) if self._row_kind is RowKind.SUPPORT else (),
             with_statistics=self._rule.needs_statistics,
-            raced_recovery=self._row_kind is RowKind.SUPPORT and len(proposal) > 0,
         )
         return await self._sequence.verify(step)
 

@@ -101,7 +101,7 @@ class BoundService(Service):
     def open_other_endpoints(self, readiness: ReadinessInterceptor, calls: RunningCalls) -> None:
         """Accept shared streams as well."""
         for servicer in (self._target, self._draft):
-            servicer.shared.apply_limits(readiness, calls, self._settings.max_concurrent_streams)
+            servicer.streams.apply_limits(readiness, calls, self._settings.max_concurrent_streams)
 
     async def start(self) -> None:
         """Load both.

@@ -47,7 +47,7 @@ class DraftService(Service):
 
     def open_other_endpoints(self, readiness: ReadinessInterceptor, calls: RunningCalls) -> None:
         """Accept shared streams as well."""
-        self._servicer.shared.apply_limits(readiness, calls, self._settings.max_concurrent_streams)
+        self._servicer.streams.apply_limits(readiness, calls, self._settings.max_concurrent_streams)
 
     async def start(self) -> None:
         """Load what the drafting method needs.

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from typing import TypeAlias
 
 from draft_service.proposers import Proposer
 from tandem.serving.interceptors import Context
-from tandem.serving.streams import MultiplexedStreams, answered, opening, steps
+from tandem.serving.streams import SequenceStreams, ServedSequence, Translation
 from tandem.telemetry.streams import NO_SERVICE_OBSERVER, ServiceObserver
+from tandem.types import DraftOptions, ProposeStep
 from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2_grpc import DraftServiceServicer
 from tandem.wire import draft as wire
 from tandem.wire.common import model_info_to_proto
-from tandem.wire.draft import outcomes_to_proto
+
+DraftedFor: TypeAlias = ServedSequence[DraftOptions, ProposeStep, wire.Answer]
+"""A sequence that a coordinator opened."""
+
+_TRANSLATION: Translation[
+    DraftOptions, ProposeStep, wire.Answer, draft_pb2.ProposeRequest, draft_pb2.ProposeResponse
+] = Translation(DraftOptions, wire.requests_from_proto, wire.answers_to_proto, wire.answer_size)
 
 
 class DraftServicer(DraftServiceServicer):
@@ -24,43 +32,29 @@ class DraftServicer(DraftServiceServicer):
 
     def __init__(self, observer: ServiceObserver = NO_SERVICE_OBSERVER) -> None:
         self._observer = observer
-        self.shared = MultiplexedStreams()
-        """Entry of sequences that share a stream."""
+        self.streams = SequenceStreams()
 
     async def Propose(
         self, request_iterator: AsyncIterator[draft_pb2.ProposeRequest], context: Context
     ) -> AsyncIterator[draft_pb2.ProposeResponse]:
-        """One sequence, for as long as the stream lives."""
-        options = wire.options_from_proto((await opening(request_iterator)).open)
+        """The sequences of a coordinator."""
+        messages = self.streams.serve(request_iterator, self.serve_sequence, _TRANSLATION)
+        async with aclosing(messages):
+            async for message in messages:
+                yield message
+
+    async def serve_sequence(self, sequence: DraftedFor) -> None:
+        """One of them, until it ends."""
+        options = sequence.options
         with self._observer.stream(options.request_id, options.traceparent) as stream:
-            async with self.proposer.sequence(options) as sequence:
+            async with self.proposer.sequence(options) as drafted:
                 stream.opened()
-
-                async def answer(request: draft_pb2.ProposeRequest) -> draft_pb2.ProposeResponse | None:
+                async for step in sequence.steps(drafted.pushed):
                     stream.step_arrived()
-                    proposal = await sequence.propose(wire.step_from_proto(request.step))
+                    proposal = await drafted.propose(step)
                     stream.answered(0 if proposal is None else len(proposal))
-                    if proposal is None:
-                        return None
-                    return wire.proposal_to_proto(proposal, with_columns=options.takes_columns)
-
-                answers = answered(steps(request_iterator), answer, sequence.pushed, outcomes_to_proto)
-                async with aclosing(answers):
-                    async for response in answers:
-                        yield response
-
-    async def ProposeMany(
-        self, request_iterator: AsyncIterator[draft_pb2.ProposeManyRequest], context: Context
-    ) -> AsyncIterator[draft_pb2.ProposeManyResponse]:
-        """Many sequences, each as on a stream of its own."""
-        many = self.shared.serve(
-            request_iterator,
-            lambda requests: self.Propose(requests, context),
-            draft_pb2.ProposeRequest.FromString,
-        )
-        async with aclosing(many) as answers:
-            async for parts in answers:
-                yield wire.many_to_proto(parts)
+                    if proposal is not None and step.is_answered:
+                        await sequence.answer(proposal)
 
     async def GetModelInfo(
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context

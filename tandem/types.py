@@ -24,6 +24,7 @@ __all__ = [
     "Acceptance",
     "AheadBudget",
     "AheadStats",
+    "Cancel",
     "ChatMessage",
     "Chunk",
     "Delta",
@@ -32,13 +33,13 @@ __all__ = [
     "DraftDistribution",
     "DraftOptions",
     "DraftedOutcomes",
+    "Finish",
     "FinishReason",
     "Float32Array",
     "FloatArray",
     "GenerationRequest",
     "IntArray",
     "LogitAdjustments",
-    "ModelFeature",
     "ModelInfo",
     "NextToken",
     "PositionStats",
@@ -371,8 +372,6 @@ class DraftOptions:
     traceparent: str = ""
     ahead: AheadBudget | None = None
     """The largest budget that a step will grant; None where none does."""
-    takes_columns: bool = False
-    """True if proposals may come as columns."""
     client: str = ""
     """Whose sequence it is: clients share places fairly. Empty: not known."""
 
@@ -389,9 +388,6 @@ class TargetOptions:
     prompt_length: int = 0
     """How many of the sequence's first tokens are the prompt; frequency and presence count the others only."""
     adjustments: LogitAdjustments = field(default_factory=LogitAdjustments)
-    """Only for a service that has `ModelFeature.LOGIT_ADJUSTMENTS`."""
-    takes_columns: bool = False
-    """True if rows may come as columns."""
     client: str = ""
     """Whose sequence it is: clients share places fairly. Empty: not known."""
 
@@ -425,16 +421,19 @@ class VerifyStep:
     supports: tuple[IntArray, ...] = ()
     """For RowKind.SUPPORT, the ids of each row's support; rows past the end of the list have an empty one."""
     with_statistics: bool = False
-    raced_recovery: bool = False
-    """For RowKind.SUPPORT, sample outside the supports with `recovery_keys`, and send the samples'
-    probabilities."""
 
 
-class ModelFeature(Enum):
-    """An ability that an older service lacks; the coordinator uses only those that a service announces."""
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Ends a sequence as planned."""
 
-    LOGIT_ADJUSTMENTS = "logit adjustments"
-    """The target applies `LogitAdjustments`."""
+    token_count: int
+    """How many of its first tokens the coordinator kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Ends a sequence at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,10 +451,12 @@ class ModelInfo:
     parameter_count: int = 0
     tensor_parallel_size: int = 1
     """Devices that the model is split over."""
-    features: frozenset[ModelFeature] = frozenset()
     drafting_method: str = ""
     """Method of a draft that reads a target's hidden states: the service's own, for the target at its address alone, or
     that of the draft which a target hosts. Empty otherwise."""
+
+    drafts_ahead: bool = False
+    """True if a draft drafts ahead where a step grants a budget."""
 
     @property
     def has_model(self) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from tandem.serving.interceptors import Context
-from tandem.serving.streams import MultiplexedStreams, opening, steps
+from tandem.serving.streams import SequenceStreams, ServedSequence, Translation
 from tandem.telemetry.streams import NO_SERVICE_OBSERVER, ServiceObserver
+from tandem.types import TargetOptions, Verification, VerifyStep
 from tandem.v1 import target_pb2
 from tandem.v1.target_pb2_grpc import TargetServiceServicer
 from tandem.wire import target as wire
@@ -17,6 +18,12 @@ from tandem.wire.common import model_info_to_proto
 if TYPE_CHECKING:
     from target_service.verifier import Verifier
 
+VerifiedFor: TypeAlias = ServedSequence[TargetOptions, VerifyStep, Verification]
+"""A sequence that a coordinator opened."""
+
+_TRANSLATION: Translation[
+    TargetOptions, VerifyStep, Verification, target_pb2.VerifyRequest, target_pb2.VerifyResponse
+] = Translation(TargetOptions, wire.requests_from_proto, wire.answers_to_proto, wire.answer_size)
 _PART_BYTES = 1 << 20
 
 
@@ -28,37 +35,29 @@ class TargetServicer(TargetServiceServicer):
 
     def __init__(self, observer: ServiceObserver = NO_SERVICE_OBSERVER) -> None:
         self._observer = observer
-        self.shared = MultiplexedStreams()
-        """Entry of sequences that share a stream."""
+        self.streams = SequenceStreams()
 
     async def Verify(
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: Context
     ) -> AsyncIterator[target_pb2.VerifyResponse]:
-        """One sequence, for as long as the stream lives."""
-        options = wire.options_from_proto((await opening(request_iterator)).open)
-        with self._observer.stream(options.request_id, options.traceparent) as stream:
-            async with self.verifier.sequence(options) as sequence:
-                stream.opened()
-                async for request in steps(
-                    request_iterator, lambda last: sequence.keep(wire.kept_from_proto(last.finish))
-                ):
-                    stream.step_arrived()
-                    verification = await sequence.verify(wire.step_from_proto(request.step))
-                    stream.answered(len(verification.rows))
-                    yield wire.verification_to_proto(verification, with_columns=options.takes_columns)
+        """The sequences of a coordinator."""
+        messages = self.streams.serve(request_iterator, self.serve_sequence, _TRANSLATION)
+        async with aclosing(messages):
+            async for message in messages:
+                yield message
 
-    async def VerifyMany(
-        self, request_iterator: AsyncIterator[target_pb2.VerifyManyRequest], context: Context
-    ) -> AsyncIterator[target_pb2.VerifyManyResponse]:
-        """Many sequences, each as on a stream of its own."""
-        many = self.shared.serve(
-            request_iterator,
-            lambda requests: self.Verify(requests, context),
-            target_pb2.VerifyRequest.FromString,
-        )
-        async with aclosing(many) as answers:
-            async for parts in answers:
-                yield wire.many_to_proto(parts)
+    async def serve_sequence(self, sequence: VerifiedFor) -> None:
+        """One of them, until it ends."""
+        options = sequence.options
+        with self._observer.stream(options.request_id, options.traceparent) as stream:
+            async with self.verifier.sequence(options) as verified:
+                stream.opened()
+                async for step in sequence.steps():
+                    stream.step_arrived()
+                    verification = await verified.verify(step)
+                    stream.answered(len(verification.rows))
+                    await sequence.answer(verification)
+                verified.keep(sequence.kept_tokens)
 
     async def GetModelInfo(
         self, request: target_pb2.TargetServiceGetModelInfoRequest, context: Context

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.settings import EngineSettings
 from tandem.errors import InvalidRequestError, NonFiniteLogitsError
 from tandem.telemetry.streams import OnStep
-from tandem.types import LogitAdjustments, ModelFeature, ModelInfo, TargetOptions, Verification, VerifyStep
+from tandem.types import LogitAdjustments, ModelInfo, TargetOptions, Verification, VerifyStep
 from target_service.hidden_state_files import HiddenStateFiles, hidden_state_files
 from target_service.settings import TargetSettings
 
@@ -116,7 +115,7 @@ class Verifier:
     @property
     def model_info(self) -> ModelInfo:
         """Information about the model."""
-        return replace(self._engine.info, features=frozenset(ModelFeature))
+        return self._engine.info
 
     def kv_usage(self) -> KvUsage:
         """Usage of its KV cache."""
@@ -175,10 +174,9 @@ class VerifiedSequence:
         self.kept_length = 0
         """Tokens that will not be taken back, as far as is known."""
 
-    def keep(self, token_count: int | None) -> None:
-        """Learn, at the end, how many of the first tokens the coordinator keeps; None if it did not say."""
-        if token_count is not None:
-            self.kept_length = token_count
+    def keep(self, token_count: int) -> None:
+        """Learn, at the end, how many of the first tokens the coordinator keeps."""
+        self.kept_length = token_count
 
     async def verify(self, step: VerifyStep) -> Verification:
         """Apply the step's delta and compute the requested rows.

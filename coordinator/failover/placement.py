@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from coordinator.replicas.pool import ClientT, Member, Pool
@@ -101,7 +101,9 @@ class DraftPlacement:
 
     def enter(self, member: Member[DraftClient], tokens: Tokens) -> None:
         """Open the sequence on a draft, which reads it while the target works."""
-        sequence = member.client.sequence(self._options, self._limits, self._observer(member.address))
+        drafts_ahead = member.model is not None and member.model.drafts_ahead
+        options = self._options if drafts_ahead else replace(self._options, ahead=None)
+        sequence = member.client.sequence(options, self._limits, self._observer(member.address))
         self.current = OpenSequence(member, sequence)
         sequence.begin(tokens)
 

@@ -185,8 +185,7 @@ class FailoverVerifier:
 
     def _enter(self, member: Member[TargetClient]) -> _Place:
         observer = self._observer.stream("target", member.address)
-        features = frozenset() if member.model is None else member.model.features
-        sequence = member.client.sequence(self._options, self._rows, observer, features)
+        sequence = member.client.sequence(self._options, self._rows, observer)
         self._active.target_address = member.address
         return _Place(member, sequence)
 

@@ -136,7 +136,7 @@ MAX_ROWS = max(MAX_SPECULATIVE_TOKENS, MAX_CONFIGURED_TOKENS) + 1
 configuration and requests may ask for, and one after it."""
 
 # A replica of another release may serve the same model, and only some targets may host a draft.
-_MAY_DIFFER = frozenset({"service_version", "features", "drafting_method"})
+_MAY_DIFFER = frozenset({"service_version", "drafting_method"})
 
 
 class Fleet:

@@ -17,7 +17,6 @@ from tandem.errors import IncompatibleModelsError, ServiceUnavailableError
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.rpc.addresses import Resolver, resolve, split_addresses
 from tandem.rpc.credentials import PLAIN, Credentials
-from tandem.types import ModelFeature
 
 _BY_OPERATOR = "an operator drained it"
 _LOOK_SECONDS = 0.25
@@ -85,12 +84,6 @@ class ReplicaRegistry:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
         await asyncio.gather(self.targets.close(), self.drafts.close())
-
-    @property
-    def target_features(self) -> frozenset[ModelFeature]:
-        """Features that at least one target has. During an upgrade targets may be of several releases."""
-        models = [member.model for member in self.targets.members if member.model is not None]
-        return frozenset[ModelFeature]().union(*(model.features for model in models))
 
     def snapshots(self) -> list[ReplicaSnapshot]:
         """Every replica at this moment, the targets first."""

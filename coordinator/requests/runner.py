@@ -237,9 +237,7 @@ class RequestRunner:
     @property
     def models(self) -> Models:
         """The models that complete requests."""
-        services = self.services
-        target = replace(services.target_info, features=services.replicas.target_features)
-        return Models(target, services.draft_info, services.encoder)
+        return Models(self.services.target_info, self.services.draft_info, self.services.encoder)
 
     @property
     def bounds(self) -> RequestBounds:

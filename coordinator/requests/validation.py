@@ -17,7 +17,6 @@ from tandem.sampling.ranges import sampling_rules
 from tandem.types import (
     MAX_LOGIT_BIAS,
     GenerationRequest,
-    ModelFeature,
     ModelInfo,
     RowKind,
 )
@@ -278,19 +277,6 @@ def _max_tokens_fit(subject: TokenizedRequest) -> Iterator[str]:
         )
 
 
-def _adjusting_target(subject: TokenizedRequest) -> Iterator[str]:
-    """An older target would silently ignore a field that it does not know."""
-    target = subject.target
-    if ModelFeature.LOGIT_ADJUSTMENTS in target.features:
-        return
-    for name in ("logit_bias", "min_tokens"):
-        if getattr(subject.request, name):
-            yield (
-                f"{name} is set; it must be left out: the target service (version "
-                f"{target.service_version or 'unknown'}) is too old to apply it"
-            )
-
-
 def _rows_with_logprobs(subject: TokenizedRequest) -> Iterator[str]:
     kind = subject.request.row_kind
     if subject.request.logprobs is not None and kind not in (None, RowKind.DENSE):
@@ -387,11 +373,6 @@ REQUEST_RULES: tuple[Rule[TokenizedRequest], ...] = (
         "max-tokens-fit",
         "With `max_tokens_must_fit`, which OpenAI's API implies, `max_length` leaves room for `max_tokens`.",
         _max_tokens_fit,
-    ),
-    Rule(
-        "adjusting-target",
-        "`logit_bias` and `min_tokens` go with a target service that announces that it applies them.",
-        _adjusting_target,
     ),
     Rule(
         "penalties-without-draft-model",

@@ -15,7 +15,7 @@ from coordinator.speculation.waiting import Unfinished
 from coordinator.stats.moving_average import MovingAverage
 from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
 from coordinator.transport.remote_sequence import RemoteSequence
-from coordinator.transport.streams import Methods, SequenceStream, StreamChoice
+from coordinator.transport.streams import Method, Streams
 from tandem.errors import ProtocolError, TandemError
 from tandem.rpc.channels import errors_of
 from tandem.speculation_state import SpeculationState
@@ -399,10 +399,6 @@ class PendingOutcomes:
             check_distribution(token_id, distribution, self._vocabulary_size)
 
 
-_FINISH_SECONDS = 0.5
-"""How long the service may take to let go of the sequence before it is dropped."""
-
-
 class DraftSequence:
     """Asks a draft service for proposals, for as long as the sequence stays there.
 
@@ -413,12 +409,12 @@ class DraftSequence:
 
     def __init__(
         self,
-        stream: SequenceStream[wire.Answer],
+        streams: Streams[DraftOptions | ProposeStep, wire.Answer],
         options: DraftOptions,
         limits: DraftLimits,
-        observer: StreamObserver = NO_OBSERVER,
+        observer: StreamObserver,
     ) -> None:
-        self._stream = stream
+        self._stream = streams.sequence(self, observer.traffic)
         self._observer = observer
         self._options = options
         self._limits = limits
@@ -426,9 +422,8 @@ class DraftSequence:
         self._outcomes = PendingOutcomes(limits.vocabulary_size, options.row_kind)
         self._granted: AheadBudget | None = None
         """Budget of the step whose answer is awaited."""
-        self._lengths_alone: set[int] = set()
-        """Lengths at which the target went on alone since the last answer. A draft that knows budgets answers none."""
-        self._knows_budgets = True
+        self._committed: Sequence[int] = ()
+        """The completion's tokens, a list that grows with it."""
         self._is_asked = False
         """True from a question on until somebody has taken its answer."""
         self._answer: Proposal | None = None
@@ -460,7 +455,7 @@ class DraftSequence:
 
     def awaits_outcome(self, completion: Tokens) -> bool:
         """True if outcomes of the round that has ended were asked for."""
-        return self._knows_budgets and self._outcomes.awaits(completion.token_ids)
+        return self._outcomes.awaits(completion.token_ids)
 
     def take_branch_steps(self) -> list[tuple[int, float]]:
         """Steps that the draft made ahead since this was last asked: number of branches, seconds."""
@@ -476,8 +471,8 @@ class DraftSequence:
 
     def begin(self, completion: Tokens) -> None:
         """Open the sequence, and let the draft read it."""
-        self._stream.listen(self._take, self._fail)
-        self._ask(completion, 0, None, wire.options_to_proto(self._options))
+        self._stream.send(self._options)
+        self._ask(completion, 0)
 
     def drafted_ahead(self, completion: Tokens) -> Proposal | None:
         """The continuation that was drafted ahead of what the last verification said; None where there is none.
@@ -513,16 +508,13 @@ class DraftSequence:
         A draft that has not read the message before is granted nothing: the next round asks it, and notices that it is
         late.
         """
-        if self._stream.is_posting:
+        if self._stream.is_posting or self._options.ahead is None:
             budget = None
         self._outcomes.expect(completion.length, proposal.token_ids, budget)
         if budget is None:
             return
-        if not proposal.token_ids:
-            self._lengths_alone.add(completion.length)
         delta = self._remote.delta_to(completion.token_ids, proposal.token_ids)
-        step = ProposeStep(delta, 0, budget, len(proposal))
-        self._stream.post(wire.step_to_proto(step))
+        self._stream.send(ProposeStep(delta, 0, budget, len(proposal)))
 
     async def propose(
         self, completion: Tokens, count: int, patience_seconds: float, budget: AheadBudget | None = None
@@ -561,33 +553,21 @@ class DraftSequence:
 
     async def finish(self) -> None:
         """End the sequence; the service lets go of it at once."""
-        if self._is_asked:
-            return
-        self._stream.post(wire.finish_to_proto())
-        until = time.monotonic() + _FINISH_SECONDS
-        while self._error is None and time.monotonic() < until:
-            await self._arrivals.next(until)
+        if not self._is_asked:
+            await self._stream.finish(self._remote.kept_length(self._committed))
 
     def cancel(self) -> None:
         """Drop it, whatever is being done for it."""
         self._stream.cancel()
-        self._stream.stop_listening()
         self._arrivals.close()
         self._observer.ended()
 
-    def _ask(
-        self,
-        completion: Tokens,
-        count: int,
-        budget: AheadBudget | None = None,
-        *opening: draft_pb2.ProposeRequest,
-    ) -> None:
-        step = ProposeStep(self._remote.delta_to(completion.token_ids), count, budget if count else None)
-        messages = (*opening, wire.step_to_proto(step))
+    def _ask(self, completion: Tokens, count: int, budget: AheadBudget | None = None) -> None:
+        self._committed = completion.token_ids
         self._outcomes.expect(completion.length, (), None)
-        self._granted = step.ahead
+        self._granted = budget if count and self._options.ahead else None
         self._is_asked = True
-        self._stream.post(*messages)
+        self._stream.send(ProposeStep(self._remote.delta_to(completion.token_ids), count, self._granted))
 
     async def _answered(self, until: float) -> Proposal | None:
         """The answer to the last step; None while it is late. What is late already is not waited for again."""
@@ -605,33 +585,20 @@ class DraftSequence:
         self._is_asked, self._is_open = False, True
         return answer
 
-    def _take(self, message: wire.Answer) -> None:
-        """A message has come.
-
-        Raises:
-            ProtocolError: nobody asked for it.
-        """
-        answer = wire.answer_from_proto(message)
+    def take(self, answer: wire.Answer) -> None:
+        """Take a proposal or outcomes. See `streams.Listener`."""
         if isinstance(answer, DraftedOutcomes):
             self._outcomes.add(answer, time.monotonic())
+        elif not self._is_asked or self._answer is not None:
+            raise ProtocolError("draft service: it proposed what nobody had asked for")
         else:
-            self._take_proposal(answer)
+            # Outcomes of the answer may follow at once, before anybody looks at it.
+            self._outcomes.expect(answer.base_length, answer.token_ids, self._granted)
+            self._answer = answer
         self._arrivals.notify()
 
-    def _take_proposal(self, proposal: Proposal) -> None:
-        """An answer has come. Outcomes of it may follow at once, before anybody looks at it."""
-        if not proposal.token_ids and proposal.base_length in self._lengths_alone:
-            # A release that does not draft ahead answers such a step like any other, and will push nothing.
-            self._lengths_alone.discard(proposal.base_length)
-            self._knows_budgets = False
-            return
-        if not self._is_asked or self._answer is not None:
-            raise ProtocolError("draft service: it proposed what nobody had asked for")
-        self._lengths_alone.clear()
-        self._outcomes.expect(proposal.base_length, proposal.token_ids, self._granted)
-        self._answer = proposal
-
-    def _fail(self, error: TandemError) -> None:
+    def fail(self, error: TandemError) -> None:
+        """Learn why nothing follows. See `streams.Listener`."""
         self._error = self._error or error
         self._outcomes.expect(0, (), None)
         self._arrivals.notify()
@@ -642,15 +609,13 @@ class DraftClient:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = DraftServiceStub(channel)
-        self._streams: StreamChoice[wire.Answer] = StreamChoice(
-            Methods(
+        self._streams: Streams[DraftOptions | ProposeStep, wire.Answer] = Streams(
+            Method(
                 service="draft service",
-                open_one=channel.stream_stream("/tandem.v1.DraftService/Propose"),
-                read=draft_pb2.ProposeResponse.FromString,
-                open_many=channel.stream_stream("/tandem.v1.DraftService/ProposeMany"),
-                message=lambda parts: draft_pb2.ProposeManyRequest(parts=parts),
-                read_many=draft_pb2.ProposeManyResponse.FromString,
-                read_columns=wire.columns_from_proto,
+                open=channel.stream_stream("/tandem.v1.DraftService/Propose"),
+                write=wire.requests_to_proto,
+                size=wire.request_size,
+                read=lambda content: wire.answers_from_proto(draft_pb2.ProposeResponse.FromString(content)),
             )
         )
 
@@ -671,9 +636,8 @@ class DraftClient:
         observer: StreamObserver = NO_OBSERVER,
     ) -> DraftSequence:
         """Begin a sequence on it. The caller must cancel the sequence in the end, whatever happens."""
-        stream = self._streams.stream(observer.traffic)
-        options = replace(options, traceparent=observer.traceparent, takes_columns=True)
-        return DraftSequence(stream, options, limits, observer)
+        options = replace(options, traceparent=observer.traceparent)
+        return DraftSequence(self._streams, options, limits, observer)
 
 
 class NoDrafter:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import grpc.aio
@@ -20,14 +20,13 @@ from coordinator.rejection import MessageRounds, Round
 from coordinator.rejection.rounds import Decide
 from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
 from coordinator.transport.remote_sequence import RemoteSequence
-from coordinator.transport.streams import Methods, SequenceStream, StreamChoice
+from coordinator.transport.streams import Method, Streams
 from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
 from tandem.rpc.channels import errors_of
 from tandem.types import (
     Delta,
     DenseRow,
     IntArray,
-    ModelFeature,
     ModelInfo,
     Proposal,
     RowKind,
@@ -42,9 +41,7 @@ from tandem.types import (
 from tandem.v1 import target_pb2
 from tandem.v1.target_pb2_grpc import TargetServiceStub
 from tandem.wire import target as wire
-from tandem.wire.columns import Arrived
 from tandem.wire.common import model_info_from_proto
-from tandem.wire.target import ColumnAnswer, RowBlock
 
 
 def check_rows(verification: Verification, vocabulary_size: int, *, with_statistics: bool = False) -> None:
@@ -133,15 +130,13 @@ class TargetClient:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = TargetServiceStub(channel)
-        self._streams: StreamChoice[wire.Answer] = StreamChoice(
-            Methods(
+        self._streams: Streams[TargetOptions | VerifyStep, wire.Answer] = Streams(
+            Method(
                 service="target service",
-                open_one=channel.stream_stream("/tandem.v1.TargetService/Verify"),
-                read=target_pb2.VerifyResponse.FromString,
-                open_many=channel.stream_stream("/tandem.v1.TargetService/VerifyMany"),
-                message=lambda parts: target_pb2.VerifyManyRequest(parts=parts),
-                read_many=target_pb2.VerifyManyResponse.FromString,
-                read_columns=wire.columns_from_proto,
+                open=channel.stream_stream("/tandem.v1.TargetService/Verify"),
+                write=wire.requests_to_proto,
+                size=wire.request_size,
+                read=lambda content: wire.answers_from_proto(target_pb2.VerifyResponse.FromString(content)),
             )
         )
         self._messages = _Messages()
@@ -176,24 +171,21 @@ class TargetClient:
         """
         options = TargetOptions("probe", SamplingParams(temperature=0.0), max_length=2, prompt_length=1)
         step = VerifyStep(Delta(0, (0,)), RowKind.TOKEN, 1)
-        stream = self._streams.stream()
+        rows = RowChoice(RowKind.TOKEN, lambda _: (), vocabulary_size=1 << 31)  # whatever the token is
+        sequence = self.sequence(options, rows)
         try:
             async with asyncio.timeout(_PROBE_SECONDS):
-                await stream.ask(wire.options_to_proto(options), wire.step_to_proto(step))
-                await stream.finish(wire.finish_to_proto(token_count=0))
+                await sequence.ask(step, Proposal(1))
+                await sequence.finish()
         except TimeoutError:
             raise ServiceUnavailableError(
                 f"target service: it did not answer a probe within {_PROBE_SECONDS:g} s"
             ) from None
         finally:
-            stream.cancel()
+            sequence.cancel()
 
     def sequence(
-        self,
-        options: TargetOptions,
-        rows: RowChoice,
-        observer: StreamObserver = NO_OBSERVER,
-        features: Collection[ModelFeature] = (),
+        self, options: TargetOptions, rows: RowChoice, observer: StreamObserver = NO_OBSERVER
     ) -> TargetSequence:
         """Begin a sequence on it. The caller must cancel the sequence in the end, whatever happens.
 
@@ -201,11 +193,9 @@ class TargetClient:
             options: Sent to the service when the sequence opens.
             rows: Which rows the service answers with.
             observer: Observes the stream.
-            features: Features that the service announced.
         """
-        stream = self._streams.stream(observer.traffic)
-        options = replace(options, traceparent=observer.traceparent, takes_columns=True)
-        return TargetSequence(stream, options, rows, observer, features, self._messages)
+        options = replace(options, traceparent=observer.traceparent)
+        return TargetSequence(self._streams, options, rows, observer, self._messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,23 +221,14 @@ class _Messages:
     """The rounds that the latest message answers. A message's answers are read one after the other."""
 
     def __init__(self) -> None:
-        self._block: RowBlock | None = None
+        self._block: wire.RowBlock | None = None
         self._rounds = MessageRounds()
 
-    def rounds(self, block: RowBlock) -> MessageRounds:
+    def rounds(self, block: wire.RowBlock) -> MessageRounds:
         """The rounds of the message with this block."""
         if block is not self._block:
             self._block, self._rounds = block, MessageRounds()
         return self._rounds
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A verification that is awaited."""
-
-    proposal: Proposal
-    base_length: int
-    step: VerifyStep
 
 
 class TargetSequence:
@@ -255,27 +236,24 @@ class TargetSequence:
 
     def __init__(
         self,
-        stream: SequenceStream[wire.Answer],
+        streams: Streams[TargetOptions | VerifyStep, wire.Answer],
         options: TargetOptions,
         rows: RowChoice,
-        observer: StreamObserver = NO_OBSERVER,
-        features: Collection[ModelFeature] = (),
-        messages: _Messages | None = None,
+        observer: StreamObserver,
+        messages: _Messages,
     ) -> None:
-        self._stream = stream
-        self._messages = messages or _Messages()
-        self._asked: _Asked | None = None
-        self._early: tuple[wire.Answer, Verification] | None = None
-        """An answer that was read when it came, before its sequence went on."""
-        if rows.decide_many is not None:
-            stream.read_on_arrival(self._read_early)
-        self._features = features
+        self._stream = streams.sequence(self, observer.traffic)
+        self._messages = messages
         self._observer = observer
         self._options = options
         self._rows = rows
         self._remote = RemoteSequence()
         self._committed: Sequence[int] = ()
         """The completion's tokens, a list that grows with it."""
+        self._asked: tuple[VerifyStep, Proposal] | None = None
+        """Set while an answer is awaited."""
+        self._answer: asyncio.Future[Verification] | None = None
+        self._error: TandemError | None = None
         self.is_new = True
         """True before the first answer."""
 
@@ -291,69 +269,67 @@ class TargetSequence:
             TandemError: the service failed, refused, or sent an invalid answer. The sequence is of no further use.
         """
         self._committed = completion.token_ids
-        asked = self._asked = _Asked(proposal, completion.length, self._step(completion, proposal))
-        try:
-            self._check_features()
-            opening = (wire.options_to_proto(self._options),) if self.is_new else ()
-            answer = await self._stream.ask(*opening, wire.step_to_proto(asked.step))
-            verification = self._taken_early(answer) or self._verification(answer, asked)
-        except TandemError as error:
-            self._observer.ended(error)
-            raise
-        self.is_new = False
-        return verification
-
-    def _step(self, completion: Completion, proposal: Proposal) -> VerifyStep:
         kind = self._rows.kind_for(proposal)
-        return VerifyStep(
+        step = VerifyStep(
             delta=self._remote.delta_to(completion.token_ids, proposal.token_ids),
             row_kind=kind,
             row_count=len(proposal) + 1,
             supports=self._rows.supports(proposal) if kind is RowKind.SUPPORT else (),
             with_statistics=self._rows.with_statistics,
-            # After an empty proposal the token is the target's own sample, whatever kind of row it comes in.
-            raced_recovery=kind is RowKind.SUPPORT and len(proposal) > 0,
         )
+        return await self.ask(step, proposal)
+
+    async def ask(self, step: VerifyStep, proposal: Proposal) -> Verification:
+        """The target's answer to a step that ends with the proposal. See `verify`."""
+        try:
+            if self._error is not None:
+                raise self._error
+            if self.is_new:
+                self._stream.send(self._options)
+            self._asked = step, proposal
+            self._answer = asyncio.get_running_loop().create_future()
+            self._stream.send(step)
+            verification = await self._answer
+        except TandemError as error:
+            self._observer.ended(error)
+            raise
+        self._stream.goes_on()
+        self.is_new = False
+        return verification
 
     async def finish(self) -> None:
         """End the sequence; the service lets go of it at once."""
         if not self.is_new:
-            await self._stream.finish(wire.finish_to_proto(self._remote.kept_length(self._committed)))
+            await self._stream.finish(self._remote.kept_length(self._committed))
 
     def cancel(self) -> None:
         """Drop the sequence, whatever the target is doing for it."""
         self._stream.cancel()
         self._observer.ended()
 
-    def _check_features(self) -> None:
-        if self._options.adjustments and ModelFeature.LOGIT_ADJUSTMENTS not in self._features:
-            # Requests are refused where no target has the feature; this one may have come from a target that has it.
-            raise ProtocolError("target service: it is too old to apply logit_bias and min_tokens")
+    def take(self, answer: wire.Answer) -> None:
+        """Take an answer of the service. See `streams.Listener`.
 
-    def _taken_early(self, answer: wire.Answer) -> Verification | None:
-        """The verification that was read when the answer came, if it was."""
-        early, self._asked, self._early = self._early, None, None
-        return early[1] if early is not None and early[0] is answer else None
-
-    def _read_early(self, arrived: Arrived[wire.Answer]) -> None:
-        """An answer has come with others: let its rule decide on all of their rounds at once."""
-        answer, asked, decide = arrived.answer, self._asked, self._rows.decide_many
-        if decide is None or asked is None or not isinstance(answer, ColumnAnswer):
-            return
-        if asked.step.row_kind is not RowKind.SUPPORT:
-            return
-        try:
-            found = self._verification(answer, asked)
-        except TandemError:
-            return  # the sequence finds the same when it reads the answer
-        own = Round(asked.proposal, found, self._options.sampling)
-        self._early = answer, self._messages.rounds(answer.block).add(decide, own)
-
-    def _verification(self, answer: wire.Answer, asked: _Asked) -> Verification:
-        if answer.base_length != asked.base_length:
+        All sequences that a message answers take their answers before any of them goes on, so that their rule can
+        decide all of their rounds at once.
+        """
+        if self._asked is None or self._answer is None or self._answer.done():
+            raise ProtocolError("target service: it answered what nobody had asked for")
+        step, proposal = self._asked
+        base_length = step.delta.length - step.row_count + 1
+        if answer.base_length != base_length:
             raise ProtocolError(
-                f"target service: it answered for {answer.base_length} tokens; it was asked for {asked.base_length}"
+                f"target service: it answered for {answer.base_length} tokens; it was asked for {base_length}"
             )
-        verification = wire.verification_from_proto(answer, asked.step)
-        check_rows(verification, self._rows.vocabulary_size, with_statistics=asked.step.with_statistics)
-        return verification
+        verification = answer.verification(step)
+        check_rows(verification, self._rows.vocabulary_size, with_statistics=step.with_statistics)
+        if (decide := self._rows.decide_many) is not None and step.row_kind is RowKind.SUPPORT:
+            own = Round(proposal, verification, self._options.sampling)
+            verification = self._messages.rounds(answer.block).add(decide, own)
+        self._answer.set_result(verification)
+
+    def fail(self, error: TandemError) -> None:
+        """Learn why no answer follows. See `streams.Listener`."""
+        self._error = self._error or error
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(self._error)

@@ -84,7 +84,7 @@ class StandaloneProposer:
     @property
     def model_info(self) -> ModelInfo:
         """Information about the model."""
-        return self._engine.info
+        return replace(self._engine.info, drafts_ahead=True)
 
     def kv_usage(self) -> KvUsage:
         """Usage of its KV cache."""

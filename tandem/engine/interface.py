@@ -56,8 +56,11 @@ class RowRequest:
 
     @property
     def races_recovery(self) -> bool:
-        """True if the rows' samples must use the recovery keys, with which the coordinator goes on."""
-        return self.step.raced_recovery and self.step.row_kind is RowKind.SUPPORT
+        """True if the rows' samples must use the recovery keys, with which the coordinator goes on.
+
+        Without a proposal there is nothing to recover: the token is the target's own sample.
+        """
+        return self.step.row_kind is RowKind.SUPPORT and self.step.row_count > 1
 
     @property
     def needs_only_argmax(self) -> bool:

@@ -281,7 +281,6 @@ class SupportRows:
     def rows(self, found: Sequence[HostArray]) -> list[Rows]:
         """See `RowsOfKind`."""
         inside, ids, outside_probs, masses, max_logits, *statistics_parts = found
-        raced = [request.races_recovery for request in self._requests for _ in range(request.step.row_count)]
         bounds = [0, *accumulate(self._sizes)]
         statistics = _read_statistics(self._wants_statistics, statistics_parts, bounds[1:-1])
         is_finite = self._finite_rows(inside, masses, max_logits)
@@ -297,7 +296,7 @@ class SupportRows:
                     mass,
                     token_id if mass > 0.0 else -1,
                     own_statistics,
-                    outside_prob if raced[i] else None,
+                    outside_prob,
                 )
         return parts(self._requests, rows)
 

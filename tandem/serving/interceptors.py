@@ -356,8 +356,8 @@ Counted: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
 _NOT_COUNTED = (
     "/grpc.health.v1.",
     "/tandem.v1.AdminService/",
-    "/tandem.v1.DraftService/ProposeMany",
-    "/tandem.v1.TargetService/VerifyMany",
+    "/tandem.v1.DraftService/Propose",
+    "/tandem.v1.TargetService/Verify",
 )
 
 

@@ -1,4 +1,4 @@
-"""Many sequences on one stream, each served as if it had a stream of its own.
+"""Streams of draft and target services, each of which carries the sequences of one coordinator.
 
 Answers that come up while a message is written go into the next one together. So a step of an engine that answers
 sixteen sequences makes one message, and a single answer is sent at once.
@@ -8,58 +8,106 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
 
-from google.protobuf.message import DecodeError
-
-from tandem.errors import CapacityError, InvalidRequestError, ServiceUnavailableError
-from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls, ended_by, unreadable
-from tandem.v1.types_pb2 import SequencePart
-from tandem.wire.columns import ColumnPart, size_of, take_message
-from tandem.wire.status import Ending, ending_to_proto
+from tandem.errors import CapacityError, InvalidRequestError, ProtocolError, ServiceUnavailableError
+from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls, ended_by
+from tandem.types import Cancel, Finish
+from tandem.wire.columns import take_message
+from tandem.wire.status import Ending
 
 _MAX_AHEAD = 8
-"""Messages that may wait for one sequence. A coordinator sends one, and its Finish; from a peer that sends more the
+"""Requests that may wait for one sequence. A coordinator sends one, and its Finish; from a peer that sends more the
 stream reads no further."""
 _MAX_WAITING_BYTES = 1 << 22
 """Sequences pause while so many bytes wait for the stream's reader."""
+_CANCELLATION_GRACE_SECONDS = 0.05
+"""A cancelled client can look like a clean end of the stream; the cancellation arrives within this time."""
+
+OptionsT = TypeVar("OptionsT")
+StepT = TypeVar("StepT")
+AnswerT = TypeVar("AnswerT")
+RequestsT = TypeVar("RequestsT")
+AnswersT = TypeVar("AnswersT")
 
 
-class Answer(Protocol):
-    """A message of a sequence's stream."""
+class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
+    """One sequence of a stream, as the service sees it."""
 
-    def SerializeToString(self) -> bytes:
-        """Its bytes."""
+    def __init__(
+        self, options: OptionsT, say: Callable[[AnswerT], None], room: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Begin.
 
-    def HasField(self, field_name: Literal["columns"]) -> bool:
-        """True if it has columns, which are joined with those of other sequences."""
+        Args:
+            options: Options with which it was opened.
+            say: Queues an answer.
+            room: Waits until the stream's reader has taken enough of what waits.
+        """
+        self.options = options
+        self.kept_tokens = 0
+        """How many of its first tokens the coordinator keeps, known once its steps have ended."""
+        self.arrived: asyncio.Queue[StepT | Finish | Exception] = asyncio.Queue(_MAX_AHEAD)
+        """What the coordinator says of it; an error ends it."""
+        self.say = say
+        self._room = room
+        self._pushing: asyncio.Task[None] | None = None
 
-    def ByteSize(self) -> int:
-        """How many bytes it has."""
+    async def steps(self, pushed: asyncio.Queue[Any] | None = None) -> AsyncIterator[StepT]:
+        """Its steps, until its Finish.
+
+        Args:
+            pushed: What to send between answers, until then; an error ends the sequence.
+
+        Raises:
+            InvalidRequestError: a step is invalid, or the stream ended without a Finish.
+        """
+        if pushed is not None:
+            self._pushing = asyncio.create_task(self._push(pushed))
+        while not isinstance(request := await self.arrived.get(), Finish):
+            if isinstance(request, Exception):
+                raise request
+            yield request
+        self.kept_tokens = request.token_count
+
+    async def answer(self, answer: AnswerT) -> None:
+        """Answer a step."""
+        self.say(answer)
+        await self._room()
+
+    def close(self) -> None:
+        """The sequence is over."""
+        if self._pushing is not None:
+            self._pushing.cancel()
+
+    async def _push(self, pushed: asyncio.Queue[Any]) -> None:
+        while True:
+            answer = await pushed.get()
+            if isinstance(answer, Exception):
+                await self.arrived.put(answer)
+                return
+            await self.answer(answer)
 
 
-class Parts(Protocol):
-    """A message of a shared stream."""
+@dataclass(frozen=True, slots=True)
+class Translation(Generic[OptionsT, StepT, AnswerT, RequestsT, AnswersT]):
+    """How a service's messages translate."""
 
-    @property
-    def parts(self) -> Iterable[SequencePart]:
-        """Its parts, one per sequence, in order."""
-
-
-RequestT = TypeVar("RequestT")
-PartsT = TypeVar("PartsT", bound=Parts)
-
-Part: TypeAlias = "SequencePart | ColumnPart[Any]"
-"""An answer of one sequence, on its way into a message."""
-
-Behaviour = Callable[[AsyncIterator[RequestT]], AsyncIterator[Answer]]
-"""Answers the requests of one sequence."""
+    options: type[OptionsT]
+    """Options with which sequences are opened."""
+    read: Callable[
+        [RequestsT], Iterable[tuple[int, OptionsT | StepT | Finish | Cancel | InvalidRequestError]]
+    ]
+    """What a message says of sequences, by number; raises a ProtocolError where its parts do not fit together."""
+    write: Callable[[Iterable[tuple[int, AnswerT | Ending]]], AnswersT]
+    """Makes a message of answers."""
+    size: Callable[[AnswerT | Ending], int]
+    """About how many bytes an answer adds to a message."""
 
 
-class MultiplexedStreams:
-    """A server's multiplexed streams. Each of their sequences passes the readiness check and counts as a call."""
+class SequenceStreams:
+    """A server's streams. Each of their sequences passes the readiness check and counts as a call."""
 
     def __init__(self) -> None:
         self._readiness = ReadinessInterceptor("")
@@ -78,25 +126,25 @@ class MultiplexedStreams:
 
     async def serve(
         self,
-        requests: AsyncIterator[PartsT],
-        behaviour: Behaviour[RequestT],
-        read: Callable[[bytes], RequestT],
-    ) -> AsyncGenerator[list[Part]]:
-        """Queue of the messages of one stream's sequences, sent in as few messages as possible.
+        requests: AsyncIterator[RequestsT],
+        serve_sequence: Callable[[ServedSequence[OptionsT, StepT, AnswerT]], Awaitable[None]],
+        translation: Translation[OptionsT, StepT, AnswerT, RequestsT, AnswersT],
+    ) -> AsyncGenerator[AnswersT]:
+        """Serve the sequences of a stream; yield messages, as few as possible.
 
         Args:
             requests: The stream's messages.
-            behaviour: What answers one sequence.
-            read: Reads a request of one sequence.
+            serve_sequence: Serves one sequence until it ends.
+            translation: Reads and writes messages.
 
         Raises:
             InvalidRequestError: a message of the stream cannot be read.
         """
-        stream = _MultiplexedStream(self._admitted, behaviour, read)
+        stream = _Stream(self._admitted, serve_sequence, translation)
         reading = asyncio.create_task(stream.read(requests))
         try:
-            async for parts in stream.answers():
-                yield parts
+            async for message in stream.messages():
+                yield message
             await reading
         finally:
             reading.cancel()
@@ -116,57 +164,46 @@ class MultiplexedStreams:
         return self._calls
 
 
-@dataclass(slots=True, eq=False)
-class _Sequence(Generic[RequestT]):
-    """One sequence of a shared stream, and its received messages."""
-
-    read: Callable[[bytes], RequestT]
-    task: asyncio.Task[None] | None = None
-    arrived: asyncio.Queue[bytes | None] = field(default_factory=lambda: asyncio.Queue(_MAX_AHEAD))
-    """None: the stream has ended."""
-
-    async def requests(self) -> AsyncIterator[RequestT]:
-        """Its requests, as those of a stream of its own."""
-        while (content := await self.arrived.get()) is not None:
-            try:
-                request = self.read(content)
-            except DecodeError:
-                raise unreadable() from None
-            yield request
+Running: TypeAlias = tuple["asyncio.Task[None]", ServedSequence[OptionsT, StepT, AnswerT]]
 
 
-class _MultiplexedStream(Generic[RequestT]):
+class _Stream(Generic[OptionsT, StepT, AnswerT, RequestsT, AnswersT]):
     def __init__(
         self,
         admitted: Callable[[], RunningCalls],
-        behaviour: Behaviour[RequestT],
-        read: Callable[[bytes], RequestT],
+        serve_sequence: Callable[[ServedSequence[OptionsT, StepT, AnswerT]], Awaitable[None]],
+        translation: Translation[OptionsT, StepT, AnswerT, RequestsT, AnswersT],
     ) -> None:
         self._admitted = admitted
-        self._behaviour = behaviour
-        self._read = read
-        self._sequences: dict[int, _Sequence[RequestT]] = {}
+        self._serve_sequence = serve_sequence
+        self._translation = translation
+        self._running: dict[int, Running[OptionsT, StepT, AnswerT]] = {}
         self._latest = 0
         """The highest number that a sequence ever had."""
-        self._outbox: list[Part] = []
+        self._outbox: list[tuple[int, AnswerT | Ending]] = []
         self._waiting_bytes = 0
         """In the outbox, and in the message that is being written."""
         self._more = asyncio.Event()
         self._less = asyncio.Event()
         self._is_read = False
 
-    async def read(self, requests: AsyncIterator[PartsT]) -> None:
+    async def read(self, requests: AsyncIterator[RequestsT]) -> None:
         """Distribute received messages until the stream ends.
 
         Raises:
             InvalidRequestError: a message cannot be read; its sequences end with it.
         """
         try:
-            async for request in requests:
-                for part in request.parts:
-                    await self._take(part)
-            for sequence in list(self._sequences.values()):
-                await sequence.arrived.put(None)
+            async for message in requests:
+                for number, request in self._translation.read(message):
+                    await self._take(number, request)
+            if self._running:
+                await asyncio.sleep(_CANCELLATION_GRACE_SECONDS)
+            for _, sequence in list(self._running.values()):
+                await sequence.arrived.put(InvalidRequestError("the stream ended without finish"))
+        except ProtocolError as error:
+            self._cancel()
+            raise InvalidRequestError(str(error)) from None
         except InvalidRequestError:
             self._cancel()
             raise
@@ -174,13 +211,13 @@ class _MultiplexedStream(Generic[RequestT]):
             self._is_read = True
             self._more.set()
 
-    async def answers(self) -> AsyncIterator[list[Part]]:
-        """Yield messages until all queued parts are sent."""
-        while self._outbox or self._sequences or not self._is_read:
+    async def messages(self) -> AsyncIterator[AnswersT]:
+        """Yield messages until all queued answers are sent."""
+        while self._outbox or self._running or not self._is_read:
             if self._outbox:
-                taken = take_message(self._outbox, size_of)
-                yield taken
-                self._waiting_bytes -= sum(map(size_of, taken))
+                taken = take_message(self._outbox, self._size)
+                yield self._translation.write(taken)
+                self._waiting_bytes -= sum(map(self._size, taken))
                 self._less.set()
             else:
                 self._more.clear()
@@ -191,184 +228,66 @@ class _MultiplexedStream(Generic[RequestT]):
         await asyncio.gather(*self._cancel(), return_exceptions=True)
 
     def _cancel(self) -> list[asyncio.Task[None]]:
-        tasks = [each.task for each in self._sequences.values() if each.task is not None]
+        tasks = [task for task, _ in self._running.values()]
         for task in tasks:
             task.cancel()
         return tasks
 
-    async def _take(self, part: SequencePart) -> None:
-        sequence = self._sequences.get(part.sequence)
-        match part.WhichOneof("part"):
-            case "message":
-                if sequence is None and part.sequence > self._latest:
-                    sequence = self._begin(part.sequence)
-                if sequence is not None:  # one that has ended may be asked once more before that is known
-                    await sequence.arrived.put(part.message)
-            case "end":
-                if sequence is not None and sequence.task is not None:
-                    sequence.task.cancel()
+    async def _take(
+        self, number: int, request: OptionsT | StepT | Finish | Cancel | InvalidRequestError
+    ) -> None:
+        task, sequence = self._running.get(number, (None, None))
+        if isinstance(request, Cancel):
+            if task is not None:
+                task.cancel()
+        elif sequence is None:
+            # One that has ended may be asked once more before that is known.
+            if number > self._latest:
+                self._begin(number, request)
+        elif isinstance(request, self._translation.options):
+            await sequence.arrived.put(InvalidRequestError("the sequence was opened twice"))
+        else:
+            await sequence.arrived.put(request)  # type: ignore[arg-type]  # it is no OptionsT
 
-    def _begin(self, number: int) -> _Sequence[RequestT]:
+    def _begin(self, number: int, request: OptionsT | StepT | Finish | InvalidRequestError) -> None:
         self._latest = number
-        sequence = self._sequences[number] = _Sequence(self._read)
-        sequence.task = asyncio.create_task(self._run(number, sequence))
-        sequence.task.add_done_callback(lambda _: self._is_over(number))
-        return sequence
+        if isinstance(request, InvalidRequestError):
+            self._say(number, ended_by(request))
+        elif not isinstance(request, self._translation.options):
+            self._say(number, ended_by(InvalidRequestError("the sequence begins without open")))
+        else:
+            sequence: ServedSequence[OptionsT, StepT, AnswerT] = ServedSequence(
+                request, lambda answer: self._say(number, answer), self._room
+            )
+            task = asyncio.create_task(self._run(number, sequence))
+            self._running[number] = task, sequence
+            task.add_done_callback(lambda _: self._is_over(number))
 
-    async def _run(self, number: int, sequence: _Sequence[RequestT]) -> None:
+    async def _run(self, number: int, sequence: ServedSequence[OptionsT, StepT, AnswerT]) -> None:
         try:
-            async with (
-                self._admitted().running(),
-                aclosing(cast("AsyncGenerator[Answer]", self._behaviour(sequence.requests()))) as answers,
-            ):
-                async for answer in answers:
-                    self._say(_part(number, answer))
-                    while self._waiting_bytes >= _MAX_WAITING_BYTES:
-                        self._less.clear()
-                        await self._less.wait()
+            async with self._admitted().running():
+                await self._serve_sequence(sequence)
             ending = Ending()
         except Exception as error:  # noqa: BLE001 - any error ends only one sequence
             ending = ended_by(error)
-        self._say(SequencePart(sequence=number, end=ending_to_proto(ending)))
+        self._say(number, ending)
 
     def _is_over(self, number: int) -> None:
-        arrived = self._sequences.pop(number).arrived
-        if arrived.full():
-            arrived.get_nowait()  # nobody else does, and the stream's reader may be waiting for it
+        _, sequence = self._running.pop(number)
+        sequence.close()
+        if sequence.arrived.full():
+            sequence.arrived.get_nowait()  # nobody else does, and the stream's reader may be waiting for it
         self._more.set()
 
-    def _say(self, part: Part) -> None:
-        self._outbox.append(part)
-        self._waiting_bytes += size_of(part)
+    def _say(self, number: int, answer: AnswerT | Ending) -> None:
+        self._outbox.append((number, answer))
+        self._waiting_bytes += self._size(self._outbox[-1])
         self._more.set()
 
+    async def _room(self) -> None:
+        while self._waiting_bytes >= _MAX_WAITING_BYTES:
+            self._less.clear()
+            await self._less.wait()
 
-def _part(number: int, answer: Answer) -> Part:
-    if answer.HasField("columns"):
-        return ColumnPart(number, answer, answer.ByteSize())
-    return SequencePart(sequence=number, message=answer.SerializeToString())
-
-
-# A cancelled client can look like a clean end of the stream for a moment; within this time the cancellation arrives.
-_CANCELLATION_GRACE_SECONDS = 0.05
-
-
-class SequenceMessage(Protocol):
-    """A request of either sequence stream."""
-
-    def WhichOneof(self, oneof_group: Literal["message"]) -> str | None:
-        """Which of open, step and finish is set."""
-
-
-MessageT = TypeVar("MessageT", bound=SequenceMessage)
-
-
-async def opening(requests: AsyncIterator[MessageT]) -> MessageT:
-    """The first message of a stream, which must open a sequence.
-
-    Raises:
-        InvalidRequestError: the stream is empty, or begins with something else.
-    """
-    async for request in requests:
-        if (kind := request.WhichOneof("message")) != "open":
-            raise InvalidRequestError(
-                f"the stream begins with {kind or 'an empty message'}; it must begin with open"
-            )
-        return request
-    raise InvalidRequestError("the stream ended before it began; its first message must be open")
-
-
-def _ignored(_: object) -> None:
-    pass
-
-
-async def steps(
-    requests: AsyncIterator[MessageT], on_finish: Callable[[MessageT], None] = _ignored
-) -> AsyncIterator[MessageT]:
-    """The steps of an opened stream, until its Finish.
-
-    Args:
-        requests: the stream after its Open.
-        on_finish: is handed the Finish.
-
-    Raises:
-        InvalidRequestError: the message is not a step, or the stream ended without a Finish.
-    """
-    async for request in requests:
-        match request.WhichOneof("message"):
-            case "step":
-                yield request
-            case "finish":
-                on_finish(request)
-                return
-            case kind:
-                raise InvalidRequestError(
-                    f"{kind or 'an empty message'} came in an open stream; send step or finish"
-                )
-    await asyncio.sleep(_CANCELLATION_GRACE_SECONDS)
-    raise InvalidRequestError("the stream ended without finish")
-
-
-AnswerT = TypeVar("AnswerT")
-PushT = TypeVar("PushT")
-
-
-async def answered(
-    requests: AsyncIterator[RequestT],
-    answer: Callable[[RequestT], Awaitable[AnswerT | None]],
-    pushed: asyncio.Queue[PushT | Exception] | None,
-    translate: Callable[[PushT], AnswerT],
-) -> AsyncGenerator[AnswerT]:
-    """Answer one request after the other, and pass on what is pushed between them.
-
-    Args:
-        requests: The requests. The stream ends with them.
-        answer: Answers a request; may return None for no answer.
-        pushed: Messages to push, or an error that ends the stream; None for a stream without pushes.
-        translate: Turns a pushed value into a message.
-
-    Raises:
-        Exception: An error that was pushed, or that `answer` raised.
-    """
-    if pushed is None:
-        async for request in requests:
-            if (response := await answer(request)) is not None:
-                yield response
-        return
-    arriving, push = asyncio.ensure_future(_next(requests)), asyncio.ensure_future(pushed.get())
-    try:
-        while True:
-            await asyncio.wait((arriving, push), return_when=asyncio.FIRST_COMPLETED)
-            # Requests take precedence: they make earlier pushes obsolete.
-            if arriving.done():
-                if not (taken := arriving.result()):
-                    return
-                response = await answer(taken[0])
-                arriving = asyncio.ensure_future(_next(requests))
-            else:
-                drafted, push = push.result(), asyncio.ensure_future(pushed.get())
-                response = translate(_no_error(drafted))
-            if response is not None:
-                yield response
-    finally:
-        await _cancel(arriving, push)
-
-
-def _no_error(drafted: PushT | Exception) -> PushT:
-    if isinstance(drafted, Exception):
-        raise drafted
-    return drafted
-
-
-async def _cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel the tasks and wait for their end."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _next(requests: AsyncIterator[RequestT]) -> tuple[RequestT, ...]:
-    """Return the next request; an empty tuple at the end."""
-    async for request in requests:
-        return (request,)
-    return ()
+    def _size(self, item: tuple[int, AnswerT | Ending]) -> int:
+        return self._translation.size(item[1])

@@ -1,238 +1,224 @@
-"""Answers to many sequences column by column: a few byte strings for all of them, each read by one numpy call.
+"""Messages for many sequences, column by column: a few byte strings hold the values of all of them.
 
-What one sequence says is a message of its own until it is sent. The columns of such messages are joined byte by byte,
-so that a message for sixty-four sequences has the form of a message for one.
+Each byte string is written and read by one call, so that a message for sixty-four sequences costs little more than a
+message for one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Generic, Protocol, TypeVar
+from itertools import accumulate, repeat
+from typing import Generic, TypeVar
 
 import numpy as np
-from google.protobuf.message import Message
 
 from tandem.errors import ProtocolError
-from tandem.types import StepCost
-from tandem.v1.types_pb2 import AnswerColumns, SequencePart
-from tandem.v1.types_pb2 import StepCost as StepCostMessage
-from tandem.wire.common import floats_from_bytes, step_cost
+from tandem.types import Delta, Float32Array, FloatArray, IntArray, StepCost
+from tandem.v1.types_pb2 import AnswerColumns, DeltaColumns
 
-MessageT = TypeVar("MessageT", bound=Message)
+MAX_BYTES = 1 << 16
+"""Bytes after which a message takes no further sequence, since the limit on messages is meant for one of them."""
+HEADER_BYTES = 32
+"""About what a sequence takes in a message besides its tokens and rows."""
+
+_MAX_STEP_SECONDS = 3600.0
+"""A step cost beyond this is a mistake of the service."""
+
+ItemT = TypeVar("ItemT")
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(slots=True, eq=False)  # one for each answer: to freeze it would take three times as long
-class Head:
-    """The fields of every answer, whatever its kind."""
+class Answered(Generic[T_co]):
+    """An answer of a service to one sequence, or a complaint about it."""
 
     sequence: int
-    base_length: int
-    cost: StepCost | None
-
-
-@dataclass(slots=True, eq=False)  # one for each answer: to freeze it would take three times as long
-class Arrived(Generic[T]):
-    """An answer that was read out of a message for several sequences."""
-
-    sequence: int
-    answer: T
+    answer: T_co
     size: int
     """Its share of the message in bytes."""
 
 
-def joined(messages: Sequence[MessageT], into: MessageT) -> MessageT:
-    """Join the columns of several messages of a type, all of whose fields are byte strings.
-
-    Args:
-        messages: The messages, in order.
-        into: An empty message of the same type, which is filled and returned.
-    """
-    for field in into.DESCRIPTOR.fields:
-        if content := b"".join([getattr(message, field.name) for message in messages]):
-            setattr(into, field.name, content)
-    return into
-
-
-class Answer(Protocol):
-    """The fields of every answer of a service."""
-
-    @property
-    def base_length(self) -> int:
-        """See the messages."""
-
-    @property
-    def cost(self) -> StepCostMessage:
-        """All zeros where it was not measured."""
-
-
-def heads_to_proto(answers: Iterable[tuple[int, Answer]]) -> AnswerColumns:
-    """Columns of what every answer says.
-
-    Args:
-        answers: Pairs of a sequence's number and its answer, at least one.
-    """
-    sequences, messages = zip(*answers, strict=True)
-    costs = [message.cost for message in messages]
-    return AnswerColumns(
-        sequences=np.array(sequences, "<i8").tobytes(),
-        base_lengths=ints_to_bytes([message.base_length for message in messages]),
-        cost_seconds=np.array([cost.seconds for cost in costs], "<f4").tobytes(),
-        cost_sequence_counts=ints_to_bytes([cost.sequence_count for cost in costs]),
-        cost_token_counts=ints_to_bytes([cost.token_count for cost in costs]),
-    )
-
-
-def heads_from_proto(message: AnswerColumns) -> list[Head]:
-    """Read whose answers the columns are.
-
-    Raises:
-        ProtocolError: the columns do not have the same length.
-    """
-    count = len(message.sequences) // 8
-    if len(message.sequences) != 8 * count:
-        raise ProtocolError(
-            f"the column of sequences holds {len(message.sequences)} bytes; it must hold 8 for each sequence"
-        )
-    seconds = floats_from_bytes(message.cost_seconds, count, "the column of seconds").tolist()
-    sequence_counts = ints_from_bytes(message.cost_sequence_counts, count, "the column of sequence counts")
-    token_counts = ints_from_bytes(message.cost_token_counts, count, "the column of token counts")
-    costs = list(zip(seconds, sequence_counts, token_counts, strict=True))
-    read = {cost: step_cost(*cost) for cost in set(costs)}  # sequences that share a step have one cost
-    return [
-        Head(sequence, base_length, read[cost])
-        for sequence, base_length, cost in zip(
-            np.frombuffer(message.sequences, "<i8").tolist(),
-            ints_from_bytes(message.base_lengths, count, "the column of base lengths"),
-            costs,
-            strict=True,
-        )
-    ]
-
-
 def ints_to_bytes(values: Sequence[int]) -> bytes:
     """Little-endian signed 32-bit integers."""
-    return np.array(values, "<i4").tobytes()
+    numbers = array("i", values)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
 
 
-def ints_from_bytes(data: bytes, count: int, what: str) -> list[int]:
+def counts_to_bytes(values: Sequence[int]) -> bytes:
+    """The same, but nothing where all are zero."""
+    return ints_to_bytes(values) if any(values) else b""
+
+
+def floats_to_bytes(values: FloatArray | Float32Array | Sequence[float]) -> bytes:
+    """Little-endian binary32. A `repeated float` of a vocabulary costs milliseconds to encode, bytes do not."""
+    return np.asarray(values).astype("<f4", copy=False).tobytes()
+
+
+def ids_to_bytes(parts: Sequence[IntArray]) -> bytes:
+    """Arrays of ids, one after the other, as 32-bit integers."""
+    return np.concatenate(parts).astype("<i4").tobytes() if parts else b""
+
+
+def ints_from_bytes(data: bytes, count: int, what: str, *, may_lack: bool = False) -> list[int]:
     """Read little-endian signed 32-bit integers.
+
+    Args:
+        data: The bytes.
+        count: Number of values.
+        what: Name of the column.
+        may_lack: No bytes mean zeros.
 
     Raises:
         ProtocolError: the bytes are not `count` of them.
     """
+    if may_lack and not data:
+        return [0] * count
     if len(data) != 4 * count:
         raise ProtocolError(f"{what} holds {len(data)} bytes; it must hold {4 * count} for {count} values")
     numbers: list[int] = np.frombuffer(data, "<i4").tolist()
     return numbers
 
 
-def sizes_from_bytes(data: bytes, what: str) -> list[int]:
-    """Read how long each of several parts is: as many numbers as there are, none below 0.
+def ids_from_bytes(data: bytes, count: int, what: str) -> IntArray:
+    """Read little-endian signed 32-bit integers as an array, shape [count].
 
     Raises:
-        ProtocolError: the bytes are no whole numbers, or one is below 0.
+        ProtocolError: the bytes are not `count` of them.
     """
-    sizes = ints_from_bytes(data, len(data) // 4, what)
+    if len(data) != 4 * count:
+        raise ProtocolError(f"{what} holds {len(data)} bytes; it must hold {4 * count} for {count} values")
+    return np.frombuffer(data, "<i4").astype(np.int64)
+
+
+def floats_from_bytes(data: bytes, count: int, what: str) -> Float32Array:
+    """Array of shape [count] over the message's own bytes, without a copy.
+
+    Raises:
+        ProtocolError: the bytes are not `count` floats.
+    """
+    if len(data) != 4 * count:
+        raise ProtocolError(f"{what} holds {len(data)} bytes; it must hold {4 * count} for {count} values")
+    return np.frombuffer(data, dtype="<f4")
+
+
+def sizes_from_bytes(data: bytes, what: str, count: int | None = None) -> list[int]:
+    """Read how long each of several parts is, none below 0.
+
+    Args:
+        data: The bytes.
+        what: Name of the column.
+        count: Number of parts; None: as many as there are.
+
+    Raises:
+        ProtocolError: the bytes are not so many numbers, or one is below 0.
+    """
+    sizes = ints_from_bytes(
+        data, len(data) // 4 if count is None else count, what, may_lack=count is not None
+    )
     if min(sizes, default=0) < 0:
         raise ProtocolError(f"{what} names a size of {min(sizes)}; it must be at least 0")
     return sizes
 
 
-def parts(
-    heads: Sequence[Head],
-    counts_data: bytes,
-    total: int,
-    size: int,
-    part: Callable[[Head, int, int], T],
-) -> Iterator[Arrived[T]]:
-    """Divide columns among their sequences.
+def split(values: Sequence[T], sizes: Iterable[int]) -> Iterator[Sequence[T]]:
+    """Divide values into parts of these sizes."""
+    start = 0
+    for size in sizes:
+        yield values[start : start + size]
+        start += size
 
-    Args:
-        heads: The sequences.
-        counts_data: How many values each of them has: the column of counts.
-        total: How many there are.
-        size: Bytes of the message.
-        part: Makes the answer of the values from a start to before a stop.
+
+def bounds(sizes: Sequence[int], total: int, what: str) -> list[tuple[int, int]]:
+    """Start and stop of each of several parts.
 
     Raises:
-        ProtocolError: the counts are not as many as the sequences, or their sum is another number.
+        ProtocolError: their sum is not the total.
     """
-    counts = sizes_from_bytes(counts_data, "the column of counts")
-    if len(counts) != len(heads) or sum(counts) != total:
-        raise ProtocolError(
-            f"columns of {total} values came with counts of {counts} for {len(heads)} sequences; there must be one "
-            "count for each sequence, and their sum must be the number of values"
+    stops = list(accumulate(sizes))
+    if (stops[-1] if stops else 0) != total:
+        raise ProtocolError(f"{what} has {total} values, and parts of {stops[-1] if stops else 0} in all")
+    return list(zip([0, *stops], stops, strict=False))
+
+
+def deltas_to_proto(into: DeltaColumns, changes: Iterable[tuple[int, Delta]]) -> None:
+    """Write changes of sequences, each with its sequence's number."""
+    sequences, deltas = zip(*changes, strict=True)
+    into.sequences = ints_to_bytes(sequences)
+    into.base_lengths = ints_to_bytes([delta.base_length for delta in deltas])
+    into.token_counts = ints_to_bytes([len(delta.token_ids) for delta in deltas])
+    into.token_ids = b"".join([ints_to_bytes(delta.token_ids) for delta in deltas])
+
+
+def deltas_from_proto(message: DeltaColumns) -> list[tuple[int, Delta]]:
+    """Read changes of sequences, each with its sequence's number.
+
+    Raises:
+        ProtocolError: the columns do not fit together.
+    """
+    count = len(message.sequences) // 4
+    sequences = ints_from_bytes(message.sequences, count, "the column of sequences")
+    base_lengths = ints_from_bytes(message.base_lengths, count, "the column of base lengths")
+    sizes = sizes_from_bytes(message.token_counts, "the column of token counts", count)
+    token_ids = ints_from_bytes(message.token_ids, sum(sizes), "the column of token ids")
+    return [
+        (sequence, Delta(base_length, tokens))
+        for sequence, base_length, tokens in zip(
+            sequences, base_lengths, split(token_ids, sizes), strict=True
         )
-    share = size // max(len(heads), 1)
-    for head, stop, count in zip(heads, accumulate(counts), counts, strict=True):
-        yield Arrived(head.sequence, part(head, stop - count, stop), share)
+    ]
 
 
-MAX_BYTES = 1 << 16
-"""Bytes after which a message takes no further part, since the limit on messages is meant for one part."""
-
-_MIN_JOINED = 3
-"""Columns of fewer sequences are not joined: a block takes some 10 us to read, whatever it holds."""
-
-
-class Serialized(Protocol):
-    """An answer."""
-
-    def SerializeToString(self) -> bytes:  # noqa: N802 - protobuf's name
-        """Its bytes."""
+def heads_to_proto(into: AnswerColumns, heads: Iterable[tuple[int, int, StepCost | None]]) -> None:
+    """Write what every answer says: the sequence's number, the base length and the cost."""
+    sequences, base_lengths, costs = zip(*heads, strict=True)
+    into.sequences = ints_to_bytes(sequences)
+    into.base_lengths = ints_to_bytes(base_lengths)
+    if any(costs):
+        into.cost_seconds = floats_to_bytes([cost.seconds if cost else 0.0 for cost in costs])
+        into.cost_sequence_counts = ints_to_bytes([cost.sequences if cost else 0 for cost in costs])
+        into.cost_token_counts = ints_to_bytes([cost.tokens if cost else 0 for cost in costs])
 
 
-AnswerT = TypeVar("AnswerT", bound=Serialized)
-PartT = TypeVar("PartT")
+def heads_from_proto(message: AnswerColumns) -> list[tuple[int, int, StepCost | None]]:
+    """Read what every answer says: the sequence's number, the base length and the cost.
 
-
-@dataclass(frozen=True, slots=True)
-class ColumnPart(Generic[AnswerT]):
-    """An answer with columns, which are joined with those of other sequences when they are sent."""
-
-    sequence: int
-    answer: AnswerT
-    size: int
-    """In bytes."""
-
-
-def size_of(part: SequencePart | ColumnPart[AnswerT]) -> int:
-    """How many bytes a part adds to a message, without its number."""
-    return part.size if isinstance(part, ColumnPart) else len(part.message)
-
-
-def grouped(
-    answers: Iterable[SequencePart | ColumnPart[AnswerT]], form: Callable[[AnswerT], Hashable]
-) -> tuple[list[SequencePart], list[list[ColumnPart[AnswerT]]]]:
-    """Divide what goes into a message into parts of their own and groups of columns to join.
-
-    Args:
-        answers: In order.
-        form: Equal for answers whose columns can be joined.
-
-    Returns:
-        The parts, and groups of answers of one form each. An answer precedes its sequence's end, whichever way it goes.
+    Raises:
+        ProtocolError: the columns do not have the same length.
     """
-    parts: list[SequencePart] = []
-    groups: dict[Hashable, list[ColumnPart[AnswerT]]] = {}
-    for each in answers:
-        if isinstance(each, ColumnPart):
-            groups.setdefault(form(each.answer), []).append(each)
-        else:
-            parts.append(each)
-    alone = [part for group in groups.values() if len(group) < _MIN_JOINED for part in group]
-    own = [SequencePart(sequence=part.sequence, message=part.answer.SerializeToString()) for part in alone]
-    return own + parts, [group for group in groups.values() if len(group) >= _MIN_JOINED]
+    count = len(message.sequences) // 4
+    sequences = ints_from_bytes(message.sequences, count, "the column of sequences")
+    base_lengths = ints_from_bytes(message.base_lengths, count, "the column of base lengths")
+    if not message.cost_seconds:
+        return list(zip(sequences, base_lengths, repeat(None), strict=False))
+    columns = zip(
+        floats_from_bytes(message.cost_seconds, count, "the column of seconds").tolist(),
+        ints_from_bytes(message.cost_sequence_counts, count, "the column of sequence counts"),
+        ints_from_bytes(message.cost_token_counts, count, "the column of costs' token counts"),
+        strict=True,
+    )
+    costs = list(columns)
+    known = {cost: _step_cost(*cost) for cost in set(costs)}  # sequences that share a step have one cost
+    return list(zip(sequences, base_lengths, [known[cost] for cost in costs], strict=True))
 
 
-def take_message(outbox: list[PartT], size: Callable[[PartT], int]) -> list[PartT]:
-    """Take the first parts out of the outbox: as many as a message takes, at least one."""
+def _step_cost(seconds: float, sequences: int, tokens: int) -> StepCost | None:
+    """The cost that a service reports; None for impossible values, which would mislead a cost model."""
+    if not 0.0 < seconds < _MAX_STEP_SECONDS or sequences < 1 or tokens < sequences:
+        return None
+    return StepCost(seconds, sequences, tokens)
+
+
+def take_message(outbox: list[ItemT], size: Callable[[ItemT], int]) -> list[ItemT]:
+    """Take the first items out of the outbox: as many as a message takes, at least one."""
     total = count = 0
-    for part in outbox:
-        total, count = total + size(part), count + 1
+    for item in outbox:
+        total, count = total + size(item), count + 1
         if total >= MAX_BYTES:
             break
     taken = outbox[:count]

@@ -1,10 +1,9 @@
-"""DraftService: the distributions that proposed tokens were drawn from, as columns."""
+"""DraftService: proposals, outcomes drafted ahead, and what asks for them, for many sequences in a message."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
@@ -14,108 +13,362 @@ from tandem.types import (
     MAX_AHEAD_TOKENS,
     MAX_BRANCHES,
     AheadBudget,
-    DenseLogits,
+    Cancel,
+    Delta,
     DraftDistribution,
     DraftedOutcomes,
     DraftOptions,
-    Float32Array,
-    FloatArray,
-    IntArray,
+    Finish,
     Proposal,
     ProposeStep,
+    RowKind,
     SparseDistribution,
-    StepCost,
 )
-from tandem.v1 import draft_pb2, types_pb2
-from tandem.v1.draft_pb2 import DistributionColumns
+from tandem.v1 import draft_pb2
 from tandem.wire.columns import (
-    Arrived,
-    ColumnPart,
-    grouped,
-    heads_from_proto,
-    heads_to_proto,
-    ints_from_bytes,
-    ints_to_bytes,
-    joined,
-    parts,
-    sizes_from_bytes,
-)
-from tandem.wire.common import (
-    cost_from_proto,
-    cost_to_proto,
-    delta_from_proto,
+    HEADER_BYTES,
+    Answered,
+    bounds,
+    counts_to_bytes,
+    deltas_from_proto,
+    deltas_to_proto,
     floats_from_bytes,
     floats_to_bytes,
-    ids_to_array,
-    logits_from_tensor,
-    logits_to_tensor,
+    heads_from_proto,
+    heads_to_proto,
+    ids_from_bytes,
+    ids_to_bytes,
+    ints_from_bytes,
+    ints_to_bytes,
+    sizes_from_bytes,
+    split,
+)
+from tandem.wire.common import (
+    check_delta,
     row_kind_from_proto,
     row_kind_to_proto,
     sampling_from_proto,
     sampling_to_proto,
-    set_delta,
 )
+from tandem.wire.status import Ending, ending_from_proto, ending_to_proto
+
+Request: TypeAlias = DraftOptions | ProposeStep | Finish | Cancel
+"""What a coordinator says of one sequence."""
+
+Answer: TypeAlias = Proposal | DraftedOutcomes
+"""What a draft says of one sequence that goes on."""
 
 
-def columns_to_proto(distributions: Sequence[DraftDistribution]) -> DistributionColumns | None:
-    """The distributions of a proposal as columns; None where one of them is that of a whole vocabulary."""
-    supports = [each for each in distributions if isinstance(each, SparseDistribution)]
-    if len(supports) != len(distributions):
-        return None
-    if not supports:
-        return DistributionColumns()
-    return DistributionColumns(
-        support_sizes=ints_to_bytes([len(each.token_ids) for each in supports]),
-        support_ids=np.concatenate([each.token_ids for each in supports]).astype("<i4").tobytes(),
-        probabilities=floats_to_bytes(np.concatenate([each.probs for each in supports])),
+# ---- what asks for proposals
+
+
+def requests_to_proto(requests: Iterable[tuple[int, Request]]) -> draft_pb2.ProposeRequest:
+    """A message for sequences by number. Of one sequence, an Open precedes its steps and these its end."""
+    message = draft_pb2.ProposeRequest()
+    steps: list[tuple[int, ProposeStep]] = []
+    for sequence, request in requests:
+        if isinstance(request, ProposeStep):
+            steps.append((sequence, request))
+        elif isinstance(request, DraftOptions):
+            message.opens.append(_options_to_proto(sequence, request))
+        elif isinstance(request, Finish):
+            message.finishes.add(sequence=sequence, token_count=request.token_count)
+        else:
+            message.cancelled_sequences.append(sequence)
+    if steps:
+        columns = message.steps
+        deltas_to_proto(columns.deltas, ((sequence, step.delta) for sequence, step in steps))
+        columns.proposal_sizes = counts_to_bytes([step.token_count for _, step in steps])
+        columns.proposed_counts = counts_to_bytes([step.proposed_count for _, step in steps])
+        budgets = [step.ahead for _, step in steps]
+        columns.branch_counts = counts_to_bytes([each.branch_count if each else 0 for each in budgets])
+        columns.ahead_token_counts = counts_to_bytes([each.token_count if each else 0 for each in budgets])
+    return message
+
+
+def requests_from_proto(
+    message: draft_pb2.ProposeRequest,
+) -> Iterator[tuple[int, Request | InvalidRequestError]]:
+    """What a message says of sequences, by number; an error in place of what is out of its range.
+
+    Raises:
+        ProtocolError: the columns do not fit together.
+    """
+    for opening in message.opens:
+        try:
+            yield opening.sequence, _options_from_proto(opening)
+        except InvalidRequestError as error:
+            yield opening.sequence, error
+    if message.HasField("steps"):
+        yield from _steps_from_proto(message.steps)
+    for finish in message.finishes:
+        yield finish.sequence, Finish(finish.token_count)
+    for sequence in message.cancelled_sequences:
+        yield sequence, Cancel()
+
+
+def request_size(request: Request) -> int:
+    """About how many bytes it adds to a message."""
+    return HEADER_BYTES + (4 * len(request.delta.token_ids) if isinstance(request, ProposeStep) else 0)
+
+
+def _options_to_proto(sequence: int, options: DraftOptions) -> draft_pb2.ProposeOpen:
+    budget = options.ahead
+    return draft_pb2.ProposeOpen(
+        sequence=sequence,
+        request_id=options.request_id,
+        sampling=sampling_to_proto(options.sampling),
+        max_length=options.max_length,
+        row_kind=row_kind_to_proto(options.row_kind),
+        draft_top_k=options.draft_top_k,
+        with_token_logits=options.with_token_logits,
+        ahead=draft_pb2.AheadBudget(branch_count=budget.branch_count, token_count=budget.token_count)
+        if budget
+        else None,
+        traceparent=options.traceparent,
+        client=options.client,
     )
 
 
-def check_sum(total: float, lowest: float) -> None:
-    """Refuse probabilities that do not sum to one.
+def _options_from_proto(message: draft_pb2.ProposeOpen) -> DraftOptions:
+    if message.draft_top_k < 0:
+        raise InvalidRequestError(f"draft_top_k is {message.draft_top_k}; it must be at least 0")
+    row_kind = row_kind_from_proto(message.row_kind)
+    if row_kind is RowKind.DENSE:
+        raise InvalidRequestError("row_kind is ROW_KIND_DENSE; a draft has token and support rows")
+    return DraftOptions(
+        request_id=message.request_id,
+        sampling=sampling_from_proto(message.sampling),
+        max_length=message.max_length,
+        row_kind=row_kind,
+        draft_top_k=message.draft_top_k,
+        with_token_logits=message.with_token_logits,
+        traceparent=message.traceparent,
+        ahead=_budget(message.ahead.branch_count, message.ahead.token_count)
+        if message.HasField("ahead")
+        else None,
+        client=message.client,
+    )
 
-    Raises:
-        ProtocolError: naming their sum.
-    """
-    if not 0.999 < total < 1.001 or lowest < 0.0:
-        raise ProtocolError(
-            f"a sparse distribution sums to {total:g}; it must sum to 1, with nothing below 0"
+
+def _steps_from_proto(
+    message: draft_pb2.ProposeSteps,
+) -> Iterator[tuple[int, ProposeStep | InvalidRequestError]]:
+    deltas = deltas_from_proto(message.deltas)
+    count = len(deltas)
+    columns = zip(
+        deltas,
+        ints_from_bytes(message.proposal_sizes, count, "the column of proposal sizes", may_lack=True),
+        ints_from_bytes(message.proposed_counts, count, "the column of proposed counts", may_lack=True),
+        ints_from_bytes(message.branch_counts, count, "the column of branches", may_lack=True),
+        ints_from_bytes(message.ahead_token_counts, count, "the column of budgets' tokens", may_lack=True),
+        strict=True,
+    )
+    for (sequence, delta), *numbers in columns:
+        try:
+            yield sequence, _step(delta, *numbers)
+        except InvalidRequestError as error:
+            yield sequence, error
+
+
+def _step(delta: Delta, size: int, proposed: int, branches: int, tokens: int) -> ProposeStep:
+    check_delta(delta)
+    if size < 0:
+        raise InvalidRequestError(f"the proposal size is {size}; it must be at least 0")
+    if not branches and not tokens:
+        return ProposeStep(delta, size)
+    if not 0 <= proposed < max(delta.length, 1):
+        raise InvalidRequestError(
+            f"proposed_count is {proposed}; it must be from 0 to below the number of tokens, {delta.length}"
         )
+    if proposed and size:
+        raise InvalidRequestError(
+            f"proposed_count is {proposed} and the proposal size {size}; one of them must be 0"
+        )
+    return ProposeStep(delta, size, _budget(branches, tokens), proposed)
 
 
-def check_distinct(token_ids: Sequence[int]) -> None:
-    """Refuse a support with a repeated id.
+def _budget(branch_count: int, token_count: int) -> AheadBudget:
+    for name, value, limit in (
+        ("branch_count", branch_count, MAX_BRANCHES),
+        ("token_count", token_count, MAX_AHEAD_TOKENS),
+    ):
+        if not 1 <= value <= limit:
+            raise InvalidRequestError(f"{name} of the budget is {value}; it must be from 1 to {limit}")
+    return AheadBudget(branch_count, token_count)
+
+
+# ---- proposals and outcomes
+
+
+def answers_to_proto(answers: Iterable[tuple[int, Answer | Ending]]) -> draft_pb2.ProposeResponse:
+    """A message of answers to sequences by number; those of one form become one block."""
+    message = draft_pb2.ProposeResponse()
+    proposals: dict[tuple[bool, bool], list[tuple[int, Proposal]]] = {}
+    outcomes: dict[bool, list[tuple[int, DraftedOutcomes]]] = {}
+    for sequence, answer in answers:
+        if isinstance(answer, Proposal):
+            form = bool(answer.distributions), answer.token_logits is not None
+            proposals.setdefault(form, []).append((sequence, answer))
+        elif isinstance(answer, DraftedOutcomes):
+            outcomes.setdefault(bool(answer.distributions), []).append((sequence, answer))
+        else:
+            message.ends.append(ending_to_proto(sequence, answer))
+    for block in proposals.values():
+        _proposals_to_proto(message.proposals.add(), block)
+    for pushed in outcomes.values():
+        _outcomes_to_proto(message.outcomes.add(), pushed)
+    return message
+
+
+def answer_size(answer: Answer | Ending) -> int:
+    """About how many bytes it adds to a message."""
+    if isinstance(answer, Ending):
+        return HEADER_BYTES
+    supports = [each for each in answer.distributions if isinstance(each, SparseDistribution)]
+    return HEADER_BYTES + 4 * len(answer.token_ids) + sum(8 * len(each.token_ids) for each in supports)
+
+
+def _proposals_to_proto(message: draft_pb2.ProposalColumns, numbered: Sequence[tuple[int, Proposal]]) -> None:
+    proposals = [proposal for _, proposal in numbered]
+    heads_to_proto(message.answers, ((number, each.base_length, each.cost) for number, each in numbered))
+    message.token_counts = ints_to_bytes([len(each.token_ids) for each in proposals])
+    message.token_ids = ints_to_bytes(list(chain.from_iterable(each.token_ids for each in proposals)))
+    logits = [each.token_logits for each in proposals if each.token_logits is not None]
+    if logits:
+        message.token_logits = floats_to_bytes(np.concatenate(logits))
+    _distributions_to_proto(message.distributions, [own for each in proposals for own in each.distributions])
+
+
+def _outcomes_to_proto(
+    message: draft_pb2.OutcomeColumns, numbered: Sequence[tuple[int, DraftedOutcomes]]
+) -> None:
+    outcomes = [each for _, each in numbered]
+    heads_to_proto(message.answers, ((number, each.base_length, each.cost) for number, each in numbered))
+    message.depths = ints_to_bytes([each.depth for each in outcomes])
+    message.outcome_counts = counts_to_bytes([len(each.accepted_counts) for each in outcomes])
+    message.accepted_counts = _joined(each.accepted_counts for each in outcomes)
+    message.next_token_ids = _joined(each.next_token_ids for each in outcomes)
+    message.token_counts = ints_to_bytes([len(each.token_ids) for each in outcomes])
+    message.token_ids = _joined(each.token_ids for each in outcomes)
+    message.lead_counts = counts_to_bytes([len(each.lead_token_ids) for each in outcomes])
+    message.lead_token_ids = _joined(each.lead_token_ids for each in outcomes)
+    _distributions_to_proto(message.distributions, [own for each in outcomes for own in each.distributions])
+
+
+def _joined(parts: Iterable[Sequence[int]]) -> bytes:
+    return ints_to_bytes(list(chain.from_iterable(parts)))
+
+
+def _distributions_to_proto(
+    message: draft_pb2.DistributionColumns, drawn_from: Sequence[DraftDistribution]
+) -> None:
+    distributions = [each for each in drawn_from if isinstance(each, SparseDistribution)]
+    if distributions:
+        message.support_sizes = ints_to_bytes([len(each.token_ids) for each in distributions])
+        message.support_ids = ids_to_bytes([each.token_ids for each in distributions])
+        message.probabilities = floats_to_bytes(np.concatenate([each.probs for each in distributions]))
+
+
+def answers_from_proto(
+    message: draft_pb2.ProposeResponse,
+) -> Iterator[Answered[Answer | ProtocolError | Ending]]:
+    """The answers of a message; an error in place of one with an invalid distribution.
 
     Raises:
-        ProtocolError: it has one.
+        ProtocolError: the columns do not fit together.
     """
-    if len(set(token_ids)) != len(token_ids):
-        raise ProtocolError("a sparse distribution names a token twice")
+    for proposals in message.proposals:
+        yield from _proposals_from_proto(proposals)
+    for outcomes in message.outcomes:
+        yield from _outcomes_from_proto(outcomes)
+    for end in message.ends:
+        yield Answered(end.sequence, ending_from_proto(end), end.ByteSize())
 
 
-class DistributionBlock:
-    """The distributions of one message, those of all its sequences."""
+def _proposals_from_proto(
+    message: draft_pb2.ProposalColumns,
+) -> Iterator[Answered[Answer | ProtocolError | Ending]]:
+    heads = heads_from_proto(message.answers)
+    counts = sizes_from_bytes(message.token_counts, "the column of token counts", len(heads))
+    count = sum(counts)
+    token_ids = ints_from_bytes(message.token_ids, count, "the column of tokens")
+    logits = (
+        floats_from_bytes(message.token_logits, count, "the column of token logits")
+        if message.token_logits
+        else None
+    )
+    distributions = _Distributions(message.distributions, count)
+    share = message.ByteSize() // max(len(heads), 1)
+    for (sequence, base_length, cost), (start, stop) in zip(
+        heads, bounds(counts, count, "a block of proposals"), strict=True
+    ):
+        own = None if logits is None else logits[start:stop]
+        try:
+            drawn_from = distributions.of(start, stop)
+        except ProtocolError as error:
+            yield Answered(sequence, error, share)
+        else:
+            yield Answered(
+                sequence, Proposal(base_length, tuple(token_ids[start:stop]), drawn_from, own, cost), share
+            )
 
-    def __init__(self, message: DistributionColumns) -> None:
+
+def _outcomes_from_proto(
+    message: draft_pb2.OutcomeColumns,
+) -> Iterator[Answered[Answer | ProtocolError | Ending]]:
+    heads = heads_from_proto(message.answers)
+    count = len(heads)
+    depths = ints_from_bytes(message.depths, count, "the column of depths", may_lack=True)
+    outcome_counts = sizes_from_bytes(message.outcome_counts, "the column of outcome counts", count)
+    total = sum(outcome_counts)
+    accepted = ints_from_bytes(message.accepted_counts, total, "the column of accepted counts")
+    following = ints_from_bytes(message.next_token_ids, total, "the column of next tokens")
+    counts = sizes_from_bytes(message.token_counts, "the column of token counts", count)
+    token_ids = ints_from_bytes(message.token_ids, sum(counts), "the column of tokens")
+    lead_counts = sizes_from_bytes(message.lead_counts, "the column of lead counts", count)
+    leads = ints_from_bytes(message.lead_token_ids, sum(lead_counts), "the column of lead tokens")
+    distributions = _Distributions(message.distributions, sum(counts))
+    share = message.ByteSize() // max(count, 1)
+    for (sequence, base_length, cost), depth, keys, tokens, lead, (start, stop), a in zip(
+        heads,
+        depths,
+        split(following, outcome_counts),
+        split(token_ids, counts),
+        split(leads, lead_counts),
+        bounds(counts, sum(counts), "a block of outcomes"),
+        split(accepted, outcome_counts),
+        strict=True,
+    ):
+        try:
+            drawn_from = distributions.of(start, stop)
+        except ProtocolError as error:
+            yield Answered(sequence, error, share)
+        else:
+            drafted = DraftedOutcomes(
+                base_length, depth, tuple(tokens), tuple(a), tuple(keys), drawn_from, tuple(lead), cost
+            )
+            yield Answered(sequence, drafted, share)
+
+
+class _Distributions:
+    """What the tokens of a block were drawn from."""
+
+    def __init__(self, message: draft_pb2.DistributionColumns, token_count: int) -> None:
         """Read the columns.
 
         Raises:
-            ProtocolError: they do not fit together.
+            ProtocolError: they do not fit together, or there are distributions, but not one for each token.
         """
         sizes = sizes_from_bytes(message.support_sizes, "the column of support sizes")
-        if 0 in sizes:
-            raise ProtocolError("a sparse distribution sums to 0; it must sum to 1, with nothing below 0")
-        total = sum(sizes)
-        if len(message.support_ids) != 4 * total:
+        if len(sizes) not in (0, token_count):
             raise ProtocolError(
-                f"the column of support ids holds {len(message.support_ids)} bytes; it must hold {4 * total} for "
-                f"{total} values"
+                f"{token_count} tokens came with {len(sizes)} distributions; there must be one for each token or none"
             )
-        self.count = len(sizes)
-        """Number of distributions."""
-        self._bounds = list(pairwise(accumulate(sizes, initial=0)))
-        self._token_ids = np.frombuffer(message.support_ids, "<i4").astype(np.int64)
-        probs = floats_from_bytes(message.probabilities, total, "a sparse distribution").astype(float)
+        total = sum(sizes)
+        self._bounds = bounds(sizes, total, "the column of supports")
+        self._token_ids = ids_from_bytes(message.support_ids, total, "the column of support ids")
+        probs = floats_from_bytes(message.probabilities, total, "the column of probabilities").astype(float)
         # Supports are short: Python's own functions over a list are faster than numpy's, which take microseconds to
         # begin.
         self._id_list, self._values = self._token_ids.tolist(), probs.tolist()
@@ -126,365 +379,21 @@ class DistributionBlock:
         divisors = [each if 0.999 < each < 1.001 else 1.0 for each in self._totals]
         self._probs = probs / np.repeat(divisors, sizes)
 
-    def distributions(self, start: int, stop: int) -> tuple[SparseDistribution, ...]:
-        """The distributions from `start` to before `stop`.
+    def of(self, start: int, stop: int) -> tuple[SparseDistribution, ...]:
+        """The distributions of the tokens from `start` to before `stop`; none for deterministic proposals.
 
         Raises:
             ProtocolError: one does not sum to one, or names a token twice.
         """
-        bounds = self._bounds[start:stop]
-        for (first, last), total in zip(bounds, self._totals[start:stop], strict=True):
-            check_sum(total, 0.0 if self._lowest >= 0.0 else min(self._values[first:last]))
-            check_distinct(self._id_list[first:last])
+        own = self._bounds[start:stop]
+        for (first, last), total in zip(own, self._totals[start:stop], strict=True):
+            lowest = 0.0 if self._lowest >= 0.0 else min(self._values[first:last], default=0.0)
+            if not 0.999 < total < 1.001 or lowest < 0.0:
+                raise ProtocolError(
+                    f"a sparse distribution sums to {total:g}; it must sum to 1, with nothing below 0"
+                )
+            if len(set(self._id_list[first:last])) != last - first:
+                raise ProtocolError("a sparse distribution names a token twice")
         return tuple(
-            SparseDistribution(self._token_ids[first:last], self._probs[first:last]) for first, last in bounds
+            SparseDistribution(self._token_ids[first:last], self._probs[first:last]) for first, last in own
         )
-
-
-class ProposalBlock:
-    """The proposals of one message, those of all its sequences."""
-
-    def __init__(
-        self, token_ids: list[int], token_logits: Float32Array | None, distributions: DistributionBlock
-    ) -> None:
-        """Join what is known of all tokens.
-
-        Raises:
-            ProtocolError: there are distributions, but not one for each token.
-        """
-        if distributions.count not in (0, len(token_ids)):
-            raise ProtocolError(
-                f"a proposal of {len(token_ids)} tokens came with {distributions.count} distributions; it must have "
-                "one for each token or none"
-            )
-        self._token_ids = token_ids
-        self._token_logits = token_logits
-        self._distributions = distributions
-
-    def proposal(self, base_length: int, cost: StepCost | None, start: int, stop: int) -> Proposal:
-        """The proposal of the tokens from `start` to before `stop`.
-
-        Raises:
-            ProtocolError: see `DistributionBlock.distributions`.
-        """
-        logits = None if self._token_logits is None else self._token_logits[start:stop]
-        drawn_from = self._distributions.distributions(start, stop) if self._distributions.count else ()
-        return Proposal(base_length, tuple(self._token_ids[start:stop]), drawn_from, logits, cost)
-
-
-@dataclass(slots=True, eq=False)  # one for each answer: to freeze it would take three times as long
-class ColumnAnswer:
-    """A sequence's proposal within a block."""
-
-    base_length: int
-    cost: StepCost | None
-    block: ProposalBlock
-    start: int
-    stop: int
-
-    def proposal(self) -> Proposal:
-        """See `ProposalBlock.proposal`."""
-        return self.block.proposal(self.base_length, self.cost, self.start, self.stop)
-
-
-def distribution_to_proto(distribution: DraftDistribution) -> draft_pb2.DraftDistribution:
-    """A distribution as a message."""
-    if isinstance(distribution, DenseLogits):
-        return draft_pb2.DraftDistribution(dense_logits=logits_to_tensor(distribution.logits))
-    return draft_pb2.DraftDistribution(
-        sparse=draft_pb2.SparseDistribution(
-            token_ids=distribution.token_ids.tolist(), probabilities=floats_to_bytes(distribution.probs)
-        )
-    )
-
-
-def distribution_from_proto(message: draft_pb2.DraftDistribution) -> DraftDistribution:
-    """The distribution of a message.
-
-    Raises:
-        ProtocolError: its parts do not fit together.
-    """
-    if message.WhichOneof("distribution") == "dense_logits":
-        return DenseLogits(logits_from_tensor(message.dense_logits, "dense_logits"))
-    token_ids = ids_to_array(list(message.sparse.token_ids))
-    probs = floats_from_bytes(message.sparse.probabilities, len(token_ids), "a sparse distribution")
-    return support_of(token_ids, probs.astype(float))
-
-
-def support_of(token_ids: IntArray, probs: FloatArray) -> SparseDistribution:
-    """A support whose probabilities were rounded to binary32.
-
-    Raises:
-        ProtocolError: they are no distribution, or an id comes twice.
-    """
-    # Supports are short: Python's own functions over a list are faster than numpy's, which take microseconds to begin.
-    values, ids = probs.tolist(), token_ids.tolist()
-    total = sum(values)
-    check_sum(total, min(values, default=0.0))
-    check_distinct(ids)
-    # binary32 rounded each probability; the draft sampled in proportion to them.
-    return SparseDistribution(token_ids, probs / total)
-
-
-def outcomes_to_proto(outcomes: DraftedOutcomes) -> draft_pb2.ProposeResponse:
-    """DraftedOutcomes as a message."""
-    supports = outcomes.distributions
-    return draft_pb2.ProposeResponse(
-        cost=cost_to_proto(outcomes.cost),
-        base_length=outcomes.base_length,
-        outcomes=draft_pb2.DraftedOutcomes(
-            depth=outcomes.depth,
-            accepted_counts=outcomes.accepted_counts,
-            next_token_ids=outcomes.next_token_ids,
-            token_ids=outcomes.token_ids,
-            lead_token_ids=outcomes.lead_token_ids,
-            support_sizes=[len(support.token_ids) for support in supports],
-            support_ids=b"".join(support.token_ids.astype("<i4").tobytes() for support in supports),
-            probabilities=b"".join(support.probs.astype("<f4").tobytes() for support in supports),
-        ),
-    )
-
-
-def outcomes_from_proto(
-    base_length: int, message: draft_pb2.DraftedOutcomes, cost: StepCost | None
-) -> DraftedOutcomes:
-    """Outcomes as they came.
-
-    Raises:
-        ProtocolError: their parts do not fit together.
-    """
-    if len(message.accepted_counts) != len(message.next_token_ids):
-        raise ProtocolError(
-            f"outcomes came with {len(message.accepted_counts)} accepted counts and {len(message.next_token_ids)} "
-            "next tokens; there must be as many of both"
-        )
-    return DraftedOutcomes(
-        base_length=base_length,
-        depth=message.depth,
-        token_ids=tuple(message.token_ids),
-        accepted_counts=tuple(message.accepted_counts),
-        next_token_ids=tuple(message.next_token_ids),
-        distributions=_supports_from_proto(message) if message.support_sizes else (),
-        lead_token_ids=tuple(message.lead_token_ids),
-        cost=cost,
-    )
-
-
-def _supports_from_proto(message: draft_pb2.DraftedOutcomes) -> tuple[SparseDistribution, ...]:
-    sizes = list(message.support_sizes)
-    if len(sizes) != len(message.token_ids) or min(sizes) < 1:
-        raise ProtocolError(
-            f"outcomes of {len(message.token_ids)} tokens came with supports of {sizes} ids; there must be one support "
-            "for each token, with at least one id"
-        )
-    total = sum(sizes)
-    if len(message.support_ids) != 4 * total:
-        raise ProtocolError(
-            f"the supports of outcomes hold {len(message.support_ids)} bytes of ids; their sizes ask for {4 * total}"
-        )
-    ends = np.cumsum(sizes)[:-1]
-    ids = np.split(np.frombuffer(message.support_ids, dtype="<i4").astype(np.int64), ends)
-    probs = np.split(
-        floats_from_bytes(message.probabilities, total, "supports of outcomes").astype(float), ends
-    )
-    return tuple(support_of(own_ids, own) for own_ids, own in zip(ids, probs, strict=True))
-
-
-Answer: TypeAlias = "draft_pb2.ProposeResponse | ColumnAnswer"
-"""A proposal or outcomes as they came: in a message of their own, or within one for several sequences."""
-
-
-def options_to_proto(options: DraftOptions) -> draft_pb2.ProposeRequest:
-    """The message that opens a sequence."""
-    return draft_pb2.ProposeRequest(
-        open=draft_pb2.ProposeOpen(
-            request_id=options.request_id,
-            sampling=sampling_to_proto(options.sampling),
-            max_length=options.max_length,
-            row_kind=row_kind_to_proto(options.row_kind),
-            draft_top_k=options.draft_top_k,
-            with_token_logits=options.with_token_logits,
-            traceparent=options.traceparent,
-            ahead=_budget_to_proto(options.ahead),
-            takes_columns=options.takes_columns,
-            client=options.client,
-        )
-    )
-
-
-def options_from_proto(message: draft_pb2.ProposeOpen) -> DraftOptions:
-    """Options with which a sequence is opened.
-
-    Raises:
-        InvalidRequestError: a field is out of range.
-    """
-    if message.draft_top_k < 0:
-        raise InvalidRequestError(f"draft_top_k is {message.draft_top_k}; it must be at least 0")
-    return DraftOptions(
-        request_id=message.request_id,
-        sampling=sampling_from_proto(message.sampling),
-        max_length=message.max_length,
-        row_kind=row_kind_from_proto(message.row_kind),
-        draft_top_k=message.draft_top_k,
-        with_token_logits=message.with_token_logits,
-        traceparent=message.traceparent,
-        ahead=_budget_from_proto(message.ahead) if message.HasField("ahead") else None,
-        takes_columns=message.takes_columns,
-        client=message.client,
-    )
-
-
-def step_to_proto(step: ProposeStep) -> draft_pb2.ProposeRequest:
-    """The message that asks for a proposal."""
-    request = draft_pb2.ProposeRequest()
-    message = request.step
-    set_delta(message.delta, step.delta)
-    message.token_count = step.token_count
-    message.proposed_count = step.proposed_count
-    if step.ahead is not None:
-        message.ahead.branch_count = step.ahead.branch_count
-        message.ahead.token_count = step.ahead.token_count
-    return request
-
-
-def step_from_proto(message: draft_pb2.ProposeStep) -> ProposeStep:
-    """The step of a message.
-
-    Raises:
-        InvalidRequestError: a count is out of range.
-    """
-    if message.token_count < 0:
-        raise InvalidRequestError(f"token_count is {message.token_count}; it must be at least 0")
-    delta = delta_from_proto(message.delta)
-    if not message.HasField("ahead"):
-        return ProposeStep(delta, message.token_count)
-    if not 0 <= message.proposed_count < max(delta.length, 1):
-        raise InvalidRequestError(
-            f"proposed_count is {message.proposed_count}; it must be from 0 to below the number of tokens, "
-            f"{delta.length}"
-        )
-    if message.proposed_count and message.token_count:
-        raise InvalidRequestError(
-            f"proposed_count is {message.proposed_count} and token_count {message.token_count}; one of them must be 0"
-        )
-    return ProposeStep(delta, message.token_count, _budget_from_proto(message.ahead), message.proposed_count)
-
-
-def _budget_to_proto(budget: AheadBudget | None) -> draft_pb2.AheadBudget | None:
-    if budget is None:
-        return None
-    return draft_pb2.AheadBudget(branch_count=budget.branch_count, token_count=budget.token_count)
-
-
-def _budget_from_proto(message: draft_pb2.AheadBudget) -> AheadBudget:
-    for name, value, limit in (
-        ("branch_count", message.branch_count, MAX_BRANCHES),
-        ("token_count", message.token_count, MAX_AHEAD_TOKENS),
-    ):
-        if not 1 <= value <= limit:
-            raise InvalidRequestError(f"ahead.{name} is {value}; it must be from 1 to {limit}")
-    return AheadBudget(message.branch_count, message.token_count)
-
-
-def finish_to_proto() -> draft_pb2.ProposeRequest:
-    """The message that ends a sequence."""
-    return draft_pb2.ProposeRequest(finish=draft_pb2.ProposeFinish())
-
-
-def proposal_to_proto(proposal: Proposal, *, with_columns: bool = False) -> draft_pb2.ProposeResponse:
-    """A proposal as a message.
-
-    Args:
-        proposal: The proposal.
-        with_columns: True if its sequence takes columns.
-    """
-    columns = columns_to_proto(proposal.distributions) if with_columns else None
-    rows = proposal.distributions if columns is None else ()
-    return draft_pb2.ProposeResponse(
-        cost=cost_to_proto(proposal.cost),
-        base_length=proposal.base_length,
-        token_ids=proposal.token_ids,
-        distributions=[distribution_to_proto(distribution) for distribution in rows],
-        token_logits=b"" if proposal.token_logits is None else floats_to_bytes(proposal.token_logits),
-        columns=columns,
-    )
-
-
-def many_to_proto(
-    answers: Iterable[types_pb2.SequencePart | ColumnPart[draft_pb2.ProposeResponse]],
-) -> draft_pb2.ProposeManyResponse:
-    """A message of a shared stream: answers with columns become one block for each form of proposal."""
-    own, groups = grouped(answers, lambda each: (bool(each.columns.support_sizes), bool(each.token_logits)))
-    message = draft_pb2.ProposeManyResponse(parts=own)
-    for group in groups:
-        proposals = [part.answer for part in group]
-        block = message.columns.add()
-        block.answers.CopyFrom(heads_to_proto((part.sequence, part.answer) for part in group))
-        block.token_counts = ints_to_bytes([len(each.token_ids) for each in proposals])
-        block.token_ids = ints_to_bytes(list(chain.from_iterable(each.token_ids for each in proposals)))
-        block.token_logits = b"".join(each.token_logits for each in proposals)
-        joined([each.columns for each in proposals], block.distributions)
-    return message
-
-
-def columns_from_proto(message: draft_pb2.ProposeManyResponse) -> Iterator[Arrived[Answer]]:
-    """The proposals that a message of a shared stream has as columns.
-
-    Raises:
-        ProtocolError: the columns do not fit together.
-    """
-    for columns in message.columns:
-        count = len(columns.token_ids) // 4
-        token_ids = ints_from_bytes(columns.token_ids, count, "the column of tokens")
-        logits = (
-            floats_from_bytes(columns.token_logits, count, "token_logits") if columns.token_logits else None
-        )
-        block = ProposalBlock(token_ids, logits, DistributionBlock(columns.distributions))
-        yield from parts(
-            heads_from_proto(columns.answers),
-            columns.token_counts,
-            count,
-            columns.ByteSize(),
-            lambda head, start, stop, block=block: ColumnAnswer(  # type: ignore[misc]
-                head.base_length, head.cost, block, start, stop
-            ),
-        )
-
-
-def answer_from_proto(message: Answer) -> Proposal | DraftedOutcomes:
-    """A proposal or outcomes, whichever the message holds.
-
-    Raises:
-        ProtocolError: its parts do not fit together.
-    """
-    if isinstance(message, ColumnAnswer):
-        return message.proposal()
-    if message.HasField("outcomes"):
-        cost = cost_from_proto(message.cost) if message.HasField("cost") else None
-        return outcomes_from_proto(message.base_length, message.outcomes, cost)
-    return proposal_from_proto(message)
-
-
-def proposal_from_proto(message: draft_pb2.ProposeResponse) -> Proposal:
-    """The proposal of a message.
-
-    Raises:
-        ProtocolError: its parts do not fit together.
-    """
-    token_ids = tuple(message.token_ids)
-    if message.distributions and len(message.distributions) != len(token_ids):
-        raise ProtocolError(
-            f"a proposal of {len(token_ids)} tokens came with {len(message.distributions)} distributions; "
-            "it must have one for each token or none"
-        )
-    logits = (
-        floats_from_bytes(message.token_logits, len(token_ids), "token_logits")
-        if message.token_logits
-        else None
-    )
-    cost = cost_from_proto(message.cost) if message.HasField("cost") else None
-    if message.HasField("columns") and message.columns.ByteSize():
-        block = ProposalBlock(list(token_ids), logits, DistributionBlock(message.columns))
-        return block.proposal(message.base_length, cost, 0, len(token_ids))
-    distributions = tuple(distribution_from_proto(distribution) for distribution in message.distributions)
-    return Proposal(message.base_length, token_ids, distributions, logits, cost)

@@ -1,4 +1,4 @@
-"""How a stream ended, or a sequence on a shared stream.
+"""How a stream ended, or a sequence on it.
 
 Details of a status beyond its code and message travel as google.rpc.Status in a trailing header, gRPC's usual form.
 """
@@ -43,9 +43,10 @@ class Ending:
         return ((_DETAILS, status.SerializeToString()),)
 
 
-def ending_to_proto(ending: Ending) -> SequenceEnd:
+def ending_to_proto(sequence: int, ending: Ending) -> SequenceEnd:
     """The end of a sequence on a stream that continues."""
     return SequenceEnd(
+        sequence=sequence,
         code=ending.code.value[0],
         message=ending.sentence,
         retry_after_seconds=ending.retry_after_seconds,

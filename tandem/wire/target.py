@@ -1,10 +1,10 @@
-"""Changes that a request makes to the target's logits."""
+"""TargetService: verifications and what asks for them, for many sequences in a message."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, repeat
+from itertools import repeat
 from typing import TypeAlias
 
 import numpy as np
@@ -12,7 +12,9 @@ import numpy as np
 from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.types import (
     MAX_LOGIT_BIAS,
+    Cancel,
     DenseRow,
+    Finish,
     Float32Array,
     FloatArray,
     IntArray,
@@ -27,54 +29,130 @@ from tandem.types import (
     Verification,
     VerifyStep,
 )
-from tandem.v1 import target_pb2, types_pb2
-from tandem.v1.target_pb2 import RowColumns
+from tandem.v1 import target_pb2
 from tandem.wire.columns import (
-    Arrived,
-    ColumnPart,
-    grouped,
-    heads_from_proto,
-    heads_to_proto,
-    ints_from_bytes,
-    ints_to_bytes,
-    joined,
-    parts,
-    sizes_from_bytes,
-)
-from tandem.wire.common import (
-    cost_from_proto,
-    cost_to_proto,
-    delta_from_proto,
+    HEADER_BYTES,
+    Answered,
+    bounds,
+    counts_to_bytes,
+    deltas_from_proto,
+    deltas_to_proto,
     floats_from_bytes,
     floats_to_bytes,
-    ids_to_array,
+    heads_from_proto,
+    heads_to_proto,
+    ids_from_bytes,
+    ids_to_bytes,
+    ints_from_bytes,
+    ints_to_bytes,
+    sizes_from_bytes,
+    split,
+)
+from tandem.wire.common import (
+    check_delta,
     logits_from_tensor,
     logits_to_tensor,
     row_kind_from_proto,
     row_kind_to_proto,
     sampling_from_proto,
     sampling_to_proto,
-    set_delta,
 )
+from tandem.wire.status import Ending, ending_from_proto, ending_to_proto
+
+Request: TypeAlias = TargetOptions | VerifyStep | Finish | Cancel
+"""What a coordinator says of one sequence."""
+
+_EMPTY_SUPPORT: IntArray = np.empty(0, dtype=np.int64)
+_NAMES = {RowKind.TOKEN: "token_rows", RowKind.SUPPORT: "support_rows", RowKind.DENSE: "dense_rows"}
+_KINDS = {name: kind for kind, name in _NAMES.items()}
 
 
-def adjustments_to_proto(adjustments: LogitAdjustments) -> target_pb2.LogitAdjustments | None:
-    """Adjustments as a message; None where there are none."""
-    if not adjustments:
-        return None
-    return target_pb2.LogitAdjustments(
-        biases=adjustments.biases,
-        min_tokens=adjustments.min_tokens,
-        suppressed_token_ids=adjustments.suppressed_token_ids,
+# ---- what asks for verifications
+
+
+def requests_to_proto(requests: Iterable[tuple[int, Request]]) -> target_pb2.VerifyRequest:
+    """A message for sequences by number. Of one sequence, an Open precedes its steps and these its end."""
+    message = target_pb2.VerifyRequest()
+    steps: list[tuple[int, VerifyStep]] = []
+    for sequence, request in requests:
+        if isinstance(request, VerifyStep):
+            steps.append((sequence, request))
+        elif isinstance(request, TargetOptions):
+            message.opens.append(_options_to_proto(sequence, request))
+        elif isinstance(request, Finish):
+            message.finishes.add(sequence=sequence, token_count=request.token_count)
+        else:
+            message.cancelled_sequences.append(sequence)
+    if steps:
+        _steps_to_proto(message.steps, steps)
+    return message
+
+
+def requests_from_proto(
+    message: target_pb2.VerifyRequest,
+) -> Iterator[tuple[int, Request | InvalidRequestError]]:
+    """What a message says of sequences, by number; an error in place of what is out of its range.
+
+    Raises:
+        ProtocolError: the columns do not fit together.
+    """
+    for opening in message.opens:
+        try:
+            yield opening.sequence, _options_from_proto(opening)
+        except InvalidRequestError as error:
+            yield opening.sequence, error
+    if message.HasField("steps"):
+        yield from _steps_from_proto(message.steps)
+    for finish in message.finishes:
+        yield finish.sequence, Finish(finish.token_count)
+    for sequence in message.cancelled_sequences:
+        yield sequence, Cancel()
+
+
+def request_size(request: Request) -> int:
+    """About how many bytes it adds to a message."""
+    if not isinstance(request, VerifyStep):
+        return HEADER_BYTES
+    return HEADER_BYTES + 4 * (len(request.delta.token_ids) + sum(map(len, request.supports)))
+
+
+def _options_to_proto(sequence: int, options: TargetOptions) -> target_pb2.VerifyOpen:
+    adjustments = options.adjustments
+    return target_pb2.VerifyOpen(
+        sequence=sequence,
+        request_id=options.request_id,
+        sampling=sampling_to_proto(options.sampling),
+        max_length=options.max_length,
+        prompt_token_count=options.prompt_length,
+        logit_adjustments=target_pb2.LogitAdjustments(
+            biases=adjustments.biases,
+            min_tokens=adjustments.min_tokens,
+            suppressed_token_ids=adjustments.suppressed_token_ids,
+        )
+        if adjustments
+        else None,
+        traceparent=options.traceparent,
+        client=options.client,
     )
 
 
-def adjustments_from_proto(message: target_pb2.LogitAdjustments) -> LogitAdjustments:
-    """The adjustments of a message.
+def _options_from_proto(message: target_pb2.VerifyOpen) -> TargetOptions:
+    if message.prompt_token_count < 0:
+        raise InvalidRequestError(
+            f"prompt_token_count is {message.prompt_token_count}; it must be at least 0"
+        )
+    return TargetOptions(
+        message.request_id,
+        sampling_from_proto(message.sampling),
+        message.max_length,
+        message.traceparent,
+        message.prompt_token_count,
+        _adjustments_from_proto(message.logit_adjustments),
+        message.client,
+    )
 
-    Raises:
-        InvalidRequestError: a number is out of its range.
-    """
+
+def _adjustments_from_proto(message: target_pb2.LogitAdjustments) -> LogitAdjustments:
     if message.min_tokens < 0:
         raise InvalidRequestError(f"min_tokens is {message.min_tokens}; it must be at least 0")
     for token_id, bias in message.biases.items():
@@ -86,79 +164,131 @@ def adjustments_from_proto(message: target_pb2.LogitAdjustments) -> LogitAdjustm
     return LogitAdjustments(dict(message.biases), message.min_tokens, tuple(message.suppressed_token_ids))
 
 
-_EMPTY_SUPPORT: IntArray = np.empty(0, dtype=np.int64)
+def _steps_to_proto(message: target_pb2.VerifySteps, numbered: Sequence[tuple[int, VerifyStep]]) -> None:
+    steps = [step for _, step in numbered]
+    deltas_to_proto(message.deltas, ((sequence, step.delta) for sequence, step in numbered))
+    message.row_kinds = ints_to_bytes([row_kind_to_proto(step.row_kind) for step in steps])
+    message.row_counts = ints_to_bytes([step.row_count for step in steps])
+    message.with_statistics = counts_to_bytes([step.with_statistics for step in steps])
+    supports: list[IntArray] = []
+    for step in steps:
+        if step.row_kind is RowKind.SUPPORT:
+            supports += step.supports
+            supports += [_EMPTY_SUPPORT] * (step.row_count - len(step.supports))
+    message.support_sizes = ints_to_bytes([len(support) for support in supports])
+    message.support_ids = ids_to_bytes(supports)
 
 
-def columns_to_proto(rows: Sequence[TargetRow]) -> RowColumns | None:
-    """The rows of one sequence as columns; None for rows that are none of one form: dense ones, or none at all."""
-    tokens = [row.token_id for row in rows if isinstance(row, TokenRow)]
-    supports = [row for row in rows if isinstance(row, SupportRow)]
-    if not rows or len(rows) not in (len(tokens), len(supports)):
-        return None
-    if tokens:
-        return RowColumns(token_ids=ints_to_bytes(tokens))
-    statistics = [row.statistics for row in supports if row.statistics is not None]
-    outside_probs = [row.outside_prob for row in supports if row.outside_prob is not None]
-    if not {len(statistics), len(outside_probs)} <= {0, len(rows)}:
-        return None
-    columns = RowColumns(
-        support_sizes=ints_to_bytes([len(row.probs) for row in supports]),
-        probabilities=floats_to_bytes(np.concatenate([row.probs for row in supports])),
-        outside_masses=_floats([row.outside_mass for row in supports]),
-        outside_token_ids=ints_to_bytes([row.outside_token_id for row in supports]),
-        outside_probabilities=_floats(outside_probs),
-    )
-    if statistics:
-        columns.entropies = _floats([each.entropy for each in statistics])
-        columns.max_probabilities = _floats([each.max_prob for each in statistics])
-        columns.argmax_token_ids = ints_to_bytes([each.argmax_token_id for each in statistics])
-        columns.ranks = np.concatenate([each.ranks for each in statistics]).astype("<i4").tobytes()
-        columns.logits = floats_to_bytes(np.concatenate([each.logits for each in statistics]))
-    return columns
-
-
-def form(columns: RowColumns) -> tuple[bool, bool, bool]:
-    """Which columns there are. Only columns of the same form can be joined."""
-    return bool(columns.token_ids), bool(columns.outside_probabilities), bool(columns.entropies)
-
-
-class RowBlock:
-    """The rows of one message, those of all its sequences."""
-
-    def __init__(self, message: RowColumns) -> None:
-        """Read the columns.
-
-        Raises:
-            ProtocolError: they do not fit together.
-        """
-        self._rows: Callable[[int, int, Sequence[IntArray]], tuple[TargetRow, ...]]
-        if message.token_ids:
-            self.kind = RowKind.TOKEN
-            self.count = len(message.token_ids) // 4
-            tokens = ints_from_bytes(message.token_ids, self.count, "the column of token rows")
-            self._rows = lambda start, stop, _: tuple(map(TokenRow, tokens[start:stop]))
-        else:
-            self.kind = RowKind.SUPPORT
-            supports = _SupportColumns.read(message)
-            self.count = len(supports.outside_masses)
-            self._rows = supports.rows
-
-    def rows(self, start: int, stop: int, step: VerifyStep) -> tuple[TargetRow, ...]:
-        """The rows from `start` to before `stop`, which answer `step`.
-
-        Raises:
-            ProtocolError: they are of another kind, or about other supports.
-        """
-        if self.kind is not step.row_kind:
-            raise ProtocolError(
-                f"{self.kind.value}_rows came where {step.row_kind.value} rows were requested"
+def _steps_from_proto(
+    message: target_pb2.VerifySteps,
+) -> Iterator[tuple[int, VerifyStep | InvalidRequestError]]:
+    deltas = deltas_from_proto(message.deltas)
+    count = len(deltas)
+    kinds = ints_from_bytes(message.row_kinds, count, "the column of row kinds")
+    row_counts = ints_from_bytes(message.row_counts, count, "the column of row counts", may_lack=True)
+    statistics = ints_from_bytes(message.with_statistics, count, "the column of statistics", may_lack=True)
+    has_supports = row_kind_to_proto(RowKind.SUPPORT)
+    support_counts = [
+        max(rows, 0) if kind == has_supports else 0 for kind, rows in zip(kinds, row_counts, strict=True)
+    ]
+    sizes = sizes_from_bytes(message.support_sizes, "the column of support sizes", sum(support_counts))
+    ids = ids_from_bytes(message.support_ids, sum(sizes), "the column of support ids")
+    supports = [ids[start:stop] for start, stop in bounds(sizes, len(ids), "the supports")]
+    columns = zip(deltas, kinds, row_counts, statistics, split(supports, support_counts), strict=True)
+    for (sequence, delta), kind, rows, with_statistics, own in columns:
+        try:
+            check_delta(delta)
+            if rows < 0:
+                raise InvalidRequestError(f"row_count is {rows}; it must be at least 0")
+            step = VerifyStep(
+                delta,
+                row_kind_from_proto(kind),
+                rows,
+                tuple(own),
+                bool(with_statistics),
             )
-        padding = (_EMPTY_SUPPORT,) * (stop - start - len(step.supports))
-        return self._rows(start, stop, (*step.supports, *padding))
+        except InvalidRequestError as error:
+            yield sequence, error
+        else:
+            yield sequence, step
+
+
+# ---- verifications
+
+
+def answers_to_proto(answers: Iterable[tuple[int, Verification | Ending]]) -> target_pb2.VerifyResponse:
+    """A message of answers to sequences by number; those of one form become one block."""
+    message = target_pb2.VerifyResponse()
+    forms: dict[tuple[RowKind, bool], list[tuple[int, Verification]]] = {}
+    for sequence, answer in answers:
+        if isinstance(answer, Ending):
+            message.ends.append(ending_to_proto(sequence, answer))
+        else:
+            forms.setdefault(_form(answer.rows), []).append((sequence, answer))
+    for (kind, _), block in forms.items():
+        columns = message.verifications.add()
+        heads_to_proto(columns.answers, ((number, each.base_length, each.cost) for number, each in block))
+        columns.row_counts = ints_to_bytes([len(each.rows) for _, each in block])
+        _WRITERS[kind](columns, [row for _, each in block for row in each.rows])
+    return message
+
+
+def answer_size(answer: Verification | Ending) -> int:
+    """About how many bytes it adds to a message."""
+    if isinstance(answer, Ending):
+        return HEADER_BYTES
+    size = HEADER_BYTES
+    for row in answer.rows:
+        if isinstance(row, DenseRow):
+            size += 4 * row.logits.size
+        else:
+            size += 16 if isinstance(row, TokenRow) else 20 + 4 * row.probs.size
+    return size
+
+
+def _form(rows: Sequence[TargetRow]) -> tuple[RowKind, bool]:
+    first = rows[0] if rows else None
+    if isinstance(first, SupportRow):
+        return RowKind.SUPPORT, first.statistics is not None
+    return (RowKind.DENSE if isinstance(first, DenseRow) else RowKind.TOKEN), False
+
+
+def _write_tokens(message: target_pb2.VerificationColumns, rows: Sequence[TargetRow]) -> None:
+    tokens = [row.token_id for row in rows if isinstance(row, TokenRow)]
+    message.token_rows.token_ids = ints_to_bytes(tokens)
+
+
+def _write_dense(message: target_pb2.VerificationColumns, rows: Sequence[TargetRow]) -> None:
+    logits = np.stack([row.logits for row in rows if isinstance(row, DenseRow)])
+    message.dense_rows.CopyFrom(logits_to_tensor(logits))
+
+
+def _write_supports(message: target_pb2.VerificationColumns, all_rows: Sequence[TargetRow]) -> None:
+    columns = message.support_rows
+    rows = [row for row in all_rows if isinstance(row, SupportRow)]
+    columns.support_sizes = ints_to_bytes([len(row.probs) for row in rows])
+    columns.probabilities = floats_to_bytes(np.concatenate([row.probs for row in rows]))
+    columns.outside_masses = floats_to_bytes([row.outside_mass for row in rows])
+    columns.outside_token_ids = ints_to_bytes([row.outside_token_id for row in rows])
+    columns.outside_probabilities = floats_to_bytes([row.outside_prob or 0.0 for row in rows])
+    statistics = [row.statistics for row in rows if row.statistics is not None]
+    if statistics:
+        columns.statistics.entropies = floats_to_bytes([each.entropy for each in statistics])
+        columns.statistics.max_probabilities = floats_to_bytes([each.max_prob for each in statistics])
+        columns.statistics.argmax_token_ids = ints_to_bytes([each.argmax_token_id for each in statistics])
+        columns.statistics.ranks = ids_to_bytes([each.ranks for each in statistics])
+        columns.statistics.logits = floats_to_bytes(np.concatenate([each.logits for each in statistics]))
+
+
+_WRITERS: dict[RowKind, Callable[[target_pb2.VerificationColumns, Sequence[TargetRow]], None]] = {
+    RowKind.TOKEN: _write_tokens,
+    RowKind.SUPPORT: _write_supports,
+    RowKind.DENSE: _write_dense,
+}
 
 
 @dataclass(slots=True, eq=False)  # one for each answer: to freeze it would take three times as long
-class ColumnAnswer:
+class Answer:
     """A sequence's verification within a block."""
 
     base_length: int
@@ -167,341 +297,141 @@ class ColumnAnswer:
     start: int
     stop: int
 
-    def rows(self, step: VerifyStep) -> tuple[TargetRow, ...]:
-        """See `RowBlock.rows`."""
-        return self.block.rows(self.start, self.stop, step)
+    def verification(self, step: VerifyStep) -> Verification:
+        """The verification that answers `step`.
+
+        Raises:
+            ProtocolError: it does not have the rows that were requested.
+        """
+        return Verification(self.base_length, self.block.rows(self.start, self.stop, step), self.cost)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _SupportColumns:
-    """R support rows with N ids."""
-
-    bounds: list[tuple[int, int]]
-    """Where the ids of each row begin and end, R."""
-    probs: FloatArray
-    """Shape [N]."""
-    outside_masses: list[float]
-    outside_token_ids: list[int]
-    outside_probs: list[float] | None
-    statistics: _StatisticsColumns | None
-
-    @staticmethod
-    def read(message: RowColumns) -> _SupportColumns:
-        sizes = sizes_from_bytes(message.support_sizes, "the column of support sizes")
-        count, total = len(sizes), sum(sizes)
-        outside = message.outside_probabilities
-        return _SupportColumns(
-            list(pairwise(accumulate(sizes, initial=0))),
-            floats_from_bytes(message.probabilities, total, "the column of support rows").astype(float),
-            floats_from_bytes(message.outside_masses, count, "the column of outside masses").tolist(),
-            ints_from_bytes(message.outside_token_ids, count, "the column of outside tokens"),
-            floats_from_bytes(outside, count, "the column of outside probabilities").tolist()
-            if outside
-            else None,
-            _StatisticsColumns.read(message, count, total) if message.entropies else None,
-        )
-
-    def rows(self, start: int, stop: int, supports: Sequence[IntArray]) -> tuple[SupportRow, ...]:
-        bounds, statistics = self.bounds[start:stop], self.statistics
-        for (first, last), support in zip(bounds, supports, strict=False):
-            if last - first != len(support):
-                raise ProtocolError(
-                    f"a support row holds {4 * (last - first)} bytes; it must hold {4 * len(support)} for "
-                    f"{len(support)} values"
-                )
-        return tuple(
-            SupportRow(
-                support,
-                self.probs[first:last],
-                outside_mass,
-                outside_token_id,
-                None if statistics is None else statistics.of_row(start + i, first, last),
-                outside_prob,
-            )
-            for i, (support, (first, last), outside_mass, outside_token_id, outside_prob) in enumerate(
-                zip(
-                    supports,
-                    bounds,
-                    self.outside_masses[start:stop],
-                    self.outside_token_ids[start:stop],
-                    repeat(None) if self.outside_probs is None else self.outside_probs[start:stop],
-                    strict=False,
-                )
-            )
-        )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _StatisticsColumns:
-    """Statistics of R rows with N ids."""
-
-    entropies: list[float]
-    max_probs: list[float]
-    argmax_token_ids: list[int]
-    ranks: IntArray
-    """Shape [N]."""
-    logits: Float32Array
-    """Shape [N]."""
-
-    @staticmethod
-    def read(message: RowColumns, count: int, total: int) -> _StatisticsColumns:
-        ranks = ints_from_bytes(message.ranks, total, "the column of ranks")
-        return _StatisticsColumns(
-            floats_from_bytes(message.entropies, count, "the column of entropies").tolist(),
-            floats_from_bytes(
-                message.max_probabilities, count, "the column of highest probabilities"
-            ).tolist(),
-            ints_from_bytes(message.argmax_token_ids, count, "the column of argmax tokens"),
-            np.array(ranks, dtype=np.int64),
-            floats_from_bytes(message.logits, total, "the column of logits"),
-        )
-
-    def of_row(self, row: int, first: int, last: int) -> RowStatistics:
-        return RowStatistics(
-            self.entropies[row],
-            self.max_probs[row],
-            self.argmax_token_ids[row],
-            self.ranks[first:last],
-            self.logits[first:last],
-        )
-
-
-def _floats(values: list[float]) -> bytes:
-    return np.array(values, "<f4").tobytes()
-
-
-Answer: TypeAlias = "target_pb2.VerifyResponse | ColumnAnswer"
-"""A verification as it came: in a message of its own, or within one for several sequences."""
-
-
-def options_to_proto(options: TargetOptions) -> target_pb2.VerifyRequest:
-    """The message that opens a sequence."""
-    return target_pb2.VerifyRequest(
-        open=target_pb2.VerifyOpen(
-            request_id=options.request_id,
-            sampling=sampling_to_proto(options.sampling),
-            max_length=options.max_length,
-            traceparent=options.traceparent,
-            prompt_token_count=options.prompt_length,
-            logit_adjustments=adjustments_to_proto(options.adjustments),
-            takes_columns=options.takes_columns,
-            client=options.client,
-        )
-    )
-
-
-def options_from_proto(message: target_pb2.VerifyOpen) -> TargetOptions:
-    """Options with which a sequence is opened.
-
-    Raises:
-        InvalidRequestError: a field is out of range.
-    """
-    if message.prompt_token_count < 0:
-        raise InvalidRequestError(
-            f"prompt_token_count is {message.prompt_token_count}; it must be at least 0"
-        )
-    return TargetOptions(
-        message.request_id,
-        sampling_from_proto(message.sampling),
-        message.max_length,
-        message.traceparent,
-        message.prompt_token_count,
-        adjustments_from_proto(message.logit_adjustments),
-        message.takes_columns,
-        message.client,
-    )
-
-
-def step_to_proto(step: VerifyStep) -> target_pb2.VerifyRequest:
-    """The message that asks for rows."""
-    request = target_pb2.VerifyRequest()
-    message = request.step
-    set_delta(message.delta, step.delta)
-    message.row_kind = row_kind_to_proto(step.row_kind)
-    message.row_count = step.row_count
-    for support in step.supports:
-        message.supports.add().token_ids.extend(support.tolist())
-    message.with_statistics = step.with_statistics
-    message.raced_recovery = step.raced_recovery
-    return request
-
-
-def step_from_proto(message: target_pb2.VerifyStep) -> VerifyStep:
-    """The step of a message.
-
-    Raises:
-        InvalidRequestError: a count is out of range, or there are more supports than rows.
-    """
-    if message.row_count < 0:
-        raise InvalidRequestError(f"row_count is {message.row_count}; it must be at least 0")
-    if len(message.supports) > message.row_count:
-        raise InvalidRequestError(
-            f"{len(message.supports)} supports came for {message.row_count} rows; there may be at most one for each"
-        )
-    return VerifyStep(
-        delta_from_proto(message.delta),
-        row_kind_from_proto(message.row_kind),
-        message.row_count,
-        tuple(ids_to_array(support.token_ids) for support in message.supports),
-        message.with_statistics,
-        message.raced_recovery,
-    )
-
-
-def finish_to_proto(token_count: int) -> target_pb2.VerifyRequest:
-    """The message that ends a sequence, of whose first tokens the coordinator keeps so many."""
-    return target_pb2.VerifyRequest(finish=target_pb2.VerifyFinish(token_count=token_count))
-
-
-def kept_from_proto(message: target_pb2.VerifyFinish) -> int | None:
-    """How many of the sequence's first tokens the coordinator keeps; None from one that does not say so."""
-    return message.token_count if message.HasField("token_count") else None
-
-
-def verification_to_proto(
-    verification: Verification, *, with_columns: bool = False
-) -> target_pb2.VerifyResponse:
-    """A verification as a message.
-
-    Args:
-        verification: The verification.
-        with_columns: True if its sequence takes columns.
-    """
-    response = target_pb2.VerifyResponse(
-        base_length=verification.base_length, cost=cost_to_proto(verification.cost)
-    )
-    if with_columns and (columns := columns_to_proto(verification.rows)) is not None:
-        response.columns.CopyFrom(columns)
-        return response
-    tokens = [row.token_id for row in verification.rows if isinstance(row, TokenRow)]
-    supports = [_support_row_to_proto(row) for row in verification.rows if isinstance(row, SupportRow)]
-    dense = [row.logits for row in verification.rows if isinstance(row, DenseRow)]
-    if tokens:
-        response.token_rows.token_ids.extend(tokens)
-    elif supports:
-        response.support_rows.rows.extend(supports)
-    elif dense:
-        response.dense_rows.CopyFrom(logits_to_tensor(np.stack(dense)))
-    return response
-
-
-def many_to_proto(
-    answers: Iterable[types_pb2.SequencePart | ColumnPart[target_pb2.VerifyResponse]],
-) -> target_pb2.VerifyManyResponse:
-    """A message of a shared stream: answers with columns become one block for each form of row."""
-    own, groups = grouped(answers, lambda answer: form(answer.columns))
-    message = target_pb2.VerifyManyResponse(parts=own)
-    for group in groups:
-        rows = [part.answer.columns for part in group]
-        block = message.columns.add()
-        block.answers.CopyFrom(heads_to_proto((part.sequence, part.answer) for part in group))
-        block.row_counts = ints_to_bytes([len(each.token_ids or each.support_sizes) // 4 for each in rows])
-        joined(rows, block.rows)
-    return message
-
-
-def columns_from_proto(message: target_pb2.VerifyManyResponse) -> Iterator[Arrived[Answer]]:
-    """The answers that a message of a shared stream has as columns.
+def answers_from_proto(message: target_pb2.VerifyResponse) -> Iterator[Answered[Answer | Ending]]:
+    """The answers of a message.
 
     Raises:
         ProtocolError: the columns do not fit together.
     """
-    for columns in message.columns:
-        block = RowBlock(columns.rows)
+    for columns in message.verifications:
+        block = RowBlock(columns)
         heads = heads_from_proto(columns.answers)
-        yield from parts(
-            heads,
-            columns.row_counts,
-            block.count,
-            columns.ByteSize(),
-            lambda head, start, stop, block=block: ColumnAnswer(  # type: ignore[misc]
-                head.base_length, head.cost, block, start, stop
-            ),
+        counts = sizes_from_bytes(columns.row_counts, "the column of row counts", len(heads))
+        share = columns.ByteSize() // max(len(heads), 1)
+        for (sequence, base_length, cost), (start, stop) in zip(
+            heads, bounds(counts, block.count, "a block of rows"), strict=True
+        ):
+            yield Answered(sequence, Answer(base_length, cost, block, start, stop), share)
+    for end in message.ends:
+        yield Answered(end.sequence, ending_from_proto(end), end.ByteSize())
+
+
+class RowBlock:
+    """The rows of one kind in a message, those of all its sequences."""
+
+    def __init__(self, message: target_pb2.VerificationColumns) -> None:
+        """Read the columns.
+
+        Raises:
+            ProtocolError: they do not fit together.
+        """
+        self.kind = _KINDS[message.WhichOneof("rows") or "token_rows"]
+        self._rows: Callable[[int, int, Sequence[IntArray]], tuple[TargetRow, ...]]
+        if self.kind is RowKind.TOKEN:
+            data = message.token_rows.token_ids
+            tokens = ints_from_bytes(data, len(data) // 4, "the column of token rows")
+            self.count = len(tokens)
+            self._rows = lambda start, stop, _: tuple(map(TokenRow, tokens[start:stop]))
+        elif self.kind is RowKind.DENSE:
+            shape = tuple(message.dense_rows.shape)
+            if len(shape) != 2 or min(shape) < 0:
+                raise ProtocolError(f"dense_rows has the shape {shape}; it must be rows times vocabulary")
+            logits = logits_from_tensor(message.dense_rows, "dense_rows")
+            self.count = len(logits)
+            self._rows = lambda start, stop, _: tuple(map(DenseRow, logits[start:stop]))
+        else:
+            supports = _Supports(message.support_rows)
+            self.count = supports.count
+            self._rows = supports.rows
+
+    def rows(self, start: int, stop: int, step: VerifyStep) -> tuple[TargetRow, ...]:
+        """The rows from `start` to before `stop`, which answer `step`.
+
+        Raises:
+            ProtocolError: they are of another kind or number, or about other supports.
+        """
+        if stop - start != step.row_count:
+            raise ProtocolError(f"{stop - start} rows came for {step.row_count} that were requested")
+        if self.kind is not step.row_kind and step.row_count:
+            raise ProtocolError(
+                f"{self.kind.value}_rows came where {step.row_kind.value} rows were requested"
+            )
+        padding = (_EMPTY_SUPPORT,) * (step.row_count - len(step.supports))
+        return self._rows(start, stop, (*step.supports, *padding))
+
+
+class _Supports:
+    """Support rows of a message."""
+
+    def __init__(self, message: target_pb2.SupportRows) -> None:
+        sizes = sizes_from_bytes(message.support_sizes, "the column of support sizes")
+        self.count, total = len(sizes), sum(sizes)
+        self._bounds = bounds(sizes, total, "the column of supports")
+        self._probs: FloatArray = floats_from_bytes(
+            message.probabilities, total, "the column of support rows"
+        ).astype(float)
+        self._outside_masses = _floats(message.outside_masses, self.count, "outside masses")
+        self._outside_token_ids = ints_from_bytes(
+            message.outside_token_ids, self.count, "the column of outside tokens"
+        )
+        self._outside_probs = _floats(message.outside_probabilities, self.count, "outside probabilities")
+        self._statistics = (
+            _Statistics(message.statistics, self.count, total) if message.HasField("statistics") else None
+        )
+
+    def rows(self, start: int, stop: int, supports: Sequence[IntArray]) -> tuple[SupportRow, ...]:
+        own, statistics = self._bounds[start:stop], self._statistics
+        for (first, last), support in zip(own, supports, strict=True):
+            if last - first != len(support):
+                raise ProtocolError(
+                    f"a support row of {last - first} ids came for a support of {len(support)}"
+                )
+        return tuple(
+            map(
+                SupportRow,
+                supports,
+                [self._probs[first:last] for first, last in own],
+                self._outside_masses[start:stop],
+                self._outside_token_ids[start:stop],
+                repeat(None)
+                if statistics is None
+                else [statistics.of_row(start + i, *each) for i, each in enumerate(own)],
+                self._outside_probs[start:stop],
+            )
         )
 
 
-def verification_from_proto(answer: Answer, step: VerifyStep) -> Verification:
-    """The verification that answers `step`.
+class _Statistics:
+    """Statistics of the support rows of a message."""
 
-    Raises:
-        ProtocolError: it does not have the rows that were requested.
-    """
-    if isinstance(answer, ColumnAnswer):
-        rows, cost = answer.rows(step), answer.cost
-    else:
-        rows = _rows_from_proto(answer, step)
-        cost = cost_from_proto(answer.cost) if answer.HasField("cost") else None
-    if len(rows) != step.row_count:
-        raise ProtocolError(f"{len(rows)} rows came for {step.row_count} that were requested")
-    return Verification(answer.base_length, rows, cost)
+    def __init__(self, message: target_pb2.StatisticsColumns, count: int, total: int) -> None:
+        self._entropies = _floats(message.entropies, count, "entropies")
+        self._max_probs = _floats(message.max_probabilities, count, "highest probabilities")
+        self._argmax_token_ids = ints_from_bytes(
+            message.argmax_token_ids, count, "the column of argmax tokens"
+        )
+        self._ranks: IntArray = ids_from_bytes(message.ranks, total, "the column of ranks")
+        self._logits: Float32Array = floats_from_bytes(message.logits, total, "the column of logits")
 
-
-def _rows_from_proto(message: target_pb2.VerifyResponse, step: VerifyStep) -> tuple[TargetRow, ...]:
-    match message.WhichOneof("rows"), step.row_kind:
-        case "token_rows", RowKind.TOKEN:
-            return tuple(TokenRow(token_id) for token_id in message.token_rows.token_ids)
-        case "support_rows", RowKind.SUPPORT:
-            padding = (_EMPTY_SUPPORT,) * (step.row_count - len(step.supports))
-            supports = step.supports + padding
-            rows = message.support_rows.rows
-            return tuple(map(_support_row_from_proto, rows, supports))
-        case "dense_rows", RowKind.DENSE:
-            return _dense_rows_from_proto(message.dense_rows)
-        case "columns", _:
-            block = RowBlock(message.columns)
-            return block.rows(0, block.count, step)
-        case None, _:
-            return ()
-        case kind, expected:
-            raise ProtocolError(f"{kind} came where {expected.value} rows were requested")
+    def of_row(self, row: int, first: int, last: int) -> RowStatistics:
+        return RowStatistics(
+            self._entropies[row],
+            self._max_probs[row],
+            self._argmax_token_ids[row],
+            self._ranks[first:last],
+            self._logits[first:last],
+        )
 
 
-def _dense_rows_from_proto(tensor: types_pb2.Tensor) -> tuple[DenseRow, ...]:
-    shape = tuple(tensor.shape)
-    if len(shape) != 2 or min(shape) < 0:
-        raise ProtocolError(f"dense_rows has the shape {shape}; it must be rows times vocabulary")
-    return tuple(DenseRow(logits) for logits in logits_from_tensor(tensor, "dense_rows"))
-
-
-def _support_row_to_proto(row: SupportRow) -> target_pb2.SupportRow:
-    statistics = row.statistics
-    return target_pb2.SupportRow(
-        probabilities=floats_to_bytes(row.probs),
-        outside_mass=row.outside_mass,
-        outside_token_id=row.outside_token_id,
-        statistics=None
-        if statistics is None
-        else target_pb2.RowStatistics(
-            entropy=statistics.entropy,
-            max_probability=statistics.max_prob,
-            argmax_token_id=statistics.argmax_token_id,
-            ranks=statistics.ranks.tolist(),
-            logits=floats_to_bytes(statistics.logits),
-        ),
-        outside_probability=row.outside_prob,
-    )
-
-
-def _support_row_from_proto(message: target_pb2.SupportRow, support: IntArray) -> SupportRow:
-    return SupportRow(
-        token_ids=support,
-        probs=floats_from_bytes(message.probabilities, len(support), "a support row").astype(float),
-        outside_mass=message.outside_mass,
-        outside_token_id=message.outside_token_id,
-        statistics=_statistics_from_proto(message.statistics, support)
-        if message.HasField("statistics")
-        else None,
-        outside_prob=message.outside_probability if message.HasField("outside_probability") else None,
-    )
-
-
-def _statistics_from_proto(message: target_pb2.RowStatistics, support: IntArray) -> RowStatistics:
-    if len(message.ranks) != len(support):
-        raise ProtocolError(f"{len(message.ranks)} ranks came for a support of {len(support)} tokens")
-    return RowStatistics(
-        entropy=message.entropy,
-        max_prob=message.max_probability,
-        argmax_token_id=message.argmax_token_id,
-        ranks=ids_to_array(message.ranks),
-        logits=floats_from_bytes(message.logits, len(support), "a row's logits"),
-    )
+def _floats(data: bytes, count: int, what: str) -> list[float]:
+    numbers: list[float] = floats_from_bytes(data, count, f"the column of {what}").tolist()
+    return numbers

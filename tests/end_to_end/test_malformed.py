@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from google.protobuf.message import Message
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tandem.v1 import draft_pb2, generation_pb2, target_pb2, types_pb2
+from tandem.types import (
+    AheadBudget,
+    Cancel,
+    Delta,
+    DraftOptions,
+    Finish,
+    LogitAdjustments,
+    ProposeStep,
+    RowKind,
+    SamplingParams,
+    TargetOptions,
+    VerifyStep,
+)
+from tandem.v1 import generation_pb2
+from tandem.wire import draft as draft_wire
+from tandem.wire import target as target_wire
 from tests.end_to_end.processes import Process, address_of, coordinator, model_service
 from tests.malformed import contents, streams
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
@@ -28,59 +44,34 @@ WORDS_OF_OURS = ("Traceback", "Error:", "site-packages", ".py", "0x")
 """Words that must not appear in errors for clients."""
 
 GENERATE = generation_pb2.GenerateRequest(text="def f(", max_tokens=3, temperature=0.5, seed=1, stop=["\n\n"])
-SAMPLING = types_pb2.SamplingParams(
-    temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, seed=3, repetition_penalty=1.0
+SAMPLING = SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, seed=3)
+DELTA, NEXT_DELTA = Delta(0, [1, 2, 3]), Delta(3, [4, 5])
+DROP = Cancel()
+"""For an unknown sequence; after mutation it may name a known one."""
+PROPOSE = tuple(
+    draft_wire.requests_to_proto([request])
+    for request in (
+        (1, DraftOptions("r", SAMPLING, 40, RowKind.SUPPORT, 8, ahead=AheadBudget(4, 2))),
+        (1, ProposeStep(DELTA, 2)),
+        (1, ProposeStep(NEXT_DELTA, 3, AheadBudget(2, 2))),
+        (1, Finish(5)),
+        (2, DROP),
+    )
 )
-DELTA = types_pb2.Delta(base_length=0, token_ids=[1, 2, 3])
-NEXT_DELTA = types_pb2.Delta(base_length=3, token_ids=[4, 5])
-PROPOSE = (
-    draft_pb2.ProposeRequest(
-        open=draft_pb2.ProposeOpen(
-            request_id="r",
-            sampling=SAMPLING,
-            max_length=40,
-            row_kind=types_pb2.ROW_KIND_SUPPORT,
-            draft_top_k=8,
-        )
-    ),
-    draft_pb2.ProposeRequest(step=draft_pb2.ProposeStep(delta=DELTA, token_count=2)),
-    draft_pb2.ProposeRequest(step=draft_pb2.ProposeStep(delta=NEXT_DELTA, token_count=3)),
-    draft_pb2.ProposeRequest(finish=draft_pb2.ProposeFinish()),
-)
-VERIFY = (
-    target_pb2.VerifyRequest(
-        open=target_pb2.VerifyOpen(request_id="r", sampling=SAMPLING, max_length=40, prompt_token_count=3)
-    ),
-    target_pb2.VerifyRequest(
-        step=target_pb2.VerifyStep(delta=DELTA, row_kind=types_pb2.ROW_KIND_TOKEN, row_count=1)
-    ),
-    target_pb2.VerifyRequest(
-        step=target_pb2.VerifyStep(
-            delta=NEXT_DELTA,
-            row_kind=types_pb2.ROW_KIND_SUPPORT,
-            row_count=3,
-            supports=[target_pb2.Support(token_ids=[4, 9]), target_pb2.Support(token_ids=[5, 8])],
-            with_statistics=True,
-        )
-    ),
-    target_pb2.VerifyRequest(finish=target_pb2.VerifyFinish()),
-)
-
-
-def many(messages: Sequence[Message]) -> list[types_pb2.SequencePart]:
-    """The same statuses, for a sequence on a shared stream."""
-    return [types_pb2.SequencePart(sequence=1, message=each.SerializeToString()) for each in messages]
-
-
-DROP = types_pb2.SequencePart(sequence=2, end=types_pb2.SequenceEnd())
-"""A message for an unknown sequence; after mutation it may name a known one."""
-PROPOSE_MANY = (
-    *(draft_pb2.ProposeManyRequest(parts=[part]) for part in many(PROPOSE)),
-    draft_pb2.ProposeManyRequest(parts=[DROP]),
-)
-VERIFY_MANY = (
-    *(target_pb2.VerifyManyRequest(parts=[part]) for part in many(VERIFY)),
-    target_pb2.VerifyManyRequest(parts=[DROP]),
+VERIFY = tuple(
+    target_wire.requests_to_proto([request])
+    for request in (
+        (1, TargetOptions("r", SAMPLING, 40, prompt_length=3, adjustments=LogitAdjustments({3: 1.0}))),
+        (1, VerifyStep(DELTA, RowKind.TOKEN, 1)),
+        (
+            1,
+            VerifyStep(
+                NEXT_DELTA, RowKind.SUPPORT, 3, (np.array([4, 9]), np.array([5, 8])), with_statistics=True
+            ),
+        ),
+        (1, Finish(5)),
+        (2, DROP),
+    )
 )
 
 
@@ -159,16 +150,6 @@ def verifying(target: Process) -> Iterator[Served]:
     yield from served(target, "/tandem.v1.TargetService/Verify", VERIFY)
 
 
-@pytest.fixture(scope="module")
-def proposing_many(draft: Process) -> Iterator[Served]:
-    yield from served(draft, "/tandem.v1.DraftService/ProposeMany", PROPOSE_MANY)
-
-
-@pytest.fixture(scope="module")
-def verifying_many(target: Process) -> Iterator[Served]:
-    yield from served(target, "/tandem.v1.TargetService/VerifyMany", VERIFY_MANY)
-
-
 def check(service: Served, sent: st.SearchStrategy[list[bytes]], examples: int) -> None:
     """Send this many malformed streams, and then a valid one."""
     health = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -208,23 +189,9 @@ def test_the_target_service_survives_malformed_messages(verifying: Served, examp
     check(verifying, streams(VERIFY), examples)
 
 
-@COUNTS
-def test_the_draft_service_survives_malformed_messages_on_a_shared_stream(
-    proposing_many: Served, examples: int
-) -> None:
-    check(proposing_many, streams(PROPOSE_MANY), examples)
-
-
-@COUNTS
-def test_the_target_service_survives_malformed_messages_on_a_shared_stream(
-    verifying_many: Served, examples: int
-) -> None:
-    check(verifying_many, streams(VERIFY_MANY), examples)
-
-
 def test_messages_above_the_limit_are_refused(
-    generation: Served, proposing: Served, verifying: Served, verifying_many: Served
+    generation: Served, proposing: Served, verifying: Served
 ) -> None:
-    for service in (generation, proposing, verifying, verifying_many):
+    for service in (generation, proposing, verifying):
         assert service.answers([b"\0" * (5 << 20)]) == 0
         assert service.answers(service.good) > 0

@@ -1,21 +1,18 @@
 """A fake draft that drafts ahead, and a cluster around it."""
 
-# ruff: noqa: N802 - gRPC looks a method up by the name that it has in the proto.
-
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.speculation.ahead import DraftAhead
+from draft_service.servicer import DraftedFor
 from tandem.client import Client
-from tandem.serving.interceptors import Context
-from tandem.types import DraftedOutcomes, GenerationRequest, ProposeStep
-from tandem.v1 import draft_pb2, draft_pb2_grpc, target_pb2_grpc
-from tandem.wire import draft as wire
-from tandem.wire.draft import outcomes_to_proto
+from tandem.types import DraftedOutcomes, GenerationRequest, Proposal, ProposeStep
+from tandem.v1 import draft_pb2_grpc, target_pb2_grpc
 from tests.fault_proxy import fault_proxy
 from tests.service.clients import Completed, complete, until
 from tests.service.fakes import FakeDraft, FakeTarget, coordinating, serving
@@ -32,14 +29,18 @@ EXPECTED = tuple(range(11, 11 + TOKENS))
 REQUEST = GenerationRequest((10,), max_tokens=TOKENS, temperature=0.0, num_speculative_tokens=2)
 
 
-Pushes = Iterator[draft_pb2.ProposeResponse]
+Pushes = Iterator[DraftedOutcomes | Proposal]
 
 
 class AheadDraft(FakeDraft):
     """Pushes the outcome that will occur, one token per message, as soon as it has a budget."""
 
+    depth_seconds = 0.0
+    """Time after each depth of the outcomes."""
+
     def __init__(self) -> None:
         super().__init__()
+        self.model_info = replace(self.model_info, drafts_ahead=True)
         self.granted = 0
         """Rounds for which it received a budget."""
         self.silent_from = 1 << 30
@@ -56,23 +57,14 @@ class AheadDraft(FakeDraft):
             yield DraftedOutcomes(base, depth, (bonus + 1 + depth,), *keys)
 
     def pushes(self, tokens: list[int], step: ProposeStep) -> Pushes:
-        """Return the messages to push for the round. Tests override this to violate the protocol."""
-        yield from map(outcomes_to_proto, self.honest(tokens, step))
+        """Return what to push for the round. Tests override this to violate the protocol."""
+        yield from self.honest(tokens, step)
 
-    async def Propose(
-        self, request_iterator: AsyncIterator[draft_pb2.ProposeRequest], context: Context
-    ) -> AsyncIterator[draft_pb2.ProposeResponse]:
-        tokens: list[int] = []
+    async def serve_sequence(self, sequence: DraftedFor) -> None:
         self.running += 1
         try:
-            async for request in request_iterator:
-                if request.HasField("open"):
-                    self.open(request.open.max_length)
-                    continue
-                if request.HasField("finish"):
-                    self.finished += 1
-                    return
-                step = wire.step_from_proto(request.step)
+            tokens = self.begin(sequence.options.max_length)
+            async for step in sequence.steps():
                 self.apply(tokens, step.delta)
                 if self.granted >= self.silent_from:
                     continue
@@ -80,12 +72,13 @@ class AheadDraft(FakeDraft):
                     self.requested.append(step.token_count)
                     answer = self.proposal(tokens, step.token_count)
                     tokens += answer.token_ids
-                    yield answer
+                    await sequence.answer(answer)
                 if step.ahead is not None:
                     self.granted += 1
                     for push in self.pushes(tokens, step):
-                        yield push
-                        await asyncio.sleep(0)
+                        await sequence.answer(push)
+                        await asyncio.sleep(self.depth_seconds)
+            self.finished += 1
         finally:
             self.running -= 1
 

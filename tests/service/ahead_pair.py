@@ -1,7 +1,5 @@
 """A paced target and an observed draft with tiny models, and coordinators over them."""
 
-# ruff: noqa: N802 - gRPC looks a method up by the name that it has in the proto.
-
 from __future__ import annotations
 
 import asyncio
@@ -14,15 +12,14 @@ import grpc
 
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.speculation.ahead import DraftAhead
-from draft_service.servicer import DraftServicer
+from draft_service.servicer import DraftedFor, DraftServicer
 from tandem.engine.models.loading import LoadedModel
-from tandem.serving.interceptors import Context
-from tandem.types import GenerationRequest
-from tandem.v1 import draft_pb2
+from tandem.types import Finish, GenerationRequest, Proposal, ProposeStep
+from tandem.wire.draft import Answer
 from tests.end_to_end.models import random_model
 from tests.service.clients import Completed, complete_all, until
 from tests.service.engines import Faults, draft, target
-from tests.service.fakes import coordinator, refusal
+from tests.service.fakes import coordinator, hooked, refusal
 
 SECONDS = 120.0
 
@@ -69,7 +66,7 @@ def small_target() -> Any:
 
 
 class ObservedDraft(DraftServicer):
-    """A draft that counts its messages, and ends its streams at some of them."""
+    """A draft that counts its messages, and ends its sequences at some of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,30 +76,28 @@ class ObservedDraft(DraftServicer):
         """Steps that requested a proposal."""
         self.running = 0
         self.breaks_at: set[int] = set()
-        """Pushes in place of which a stream fails, counted over all streams."""
+        """Pushes at which a sequence fails, counted over all sequences."""
         self.leaves_at: set[int] = set()
-        """Pushes in place of which a stream ends without an error."""
+        """Pushes at which a sequence ends without an error."""
 
-    async def Propose(
-        self, request_iterator: AsyncIterator[draft_pb2.ProposeRequest], context: Context
-    ) -> AsyncIterator[draft_pb2.ProposeResponse]:
-        async def observed() -> AsyncIterator[draft_pb2.ProposeRequest]:
-            async for request in request_iterator:
-                self.requested += request.step.token_count > 0
-                yield request
+    async def serve_sequence(self, sequence: DraftedFor) -> None:
+        def on_step(step: ProposeStep) -> None:
+            self.requested += step.token_count > 0
+
+        def on_answer(answer: Answer) -> Answer:
+            if isinstance(answer, Proposal):
+                self.answers += 1
+                return answer
+            self.pushes += 1
+            if self.pushes in self.breaks_at:
+                sequence.arrived.put_nowait(refusal(grpc.StatusCode.UNAVAILABLE, "gone"))
+            if self.pushes in self.leaves_at:
+                sequence.arrived.put_nowait(Finish(0))
+            return answer
 
         self.running += 1
         try:
-            async for response in super().Propose(observed(), context):
-                if response.HasField("outcomes"):
-                    self.pushes += 1
-                    if self.pushes in self.breaks_at:
-                        raise refusal(grpc.StatusCode.UNAVAILABLE, "gone")
-                    if self.pushes in self.leaves_at:
-                        return
-                else:
-                    self.answers += 1
-                yield response
+            await super().serve_sequence(hooked(sequence, on_step, on_answer))
         finally:
             self.running -= 1
 

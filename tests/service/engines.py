@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
+from benchmarks.load.fakes import LeaveError
 from draft_service.proposers.drafting import propose_head
 from draft_service.proposers.standalone import StandaloneProposer
 from draft_service.servicer import DraftServicer
@@ -22,16 +24,17 @@ from tandem.engine.core.row_engine import RowEngine
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.settings import EngineSettings
 from tandem.serving.interceptors import Context
+from tandem.types import Verification, VerifyStep
 from tandem.v1 import draft_pb2_grpc, target_pb2, target_pb2_grpc
-from target_service.servicer import TargetServicer
+from target_service.servicer import TargetServicer, VerifiedFor
 from target_service.verifier import Verifier
 from tests.end_to_end.models import random_model, save_model
 from tests.paths import DEMO_TARGET
-from tests.service.fakes import refusal, serving
+from tests.service.fakes import hooked, refusal, serving
 
 EngineT = TypeVar("EngineT", bound=Engine[Any, Any])
 
-Fault = Callable[[target_pb2.VerifyResponse], None]
+Fault = Callable[[Verification], Verification]
 """Corrupts an answer."""
 
 
@@ -58,10 +61,6 @@ async def started(engine: EngineT) -> AsyncIterator[EngineT]:
         await engine.close()
 
 
-def _nothing(_: object) -> None:
-    pass
-
-
 @dataclass
 class Faults:
     """The faults of a service by step, counted from 1 over all its streams."""
@@ -74,8 +73,8 @@ class Faults:
     """Steps at which the stream ends without an error."""
     garbled: dict[int, Fault] = field(default_factory=dict)
     """Steps whose answer is corrupted."""
-    on_request: Callable[[target_pb2.VerifyRequest], None] = _nothing
-    """Changes each request before the servicer reads it; for instance removes fields that an older service ignores."""
+    mangled_from: float = math.inf
+    """From this step on, columns of messages are cut."""
     full: bool = False
     """True if there is no room for a new sequence."""
     code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
@@ -94,30 +93,36 @@ class FaultyTarget(TargetServicer):
     async def Verify(
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: Context
     ) -> AsyncIterator[target_pb2.VerifyResponse]:
+        async for response in super().Verify(request_iterator, context):
+            if self.faults.steps >= self.faults.mangled_from:
+                for block in response.verifications:
+                    block.support_rows.probabilities = block.support_rows.probabilities[:-1]
+            yield response
+
+    async def serve_sequence(self, sequence: VerifiedFor) -> None:
         faults = self.faults
         if faults.full:
             raise refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+
+        def on_step(_: VerifyStep) -> None:
+            faults.steps += 1
+            if faults.steps in faults.before:
+                raise refusal(faults.code, "gone")
+
+        def on_answer(answer: Verification) -> Verification:
+            if faults.steps in faults.leaving:
+                raise LeaveError
+            if faults.steps in faults.after:
+                raise refusal(faults.code, "gone")
+            garble = faults.garbled.get(faults.steps)
+            return garble(answer) if garble else answer
+
         faults.opened += 1
         faults.running += 1
-
-        async def observed() -> AsyncIterator[target_pb2.VerifyRequest]:
-            async for request in request_iterator:
-                faults.on_request(request)
-                if request.HasField("step"):
-                    faults.steps += 1
-                    if faults.steps in faults.before:
-                        raise refusal(faults.code, "gone")
-                yield request
-
         try:
-            async for response in super().Verify(observed(), context):
-                if faults.steps in faults.leaving:
-                    return
-                if faults.steps in faults.after:
-                    raise refusal(faults.code, "gone")
-                if garble := faults.garbled.get(faults.steps):
-                    garble(response)
-                yield response
+            await super().serve_sequence(hooked(sequence, on_step, on_answer))
+        except LeaveError:
+            pass
         finally:
             faults.running -= 1
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coordinator.service import CoordinatorService
 from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.client import Client
 from tandem.engine.models.loading import LoadedModel
-from tandem.types import GenerationRequest
-from tandem.v1 import target_pb2
+from tandem.types import GenerationRequest, Verification
 from tests.service.engines import Faults, draft, target
 from tests.service.fakes import coordinator
 
@@ -71,12 +70,5 @@ async def cluster(
         yield FaultyCluster(await stack.enter_async_context(Client(address)), service, faults)
 
 
-def drop_rows(response: target_pb2.VerifyResponse) -> None:
-    for name in ("token_rows", "support_rows", "columns"):
-        response.ClearField(name)
-
-
-def without_columns(request: target_pb2.VerifyRequest) -> None:
-    """Let a service not see that the coordinator takes columns: so it is with an older one of either."""
-    if request.HasField("open"):
-        request.open.ClearField("takes_columns")
+def drop_rows(verification: Verification) -> Verification:
+    return replace(verification, rows=())

@@ -34,7 +34,6 @@ from tandem.types import (
     VerifyStep,
 )
 from tandem.v1 import draft_pb2_grpc, generation_pb2_grpc, target_pb2_grpc
-from tandem.wire import draft as draft_wire
 from tandem.wire.generation import chunk_from_proto, request_to_proto
 from target_service.servicer import TargetServicer
 from tests.paths import DEMO_TARGET
@@ -89,7 +88,7 @@ class _Drafted:
 
     async def propose(self, step: ProposeStep) -> Proposal:
         self._fake.apply(self._tokens, step.delta)
-        return draft_wire.proposal_from_proto(self._fake.proposal(self._tokens, step.token_count))
+        return self._fake.proposal(self._tokens, step.token_count)
 
 
 class ScriptedVerifier:
@@ -115,7 +114,7 @@ class _Verified:
         await asyncio.sleep(self._fake.step_seconds)
         return self._fake.verification(self._tokens, step)
 
-    def keep(self, token_count: int | None) -> None:
+    def keep(self, token_count: int) -> None:
         """Forget it: nothing is written down at the end."""
 
 

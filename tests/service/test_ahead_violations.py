@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from tandem.types import ProposeStep
-from tandem.wire.draft import outcomes_to_proto
+from benchmarks.load.fakes import VOCABULARY_SIZE
+from tandem.types import ProposeStep, SparseDistribution
 from tests.service.ahead_draft import EXPECTED, AheadDraft, Pushes, completed
-from tests.service.fake_rows import VOCABULARY_SIZE
 
 Violation = Callable[[AheadDraft, list[int], ProposeStep], Pushes]
 
@@ -19,53 +19,51 @@ def wrong_keys(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushe
     """Name outcomes with more accepted tokens than were proposed."""
     for each in draft.honest(tokens, step):
         counts = tuple(count + 5 for count in each.accepted_counts)
-        yield outcomes_to_proto(replace(each, accepted_counts=counts))
+        yield replace(each, accepted_counts=counts)
 
 
 def wrong_tokens(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
     """Name the right outcome, and continue it with a token that the target rejects."""
     for each in draft.honest(tokens, step):
-        yield outcomes_to_proto(replace(each, token_ids=(7,)))
+        yield replace(each, token_ids=(7,))
 
 
 def unknown_tokens(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
     for each in draft.honest(tokens, step):
-        yield outcomes_to_proto(replace(each, token_ids=(VOCABULARY_SIZE,)))
+        yield replace(each, token_ids=(VOCABULARY_SIZE,))
 
 
 def twice(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
     for each in draft.honest(tokens, step):
-        yield from (outcomes_to_proto(each), outcomes_to_proto(each))
+        yield from (each, each)
 
 
 def same_outcome_twice(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
     first = next(draft.honest(tokens, step))
-    yield outcomes_to_proto(
-        replace(
-            first,
-            token_ids=first.token_ids * 2,
-            accepted_counts=first.accepted_counts * 2,
-            next_token_ids=first.next_token_ids * 2,
-        )
+    yield replace(
+        first,
+        token_ids=first.token_ids * 2,
+        accepted_counts=first.accepted_counts * 2,
+        next_token_ids=first.next_token_ids * 2,
     )
 
 
 def of_the_future(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
     for each in draft.honest(tokens, step):
-        yield outcomes_to_proto(replace(each, base_length=each.base_length + 3))
+        yield replace(each, base_length=each.base_length + 3)
 
 
 def of_the_past(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
     """Name a round before the first, of which no outcomes can be late."""
     for each in draft.honest(tokens, step):
-        yield outcomes_to_proto(replace(each, base_length=each.base_length - 1))
+        yield replace(each, base_length=each.base_length - 1)
 
 
 def endless(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
     (*_, last) = draft.honest(tokens, step)
-    yield from map(outcomes_to_proto, draft.honest(tokens, step))
+    yield from draft.honest(tokens, step)
     for depth in range(100_000):
-        yield outcomes_to_proto(replace(last, depth=last.depth + 1 + depth))
+        yield replace(last, depth=last.depth + 1 + depth)
 
 
 def endless_past(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
@@ -75,39 +73,36 @@ def endless_past(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pus
 
 def malformed(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
     """Leave out one half of an outcome's key."""
-    for push in map(outcomes_to_proto, draft.honest(tokens, step)):
-        push.outcomes.accepted_counts.append(0)
-        yield push
+    for push in draft.honest(tokens, step):
+        yield replace(push, accepted_counts=(*push.accepted_counts, 0))
 
 
-def supports_without_bytes(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
-    for push in map(outcomes_to_proto, draft.honest(tokens, step)):
-        push.outcomes.support_sizes.append(1 << 30)
-        yield push
+def supports_that_sum_to_nothing(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
+    support = SparseDistribution(np.array([1]), np.zeros(1))
+    for push in draft.honest(tokens, step):
+        yield replace(push, distributions=(support,) * len(push.token_ids))
 
 
 def too_many(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
     first = next(draft.honest(tokens, step))
     many = tuple(range(500))
-    yield outcomes_to_proto(
-        replace(first, token_ids=many, accepted_counts=(0,) * len(many), next_token_ids=many)
-    )
+    yield replace(first, token_ids=many, accepted_counts=(0,) * len(many), next_token_ids=many)
 
 
 def too_far_ahead(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
     for each in draft.honest(tokens, step):
-        yield outcomes_to_proto(replace(each, lead_token_ids=(1,) * 200))
+        yield replace(each, lead_token_ids=(1,) * 200)
 
 
 def unknown_lead(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
     first = next(draft.honest(tokens, step))
-    yield outcomes_to_proto(replace(first, lead_token_ids=(1 << 30,)))
+    yield replace(first, lead_token_ids=(1 << 30,))
 
 
 def wrong_lead(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
     first = next(draft.honest(tokens, step))
     assert step.ahead is not None
-    yield outcomes_to_proto(replace(first, lead_token_ids=(1,) * (step.ahead.token_count - 1)))
+    yield replace(first, lead_token_ids=(1,) * (step.ahead.token_count - 1))
 
 
 def unasked_proposal(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
@@ -127,7 +122,7 @@ FATAL: tuple[Violation, ...] = (
     endless,
     endless_past,
     malformed,
-    supports_without_bytes,
+    supports_that_sum_to_nothing,
     too_many,
     too_far_ahead,
     unknown_lead,

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer
 
+from benchmarks.load.fakes import VOCABULARY_SIZE
 from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.client import Client
 from tandem.errors import InvalidRequestError
@@ -16,7 +17,6 @@ from tandem.types import FinishReason, GenerationRequest, PositionStats, RowKind
 from tandem.v1 import target_pb2_grpc
 from tests.paths import DEMO_TARGET
 from tests.service.clients import complete, until
-from tests.service.fake_rows import VOCABULARY_SIZE
 from tests.service.fakes import (
     MAX_LENGTH,
     FakeDraft,

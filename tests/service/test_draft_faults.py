@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
 import grpc
+import numpy as np
 import pytest
 
+from benchmarks.load.fakes import VOCABULARY_SIZE
 from tandem.serving.interceptors import Context
-from tandem.types import FinishReason, GenerationRequest
-from tandem.v1 import draft_pb2, types_pb2
-from tandem.wire import draft as draft_wire
+from tandem.types import FinishReason, GenerationRequest, Proposal, SparseDistribution
+from tandem.v1 import draft_pb2
 from tests.service.clients import complete, until
-from tests.service.fake_rows import VOCABULARY_SIZE
 from tests.service.fakes import FakeDraft, FakeTarget, cluster, refusal
 
 PATIENCE_SECONDS = 0.05
@@ -24,14 +25,14 @@ TEST_SECONDS = 30.0
 class Hanging(FakeDraft):
     """Never answers."""
 
-    async def respond(self, tokens: Sequence[int], count: int, context: Context) -> None:
+    async def respond(self, tokens: Sequence[int], count: int) -> None:
         await asyncio.Event().wait()
 
 
 class HangingLater(FakeDraft):
     """Stops answering in the middle of a stream."""
 
-    async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
+    async def respond(self, tokens: Sequence[int], count: int) -> Proposal:
         if len(self.requested) > 2:
             await asyncio.Event().wait()
         return self.proposal(tokens, count)
@@ -40,7 +41,7 @@ class HangingLater(FakeDraft):
 class Late(FakeDraft):
     """Answers once after the coordinator's patience is over, and in time before and after."""
 
-    async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
+    async def respond(self, tokens: Sequence[int], count: int) -> Proposal:
         if len(self.requested) == 2:
             await asyncio.sleep(3 * PATIENCE_SECONDS)
         return self.proposal(tokens, count)
@@ -49,14 +50,14 @@ class Late(FakeDraft):
 class Refusing(FakeDraft):
     """Refuses sequences for lack of room."""
 
-    async def respond(self, tokens: Sequence[int], count: int, context: Context) -> None:
+    async def respond(self, tokens: Sequence[int], count: int) -> None:
         raise refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
 
 
 class Dying(FakeDraft):
     """Fails in the middle of a stream."""
 
-    async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
+    async def respond(self, tokens: Sequence[int], count: int) -> Proposal:
         if len(self.requested) > 2:
             raise refusal(grpc.StatusCode.UNAVAILABLE, "gone")
         return self.proposal(tokens, count)
@@ -65,10 +66,20 @@ class Dying(FakeDraft):
 class Leaving(FakeDraft):
     """Ends the stream without an error."""
 
-    async def respond(
-        self, tokens: Sequence[int], count: int, context: Context
-    ) -> draft_pb2.ProposeResponse | None:
+    async def respond(self, tokens: Sequence[int], count: int) -> Proposal | None:
         return None if len(self.requested) > 2 else self.proposal(tokens, count)
+
+
+class Garbled(FakeDraft):
+    """Sends invalid answers."""
+
+    def __init__(self, garble: Callable[[Proposal], Proposal]) -> None:
+        super().__init__()
+        self._garble = garble
+
+    async def respond(self, tokens: Sequence[int], count: int) -> Proposal:
+        proposal = self.proposal(tokens, count)
+        return self._garble(proposal) if count and len(self.requested) > 2 else proposal
 
 
 class GarbledColumns(FakeDraft):
@@ -78,79 +89,48 @@ class GarbledColumns(FakeDraft):
         super().__init__()
         self._garble = garble
 
-    async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
-        proposal = draft_wire.proposal_from_proto(self.proposal(tokens, count))
-        message = draft_wire.proposal_to_proto(proposal, with_columns=True)
-        if count and len(self.requested) > 2:
-            self._garble(message.columns)
-        return message
+    async def Propose(  # noqa: N802 - gRPC's name
+        self, request_iterator: AsyncIterator[draft_pb2.ProposeRequest], context: Context
+    ) -> AsyncIterator[draft_pb2.ProposeResponse]:
+        async for response in super().Propose(request_iterator, context):
+            if len(self.requested) > 2:
+                for block in response.proposals:
+                    if block.token_ids:
+                        self._garble(block.distributions)
+            yield response
 
 
-class Garbled(FakeDraft):
-    """Sends invalid answers."""
-
-    def __init__(self, garble: Callable[[draft_pb2.ProposeResponse], object]) -> None:
-        super().__init__()
-        self._garble = garble
-
-    async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
-        proposal = self.proposal(tokens, count)
-        if count and len(self.requested) > 2:
-            self._garble(proposal)
-        return proposal
+def _supports(ids: tuple[int, ...], probs: tuple[float, ...]) -> Callable[[], FakeDraft]:
+    """A draft that names these ids and probabilities, at every position."""
+    support = SparseDistribution(np.array(ids), np.array(probs))
+    return lambda: Garbled(lambda proposal: replace(proposal, distributions=(support,) * len(proposal)))
 
 
-def _set_first_id(token_id: int) -> Callable[[draft_pb2.ProposeResponse], None]:
-    def garble(proposal: draft_pb2.ProposeResponse) -> None:
-        proposal.token_ids[0] = token_id
-        for distribution in proposal.distributions[:1]:
-            distribution.sparse.token_ids[0] = token_id
-
-    return garble
-
-
-def _other_base(proposal: draft_pb2.ProposeResponse) -> None:
-    proposal.base_length -= 1
+def _first_id(token_id: int) -> Callable[[], FakeDraft]:
+    support = SparseDistribution(np.array([token_id]), np.ones(1))
+    return lambda: Garbled(
+        lambda proposal: replace(
+            proposal,
+            token_ids=(token_id, *proposal.token_ids[1:]),
+            distributions=(support, *proposal.distributions[1:]),
+        )
+    )
 
 
-def _one_too_many(proposal: draft_pb2.ProposeResponse) -> None:
-    proposal.token_ids.extend([5] * 100)
-    proposal.distributions.extend([proposal.distributions[0]] * 100)
+def _one_too_many(proposal: Proposal) -> Proposal:
+    return replace(
+        proposal,
+        token_ids=proposal.token_ids + (5,) * 100,
+        distributions=proposal.distributions + proposal.distributions[:1] * 100,
+    )
 
 
-def _no_sum(proposal: draft_pb2.ProposeResponse) -> None:
-    proposal.distributions[0].sparse.probabilities = b"\0\0\0\0"
+def _other_base(proposal: Proposal) -> Proposal:
+    return replace(proposal, base_length=proposal.base_length - 1)
 
 
-def _cut_bytes(proposal: draft_pb2.ProposeResponse) -> None:
-    proposal.distributions[0].sparse.probabilities = b"\0"
-
-
-def _unknown_support(proposal: draft_pb2.ProposeResponse) -> None:
-    sparse = proposal.distributions[0].sparse
-    sparse.token_ids.append(VOCABULARY_SIZE)
-    sparse.probabilities += b"\0\0\0\0"
-
-
-def _not_in_its_support(proposal: draft_pb2.ProposeResponse) -> None:
-    proposal.distributions[0].sparse.token_ids[0] += 1
-
-
-def _repeated_support(proposal: draft_pb2.ProposeResponse) -> None:
-    sparse = proposal.distributions[0].sparse
-    sparse.token_ids.append(sparse.token_ids[0])
-    sparse.probabilities += b"\0\0\0\0"
-
-
-def _too_few_distributions(proposal: draft_pb2.ProposeResponse) -> None:
-    proposal.distributions.append(proposal.distributions[0])
-
-
-def _dense_of_another_size(proposal: draft_pb2.ProposeResponse) -> None:
-    for distribution in proposal.distributions:
-        distribution.dense_logits.shape.append(1)
-        distribution.dense_logits.data_type = types_pb2.DATA_TYPE_FLOAT32
-        distribution.dense_logits.data = b"\0\0\0\0"
+def _too_many_distributions(proposal: Proposal) -> Proposal:
+    return replace(proposal, distributions=proposal.distributions + proposal.distributions[:1])
 
 
 def _column(name: str, content: bytes) -> Callable[[], FakeDraft]:
@@ -164,17 +144,15 @@ FAULTS: dict[str, Callable[[], FakeDraft]] = {
     "refusing": Refusing,
     "dying": Dying,
     "leaving": Leaving,
-    "unknown id": lambda: Garbled(_set_first_id(VOCABULARY_SIZE)),
-    "negative id": lambda: Garbled(_set_first_id(-1)),
+    "unknown id": _first_id(VOCABULARY_SIZE),
+    "negative id": _first_id(-1),
     "another base": lambda: Garbled(_other_base),
     "one too many": lambda: Garbled(_one_too_many),
-    "no sum": lambda: Garbled(_no_sum),
-    "cut bytes": lambda: Garbled(_cut_bytes),
-    "unknown support": lambda: Garbled(_unknown_support),
-    "not in its support": lambda: Garbled(_not_in_its_support),
-    "repeated support": lambda: Garbled(_repeated_support),
-    "too few distributions": lambda: Garbled(_too_few_distributions),
-    "dense of another size": lambda: Garbled(_dense_of_another_size),
+    "no sum": _supports((5,), (0.0,)),
+    "unknown support": _supports((5, VOCABULARY_SIZE), (1.0, 0.0)),
+    "not in its support": _supports((5,), (1.0,)),
+    "repeated support": _supports((5, 5), (0.5, 0.5)),
+    "too many distributions": lambda: Garbled(_too_many_distributions),
     "a column of other sizes": _column("support_sizes", b"\1\0\0\0\2\0\0\0"),
     "a column of too few sizes": _column("support_sizes", b"\1\0\0\0"),
     "a column of cut sizes": _column("support_sizes", b"\1"),

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 import grpc
 import pytest
 
-from tandem.serving.interceptors import Context
-from tandem.types import GenerationRequest
-from tandem.v1 import draft_pb2
+from tandem.types import GenerationRequest, Proposal
 from tests.service.clients import Completed, complete, until
 from tests.service.fakes import FakeDraft, FakeTarget, refusal
 from tests.service.served import NOT_SERVING, SERVING, fleet
@@ -39,7 +37,7 @@ class Failing(FakeDraft):
         self._steps = steps
         self._code = code
 
-    async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
+    async def respond(self, tokens: Sequence[int], count: int) -> Proposal:
         if len(self.requested) in self._steps:
             raise refusal(self._code, "failed")
         return self.proposal(tokens, count)
@@ -48,7 +46,7 @@ class Failing(FakeDraft):
 class HangingFrom(FakeDraft):
     """Answers no step from the third on."""
 
-    async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
+    async def respond(self, tokens: Sequence[int], count: int) -> Proposal:
         if len(self.requested) > 2:
             await asyncio.Event().wait()
         return self.proposal(tokens, count)
@@ -57,7 +55,7 @@ class HangingFrom(FakeDraft):
 class Full(FakeDraft):
     """Has no room yet, and does not begin."""
 
-    async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
+    async def respond(self, tokens: Sequence[int], count: int) -> Proposal:
         await asyncio.Event().wait()
         return self.proposal(tokens, count)
 
@@ -65,7 +63,7 @@ class Full(FakeDraft):
 class Useless(FakeDraft):
     """A slow draft whose proposals are always rejected."""
 
-    async def respond(self, tokens: Sequence[int], count: int, context: Context) -> draft_pb2.ProposeResponse:
+    async def respond(self, tokens: Sequence[int], count: int) -> Proposal:
         await asyncio.sleep(0.005)
         return self.proposal(tokens, count)
 

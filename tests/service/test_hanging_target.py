@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -14,9 +14,7 @@ from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.client import Client
 from tandem.errors import ServiceUnavailableError
 from tandem.replica import ReplicaSnapshot, ReplicaState
-from tandem.serving.interceptors import Context
-from tandem.types import GenerationRequest
-from tandem.v1 import target_pb2
+from tandem.types import GenerationRequest, Verification, VerifyStep
 from tests.service.clients import Completed, complete, until
 from tests.service.fakes import FakeTarget, coordinator
 from tests.service.served import Served, addresses, served
@@ -39,18 +37,15 @@ class HangingTarget(FakeTarget):
         self.steps = 0
         self.requests = 0
 
-    def open(self, max_length: int) -> None:
-        super().open(max_length)
+    def begin(self, max_length: int) -> list[int]:
         self.requests += max_length > PROBE_LENGTH
+        return super().begin(max_length)
 
-    async def Verify(  # noqa: N802 - gRPC's name
-        self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: Context
-    ) -> AsyncIterator[target_pb2.VerifyResponse]:
-        async for response in super().Verify(request_iterator, context):
-            self.steps += 1
-            if self.steps > self.answers:
-                await self.works.wait()
-            yield response
+    async def verified(self, tokens: Sequence[int], step: VerifyStep) -> Verification:
+        self.steps += 1
+        if self.steps > self.answers:
+            await self.works.wait()
+        return self.verification(tokens, step)
 
 
 @dataclass(frozen=True)

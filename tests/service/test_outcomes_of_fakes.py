@@ -1,25 +1,19 @@
-"""Drafting ahead with fake drafts: hits need no request, and an old, late or distant draft costs nothing.
+"""Drafting ahead with fake drafts: hits need no request, and a late or distant draft costs nothing.
 
 The target counts, so that an honest draft knows every outcome: the whole proposal is accepted, and the next number
 follows.
 """
 
-# ruff: noqa: N802 - gRPC looks a method up by the name that it has in the proto.
-
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 
 from coordinator.speculation.request import RequestSpeculation
-from tandem.serving.interceptors import Context
 from tandem.types import GenerationRequest, ProposeStep, StepCost
-from tandem.v1 import draft_pb2
-from tandem.wire.draft import outcomes_to_proto
 from tests.service.ahead_draft import AheadDraft, Pushes, completed
 from tests.service.clients import complete, until
 from tests.service.fakes import FakeDraft, FakeTarget
@@ -40,17 +34,11 @@ def proposal_requests(draft: FakeDraft) -> int:
 class StepwiseDraft(AheadDraft):
     """Takes so long for each depth of its outcomes."""
 
+    depth_seconds = STEP_SECONDS
+
     def pushes(self, tokens: list[int], step: ProposeStep) -> Pushes:
         for each in self.honest(tokens, step):
-            yield outcomes_to_proto(replace(each, cost=StepCost(STEP_SECONDS, 1, 1)))
-
-    async def Propose(
-        self, request_iterator: AsyncIterator[draft_pb2.ProposeRequest], context: Context
-    ) -> AsyncIterator[draft_pb2.ProposeResponse]:
-        async for answer in super().Propose(request_iterator, context):
-            if answer.HasField("outcomes"):
-                await asyncio.sleep(STEP_SECONDS)
-            yield answer
+            yield replace(each, cost=StepCost(STEP_SECONDS, 1, 1))
 
 
 async def test_a_round_with_a_hit_needs_no_proposal_request() -> None:
@@ -63,16 +51,6 @@ async def test_a_round_with_a_hit_needs_no_proposal_request() -> None:
         "all rounds but that of the prompt, the first and the last"
     )
     assert draft.finished == 1
-
-
-async def test_a_draft_without_the_feature_is_asked_each_round() -> None:
-    """A draft of an older version answers every request and ignores the budgets."""
-    draft = FakeDraft()
-    done = await completed(draft)
-    assert done.token_ids == EXPECTED
-    assert done.stats.ahead.hits == 0
-    assert proposal_requests(draft) == done.stats.drafted / 2 > TOKENS / 4, "each proposal was asked for"
-    assert done.stats.accepted == done.stats.drafted > TOKENS / 2
 
 
 async def test_a_draft_that_never_has_an_outcome_ready_is_asked_every_second_round(

@@ -3,143 +3,157 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
 
 import grpc
 import grpc.aio
+import numpy as np
 import pytest
 
-from coordinator.transport.streams import StreamChoice
-from tandem.errors import (
-    ProtocolError,
-)
+from coordinator.transport.streams import Streams
+from tandem.errors import ProtocolError
 from tandem.rpc.channels import open_channel
 from tandem.serving.interceptors import Context
-from tandem.serving.streams import MultiplexedStreams
+from tandem.types import DenseRow, Verification, VerifyStep
 from tandem.v1 import target_pb2
-from tandem.v1.types_pb2 import SequenceEnd, SequencePart
+from tandem.wire.columns import ints_to_bytes
+from tandem.wire.target import answers_from_proto
 from tests.service.clients import until
-from tests.service.echo_servicer import HOLD, LEAVE, SECONDS, Echo, answer_to, ends, read, step
-from tests.service.fakes import serving
+from tests.service.echo_servicer import HOLD, LEAVE, SECONDS, Asker, Echo, asking, ends, read
+from tests.service.fakes import FakeTarget, serving
 
 
-async def test_an_unreadable_part_ends_only_its_sequence() -> None:
+def raw(**columns: list[int]) -> target_pb2.VerifyRequest:
+    """A message that asks sequence 2, and sequence 1 with these values."""
+    message = asking((1, 5), (2, 5))
+    for name, values in columns.items():
+        owner = message.steps.deltas if name in ("base_lengths", "sequences") else message.steps
+        setattr(owner, name, ints_to_bytes(values))
+    return message
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (raw(base_lengths=[-1, 5]), "delta.base_length is -1"),
+        (raw(row_counts=[-1, 0]), "row_count is -1"),
+        (raw(row_kinds=[9, 1]), "row_kind is 9"),
+        (asking((1, 5), (2, 5)), "temperature is -1"),
+    ],
+)
+async def test_an_invalid_step_or_opening_ends_only_its_sequence(
+    message: target_pb2.VerifyRequest, words: str
+) -> None:
     """Send the messages by hand, as a faulty coordinator would."""
+    if "temperature" in words:
+        message.opens[0].sampling.temperature = -1.0
     async with ends() as both:
-        call = both.stub.VerifyMany()
-        good = SequencePart(sequence=2, message=step(5).SerializeToString())
-        await call.write(
-            target_pb2.VerifyManyRequest(parts=[SequencePart(sequence=1, message=b"\xff"), good])
-        )
-        parts = await read(call, 2)
-        assert [part.sequence for part in parts] == [1, 2]
-        assert parts[0].end.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
-        assert parts[0].end.message.startswith("a message cannot be read; its bytes must be the protobuf")
-        assert target_pb2.VerifyResponse.FromString(parts[1].message).base_length == 5
+        call = both.stub.Verify()
+        await call.write(message)
+        found = await read(call, 2)
+        assert found[1].code is grpc.StatusCode.INVALID_ARGUMENT
+        assert words in found[1].sentence
+        assert found[2].base_length == 5
         call.cancel()
 
 
-async def test_empty_parts_are_ignored() -> None:
+async def test_a_sequence_must_begin_with_one_open() -> None:
     async with ends() as both:
-        call = both.stub.VerifyMany()
-        nothing = [SequencePart(), SequencePart(sequence=9, end=SequenceEnd())]
-        good = SequencePart(sequence=1, message=step(5).SerializeToString())
-        await call.write(target_pb2.VerifyManyRequest(parts=[*nothing, good]))
-        (part,) = await read(call, 1)
-        assert (part.sequence, both.service.calls["sequences"]) == (1, 1)
+        call = both.stub.Verify()
+        await call.write(asking((1, 5), opens=False))
+        found = await read(call, 1)
+        assert "without open" in found[1].sentence
+        await call.write(asking((2, 5)))
+        assert (await read(call, 1))[2].base_length == 5
+        await call.write(asking((2, 5)))
+        assert "opened twice" in (await read(call, 1))[2].sentence
+        await call.write(target_pb2.VerifyRequest(cancelled_sequences=[9]))  # nobody knows it
         call.cancel()
 
 
 async def test_a_stream_that_is_left_open_at_its_end_ends_its_sequences() -> None:
     """The stream is half-closed without a Finish: its sequences get an error, and then the stream ends."""
     async with ends() as both:
-        call = both.stub.VerifyMany()
-        await call.write(
-            target_pb2.VerifyManyRequest(
-                parts=[SequencePart(sequence=i, message=step(i).SerializeToString()) for i in (1, 2)]
-            )
-        )
+        call = both.stub.Verify()
+        await call.write(asking((1, 1), (2, 2)))
         await read(call, 2)
         await call.done_writing()
-        assert [part.WhichOneof("part") for part in await read(call, 2)] == ["end", "end"]
+        assert ["without finish" in each.sentence for each in (await read(call, 2)).values()] == [True, True]
         assert await call.code() is grpc.StatusCode.OK
         assert both.service.running == 0
 
 
-async def test_an_unreadable_message_ends_the_stream_and_its_sequences() -> None:
+@pytest.mark.parametrize(
+    "content", [b"\xff", raw(sequences=[1]).SerializeToString(), raw(row_kinds=[]).SerializeToString()]
+)
+async def test_an_unreadable_message_ends_the_stream_and_its_sequences(content: bytes) -> None:
     async with ends() as both, open_channel(both.address) as channel:
-        call: Any = channel.stream_stream("/tandem.v1.TargetService/VerifyMany")()
-        held = SequencePart(sequence=1, message=step(HOLD).SerializeToString())
-        await call.write(target_pb2.VerifyManyRequest(parts=[held]).SerializeToString())
+        call: Any = channel.stream_stream("/tandem.v1.TargetService/Verify")()
+        await call.write(asking((1, HOLD)).SerializeToString())
         await until(lambda: both.service.running == 1, SECONDS)
-        await call.write(b"\xff")
+        await call.write(content)
         with suppress(grpc.aio.AioRpcError):
             await call.read()
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert both.service.running == 0
 
 
+async def flood(*lengths: int) -> AsyncIterator[target_pb2.VerifyRequest]:
+    """A message for each step of one sequence."""
+    for i, length in enumerate(lengths):
+        yield asking((1, length), opens=not i)
+
+
 async def test_a_flood_of_requests_is_not_read_ahead() -> None:
     taken = 0
 
-    async def flood() -> AsyncIterator[target_pb2.VerifyManyRequest]:
+    async def counted() -> AsyncIterator[target_pb2.VerifyRequest]:
         nonlocal taken
-        for _ in range(1000):
+        async for message in flood(*[HOLD] * 1000):
             taken += 1
-            yield target_pb2.VerifyManyRequest(
-                parts=[SequencePart(sequence=1, message=step(HOLD).SerializeToString())]
-            )
+            yield message
 
     service = Echo()
-    answers = service.VerifyMany(flood(), cast("Context", None))
+    answers = service.Verify(counted(), cast("Context", None))
     waiting = asyncio.ensure_future(anext(answers))
     await until(lambda: service.running == 1, SECONDS)
     for _ in range(100):
         await asyncio.sleep(0)
     assert taken < 20
     service.released.set()  # now the stream is read to its end: the sequence's answers, and its end
-    count = len((await waiting).parts) + sum([len(response.parts) async for response in answers])
-    assert (taken, count) == (1000, 1001)
+    messages = [await waiting, *[response async for response in answers]]
+    assert (taken, sum(len(list(answers_from_proto(each))) for each in messages)) == (1000, 1001)
 
 
-async def test_unread_answers_of_one_sequence_do_not_block_others() -> None:
-    async def flood() -> AsyncIterator[target_pb2.VerifyManyRequest]:
-        for length in [LEAVE, *[HOLD] * 1000]:
-            yield target_pb2.VerifyManyRequest(
-                parts=[SequencePart(sequence=1, message=step(length).SerializeToString())]
-            )
-
+async def test_requests_of_a_sequence_that_has_ended_do_not_block_others() -> None:
     async with asyncio.timeout(SECONDS):
-        answers = Echo().VerifyMany(flood(), cast("Context", None))
-        (part,) = [part async for response in answers for part in response.parts]
-    assert part.HasField("end")
+        answers = Echo().Verify(flood(LEAVE, *[HOLD] * 1000), cast("Context", None))
+        (end,) = [end async for response in answers for end in response.ends]
+    assert end.code == 0
+
+
+class Large(FakeTarget):
+    """Answers a mebibyte."""
+
+    answered = 0
+
+    async def verified(self, tokens: Sequence[int], step: VerifyStep) -> Verification:
+        self.answered += 1
+        return Verification(0, (DenseRow(np.zeros(1 << 18, np.float32)),))
 
 
 async def test_answers_to_a_client_that_does_not_read_are_bounded() -> None:
-    answered = 0
-
-    async def behaviour(requests: AsyncIterator[bytes]) -> AsyncIterator[target_pb2.VerifyResponse]:
-        nonlocal answered
-        async for _ in requests:
-            answered += 1
-            response = target_pb2.VerifyResponse()
-            response.dense_rows.data = bytes(1 << 20)
-            yield response
-
-    async def flood() -> AsyncIterator[target_pb2.VerifyManyRequest]:
-        for _ in range(100):
-            yield target_pb2.VerifyManyRequest(parts=[SequencePart(sequence=1, message=b"step")])
-
-    answers = MultiplexedStreams().serve(flood(), behaviour, bytes)
-    assert len(await anext(answers)) == 1
+    service = Large()
+    answers = service.Verify(flood(*[0] * 100), cast("Context", None))
+    assert len((await anext(answers)).verifications) == 1
     for _ in range(200):
         await asyncio.sleep(0)
-    assert answered < 8
-    assert sum([len(parts) async for parts in answers]) == 100
-    assert answered == 100
+    assert service.answered < 8
+    assert sum([len(response.verifications) async for response in answers]) == 99
+    assert service.answered == 100
 
 
 async def test_an_unreadable_answer_is_the_services_fault() -> None:
@@ -156,8 +170,7 @@ async def test_an_unreadable_answer_is_the_services_fault() -> None:
         open_channel(address) as channel,
     ):
         garbling: Any = channel.stream_stream("/garbling/garble")
-        streams = StreamChoice(replace(both.methods, open_one=garbling, open_many=garbling))
-        for sequence in (streams.stream(), streams.stream()):
-            with pytest.raises(ProtocolError, match="target service: its answer cannot be read"):
-                await answer_to(sequence, 1)
-            sequence.cancel()
+        sequence = Asker(Streams(replace(both.method, open=garbling)))
+        with pytest.raises(ProtocolError, match="target service: its answer cannot be read"):
+            await sequence.ask(1)
+        sequence.stream.cancel()

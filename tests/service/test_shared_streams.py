@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coordinator.transport.streams import DedicatedStream, SequenceStream
 from draft_service.service import DraftService
 from draft_service.settings import DraftSettings
 from tandem.errors import (
@@ -22,32 +21,30 @@ from tandem.errors import (
 )
 from tandem.rpc.channels import Traffic, open_channel
 from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
-from tandem.v1 import target_pb2
-from tandem.v1.types_pb2 import SequencePart
+from tandem.types import DraftOptions, SamplingParams
+from tandem.v1 import draft_pb2, target_pb2
+from tandem.wire import draft as draft_wire
 from target_service.service import TargetService
 from target_service.settings import TargetSettings
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 from tests.service.clients import until
-from tests.service.echo_servicer import FAIL, HOLD, LEAVE, REFUSE, SECONDS, answer_to, ends, step
+from tests.service.echo_servicer import FAIL, HOLD, LEAVE, REFUSE, SECONDS, Asker, asking, ends
 from tests.service.fakes import serving
 
-FINISH = target_pb2.VerifyRequest(finish=target_pb2.VerifyFinish())
 
-
-async def test_the_first_sequence_has_a_dedicated_stream_and_others_share_one() -> None:
+async def test_all_sequences_share_a_stream_that_ends_with_the_last() -> None:
     async with ends() as both:
-        sequences = [both.streams.stream() for _ in range(17)]
-        answers = await asyncio.gather(*(answer_to(sequence, i) for i, sequence in enumerate(sequences)))
+        sequences = both.sequences(17)
+        answers = await asyncio.gather(*(sequence.ask(i) for i, sequence in enumerate(sequences)))
         assert answers == list(range(17))
-        assert both.service.calls == {"sequences": 17, "shared streams": 1}
+        assert both.service.calls == {"sequences": 17, "streams": 1}
         for sequence in sequences:
-            sequence.cancel()
+            sequence.stream.cancel()
         await until(lambda: both.service.running == 0, SECONDS)
-        alone = both.streams.stream()
-        assert isinstance(alone, DedicatedStream), (
-            "without other sequences, the next one gets a dedicated stream"
-        )
-        alone.cancel()
+        (later,) = both.sequences(1)
+        assert await later.ask(1) == 1
+        assert both.service.calls["streams"] == 2
+        later.stream.cancel()
 
 
 async def test_simultaneous_requests_and_answers_travel_in_one_message() -> None:
@@ -55,7 +52,7 @@ async def test_simultaneous_requests_and_answers_travel_in_one_message() -> None
         sequences = both.sequences(16)
         for _ in range(3):
             both.service.messages.clear()
-            answers = [asyncio.create_task(answer_to(sequence, HOLD)) for sequence in sequences]
+            answers = [asyncio.create_task(sequence.ask(HOLD)) for sequence in sequences]
             await until(lambda: sum(both.service.messages) == 16, SECONDS)
             assert len(both.service.messages) == 1
             both.service.released.set()
@@ -63,18 +60,16 @@ async def test_simultaneous_requests_and_answers_travel_in_one_message() -> None
             both.service.released.clear()
 
 
-async def test_a_shared_stream_counts_the_same_bytes_as_a_dedicated_one() -> None:
+async def test_bytes_are_counted() -> None:
     async with ends() as both:
-        alone, shared = Traffic(), Traffic()
-        for traffic in (alone, shared):
-            sequence = both.streams.stream(traffic)
-            await answer_to(sequence, 7)
-            await answer_to(sequence, 300)
-        sent = len(step(7).SerializeToString()) + len(step(300).SerializeToString())
-        received = sum(
-            len(target_pb2.VerifyResponse(base_length=length).SerializeToString()) for length in (7, 300)
-        )
-        assert alone == shared == Traffic(sent, received, 2, 2)
+        traffic = Traffic()
+        sequence = Asker(both.streams, traffic)
+        await sequence.ask(7)
+        await sequence.ask(300)
+        assert (traffic.sent_messages, traffic.received_messages) == (3, 2)
+        assert 30 < traffic.sent_bytes < 300
+        assert 20 < traffic.received_bytes < 200
+        sequence.stream.cancel()
 
 
 @pytest.mark.parametrize(
@@ -92,28 +87,28 @@ async def test_a_shared_stream_counts_the_same_bytes_as_a_dedicated_one() -> Non
 async def test_an_ending_sequence_ends_no_other(length: int, error: type[TandemError], sentence: str) -> None:
     async with ends() as both:
         first, second = both.sequences(2)
-        assert await answer_to(first, 1) == await answer_to(second, 1) == 1
+        assert await first.ask(1) == await second.ask(1) == 1
         with pytest.raises(error, match=sentence):
-            await answer_to(first, length)
+            await first.ask(length)
         with pytest.raises(error, match=sentence):
-            await answer_to(first, 2)
-        assert await answer_to(second, 3) == 3
+            await first.ask(2)
+        assert await second.ask(3) == 3
         assert both.service.calls["sequences"] == 2, "a late request must not begin a sequence"
-        first.cancel()
-        assert await answer_to(second, 4) == 4
+        first.stream.cancel()
+        assert await second.ask(4) == 4
 
 
 async def test_a_cancelled_sequence_stops_at_once_and_no_other_does() -> None:
     async with ends() as both:
         first, second = both.sequences(2)
-        assert await answer_to(second, 1) == 1
-        held = asyncio.create_task(answer_to(first, HOLD))
+        assert await second.ask(1) == 1
+        held = asyncio.create_task(first.ask(HOLD))
         await until(lambda: both.service.running == 2, SECONDS)
-        first.cancel()
-        first.cancel()
+        first.stream.cancel()
+        first.stream.cancel()
         await until(lambda: both.service.running == 1, SECONDS)
-        assert await answer_to(second, 2) == 2
-        for late in (held, answer_to(first, 3)):
+        assert await second.ask(2) == 2
+        for late in (held, first.ask(3)):
             with pytest.raises(ServiceUnavailableError):
                 await late
 
@@ -121,9 +116,9 @@ async def test_a_cancelled_sequence_stops_at_once_and_no_other_does() -> None:
 async def test_finish_returns_after_the_sequence_has_ended() -> None:
     async with ends() as both:
         first, second = both.sequences(2)
-        await answer_to(first, 1)
-        held = asyncio.create_task(answer_to(second, HOLD))
-        await first.finish(FINISH)
+        await first.ask(1)
+        held = asyncio.create_task(second.ask(HOLD))
+        await first.stream.finish(0)
         assert (both.service.finished, both.service.running) == (1, 1)
         both.service.released.set()
         assert await held == HOLD
@@ -132,48 +127,48 @@ async def test_finish_returns_after_the_sequence_has_ended() -> None:
 async def test_a_broken_stream_ends_its_sequences_and_later_ones_get_a_new_stream() -> None:
     async with ends() as both:
         sequences = both.sequences(3)
-        held = [asyncio.create_task(answer_to(sequence, HOLD)) for sequence in sequences]
+        held = [asyncio.create_task(sequence.ask(HOLD)) for sequence in sequences]
         await until(lambda: both.service.running == 3, SECONDS)
         await both.server.stop(None)
         for each in held:
             with pytest.raises(ServiceUnavailableError):
                 await each
-        assert all(sequence.was_sent for sequence in sequences)
-        last = both.streams.stream()
+        assert all(sequence.stream.was_sent for sequence in sequences)
+        last = Asker(both.streams)
         with pytest.raises(ServiceUnavailableError):
-            await answer_to(last, 1)
-        assert not last.was_sent, "nobody was there"
+            await last.ask(1)
+        assert not last.stream.was_sent, "nobody was there"
 
 
 async def test_an_old_stream_accepts_no_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     async with ends() as both:
         monkeypatch.setattr("coordinator.transport.streams._MAX_SECONDS", 0.0)
         first, second = both.sequences(2)
-        assert await answer_to(first, 1) == 1
-        assert await answer_to(second, 2) == 2
-        assert await answer_to(first, 3) == 3
-        assert both.service.calls["shared streams"] == 2
+        assert await first.ask(1) == 1
+        assert await second.ask(2) == 2
+        assert await first.ask(3) == 3
+        assert both.service.calls["streams"] == 2
 
 
 async def test_a_draining_server_accepts_no_sequence_and_ends_none() -> None:
     readiness, calls = ReadinessInterceptor(""), RunningCalls()
     async with ends() as both:
-        both.service.shared.apply_limits(readiness, calls, max_calls=2)
+        both.service.streams.apply_limits(readiness, calls, max_calls=2)
         first, second, third = both.sequences(3)
-        held = [asyncio.create_task(answer_to(sequence, HOLD)) for sequence in (first, second)]
+        held = [asyncio.create_task(sequence.ask(HOLD)) for sequence in (first, second)]
         await until(lambda: both.service.running == 2, SECONDS)
         with pytest.raises(CapacityError, match="2 calls run already, which is the most; try again"):
-            await answer_to(third, 1)
+            await third.ask(1)
         readiness.closed_because = "the target service is draining"
-        late = both.streams.stream()
+        late = Asker(both.streams)
         with pytest.raises(ServiceUnavailableError, match="the target service is draining"):
-            await answer_to(late, 1)
+            await late.ask(1)
         assert not await calls.end(0.01), "a drain waits for running sequences"
         both.service.released.set()
         assert await asyncio.gather(*held) == [HOLD, HOLD]
         calls.cut_off("it has drained for as long as it may")
         with pytest.raises(ServiceUnavailableError, match="for as long as it may"):
-            await answer_to(first, 2)
+            await first.ask(2)
 
 
 ACTS = st.lists(
@@ -181,31 +176,31 @@ ACTS = st.lists(
 )
 
 
-async def done(act: str, sequence: SequenceStream[target_pb2.VerifyResponse], base_length: int) -> bool:
+async def done(act: str, sequence: Asker, base_length: int) -> bool:
     """Apply the action to a sequence; return True if it is usable afterwards."""
     match act:
         case "ask":
-            assert await answer_to(sequence, base_length) == base_length
+            assert await sequence.ask(base_length) == base_length
         case "hold":
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.001):
-                    await answer_to(sequence, HOLD)
-            sequence.cancel()
+                    await sequence.ask(HOLD)
+            sequence.stream.cancel()
         case "finish":
-            await sequence.finish(FINISH)
+            await sequence.stream.finish(0)
         case "drop":
-            sequence.cancel()
+            sequence.stream.cancel()
         case _:
             with pytest.raises(CapacityError):
-                await answer_to(sequence, REFUSE)
+                await sequence.ask(REFUSE)
     return act == "ask"
 
 
 @given(acts=ACTS)
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 async def test_each_sequence_gets_its_own_answers_whatever_others_do(acts: list[tuple[int, str]]) -> None:
     async with ends() as both:
-        sequences = [both.streams.stream() for _ in range(6)]
+        sequences = both.sequences(6)
 
         async def run_sequence(own: int) -> None:
             is_of_use = True
@@ -213,15 +208,15 @@ async def test_each_sequence_gets_its_own_answers_whatever_others_do(acts: list[
                 if number == own and is_of_use:
                     is_of_use = await done(act, sequences[own], 10 * turn + own)
             if is_of_use:
-                assert await answer_to(sequences[own], own) == own
-            sequences[own].cancel()
+                assert await sequences[own].ask(own) == own
+            sequences[own].stream.cancel()
 
         await asyncio.gather(*map(run_sequence, range(6)))
         await until(lambda: both.service.running == 0, SECONDS)
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-async def test_a_services_readiness_applies_to_its_shared_streams(role: str) -> None:
+async def test_a_services_readiness_applies_to_its_sequences(role: str) -> None:
     """Otherwise the fault would be masked: sequences that a drain cuts off continue elsewhere."""
     service: Any = (
         TargetService(TargetSettings(model=DEMO_TARGET))
@@ -234,11 +229,16 @@ async def test_a_services_readiness_applies_to_its_shared_streams(role: str) -> 
         serving(service.register) as (address, _),
         open_channel(address) as channel,
     ):
-        method = {"target": "TargetService/VerifyMany", "draft": "DraftService/ProposeMany"}[role]
+        method = {"target": "TargetService/Verify", "draft": "DraftService/Propose"}[role]
         call: Any = channel.stream_stream(f"/tandem.v1.{method}")()
-        part = SequencePart(sequence=1, message=FINISH.SerializeToString())
-        await call.write(target_pb2.VerifyManyRequest(parts=[part]).SerializeToString())
-        (answer,) = target_pb2.VerifyManyResponse.FromString(await call.read()).parts
-        assert answer.end.code == grpc.StatusCode.UNAVAILABLE.value[0]
-        assert answer.end.message == "it is closed"
+        opening: Any = (
+            asking((1, 5))
+            if role == "target"
+            else draft_wire.requests_to_proto([(1, DraftOptions("r", SamplingParams()))])
+        )
+        await call.write(opening.SerializeToString())
+        response: Any = {"target": target_pb2.VerifyResponse, "draft": draft_pb2.ProposeResponse}[role]
+        (end,) = response.FromString(await call.read()).ends
+        assert end.code == grpc.StatusCode.UNAVAILABLE.value[0]
+        assert end.message == "it is closed"
         call.cancel()

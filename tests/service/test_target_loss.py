@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import grpc
-import numpy as np
 import pytest
 
 from coordinator.failover.verifier import MAX_LOSSES
@@ -16,8 +16,7 @@ from tandem.client import Client
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import CapacityError, InvalidRequestError, ProtocolError, ServiceUnavailableError
 from tandem.replica import Role
-from tandem.types import Chunk
-from tandem.v1 import target_pb2
+from tandem.types import Chunk, DenseRow, TokenRow, Verification
 from tests.service.clients import Completed, complete, until
 from tests.service.engines import Faults, target, tiny_model
 from tests.service.fakes import coordinating
@@ -43,19 +42,17 @@ def undisturbed(model: LoadedModel, other_model: LoadedModel) -> dict[str, Compl
     return asyncio.run(complete_all())
 
 
-def shift_base(response: target_pb2.VerifyResponse) -> None:
-    response.base_length += 1
+def shift_base(verification: Verification) -> Verification:
+    return replace(verification, base_length=verification.base_length + 1)
 
 
-def set_unknown_ids(response: target_pb2.VerifyResponse) -> None:
-    if response.HasField("token_rows"):
-        response.token_rows.token_ids[0] = 1 << 20
-    for row in response.support_rows.rows:
-        row.outside_token_id = 1 << 20
-    columns = response.columns
-    for name in ("token_ids", "outside_token_ids"):
-        unknown = np.full(len(getattr(columns, name)) // 4, 1 << 20, "<i4")
-        setattr(columns, name, unknown.tobytes())
+def set_unknown_ids(verification: Verification) -> Verification:
+    rows = (
+        TokenRow(1 << 20) if isinstance(row, TokenRow) else replace(row, outside_token_id=1 << 20)
+        for row in verification.rows
+        if not isinstance(row, DenseRow)
+    )
+    return replace(verification, rows=tuple(rows))
 
 
 LOSSES: dict[str, Callable[[int], Faults]] = {
@@ -78,7 +75,7 @@ async def test_the_text_survives_a_loss_at_any_point_of_a_round(
         faulty = (LOSSES[loss](step), LOSSES[loss](4))
         async with asyncio.timeout(BOUND_SECONDS), cluster(model, other_model, *faulty) as two:
             completed = await complete(two.client, REQUESTS[rule])
-            assert two.opened == 3, "one stream to begin with, and one for each loss"
+            assert two.opened == 3, "one sequence to begin with, and one for each loss"
         assert completed.token_ids == undisturbed[rule].token_ids
         assert completed.text == undisturbed[rule].text
         assert completed.drafted == undisturbed[rule].drafted
@@ -158,7 +155,12 @@ async def test_a_started_request_waits_for_room(
     model: LoadedModel, other_model: LoadedModel, undisturbed: dict[str, Completed]
 ) -> None:
     faults = Faults(after={3})
-    faults.garbled[2] = lambda _: setattr(faults, "full", True)
+
+    def fill(verification: Verification) -> Verification:
+        faults.full = True
+        return verification
+
+    faults.garbled[2] = fill
     async with asyncio.timeout(BOUND_SECONDS), cluster(model, other_model, faults) as one:
         task = asyncio.create_task(complete(one.client, REQUESTS["greedy"]))
         await until(lambda: faults.steps == 3, BOUND_SECONDS)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Sequence
 
 import grpc
 import pytest
 
 from coordinator.failover.verifier import MAX_LOSSES
 from tandem.errors import TandemError
-from tandem.serving.interceptors import Context
-from tandem.types import GenerationRequest
-from tandem.v1 import target_pb2
-from tandem.wire import target as target_wire
+from tandem.types import GenerationRequest, Verification, VerifyStep
 from tests.service.clients import complete, until
 from tests.service.fakes import FakeTarget, refusal
 from tests.service.served import NOT_SERVING, fleet
@@ -34,19 +31,10 @@ class Breaking(FakeTarget):
 
     step_seconds = STEP_SECONDS
 
-    async def Verify(  # noqa: N802 - gRPC looks a method up by the name that it has in the proto
-        self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: Context
-    ) -> AsyncIterator[target_pb2.VerifyResponse]:
-        async def checked() -> AsyncIterator[target_pb2.VerifyRequest]:
-            async for message in request_iterator:
-                if message.HasField("step"):
-                    delta = target_wire.step_from_proto(message.step).delta
-                    if delta.base_length == 0 and delta.token_ids[0] == BREAKING:
-                        raise refusal(grpc.StatusCode.UNAVAILABLE, "gone")
-                yield message
-
-        async for response in super().Verify(checked(), context):
-            yield response
+    async def verified(self, tokens: Sequence[int], step: VerifyStep) -> Verification:
+        if step.delta.base_length == 0 and tokens[0] == BREAKING:
+            raise refusal(grpc.StatusCode.UNAVAILABLE, "gone")
+        return await super().verified(tokens, step)
 
 
 async def test_a_broken_stream_moves_no_other_sequence() -> None:

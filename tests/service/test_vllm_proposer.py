@@ -7,14 +7,14 @@ import sys
 import time
 import urllib.request
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from coordinator.replicas.pool import Pool
 from coordinator.transport.draft_client import DraftClient
 from tandem.integrations.vllm import TandemProposer
-from tandem.serving.interceptors import Context
-from tandem.v1 import draft_pb2
+from tandem.types import Proposal
 from tests.service.ahead_draft import AheadDraft
 from tests.service.clients import until
 from tests.service.fakes import FakeDraft, counting
@@ -106,9 +106,7 @@ class StoppableDraft(FakeDraft):
         self.goes_on = asyncio.Event()
         self.goes_on.set()
 
-    async def respond(
-        self, tokens: Sequence[int], count: int, context: Context
-    ) -> draft_pb2.ProposeResponse | None:
+    async def respond(self, tokens: Sequence[int], count: int) -> Proposal | None:
         await self.goes_on.wait()
         return self.proposal(tokens, count)
 
@@ -202,10 +200,8 @@ async def test_a_draft_with_another_tokenizer_is_named_and_not_used(
 class WrongDraft(FakeDraft):
     """Proposes ids that no vocabulary has."""
 
-    def proposal(self, tokens: Sequence[int], count: int) -> draft_pb2.ProposeResponse:
-        wrong = super().proposal(tokens, count)
-        wrong.token_ids[:] = [1 << 20] * count
-        return wrong
+    def proposal(self, tokens: Sequence[int], count: int) -> Proposal:
+        return replace(super().proposal(tokens, count), token_ids=(1 << 20,) * count)
 
 
 async def test_a_draft_that_breaks_the_protocol_costs_proposals_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,15 @@ import grpc.aio
 
 from draft_service.proposers import Proposer
 from draft_service.servicer import DraftServicer
+from tandem.rpc.channels import failure
 from tandem.serving.interceptors import RunningCalls
 from tandem.serving.server import new_server
 from tandem.settings import ServerSettings
-from tandem.types import Delta, DraftOptions, Proposal, ProposeStep, RowKind, SamplingParams
+from tandem.types import Delta, DraftOptions, Finish, Proposal, ProposeStep, RowKind, SamplingParams
 from tandem.v1.draft_pb2 import ProposeResponse
 from tandem.v1.draft_pb2_grpc import DraftServiceStub, add_DraftServiceServicer_to_server
 from tandem.wire import draft as wire
+from tandem.wire.status import Ending
 
 
 @asynccontextmanager
@@ -43,18 +45,34 @@ class Stream:
     def __init__(self, stub: DraftServiceStub) -> None:
         self.call = stub.Propose()
 
-    async def propose(self, base_length: int, token_ids: Sequence[int], token_count: int) -> Proposal:
-        step = ProposeStep(Delta(base_length, token_ids), token_count)
+    async def say(self, request: wire.Request) -> None:
         # As coordinators do: when the service has refused the opening already, reading says why.
         with suppress(asyncio.InvalidStateError):
-            await self.call.write(wire.step_to_proto(step))
+            await self.call.write(wire.requests_to_proto([(1, request)]))
+
+    async def answer(self) -> Proposal:
+        """The next answer.
+
+        Raises:
+            TandemError: the sequence has ended.
+        """
         response = await self.call.read()
         assert isinstance(response, ProposeResponse)
-        return wire.proposal_from_proto(response)
+        (arrived,) = wire.answers_from_proto(response)
+        if isinstance(arrived.answer, Ending):
+            raise failure("draft service", arrived.answer)
+        assert isinstance(arrived.answer, Proposal)
+        return arrived.answer
+
+    async def propose(self, base_length: int, token_ids: Sequence[int], token_count: int) -> Proposal:
+        await self.say(ProposeStep(Delta(base_length, token_ids), token_count))
+        return await self.answer()
 
     async def finish(self) -> None:
-        await self.call.write(wire.finish_to_proto())
-        assert await self.call.read() is grpc.aio.EOF
+        await self.say(Finish(0))
+        response = await self.call.read()
+        assert isinstance(response, ProposeResponse)
+        assert [end.code for end in response.ends] == [0]
 
 
 @asynccontextmanager
@@ -64,8 +82,9 @@ async def opened(
     """A sequence that is dropped at the end unless it was finished."""
     stream = Stream(stub)
     try:
-        options = DraftOptions("a request", SamplingParams(), max_length=max_length, row_kind=row_kind)
-        await stream.call.write(wire.options_to_proto(options))
+        await stream.say(
+            DraftOptions("a request", SamplingParams(), max_length=max_length, row_kind=row_kind)
+        )
         yield stream
     finally:
         stream.call.cancel()

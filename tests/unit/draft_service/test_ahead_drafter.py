@@ -21,7 +21,7 @@ from tandem.types import (
     RowKind,
     SparseDistribution,
 )
-from tandem.wire.draft import outcomes_to_proto
+from tandem.wire.draft import answers_to_proto
 from tests.service.clients import until
 from tests.unit.draft_service.ahead_rounds import (
     BUDGET,
@@ -193,7 +193,7 @@ async def test_a_rounds_messages_are_bounded(make_model: MakeModel, options: Dra
     ):
         await proposed(sequence, ProposeStep(Delta(0, PROMPT), K, budget))
         drafted = await pushed(sequence, 5)
-    size = sum(outcomes_to_proto(replace(each, cost=None)).ByteSize() for each in drafted.columns)
+    size = answers_to_proto([(1, replace(each, cost=None)) for each in drafted.columns]).ByteSize()
     widths = [len(column.token_ids) for column in drafted.columns]
     assert size <= most
     assert widths == sorted(widths, reverse=True)

@@ -8,7 +8,6 @@ from array import array
 from collections.abc import Sequence
 from functools import partial
 
-import grpc.aio
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -22,6 +21,7 @@ from draft_service.proposers.suffix import (
     suffix_proposer,
 )
 from tandem.config.speculative import DraftingOptions
+from tandem.errors import InvalidRequestError
 from tandem.types import Delta, RowKind
 from tests.unit.draft_service.deltas import Held, script_to_deltas, scripts
 from tests.unit.draft_service.served import opened, served
@@ -247,7 +247,7 @@ def test_a_window_that_is_a_beginning_of_another_changes_nothing() -> None:
 
 async def test_sequences_through_the_servicer_learn_from_those_that_finished() -> None:
     async with served(suffix_proposer(DraftingOptions(), SequenceLimits())) as stub:
-        async with opened(stub, row_kind=RowKind.DENSE) as finished, opened(stub) as dropped:
+        async with opened(stub, row_kind=RowKind.SUPPORT) as finished, opened(stub) as dropped:
             for stream, response in ((finished, [4, 5, 6, 7]), (dropped, [14, 15, 16, 17])):
                 await stream.propose(0, [1, 2, 3], 0)
                 assert (await stream.propose(3, response, 4)).token_ids == ()
@@ -262,5 +262,5 @@ async def test_sequences_through_the_servicer_learn_from_those_that_finished() -
 
 async def test_a_delta_that_does_not_fit_is_refused() -> None:
     async with served(suffix_proposer(DraftingOptions(), SequenceLimits())) as stub, opened(stub) as stream:
-        with pytest.raises(grpc.aio.AioRpcError, match="the delta starts at token 3"):
+        with pytest.raises(InvalidRequestError, match="the delta starts at token 3"):
             await stream.propose(3, [1], 1)

@@ -37,9 +37,8 @@ def request(
     supports: tuple[IntArray, ...] = (),
     *,
     with_statistics: bool = False,
-    raced: bool = False,
 ) -> RowRequest:
-    step = VerifyStep(Delta(10, [1] * row_count), kind, row_count, supports, with_statistics, raced)
+    step = VerifyStep(Delta(10, [1] * row_count), kind, row_count, supports, with_statistics)
     return RowRequest(step, sampling)
 
 
@@ -82,9 +81,10 @@ def test_support_rows_split_the_distribution_into_inside_and_outside() -> None:
 
 
 def test_a_row_without_support_draws_what_a_token_row_draws() -> None:
-    logits = logits_of(2)
-    (support,) = verified([request(RowKind.SUPPORT, 2, WARPED)], logits)
-    (token,) = verified([request(RowKind.TOKEN, 2, WARPED)], logits)
+    """Of a step without a proposal: there is nothing to recover."""
+    logits = logits_of(1)
+    (support,) = verified([request(RowKind.SUPPORT, 1, WARPED)], logits)
+    (token,) = verified([request(RowKind.TOKEN, 1, WARPED)], logits)
     drawn = [row.outside_token_id for row in support.rows if isinstance(row, SupportRow)]
     assert drawn == [row.token_id for row in token.rows if isinstance(row, TokenRow)]
 
@@ -107,13 +107,10 @@ def test_the_outside_sample_has_the_restricted_distribution() -> None:
 
 
 def test_raced_recovery_samples_with_the_keys_of_the_round() -> None:
-    """The requests beside it do not ask for it, and get no probability."""
     supports = (np.array([3, 9, 41]), np.array([7]))
-    plain = request(RowKind.SUPPORT, 3, WARPED, supports)
-    raced = request(RowKind.SUPPORT, 3, WARPED, supports, raced=True)
-    logits = logits_of(9)
-    before, verification, after = verified([plain, raced, plain], logits)
-    probs = warp(logits[3:6], [WARPED] * 3)
+    logits = logits_of(3)
+    (verification,) = verified([request(RowKind.SUPPORT, 3, WARPED, supports)], logits)
+    probs = warp(logits, [WARPED] * 3)
     outside = probs.clone()
     for row, support in enumerate(supports):
         outside[row, support] = 0.0
@@ -123,28 +120,16 @@ def test_raced_recovery_samples_with_the_keys_of_the_round() -> None:
     found = [row for row in verification.rows if isinstance(row, SupportRow)]
     assert [row.outside_token_id for row in found] == winners
     assert [row.outside_prob for row in found] == probs[range(3), winners].tolist()
-    for other in (before, after):
-        assert [row.outside_prob for row in other.rows if isinstance(row, SupportRow)] == [None] * 3
 
 
-def test_raced_recovery_applies_to_support_rows_only() -> None:
-    logits = logits_of(3)
-    rows = [
-        verified([request(RowKind.TOKEN, 3, WARPED, raced=raced)], logits)[0].rows for raced in (True, False)
-    ]
-    assert rows[0] == rows[1]
-
-
-@pytest.mark.parametrize("raced", [True, False])
-def test_no_mass_outside_means_no_sample(raced: bool) -> None:
+def test_no_mass_outside_means_no_sample() -> None:
     logits = logits_of(1)
     sampling = SamplingParams(temperature=1.0, top_k=2)
     support = np.flatnonzero(warp(logits, [sampling])[0].numpy())
-    (verification,) = verified([request(RowKind.SUPPORT, 1, sampling, (support,), raced=raced)], logits)
+    (verification,) = verified([request(RowKind.SUPPORT, 1, sampling, (support,))], logits)
     (row,) = verification.rows
     assert isinstance(row, SupportRow)
-    assert (row.outside_mass, row.outside_token_id) == (0.0, -1)
-    assert row.outside_prob == (0.0 if raced else None)
+    assert (row.outside_mass, row.outside_token_id, row.outside_prob) == (0.0, -1, 0.0)
 
 
 def test_statistics_are_those_of_the_whole_row() -> None:
@@ -202,7 +187,6 @@ ASKED = {
     "truncated token": request(RowKind.TOKEN, 3, WARPED),
     "support": request(RowKind.SUPPORT, 3, SAMPLED, SUPPORTS),
     "truncated support": request(RowKind.SUPPORT, 3, WARPED, SUPPORTS, with_statistics=True),
-    "raced support": request(RowKind.SUPPORT, 3, SAMPLED, SUPPORTS, raced=True),
     "greedy support": request(RowKind.SUPPORT, 3, GREEDY, SUPPORTS, with_statistics=True),
     "whole support": request(RowKind.SUPPORT, 3, SAMPLED, (np.arange(VOCABULARY_SIZE),) * 2),
     "dense": request(RowKind.DENSE, 3, SAMPLED),

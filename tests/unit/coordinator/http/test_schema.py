@@ -21,11 +21,11 @@ from coordinator.requests.plan import Models
 from coordinator.requests.validation import TokenizedRequest, check_bounds, check_request
 from coordinator.settings.coordinator import RequestBounds
 from tandem.errors import InvalidRequestError
-from tandem.types import GenerationRequest, ModelFeature, ModelInfo
+from tandem.types import GenerationRequest, ModelInfo
 from tests.paths import DEMO_TARGET
 
 TOKENIZER = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
-INFO = ModelInfo("m", "Fake", 2048, "hash", 64, "none", features=frozenset(ModelFeature))
+INFO = ModelInfo("m", "Fake", 2048, "hash", 64, "none")
 MODELS = Models(INFO, INFO, PromptEncoder(TOKENIZER))
 BOUNDS = RequestBounds(max_prompt_bytes=1000)
 CHATS = Chats(None)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import cast
 
 import numpy as np
 import pytest
@@ -95,21 +96,14 @@ def verify(
     for seed, tokens, proposal in zip(seeds, sequences, proposals, strict=True):
         supports = rule.supports(proposal) if kind is RowKind.SUPPORT else ()
         delta = Delta(len(tokens), proposal.token_ids)
-        step = VerifyStep(
-            delta,
-            kind,
-            len(proposal) + 1,
-            supports,
-            raced_recovery=kind is RowKind.SUPPORT and len(proposal) > 0,
-        )
+        step = VerifyStep(delta, kind, len(proposal) + 1, supports)
         steps.append(step)
         requests.append(RowRequest(step, replace(PLAIN, seed=seed)))
         logits.append(TARGET_LOGITS[list((*tokens, *proposal.token_ids)[-len(proposal) - 1 :])])
     answers = verified(requests, torch.from_numpy(np.concatenate(logits)))
-    messages = map(wire.verification_to_proto, answers)
-    return [
-        wire.verification_from_proto(message, step) for message, step in zip(messages, steps, strict=True)
-    ]
+    message = wire.answers_to_proto(enumerate(answers))
+    found = {each.sequence: each.answer for each in wire.answers_from_proto(message)}
+    return [cast("wire.Answer", found[number]).verification(step) for number, step in enumerate(steps)]
 
 
 def decide(

@@ -14,7 +14,7 @@ from tandem.config.speculative import MAX_CONFIGURED_TOKENS
 from tandem.errors import IncompatibleModelsError
 from tandem.replica import Role
 from tandem.types import DenseRow, GenerationRequest, ModelInfo, Verification
-from tandem.wire.target import verification_to_proto
+from tandem.wire.target import answers_to_proto
 from tests.unit.coordinator.model_infos import DRAFT, NGRAM, TARGET, deployment
 
 MODELS: list[tuple[str, Deployment, str]] = [
@@ -104,5 +104,5 @@ def test_an_answer_to_the_longest_proposal_fits_into_a_message(count: int) -> No
     fleet = Fleet(CheckedSpeculativeConfig())
     assert fleet.judge(Role.TARGET, replace(TARGET, vocabulary_size=VOCABULARY_SIZE)) == ""
     row = DenseRow(np.zeros(VOCABULARY_SIZE, np.float32))
-    answer = verification_to_proto(Verification(0, (row,) * (count + 1)))
+    answer = answers_to_proto([(1, Verification(0, (row,) * (count + 1)))])
     assert answer.ByteSize() <= fleet.message_limit_bytes

@@ -15,12 +15,10 @@ from coordinator.requests.validation import REQUEST_RULES, TokenizedRequest, che
 from coordinator.settings.coordinator import CheckedSpeculativeConfig
 from tandem.config import SpeculativeConfig
 from tandem.errors import IncompatibleModelsError, InvalidRequestError, status_code
-from tandem.types import GenerationRequest, ModelFeature, ModelInfo, RowKind
+from tandem.types import GenerationRequest, ModelInfo, RowKind
 from tests.unit.coordinator.model_infos import DRAFT, INF, NGRAM, TARGET, deployment
 from tests.unit.coordinator.rejection.builders import SAMPLED
 
-ADJUSTING_TARGET = replace(TARGET, features=frozenset(ModelFeature))
-OLD_TARGET = replace(TARGET, service_version="0.1.0")
 NAN = float("nan")
 
 
@@ -28,7 +26,7 @@ def request(
     prompt: tuple[int, ...] = (1, 2),
     draft: ModelInfo | None = DRAFT,
     rule: str | None = None,
-    target: ModelInfo = ADJUSTING_TARGET,
+    target: ModelInfo = TARGET,
     **fields: Any,
 ) -> TokenizedRequest:
     options = SpeculativeConfig(rejection_sampling_strategy=rule)
@@ -123,12 +121,6 @@ REQUESTS: list[tuple[str, TokenizedRequest, str]] = [
         "max_tokens is 63; it must be at most 62: max_length is 64, and the prompt has 2 tokens",
     ),
     (
-        "adjusting-target",
-        request(logit_bias={5: 1.0}, min_tokens=2, target=OLD_TARGET),
-        "logit_bias is set; it must be left out: the target service (version 0.1.0) is too old to apply it; "
-        "min_tokens is set; it must be left out: the target service (version 0.1.0) is too old to apply it",
-    ),
-    (
         "penalties-without-draft-model",
         request(repetition_penalty=1.3),
         f"repetition_penalty is 1.3; with a separate draft model it must be 1: {WITH_DRAFT_MODEL}",
@@ -180,7 +172,6 @@ def test_penalties_work_without_a_draft_model(subject: TokenizedRequest) -> None
         request(min_tokens=4, max_tokens=4),
         request(max_tokens=62, max_tokens_must_fit=True),
         request(max_tokens=63),
-        request(stop_token_ids=(5,), target=OLD_TARGET),
     ],
 )
 def test_valid_stop_tokens_and_biases_are_accepted(subject: TokenizedRequest) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from coordinator.transport import streams as multiplexed_stream
-from coordinator.transport.streams import MultiplexedSequence, MultiplexedStream
-from tandem.v1.target_pb2 import VerifyManyRequest, VerifyManyResponse, VerifyResponse
-from tandem.v1.types_pb2 import SequencePart
+from coordinator.transport import streams
+from tandem.types import Verification
+from tandem.v1.target_pb2 import VerifyRequest, VerifyResponse
+from tandem.wire import target as wire
+from tests.service.echo_servicer import Asker
 
 SEQUENCES = 10
 IN_A_TURN = 4
@@ -26,7 +27,7 @@ class OneMessage:
         self.answers: asyncio.Queue[bytes] = asyncio.Queue()
 
     async def write(self, content: bytes) -> None:
-        self.written.append(len(VerifyManyRequest.FromString(content).parts))
+        self.written.append(len(VerifyRequest.FromString(content).steps.deltas.sequences) // 4)
 
     async def read(self) -> bytes:
         return await self.answers.get()
@@ -34,38 +35,39 @@ class OneMessage:
     def cancel(self) -> bool:
         return True
 
-
-def message() -> bytes:
-    """Answers to the sequences 1, 2, ..., each of which extends as many tokens as its number says."""
-    numbers = range(1, SEQUENCES + 1)
-    answers = [VerifyResponse(base_length=number).SerializeToString() for number in numbers]
-    parts = [
-        SequencePart(sequence=number, message=answer) for number, answer in zip(numbers, answers, strict=True)
-    ]
-    return VerifyManyResponse(parts=parts).SerializeToString()
+    def answer_all(self) -> None:
+        """Answer the sequences 1, 2, ..., each with as many tokens as its number says."""
+        answers = [(number, Verification(number, ())) for number in range(1, SEQUENCES + 1)]
+        self.answers.put_nowait(wire.answers_to_proto(answers).SerializeToString())
 
 
 async def test_the_first_sequences_go_on_before_the_last_have_their_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(multiplexed_stream, "ANSWERS_PER_TURN", IN_A_TURN)
-    call: Any = OneMessage()
-    stream = MultiplexedStream(
-        call, lambda parts: VerifyManyRequest(parts=parts), VerifyManyResponse.FromString, lambda _: ()
+    monkeypatch.setattr(streams, "ANSWERS_PER_TURN", IN_A_TURN)
+    call = OneMessage()
+    shared: streams.Streams[Any, wire.Answer] = streams.Streams(
+        streams.Method(
+            "target service",
+            lambda: cast("Any", call),
+            wire.requests_to_proto,
+            wire.request_size,
+            lambda content: wire.answers_from_proto(VerifyResponse.FromString(content)),
+        )
     )
     answered: list[int] = []
 
     async def two_rounds() -> None:
-        sequence = MultiplexedSequence("target service", stream, VerifyResponse.FromString, None)
+        sequence = Asker(shared)
         for _ in range(2):
-            answer = await sequence.ask(VerifyResponse())
-            answered.append(answer.base_length)
+            answer = await sequence.ask(0)
+            answered.append(answer)
 
     tasks = [asyncio.create_task(two_rounds()) for _ in range(SEQUENCES)]
     for _ in range(5):
         await asyncio.sleep(0)
     assert call.written == [SEQUENCES], "questions of one turn are one message"
-    call.answers.put_nowait(message())
+    call.answer_all()
     counts = [0]
     while counts[-1] < SEQUENCES:
         await asyncio.sleep(0)
@@ -73,6 +75,6 @@ async def test_the_first_sequences_go_on_before_the_last_have_their_answers(
     went_on = [after - before for before, after in pairwise(counts) if after > before]
     assert went_on == [4, 4, 2]
     assert call.written[1] == IN_A_TURN, "the questions of the first turn do not wait for the others"
-    call.answers.put_nowait(message())
+    call.answer_all()
     await asyncio.gather(*tasks)
     assert answered == [*range(1, SEQUENCES + 1)] * 2

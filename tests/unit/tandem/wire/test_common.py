@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from tandem.errors import InvalidRequestError, ProtocolError
-from tandem.types import ModelInfo, SamplingParams
+from tandem.types import GenerationRequest, ModelInfo, SamplingParams
 from tandem.v1 import types_pb2
 from tandem.wire import common
+from tandem.wire.generation import request_from_proto, request_to_proto
 
 SAMPLING = SamplingParams(0.7, 20, 0.9, 0.05, -(2**62))
 
@@ -74,3 +75,22 @@ def test_logits_of_every_type(data_type: types_pb2.DataType.ValueType, data: byt
 def test_impossible_tensors_are_refused(tensor: types_pb2.Tensor, words: str) -> None:
     with pytest.raises(ProtocolError, match=words):
         common.logits_from_tensor(tensor, "dense_rows")
+
+
+PENALIZED = SamplingParams(repetition_penalty=1.3, frequency_penalty=-0.5, presence_penalty=2.0)
+
+
+def test_penalties_survive() -> None:
+    assert common.sampling_from_proto(common.sampling_to_proto(PENALIZED)) == PENALIZED
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        GenerationRequest("x"),
+        GenerationRequest("x", repetition_penalty=0.0, frequency_penalty=0.0, presence_penalty=0.0),
+        GenerationRequest("x", repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=-0.5),
+    ],
+)
+def test_penalties_of_requests_survive(request_: GenerationRequest) -> None:
+    assert request_from_proto(request_to_proto(request_)) == request_

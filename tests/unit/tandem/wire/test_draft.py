@@ -1,88 +1,193 @@
-"""Draft options, steps and proposals survive a trip over the wire; impossible proposals are refused."""
+"""What coordinator and draft say of any number of sequences survives the wire; what does not fit is refused."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.errors import ProtocolError
+from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.types import (
+    AheadBudget,
+    Cancel,
     Delta,
-    DenseLogits,
+    DraftedOutcomes,
     DraftOptions,
-    IntArray,
+    Finish,
     Proposal,
     ProposeStep,
     RowKind,
     SamplingParams,
     SparseDistribution,
+    StepCost,
 )
 from tandem.v1 import draft_pb2
 from tandem.wire import draft
+from tandem.wire.status import Ending
+from tests.unit.tandem.wire.columns import COSTS, FLOATS, IDS, corrupted, plain
 
-SAMPLING = SamplingParams(0.7, 20, 0.9, 0.05, -(2**62))
-
-
-def ids(*values: int) -> IntArray:
-    return np.array(values, dtype=np.int64)
+LENGTHS = st.integers(0, 2**30)
 
 
-def test_options_and_steps_survive() -> None:
-    options = DraftOptions("r", SAMPLING, 99, RowKind.SUPPORT, 32, True, "00-aa-bb-01")
-    assert draft.options_from_proto(draft.options_to_proto(options).open) == options
-    step = ProposeStep(Delta(3, [4, 5]), 6)
-    assert draft.step_from_proto(draft.step_to_proto(step).step) == step
-    assert draft.finish_to_proto().WhichOneof("message") == "finish"
+@st.composite
+def sparse(draw: st.DrawFn) -> SparseDistribution:
+    weights = np.array(draw(st.lists(st.integers(1, 100), min_size=1, max_size=6)), float)
+    ids = draw(st.lists(IDS, min_size=len(weights), max_size=len(weights), unique=True))
+    # What binary32 leaves of the probabilities is their share.
+    probs = (weights / weights.sum()).astype(np.float32).astype(float)
+    return SparseDistribution(np.array(ids), probs / sum(probs.tolist()))
 
 
-@given(st.lists(st.integers(0, 2**31 - 1), max_size=8))
-def test_deterministic_proposals_survive(token_ids: list[int]) -> None:
-    back = draft.proposal_from_proto(draft.proposal_to_proto(Proposal(7, tuple(token_ids))))
-    assert (back.base_length, back.token_ids, back.distributions) == (7, tuple(token_ids), ())
-    assert back.token_logits is None
+@st.composite
+def proposals(draw: st.DrawFn) -> Proposal:
+    token_ids = tuple(draw(st.lists(IDS, max_size=4)))
+    distributions = tuple(draw(sparse()) for _ in token_ids) if draw(st.booleans()) else ()
+    has_logits = bool(token_ids) and draw(st.booleans())
+    logits = np.array([draw(FLOATS) for _ in token_ids], np.float32) if has_logits else None
+    return Proposal(draw(LENGTHS), token_ids, distributions, logits, draw(COSTS))
 
 
-def test_proposals_with_distributions_survive() -> None:
-    sparse = SparseDistribution(ids(5, 9), np.array([0.75, 0.25]))
-    dense = DenseLogits(np.array([0.5, -1.0, 3.0], dtype=np.float32))
-    logits = np.array([1.5, -2.5], dtype=np.float32)
-    back = draft.proposal_from_proto(draft.proposal_to_proto(Proposal(7, (5, 2), (sparse, dense), logits)))
-    first, second = back.distributions
-    assert isinstance(first, SparseDistribution)
-    assert first.token_ids.tolist() == [5, 9]
-    assert first.probs.tolist() == [0.75, 0.25]
-    assert isinstance(second, DenseLogits)
-    assert second.logits.tolist() == [0.5, -1.0, 3.0]
-    assert back.token_logits is not None
-    assert back.token_logits.tolist() == [1.5, -2.5]
+@st.composite
+def outcomes(draw: st.DrawFn) -> DraftedOutcomes:
+    token_ids = tuple(draw(st.lists(IDS, max_size=4)))
+    depth = draw(st.integers(0, 3))
+    keys = [tuple(draw(st.lists(IDS, min_size=3, max_size=3))) if depth == 0 else () for _ in range(2)]
+    distributions = tuple(draw(sparse()) for _ in token_ids) if draw(st.booleans()) else ()
+    lead = tuple(draw(st.lists(IDS, max_size=3)))
+    length, cost = draw(LENGTHS), draw(COSTS)
+    return DraftedOutcomes(length, depth, token_ids, keys[0], keys[1], distributions, lead, cost)
 
 
-def sparse_message(token_ids: list[int], probs: list[float]) -> draft_pb2.ProposeResponse:
-    data = np.array(probs, dtype="<f4").tobytes()
-    distribution = draft_pb2.SparseDistribution(token_ids=token_ids, probabilities=data)
-    return draft_pb2.ProposeResponse(
-        token_ids=[1], distributions=[draft_pb2.DraftDistribution(sparse=distribution)]
-    )
+@settings(deadline=None)
+@given(st.lists(st.one_of(proposals(), outcomes()), max_size=6))
+def test_proposals_and_outcomes_survive(made: list[draft.Answer]) -> None:
+    numbered = dict(enumerate(made, 1))
+    message = draft.answers_to_proto(numbered.items())
+    back = draft_pb2.ProposeResponse.FromString(message.SerializeToString())
+    found = {each.sequence: each.answer for each in draft.answers_from_proto(back)}
+    expected = {number: _once_rounded(each) for number, each in numbered.items()}
+    assert plain(found) == plain(expected)
+
+
+def _once_rounded(answer: draft.Answer) -> draft.Answer:
+    """The probabilities as a reader has them: rounded to binary32, and then divided by their sum."""
+    supports = []
+    for each in answer.distributions:
+        assert isinstance(each, SparseDistribution)
+        probs = each.probs.astype(np.float32).astype(float)
+        supports.append(SparseDistribution(each.token_ids, probs / sum(probs.tolist())))
+    return replace(answer, distributions=tuple(supports))
+
+
+def test_a_sequence_s_whole_life_survives_in_one_message() -> None:
+    options = DraftOptions(
+        "r", SamplingParams(0.7, 20, 0.9, 0.05, -(2**62)), 99, RowKind.SUPPORT, 32, True, "00-aa-bb-01",
+        AheadBudget(4, 3), "a client",
+    )  # fmt: skip
+    said: list[tuple[int, draft.Request]] = [
+        (1, options), (2, replace(options, ahead=None)), (1, ProposeStep(Delta(0, [4, 5]), 6)),
+        (1, ProposeStep(Delta(2, [6]), 0, AheadBudget(2, 1), 1)), (2, ProposeStep(Delta(0, []), 0)),
+        (1, Finish(2)), (2, Cancel()),
+    ]  # fmt: skip
+    assert plain(list(draft.requests_from_proto(draft.requests_to_proto(said)))) == plain(said)
+    ends = [(1, Ending()), (2, Ending(Ending().code, "why", 0.5))]
+    assert [
+        (each.sequence, each.answer) for each in draft.answers_from_proto(draft.answers_to_proto(ends))
+    ] == ends
+
+
+BUDGET = AheadBudget(4, 3)
 
 
 @pytest.mark.parametrize(
-    ("message", "words"),
+    ("request_", "words"),
     [
-        (sparse_message([1, 2], [0.5, 0.2]), "sums to 0.7"),
-        (sparse_message([1, 2], [1.5, -0.5]), "with nothing below 0"),
-        (sparse_message([1, 2], [float("nan"), 0.5]), "sums to nan"),
-        (sparse_message([1, 1], [0.5, 0.5]), "names a token twice"),
-        (sparse_message([1, 2], [1.0]), "holds 4 bytes; it must hold 8 for 2 values"),
-        (sparse_message([], []), "sums to 0"),
+        (DraftOptions("r", SamplingParams(), draft_top_k=-1), "draft_top_k is -1"),
+        (DraftOptions("r", SamplingParams(), row_kind=RowKind.DENSE), "row_kind is ROW_KIND_DENSE"),
         (
-            draft_pb2.ProposeResponse(token_ids=[1, 2], distributions=[draft_pb2.DraftDistribution()]),
-            "a proposal of 2 tokens came with 1 distributions",
+            DraftOptions("r", SamplingParams(), ahead=AheadBudget(1000, 1)),
+            "branch_count of the budget is 1000",
         ),
-        (draft_pb2.ProposeResponse(token_ids=[1], token_logits=b"abc"), "token_logits holds 3 bytes"),
+        (ProposeStep(Delta(-1, []), 0), "delta.base_length is -1"),
+        (ProposeStep(Delta(0, [1]), -1), "the proposal size is -1"),
+        (ProposeStep(Delta(0, [1]), 2, AheadBudget(1, -1)), "token_count of the budget is -1"),
+        (ProposeStep(Delta(0, [1]), 0, BUDGET, 1), "proposed_count is 1; it must be from 0 to below"),
+        (ProposeStep(Delta(0, [1, 2]), 1, BUDGET, 1), "one of them must be 0"),
     ],
 )
-def test_impossible_proposals_are_refused(message: draft_pb2.ProposeResponse, words: str) -> None:
-    with pytest.raises(ProtocolError, match=words):
-        draft.proposal_from_proto(message)
+def test_an_impossible_request_is_refused(request_: draft.Request, words: str) -> None:
+    [(number, error)] = draft.requests_from_proto(draft.requests_to_proto([(1, request_)]))
+    assert number == 1
+    assert isinstance(error, InvalidRequestError)
+    assert words in str(error)
+
+
+def support(ids: list[int], probs: list[float]) -> SparseDistribution:
+    return SparseDistribution(np.array(ids, np.int64), np.array(probs))
+
+
+@pytest.mark.parametrize(
+    ("distribution", "words"),
+    [
+        (support([1, 2], [0.5, 0.2]), "sums to 0.7"),
+        (support([1, 2], [1.5, -0.5]), "with nothing below 0"),
+        (support([1, 2], [float("nan"), 0.5]), "sums to nan"),
+        (support([1, 1], [0.5, 0.5]), "names a token twice"),
+        (support([], []), "sums to 0"),
+    ],
+)
+def test_an_impossible_distribution_concerns_its_sequence_alone(
+    distribution: SparseDistribution, words: str
+) -> None:
+    good, bad = Proposal(3, (1,), (support([1], [1.0]),)), Proposal(3, (1,), (distribution,))
+    first, second = draft.answers_from_proto(draft.answers_to_proto([(1, bad), (2, good)]))
+    assert isinstance(first.answer, ProtocolError)
+    assert words in str(first.answer)
+    assert isinstance(second.answer, Proposal)
+
+
+def test_distributions_come_for_every_token_or_none() -> None:
+    message = draft.answers_to_proto([(1, Proposal(3, (1, 2), (support([1], [1.0]),)))])
+    with pytest.raises(ProtocolError, match="2 tokens came with 1 distributions"):
+        list(draft.answers_from_proto(message))
+
+
+SUPPORTS = (support([5, 1], [0.5, 0.5]),) * 2
+PROPOSAL = Proposal(7, (5, 2), SUPPORTS, np.ones(2, np.float32), StepCost(0.5, 3, 9))
+OUTCOMES = DraftedOutcomes(7, 0, (3, 4), (0, 2), (8, 9), SUPPORTS, (), StepCost(0.5, 3, 9))
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_corrupted_columns_of_an_answer_are_refused_or_an_answer(data: st.DataObject) -> None:
+    answers: list[tuple[int, draft.Answer]] = [
+        *((i, PROPOSAL) for i in (1, 2, 3)),
+        (1, OUTCOMES),
+        (3, OUTCOMES),
+    ]
+    message = corrupted(data, draft.answers_to_proto(answers))
+    try:
+        found = [each.answer for each in draft.answers_from_proto(message)]
+    except ProtocolError:
+        return
+    for answer in found:
+        assert not isinstance(answer, Ending)
+        if not isinstance(answer, ProtocolError):
+            assert len(answer.distributions) in (0, len(answer.token_ids))
+            for each in answer.distributions:
+                assert isinstance(each, SparseDistribution)
+                assert abs(each.probs.sum() - 1.0) < 1e-9
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_corrupted_columns_of_a_request_are_refused_or_steps(data: st.DataObject) -> None:
+    steps = [(number, ProposeStep(Delta(4, [5, 6]), 0, BUDGET, 1)) for number in (1, 2, 3)]
+    try:
+        for _, step in draft.requests_from_proto(corrupted(data, draft.requests_to_proto(steps))):
+            assert isinstance(step, ProposeStep | InvalidRequestError)
+    except ProtocolError:
+        pass

@@ -20,8 +20,8 @@ from tandem.wire import target
 VOCABULARY_SIZE = 128_256  # Llama 3
 TOKEN_COUNT = 5
 CONTEXT = list(range(100_000, 104_000))
-MEAN_SUPPORT = 168
-"""Ids of a support on average: what the 6 KB allow with the longest ids (docs/verification.md)."""
+MEAN_SUPPORT = 147
+"""Ids of a support on average: what the 6 KB allow (docs/verification.md)."""
 
 
 def round_bytes(row_kind: RowKind, rows: tuple[TargetRow, ...], supports: tuple[IntArray, ...] = ()) -> int:
@@ -31,8 +31,8 @@ def round_bytes(row_kind: RowKind, rows: tuple[TargetRow, ...], supports: tuple[
     committed = [*CONTEXT, 120_000, 127_999]
     delta = remote.delta_to(committed, range(121_000, 121_000 + TOKEN_COUNT))
     step = VerifyStep(delta, row_kind, TOKEN_COUNT + 1, supports)
-    request = target.step_to_proto(step).SerializeToString()
-    response = target.verification_to_proto(Verification(len(committed), rows)).SerializeToString()
+    request = target.requests_to_proto([(1, step)]).SerializeToString()
+    response = target.answers_to_proto([(1, Verification(len(committed), rows))]).SerializeToString()
     return len(request) + len(response)
 
 
@@ -42,7 +42,7 @@ def test_token_rows_take_at_most_160_bytes() -> None:
 
 
 def test_support_rows_take_at_most_6_kilobytes() -> None:
-    """`residual` and `block`, with supports of the usual size and the longest ids there are."""
+    """`residual` and `block`, with supports of the usual size."""
     support = np.arange(VOCABULARY_SIZE - MEAN_SUPPORT, VOCABULARY_SIZE)
     row = SupportRow(support, np.full(MEAN_SUPPORT, 1 / VOCABULARY_SIZE), 0.9, 7)
     bonus = SupportRow(np.array([], dtype=np.int64), np.array([]), 1.0, VOCABULARY_SIZE - 1)

@@ -1,128 +1,209 @@
-"""Target options, steps and rows survive a trip over the wire; impossible ones are refused."""
+"""What coordinator and target say of any number of sequences survives the wire; what does not fit is refused."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.types import (
+    Cancel,
     Delta,
     DenseRow,
+    Finish,
     IntArray,
+    LogitAdjustments,
     RowKind,
     RowStatistics,
     SamplingParams,
+    StepCost,
     SupportRow,
     TargetOptions,
+    TargetRow,
     TokenRow,
     Verification,
     VerifyStep,
 )
-from tandem.v1 import target_pb2, types_pb2
+from tandem.v1 import target_pb2
 from tandem.wire import target
-
-SAMPLING = SamplingParams(0.7, 20, 0.9, 0.05, -(2**62))
-
-
-def ids(*values: int) -> IntArray:
-    return np.array(values, dtype=np.int64)
+from tandem.wire.status import Ending
+from tests.unit.tandem.wire.columns import COSTS, FLOATS, IDS, corrupted, plain
 
 
-def test_options_and_steps_survive() -> None:
-    options = TargetOptions("r", SAMPLING, 99, "00-aa-bb-01")
-    assert target.options_from_proto(target.options_to_proto(options).open) == options
-    step = VerifyStep(Delta(3, [4, 5]), RowKind.SUPPORT, 3, (ids(1, 2), ids()), True, True)
-    back = target.step_from_proto(target.step_to_proto(step).step)
-    assert (back.delta, back.row_kind, back.row_count) == (step.delta, RowKind.SUPPORT, 3)
-    assert (back.with_statistics, back.raced_recovery) == (True, True)
-    assert [support.tolist() for support in back.supports] == [[1, 2], []]
-    finish = target.finish_to_proto(0)
-    assert finish.WhichOneof("message") == "finish"
-    assert target.kept_from_proto(finish.finish) == 0
-    assert target.kept_from_proto(target_pb2.VerifyFinish()) is None, "from an older coordinator"
-
-
-def round_trip(verification: Verification, step: VerifyStep) -> Verification:
-    return target.verification_from_proto(target.verification_to_proto(verification), step)
-
-
-def test_token_rows_survive() -> None:
-    step = VerifyStep(Delta(0, [1]), RowKind.TOKEN, 2)
-    back = round_trip(Verification(4, (TokenRow(7), TokenRow(0))), step)
-    assert (back.base_length, back.rows) == (4, (TokenRow(7), TokenRow(0)))
-
-
-def test_support_rows_survive() -> None:
-    statistics = RowStatistics(0.5, 0.75, 3, ids(0, 2), np.array([2.5, -1.0], dtype=np.float32))
-    rows = (
-        SupportRow(ids(3, 8), np.array([0.75, 0.125]), 0.125, 5, statistics, 0.0625),
-        SupportRow(ids(), np.array([]), 1.0, 9),
+@st.composite
+def support_rows(draw: st.DrawFn, support: IntArray, *, with_statistics: bool) -> SupportRow:
+    size = len(support)
+    values = st.lists(FLOATS, min_size=size, max_size=size)
+    statistics = RowStatistics(
+        draw(FLOATS),
+        draw(FLOATS),
+        draw(IDS),
+        np.array(draw(st.lists(IDS, min_size=size, max_size=size)), np.int64),
+        np.array(draw(values), np.float32),
     )
-    step = VerifyStep(Delta(0, [1]), RowKind.SUPPORT, 2, (ids(3, 8),), True)
-    first, second = round_trip(Verification(4, rows), step).rows
-    assert isinstance(first, SupportRow)
-    assert (first.token_ids.tolist(), first.probs.tolist()) == ([3, 8], [0.75, 0.125])
-    assert (first.outside_mass, first.outside_token_id, first.outside_prob) == (0.125, 5, 0.0625)
-    assert first.statistics is not None
-    assert (first.statistics.entropy, first.statistics.max_prob, first.statistics.argmax_token_id) == (
-        0.5,
-        0.75,
-        3,
+    return SupportRow(
+        support,
+        np.array(draw(values), float),
+        draw(FLOATS),
+        draw(st.integers(-1, 2**31 - 1)),
+        statistics if with_statistics else None,
+        draw(FLOATS),
     )
-    assert first.statistics.ranks.tolist() == [0, 2]
-    assert first.statistics.logits.tolist() == [2.5, -1.0]
-    assert isinstance(second, SupportRow)
-    assert (len(second.token_ids), second.outside_mass, second.outside_token_id) == (0, 1.0, 9)
-    assert second.statistics is None
-    assert second.outside_prob is None
 
 
-def test_an_outside_probability_of_zero_is_not_taken_for_unset() -> None:
-    """Zero means that the target sampled outside the support and found no probability there; unset, that it did not."""
-    step = VerifyStep(Delta(0, [1]), RowKind.SUPPORT, 1, (ids(3),), raced_recovery=True)
-    (row,) = round_trip(Verification(4, (SupportRow(ids(3), np.ones(1), 0.0, -1, None, 0.0),)), step).rows
-    assert isinstance(row, SupportRow)
-    assert row.outside_prob == 0.0
+@st.composite
+def verifications(draw: st.DrawFn) -> tuple[VerifyStep, Verification]:
+    kind = draw(st.sampled_from(RowKind))
+    count = draw(st.integers(0, 4))
+    with_statistics = kind is RowKind.SUPPORT and draw(st.booleans())
+    supports: tuple[IntArray, ...] = ()
+    rows: tuple[TargetRow, ...] = tuple(TokenRow(draw(IDS)) for _ in range(count))
+    if kind is RowKind.SUPPORT:
+        supports = tuple(np.arange(draw(st.integers(0, 5))) for _ in range(count))
+        rows = tuple(draw(support_rows(each, with_statistics=with_statistics)) for each in supports)
+    if kind is RowKind.DENSE:
+        rows = tuple(DenseRow(np.array([draw(FLOATS), draw(FLOATS)], np.float32)) for _ in range(count))
+    delta = Delta(draw(IDS), draw(st.lists(IDS, max_size=4)))
+    step = VerifyStep(delta, kind, count, supports, with_statistics)
+    return step, Verification(draw(st.integers(0, 2**30)), rows, draw(COSTS))
 
 
-def test_dense_rows_survive() -> None:
-    logits = np.arange(6, dtype=np.float32).reshape(2, 3)
-    step = VerifyStep(Delta(0, [1]), RowKind.DENSE, 2)
-    first, second = round_trip(Verification(4, (DenseRow(logits[0]), DenseRow(logits[1]))), step).rows
-    assert isinstance(first, DenseRow)
-    assert isinstance(second, DenseRow)
-    assert np.array_equal([first.logits, second.logits], logits)
+@settings(deadline=None)
+@given(st.lists(verifications(), max_size=6))
+def test_steps_and_verifications_survive(asked: list[tuple[VerifyStep, Verification]]) -> None:
+    steps = [(number, step) for number, (step, _) in enumerate(asked, 1)]
+    request = target_pb2.VerifyRequest.FromString(target.requests_to_proto(steps).SerializeToString())
+    assert plain(list(target.requests_from_proto(request))) == plain(steps)
+    answers = [(number, answer) for number, (_, answer) in enumerate(asked, 1)]
+    response = target_pb2.VerifyResponse.FromString(target.answers_to_proto(answers).SerializeToString())
+    found = {}
+    for each in target.answers_from_proto(response):
+        assert isinstance(each.answer, target.Answer)
+        found[each.sequence] = each.answer.verification(dict(steps)[each.sequence])
+    assert plain(found) == plain(dict(answers))
+
+
+def test_a_sequence_s_whole_life_survives_in_one_message() -> None:
+    options = TargetOptions(
+        "r", SamplingParams(0.7, 20, 0.9, 0.05, -(2**62)), 99, "00-aa-bb-01", 17,
+        LogitAdjustments({3: 0.1, 5: -100.0}, 4, (0, 7)), "a client",
+    )  # fmt: skip
+    said: list[tuple[int, target.Request]] = [
+        (1, options),
+        (2, replace(options, adjustments=LogitAdjustments())),
+        (1, VerifyStep(Delta(0, [4]), RowKind.TOKEN, 1)),
+        (2, VerifyStep(Delta(3, []), RowKind.TOKEN, 0)),
+        (1, VerifyStep(Delta(1, [5]), RowKind.TOKEN, 1)),
+        (1, Finish(2)),
+        (2, Cancel()),
+    ]
+    assert plain(list(target.requests_from_proto(target.requests_to_proto(said)))) == plain(said)
+    ends = [(1, Ending()), (2, Ending(Ending().code, "why", 0.5))]
+    message = target.answers_to_proto(ends)
+    assert [(each.sequence, each.answer) for each in target.answers_from_proto(message)] == ends
 
 
 @pytest.mark.parametrize(
-    ("message", "words"),
+    ("field", "value", "words"),
     [
-        (target_pb2.VerifyResponse(), "0 rows came for 2"),
-        (target_pb2.VerifyResponse(token_rows=target_pb2.TokenRows(token_ids=[1])), "1 rows came for 2"),
-        (
-            target_pb2.VerifyResponse(
-                dense_rows=types_pb2.Tensor(data_type=types_pb2.DATA_TYPE_FLOAT32, shape=[2, 3], data=b"1234")
-            ),
-            "dense_rows came where token rows were requested",
-        ),
+        ("prompt_token_count", -1, "prompt_token_count is -1"),
+        ("logit_adjustments", target_pb2.LogitAdjustments(min_tokens=-1), "min_tokens is -1"),
+        ("logit_adjustments", target_pb2.LogitAdjustments(biases={3: 1e6}), "the bias of token 3 is 1e"),
+        ("logit_adjustments", target_pb2.LogitAdjustments(biases={3: float("nan")}), "token 3 is nan"),
     ],
 )
-def test_impossible_verifications_are_refused(message: target_pb2.VerifyResponse, words: str) -> None:
+def test_an_impossible_opening_is_refused(field: str, value: object, words: str) -> None:
+    message = target.requests_to_proto([(1, TargetOptions("r", SamplingParams()))])
+    content = target_pb2.VerifyOpen(**{field: value})  # type: ignore[arg-type]
+    message.opens[0].MergeFrom(content)
+    [(number, error)] = target.requests_from_proto(message)
+    assert number == 1
+    assert isinstance(error, InvalidRequestError)
+    assert words in str(error)
+
+
+STEP = VerifyStep(Delta(0, ()), RowKind.SUPPORT, 2, (np.array([3, 8]),), with_statistics=True)
+STATISTICS = RowStatistics(0.5, 0.75, 3, np.array([0, 2]), np.array([2.5, -1.0], np.float32))
+NO_STATISTICS = replace(STATISTICS, ranks=np.arange(0), logits=np.empty(0, np.float32))
+VERIFICATION = Verification(
+    4,
+    (
+        SupportRow(np.array([3, 8]), np.array([0.75, 0.125]), 0.125, 5, STATISTICS, 0.0625),
+        SupportRow(np.arange(0), np.empty(0), 1.0, 9, NO_STATISTICS, 0.5),
+    ),
+    StepCost(0.5, 3, 9),
+)
+
+
+def answers() -> target_pb2.VerifyResponse:
+    return target.answers_to_proto([(number, VERIFICATION) for number in (1, 2, 3)])
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_corrupted_columns_of_an_answer_are_refused_or_have_the_requested_shape(data: st.DataObject) -> None:
+    message = corrupted(data, answers())
+    try:
+        found = [each.answer for each in target.answers_from_proto(message)]
+        verified = [each.verification(STEP) for each in found if isinstance(each, target.Answer)]
+    except ProtocolError:
+        return
+    for verification in verified:
+        for row, size in zip(verification.rows, (2, 0), strict=True):
+            assert isinstance(row, SupportRow)
+            assert len(row.token_ids) == len(row.probs) == size
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_corrupted_columns_of_a_request_are_refused_or_are_steps(data: st.DataObject) -> None:
+    message = corrupted(data, target.requests_to_proto([(number, STEP) for number in (1, 2, 3)]))
+    try:
+        found = list(target.requests_from_proto(message))
+    except ProtocolError:
+        return
+    for _, step in found:
+        assert isinstance(step, InvalidRequestError) or (
+            isinstance(step, VerifyStep) and len(step.supports) in (0, step.row_count)
+        )
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "content", "words"),
+    [
+        ("", "row_counts", b"\2\0\0\0", "the column of row counts holds 4 bytes"),
+        ("", "row_counts", b"\2\0\0\0\2\0\0\0\1\0\0\0", "6 values, and parts of 5"),
+        ("", "row_counts", b"\xff\xff\xff\xff" * 3, "a size of -1; it must be at least 0"),
+        ("answers", "sequences", b"\1", "the column of sequences holds 1 bytes; it must hold 0"),
+        ("answers", "base_lengths", b"", "the column of base lengths holds 0 bytes; it must hold 12"),
+        ("support_rows", "probabilities", b"\0", "the column of support rows holds 1 bytes; it must hold 24"),
+        ("support_rows", "support_sizes", b"\0", "the column of support sizes holds 1 bytes; it must hold 0"),
+    ],
+)
+def test_columns_that_do_not_fit_together_are_refused_in_a_sentence(
+    owner: str, name: str, content: bytes, words: str
+) -> None:
+    message = answers()
+    block = message.verifications[0]
+    setattr(getattr(block, owner) if owner else block, name, content)
     with pytest.raises(ProtocolError, match=words):
-        target.verification_from_proto(message, VerifyStep(Delta(0, [1]), RowKind.TOKEN, 2))
+        list(target.answers_from_proto(message))
 
 
 @pytest.mark.parametrize(
-    "step",
+    ("step", "words"),
     [
-        target_pb2.VerifyStep(row_count=-1, row_kind=types_pb2.ROW_KIND_TOKEN),
-        target_pb2.VerifyStep(row_count=1),
-        target_pb2.VerifyStep(row_kind=9, row_count=1),  # type: ignore[arg-type]
-        target_pb2.VerifyStep(row_kind=types_pb2.ROW_KIND_TOKEN, delta=types_pb2.Delta(base_length=-1)),
-        target_pb2.VerifyStep(row_kind=types_pb2.ROW_KIND_SUPPORT, supports=[target_pb2.Support()]),
+        (replace(STEP, row_kind=RowKind.TOKEN, supports=()), "support_rows came where token rows were"),
+        (replace(STEP, row_count=3), "2 rows came for 3 that were requested"),
+        (replace(STEP, supports=(np.arange(3),)), "a support row of 2 ids came for a support of 3"),
     ],
 )
-def test_impossible_steps_are_refused(step: target_pb2.VerifyStep) -> None:
-    with pytest.raises(InvalidRequestError):
-        target.step_from_proto(step)
+def test_an_answer_to_another_step_is_refused(step: VerifyStep, words: str) -> None:
+    (answer, *_) = [each.answer for each in target.answers_from_proto(answers())]
+    assert isinstance(answer, target.Answer)
+    with pytest.raises(ProtocolError, match=words):
+        answer.verification(step)

@@ -6,9 +6,9 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, replace
 from statistics import median
 
 import grpc.aio
@@ -16,14 +16,13 @@ import pytest
 
 from coordinator.requests.arrival import GENERATE
 from tandem.client import Client, Retries
-from tandem.errors import DeadlineError
+from tandem.errors import CapacityError, DeadlineError
 from tandem.types import GenerationRequest
 from tandem.v1 import generation_pb2
 from tandem.wire.generation import request_to_proto
 from tests.service.clients import complete, until
 from tests.service.fakes import FakeDraft, FakeTarget, cluster
 from tests.service.overload_cluster import LONG, MAX_MIB, EndlessDraft, EndlessTarget, coordinator_process
-from tests.service.overload_senders import Attempt, Send, attempt, raw_requests, real_clients
 
 logger = logging.getLogger(__name__)
 """Logs the numbers for docs/reliability.md; `make soak` shows them."""
@@ -36,6 +35,26 @@ EXPECTED = tuple(range(11, 51))
 TEST_SECONDS = 300.0
 """Bound on a hang."""
 SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 65_536), ("grpc.http2.bdp_probe", 0))
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """How a request ended."""
+
+    token_ids: tuple[int, ...] | None
+    """None if the request was refused."""
+    seconds: float
+    retry_after_seconds: float | None = None
+
+
+async def attempt(client: Client) -> Attempt:
+    """Send a request once, and note how it ended and how long that took."""
+    began = time.perf_counter()
+    try:
+        completed = await complete(client, REQUEST)
+    except CapacityError as error:
+        return Attempt(None, time.perf_counter() - began, error.retry_after_seconds)
+    return Attempt(completed.token_ids, time.perf_counter() - began)
 
 
 @pytest.mark.parametrize("streams", [200, pytest.param(1000, marks=pytest.mark.soak)])
@@ -66,11 +85,8 @@ def frozen_heap() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("frozen_heap")
-@pytest.mark.parametrize("sender", [real_clients, raw_requests])
 @pytest.mark.parametrize("waves", [1, pytest.param(20, marks=pytest.mark.soak)])
-async def test_a_burst_of_ten_times_the_capacity_is_admitted_up_to_it(
-    waves: int, sender: Callable[[str], AbstractAsyncContextManager[Send]]
-) -> None:
+async def test_a_burst_of_ten_times_the_capacity_is_admitted_up_to_it(waves: int) -> None:
     at_once = 8
     target, draft = FakeTarget(), FakeDraft()
     target.step_seconds = 0.05
@@ -79,11 +95,11 @@ async def test_a_burst_of_ten_times_the_capacity_is_admitted_up_to_it(
     async with (
         asyncio.timeout(TEST_SECONDS),
         coordinator_process(target, draft, *options) as coordinator_,
-        sender(coordinator_.address) as send,
+        Client(coordinator_.address, retries=Retries(attempts=1)) as client,
     ):
-        await send(1)
+        await attempt(client)
         for _ in range(waves):
-            attempts = await send(10 * at_once)
+            attempts = await asyncio.gather(*(attempt(client) for _ in range(10 * at_once)))
             admitted = [one for one in attempts if one.token_ids is not None]
             refused += [one for one in attempts if one.token_ids is None]
             assert (
@@ -92,8 +108,7 @@ async def test_a_burst_of_ten_times_the_capacity_is_admitted_up_to_it(
             assert {one.token_ids for one in admitted} == {EXPECTED}
     assert all(one.retry_after_seconds is not None and one.retry_after_seconds > 0 for one in refused)
     logger.info(
-        "80 at once, %s: %d refusals, p99 %.3f s",
-        sender.__name__,
+        "80 at once: %d refusals, p99 %.3f s",
         len(refused),
         p99([one.seconds for one in refused]),
     )

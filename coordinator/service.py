@@ -80,7 +80,7 @@ class CoordinatorService(Service):
         if self._settings.http_port is not None:
             # Imported here, so that HTTP is loaded only where it is on.
             from coordinator.http.app import App
-            from coordinator.http.server import http_server
+            from coordinator.http.server import HttpServer
 
             app = App(
                 self._settings,
@@ -91,7 +91,7 @@ class CoordinatorService(Service):
                 readiness,
                 calls,
             )
-            self._http = http_server(self._settings, app, self._http_socket)
+            self._http = HttpServer(self._settings, app, self._http_socket)
 
     async def status(self) -> Status:
         """The status that HTTP shows."""

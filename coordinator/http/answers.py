@@ -29,7 +29,7 @@ _SENTENCEPIECE_SPACE = "\u2581"
 
 
 class JsonList:
-    """A list that is kept as the bytes of its JSON."""
+    """A list that is kept as the bytes of its JSON: rendered piece by piece, it never holds the event loop for long."""
 
     def __init__(self) -> None:
         self._text = bytearray()
@@ -130,16 +130,7 @@ class Answer(ABC):
         *,
         with_ids: bool,
     ) -> None:
-        """Begin an empty answer.
-
-        Args:
-            request_id: The request's name.
-            model: The served model's name.
-            tokenizer: Decodes single tokens, for log probabilities.
-            count: Number of completions.
-            per_prompt: Completions of each prompt.
-            with_ids: Whether to include token ids and which of them the draft proposed.
-        """
+        """An empty answer with `count` completions, `per_prompt` for each prompt; `with_ids`: return token ids too."""
         self.choices = [Choice() for _ in range(count)]
         self._head = {"id": f"{self.prefix}-{request_id}", "created": int(time.time()), "model": model}
         self._tokenizer = tokenizer

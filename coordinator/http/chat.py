@@ -61,11 +61,7 @@ class Chats:
         """None until `meet`, and when the model has none."""
 
     async def meet(self, tokenizer_files: Mapping[str, bytes], *, is_checked: bool) -> None:
-        """Take the template from the target's tokenizer files.
-
-        Args:
-            tokenizer_files: By name.
-            is_checked: True to compile it now, in a process of its own, rather than for the first chat.
+        """Take the template from the target's tokenizer files, and compile it now if it `is_checked`.
 
         Raises:
             ConfigurationError: it is no template.
@@ -89,15 +85,7 @@ class Chats:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> tuple[int, ...]:
-        """The token ids of a chat's prompt.
-
-        Args:
-            messages: The chat.
-            models: The target's tokenizer makes the ids.
-            bounds: Of the prompt.
-            variables: For the template, beside the messages.
-            add_generation_prompt: End the prompt where the answer begins.
-            continue_final_message: End it inside the last message, which the answer continues.
+        """The token ids of a chat's prompt. Other arguments are those of transformers' `apply_chat_template`.
 
         Raises:
             InvalidRequestError: there is no template, it does not take the messages, or the prompt is too large.
@@ -146,10 +134,7 @@ class ChatTemplate:
             source: Jinja.
             special_tokens: Variables for it beside the messages.
             origin: Where it came from, for error messages.
-            refusal: The error to raise then.
-
-        Raises:
-            ConfigurationError: it is too large.
+            refusal: The error that an unusable template raises, here and in `check`.
         """
         self._source = source
         self._special_tokens = special_tokens

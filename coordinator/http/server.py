@@ -37,61 +37,30 @@ _UNSENT_OPTION: int | None = getattr(socket, "TCP_NOTSENT_LOWAT", None)
 _GOODBYE_SECONDS = 0.5
 
 
-def http_server(
-    settings: CoordinatorSettings, app: ASGIApp, listening: socket.socket | None = None
-) -> HttpServer:
-    """The server of the settings: its address, its bounds, TLS, and CORS for the origins that are named.
-
-    Args:
-        settings: The coordinator's.
-        app: Answers the requests.
-        listening: A socket that listens already, which processes share; None: bind one.
-
-    Raises:
-        ConfigurationError: the address cannot be bound, or a file cannot be read.
-    """
-    assert settings.http_port is not None
-    if allowed := origins(settings.cors_origin):
-        exposed = [IGNORED_HEADER, "Retry-After", "Retry-After-Ms"]
-        methods = ["GET", "POST"]
-        app = CORSMiddleware(app, allowed, methods, allow_headers=["*"], expose_headers=exposed)
-    return HttpServer(
-        app,
-        settings.http_host,
-        settings.http_port,
-        max_connections=settings.http_max_connections,
-        stalled_reader_seconds=settings.stalled_reader_timeout_seconds,
-        tls=_reloaded_context(settings),
-        listening=listening,
-    )
-
-
 class HttpServer:
     """Listens from the start; the application answers every request."""
 
     def __init__(
-        self,
-        app: ASGIApp,
-        host: str,
-        port: int,
-        *,
-        max_connections: int,
-        stalled_reader_seconds: float,
-        tls: ssl.SSLContext | None = None,
-        listening: socket.socket | None = None,
+        self, settings: CoordinatorSettings, app: ASGIApp, listening: socket.socket | None = None
     ) -> None:
-        """Bind the address, unless a listening socket is given: processes that share a port share the socket.
+        """Bind the address of the settings, unless a listening socket is given: processes that share a port share it.
 
         Raises:
-            ConfigurationError: it cannot be bound.
+            ConfigurationError: the address cannot be bound, or a file cannot be read.
         """
-        self._socket = listening or bound_socket(host, port)
+        assert settings.http_port is not None
+        tls, host = _reloaded_context(settings), settings.http_host
+        self._socket = listening or bound_socket(host, settings.http_port)
         name = f"[{host}]" if ":" in host else host
         self.url = f"{'http' if tls is None else 'https'}://{name}:{self._socket.getsockname()[1]}"
+        if allowed := origins(settings.cors_origin):
+            exposed = [IGNORED_HEADER, "Retry-After", "Retry-After-Ms"]
+            app = CORSMiddleware(app, allowed, ["GET", "POST"], allow_headers=["*"], expose_headers=exposed)
+        # uvicorn passes no arguments to a protocol.
+        bounds = {"stalled_reader_seconds": settings.stalled_reader_timeout_seconds}
         config = uvicorn.Config(
             app,
-            # uvicorn passes no arguments to a protocol.
-            http=type("Bounded", (_Bounded,), {"stalled_reader_seconds": stalled_reader_seconds}),
+            http=type("Bounded", (_Bounded,), bounds),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -99,7 +68,7 @@ class HttpServer:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            limit_concurrency=max_connections,
+            limit_concurrency=settings.http_max_connections,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         )
@@ -117,8 +86,7 @@ class HttpServer:
         if self._serving is None:
             self._socket.close()
             return
-        running = list(self._server.server_state.tasks)
-        for task in running:
+        for task in list(self._server.server_state.tasks):
             task.cancel()
         self._server.should_exit = True
         try:

@@ -6,12 +6,14 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.http import server as server_module
 from coordinator.http.server import HttpServer
+from coordinator.settings.coordinator import CoordinatorSettings
 from tests.service.clients import until
 
 SECONDS = 10.0
@@ -46,7 +48,11 @@ class Endless:
 
 @asynccontextmanager
 async def listening(app: ASGIApp, stalled_reader_seconds: float = 60.0) -> AsyncIterator[int]:
-    server = HttpServer(app, "127.0.0.1", 0, max_connections=8, stalled_reader_seconds=stalled_reader_seconds)
+    bounds: dict[str, Any] = {"stalled_reader_timeout_seconds": stalled_reader_seconds}
+    settings = CoordinatorSettings(
+        target_address="127.0.0.1:1", http_port=0, http_max_connections=8, **bounds
+    )
+    server = HttpServer(settings, app)
     server.start()
     try:
         yield int(server.url.rpartition(":")[2])

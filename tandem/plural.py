@@ -8,6 +8,6 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def grouped_plural(count: int, noun: str) -> str:
+def grouped(count: int, noun: str) -> str:
     """1 token, 1,024 tokens: for people."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

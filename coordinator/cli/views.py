@@ -21,7 +21,7 @@ from coordinator.stats.speculation import (
 from tandem.admin import ConfigOption, CoordinatorState, Load, RequestReport, Stats, Status, Throughput
 from tandem.config.layers import Origin
 from tandem.config.rule import spelled
-from tandem.plural import grouped_plural
+from tandem.plural import grouped
 from tandem.replica import ReplicaSnapshot, ReplicaState
 from tandem.speculation_state import SpeculationDecision, SpeculationState
 from tandem.types import AheadStats, SpeculationStats
@@ -153,8 +153,8 @@ def replica_view(replica: ReplicaSnapshot) -> RenderableType:
             ("round trip", milliseconds(replica.round_trip_seconds)),
             ("step", milliseconds(replica.step_seconds)),
             ("rounds", f"{stats.rounds:,}"),
-            ("proposed", grouped_plural(stats.drafted, "token")),
-            ("accepted", f"{grouped_plural(stats.accepted, 'token')} ({percent(acceptance_rate(stats))})"),
+            ("proposed", grouped(stats.drafted, "token")),
+            ("accepted", f"{grouped(stats.accepted, 'token')} ({percent(acceptance_rate(stats))})"),
             ("acceptance length", f"{acceptance_length(stats):.2f}"),
             *_ahead(stats.ahead),
             *(
@@ -164,7 +164,7 @@ def replica_view(replica: ReplicaSnapshot) -> RenderableType:
                     ("model", model.name or NOTHING),
                     ("architecture", model.architecture),
                     ("parameters", f"{model.parameter_count:,}"),
-                    ("vocabulary", grouped_plural(model.vocabulary_size, "token")),
+                    ("vocabulary", grouped(model.vocabulary_size, "token")),
                     ("tokenizer", model.tokenizer_hash[:12] or NOTHING),
                     ("max_length", f"{model.max_length:,}"),
                     ("dtype", model.dtype),
@@ -199,10 +199,10 @@ def request_view(report: RequestReport) -> RenderableType:
         [
             ("id", report.request_id),
             ("age", duration(report.age_seconds)),
-            ("prompt", grouped_plural(report.prompt_tokens, "token")),
-            ("completion", f"{grouped_plural(report.completion_tokens, 'token')}, {_speed(report)} tokens/s"),
+            ("prompt", grouped(report.prompt_tokens, "token")),
+            ("completion", f"{grouped(report.completion_tokens, 'token')}, {_speed(report)} tokens/s"),
             ("rule", report.rule),
-            ("K", f"{grouped_plural(report.num_speculative_tokens, 'token')} proposed per round"),
+            ("K", f"{grouped(report.num_speculative_tokens, 'token')} proposed per round"),
             ("target", report.target_address or NOTHING),
             ("draft", report.draft_address or NOTHING),
             ("speculation", _speculation(report.speculation_state)),
@@ -230,7 +230,7 @@ def stats_view(stats: Stats, before: Stats | None = None) -> RenderableType:
         ("throughput", _throughput(stats.throughput)),
         (
             "completed",
-            f"{grouped_plural(stats.completion_tokens, 'token')} in {grouped_plural(stats.speculation.rounds, 'round')}",
+            f"{grouped(stats.completion_tokens, 'token')} in {grouped(stats.speculation.rounds, 'round')}",
         ),
         ("speculation", _speculation(stats.speculation_state)),
         ("acceptance", _acceptance(stats.speculation)),
@@ -316,7 +316,7 @@ def _titled(title: str, *columns: str) -> Table:
 def _speculation(state: SpeculationState) -> str:
     if not state.is_on:
         return f"off: {state.explanation}"
-    words = f"on, {grouped_plural(state.num_speculative_tokens, 'token')} proposed per round"
+    words = f"on, {grouped(state.num_speculative_tokens, 'token')} proposed per round"
     return f"{words}; {state.explanation}" if state.explanation else words
 
 
@@ -348,14 +348,14 @@ def _acceptance(stats: SpeculationStats) -> str:
     if not stats.drafted:
         return "nothing proposed yet"
     return (
-        f"{percent(acceptance_rate(stats))} of {grouped_plural(stats.drafted, 'proposed token')}, "
+        f"{percent(acceptance_rate(stats))} of {grouped(stats.drafted, 'proposed token')}, "
         f"acceptance length {acceptance_length(stats):.2f}"
     )
 
 
 def _ahead(ahead: AheadStats) -> Iterator[tuple[str, str]]:
     if ahead.awaited:
-        rounds = grouped_plural(ahead.awaited, "round")
+        rounds = grouped(ahead.awaited, "round")
         yield (
             "drafted ahead",
             f"{percent(hit_rate(ahead))} of {rounds}, {ahead.saved_seconds:,.2f} s of waiting saved",

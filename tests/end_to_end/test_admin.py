@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -134,39 +133,6 @@ def test_options_are_set_and_reset(commands: Commands, cluster: str, target: str
     )
     assert_matches("admin/config-set.json.txt", stable(changed, cluster, target, draft))
     assert_matches("admin/config-reset.json.txt", stable(back, cluster, target, draft))
-
-
-def test_a_change_applies_to_new_requests_only(commands: Commands, cluster: str) -> None:
-    def listed() -> list[Any]:
-        found: list[Any] = json.loads(commands.succeed("admin", "requests", "list", "-o", "json"))
-        return found
-
-    with busy(cluster, 1):
-        while not (before := listed()):
-            pass
-        commands.succeed("admin", "config", "set", "num_speculative_tokens", "6")
-        with busy(cluster, 1):
-            while len(after := listed()) < 2:
-                pass
-            for report in after:
-                with suppress(AssertionError):  # it may have ended by itself
-                    commands.succeed("admin", "requests", "abort", report["request_id"])
-    commands.succeed("admin", "config", "reset", "num_speculative_tokens")
-    assert [report["num_speculative_tokens"] for report in before] == [2]
-    assert [report["num_speculative_tokens"] for report in after] == [2, 6]
-    assert after[0]["request_id"] == before[0]["request_id"]
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (("num_speculative_tokens", "0"), "num_speculative_tokens is 0; it must be between 1 and 128"),
-        (("port", "1"), "port cannot be changed while the coordinator runs"),
-        (("rejection_sampling_strategy", "synthetic"), "the rule synthetic needs exactly one of"),
-    ],
-)
-def test_an_invalid_change_is_refused(commands: Commands, words: tuple[str, ...], sentence: str) -> None:
-    assert sentence in commands.fail(5, "admin", "config", "set", *words)
 
 
 def test_a_replica_is_drained_and_resumed(commands: Commands, cluster: str, target: str, draft: str) -> None:

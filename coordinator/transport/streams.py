@@ -183,7 +183,8 @@ class _Stream(Generic[RequestT, AnswerT]):
         self._sequences: set[SequenceStream[RequestT, AnswerT]] = set()
         self._numbered: dict[int, SequenceStream[RequestT, AnswerT]] = {}
         self._numbers = itertools.count(1)
-        self._outbox: list[tuple[int, RequestT | Finish | Cancel]] = []
+        self._outbox: list[tuple[int, RequestT | Finish | Cancel, int]] = []
+        """Sequence, request, and about how many bytes it takes."""
         self._more = asyncio.Event()
         self._old_at = time.monotonic() + _MAX_SECONDS
         self._is_over = False
@@ -203,14 +204,14 @@ class _Stream(Generic[RequestT, AnswerT]):
         if not sequence.number:
             sequence.number = next(self._numbers)
             self._numbered[sequence.number] = sequence
-        self._outbox.append((sequence.number, request))
+        self._outbox.append((sequence.number, request, self._method.size(request)))
         self._more.set()
 
     def drop(self, sequence: SequenceStream[RequestT, AnswerT]) -> None:
         """End a sequence's share of the stream."""
         sequence.end(Ending())
         if self._numbered.pop(sequence.number, None) is not None:
-            self._outbox.append((sequence.number, Cancel()))
+            self._outbox.append((sequence.number, Cancel(), 0))
             self._more.set()
         self._sequences.discard(sequence)
         if not self._sequences:
@@ -221,17 +222,14 @@ class _Stream(Generic[RequestT, AnswerT]):
             while await self._more.wait():
                 self._more.clear()
                 while self._outbox:
-                    taken = take_message(self._outbox, self._size)
+                    taken = take_message(self._outbox)
                     began = time.perf_counter()
-                    content = self._method.write(taken).SerializeToString()
+                    content = self._method.write([each[:2] for each in taken]).SerializeToString()
                     await self._call.write(content)
                     share = len(content) // len(taken)
-                    for number, _ in taken:
+                    for number, *_ in taken:
                         if (sequence := self._numbered.get(number)) is not None:
                             sequence.was_written(began, share)
-
-    def _size(self, item: tuple[int, RequestT | Finish | Cancel]) -> int:
-        return self._method.size(item[1])
 
     async def _read(self) -> None:
         try:

@@ -180,7 +180,8 @@ class _Stream(Generic[OptionsT, StepT, AnswerT, RequestsT, AnswersT]):
         self._running: dict[int, Running[OptionsT, StepT, AnswerT]] = {}
         self._latest = 0
         """The highest number that a sequence ever had."""
-        self._outbox: list[tuple[int, AnswerT | Ending]] = []
+        self._outbox: list[tuple[int, AnswerT | Ending, int]] = []
+        """Sequence, answer, and about how many bytes it takes."""
         self._waiting_bytes = 0
         """In the outbox, and in the message that is being written."""
         self._more = asyncio.Event()
@@ -215,9 +216,9 @@ class _Stream(Generic[OptionsT, StepT, AnswerT, RequestsT, AnswersT]):
         """Yield messages until all queued answers are sent."""
         while self._outbox or self._running or not self._is_read:
             if self._outbox:
-                taken = take_message(self._outbox, self._size)
-                yield self._translation.write(taken)
-                self._waiting_bytes -= sum(map(self._size, taken))
+                taken = take_message(self._outbox)
+                yield self._translation.write([each[:2] for each in taken])
+                self._waiting_bytes -= sum([size for *_, size in taken])
                 self._less.set()
             else:
                 self._more.clear()
@@ -280,14 +281,12 @@ class _Stream(Generic[OptionsT, StepT, AnswerT, RequestsT, AnswersT]):
         self._more.set()
 
     def _say(self, number: int, answer: AnswerT | Ending) -> None:
-        self._outbox.append((number, answer))
-        self._waiting_bytes += self._size(self._outbox[-1])
+        size = self._translation.size(answer)
+        self._outbox.append((number, answer, size))
+        self._waiting_bytes += size
         self._more.set()
 
     async def _room(self) -> None:
         while self._waiting_bytes >= _MAX_WAITING_BYTES:
             self._less.clear()
             await self._less.wait()
-
-    def _size(self, item: tuple[int, AnswerT | Ending]) -> int:
-        return self._translation.size(item[1])

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
-from typing import Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ MAX_BYTES = 1 << 16
 HEADER_BYTES = 32
 """About what a sequence takes in a message besides its tokens and rows."""
 
+_IS_BIG_ENDIAN = sys.byteorder == "big"
 _MAX_STEP_SECONDS = 3600.0
 """A step cost beyond this is a mistake of the service."""
 
@@ -44,10 +45,28 @@ class Answered(Generic[T_co]):
 
 def ints_to_bytes(values: Sequence[int]) -> bytes:
     """Little-endian signed 32-bit integers."""
-    numbers = array("i", values)
-    if sys.byteorder == "big":
+    return _bytes_of(array("i", values))
+
+
+def numbers_to_bytes(values: Sequence[float]) -> bytes:
+    """Little-endian binary32."""
+    return _bytes_of(array("f", values))
+
+
+# For a few numbers the standard library is several times faster than numpy, which takes microseconds to begin.
+def _bytes_of(numbers: array[Any]) -> bytes:
+    if _IS_BIG_ENDIAN:
         numbers.byteswap()
     return numbers.tobytes()
+
+
+def _read(kind: Literal["i", "f"], data: bytes, count: int, what: str) -> list[Any]:
+    if len(data) != 4 * count:
+        raise ProtocolError(f"{what} holds {len(data)} bytes; it must hold {4 * count} for {count} values")
+    numbers: array[Any] = array(kind, data)
+    if _IS_BIG_ENDIAN:
+        numbers.byteswap()
+    return numbers.tolist()
 
 
 def counts_to_bytes(values: Sequence[int]) -> bytes:
@@ -55,9 +74,9 @@ def counts_to_bytes(values: Sequence[int]) -> bytes:
     return ints_to_bytes(values) if any(values) else b""
 
 
-def floats_to_bytes(values: FloatArray | Float32Array | Sequence[float]) -> bytes:
-    """Little-endian binary32. A `repeated float` of a vocabulary costs milliseconds to encode, bytes do not."""
-    return np.asarray(values).astype("<f4", copy=False).tobytes()
+def floats_to_bytes(values: FloatArray | Float32Array) -> bytes:
+    """An array as little-endian binary32."""
+    return values.astype("<f4", copy=False).tobytes()
 
 
 def ids_to_bytes(parts: Sequence[IntArray]) -> bytes:
@@ -79,10 +98,16 @@ def ints_from_bytes(data: bytes, count: int, what: str, *, may_lack: bool = Fals
     """
     if may_lack and not data:
         return [0] * count
-    if len(data) != 4 * count:
-        raise ProtocolError(f"{what} holds {len(data)} bytes; it must hold {4 * count} for {count} values")
-    numbers: list[int] = np.frombuffer(data, "<i4").tolist()
-    return numbers
+    return _read("i", data, count, what)
+
+
+def numbers_from_bytes(data: bytes, count: int, what: str) -> list[float]:
+    """Read little-endian binary32.
+
+    Raises:
+        ProtocolError: the bytes are not `count` of them.
+    """
+    return _read("f", data, count, what)
 
 
 def ids_from_bytes(data: bytes, count: int, what: str) -> IntArray:
@@ -166,12 +191,8 @@ def deltas_from_proto(message: DeltaColumns) -> list[tuple[int, Delta]]:
     base_lengths = ints_from_bytes(message.base_lengths, count, "the column of base lengths")
     sizes = sizes_from_bytes(message.token_counts, "the column of token counts", count)
     token_ids = ints_from_bytes(message.token_ids, sum(sizes), "the column of token ids")
-    return [
-        (sequence, Delta(base_length, tokens))
-        for sequence, base_length, tokens in zip(
-            sequences, base_lengths, split(token_ids, sizes), strict=True
-        )
-    ]
+    parts = split(token_ids, sizes)
+    return list(zip(sequences, map(Delta, base_lengths, parts), strict=True))
 
 
 def heads_to_proto(into: AnswerColumns, heads: Iterable[tuple[int, int, StepCost | None]]) -> None:
@@ -180,7 +201,7 @@ def heads_to_proto(into: AnswerColumns, heads: Iterable[tuple[int, int, StepCost
     into.sequences = ints_to_bytes(sequences)
     into.base_lengths = ints_to_bytes(base_lengths)
     if any(costs):
-        into.cost_seconds = floats_to_bytes([cost.seconds if cost else 0.0 for cost in costs])
+        into.cost_seconds = numbers_to_bytes([cost.seconds if cost else 0.0 for cost in costs])
         into.cost_sequence_counts = ints_to_bytes([cost.sequences if cost else 0 for cost in costs])
         into.cost_token_counts = ints_to_bytes([cost.tokens if cost else 0 for cost in costs])
 
@@ -197,7 +218,7 @@ def heads_from_proto(message: AnswerColumns) -> list[tuple[int, int, StepCost | 
     if not message.cost_seconds:
         return list(zip(sequences, base_lengths, repeat(None), strict=False))
     columns = zip(
-        floats_from_bytes(message.cost_seconds, count, "the column of seconds").tolist(),
+        numbers_from_bytes(message.cost_seconds, count, "the column of seconds"),
         ints_from_bytes(message.cost_sequence_counts, count, "the column of sequence counts"),
         ints_from_bytes(message.cost_token_counts, count, "the column of costs' token counts"),
         strict=True,
@@ -214,11 +235,14 @@ def _step_cost(seconds: float, sequences: int, tokens: int) -> StepCost | None:
     return StepCost(seconds, sequences, tokens)
 
 
-def take_message(outbox: list[ItemT], size: Callable[[ItemT], int]) -> list[ItemT]:
-    """Take the first items out of the outbox: as many as a message takes, at least one."""
+def take_message(outbox: list[tuple[int, ItemT, int]]) -> list[tuple[int, ItemT, int]]:
+    """Take the first items out of the outbox, each a sequence, what is said of it, and how many bytes it takes.
+
+    As many as a message takes, at least one.
+    """
     total = count = 0
-    for item in outbox:
-        total, count = total + size(item), count + 1
+    for _, _, size in outbox:
+        total, count = total + size, count + 1
         if total >= MAX_BYTES:
             break
     taken = outbox[:count]

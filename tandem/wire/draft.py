@@ -360,6 +360,9 @@ class _Distributions:
         Raises:
             ProtocolError: they do not fit together, or there are distributions, but not one for each token.
         """
+        self._bounds: list[tuple[int, int]] = []
+        if not message.ByteSize():
+            return
         sizes = sizes_from_bytes(message.support_sizes, "the column of support sizes")
         if len(sizes) not in (0, token_count):
             raise ProtocolError(
@@ -385,6 +388,8 @@ class _Distributions:
         Raises:
             ProtocolError: one does not sum to one, or names a token twice.
         """
+        if not self._bounds:
+            return ()
         own = self._bounds[start:stop]
         for (first, last), total in zip(own, self._totals[start:stop], strict=True):
             lowest = 0.0 if self._lowest >= 0.0 else min(self._values[first:last], default=0.0)

@@ -45,6 +45,8 @@ from tandem.wire.columns import (
     ids_to_bytes,
     ints_from_bytes,
     ints_to_bytes,
+    numbers_from_bytes,
+    numbers_to_bytes,
     sizes_from_bytes,
     split,
 )
@@ -175,8 +177,9 @@ def _steps_to_proto(message: target_pb2.VerifySteps, numbered: Sequence[tuple[in
         if step.row_kind is RowKind.SUPPORT:
             supports += step.supports
             supports += [_EMPTY_SUPPORT] * (step.row_count - len(step.supports))
-    message.support_sizes = ints_to_bytes([len(support) for support in supports])
-    message.support_ids = ids_to_bytes(supports)
+    if supports:
+        message.support_sizes = ints_to_bytes([len(support) for support in supports])
+        message.support_ids = ids_to_bytes(supports)
 
 
 def _steps_from_proto(
@@ -191,9 +194,11 @@ def _steps_from_proto(
     support_counts = [
         max(rows, 0) if kind == has_supports else 0 for kind, rows in zip(kinds, row_counts, strict=True)
     ]
-    sizes = sizes_from_bytes(message.support_sizes, "the column of support sizes", sum(support_counts))
-    ids = ids_from_bytes(message.support_ids, sum(sizes), "the column of support ids")
-    supports = [ids[start:stop] for start, stop in bounds(sizes, len(ids), "the supports")]
+    supports: list[IntArray] = []
+    if any(support_counts):
+        sizes = sizes_from_bytes(message.support_sizes, "the column of support sizes", sum(support_counts))
+        ids = ids_from_bytes(message.support_ids, sum(sizes), "the column of support ids")
+        supports = [ids[start:stop] for start, stop in bounds(sizes, len(ids), "the supports")]
     columns = zip(deltas, kinds, row_counts, statistics, split(supports, support_counts), strict=True)
     for (sequence, delta), kind, rows, with_statistics, own in columns:
         try:
@@ -268,13 +273,13 @@ def _write_supports(message: target_pb2.VerificationColumns, all_rows: Sequence[
     rows = [row for row in all_rows if isinstance(row, SupportRow)]
     columns.support_sizes = ints_to_bytes([len(row.probs) for row in rows])
     columns.probabilities = floats_to_bytes(np.concatenate([row.probs for row in rows]))
-    columns.outside_masses = floats_to_bytes([row.outside_mass for row in rows])
+    columns.outside_masses = numbers_to_bytes([row.outside_mass for row in rows])
     columns.outside_token_ids = ints_to_bytes([row.outside_token_id for row in rows])
-    columns.outside_probabilities = floats_to_bytes([row.outside_prob or 0.0 for row in rows])
+    columns.outside_probabilities = numbers_to_bytes([row.outside_prob or 0.0 for row in rows])
     statistics = [row.statistics for row in rows if row.statistics is not None]
     if statistics:
-        columns.statistics.entropies = floats_to_bytes([each.entropy for each in statistics])
-        columns.statistics.max_probabilities = floats_to_bytes([each.max_prob for each in statistics])
+        columns.statistics.entropies = numbers_to_bytes([each.entropy for each in statistics])
+        columns.statistics.max_probabilities = numbers_to_bytes([each.max_prob for each in statistics])
         columns.statistics.argmax_token_ids = ints_to_bytes([each.argmax_token_id for each in statistics])
         columns.statistics.ranks = ids_to_bytes([each.ranks for each in statistics])
         columns.statistics.logits = floats_to_bytes(np.concatenate([each.logits for each in statistics]))
@@ -433,5 +438,4 @@ class _Statistics:
 
 
 def _floats(data: bytes, count: int, what: str) -> list[float]:
-    numbers: list[float] = floats_from_bytes(data, count, f"the column of {what}").tolist()
-    return numbers
+    return numbers_from_bytes(data, count, f"the column of {what}")

@@ -30,8 +30,8 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Number of requests in each message that the coordinator writes."""
     counts: list[int] = []
 
-    def counted(outbox: list[Any], size: Any) -> Sequence[Any]:
-        taken = take_message(outbox, size)
+    def counted(outbox: list[Any]) -> Sequence[Any]:
+        taken = take_message(outbox)
         counts.append(len(taken))
         return taken
 

@@ -47,11 +47,13 @@ async def measure(settings: BenchSettings, progress: Callable[[str], None], comm
     async with AsyncExitStack() as stack:
         logs = Path(stack.enter_context(TemporaryDirectory(prefix="tandem-bench-")))
         run = _Run(settings, _setup(settings, pair, logs), pair.prompts(), progress)
-        progress("starting the services")
-        addresses = await stack.enter_async_context(services(run.setup))
+        addresses = Addresses("", "", "", "")  # other engines need none
         if settings.fresh:
             await run.rounds(await run.start(addresses, stack, is_ours=False), first=0)
-        else:
+        if not settings.fresh or settings.phases:
+            progress("starting the services")
+            addresses = await stack.enter_async_context(services(run.setup))
+        if not settings.fresh:
             await run.rounds(await run.start(addresses, stack), first=-1)
         phases = await run.phases(addresses) if settings.phases else ()
         wire = await run.wire(addresses) if settings.phases else ()

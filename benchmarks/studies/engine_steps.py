@@ -32,7 +32,7 @@ from tandem.engine.backends.cpu_native.layers import PackedLinear
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Done, Job
 from tandem.engine.core.selection import Backends, choose_backends
-from tandem.engine.kv_cache.arena import KvArena, PageTable, page_tokens_on, pages_for
+from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, PageTable, pages_for
 from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.loading import LoadedModel, load_model
@@ -137,7 +137,7 @@ class Steps:
 
     def __init__(self, backends: Backends) -> None:
         model = backends.model
-        self._page_tokens = page_tokens_on(model.device)
+        self._page_tokens = PAGE_TOKENS
         self._pages = pages_for(ROOM, self._page_tokens)
         arena = KvArena(model.layers, SEQUENCES * self._pages, model.dtype, model.device)
         self._runner = StepRunner(backends.steps(arena))

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.prompts import source_text
 from tandem.engine.core.selection import Backends, choose_backends
-from tandem.engine.kv_cache.arena import KvArena, PageTable, page_tokens_on, pages_for
+from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, PageTable, pages_for
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.loading import load_model
 from tandem.engine.steps import StepRunner
@@ -91,7 +91,7 @@ def ways(folder: Path) -> Iterator[tuple[str, Backends]]:
 def log_probs(backends: Backends, texts: SequenceOf[SequenceOf[int]]) -> list[FloatArray]:
     """The log probability of each token but the first, float64 [tokens - 1] for each text."""
     model = backends.model
-    page_tokens = page_tokens_on(model.device)
+    page_tokens = PAGE_TOKENS
     page_count = pages_for(LONGEST, page_tokens)
     arena = KvArena(model.layers, page_count, model.dtype, model.device)
     pages = PageTable(page_tokens, LONGEST, range(page_count))

@@ -15,14 +15,13 @@ from pathlib import Path
 import torch
 
 from tandem.engine.kv_cache.arena import (
+    PAGE_TOKENS,
     LayerGeometry,
     accelerator_allowance,
     arena_pages,
     bytes_of_page,
     group_layers,
     kept_pages,
-    page_tokens_on,
-    stored_value_dim,
 )
 from tandem.engine.settings import EngineSettings
 from tandem.errors import ConfigurationError
@@ -61,11 +60,6 @@ class Model:
         )
 
     @property
-    def stored_value_dim(self) -> int:
-        """Numbers of a value as the KV cache stores it."""
-        return stored_value_dim(self.layers[0], _DTYPE, _DEVICE)
-
-    @property
     def weight_bytes(self) -> int:
         """Bytes of the weights in bfloat16."""
         return int(self.billion_parameters * 1e9) * _DTYPE.itemsize
@@ -73,16 +67,16 @@ class Model:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of keys and values of one token in bfloat16, in all layers."""
-        return self.layer_count * self.kv_heads * (self.key_dim + self.stored_value_dim) * _DTYPE.itemsize
+        return self.layer_count * self.kv_heads * (self.key_dim + self.value_dim) * _DTYPE.itemsize
 
     def pages_of(self, tokens: int) -> int:
         """Pages of a request of so many tokens."""
         windows = [group.window for group in group_layers(self.layers)]
-        return kept_pages(windows, tokens, tokens, page_tokens_on(_DEVICE))
+        return kept_pages(windows, tokens, tokens, PAGE_TOKENS)
 
     def bytes_of(self, tokens: int) -> int:
         """Bytes of keys and values of a request of so many tokens."""
-        return self.pages_of(tokens) * bytes_of_page(self.layers, _DTYPE, _DEVICE)
+        return self.pages_of(tokens) * bytes_of_page(self.layers, _DTYPE)
 
 
 MODELS = (
@@ -90,7 +84,7 @@ MODELS = (
     Model("Qwen3-32B", 64, 8, 128, 128, 32.76, 40_960),
     Model("Llama-3.3-70B", 80, 8, 128, 128, 70.55, 131_072),
     Model("GPT-OSS-120B", 36, 8, 64, 64, 116.83, 131_072, window=128),
-    # Multi-head latent attention, expanded: each of 128 heads has a key of 128 + 64 numbers and a value of 128, padded.
+    # Multi-head latent attention, expanded: each of 128 heads has a key of 128 + 64 numbers and a value of 128.
     Model("DeepSeek-V3", 61, 128, 192, 128, 671.03, 163_840),
 )
 GPUS = {"A100 or H100, 80 GB": 81_559, "H200, 141 GB": 143_771, "L40S, 48 GB": 46_068}
@@ -123,7 +117,7 @@ def _bytes_lines() -> Iterator[str]:
     yield "| model | weights | layers x heads x numbers of key and value | KV of a token | of 8,192 tokens |"
     yield "|---|---:|---:|---:|---:|"
     for model in MODELS:
-        shape = f"{model.layer_count} x {model.kv_heads} x ({model.key_dim} + {model.stored_value_dim})"
+        shape = f"{model.layer_count} x {model.kv_heads} x ({model.key_dim} + {model.value_dim})"
         token = model.bytes_per_token
         yield (
             f"| {model.name} | {model.weight_bytes / 1e9:,.1f} GB | {shape} | {token / 1024:,.0f} KiB | "

@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_map
 
 from tandem.engine.backends.eager import eager_backend
 from tandem.engine.kv_cache.arena import (
+    PAGE_TOKENS,
     KvArena,
     PageTable,
     first_kept_page,
     group_layers,
     kept_pages,
-    page_tokens_on,
 )
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.loading import LoadedModel
@@ -190,7 +190,7 @@ class Reference:
         self, dtype: torch.dtype, make_backend: Callable[[LoadedModel, KvArena], StepBackend]
     ) -> Tensor:
         model = replace(self._model, dtype=dtype)
-        size = page_tokens_on(model.device)
+        size = PAGE_TOKENS
         windows = [group.window for group in group_layers(model.layers)]
         pages = sum(kept_pages(windows, past, past + count, size) for past, count in self._lengths)
         arena = KvArena(model.layers, pages, dtype, model.device)

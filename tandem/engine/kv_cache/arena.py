@@ -351,13 +351,8 @@ def _resident_bytes() -> int:
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.is_file() else 0
 
 
-_PAGE_TOKENS_CPU = 64
-"""A multiple of the kernels' vectors. Smaller pages share more of a prefix; attention looks up each page once."""
-_PAGE_TOKENS_ACCELERATOR = 256
-
-VARLEN_DTYPES = (torch.float16, torch.bfloat16)
-VARLEN_WIDEST_HEAD = 256
-"""The dtypes and head sizes that torch's `varlen_attn` serves."""
+PAGE_TOKENS = 64
+"""A multiple of the CPU kernels' vectors. Smaller pages share more of a prefix; attention looks up each page once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,29 +360,24 @@ class LayerCache:
     """One layer's part of the arena."""
 
     keys: Tensor
-    """[pages + 1, page_tokens, kv_heads, key_dim]"""
+    """[pages, page_tokens, kv_heads, key_dim]; the numbers of one head in one page are one contiguous matrix."""
     values: Tensor
-    """[pages + 1, page_tokens, kv_heads, value_dim]"""
-    padded_values: Tensor
-    """The same with any numbers behind each value, as wide as a key, where `varlen_attn` wants it; see
-    `stored_value_dim`."""
+    """[pages, page_tokens, kv_heads, value_dim], likewise."""
     group: int = 0
     """Which of a sequence's page tables says where its tokens lie."""
 
 
 class KvArena:
-    """Keys and values of `page_count` pages, and of a spare page that belongs to no sequence.
+    """Keys and values of `page_count` pages.
 
-    A page holds tokens of the layers of one group (`layer_groups`): the n-th layers of all groups share a tensor.
-    On a CPU the numbers of one head in one page are one contiguous matrix; elsewhere those of one token are, as torch's
-    `varlen_attn` reads them. The order of the dimensions is the same.
+    A page holds tokens of the layers of one group (`LayerGroup`): the n-th layers of all groups share a tensor.
     """
 
     def __init__(
         self, layers: SequenceOf[LayerGeometry], page_count: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.page_count = page_count
-        self.page_tokens = page_tokens_on(device)
+        self.page_tokens = PAGE_TOKENS
         groups = group_layers(layers)
         self.windows = tuple(group.window for group in groups)
         """Of each group of layers; None for those that keep all tokens, which come first."""
@@ -407,11 +397,6 @@ class KvArena:
     def group_count(self) -> int:
         """Page tables that a sequence has."""
         return len(self.windows)
-
-    @property
-    def spare_page(self) -> int:
-        """The page to which padding writes. Only padding reads it."""
-        return self.page_count
 
     def kept_pages(self, start: int, end: int) -> int:
         """Pages of a sequence with `start` computed tokens and room for `end`."""
@@ -445,28 +430,17 @@ class KvArena:
                 np.stack((slots // size, slots % size))
             ).to(self.storages[0].keys.device)
             for storage in self.storages:
-                for numbers in (storage.keys, storage.padded_values):
+                for numbers in (storage.keys, storage.values):
                     numbers[to_pages, to_places] = numbers[from_pages, from_places]
 
     def _layer(self, layer: LayerGeometry, dtype: torch.dtype, device: torch.device) -> LayerCache:
-        keys = self._storage(layer.kv_heads, layer.key_dim, dtype, device)
-        values = self._storage(layer.kv_heads, stored_value_dim(layer, dtype, device), dtype, device)
-        return LayerCache(keys, values[..., : layer.value_dim], values)
-
-    def _storage(self, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        sizes = (self.page_count + 1, self.page_tokens, heads, dim)
-        if device.type == "cpu":
-            by_head = torch.empty(sizes[0], heads, self.page_tokens, dim, dtype=dtype, device=device)
-            storage = by_head.transpose(1, 2)
-        else:
-            storage = torch.empty(sizes, dtype=dtype, device=device)
-        storage[self.spare_page].zero_()  # padding reads it, and must give finite numbers
-        return storage
-
-
-def page_tokens_on(device: torch.device) -> int:
-    """Tokens of a page: `varlen_attn` demands multiples of 256 on CUDA."""
-    return _PAGE_TOKENS_CPU if device.type == "cpu" else _PAGE_TOKENS_ACCELERATOR
+        keys, values = (
+            torch.empty(
+                self.page_count, layer.kv_heads, PAGE_TOKENS, dim, dtype=dtype, device=device
+            ).transpose(1, 2)
+            for dim in (layer.key_dim, layer.value_dim)
+        )
+        return LayerCache(keys, values)
 
 
 def arena_pages(
@@ -481,9 +455,9 @@ def arena_pages(
     Raises:
         ConfigurationError: not even one sequence of `max_length` fits what the settings allow.
     """
-    size, groups = page_tokens_on(device), group_layers(layers)
+    size, groups = PAGE_TOKENS, group_layers(layers)
     windows = [group.window for group in groups]
-    page_bytes = bytes_of_page(layers, dtype, device)
+    page_bytes = bytes_of_page(layers, dtype)
     longest = most_pages(windows, max_length, max(settings.prefill_chunk_tokens, ROLLBACK_TOKENS), size)
     allowed_bytes = settings.kv_cache_bytes
     if allowed_bytes is None:
@@ -499,18 +473,10 @@ def arena_pages(
     return count
 
 
-def bytes_of_page(layers: SequenceOf[LayerGeometry], dtype: torch.dtype, device: torch.device) -> int:
+def bytes_of_page(layers: SequenceOf[LayerGeometry], dtype: torch.dtype) -> int:
     """Bytes of a page's keys and values, in all layers of a group."""
     largest = max((group.layers for group in group_layers(layers)), key=len)
     numbers = sum(
-        layers[index].kv_heads * (layers[index].key_dim + stored_value_dim(layers[index], dtype, device))
-        for index in largest
+        layers[index].kv_heads * (layers[index].key_dim + layers[index].value_dim) for index in largest
     )
-    return page_tokens_on(device) * numbers * dtype.itemsize
-
-
-def stored_value_dim(layer: LayerGeometry, dtype: torch.dtype, device: torch.device) -> int:
-    """Numbers of a stored value. `varlen_attn` takes keys and values of one width alone, so shorter values are padded
-    where it serves; a copy of all of them in each step would take longer than reading the padding."""
-    is_served = device.type == "cuda" and dtype in VARLEN_DTYPES and layer.key_dim <= VARLEN_WIDEST_HEAD
-    return max(layer.key_dim, layer.value_dim) if is_served else layer.value_dim
+    return PAGE_TOKENS * numbers * dtype.itemsize

@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.engine.backends.cpu_native.layers import NativeAttention, NativeLayout, packed
 from tandem.engine.backends.cpu_native.library.kernels import Kernels
 from tandem.engine.backends.cpu_native.operations import kernel_calls
-from tandem.engine.kv_cache.arena import KvArena, LayerGeometry, PageTable, page_tokens_on, pages_for
+from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, LayerGeometry, PageTable, pages_for
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.attention import grouped_attention
 from tandem.sampling.noise import sample
@@ -74,7 +74,7 @@ def _attention_agrees(
 ) -> bool:
     geometry = LayerGeometry(_KV_HEADS, _KEY_DIM, _VALUE_DIM, window)
     device = torch.device("cpu")
-    longest = pages_for(max(map(sum, _LENGTHS)), page_tokens_on(device))
+    longest = pages_for(max(map(sum, _LENGTHS)), PAGE_TOKENS)
     arena = KvArena([geometry], longest * len(_LENGTHS), dtype, device)
     for stored in (arena.layers[0].keys, arena.layers[0].values):
         stored.copy_(torch.randn(stored.shape, generator=generator))

@@ -69,7 +69,7 @@ def poison(engine: Engine[object, object]) -> None:
     """Fill all unwritten memory with NaN."""
     for layer in engine._cache._arena.layers:
         layer.keys.fill_(float("nan"))
-        layer.padded_values.fill_(float("nan"))
+        layer.values.fill_(float("nan"))
 
 
 def trust_kernels(engine: Engine[object, object]) -> None:

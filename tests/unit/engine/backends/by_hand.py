@@ -42,10 +42,10 @@ class ByHand:
         return arena
 
     def poison(self) -> None:
-        """Fills the arena with NaN, the spare page included."""
+        """Fills the arena with NaN."""
         for layer in self.arena.layers:
             layer.keys.fill_(float("nan"))
-            layer.padded_values.fill_(float("nan"))
+            layer.values.fill_(float("nan"))
 
     def step(self, backend: StepBackend, tokens: SequenceOf[SequenceOf[int]]) -> list[Tensor]:
         """Runs more tokens of each sequence that has some, all rows wanted; returns each one's logits."""

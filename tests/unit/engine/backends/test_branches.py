@@ -335,7 +335,7 @@ def poison_behind(own: Drafted) -> None:
     for layer in own.engine._cache._arena.layers:
         for table in own.sequence.tables:
             layer.keys[table[0], len(_TRUNK) :] = float("nan")
-            layer.padded_values[table[0], len(_TRUNK) :] = float("nan")
+            layer.values[table[0], len(_TRUNK) :] = float("nan")
 
 
 async def test_logits_beyond_the_bound_are_not_kept(llama: TinyModel) -> None:

@@ -28,8 +28,7 @@ def test_what_is_written_is_read_back(by_head: bool, spans: list[tuple[list[int]
             return torch.zeros(8, 2, PAGE_TOKENS, dim).transpose(1, 2)
         return torch.zeros(8, PAGE_TOKENS, 2, dim)
 
-    values = storage(6)
-    layer = LayerCache(storage(4), values, values)
+    layer = LayerCache(storage(4), storage(6))
     tables = [PageTable(PAGE_TOKENS, 256, pages) for pages, _, _ in spans]
     count = sum(end - start for _, start, end in spans)
     key, value = torch.randn(1, 2, count, 4), torch.randn(1, 2, count, 6)

@@ -60,7 +60,7 @@ async def test_a_hundred_chats_without_a_limit_run(service: Service) -> None:
         assert service.run(chats) == CHATS
     assert service.cache.preemption_count == 0
     assert service.cache.usage().used_tokens == CHATS * 4000
-    assert service.cache.usage().reserved_tokens == CHATS * 4096
+    assert service.cache.usage().reserved_tokens == CHATS * 4032
 
 
 async def test_chats_that_outgrow_the_memory_still_all_go_on_to_their_end(service: Service) -> None:
@@ -85,5 +85,5 @@ async def test_a_hundred_requests_hold_one_copy_of_a_common_prefix(service: Serv
         request.apply(Delta(0, [*prefix, number]))
         service.cache.reuse(request)
         assert service.run([request]) == 1
-    assert service.cache.usage().reserved_tokens == 4096 + CHATS * 256
-    assert len({tuple(request.table.pages[:16]) for request in requests}) == 1
+    assert service.cache.usage().reserved_tokens == 4096 + CHATS * 64
+    assert len({tuple(request.table.pages[:64]) for request in requests}) == 1

@@ -131,7 +131,7 @@ SHAPES = {
     "GPT-OSS-120B": [LayerGeometry(8, 64, 64, None if index % 2 else 128) for index in range(36)],
 }
 META = torch.device("meta")
-TOKENS, PAGE = 32_768, 256
+TOKENS, PAGE = 32_768, 64
 PLENTY = 1 << 40
 """Bytes. Whatever memory the machine has free is not looked at."""
 
@@ -151,7 +151,7 @@ def test_a_long_request_takes_its_tokens_in_full_layers_and_its_windows_in_the_o
         assert cache.make_ready(sequence, sequence.computed_length + 2048), "the longest request fits alone"
         sequence.advance(2048)
         cache.computed(sequence)
-    page_bytes = bytes_of_page(layers, torch.bfloat16, META)
+    page_bytes = bytes_of_page(layers, torch.bfloat16)
     held = page_bytes * sum(len(table.held_pages) for table in tables)
     (window,) = {layer.window for layer in layers} - {None}
     assert window is not None
@@ -168,7 +168,7 @@ def test_a_long_request_takes_its_tokens_in_full_layers_and_its_windows_in_the_o
 def test_a_cache_that_cannot_hold_the_longest_request_is_refused(layers: list[LayerGeometry]) -> None:
     plenty = EngineSettings(max_sequences=1, kv_cache_bytes=PLENTY)
     least = arena_pages(layers, plenty, TOKENS, torch.bfloat16, META)
-    room = least * bytes_of_page(layers, torch.bfloat16, META)
+    room = least * bytes_of_page(layers, torch.bfloat16)
     settings = EngineSettings(max_sequences=4, kv_cache_bytes=room)
     assert arena_pages(layers, settings, TOKENS, torch.bfloat16, META) == least
     with pytest.raises(ConfigurationError, match=f"needs {room};"):

@@ -91,7 +91,7 @@ async def test_greedy_text_survives_preemption_and_shared_prefixes(model: TinyMo
     layers = model.loaded.layers
     groups = len(group_layers(layers))
     # The longest request needs two pages in each group; six with a common page need seven.
-    room = 4 * groups * bytes_of_page(layers, torch.float32, torch.device("cpu"))
+    room = 4 * groups * bytes_of_page(layers, torch.float32)
     backends = model.backends if attention == "kernels" else model.loaded
     limits: dict[str, Any] = {
         "max_length": 2 * _PAGE_TOKENS,

@@ -13,12 +13,12 @@ from torch import Tensor
 from tandem.engine.backends.cpu_native.layers import NativeAttention, places, point
 from tandem.engine.backends.cpu_native.library.build import BuildError, built_kernels
 from tandem.engine.backends.cpu_native.library.kernels import Kernels, attention_call
-from tandem.engine.kv_cache.arena import KvArena, LayerGeometry, PageTable, page_tokens_on, pages_for
+from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, LayerGeometry, PageTable, pages_for
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.steps import BranchPacking, BranchStep, Packing, SequenceBranches
 
 _CPU = torch.device("cpu")
-_PAGE_TOKENS = page_tokens_on(_CPU)
+_PAGE_TOKENS = PAGE_TOKENS
 _HEADS, _KV_HEADS, _KEY_DIM, _VALUE_DIM = 6, 2, 40, 36
 """Dimensions are no whole number of vectors."""
 _SCALE = 0.3

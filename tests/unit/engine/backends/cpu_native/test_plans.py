@@ -23,7 +23,7 @@ from tandem.engine.backends.cpu_native.plans import (
     _drop_repeated_casts,
     traced,
 )
-from tandem.engine.kv_cache.arena import KvArena, PageTable, page_tokens_on
+from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, PageTable
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.steps import Packing
 from tests.unit.engine.conftest import TinyModel
@@ -37,7 +37,7 @@ _SEQUENCES = 8
 _PAGES_EACH = 2
 _GROUPS = 3
 """Page tables of a sequence: as many as any of these models has groups of layers."""
-_PAGE_TOKENS = page_tokens_on(torch.device("cpu"))
+_PAGE_TOKENS = PAGE_TOKENS
 _PROMPTS = [[5, 17, 80, 3, 44], [9], [3 + step % 90 for step in range(40)], [7, 7, 7]]
 
 

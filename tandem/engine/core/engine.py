@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -136,10 +137,11 @@ class Engine(Generic[PayloadT, ResultT]):
                 sequence.is_private = True
                 # A new one would wait its turn for more.
                 await self.submit(Job(sequence, Delta(0, (0,)), 0, None))  # type: ignore[arg-type]
-            await self._run_warm_up(steps, sequences)
+            warm_tokens = await self._run_warm_up(steps, sequences)
             with self._worker.using_head(partial(finite_head, self.model.info)):
                 await self._check_logits(sequences[0])
-                self.step_profile = await self._profile(profiled, sequences)
+                warm = [step for step in profiled if sum(step) <= warm_tokens]
+                self.step_profile = await self._profile(warm, sequences)
         finally:
             for sequence in sequences:
                 self.release(sequence)
@@ -148,14 +150,18 @@ class Engine(Generic[PayloadT, ResultT]):
         """Those of the steps, each given by the tokens of its sequences, for which this engine has room at once."""
         return [step for step in steps if len(step) <= self._most_together and max(step) <= self.max_length]
 
-    async def _run_warm_up(self, steps: SequenceOf[tuple[int, ...]], sequences: SequenceOf[Sequence]) -> None:
+    async def _run_warm_up(
+        self, steps: SequenceOf[tuple[int, ...]], sequences: SequenceOf[Sequence]
+    ) -> float:
+        """Returns the largest number of tokens for which a step is prepared; infinity if all are."""
         ends = time.perf_counter() + _WARM_UP_SECONDS
         for step in steps:
             began, size = time.perf_counter(), sum(step)
             await self._step(sequences, step, size)
             ended = time.perf_counter()
             if size >= SMALL_STEP_TOKENS and ended + 2 * (ended - began) > ends:
-                break
+                return size
+        return math.inf
 
     async def _profile(
         self, steps: SequenceOf[tuple[int, ...]], sequences: SequenceOf[Sequence]

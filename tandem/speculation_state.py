@@ -71,7 +71,7 @@ class SpeculationDecision:
     num_speculative_tokens: int
     """K; 0: the target works alone."""
     best_draft_length: int
-    """The best K above 0 by prediction; 0 before any measurement."""
+    """The K above 0 that the target alone is compared with: the present one, else the best; 0 before any prediction."""
     gain: float
     """Predicted tokens per second with that K, over those of the target alone; 0 before anything was measured."""
     predicted_seconds: float
@@ -97,7 +97,11 @@ class SpeculationDecision:
             decided += f", ahead {self.ahead_outcomes}"
         if not self.best_draft_length:
             return f"{decided}, nothing was measured yet"
-        return f"{decided}, predicted {self.gain:.2f}x with K = {self.best_draft_length}"
+        if self.num_speculative_tokens:
+            doubt = ", still measuring whether it pays" if self.gain < 1.0 else ""
+            return f"{decided}, predicted {self.gain:.2f}x{doubt}"
+        doubt = ", too little to be sure" if self.gain > 1.0 else ""
+        return f"{decided}, predicted {self.gain:.2f}x with K = {self.best_draft_length}{doubt}"
 
     def as_dict(self) -> dict[str, Any]:
         """Everything by name, of types that JSON has."""

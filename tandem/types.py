@@ -437,6 +437,15 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class StepProfile:
+    """What a step takes, measured when the engine is warm."""
+
+    seconds: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    """Median seconds by the number of sequences and the tokens of each. Sizes that the engine does not serve are
+    missing, and so are those of a large model that would have delayed the start for long."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """Information about the model that a service serves."""
 
@@ -454,6 +463,8 @@ class ModelInfo:
     drafting_method: str = ""
     """Method of a draft that reads a target's hidden states: the service's own, for the target at its address alone, or
     that of the draft which a target hosts. Empty otherwise."""
+    step_profile: StepProfile = StepProfile()
+    """What a step takes; empty where the service does not measure it."""
 
     drafts_ahead: bool = False
     """True if a draft drafts ahead where a step grants a budget."""

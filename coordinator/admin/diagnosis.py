@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from coordinator.rejection import STRATEGIES
 from coordinator.replicas.compatibility import MODEL_RULES, Deployment
 from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.speculation.report import NOT_MEASURED
 from coordinator.stats.speculation import acceptance_rate, cumulative_rates
 from tandem import __version__
 from tandem.admin import CoordinatorState, Finding, Severity, Status
@@ -85,8 +84,6 @@ def _speculation(status: Status) -> Iterator[Finding]:
     if state.is_on:
         tokens = plural(state.num_speculative_tokens, "token")
         yield Finding.ok("speculation", f"on, {tokens} proposed per round")
-    elif state.reason == NOT_MEASURED:
-        yield Finding.ok("speculation", f"off: {state.explanation}")
     elif state.figures:  # a setting or an absence has a finding of its own
         yield Finding.warning("speculation", f"off: {state.explanation}", _FASTER_DRAFT)
 

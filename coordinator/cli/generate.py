@@ -19,7 +19,7 @@ from rich.text import Text
 from coordinator.cli.command import command, plain_table, print_parts
 from coordinator.cli.connection import ConnectionOptions, connect
 from coordinator.cli.views import percent
-from coordinator.stats.ahead import hit_rate
+from coordinator.stats.rounds import hit_rate
 from coordinator.stats.speculation import acceptance_rate, add, describe_with_state, tokens_per_pass
 from tandem.client import Client, as_message
 from tandem.errors import ConfigurationError, InvalidRequestError

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.cli.command import plain_table
-from coordinator.stats.ahead import hit_rate
+from coordinator.stats.rounds import hit_rate
 from coordinator.stats.speculation import (
     acceptance_length,
     acceptance_rate,

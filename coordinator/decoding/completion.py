@@ -1,13 +1,129 @@
-"""One completion as it grows: its committed tokens, the room that is left, and how it ends."""
+"""One completion as it grows: its committed tokens, their text, the room that is left, and how it ends."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
-from coordinator.decoding.detokenization import Detokenizer, StopStrings
-from coordinator.stats.tally import RoundTally
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from coordinator.stats.rounds import RoundTally
 from tandem.types import Acceptance, Chunk, FinishReason, NextToken, Proposal, SpeculationStats, Summary
+
+# Decoders write this for bytes that are not, or not yet, a character.
+_REPLACEMENT = "\ufffd"
+
+
+class Detokenizer:
+    """Turns ids into text incrementally. Bytes of an unfinished character wait for the ids that finish it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._waiting: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes, possibly none."""
+        text: str | None = self._stream.step(self._tokenizer, token_id)
+        if text is None:
+            self._waiting.append(token_id)
+            return ""
+        self._waiting.clear()
+        return text
+
+    def finish(self) -> str:
+        """Text of the ids that still wait, without bytes that never became a character."""
+        text: str = self._tokenizer.decode(self._waiting)
+        self._waiting.clear()
+        return text.rstrip(_REPLACEMENT)
+
+
+class StopStrings:
+    """Finds the first stop string in a stream of text, and holds back text that may begin one."""
+
+    def __init__(self, stop: Sequence[str], *, included: bool = False) -> None:
+        """Look for these strings. With `included`, the text ends after the stop string, otherwise before it."""
+        self._stop = stop
+        self.included = included
+        self._held = ""
+        self.found: str | None = None
+        """The stop string that was met."""
+
+    @property
+    def are_sought(self) -> bool:
+        """True if there are any."""
+        return bool(self._stop)
+
+    @property
+    def met(self) -> bool:
+        """True if one of the stop strings was met."""
+        return self.found is not None
+
+    def push(self, text: str) -> str:
+        """The text that is now certain to be part of the completion."""
+        if not self._stop:
+            return text
+        text = self._held + text
+        starts = [(start, string) for string in self._stop if (start := text.find(string)) >= 0]
+        if starts:
+            # Of two that begin together, the one that the request named first.
+            start, self.found = min(starts, key=itemgetter(0))
+            self._held = ""
+            return text[: start + len(self.found) * self.included]
+        held = max((_overlap(text, string) for string in self._stop), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def finish(self) -> str:
+        """Return the text that was held back, since nothing follows it."""
+        text, self._held = self._held, ""
+        return text
+
+
+def _overlap(text: str, string: str) -> int:
+    """Length of the longest end of `text` that begins `string` without being all of it."""
+    return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if text.endswith(string[:n])), 0)
+
+
+THINK_START = "<think>"
+THINK_END = "</think>"
+"""The markers that reasoning models share."""
+
+
+class ThinkSpans:
+    """Follows one completion through its think spans."""
+
+    def __init__(self, start_id: int, end_id: int) -> None:
+        self._start_id = start_id
+        self._end_id = end_id
+        self._followed = 0
+        self._is_inside = False
+
+    def inside(self, committed: Sequence[int], proposed: Sequence[int]) -> list[bool]:
+        """For each proposed token, whether it lies inside a think span. The marker that ends a span belongs to it.
+
+        Args:
+            committed: Prompt and committed tokens; the call reads only those added since the last one.
+            proposed: The tokens that may follow them.
+        """
+        for token_id in committed[self._followed :]:
+            self._is_inside = self._after(self._is_inside, token_id)
+        self._followed = len(committed)
+        states = [self._is_inside]
+        for token_id in proposed[:-1]:
+            states.append(self._after(states[-1], token_id))
+        return states[: len(proposed)]
+
+    def _after(self, is_inside: bool, token_id: int) -> bool:
+        return token_id != self._end_id and (is_inside or token_id == self._start_id)
+
+
+def think_spans(tokenizer: Tokenizer) -> ThinkSpans | None:
+    """Spans between the tokenizer's think markers; None when it has no such markers."""
+    start_id, end_id = tokenizer.token_to_id(THINK_START), tokenizer.token_to_id(THINK_END)
+    return None if start_id is None or end_id is None else ThinkSpans(start_id, end_id)
 
 
 @dataclass(frozen=True, slots=True)

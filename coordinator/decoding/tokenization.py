@@ -1,15 +1,100 @@
-"""The target's tokenizer, from the files that its service sends."""
+"""The target's tokenizer, from the files that its service sends, and how prompts are encoded and bounded with it."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 from tokenizers import Encoding, Tokenizer
+from tokenizers.models import BPE, Unigram
+from tokenizers.pre_tokenizers import ByteLevel
 
-from coordinator.decoding.token_lengths import max_bytes_per_token
 from tandem.errors import ProtocolError
+
+_UNICODE_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
+_MAX_SHRINKING = 4
+"""Unicode's normal forms shrink UTF-8 at most to a quarter: mathematical letters of four bytes become ASCII."""
+
+
+def max_bytes_per_token(tokenizer: Tokenizer) -> int | None:
+    """Maximum bytes of UTF-8 text that one token can stand for; None where no such bound is certain.
+
+    A bound is certain for tokenizers that keep every byte of a text: byte-level BPE, and tokenizers that fall back to a
+    token for each byte. Others may drop whitespace, map any number of unknown words to one token, or have special
+    tokens that swallow the whitespace around them; then a text of any length may have few tokens.
+    """
+    added = tokenizer.get_added_tokens_decoder()
+    if any(token.lstrip or token.rstrip for token in added.values()):
+        return None
+    shrinking = _shrinking(_state(tokenizer.normalizer))
+    pre_tokenizers = list(_steps(_state(tokenizer.pre_tokenizer), "pretokenizers"))
+    if shrinking is None or not all(map(_keeps_text, pre_tokenizers)):
+        return None
+    is_byte_level = any(step["type"] == "ByteLevel" for step in pre_tokenizers)
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    if not _keeps_bytes(tokenizer, vocabulary, is_byte_level=is_byte_level):
+        return None
+    # A character of a byte-level token stands for one byte.
+    longest = max(map(len, vocabulary) if is_byte_level else map(_size, vocabulary), default=1)
+    longest_added = max((_size(token.content) for token in added.values()), default=1)
+    return max(longest, longest_added) * shrinking
+
+
+def _keeps_bytes(tokenizer: Tokenizer, vocabulary: dict[str, int], *, is_byte_level: bool) -> bool:
+    """True if each byte of a text has a token, whatever the text is."""
+    model = tokenizer.model
+    if is_byte_level:
+        return isinstance(model, BPE) and all(mark in vocabulary for mark in ByteLevel.alphabet())
+    # The published types declare this attribute on one of the two only.
+    falls_back = isinstance(model, BPE | Unigram) and bool(getattr(model, "byte_fallback", False))
+    return falls_back and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+
+
+def _keeps_text(step: dict[str, Any]) -> bool:
+    """True if a pre-tokenizer splits text without dropping any."""
+    if step["type"] in ("ByteLevel", "Metaspace", "Digits"):
+        return True
+    return step["type"] in ("Split", "Punctuation") and step["behavior"] != "Removed"
+
+
+def _shrinking(normalizer: dict[str, Any] | None) -> int | None:
+    """How many bytes of a text may become one byte of the normalized text; None where any number may."""
+    shrinking = 1
+    for step in _steps(normalizer, "normalizers"):
+        if step["type"] in _UNICODE_FORMS:
+            shrinking *= _MAX_SHRINKING
+        elif step["type"] == "Replace":
+            pattern = step["pattern"].get("String")
+            if pattern is None or _size(step["content"]) < _size(pattern):
+                return None
+        elif step["type"] != "Prepend":
+            return None
+    return shrinking
+
+
+def _steps(state: dict[str, Any] | None, inner: str) -> Iterator[dict[str, Any]]:
+    """The steps of a normalizer or a pre-tokenizer, those of sequences one after the other."""
+    if state is None:
+        return
+    if state["type"] != "Sequence":
+        yield state
+        return
+    for step in state[inner]:
+        yield from _steps(step, inner)
+
+
+def _state(component: Any) -> dict[str, Any] | None:
+    """A part of a tokenizer, as tokenizer.json describes it."""
+    return None if component is None else json.loads(component.__getstate__())
+
+
+def _size(text: str) -> int:
+    return len(text.encode())
+
 
 TOKENIZER_FILE = "tokenizer.json"
 

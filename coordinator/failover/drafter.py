@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable
 
 from coordinator.decoding.completion import Completion
-from coordinator.decoding.rounds import ServedRequest
+from coordinator.decoding.rounds import RoundTimings, ServedRequest
 from coordinator.failover.placement import DraftPlacement
 from coordinator.replicas.pool import Member, Pool
 from coordinator.speculation import report as speculation_report
-from coordinator.speculation.request import RequestSpeculation
-from coordinator.speculation.round_timings import RoundTimings
-from coordinator.speculation.waiting import Unfinished
+from coordinator.speculation.ahead import Unfinished
+from coordinator.speculation.controller import RequestSpeculation
 from coordinator.telemetry.observer import EventValue, RequestObserver
 from coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSequence
 from tandem.errors import TandemError
@@ -111,7 +110,7 @@ class FailoverDrafter:
         self._placement.target_address = self._active.target_address
         speculation.target = self._active.target_address or speculation.target
         tokens = speculation.begin_round(load)
-        is_paused = not tokens and not speculation.is_trial
+        is_paused = not tokens and not speculation.is_probe
         if is_paused and not self._is_paused and (address := self._placement.address):
             self._report("draft_paused", address, {"load": load, "gain": speculation.decision.gain})
         self._is_paused = is_paused

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from coordinator.replicas.pool import ClientT, Member, Pool
-from coordinator.speculation.waiting import Unfinished
+from coordinator.speculation.ahead import Unfinished
 from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
 from coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSequence, Tokens
 from coordinator.transport.target_client import TargetSequence

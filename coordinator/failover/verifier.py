@@ -8,10 +8,9 @@ import time
 from dataclasses import dataclass, field
 
 from coordinator.decoding.completion import Completion
-from coordinator.decoding.rounds import ServedRequest
+from coordinator.decoding.rounds import RoundTimings, ServedRequest
 from coordinator.failover.placement import OpenSequence
 from coordinator.replicas.pool import Member, Pool
-from coordinator.speculation.round_timings import RoundTimings
 from coordinator.telemetry.observer import RequestObserver
 from coordinator.transport.target_client import RowChoice, TargetClient, TargetSequence
 from tandem.errors import (

@@ -15,8 +15,8 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.replicas.hangs import UnansweredSteps, VerificationTimes
-from coordinator.stats.moving_average import MovingAverage
-from coordinator.stats.tally import RoundTally
+from coordinator.stats.rounds import RoundTally
+from coordinator.stats.speculation import MovingAverage
 from tandem.errors import (
     InvalidRequestError,
     PermissionDeniedError,

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from coordinator.decoding.completion import Completion
 from coordinator.requests.admission import Place
-from coordinator.stats.throughput import TokenCounter
+from coordinator.stats.speculation import TokenCounter
 from tandem.admin import Outcomes
 from tandem.errors import AbortedError
 from tandem.plural import plural

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from urllib.parse import unquote
 
-from coordinator.stats.moving_average import MovingAverage
+from coordinator.stats.speculation import MovingAverage
 from tandem.errors import CapacityError, DeadlineError
 from tandem.fair_places import FairPlaces, extra_places
 from tandem.plural import plural

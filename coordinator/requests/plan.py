@@ -8,9 +8,14 @@ from dataclasses import dataclass, replace
 
 from tokenizers import Tokenizer
 
-from coordinator.decoding.completion import Completion, Limits
-from coordinator.decoding.detokenization import Detokenizer, StopStrings
-from coordinator.decoding.think_spans import ThinkSpans, think_spans
+from coordinator.decoding.completion import (
+    Completion,
+    Detokenizer,
+    Limits,
+    StopStrings,
+    ThinkSpans,
+    think_spans,
+)
 from coordinator.decoding.tokenization import PromptEncoder
 from coordinator.rejection import (
     AcceptanceRule,
@@ -183,6 +188,8 @@ async def make_plan(
     sampling = _sampling(request)
     speculates = request.speculation and models.draft is not None
     rule = _rule(options, sampling, request)
+    # Synthetic acceptance exists to measure rounds with a draft.
+    is_adaptive = settings.speculation_policy == "adaptive" and rule.name != _SYNTHETIC
     return Plan(
         request_id=request_id,
         request=request,
@@ -196,8 +203,8 @@ async def make_plan(
         draft_top_k=settings.draft_top_k,
         draft_patience_seconds=settings.draft_patience_seconds,
         draft_ahead=settings.draft_ahead if can_draft_ahead(rule, models.draft) else "off",
-        keeps_proposals=not _may_adapt(rule, request),
-        is_adaptive=settings.speculation_policy == "adaptive" and _may_adapt(rule, request),
+        keeps_proposals=not is_adaptive and _depends_on_rounds(rule, request),
+        is_adaptive=is_adaptive,
         target_wait_seconds=settings.target_wait_seconds,
         think_spans=(think_spans(models.tokenizer) if options.use_relaxed_acceptance_for_thinking else None),
         model_name=models.target.name,
@@ -283,12 +290,6 @@ def can_draft_ahead(rule: AcceptanceRule, draft: ModelInfo | None) -> bool:
     return strategy.draft_row_kind in (RowKind.TOKEN, RowKind.SUPPORT) and not strategy.needs_token_logits
 
 
-def _may_adapt(rule: AcceptanceRule, request: GenerationRequest) -> bool:
-    """True if measurements may lead to rounds without a draft.
-
-    Times differ from run to run. Where the text depends on where rounds begin, a seed would then promise nothing.
-    Synthetic acceptance exists to measure rounds with a draft.
-    """
-    if rule.name == _SYNTHETIC:
-        return False
-    return request.seed is None or rule.name in _INDEPENDENT_OF_DRAFT
+def _depends_on_rounds(rule: AcceptanceRule, request: GenerationRequest) -> bool:
+    """True if a seed promises a text that depends on where rounds begin, and so on how much each proposes."""
+    return rule.name == _SYNTHETIC or (request.seed is not None and rule.name not in _INDEPENDENT_OF_DRAFT)

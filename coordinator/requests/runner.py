@@ -14,7 +14,7 @@ from typing import NoReturn
 from coordinator.decoding.completion import Completion
 from coordinator.decoding.logprobs import LogprobsRecorder
 from coordinator.decoding.loop import generate
-from coordinator.decoding.rounds import RoundRecorder
+from coordinator.decoding.rounds import RoundRecorder, RoundTimings
 from coordinator.decoding.tokenization import PromptEncoder
 from coordinator.failover.drafter import FailoverDrafter
 from coordinator.failover.verifier import FailoverVerifier
@@ -27,13 +27,10 @@ from coordinator.requests.validation import check_bounds
 from coordinator.settings.coordinator import RequestBounds
 from coordinator.settings.live import LiveConfig
 from coordinator.speculation import report as speculation_report
-from coordinator.speculation.controller import SpeculationController
-from coordinator.speculation.kinds import request_kind
-from coordinator.speculation.request import Decision, RequestSpeculation
-from coordinator.speculation.round_timings import RoundTimings
-from coordinator.stats.ahead import record_outcome
-from coordinator.stats.log import StatsLog
-from coordinator.stats.rounds import RoundResult
+from coordinator.speculation.controller import Decision, RequestSpeculation, SpeculationController
+from coordinator.speculation.gains import request_kind
+from coordinator.stats.rounds import RoundResult, record_outcome
+from coordinator.stats.speculation import StatsLog
 from coordinator.telemetry.observer import EventValue, Observer, RequestObserver
 from coordinator.transport.draft_client import DraftLimits, NoDrafter
 from coordinator.transport.target_client import RowChoice
@@ -117,8 +114,12 @@ def open_speculation(
         draft_ahead=plan.draft_ahead,
     )
     # The request has no target yet: begin with the cost model of the one that it is likely to get.
-    target = services.replicas.targets.choose()
-    speculation.target = "" if target is None else target.address
+    target, draft = services.replicas.targets.choose(), services.replicas.drafts.choose()
+    if target is not None:
+        speculation.target = target.address
+        controller.introduce(target.address, target.model, target.round_trip.value)
+    if draft is not None:
+        controller.introduce(services.draft_name, draft.model, draft.round_trip.value)
     return speculation
 
 

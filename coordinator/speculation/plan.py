@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from coordinator.speculation.gain_model import expected_tokens
+from coordinator.speculation.gains import expected_tokens
 from tandem.speculation_state import SpeculationDecision
 
 MAX_TOKENS = 16

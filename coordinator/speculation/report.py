@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from coordinator.speculation.choice import ADVANTAGE, DRAFT_READING, MANY
-from coordinator.speculation.request import RequestSpeculation
+from coordinator.speculation.controller import RequestSpeculation
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.speculation_state import DecidingFigure, SpeculationState
 from tandem.types import SpeculationStats
@@ -20,13 +19,10 @@ NOT_ASKED = "the request asked for the target alone"
 NONE_READY = "no draft takes new sequences (tandem admin replicas list)"
 TOO_SHORT = "the completion ended before the draft proposed anything"
 PROPOSED_NOTHING = "the draft found nothing to propose"
-NOT_MEASURED = "not yet measured to pay with so many requests"
 DOES_NOT_PAY = "drafting does not pay"
 GAINS_TOO_LITTLE = "drafting gains too little to be sure"
 LATE = "the draft does not answer in time"
 
-CLEAR_GAIN = ADVANTAGE * DRAFT_READING
-"""Predicted gain above which the controller drafts as soon as it has measured rounds at that load."""
 _RATE = "tokens/s"
 
 
@@ -47,13 +43,6 @@ def decided(speculation: RequestSpeculation) -> SpeculationState:
         return on(speculation.max_tokens)
     if choice.tokens:
         return on(choice.tokens)
-    if not choice.best_drafting or choice.gain > CLEAR_GAIN:
-        # Nothing was measured at this load. Rounds at other loads may already predict a gain.
-        return off(
-            NOT_MEASURED,
-            DecidingFigure("running", choice.load, "requests"),
-            DecidingFigure("limit", MANY, "requests"),
-        )
     with_draft, alone = _compared(choice.tokens_per_second[choice.best_drafting], choice.tokens_per_second[0])
     reason = DOES_NOT_PAY if with_draft.value < alone.value else GAINS_TOO_LITTLE
     return off(reason, with_draft, alone)

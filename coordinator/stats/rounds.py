@@ -1,8 +1,11 @@
-"""The result of one round, as statistics, telemetry, replicas and the speculation controller all receive it."""
+"""The result of one round, and the counts of a request's rounds."""
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import NamedTuple
+
+from tandem.types import AheadStats, PositionStats, SpeculationStats
 
 UNIFORM_SHARE = 0.05
 """Tolerated share of missing or extra tokens in a step: near its end a request proposes fewer."""
@@ -106,3 +109,100 @@ class RoundResult(NamedTuple):
     """Place, from 0 on, of the outcome that came; None if it was not drafted for."""
     saved_seconds: float = 0.0
     """Usual time to wait for a proposal, which this round did not have to; 0 unless its outcome was drafted for."""
+
+
+MAX_RANKS = 16
+"""Places among the outcomes with a count of their own."""
+
+
+def record_outcome(stats: AheadStats, result: RoundResult) -> None:
+    """Count a round, if its proposal was to be drafted ahead."""
+    if not result.awaited_outcome:
+        return
+    stats.awaited += 1
+    rank = result.outcome_rank
+    if rank is None:
+        return
+    stats.hits += 1
+    stats.saved_seconds += result.saved_seconds
+    if rank < MAX_RANKS:
+        stats.hits_by_rank += [0] * (rank + 1 - len(stats.hits_by_rank))
+        stats.hits_by_rank[rank] += 1
+
+
+def add_outcomes(total: AheadStats, stats: AheadStats) -> None:
+    """Count in `total` everything that `stats` counted."""
+    total.awaited += stats.awaited
+    total.hits += stats.hits
+    total.saved_seconds += stats.saved_seconds
+    ranks = zip_longest(total.hits_by_rank, stats.hits_by_rank, fillvalue=0)
+    total.hits_by_rank = [before + more for before, more in ranks]
+
+
+def outcomes_since(stats: AheadStats, earlier: AheadStats) -> AheadStats:
+    """Counts added since `earlier`."""
+    ranks = zip_longest(stats.hits_by_rank, earlier.hits_by_rank, fillvalue=0)
+    return AheadStats(
+        stats.awaited - earlier.awaited,
+        stats.hits - earlier.hits,
+        [now - before for now, before in ranks],
+        max(stats.saved_seconds - earlier.saved_seconds, 0.0),  # sums of floats differ in the last bit
+    )
+
+
+def hit_rate(stats: AheadStats) -> float:
+    """Share of the rounds that awaited their proposal and found it there; 0 when none did."""
+    return stats.hits / stats.awaited if stats.awaited else 0.0
+
+
+def describe_ahead(stats: AheadStats) -> dict[str, object]:
+    """All statistics by name, of types that JSON has."""
+    return {
+        "awaited": stats.awaited,
+        "hits": stats.hits,
+        "hit_rate": round(hit_rate(stats), 6),
+        "hits_by_rank": list(stats.hits_by_rank),
+        "saved_seconds": round(stats.saved_seconds, 6),
+    }
+
+
+class RoundTally:
+    """How many rounds had so many tokens proposed and so many of them accepted."""
+
+    __slots__ = ("_rounds", "ahead")
+
+    def __init__(self) -> None:
+        self._rounds: dict[tuple[int, int], int] = {}
+        self.ahead = AheadStats()
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """Count one verification, with or without a proposal.
+
+        Args:
+            drafted: Tokens of the proposal.
+            accepted: How many of them were kept, from the first on.
+        """
+        key = drafted, accepted
+        self._rounds[key] = self._rounds.get(key, 0) + 1
+
+    def add_result(self, result: RoundResult) -> None:
+        """Count one round, drafting ahead included."""
+        key = result.proposed, result.accepted
+        self._rounds[key] = self._rounds.get(key, 0) + 1
+        if result.awaited_outcome:
+            record_outcome(self.ahead, result)
+
+    def stats(self) -> SpeculationStats:
+        """The counts as statistics. Their `ahead` is the tally's own."""
+        stats = SpeculationStats(ahead=self.ahead)
+        longest = max((drafted for drafted, _ in self._rounds), default=0)
+        stats.positions = [PositionStats() for _ in range(longest)]
+        for (drafted, accepted), rounds in self._rounds.items():
+            stats.rounds += rounds
+            stats.drafted += rounds * drafted
+            stats.accepted += rounds * accepted
+            for index, position in enumerate(stats.positions[:drafted]):
+                position.drafted += rounds
+                position.reached += rounds * (index <= accepted)
+                position.accepted += rounds * (index < accepted)
+        return stats

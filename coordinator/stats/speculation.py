@@ -1,28 +1,83 @@
-"""Speculation statistics: the counts, and the rates that MAX and vLLM derive from them.
-
-Both engines report an acceptance length and acceptance per position, and mean different things. Here:
-
-- The acceptance length is MAX's: accepted tokens for each verification. Tokens per pass are one more, for the token
-  that the target supplies itself; vLLM calls that the mean acceptance length. A verification without a proposal
-  counts in both.
-- The rate at a position is cumulative (of all tokens proposed there, how many were accepted; never higher than
-  at the position before) or conditional (of those whose predecessors were all accepted).
-"""
+"""Statistics of all requests: acceptance in MAX's and vLLM's terms, throughput, and the log lines that report them."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import time
 from collections import defaultdict
+from collections.abc import Callable
 
-from coordinator.stats.ahead import (
+from coordinator.stats.rounds import (
+    RoundResult,
+    RoundTally,
     add_outcomes,
     describe_ahead,
     hit_rate,
     outcomes_since,
 )
-from coordinator.stats.rounds import RoundResult
-from coordinator.stats.tally import RoundTally
 from tandem.speculation_state import SpeculationState
 from tandem.types import PositionStats, SpeculationStats
+
+# Twenty measurements or so count: enough to even out noise, few enough to follow a change of load within seconds.
+_NEWEST_WEIGHT = 0.1
+
+
+class MovingAverage:
+    """An exponentially weighted moving average."""
+
+    def __init__(self, newest_weight: float = _NEWEST_WEIGHT) -> None:
+        self.value: float | None = None
+        """None before the first measurement."""
+        self._newest_weight = newest_weight
+
+    def add(self, measured: float) -> None:
+        """Count a measurement. The first one is the average."""
+        if self.value is None:
+            self.value = measured
+        else:
+            self.value += self._newest_weight * (measured - self.value)
+
+
+LONGEST_SECONDS = 60
+"""Longest time that a rate can be asked for."""
+
+
+class TokenCounter:
+    """Counts tokens as they are committed."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total = 0
+        """Since the start."""
+        self._clock = clock
+        self._started = clock()
+        # Slot `second % 60` counts for that second; another second's count is found by its number and thrown away.
+        self._counts = [0] * LONGEST_SECONDS
+        self._seconds = [-1] * LONGEST_SECONDS
+
+    def add(self, count: int) -> None:
+        """Count tokens now."""
+        second = int(self._clock() - self._started)
+        slot = second % LONGEST_SECONDS
+        if self._seconds[slot] != second:
+            self._seconds[slot], self._counts[slot] = second, 0
+        self._counts[slot] += count
+        self.total += count
+
+    def rate(self, seconds: int) -> float:
+        """Tokens per second over the last `seconds`, or since the start if that was later.
+
+        The current second counts in part.
+        """
+        now = self._clock() - self._started
+        oldest = int(now) - seconds + 1
+        counted = sum(
+            count
+            for second, count in zip(self._seconds, self._counts, strict=True)
+            if second >= max(oldest, 0)
+        )
+        elapsed = now - max(oldest, 0)
+        return counted / elapsed if elapsed > 0 else 0.0
 
 
 def add(total: SpeculationStats, stats: SpeculationStats) -> None:
@@ -161,3 +216,60 @@ def _share(part: int, whole: int) -> float:
 
 def _rounded(rates: list[float]) -> list[float]:
     return [round(rate, 6) for rate in rates]
+
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_SECONDS = 5.0
+
+Pair = tuple[str, str]
+"""Addresses of a draft and of a target."""
+
+
+class StatsLog:
+    """Counts the rounds of all requests, and logs a line for each interval in which anything was proposed.
+
+    Where several pairs of draft and target were at work, each has a line of its own before the one for all.
+    """
+
+    def __init__(self, interval_seconds: float = INTERVAL_SECONDS) -> None:
+        self.cumulative = CumulativeStats()
+        """Statistics since the start."""
+        self._interval_seconds = interval_seconds
+        self._recent: defaultdict[Pair, RoundTally] = defaultdict(RoundTally)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def round_ended(self, rule: str, result: RoundResult) -> None:
+        """Count a round of a request that runs under `rule`."""
+        self.cumulative.record(rule, result)
+        pair = result.draft_address or "none", result.target_address or "none"
+        self._recent[pair].add_result(result)
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._interval_seconds, self._write)
+
+    def close(self) -> None:
+        """Log the last, unfinished interval."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._write()
+
+    def _write(self) -> None:
+        self._timer = None
+        total = SpeculationStats()
+        recent = {pair: tally.stats() for pair, tally in self._recent.items()}
+        for stats in recent.values():
+            add(total, stats)
+        pairs = {pair: stats for pair, stats in recent.items() if stats.drafted}
+        self._recent.clear()
+        if len(pairs) == 1:
+            _log(total, *pairs)
+            return
+        for pair, stats in pairs.items():
+            _log(stats, pair)
+        _log(total)
+
+
+def _log(stats: SpeculationStats, pair: Pair | None = None) -> None:
+    if line := log_line(stats):
+        logger.info(line, extra={} if pair is None else {"draft": pair[0], "target": pair[1]})

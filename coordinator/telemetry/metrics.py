@@ -12,8 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from coordinator.rejection import STRATEGIES
-from coordinator.stats.ahead import MAX_RANKS
-from coordinator.stats.rounds import RoundTimes
+from coordinator.stats.rounds import MAX_RANKS, RoundTimes
 from coordinator.stats.speculation import (
     acceptance_length,
     acceptance_rate,

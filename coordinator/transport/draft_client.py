@@ -11,8 +11,8 @@ from typing import Protocol
 import grpc.aio
 
 from coordinator.decoding.completion import Completion
-from coordinator.speculation.waiting import Unfinished
-from coordinator.stats.moving_average import MovingAverage
+from coordinator.speculation.ahead import Unfinished
+from coordinator.stats.speculation import MovingAverage
 from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
 from coordinator.transport.remote_sequence import RemoteSequence
 from coordinator.transport.streams import Method, Streams

@@ -109,8 +109,7 @@ class BoundProposer:
     @property
     def model_info(self) -> ModelInfo:
         """Information about the head."""
-        info = self._engine.model.info
-        return replace(info, max_length=self._engine.max_length, drafting_method=self._method)
+        return replace(self._engine.info, drafting_method=self._method)
 
     def kv_usage(self) -> KvUsage:
         """Usage of the head's own KV cache."""

@@ -6,8 +6,8 @@ them (`tandem.engine.rows`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -100,21 +100,12 @@ class KvUsage:
     """Number of times that a sequence had to give its pages to an older one."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepProfile:
-    """What a step takes, measured when the engine is warm."""
-
-    seconds: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    """Median seconds by the number of sequences and the tokens of each. Sizes that the engine does not serve are
-    missing, and so are those of a large model that would have delayed the start for long."""
-
-
 class SequenceEngine(Protocol[SequenceT]):
     """Runs a model for many sequences at once, each with a cache of what it has computed."""
 
     @property
     def info(self) -> ModelInfo:
-        """The model, with the longest sequence that is served."""
+        """The model, with the longest sequence that is served, and what steps take (empty before `warm_up`)."""
 
     @property
     def usage(self) -> KvUsage:
@@ -123,10 +114,6 @@ class SequenceEngine(Protocol[SequenceT]):
     @property
     def overdue_seconds(self) -> float:
         """How long the step in progress has taken, once that is longer than any step should; 0 otherwise."""
-
-    @property
-    def step_profile(self) -> StepProfile:
-        """What steps take; empty before `warm_up`."""
 
     def start(self) -> None:
         """Begin to work, on the event loop that calls this."""

@@ -13,6 +13,7 @@ from tandem.types import (
     ModelInfo,
     RowKind,
     SamplingParams,
+    StepProfile,
 )
 from tandem.v1 import types_pb2
 from tandem.wire.columns import floats_to_bytes
@@ -105,6 +106,10 @@ def model_info_to_proto(info: ModelInfo) -> types_pb2.ModelInfo:
         tensor_parallel_size=info.tensor_parallel_size,
         drafting_method=info.drafting_method,
         drafts_ahead=info.drafts_ahead,
+        step_profile=[
+            types_pb2.StepTime(sequence_count=sequences, token_count=tokens, seconds=seconds)
+            for (sequences, tokens), seconds in info.step_profile.seconds.items()
+        ],
     )
 
 
@@ -123,6 +128,9 @@ def model_info_from_proto(message: types_pb2.ModelInfo) -> ModelInfo:
         tensor_parallel_size=message.tensor_parallel_size,
         drafting_method=message.drafting_method,
         drafts_ahead=message.drafts_ahead,
+        step_profile=StepProfile(
+            {(step.sequence_count, step.token_count): step.seconds for step in message.step_profile}
+        ),
     )
 
 

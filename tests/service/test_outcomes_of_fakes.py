@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.speculation.request import RequestSpeculation
+from coordinator.speculation.controller import RequestSpeculation
 from tandem.types import GenerationRequest, ProposeStep, StepCost
 from tests.service.ahead_draft import AheadDraft, Pushes, completed
 from tests.service.clients import complete, until

@@ -9,7 +9,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind, StatusCode
 
-from coordinator.speculation.request import RequestSpeculation
+from coordinator.speculation.controller import RequestSpeculation
 from tests.service.fakes import FakeDraft, FakeTarget
 from tests.service.scripted_request import (
     COMPLETION,

@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from coordinator.speculation.gain_model import expected_tokens
+from coordinator.speculation.gains import expected_tokens
 from coordinator.speculation.plan import StepTimes, plan
 from tests.commands import run_here
 from tests.paths import ROOT

@@ -20,7 +20,7 @@ from tandem.engine.core.jobs import Head, Job, PayloadT, ResultT, StepRecord, fi
 from tandem.engine.core.selection import Backends
 from tandem.engine.core.watchdog import StepWatchdog
 from tandem.engine.core.worker import Worker
-from tandem.engine.interface import KvUsage, StepProfile
+from tandem.engine.interface import KvUsage
 from tandem.engine.kv_cache.arena import KvArena, arena_pages
 from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.kv_cache.sequence import Admission, Sequence
@@ -28,7 +28,7 @@ from tandem.engine.models.loading import LoadedModel, fix_rotary_frequencies
 from tandem.engine.settings import EngineSettings
 from tandem.engine.steps import StepRunner
 from tandem.errors import InvalidRequestError, ServiceUnavailableError
-from tandem.types import Delta, ModelInfo
+from tandem.types import Delta, ModelInfo, StepProfile
 
 logger = logging.getLogger(__name__)
 
@@ -259,8 +259,8 @@ class Engine(Generic[PayloadT, ResultT]):
 
     @property
     def info(self) -> ModelInfo:
-        """The model, with the longest sequence that is served."""
-        return replace(self.model.info, max_length=self.max_length)
+        """The model, with the longest sequence that is served and what steps take."""
+        return replace(self.model.info, max_length=self.max_length, step_profile=self.step_profile)
 
     @property
     def is_running(self) -> bool:

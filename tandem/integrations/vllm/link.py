@@ -18,7 +18,7 @@ import uvloop
 from coordinator.failover.placement import DraftPlacement, OpenSequence
 from coordinator.replicas.compatibility import MODEL_RULES, Deployment
 from coordinator.replicas.pool import Means, Member, Pool
-from coordinator.speculation.waiting import Unfinished, tokens_after_hit
+from coordinator.speculation.ahead import Unfinished, tokens_after_hit
 from coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSequence
 from tandem.config import SpeculativeConfig
 from tandem.config.rule import broken

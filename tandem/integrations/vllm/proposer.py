@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from coordinator.speculation.ahead import AheadChoice, DraftAhead
-from coordinator.stats.moving_average import MovingAverage
+from coordinator.stats.speculation import MovingAverage
 from coordinator.transport.draft_client import DraftLimits
 from tandem.errors import TandemError
 from tandem.integrations.vllm import contract

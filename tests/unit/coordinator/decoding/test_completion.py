@@ -4,12 +4,35 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from tokenizers import AddedToken, Tokenizer
 
-from coordinator.decoding.completion import Completion, Limits
-from coordinator.decoding.detokenization import Detokenizer, StopStrings
-from tandem.types import Acceptance, Chunk, FinishReason, NextToken, Proposal, Summary
+from coordinator.decoding.completion import (
+    Completion,
+    Detokenizer,
+    Limits,
+    StopStrings,
+    ThinkSpans,
+    think_spans,
+)
+from coordinator.decoding.logprobs import LogprobsRecorder, token_logprobs
+from tandem.errors import ProtocolError
+from tandem.types import (
+    Acceptance,
+    Chunk,
+    DenseRow,
+    FinishReason,
+    Float32Array,
+    NextToken,
+    Proposal,
+    Summary,
+    TokenRow,
+    Verification,
+)
 from tests.paths import DEMO_TARGET
 
 TOKENIZER = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
@@ -181,3 +204,174 @@ def test_a_character_cut_off_by_the_limit_is_left_out_of_the_text_only() -> None
     chunk = extend(target, token_ids, len(token_ids))
     assert chunk.text == ""
     assert chunk.token_ids == token_ids[:-1]
+
+
+END_OF_TEXT = TOKENIZER.token_to_id("<|endoftext|>")
+
+
+def pieces_of(token_ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(TOKENIZER)
+    return [detokenizer.push(token_id) for token_id in token_ids] + [detokenizer.finish()]
+
+
+@given(st.text(max_size=40))
+def test_the_pieces_add_up_to_the_text_and_none_ends_inside_a_character(text: str) -> None:
+    pieces = pieces_of(TOKENIZER.encode(text).ids)
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
+
+
+def test_a_character_cut_off_at_the_end_is_left_out() -> None:
+    token_ids = TOKENIZER.encode("x日").ids
+    assert len(TOKENIZER.encode("日").ids) > 1, "the case needs a character of several tokens"
+    assert "".join(pieces_of(token_ids[:-1])) == "x"
+
+
+@given(st.lists(st.integers(1, TOKENIZER.get_vocab_size() - 1), max_size=30))
+def test_streamed_text_equals_the_text_decoded_at_once(token_ids: list[int]) -> None:
+    whole: str = TOKENIZER.decode(token_ids)
+    text = "".join(pieces_of(token_ids))
+    assert whole.startswith(text)
+    assert set(whole[len(text) :]) <= {"\ufffd"}
+
+
+def test_the_end_of_text_token_adds_no_text() -> None:
+    assert END_OF_TEXT is not None
+    assert pieces_of([END_OF_TEXT]) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("stop", "pieces", "expected"),
+    [
+        (["END"], ["abc", "END", "x"], "abc"),
+        (["END"], ["abE", "N", "Dx"], "ab"),
+        (["END"], ["abE", "N", "x"], "abENx"),
+        (["END"], ["abEN"], "abEN"),
+        (["b", "ab"], ["xab"], "x"),
+        (["\n\n"], ["a\n", "b\n", "\nc"], "a\nb"),
+        (["aab"], ["aa", "ab"], "a"),
+        ([], ["abc"], "abc"),
+    ],
+)
+def test_a_stop_string_ends_the_text_before_it(stop: list[str], pieces: list[str], expected: str) -> None:
+    stop_strings = StopStrings(stop)
+    text = ""
+    for piece in pieces:
+        text += stop_strings.push(piece)
+        if stop_strings.met:
+            break
+    assert text + stop_strings.finish() == expected
+
+
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.text("ab", max_size=5), max_size=10),
+)
+def test_stop_strings_agree_with_searching_the_whole_text(stop: list[str], pieces: list[str]) -> None:
+    stop_strings = StopStrings(stop)
+    text = ""
+    for piece in pieces:
+        text += stop_strings.push(piece)
+        if stop_strings.met:
+            break
+    text += stop_strings.finish()
+    whole = "".join(pieces)
+    found = [start for string in stop if (start := whole.find(string)) >= 0]
+    assert stop_strings.met == bool(found)
+    if not found:
+        assert text == whole
+    else:
+        # A stop string that begins earlier may be completed by a later piece than one that begins after it: the
+        # stream ends at the first that is complete.
+        assert whole.startswith(text)
+        assert not any(string in text for string in stop)
+        assert any(whole[len(text) :].startswith(string) for string in stop)
+
+
+START, END = 8, 9
+
+
+@pytest.mark.parametrize(
+    ("committed", "proposed", "inside"),
+    [
+        ([1, 2], [3, 4], [False, False]),
+        ([1, START], [3, 4], [True, True]),
+        ([1, START, 2], [3, END, 4], [True, True, False]),
+        ([1], [START, 3, END, 4], [False, True, True, False]),
+        ([START, 1, END], [2], [False]),
+        ([END], [2, START], [False, False]),
+        ([START, START, END], [2], [False]),
+        ([START], [], []),
+    ],
+)
+def test_spans_are_found_in_every_case_of_the_table(
+    committed: list[int], proposed: list[int], inside: list[bool]
+) -> None:
+    assert ThinkSpans(START, END).inside(committed, proposed) == inside
+
+
+tokens = st.lists(st.sampled_from([1, START, END]), max_size=6)
+
+
+@given(st.lists(st.tuples(tokens, tokens), max_size=6))
+def test_spans_of_a_streamed_completion_equal_those_of_the_whole(
+    rounds: list[tuple[list[int], list[int]]],
+) -> None:
+    spans = ThinkSpans(START, END)
+    committed: list[int] = []
+    for added, proposed in rounds:
+        committed += added
+        assert spans.inside(committed, proposed) == ThinkSpans(START, END).inside(committed, proposed)
+
+
+def test_the_markers_are_the_tokenizers() -> None:
+    tokenizer = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
+    assert think_spans(tokenizer) is None
+    tokenizer.add_special_tokens([AddedToken("<think>"), AddedToken("</think>")])
+    spans = think_spans(tokenizer)
+    assert spans is not None
+    start_id = tokenizer.token_to_id("<think>")
+    assert start_id is not None
+    assert spans.inside([1, start_id], [1]) == [True]
+
+
+LOGITS = arrays(np.float32, 12, elements=st.floats(-30, 30, width=32))
+
+
+@given(LOGITS, st.integers(0, 11), st.integers(0, 20))
+def test_logprobs_are_those_of_the_distribution_and_top_tokens_come_first(
+    logits: Float32Array, token_id: int, count: int
+) -> None:
+    (position,) = token_logprobs(Verification(3, (DenseRow(logits),)), [token_id], count)
+    (everything,) = token_logprobs(Verification(3, (DenseRow(logits),)), [token_id], 12)
+    assert np.exp(everything.top_logprobs).sum() == pytest.approx(1.0)
+    assert (
+        position.logprob
+        == dict(zip(everything.top_token_ids, everything.top_logprobs, strict=True))[token_id]
+    )
+    by_hand = sorted(range(12), key=lambda i: (-logits[i], i))
+    assert position.top_token_ids == tuple(by_hand[:count])
+    assert position.top_logprobs == everything.top_logprobs[:count]
+
+
+def test_each_kept_token_is_looked_up_in_its_own_row() -> None:
+    rows = tuple(DenseRow(np.eye(4, dtype=np.float32)[i] * 50) for i in (2, 0, 1))
+    recorder = LogprobsRecorder(1)
+    accept = recorder.recording(lambda proposal, verification: Acceptance(1, 3, NextToken.RECOVERED))
+    accept(Proposal(5, (2, 1)), Verification(5, rows))
+    chunk = recorder.added_to(Chunk("", (2, 3), (True, False), (0, 0)))
+    assert [position.top_token_ids for position in chunk.logprobs] == [(2,), (0,)]
+    assert [position.logprob for position in chunk.logprobs] == pytest.approx([0.0, -50.0])
+
+
+def test_dropped_tokens_have_no_logprobs() -> None:
+    row = DenseRow(np.zeros(4, np.float32))
+    recorder = LogprobsRecorder(0)
+    accept = recorder.recording(lambda proposal, verification: Acceptance(2, 3, NextToken.BONUS))
+    accept(Proposal(5, (2, 1)), Verification(5, (row, row, row)))
+    assert len(recorder.added_to(Chunk("", (2,), (True,), (0,))).logprobs) == 1
+
+
+def test_a_row_without_logits_is_the_targets_fault() -> None:
+    with pytest.raises(ProtocolError, match="without logits"):
+        token_logprobs(Verification(5, (TokenRow(1),)), [1], 0)

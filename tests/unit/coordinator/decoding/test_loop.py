@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from coordinator.decoding.completion import Completion, Limits
-from coordinator.decoding.detokenization import Detokenizer, StopStrings
+from coordinator.decoding.completion import Completion, Detokenizer, Limits, StopStrings
 from coordinator.decoding.loop import generate
 from coordinator.rejection import KEYED, Round
 from coordinator.rejection.rules import greedy

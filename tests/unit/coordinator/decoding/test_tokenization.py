@@ -11,8 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from coordinator.decoding.token_lengths import max_bytes_per_token
-from coordinator.decoding.tokenization import TOKENIZER_FILE, PromptEncoder, read_tokenizer
+from coordinator.decoding.tokenization import (
+    TOKENIZER_FILE,
+    PromptEncoder,
+    max_bytes_per_token,
+    read_tokenizer,
+)
 from tests.paths import DEMO_TARGET
 
 CORPUS = ["def main(): return 1", "the cat sat on the mat, éàü 日本語", "    indented\n\n\ttext 12345"] * 4

@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
+from statistics import median
 from typing import Protocol
 
 from coordinator.speculation.controller import SpeculationController
-from coordinator.speculation.kinds import request_kind
+from coordinator.speculation.gains import request_kind
 from coordinator.stats.rounds import RoundCost, RoundResult
+from tandem.types import ModelInfo, StepProfile
 from tests.unit.coordinator.round_results import round_result
 
 MAX_TOKENS = 6
@@ -191,6 +193,31 @@ class Cluster:
             if self._random.random() >= min(self._rates[position] * request.ease, 0.99):
                 return position
         return proposed
+
+
+PROFILED_SEQUENCES, PROFILED_TOKENS = (1, 2, 4, 8, 16, 32), (1, 3, 5, 9)
+
+
+def controller_of(profile: Profile, seed: int = 0) -> SpeculationController:
+    """A controller to which the services have reported what their steps take: medians of five steps with noise."""
+    random = Random(seed)
+
+    def measured(seconds: float) -> float:
+        return seconds * median(random.lognormvariate(0.0, profile.noise) for _ in range(5))
+
+    target = StepProfile(
+        {
+            (load, tokens): measured(profile.verify_seconds(load, load * tokens))
+            for load in PROFILED_SEQUENCES
+            for tokens in PROFILED_TOKENS
+        }
+    )
+    draft = StepProfile({(load, 1): measured(profile.draft_seconds(load, 1)) for load in PROFILED_SEQUENCES})
+    controller = SpeculationController()
+    for name, steps in (("target", target), ("draft", draft)):
+        model = ModelInfo(name, "", 10, "", 100, "", step_profile=steps)
+        controller.introduce(name, model, measured(profile.message_seconds(1, is_drafted=False)))
+    return controller
 
 
 def adaptive(controller: SpeculationController) -> Callable[[], Speculation]:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coordinator.speculation.ahead import (
     AheadChoice,
     BranchCosts,
     OutcomeHits,
     RequestAhead,
+    Unfinished,
     branches,
+    tokens_after_hit,
+    tokens_after_miss,
 )
-from coordinator.speculation.choice import Choice
-from coordinator.speculation.cost_model import CostModel
-from coordinator.speculation.gain_model import AcceptanceModel
+from coordinator.speculation.controller import Choice
+from coordinator.speculation.costs import CostModel, StepCosts
+from coordinator.speculation.gains import AcceptanceModel
 from coordinator.stats.rounds import RoundCost
 from tandem.types import MAX_AHEAD_TOKENS, AheadBudget
 
@@ -94,7 +99,7 @@ def test_a_long_proposal_grants_no_more_than_a_draft_takes() -> None:
     """Proposals may have 128 tokens, budgets 64; a draft refuses larger budgets."""
     ahead = RequestAhead(8, OutcomeHits(), BranchCosts())
     assert ahead.max_budget(128) == AheadBudget(8, MAX_AHEAD_TOKENS)
-    choice = Choice(CostModel(), AcceptanceModel(), load=1, max_tokens=128)
+    choice = Choice(CostModel(StepCosts(), StepCosts()), AcceptanceModel(), load=1, max_tokens=128)
     assert ahead.begin_round(AheadChoice(1))
     assert ahead.budget(128, choice) == AheadBudget(8, MAX_AHEAD_TOKENS)
     assert ahead.budget(3, choice) == AheadBudget(8, 3)
@@ -102,19 +107,91 @@ def test_a_long_proposal_grants_no_more_than_a_draft_takes() -> None:
 
 @pytest.mark.parametrize("load", [1, 8])
 def test_the_budget_does_not_shrink_with_sequences_that_share_the_drafts_steps(load: int) -> None:
-    costs, gains = CostModel(), AcceptanceModel()
+    costs, gains = CostModel(StepCosts(), StepCosts()), AcceptanceModel()
     verify, draft = 8e-3, 1e-3
     for proposed in (0, 4) * 8:
         seconds = verify + proposed * draft + 1e-3
         costs.add(
             load,
             RoundCost(proposed, seconds, verify, load, load * (proposed + 1), proposed * draft, load),
-            True,
         )
         gains.add(4, 3)
     choice = Choice(costs, gains, load, max_tokens=4)
     ahead = RequestAhead("auto", OutcomeHits(), BranchCosts())
+    choice.begin_round()
     ways = AheadChoice(load)
     while not ahead.begin_round(ways):
         pass
     assert ahead.budget(4, choice) == AheadBudget(16, 4)
+
+
+@pytest.mark.parametrize(
+    ("draft_ms", "tokens_per_second", "count"), [(0.1, 300.0, 4), (1.2, 300.0, 3), (4.0, 300.0, 0)]
+)
+def test_a_round_asks_after_a_miss_for_as_many_tokens_as_pay(
+    draft_ms: float, tokens_per_second: float, count: int
+) -> None:
+    found = tokens_after_miss(
+        _EXPECTED,
+        [0.0] * 5,
+        counts=range(5),
+        draft_seconds=draft_ms / 1e3,
+        wait_seconds=0.5e-3,
+        tokens_per_second=tokens_per_second,
+    )
+    assert found == count
+
+
+def test_a_fixed_policy_asks_for_all_or_nothing_after_a_miss() -> None:
+    def chosen(wait_ms: float) -> int:
+        return tokens_after_miss(
+            _EXPECTED,
+            [6.5e-3 + 0.1e-3 * count for count in range(5)],
+            counts=(0, 4),
+            draft_seconds=1.2e-3,
+            wait_seconds=wait_ms / 1e3,
+            tokens_per_second=300.0,
+        )
+
+    assert (chosen(0.5), chosen(3.0)) == (4, 0)
+
+
+def test_rows_that_cost_as_much_as_they_bring_are_not_asked_for() -> None:
+    found = tokens_after_miss(
+        _EXPECTED,
+        [0.0, 1e-3, 2e-3, 5e-3, 9e-3],
+        counts=range(5),
+        draft_seconds=0.1e-3,
+        wait_seconds=0.1e-3,
+        tokens_per_second=300.0,
+    )
+    assert found == 2
+
+
+@pytest.mark.parametrize(
+    ("ready", "due_ms", "step_ms", "count"),
+    [
+        (2, 0.1, 0.1, 4),  # nearly free
+        (
+            2,
+            0.2,
+            1.2,
+            3,
+        ),  # 0.4 tokens for 0.2 ms, then 0.3 for 1.2 ms, where rounds make 0.3 in a millisecond
+        (2, 1.5, 1.5, 2),  # too slow
+        (4, 0.0, 0.1, 4),  # complete
+    ],
+)
+def test_a_round_waits_after_a_hit_for_as_many_tokens_as_pay(
+    ready: int, due_ms: float, step_ms: float, count: int
+) -> None:
+    unfinished = Unfinished(ready, 4, due_ms / 1e3, step_ms / 1e3)
+    assert tokens_after_hit(_EXPECTED, unfinished, tokens_per_second=300.0) == count
+
+
+@given(st.integers(0, 4), st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.floats(0.0, 1e4))
+def test_a_wait_is_never_for_fewer_tokens_than_are_ready(
+    ready: int, due: float, step: float, tokens_per_second: float
+) -> None:
+    found = tokens_after_hit(_EXPECTED, Unfinished(ready, 4, due, step), tokens_per_second=tokens_per_second)
+    assert ready <= found <= 4

@@ -5,56 +5,64 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from coordinator.speculation.cost_model import CostModel
-from coordinator.speculation.gain_model import (
+from coordinator.speculation.costs import CostModel, StepCosts
+from coordinator.speculation.gains import (
     FIRST_RATE,
     AcceptanceModel,
     RequestAcceptance,
     expected_tokens,
 )
-from coordinator.speculation.linear_cost import LinearCost
 from coordinator.stats.rounds import RoundCost
+from tandem.types import StepProfile
+
+PROFILE = StepProfile({(1, 1): 0.01, (1, 5): 0.014, (8, 1): 0.02, (8, 5): 0.06})
 
 
 @pytest.mark.parametrize(
-    "coefficients", [(0.01, 0.001, 0.0005), (0.01, 0.0, 0.0), (0.0, 0.0, 0.002), (0.0, 0.003, 0.0)]
+    ("sequences", "tokens", "seconds"),
+    [(1, 1, 0.01), (1, 3, 0.012), (8, 40, 0.06), (2, 2, 0.01 + 0.01 / 7), (1, 7, 0.016), (15, 15, 0.03)],
 )
-def test_a_linear_cost_is_recovered(coefficients: tuple[float, float, float]) -> None:
-    constant, per_a, per_b = coefficients
-    cost = LinearCost()
-    for a in (1, 2, 4, 8, 16):
-        for b in (a, 3 * a, 5 * a):
-            for _ in range(4):
-                cost.add(a, b, constant + per_a * a + per_b * b)
-    for a, b in ((1, 1), (3, 9), (12, 48), (32, 64)):
-        assert cost.predict(a, b) == pytest.approx(constant + per_a * a + per_b * b, rel=0.05)
+def test_a_profile_is_interpolated_and_continued(sequences: int, tokens: int, seconds: float) -> None:
+    assert StepCosts(PROFILE).seconds(sequences, tokens) == pytest.approx(seconds)
 
 
-def test_a_pause_of_the_machine_does_not_count_as_cost() -> None:
-    cost = LinearCost()
-    random = Random(1)
+def test_sizes_that_were_not_measured_are_predicted_from_smaller_ones() -> None:
+    known = StepProfile({key: seconds for key, seconds in PROFILE.seconds.items() if key != (8, 5)})
+    assert StepCosts(known).seconds(1, 3) == pytest.approx(0.012)
+    assert StepCosts(known).seconds(8, 8) == StepCosts(known).seconds(1, 1)
+
+
+def test_a_step_of_fewer_sequences_costs_something_whatever_the_profile() -> None:
+    falling = StepProfile({(1, 1): 0.01, (1, 5): 0.005, (8, 1): 0.01, (8, 5): 0.005})
+    assert StepCosts(falling).seconds(1, 100) > 0.0
+
+
+def test_pauses_of_the_machine_and_cold_steps_hardly_move_a_profile() -> None:
+    costs, random = StepCosts(PROFILE), Random(1)
     for number in range(400):
-        cost.add(1, 5, 10.0 if number % 50 == 10 else 0.01 * random.uniform(0.9, 1.1))
-    assert cost.predict(1, 5) == pytest.approx(0.01, rel=0.15)
+        costs.add(1, 5, 10.0 if number % 50 == 10 else 0.014 * random.uniform(0.9, 1.1), 1.0)
+    assert costs.seconds(1, 5) == pytest.approx(0.014, rel=0.15)
+    cold = StepCosts(PROFILE)
+    cold.add(1, 5, 1.0, 1.0)
+    assert cold.seconds(1, 5) < 0.016
 
 
-@given(
-    st.lists(
-        st.tuples(st.integers(1, 64), st.integers(1, 512), st.floats(1e-6, 10.0)), min_size=1, max_size=60
-    ),
-    st.integers(1, 64),
-    st.integers(1, 512),
-)
-def test_predictions_are_positive_and_increase_with_counts(
-    measured: list[tuple[int, int, float]], a: int, b: int
-) -> None:
-    cost = LinearCost()
-    for one, other, seconds in measured:
-        cost.add(one, other, seconds)
-    assert 0.0 <= cost.predict(a, b) <= cost.predict(a + 1, b) <= cost.predict(a + 1, b + 1)
+def test_a_general_slowdown_applies_to_sizes_that_no_step_had() -> None:
+    costs = StepCosts(PROFILE)
+    for _ in range(200):
+        costs.add(1, 5, 0.028, 1.0)
+    assert costs.seconds(1, 5) == pytest.approx(0.028, rel=0.05)
+    assert 1.3 < costs.seconds(8, 8) / 0.02 < 2.1
+
+
+def test_without_a_profile_the_first_steps_give_the_level() -> None:
+    costs = StepCosts()
+    assert not costs.is_known
+    for _ in range(3):
+        costs.add(4, 4, 0.3, 0.25)
+    assert costs.seconds(4, 4) == pytest.approx(0.3)
+    assert costs.seconds(1, 1) < costs.seconds(32, 32)
 
 
 def round_of(load: int, proposed: int, slow: float = 1.0) -> RoundCost:
@@ -65,48 +73,25 @@ def round_of(load: int, proposed: int, slow: float = 1.0) -> RoundCost:
     return RoundCost(proposed, seconds, verify, load, load * (proposed + 1), draft, load)
 
 
-def taught(model: CostModel, slow: float, *lengths: int, rounds: int = 40) -> None:
-    for _ in range(rounds):
-        for load in (1, 8):
-            for proposed in lengths:
-                for _ in range(load):
-                    result = round_of(load, proposed, slow=slow)
-                    model.add(load, result, result.is_uniform)
-
-
-def test_rounds_are_predicted_for_unmeasured_loads_and_lengths() -> None:
-    model = CostModel()
-    taught(model, 1.0, 0, 4)
-    for load, proposed in ((1, 2), (4, 0), (4, 4), (16, 3)):
-        assert model.seconds(load, proposed) == pytest.approx(round_of(load, proposed).seconds, rel=0.1)
-
-
-def test_a_general_slowdown_applies_to_unmeasured_loads_too() -> None:
-    """The load is one, so that rounds are not shared."""
-    model = CostModel()
-    taught(model, 1.0, 0, 4)
-    taught(model, 2.0, 4, rounds=60)
-    assert model.seconds(1, 0) == pytest.approx(round_of(1, 0, slow=2.0).seconds, rel=0.35)
+def test_the_parts_of_a_round_add_up() -> None:
+    model = CostModel(StepCosts(PROFILE), StepCosts(PROFILE), 0.001, 0.002)
+    assert model.seconds(1, 0) == pytest.approx(0.01 + 0.001)
+    assert model.seconds(1, 2) == pytest.approx(0.012 + 2 * 0.01 + 0.003)
+    for _ in range(60):
+        model.add(1, round_of(1, 2))
+    assert model.rest_seconds(1, 2) == pytest.approx(0.001)
+    assert model.rest_seconds(1, 0) == 0.001, "no such round yet: the way by health checks"
 
 
 def test_a_step_shared_with_prompts_does_not_count_as_a_round() -> None:
     alone = RoundCost(0, 0.5, 0.4, 4, 300)
     assert not alone.is_uniform
-    assert round_of(4, 3).is_uniform
-    model = CostModel()
-    taught(model, 1.0, 0, 4)
+    model = CostModel(StepCosts(), StepCosts())
+    for _ in range(40):
+        model.add(4, round_of(4, 0))
     before = model.rest_seconds(4, 0)
-    model.add(4, alone, alone.is_uniform)
-    assert model.rest_seconds(4, 0) == pytest.approx(before, rel=0.05)
-
-
-def test_another_target_starts_with_known_costs_and_learns_its_own() -> None:
-    model = CostModel()
-    taught(model, 1.0, 0, 4)
-    other = model.copy()
-    assert other.seconds(1, 4) == pytest.approx(model.seconds(1, 4), rel=0.2)
-    taught(other, 3.0, 0, 4)
-    assert other.seconds(1, 4) > 2.0 * model.seconds(1, 4)
+    model.add(4, alone)
+    assert model.rest_seconds(4, 0) == before
 
 
 def test_rates_are_conditional_and_start_at_the_previous_positions_rate() -> None:
@@ -128,11 +113,30 @@ def test_expected_tokens_are_the_sum_of_products_of_rates() -> None:
     assert expected_tokens([0.8], 0.5) == [1.0, 1.4]
 
 
+@pytest.mark.parametrize(("before", "after"), [(3, 0), (0, 3)])
+def test_a_draft_that_changes_is_noticed_within_a_window(before: int, after: int) -> None:
+    gains = AcceptanceModel()
+    for _ in range(1000):
+        gains.add(3, before)
+    for _ in range(24):
+        gains.add(3, after)
+    assert gains.rates(1)[0] == pytest.approx(after / 3, abs=0.35)
+
+
+def test_rates_at_best_come_close_to_the_known_ones_with_more_proposals() -> None:
+    gains = AcceptanceModel()
+    first = gains.rates(1, 1.0)[0] - gains.rates(1)[0]
+    for number in range(200):
+        gains.add(1, number % 2)
+    assert first > 0.1
+    assert 0.0 < gains.rates(1, 1.0)[0] - gains.rates(1)[0] < 0.05
+
+
 def test_a_requests_own_acceptance_is_separate_from_the_common_one() -> None:
     poor, usual = RequestAcceptance(), RequestAcceptance()
     for _ in range(40):
-        poor.add(2, 0, [0.0, 0.8, 1.6])
-        usual.add(2, 2, [0.0, 1.0, 2.0])
+        poor.add(2, 0, [0.8, 0.8])
+        usual.add(2, 2, [1.0, 1.0])
     assert poor.scale < 0.6
     assert usual.scale == pytest.approx(1.0)
     for _ in range(8):

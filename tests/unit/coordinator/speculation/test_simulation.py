@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from statistics import fmean
 
-from coordinator.speculation.choice import TRIAL_SHARE
-from coordinator.speculation.controller import SpeculationController
-from coordinator.speculation.kinds import request_kind
+import pytest
+
+from coordinator.speculation.controller import PROBE_SHARE, SpeculationController
+from coordinator.speculation.gains import request_kind
 from coordinator.stats.rounds import RoundCost
 from tests.unit.coordinator.round_results import round_result
 from tests.unit.coordinator.speculation.simulation import (
@@ -16,6 +18,7 @@ from tests.unit.coordinator.speculation.simulation import (
     Cluster,
     Profile,
     adaptive,
+    controller_of,
     efficiency,
 )
 
@@ -30,19 +33,32 @@ CHEAP = Profile(0.02, 0.0, 0.0001, 0.001, 0.0, 0.0005, 0.0, 0.85, 1.0, 0.1)
 """The machine is bound by memory, and the draft is good."""
 
 
-def test_the_controller_makes_nearly_as_many_tokens_as_an_oracle() -> None:
+@pytest.mark.parametrize("noise", [None, 0.3])
+def test_the_controller_makes_nearly_as_many_tokens_as_an_oracle(noise: float | None) -> None:
+    """From the first round, over loads that jump; with noise of 5 to 30 % of a step, and of 30 %."""
     random = Random(22)
     shares = []
     for number in range(PROFILES):
         profile = Profile.drawn(random)
+        profile = profile if noise is None else replace(profile, noise=noise)
         stages = [random.choice(LOADS) for _ in range(STAGES)]
-        begin = adaptive(SpeculationController())
+        begin = adaptive(controller_of(profile, number))
         shares.append(efficiency(profile, number, stages, ROUNDS, begin)[0])
     shares.sort()
-    assert fmean(shares) >= 0.96
+    assert fmean(shares) >= 0.965
     assert shares[PROFILES // 4] >= 0.95, "three profiles in four make as much"
     assert shares[PROFILES // 20] >= 0.9, "all but one in twenty"
     assert shares[0] >= 0.8
+
+
+def test_the_first_rounds_make_nearly_as_much() -> None:
+    """A hundred rounds of each request: what is left to lose is learning that a draft is useless."""
+    random = Random(22)
+    shares = []
+    for number in range(PROFILES):
+        profile = Profile.drawn(random)
+        shares.append(efficiency(profile, number, [1], 100, adaptive(controller_of(profile, number)))[0])
+    assert fmean(shares) >= 0.92
 
 
 def test_a_pause_in_a_drafts_first_step_does_not_stop_speculation_for_good() -> None:
@@ -60,16 +76,16 @@ def test_a_pause_in_a_drafts_first_step_does_not_stop_speculation_for_good() -> 
 
 def test_a_draft_without_gain_is_tried_in_few_rounds() -> None:
     for load in (1, 4, 16):
-        _, cluster = efficiency(COSTLY, load, [load], 10_000, adaptive(SpeculationController()))
+        _, cluster = efficiency(COSTLY, load, [load], 10_000, adaptive(controller_of(COSTLY)))
         lengths = cluster.lengths[load]
-        assert sum(lengths[1:]) <= (TRIAL_SHARE + 0.005) * sum(lengths)
+        assert sum(lengths[1:]) <= (PROBE_SHARE + 0.005) * sum(lengths)
 
 
 def test_a_draft_with_gain_is_left_out_in_few_rounds() -> None:
     for load in (1, 4, 16):
         share, cluster = efficiency(CHEAP, load, [load], 10_000, adaptive(SpeculationController()))
         lengths = cluster.lengths[load]
-        assert lengths[0] <= (TRIAL_SHARE + 0.01) * sum(lengths)
+        assert lengths[0] <= (PROBE_SHARE + 0.01) * sum(lengths)
         assert share >= 0.95
 
 

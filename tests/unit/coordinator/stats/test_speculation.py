@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
+from collections import deque
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from coordinator.stats.rounds import RoundTally
 from coordinator.stats.speculation import (
     CumulativeStats,
+    StatsLog,
+    TokenCounter,
     acceptance_length,
     acceptance_rate,
     add,
@@ -18,7 +26,6 @@ from coordinator.stats.speculation import (
     proposals,
     tokens_per_pass,
 )
-from coordinator.stats.tally import RoundTally
 from tandem.types import PositionStats, SpeculationStats
 from tests.unit.coordinator.round_results import round_result
 
@@ -128,3 +135,137 @@ def test_the_description_contains_every_statistic(stats: SpeculationStats) -> No
     assert described["acceptance_rate"] == pytest.approx(acceptance_rate(stats), abs=1e-6)
     counts = [described[name] for name in ("rounds", "proposals", "drafted", "accepted")]
     assert counts == [stats.rounds, proposals(stats), stats.drafted, stats.accepted]
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_new_counter_has_rate_zero() -> None:
+    clock = Clock()
+    counter = TokenCounter(clock)
+    assert counter.rate(10) == 0.0
+    clock.now += 5
+    assert counter.rate(10) == 0.0
+
+
+def test_a_young_counter_divides_by_its_age() -> None:
+    clock = Clock()
+    counter = TokenCounter(clock)
+    counter.add(30)
+    clock.now += 3
+    assert counter.rate(10) == pytest.approx(10.0)
+
+
+def test_a_steady_flow_has_the_same_rate_over_any_time() -> None:
+    clock = Clock()
+    counter = TokenCounter(clock)
+    for _ in range(130 * 4):
+        clock.now += 0.25
+        counter.add(5)
+    assert counter.rate(10) == pytest.approx(20.0, rel=0.06)
+    assert counter.rate(60) == pytest.approx(20.0, rel=0.02)
+    assert counter.total == 130 * 4 * 5
+
+
+def test_tokens_before_the_interval_do_not_count() -> None:
+    clock = Clock()
+    counter = TokenCounter(clock)
+    counter.add(600)
+    clock.now += 30.5
+    assert counter.rate(10) == 0.0
+    assert counter.rate(60) == pytest.approx(600 / 30.5)
+    clock.now += 60
+    assert counter.rate(60) == 0.0
+    assert counter.total == 600
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 20.0), st.integers(0, 50)), max_size=60), st.sampled_from([10, 60]))
+def test_the_rate_equals_that_of_a_full_record(steps: list[tuple[float, int]], seconds: int) -> None:
+    clock = Clock()
+    counter = TokenCounter(clock)
+    record: deque[tuple[int, int]] = deque()
+    for pause, count in steps:
+        clock.now += pause
+        counter.add(count)
+        record.append((int(clock.now - 1000.0), count))
+    now = clock.now - 1000.0
+    oldest = max(int(now) - seconds + 1, 0)
+    expected = sum(count for second, count in record if second >= oldest)
+    if now > oldest:
+        assert counter.rate(seconds) * (now - oldest) == pytest.approx(expected)
+
+
+def count(
+    log: StatsLog, draft: str | None, target: str, *rounds: tuple[int, int], rule: str = "strict"
+) -> None:
+    for proposed, accepted in rounds:
+        log.round_ended(rule, round_result(proposed, accepted, draft=draft, target=target))
+
+
+async def test_a_line_for_each_interval_with_activity(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    log = StatsLog(interval_seconds=0.05)
+    count(log, "d:1", "t:1", (2, 2), (2, 0), (2, 1))
+    assert caplog.messages == []
+    await asyncio.sleep(0.2)
+    assert caplog.messages == [
+        "Draft Tokens: 3/6 (50.00%) accepted, Acceptance Len: 1.00 / 2 toks, Per-Pos: [67%, 33%] |"
+    ]
+    assert vars(caplog.records[0])["draft"] == "d:1"
+    assert vars(caplog.records[0])["target"] == "t:1"
+    count(log, "d:1", "t:1", (2, 2))
+    log.close()
+    assert caplog.messages[1:] == [
+        "Draft Tokens: 2/2 (100.00%) accepted, Acceptance Len: 2.00 / 2 toks, Per-Pos: [100%, 100%] |"
+    ]
+
+
+async def test_each_pair_has_its_line_before_the_one_for_all(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    log = StatsLog(interval_seconds=30.0)
+    count(log, "d:2", "t:1", (2, 0))
+    count(log, "d:1", "t:1", (2, 2))
+    log.close()
+    assert caplog.messages == [
+        "Draft Tokens: 0/2 (0.00%) accepted, Acceptance Len: 0.00 / 2 toks, Per-Pos: [0%, 0%] |",
+        "Draft Tokens: 2/2 (100.00%) accepted, Acceptance Len: 2.00 / 2 toks, Per-Pos: [100%, 100%] |",
+        "Draft Tokens: 2/4 (50.00%) accepted, Acceptance Len: 1.00 / 2 toks, Per-Pos: [50%, 50%] |",
+    ]
+    assert [vars(record).get("draft") for record in caplog.records] == ["d:2", "d:1", None]
+
+
+async def test_rounds_before_the_first_draft_have_no_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    log = StatsLog()
+    count(log, None, "t:1", (0, 0))
+    count(log, "d:1", "t:1", (2, 2))
+    log.close()
+    assert caplog.messages == [
+        "Draft Tokens: 2/2 (100.00%) accepted, Acceptance Len: 1.00 / 2 toks, Per-Pos: [100%, 100%] |"
+    ]
+    assert [vars(record)["draft"] for record in caplog.records] == ["d:1"]
+
+
+async def test_every_round_is_counted_by_rule() -> None:
+    log = StatsLog()
+    count(log, "d:1", "t:1", (2, 2), (2, 0), rule="residual")
+    count(log, "d:1", "t:1", (2, 1), (2, 2))
+    total, by_rule = log.cumulative.snapshot()
+    log.close()
+    assert total.drafted == 8
+    assert {rule: stats.accepted for rule, stats in by_rule.items()} == {"residual": 2, "strict": 3}
+
+
+async def test_requests_without_proposals_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    log = StatsLog()
+    count(log, None, "t:1", (0, 0))
+    log.close()
+    log.close()
+    assert caplog.messages == []

@@ -10,8 +10,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 
+from coordinator.stats.rounds import RoundTally
 from coordinator.stats.speculation import add, since
-from coordinator.stats.tally import RoundTally
 from coordinator.telemetry.metrics import RecentStats, RequestMetrics, State, state_metrics
 from coordinator.telemetry.observed import RequestSpans
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role

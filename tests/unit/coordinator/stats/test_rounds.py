@@ -6,11 +6,12 @@ import json
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from coordinator.stats.ahead import MAX_RANKS, hit_rate, record_outcome
+from coordinator.stats.rounds import MAX_RANKS, RoundTally, hit_rate, record_outcome
 from coordinator.stats.speculation import add, describe, log_line, since
-from coordinator.stats.tally import RoundTally
-from tandem.types import AheadStats, SpeculationStats
+from tandem.types import AheadStats, PositionStats, SpeculationStats
 from tests.unit.coordinator.round_results import round_result
 
 
@@ -79,3 +80,32 @@ def test_description_is_json() -> None:
 def test_the_log_line_reports_the_saved_time() -> None:
     assert log_line(stats_of(0, None)).endswith("| Drafted Ahead: 1/2 (50.00%) hits, 0.25 s saved |")
     assert "Ahead" not in log_line(stats_of())
+
+
+rounds = st.integers(0, 6).flatmap(lambda drafted: st.tuples(st.just(drafted), st.integers(0, drafted)))
+
+
+@given(st.lists(rounds, max_size=40))
+def test_statistics_are_those_of_counting_each_position(made: list[tuple[int, int]]) -> None:
+    tally = RoundTally()
+    for drafted, accepted in made:
+        tally.add(drafted, accepted)
+    stats = tally.stats()
+    assert stats.rounds == len(made)
+    assert stats.drafted == sum(drafted for drafted, _ in made)
+    assert stats.accepted == sum(accepted for _, accepted in made)
+    longest = max((drafted for drafted, _ in made), default=0)
+    assert stats.positions == [
+        PositionStats(
+            drafted=sum(drafted > index for drafted, _ in made),
+            reached=sum(drafted > index <= accepted for drafted, accepted in made),
+            accepted=sum(accepted > index for _, accepted in made),
+        )
+        for index in range(longest)
+    ]
+
+
+def test_reading_does_not_count() -> None:
+    tally = RoundTally()
+    tally.add(3, 1)
+    assert tally.stats() == tally.stats()

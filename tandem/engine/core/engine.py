@@ -16,7 +16,7 @@ from typing import Any, Generic, cast
 
 from tandem.engine.backends.eager import SMALL_STEP_TOKENS
 from tandem.engine.core.background import BackgroundJob
-from tandem.engine.core.jobs import Head, Job, PayloadT, ResultT, StepRecord, finite_head
+from tandem.engine.core.jobs import Head, Job, News, PayloadT, ResultT, StepRecord, finite_head
 from tandem.engine.core.selection import Backends
 from tandem.engine.core.watchdog import StepWatchdog
 from tandem.engine.core.worker import Worker
@@ -93,8 +93,7 @@ class Engine(Generic[PayloadT, ResultT]):
         branches = backends.branches(arena, steps)
         self._watchdog = StepWatchdog(settings.step_timeout_seconds)
         self._worker = Worker(
-            self._runner, self._cache, head, settings, _ToLoop(self), model.device, on_step,
-            self._watchdog, branches,
+            self._runner, self._cache, head, settings, self._tell, model.device, on_step, self._watchdog, branches
         )  # fmt: skip
         self.step_profile = StepProfile()
         """What steps take, with rows for all tokens; measured by `warm_up`."""
@@ -287,29 +286,17 @@ class Engine(Generic[PayloadT, ResultT]):
         if not self._is_closing and self._on_failure is not None:
             self._on_failure()
 
-    def _call_soon(self, function: Callable[..., None], *arguments: object) -> None:
-        """Calls a function on the event loop, from the thread."""
+    def _tell(self, news: News) -> None:
+        """Takes news from the thread to the event loop, where futures and the count of open sequences live."""
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function, *arguments)
+            self._loop.call_soon_threadsafe(self._learn, news)
 
-
-class _ToLoop:
-    """Carries the thread's news to the event loop, where futures and the count of open sequences live."""
-
-    def __init__(self, engine: Engine[Any, Any]) -> None:
-        self._engine = engine
-
-    def settled(self, results: SequenceOf[tuple[Job[Any], object]]) -> None:
-        """See `EngineObserver`."""
-        self._engine._call_soon(_resolve, results)
-
-    def freed(self, sequence: Sequence) -> None:
-        """See `EngineObserver`."""
-        self._engine._call_soon(self._engine._admission.close, sequence)
-
-    def ended(self) -> None:
-        """See `EngineObserver`."""
-        self._engine._call_soon(self._engine._ended)
+    def _learn(self, news: News) -> None:
+        _resolve(news.results)
+        for sequence in news.freed:
+            self._admission.close(sequence)
+        if news.has_ended:
+            self._ended()
 
 
 def _resolve(results: SequenceOf[tuple[Job[Any], object]]) -> None:

@@ -129,14 +129,13 @@ class StepRecord:
     """Time in all, the head included."""
 
 
-class EngineObserver(Protocol):
-    """Receives events of the engine's thread, on that thread."""
+@dataclass(frozen=True, slots=True)
+class News:
+    """What the engine's thread tells the event loop."""
 
-    def settled(self, results: SequenceOf[tuple[Job[Any], object]]) -> None:
-        """Jobs have ended, each with a result or an exception."""
-
-    def freed(self, sequence: Sequence) -> None:
-        """A released sequence is out of use."""
-
-    def ended(self) -> None:
-        """The thread ends; nothing more will be done."""
+    results: SequenceOf[tuple[Job[Any], object]] = ()
+    """Jobs that have ended, each with a result or an exception."""
+    freed: SequenceOf[Sequence] = ()
+    """Released sequences that are out of use."""
+    has_ended: bool = False
+    """The thread ends; nothing more will be done."""

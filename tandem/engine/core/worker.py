@@ -19,10 +19,10 @@ from tandem.engine.core.background import BackgroundJob, BackgroundWork
 from tandem.engine.core.jobs import (
     Continue,
     Done,
-    EngineObserver,
     Failed,
     Head,
     Job,
+    News,
     PayloadT,
     ResultT,
     StepRecord,
@@ -232,7 +232,7 @@ class Worker(Generic[PayloadT, ResultT]):
         cache: PagedCache,
         head: Head[PayloadT, ResultT],
         settings: EngineSettings,
-        observer: EngineObserver,
+        tell: Callable[[News], None],
         device: torch.device,
         on_step: Callable[[StepRecord], None] | None,
         watchdog: StepWatchdog | None = None,
@@ -240,7 +240,7 @@ class Worker(Generic[PayloadT, ResultT]):
     ) -> None:
         self._cache = cache
         self._device = device
-        self._observer = observer
+        self._tell = tell
         self._watchdog = watchdog or StepWatchdog()
         self._thread = threading.Thread(target=self._work, name="tandem-engine", daemon=True)
         self._wakeup = threading.Condition()
@@ -345,7 +345,7 @@ class Worker(Generic[PayloadT, ResultT]):
         for job in [*self._running.by_sequence.values(), *self._queued]:
             self._running.settle(job, error)
         self._deliver()
-        self._observer.ended()
+        self._tell(News(has_ended=True))
 
     def _take_work(self) -> bool:
         """Waits until there is something to run; false when the thread is to end."""
@@ -397,7 +397,8 @@ class Worker(Generic[PayloadT, ResultT]):
         for sequence in sequences:
             self._background.drop(sequence)
             self._cache.release(sequence)
-            self._observer.freed(sequence)
+        if sequences:
+            self._tell(News(freed=sequences))
 
     def _start_queued(self) -> None:
         """Applies the deltas of jobs whose sequence is idle."""
@@ -429,7 +430,7 @@ class Worker(Generic[PayloadT, ResultT]):
     def _deliver(self) -> None:
         """Delivers all results of a step at once: waking the event loop costs more than a result."""
         if ended := self._running.take_ended():
-            self._observer.settled(ended)
+            self._tell(News(results=ended))
 
 
 def _released_error() -> InvalidRequestError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,6 +14,9 @@ from torch import Tensor
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.attention import STEP_ARGUMENT
 from tandem.engine.transfers import to_device
+
+SMALL_STEP_TOKENS = 8
+"""A sequence alone asks for steps of up to this many tokens; torch sets up buffers for each small size."""
 
 
 class StepRunner:
@@ -163,17 +167,26 @@ def run_modules(module: Any, packing: Packing, rows: SequenceOf[int], device: to
     return logits
 
 
-class StepBackend(Protocol):
+class StepBackend(ABC):
     """One way to run a step.
 
     A backend finds the keys and values of a segment by itself; the engine passes only segments. The engine asks its
     backends in order, and the first that accepts a step runs it.
     """
 
+    warm_up_steps: SequenceOf[tuple[int, ...]] = tuple((size,) for size in range(1, SMALL_STEP_TOKENS + 1))
+    """Steps for which the backend prepares something on first use, smallest first; each as the number of tokens of its
+    sequences. Those of all but the first are few, as where one reads a prompt beside others that decode."""
+
     def accepts(self, segments: SequenceOf[Segment]) -> bool:
         """True if this backend can run a step of these segments, and runs it faster than those after it."""
-        ...
+        return True
 
+    def prompt_tokens(self, limit: int) -> int:
+        """The number of prompt tokens, up to `limit`, that a step should take for this backend to be fast."""
+        return limit
+
+    @abstractmethod
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
         """Runs one step. The segments' keys and values are then in the KV cache.
 
@@ -184,17 +197,6 @@ class StepBackend(Protocol):
         Returns:
             Logits, [len(rows), vocabulary_size] in the model's dtype or a wider one; valid until the next step.
         """
-        ...
-
-    @property
-    def warm_up_steps(self) -> SequenceOf[tuple[int, ...]]:
-        """Steps for which the backend prepares something on first use, smallest first; each as the number of tokens of
-        its sequences. Those of all but the first are few, as where one reads a prompt beside others that decode."""
-        ...
-
-    def prompt_tokens(self, limit: int) -> int:
-        """The number of prompt tokens, up to `limit`, that a step should take for this backend to be fast."""
-        ...
 
 
 class BranchRunner(Protocol):

@@ -285,10 +285,7 @@ class StepLayout(Packing):
         return states if len(self._groups) == 1 else states[:, :, group.token_start : group.token_end]
 
 
-_SMALL_STEP_TOKENS = 8
-
-
-class SerialBackend:
+class SerialBackend(StepBackend):
     """Calls a model once for each segment, each seeing the arena as a transformers cache."""
 
     def __init__(self, model: LoadedModel, arena: KvArena) -> None:
@@ -296,19 +293,6 @@ class SerialBackend:
         self._device = model.device
         self._layers = [_ArenaLayer(layer) for layer in arena.layers]
         self._cache = Cache(layers=list(self._layers))
-
-    @property
-    def warm_up_steps(self) -> SequenceOf[tuple[int, ...]]:
-        """See `StepBackend`."""
-        return [(size,) for size in range(1, _SMALL_STEP_TOKENS + 1)]
-
-    def prompt_tokens(self, limit: int) -> int:
-        """See `StepBackend`."""
-        return limit
-
-    def accepts(self, segments: SequenceOf[Segment]) -> bool:
-        """Any step."""
-        return True
 
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
         """See `StepBackend`."""
@@ -369,29 +353,12 @@ class _ArenaLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its base's 
         return self.get_seq_length() + query_length, 0
 
 
-SMALL_STEP_TOKENS = 8
-"""A sequence alone asks for steps of up to this many tokens."""
-
-
-class EagerBackend:
+class EagerBackend(StepBackend):
     """Runs any step of a model whose attention can be packed."""
 
     def __init__(self, model: LoadedModel, arena: KvArena) -> None:
         self._model = model
         self._arena = arena
-
-    @property
-    def warm_up_steps(self) -> SequenceOf[tuple[int, ...]]:
-        """See `StepBackend`. torch sets up buffers for each small size."""
-        return [(size,) for size in range(1, SMALL_STEP_TOKENS + 1)]
-
-    def prompt_tokens(self, limit: int) -> int:
-        """See `StepBackend`."""
-        return limit
-
-    def accepts(self, segments: SequenceOf[Segment]) -> bool:
-        """Any step."""
-        return True
 
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
         """See `StepBackend`."""

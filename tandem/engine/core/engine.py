@@ -14,7 +14,6 @@ from functools import partial
 from itertools import product
 from typing import Any, Generic, cast
 
-from tandem.engine.backends.eager import SMALL_STEP_TOKENS
 from tandem.engine.core.background import BackgroundJob
 from tandem.engine.core.jobs import Head, Job, News, PayloadT, ResultT, StepRecord, finite_head
 from tandem.engine.core.selection import Backends
@@ -26,7 +25,7 @@ from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.kv_cache.sequence import Admission, Sequence
 from tandem.engine.models.loading import LoadedModel, fix_rotary_frequencies
 from tandem.engine.settings import EngineSettings
-from tandem.engine.steps import StepRunner
+from tandem.engine.steps import SMALL_STEP_TOKENS, StepRunner
 from tandem.errors import InvalidRequestError, ServiceUnavailableError
 from tandem.types import Delta, ModelInfo, StepProfile
 

@@ -38,21 +38,12 @@ from tandem.types import SamplingParams
 logger = logging.getLogger(__name__)
 
 
-class ModuleSteps:
+class ModuleSteps(StepBackend):
     """Steps by a model's modules whose linear layers are packed, with one attention call for each layer."""
 
     def __init__(self, model: LoadedModel, arena: KvArena, kernels: Kernels) -> None:
         self._model = model
         self.attention = NativeAttention(kernels, arena, model.layers)
-
-    @property
-    def warm_up_steps(self) -> SequenceOf[tuple[int, ...]]:
-        """See `StepBackend`."""
-        return ()
-
-    def prompt_tokens(self, limit: int) -> int:
-        """See `StepBackend`."""
-        return limit
 
     def accepts(self, segments: SequenceOf[Segment]) -> bool:
         """True if no segment is so wide that torch's attention is faster."""
@@ -78,13 +69,9 @@ class CpuNativeBackend(ModuleSteps):
         head = model.module if isinstance(model.module, HeadModel) else None
         try:
             self.plans = PlannedSteps(trace.graph(), self.attention, reference, super().run, head)
+            self.warm_up_steps = self.plans.warm_up_steps
         except TraceError as error:
             logger.info("steps run by the model's modules", extra={"reason": str(error)})
-
-    @property
-    def warm_up_steps(self) -> SequenceOf[tuple[int, ...]]:
-        """See `StepBackend`."""
-        return () if self.plans is None else self.plans.warm_up_steps
 
     def prompt_tokens(self, limit: int) -> int:
         """See `StepBackend`."""

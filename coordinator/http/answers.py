@@ -6,7 +6,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,7 +158,9 @@ class Answer(ABC):
         for index, choice in enumerate(self.choices):
             ids = {name: choice.columns[name] for name in _IDS} if self._with_ids else {}
             logprobs = {name: entries for name, entries in choice.columns.items() if name not in _IDS}
-            described = self._whole(choice.text) | {"logprobs": self._form(logprobs) if logprobs else None}
+            described = self._text(choice.text, is_piece=False) | {
+                "logprobs": self._form(logprobs) if logprobs else None
+            }
             choices.append(described | self._ending(index, choice.summary) | ids)
         return {**self._head, "object": self.whole_object, "choices": choices, **self.account()}
 
@@ -169,7 +171,7 @@ class Answer(ABC):
         if not (chunk.text or chunk.summary or chunk.logprobs or self._with_ids or is_first):
             return None
         logprobs = self._logprobs(choice, chunk)
-        described = self._piece(chunk.text, is_first=is_first)
+        described = self._text(chunk.text, is_piece=True, is_first=is_first)
         described |= {"logprobs": self._form(logprobs) if logprobs else None}
         described |= self._ending(index, chunk.summary) | self._ids(chunk)
         return {**self._head, "object": self.piece_object, "choices": [described]}
@@ -226,16 +228,12 @@ class Answer(ABC):
         """The chunk's log probabilities as lists, of which those of all chunks follow each other."""
 
     @abstractmethod
-    def _form(self, logprobs: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _form(self, logprobs: dict[str, Any]) -> dict[str, Any]:
         """These lists as the endpoint shows them."""
 
     @abstractmethod
-    def _whole(self, text: str) -> dict[str, Any]:
-        """A completion's text as the endpoint shows it."""
-
-    @abstractmethod
-    def _piece(self, text: str, *, is_first: bool) -> dict[str, Any]:
-        """A piece of text as the endpoint's events show it."""
+    def _text(self, text: str, *, is_piece: bool, is_first: bool = False) -> dict[str, Any]:
+        """A completion's text, or a piece of it, as the endpoint shows it."""
 
 
 class CompletionAnswer(Answer):
@@ -264,13 +262,10 @@ class CompletionAnswer(Answer):
         pairs = zip(position.top_token_ids, position.top_logprobs, strict=True)
         return {token_text(self._tokenizer, token_id): _number(logprob) for token_id, logprob in pairs}
 
-    def _form(self, logprobs: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _form(self, logprobs: dict[str, Any]) -> dict[str, Any]:
         return logprobs
 
-    def _whole(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    def _piece(self, text: str, *, is_first: bool) -> dict[str, Any]:
+    def _text(self, text: str, *, is_piece: bool, is_first: bool = False) -> dict[str, Any]:
         return {"text": text}
 
 
@@ -292,14 +287,13 @@ class ChatAnswer(Answer):
         text = token_text(self._tokenizer, token_id)
         return {"token": text, "logprob": _number(logprob), "bytes": list(text.encode("utf-8", "replace"))}
 
-    def _form(self, logprobs: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _form(self, logprobs: dict[str, Any]) -> dict[str, Any]:
         return {**logprobs, "refusal": None}
 
-    def _whole(self, text: str) -> dict[str, Any]:
+    def _text(self, text: str, *, is_piece: bool, is_first: bool = False) -> dict[str, Any]:
+        if is_piece:
+            return {"delta": {**({"role": "assistant"} if is_first else {}), "content": text}}
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-    def _piece(self, text: str, *, is_first: bool) -> dict[str, Any]:
-        return {"delta": {**({"role": "assistant"} if is_first else {}), "content": text}}
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -60,22 +60,19 @@ class HeldBytes:
         self.held = 0
         """Bytes that are held now, without the free ones."""
 
-    @contextmanager
-    def share(self) -> Iterator[Share]:
-        """One connection's part; it is given back at the end of the block."""
-        share = Share(self)
-        try:
-            yield share
-        finally:
-            share.clear()
-
 
 class Share:
-    """The bytes that one connection holds."""
+    """The bytes that one connection holds, given back at the end of its block."""
 
     def __init__(self, of: HeldBytes) -> None:
         self._of = of
         self._bytes = self._counted = 0
+
+    def __enter__(self) -> Share:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
 
     def add(self, count: int) -> None:
         """Count more bytes.
@@ -170,7 +167,7 @@ class BodyReader:
             raise HttpError(415, f"content-type is {content_type or 'not set'}; it must be application/json")
         shape = JsonShape()
         max_values = max(_MIN_VALUES, max_length + _OTHER_VALUES) + max_logit_biases
-        with self._held.share() as share:
+        with Share(self._held) as share:
             content = await self._content(
                 request, shape, share, max_values, _MAX_CONTAINERS + max_logit_biases
             )

@@ -29,6 +29,7 @@ _UNCONSTRAINED = "this coordinator does not constrain what is written"
 _NO_BEAMS = "this coordinator does not search in beams"
 _NO_SPECIAL_TOKENS = "this coordinator does not write special tokens"
 _TEXT_ONLY = "the model reads and writes text only"
+_TAKEN = "Taken, without effect."
 
 ItemT = TypeVar("ItemT")
 
@@ -81,18 +82,12 @@ class Body(BaseModel):
 class AboutCaller(Body):
     """Fields about the caller, which are taken and do not affect a completion."""
 
-    user: str | None = None
-    """Taken, without effect."""
-    metadata: dict[str, str] | None = None
-    """Taken, without effect."""
-    store: bool | None = None
-    """Taken; nothing is stored."""
-    service_tier: str | None = None
-    """Taken, without effect."""
-    safety_identifier: str | None = None
-    """Taken, without effect."""
-    prompt_cache_key: str | None = None
-    """Taken, without effect."""
+    user: str | None = Field(default=None, description=_TAKEN)
+    metadata: dict[str, str] | None = Field(default=None, description=_TAKEN)
+    store: bool | None = Field(default=None, description="Taken; nothing is stored.")
+    service_tier: str | None = Field(default=None, description=_TAKEN)
+    safety_identifier: str | None = Field(default=None, description=_TAKEN)
+    prompt_cache_key: str | None = Field(default=None, description=_TAKEN)
 
 
 class StreamOptions(BaseModel):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -113,13 +113,7 @@ class EventStream(Response):
         headers: Mapping[str, str],
         failure: Callable[[TandemError], bytes] = lambda error: data_line(error_object(error)),
     ) -> None:
-        """
-        Args:
-            events: As they are sent.
-            calls: Counts this one, for a drain.
-            headers: Sent beside a stream's own.
-            failure: The last event of a stream that fails after it has begun.
-        """
+        """A stream of these events; `failure` makes the last one of a stream that fails after it has begun."""
         super().__init__(headers={**_EVENT_HEADERS, **headers})
         del self.headers["content-length"]
         self._events = events
@@ -156,16 +150,11 @@ class WholeAnswer(Response):
 
     def __init__(
         self,
-        gather: Callable[[Share], Awaitable[dict[str, Any]]],
+        gather: Callable[[Share], Coroutine[None, None, dict[str, Any]]],
         answers: HeldBytes,
         headers: Mapping[str, str],
     ) -> None:
-        """
-        Args:
-            gather: Gathers the answer, and counts its bytes.
-            answers: Bytes of all answers that are not streamed.
-            headers: Sent beside the answer's own.
-        """
+        """An answer that `gather` makes, counting its bytes among those of all `answers` that are not streamed."""
         super().__init__(media_type="application/json", headers=headers)
         self._gather = gather
         self._answers = answers
@@ -177,12 +166,8 @@ class WholeAnswer(Response):
             CapacityError: too many bytes of such answers are held.
             TandemError: the completion failed.
         """
-
-        async def gathered(share: Share) -> dict[str, Any]:
-            return await self._gather(share)
-
-        with self._answers.share() as share, suppress(ClientGoneError):
-            pieces = list(flattened(await while_connected(receive, gathered(share))))
+        with Share(self._answers) as share, suppress(ClientGoneError):
+            pieces = list(flattened(await while_connected(receive, self._gather(share))))
             self.headers["content-length"] = str(sum(map(len, pieces)))
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             for part in parts(pieces):

@@ -370,8 +370,10 @@ class RowBlock:
             raise ProtocolError(
                 f"{self.kind.value}_rows came where {step.row_kind.value} rows were requested"
             )
-        padding = (_EMPTY_SUPPORT,) * (step.row_count - len(step.supports))
-        return self._rows(start, stop, (*step.supports, *padding))
+        supports = step.supports
+        if self.kind is RowKind.SUPPORT and len(supports) < step.row_count:
+            supports = (*supports, *(_EMPTY_SUPPORT,) * (step.row_count - len(supports)))
+        return self._rows(start, stop, supports)
 
 
 class _Supports:

@@ -25,7 +25,7 @@ from tandem.config.layers import Origin
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.speculation_state import SpeculationDecision
 from tandem.v1 import admin_pb2
-from tandem.wire.common import model_info_from_proto, model_info_to_proto
+from tandem.wire.common import enum_words, model_info_from_proto, model_info_to_proto
 from tandem.wire.generation import (
     speculation_stats_from_proto,
     speculation_stats_to_proto,
@@ -110,39 +110,11 @@ def decision_from_proto(message: admin_pb2.SpeculationDecision) -> SpeculationDe
     )
 
 
-_STATES = {
-    CoordinatorState.STARTING: admin_pb2.COORDINATOR_STATE_STARTING,
-    CoordinatorState.READY: admin_pb2.COORDINATOR_STATE_READY,
-    CoordinatorState.DEGRADED: admin_pb2.COORDINATOR_STATE_DEGRADED,
-    CoordinatorState.UNAVAILABLE: admin_pb2.COORDINATOR_STATE_UNAVAILABLE,
-}
-_STATES_BACK = {value: state for state, value in _STATES.items()}
-_ROLES = {Role.DRAFT: admin_pb2.REPLICA_ROLE_DRAFT, Role.TARGET: admin_pb2.REPLICA_ROLE_TARGET}
-_ROLES_BACK = {value: role for role, value in _ROLES.items()}
-_REPLICA_STATES = {
-    ReplicaState.CONNECTING: admin_pb2.REPLICA_STATE_CONNECTING,
-    ReplicaState.READY: admin_pb2.REPLICA_STATE_READY,
-    ReplicaState.DRAINING: admin_pb2.REPLICA_STATE_DRAINING,
-    ReplicaState.INCOMPATIBLE: admin_pb2.REPLICA_STATE_INCOMPATIBLE,
-    ReplicaState.DOWN: admin_pb2.REPLICA_STATE_DOWN,
-    ReplicaState.REFUSED: admin_pb2.REPLICA_STATE_REFUSED,
-}
-_REPLICA_STATES_BACK = {value: state for state, value in _REPLICA_STATES.items()}
-_ORIGINS = {
-    Origin.LIVE: admin_pb2.CONFIG_ORIGIN_LIVE,
-    Origin.COMMAND_LINE: admin_pb2.CONFIG_ORIGIN_COMMAND_LINE,
-    Origin.ENVIRONMENT: admin_pb2.CONFIG_ORIGIN_ENVIRONMENT,
-    Origin.FILE: admin_pb2.CONFIG_ORIGIN_FILE,
-    Origin.INFERRED: admin_pb2.CONFIG_ORIGIN_INFERRED,
-    Origin.DEFAULT: admin_pb2.CONFIG_ORIGIN_DEFAULT,
-}
-_ORIGINS_BACK = {value: origin for origin, value in _ORIGINS.items()}
-_SEVERITIES = {
-    Severity.OK: admin_pb2.SEVERITY_OK,
-    Severity.WARNING: admin_pb2.SEVERITY_WARNING,
-    Severity.PROBLEM: admin_pb2.SEVERITY_PROBLEM,
-}
-_SEVERITIES_BACK = {value: severity for severity, value in _SEVERITIES.items()}
+_STATES, _STATES_BACK = enum_words(CoordinatorState, admin_pb2.CoordinatorState, "COORDINATOR_STATE")
+_ROLES, _ROLES_BACK = enum_words(Role, admin_pb2.ReplicaRole, "REPLICA_ROLE")
+_REPLICA_STATES, _REPLICA_STATES_BACK = enum_words(ReplicaState, admin_pb2.ReplicaState, "REPLICA_STATE")
+_ORIGINS, _ORIGINS_BACK = enum_words(Origin, admin_pb2.ConfigOrigin, "CONFIG_ORIGIN")
+_SEVERITIES, _SEVERITIES_BACK = enum_words(Severity, admin_pb2.Severity, "SEVERITY")
 
 
 def status_to_proto(status: Status) -> admin_pb2.Status:

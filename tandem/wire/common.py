@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from enum import Enum
+from typing import Any, TypeVar
+
 import numpy as np
 
 from tandem.config.rule import Rule, broken
@@ -18,19 +21,30 @@ from tandem.types import (
 from tandem.v1 import types_pb2
 from tandem.wire.columns import floats_to_bytes
 
-_ROW_KINDS = {
-    RowKind.TOKEN: types_pb2.ROW_KIND_TOKEN,
-    RowKind.SUPPORT: types_pb2.ROW_KIND_SUPPORT,
-    RowKind.DENSE: types_pb2.ROW_KIND_DENSE,
-}
-_ROW_KINDS_BACK: dict[int, RowKind] = {value: kind for kind, value in _ROW_KINDS.items()}
+EnumT = TypeVar("EnumT", bound=Enum)
+
+
+def enum_words(kind: type[EnumT], words: Any, prefix: str) -> tuple[dict[EnumT, Any], dict[int, EnumT]]:
+    """The protocol's value of each member of an enum, and the members by value.
+
+    Args:
+        kind: The enum.
+        words: The protocol's enum, whose names are those of the members with a prefix.
+        prefix: The prefix.
+    """
+    values = {member: words.Value(f"{prefix}_{member.name}") for member in kind}
+    return values, {value: member for member, value in values.items()}
+
+
+_ROW_KINDS, _ROW_KINDS_BACK = enum_words(RowKind, types_pb2.RowKind, "ROW_KIND")
 
 _SAMPLING_RULES: tuple[Rule[SamplingParams], ...] = sampling_rules()
 
 
 def row_kind_to_proto(kind: RowKind) -> types_pb2.RowKind.ValueType:
     """The protocol's word for a row kind."""
-    return _ROW_KINDS[kind]
+    value: types_pb2.RowKind.ValueType = _ROW_KINDS[kind]
+    return value
 
 
 def row_kind_from_proto(value: int) -> RowKind:

@@ -19,13 +19,9 @@ from tandem.types import (
     TokenLogprobs,
 )
 from tandem.v1 import generation_pb2, types_pb2
-from tandem.wire.common import row_kind_from_proto, row_kind_to_proto
+from tandem.wire.common import enum_words, row_kind_from_proto, row_kind_to_proto
 
-_FINISH_REASONS = {
-    FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
-}
-_FINISH_REASONS_BACK = {value: reason for reason, value in _FINISH_REASONS.items()}
+_FINISH_REASONS, _FINISH_REASONS_BACK = enum_words(FinishReason, generation_pb2.FinishReason, "FINISH_REASON")
 
 
 def request_to_proto(request: GenerationRequest) -> generation_pb2.GenerateRequest:

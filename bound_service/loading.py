@@ -13,8 +13,7 @@ from tandem.engine.core.selection import Backends, choose_backends
 from tandem.engine.hidden_states import BoundSequences, HiddenStateTap, PairedStates, as_model
 from tandem.engine.kv_cache.arena import memory_allowance
 from tandem.engine.models.heads.interface import BlockHead, DraftHead
-from tandem.engine.models.heads.loading import AnyHeadConfig, load_head, read_config
-from tandem.engine.models.heads.mtp import MtpConfig
+from tandem.engine.models.heads.loading import head_loader
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.settings import EngineSettings
 from tandem.telemetry.streams import OnStep
@@ -50,9 +49,11 @@ def load_pair(
         ConfigurationError: the target cannot be served as the settings ask, or the head is not one of this target's.
     """
     method = head_method(settings, head_folder)
-    config = read_config(head_folder or settings.model, method)
+    load_head = head_loader(
+        head_folder or settings.model, method
+    )  # refuses before the target's weights are read
     target = load_target(settings)
-    head = load_head(config, target)
+    head = load_head(target)
     tap, bound = HiddenStateTap(target, head), BoundSequences()
     own, others = (
         sum(each.values_per_token for each in layers) for layers in (head.layers, tap.model.layers)
@@ -60,20 +61,14 @@ def load_pair(
     limits, settings = _shared(
         EngineSettings.of(settings, target.device.type), settings, own / (own + others), target
     )
+    name = f"{target.info.name} ({MTP})" if head_folder is None else head_folder.name
     # The head's cache first: on a GPU the target's then takes what is left of the process's share.
     states = PairedStates(tap, head.state_size, target.dtype, target.device)
-    backends = _head_backends(as_model(head, states, target, *_names(config, target)), head, settings)
+    backends = _head_backends(as_model(head, states, target, name, head.architecture), head, settings)
     proposer = BoundProposer(backends, states, bound, limits, method, _kind(head), on_draft_step, on_failure)
     model = replace(tap.model, info=replace(target.info, drafting_method=method))
     verifier = make_verifier(model, settings, on_step, on_failure, tap, bound)
     return BoundPair(verifier, proposer)
-
-
-def _names(config: AnyHeadConfig, target: LoadedModel) -> tuple[str, str]:
-    """A head's name and its architecture."""
-    if isinstance(config, MtpConfig):
-        return f"{target.info.name} ({MTP})", f"{target.info.architecture} ({MTP})"
-    return config.folder.name, config.architecture
 
 
 def _kind(head: DraftHead) -> HeadKind | None:

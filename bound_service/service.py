@@ -134,7 +134,6 @@ class BoundService(Service):
 
     def _load(self) -> BoundPair:
         from tandem.engine.models.checkpoint import open_checkpoint
-        from tandem.engine.models.heads.loading import read_config
         from tandem.engine.threads import switch_early, wait_asleep
         from tandem.model_sources.extras import require_engine
         from tandem.model_sources.find import find_model
@@ -143,7 +142,6 @@ class BoundService(Service):
         require_engine()
         folder = find_model(self._settings.model, self._settings.revision)
         open_checkpoint(folder)
-        read_config(self._head_folder or folder, head_method(self._settings, self._head_folder))
         wait_asleep()
         switch_early()
         from bound_service.loading import load_pair

@@ -30,7 +30,7 @@ from models.demo.recipe.heads.eagle3 import (
 )
 from models.demo.recipe.measure import measure_acceptance
 from tandem.engine.models import loading
-from tandem.engine.models.heads.eagle3 import Eagle3Head, load_eagle3, read_head_config
+from tandem.engine.models.heads.eagle3 import Eagle3Head, load_eagle3, read_eagle3_config
 
 PROMPT_LENGTH = 20
 NEW_TOKENS = 128
@@ -99,7 +99,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
 
     target, draft = load_model(options.target), load_model(options.draft)
-    head = load_eagle3(read_head_config(options.head), loading.load_model(options.target, dtype="float32"))
+    head = load_eagle3(read_eagle3_config(options.head), loading.load_model(options.target, dtype="float32"))
     texts = json.loads((DEMO_FOLDER / "heldout_prompts.json").read_text(encoding="utf-8"))
     ids = load_tokenizer(options.target)([each["prompt"] for each in texts])["input_ids"]
     prompts = [each[:PROMPT_LENGTH] for each in ids if len(each) >= PROMPT_LENGTH]

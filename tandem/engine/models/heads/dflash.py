@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +26,105 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from tandem.config.names import DFLASH
 from tandem.engine.kv_cache.arena import LayerGeometry
-from tandem.engine.models.checkpoint import CONFIG_FILE, read_object
 from tandem.engine.models.heads.interface import (
     BlockHead,
+    HeadFile,
     HeadTensors,
-    check_same,
-    nested,
+    check_layer_ids,
+    check_target,
     placed,
-    read_target_ids,
-    shared_embedding,
-    shared_output_head,
-    size,
+    shared_layers,
     text_config,
+    with_prefix_of,
 )
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import ModelFolderError
+
+ARCHITECTURE = "DFlashDraftModel"
+
+_OWNER = "a DFlash draft"
+_SPECULATORS_TYPE = "speculators_model_type"
+_LAYER_CONFIG = "transformer_layer_config"
+_LAYER_MODELS = ("qwen3", "llama")
+"""Families whose config names a speculators draft's layers; these are Qwen3's either way."""
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashConfig:
+    """Settings that a DFlash draft needs beside its layers' config."""
+
+    folder: Path
+    content: Mapping[str, Any]
+    """The layers' config, that of a small Qwen3 model."""
+    block_size: int
+    """Tokens of a block: the last one of the text, and the masks that become the proposal."""
+    mask_token_id: int
+    layer_ids: tuple[int, ...]
+    """Which of the target's states are read, by the number of layers before them."""
+    draft_vocabulary_size: int | None = None
+    """Tokens that the draft can say, with an output layer of its own; None for all, by the target's."""
+    target_hidden_size: int | None = None
+    """Width of the target's states; None where the config leaves it to the draft's own width."""
+
+
+def read_dflash_config(folder: Path) -> DFlashConfig:
+    """The config of a DFlash draft.
+
+    Raises:
+        ModelFolderError: there is none, or a number in it is missing or wrong.
+    """
+    file = HeadFile.of(folder)
+    return _wrapped(file) if _SPECULATORS_TYPE in file.content else _raw(file)
+
+
+def _raw(file: HeadFile) -> DFlashConfig:
+    if file.content.get("architectures") != [ARCHITECTURE]:
+        raise file.refusal(
+            f"is no DFlash draft's: architectures is {file.content.get('architectures')!r}; it must be "
+            f"['{ARCHITECTURE}']"
+        )
+    options = file.nested("dflash_config")
+    _check_layers(file)
+    return DFlashConfig(
+        folder=file.path.parent,
+        content=file.content,
+        # Older checkpoints have it beside the layers' numbers, newer ones among the options.
+        block_size=(file if "block_size" in file.content else options).number("block_size", minimum=2),
+        mask_token_id=options.number("mask_token_id", minimum=0),
+        # z-lab counts the layers from 0, and means their outputs.
+        layer_ids=tuple(each + 1 for each in options.layer_ids("target_layer_ids")),
+    )
+
+
+def _wrapped(file: HeadFile) -> DFlashConfig:
+    file.check(_OWNER, speculators_model_type=DFLASH, sample_from_anchor=False, projector_type=DFLASH)
+    layers = file.nested(_LAYER_CONFIG)
+    family = layers.content.get("model_type", _LAYER_MODELS[0])
+    if family not in _LAYER_MODELS:
+        raise file.refusal(
+            f"has model_type {family!r} in {_LAYER_CONFIG}; {_OWNER} has {' or '.join(_LAYER_MODELS)} here"
+        )
+    for each in (layers, file):
+        _check_layers(each)
+    vocabulary_size = layers.number("vocab_size")
+    draft_vocabulary_size = file.number("draft_vocab_size", vocabulary_size)
+    return DFlashConfig(
+        folder=file.path.parent,
+        content=layers.content,
+        block_size=file.number("block_size", minimum=2),
+        mask_token_id=file.number("mask_token_id", minimum=0),
+        layer_ids=file.layer_ids("aux_hidden_state_layer_ids"),
+        draft_vocabulary_size=None if draft_vocabulary_size == vocabulary_size else draft_vocabulary_size,
+        target_hidden_size=file.number("target_hidden_size", layers.number("hidden_size")),
+    )
+
+
+def _check_layers(layers: HeadFile) -> None:
+    for key, allowed in (("layer_types", "full_attention"), ("hidden_act", "silu")):
+        values = layers.content.get(key) or ()
+        for value in (values,) if isinstance(values, str) else values:
+            if value != allowed:
+                raise layers.refusal(f"has {value!r} in {key}; {_OWNER} has {allowed} here")
 
 
 class DFlashHead(BlockHead):
@@ -47,11 +132,11 @@ class DFlashHead(BlockHead):
 
     embed_tokens: nn.Embedding
     """The target's, as `lm_head` is where the vocabulary is not reduced."""
-    lm_head: nn.Linear
 
     def __init__(self, config: DFlashConfig, target: LoadedModel) -> None:
         super().__init__()
         shape: Any = _shape(config)
+        self.architecture = ARCHITECTURE
         self.layer_ids = config.layer_ids
         self.state_size = shape.hidden_size
         self.vocabulary_size = target.info.vocabulary_size
@@ -63,11 +148,8 @@ class DFlashHead(BlockHead):
         self.decoder = nn.ModuleList(_Layer(shape, index) for index in range(shape.num_hidden_layers))
         self.norm = Qwen3RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(shape)
-        self.has_reduced_vocabulary = config.draft_vocabulary_size is not None
         if config.draft_vocabulary_size is not None:
             self.lm_head = nn.Linear(shape.hidden_size, config.draft_vocabulary_size, bias=False)
-        self.register_buffer("target_ids", None, persistent=False)
-        """The target's id of each id of a reduced vocabulary."""
 
     @property
     def readers(self) -> Sequence[nn.Module]:
@@ -90,19 +172,6 @@ class DFlashHead(BlockHead):
         output = torch.zeros_like(states)
         output[is_in_block] = self.norm(hidden)
         return output
-
-    def own_logits(self, hidden: Tensor) -> Tensor:
-        """See `DraftHead`."""
-        own: Tensor = self.lm_head(hidden)
-        return own
-
-    def widened(self, own_logits: Tensor) -> Tensor:
-        """See `DraftHead`."""
-        target_ids: Tensor | None = self.target_ids  # type: ignore[assignment]  # a registered buffer
-        if target_ids is None:
-            return own_logits
-        scores = own_logits.new_full((len(own_logits), self.vocabulary_size), -torch.inf)
-        return scores.index_copy_(1, target_ids, own_logits)
 
 
 class _Attention(nn.Module):
@@ -166,19 +235,30 @@ def load_dflash(config: DFlashConfig, target: LoadedModel) -> DFlashHead:
         ModelFolderError: a tensor is missing or has another shape than the config says, or the draft belongs to
             another target.
     """
-    _check_target(config, target)
+    size, vocabulary_size = text_config(target).hidden_size, target.info.vocabulary_size
+    check_target(
+        config.folder,
+        target,
+        ("vocab_size", config.content.get("vocab_size"), vocabulary_size),
+        ("hidden_size", config.content.get("hidden_size"), size),
+        ("target_hidden_size", config.target_hidden_size or size, size),
+    )
+    if config.mask_token_id >= vocabulary_size:
+        raise ModelFolderError(
+            f"the drafting head in {config.folder} has mask_token_id {config.mask_token_id}; it must be one of the "
+            f"{vocabulary_size} tokens of {target.info.name}"
+        )
+    check_layer_ids(config.folder, config.layer_ids, target)
     tensors = HeadTensors(config.folder, {"model.": ""})
     head = DFlashHead(config, target)
-    with torch.no_grad():
-        for name, parameter in head.named_parameters():
-            published = name.replace("decoder.", "layers.", 1)
-            parameter.copy_(tensors.read(published, tuple(parameter.shape), "by config.json"))
-    head.embed_tokens = shared_embedding(target)
+    tensors.fill(head, partial(with_prefix_of, {"decoder.": "layers."}))
+    head.embed_tokens, output_layer = shared_layers(target)
     if config.draft_vocabulary_size is None:
-        head.lm_head = shared_output_head(target)
+        head.lm_head = output_layer
     else:
-        whole = target.info.vocabulary_size
-        head.target_ids = read_target_ids(tensors, config.folder, config.draft_vocabulary_size, whole)
+        head.target_ids = tensors.target_ids(
+            "d2t", config.draft_vocabulary_size, vocabulary_size, are_offsets=True
+        )
     return placed(head, target)
 
 
@@ -186,147 +266,3 @@ def _shape(config: DFlashConfig) -> Any:
     """The layers' config. Numbers that it leaves out are the defaults of the family that it names."""
     make = LlamaConfig if config.content.get("model_type") == "llama" else Qwen3Config
     return make(**{key: value for key, value in config.content.items() if key != "model_type"})
-
-
-def _check_target(config: DFlashConfig, target: LoadedModel) -> None:
-    targets, content = text_config(target), config.content
-    for key, own, other in (
-        ("vocab_size", content.get("vocab_size"), target.info.vocabulary_size),
-        ("hidden_size", content.get("hidden_size"), targets.hidden_size),
-        ("target_hidden_size", config.target_hidden_size or targets.hidden_size, targets.hidden_size),
-    ):
-        check_same(config.folder, key, own, other, target)
-    if config.mask_token_id >= target.info.vocabulary_size:
-        raise ModelFolderError(
-            f"the drafting head in {config.folder} has mask_token_id {config.mask_token_id}; it must be one of the "
-            f"{target.info.vocabulary_size} tokens of {target.info.name}"
-        )
-    if max(config.layer_ids) > targets.num_hidden_layers:
-        raise ModelFolderError(
-            f"the drafting head in {config.folder} reads the target's states after {list(config.layer_ids)} layers; "
-            f"{target.info.name} has {targets.num_hidden_layers}"
-        )
-
-
-ARCHITECTURE = "DFlashDraftModel"
-
-_SPECULATORS_TYPE, _LAYER_CONFIG = "speculators_model_type", "transformer_layer_config"
-_OPTIONS = "dflash_config"
-_LAYER_MODELS = ("qwen3", "llama")
-"""Families whose config names a speculators draft's layers; these are Qwen3's either way."""
-
-
-@dataclass(frozen=True, slots=True)
-class DFlashConfig:
-    """Settings that a DFlash draft needs beside its layers' config."""
-
-    architecture = ARCHITECTURE
-
-    folder: Path
-    content: Mapping[str, Any]
-    """The layers' config, that of a small Qwen3 model."""
-    block_size: int
-    """Tokens of a block: the last one of the text, and the masks that become the proposal."""
-    mask_token_id: int
-    layer_ids: tuple[int, ...]
-    """Which of the target's states are read, by the number of layers before them."""
-    draft_vocabulary_size: int | None = None
-    """Tokens that the draft can say, with an output layer of its own; None for all, by the target's."""
-    target_hidden_size: int | None = None
-    """Width of the target's states; None where the config leaves it to the draft's own width."""
-
-
-def read_dflash_config(folder: Path) -> DFlashConfig:
-    """The config of a DFlash draft.
-
-    Raises:
-        ModelFolderError: there is none, or a number in it is missing or wrong.
-    """
-    path = folder / CONFIG_FILE
-    content = read_object(path, "a drafting head needs one")
-    return _wrapped(path, content) if _SPECULATORS_TYPE in content else _raw(path, content)
-
-
-def _raw(path: Path, content: Mapping[str, Any]) -> DFlashConfig:
-    names = content.get("architectures")
-    if names != [ARCHITECTURE]:
-        raise ModelFolderError(
-            f"the file {path} is no DFlash draft's: architectures is {names!r}; it must be ['{ARCHITECTURE}']"
-        )
-    options = nested(path, content, _OPTIONS)
-    _check_layers(path, content)
-    # Older checkpoints have it beside the layers' numbers, newer ones among the options.
-    block_size = content.get("block_size", options.get("block_size"))
-    return DFlashConfig(
-        folder=path.parent,
-        content=content,
-        block_size=_block_size(path, block_size),
-        mask_token_id=_mask_token_id(path, options.get("mask_token_id"), f"{_OPTIONS}.mask_token_id"),
-        # z-lab counts the layers from 0, and means their outputs.
-        layer_ids=tuple(
-            each + 1
-            for each in _layer_ids(path, options.get("target_layer_ids"), f"{_OPTIONS}.target_layer_ids")
-        ),
-    )
-
-
-def _wrapped(path: Path, content: Mapping[str, Any]) -> DFlashConfig:
-    if content[_SPECULATORS_TYPE] != DFLASH:
-        raise ModelFolderError(
-            f"the file {path} has {_SPECULATORS_TYPE} {content[_SPECULATORS_TYPE]!r}; that of a DFlash draft must be "
-            f"{DFLASH!r}"
-        )
-    layers = nested(path, content, _LAYER_CONFIG)
-    if layers.get("model_type", _LAYER_MODELS[0]) not in _LAYER_MODELS:
-        raise ModelFolderError(
-            f"the file {path} has model_type {layers['model_type']!r} in {_LAYER_CONFIG}; a DFlash draft has "
-            f"{' or '.join(_LAYER_MODELS)} here"
-        )
-    for each in (layers, content):
-        _check_layers(path, each)
-    for key, only in (("sample_from_anchor", False), ("projector_type", DFLASH)):
-        if content.get(key) not in (None, only):
-            raise ModelFolderError(
-                f"the file {path} has {key} {content[key]!r}; a DFlash draft has {only!r} here"
-            )
-    vocabulary_size, hidden_size = size(path, layers, "vocab_size"), size(path, layers, "hidden_size")
-    draft_vocabulary_size = size(path, content, "draft_vocab_size", vocabulary_size)
-    return DFlashConfig(
-        folder=path.parent,
-        content=layers,
-        block_size=_block_size(path, content.get("block_size")),
-        mask_token_id=_mask_token_id(path, content.get("mask_token_id"), "mask_token_id"),
-        layer_ids=_layer_ids(path, content.get("aux_hidden_state_layer_ids"), "aux_hidden_state_layer_ids"),
-        draft_vocabulary_size=None if draft_vocabulary_size == vocabulary_size else draft_vocabulary_size,
-        target_hidden_size=size(path, content, "target_hidden_size", hidden_size),
-    )
-
-
-def _check_layers(path: Path, layers: Mapping[str, Any]) -> None:
-    for key, allowed in (("layer_types", "full_attention"), ("hidden_act", "silu")):
-        values = layers.get(key) or ()
-        for value in (values,) if isinstance(values, str) else values:
-            if value != allowed:
-                raise ModelFolderError(
-                    f"the file {path} has {value!r} in {key}; a DFlash draft has {allowed} here"
-                )
-
-
-def _block_size(path: Path, value: object) -> int:
-    if type(value) is not int or value < 2:
-        raise ModelFolderError(
-            f"the file {path} should have a number of at least 2 in block_size, but it is {value!r}"
-        )
-    return value
-
-
-def _mask_token_id(path: Path, value: object, key: str) -> int:
-    if type(value) is not int or value < 0:
-        raise ModelFolderError(f"the file {path} should have a token id in {key}, but it is {value!r}")
-    return value
-
-
-def _layer_ids(path: Path, value: object, key: str) -> tuple[int, ...]:
-    if not isinstance(value, list) or not value or not all(type(each) is int and each >= 0 for each in value):
-        raise ModelFolderError(f"the file {path} should have layer numbers in {key}, but it is {value!r}")
-    return tuple(value)

@@ -12,64 +12,127 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+from tandem.config.names import EAGLE3
 from tandem.engine.kv_cache.arena import LayerGeometry
-from tandem.engine.models.checkpoint import CONFIG_FILE, read_object
 from tandem.engine.models.heads.interface import (
     Attention,
     DraftHead,
+    HeadFile,
     HeadTensors,
-    Mlp,
-    Norm,
-    check_layer,
-    check_same,
-    flag,
-    nested,
+    LlamaHeadConfig,
+    check_layer_ids,
+    check_target,
+    llama_layer_shape,
     placed,
-    read_target_ids,
-    rotary_of,
-    size,
     text_config,
 )
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import ModelFolderError
 
+_ARCHITECTURES = (
+    "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator",
+)  # fmt: skip
+"""First entries of `architectures`, as in vLLM's registry."""
+
+_SPECULATORS_TYPE = "speculators_model_type"
+_AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_EMBEDDING = "embed_tokens.weight"
 _RENAMED = {"model.": "", "layers.0.": "midlayer."}
 _STATES = 3
 """States of the target that are read for each token."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Config(LlamaHeadConfig):
+    """Shape and flags of an EAGLE-3 head."""
+
+    draft_vocabulary_size: int
+    target_hidden_size: int
+    aux_layer_ids: tuple[int, ...] | None
+    """Which of the target's residual streams the head reads, each by the number of layers before it; None for the
+    default of the target's depth."""
+    norm_before_residual: bool
+    """The layer's residual is the normalized state, not the state itself."""
+    norm_before_fc: bool
+    """One RMSNorm over the concatenated states of the target, before `fc`."""
+    fc_norm: bool
+    """An RMSNorm for each of the target's states, before they are concatenated."""
+    norm_output: bool
+    """The next step of a proposal reads the state after the last norm, not before it."""
+
+
+def _is_eagle3(content: Mapping[str, Any]) -> bool:
+    if _SPECULATORS_TYPE in content:
+        return bool(content[_SPECULATORS_TYPE] == EAGLE3)
+    names = content.get("architectures")
+    return isinstance(names, list) and bool(names) and names[0] in _ARCHITECTURES
+
+
+def read_eagle3_config(folder: Path) -> Eagle3Config:
+    """The config of an EAGLE-3 head.
+
+    Raises:
+        ModelFolderError: there is none, its format is unknown, or a number in it is missing or wrong.
+    """
+    file = HeadFile.of(folder)
+    if not _is_eagle3(file.content):
+        raise file.refusal(
+            f"is no EAGLE-3 head's: {_SPECULATORS_TYPE} is {file.content.get(_SPECULATORS_TYPE)!r} and architectures "
+            f"is {file.content.get('architectures')!r}, of which one must name eagle3, as in {_ARCHITECTURES[0]}"
+        )
+    is_wrapped = _SPECULATORS_TYPE in file.content
+    shape = llama_layer_shape(
+        file.nested("transformer_layer_config") if is_wrapped else file, "an EAGLE-3 head"
+    )
+    nvidias = file.content.get("eagle_config")
+    flags = HeadFile(file.path, {**(nvidias if isinstance(nvidias, dict) else {}), **file.content})
+    aux_layer_ids = None if flags.content.get(_AUX_LAYERS) is None else flags.layer_ids(_AUX_LAYERS)
+    if aux_layer_ids is not None and len(aux_layer_ids) != _STATES:
+        raise file.refusal(f"should have {_STATES} layer numbers in {_AUX_LAYERS}, but it is {aux_layer_ids}")
+    return Eagle3Config(
+        **shape,
+        architecture=file.architecture("Eagle3Speculator"),
+        draft_vocabulary_size=file.number("draft_vocab_size", shape["vocabulary_size"]),
+        target_hidden_size=file.number("target_hidden_size", shape["hidden_size"]),
+        aux_layer_ids=aux_layer_ids,
+        # vLLM 0.32: absent means true in the speculators format and false in the raw one.
+        norm_before_residual=flags.flag("norm_before_residual", default=is_wrapped),
+        norm_before_fc=flags.flag("norm_before_fc"),
+        fc_norm=flags.flag("fc_norm"),
+        norm_output=flags.flag("norm_output"),
+    )
+
+
 class Eagle3Head(DraftHead):
     """The head's module; its parameters have the published names."""
 
-    def __init__(self, config: HeadConfig, target: LoadedModel) -> None:
+    def __init__(self, config: Eagle3Config, target: LoadedModel) -> None:
         super().__init__()
         size, wide = config.hidden_size, _STATES * config.target_hidden_size
+        count: int = text_config(target).num_hidden_layers
         self.config = config
-        self.layer_ids = _layer_ids(config, target)
+        self.architecture = config.architecture
+        self.layer_ids = config.aux_layer_ids or (2, count // 2, count - 3)
         self.state_size = size
         self.vocabulary_size = config.vocabulary_size
-        self.has_reduced_vocabulary = config.draft_vocabulary_size < config.vocabulary_size
         self.layers = (LayerGeometry(config.kv_heads, config.head_dim, config.head_dim),)
         self.embed_tokens = nn.Embedding(config.vocabulary_size, size)
-        self.input_norm = Norm(wide, config.epsilon) if config.norm_before_fc else None
+        self.input_norm = LlamaRMSNorm(wide, config.epsilon) if config.norm_before_fc else None
         norms = range(_STATES if config.fc_norm else 0)
-        self.fc_norm = nn.ModuleList(Norm(config.target_hidden_size, config.epsilon) for _ in norms)
+        self.fc_norm = nn.ModuleList(LlamaRMSNorm(config.target_hidden_size, config.epsilon) for _ in norms)
         self.fc = nn.Linear(wide, size, bias=False)
-        self.midlayer = _Layer(config, rotary_of(config, target))
-        self.norm = Norm(size, config.epsilon)
+        self.midlayer = _Layer(config, config.layer_config(target))
+        self.norm = LlamaRMSNorm(size, config.epsilon)
         self.lm_head = nn.Linear(size, config.draft_vocabulary_size, bias=False)
-        ids = torch.arange(config.draft_vocabulary_size)
-        self.register_buffer("target_ids", ids, persistent=False)
-        """The target's id of each id of the draft's vocabulary."""
 
     @property
     def readers(self) -> Sequence[nn.Module]:
         """See `DraftHead`."""
-        return (
-            [self.fc, self.fc_norm] if self.input_norm is None else [self.fc, self.fc_norm, self.input_norm]
-        )
+        readers = (self.fc, self.fc_norm, self.input_norm)
+        return [module for module in readers if module is not None]
 
     def combined(self, hidden_states: Sequence[Tensor]) -> Tensor:
         """See `DraftHead`."""
@@ -89,28 +152,15 @@ class Eagle3Head(DraftHead):
         normed: Tensor = self.norm(state)
         return normed, normed if self.config.norm_output else state
 
-    def own_logits(self, hidden: Tensor) -> Tensor:
-        """See `DraftHead`."""
-        own: Tensor = self.lm_head(hidden)
-        return own
-
-    def widened(self, own_logits: Tensor) -> Tensor:
-        """See `DraftHead`."""
-        if not self.has_reduced_vocabulary:
-            return own_logits
-        scores = own_logits.new_full((len(own_logits), self.vocabulary_size), -torch.inf)
-        target_ids: Tensor = self.target_ids  # type: ignore[assignment]  # a registered buffer
-        return scores.index_copy_(1, target_ids, own_logits)
-
 
 class _Layer(nn.Module):
-    def __init__(self, config: HeadConfig, rotary: LlamaRotaryEmbedding) -> None:
+    def __init__(self, config: Eagle3Config, layer: LlamaConfig) -> None:
         super().__init__()
-        self.input_layernorm = Norm(config.hidden_size, config.epsilon)
-        self.hidden_norm = Norm(config.hidden_size, config.epsilon)
-        self.self_attn = Attention(config, 2 * config.hidden_size, rotary)
-        self.post_attention_layernorm = Norm(config.hidden_size, config.epsilon)
-        self.mlp = Mlp(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.epsilon)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.epsilon)
+        self.self_attn = Attention(layer, 2 * config.hidden_size)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.epsilon)
+        self.mlp = LlamaMLP(layer)  # type: ignore[no-untyped-call]
         self._norm_before_residual = config.norm_before_residual
 
     def forward(self, embedded: Tensor, states: Tensor, positions: Tensor, step: Any) -> Tensor:
@@ -122,174 +172,39 @@ class _Layer(nn.Module):
         return output
 
 
-def load_eagle3(config: HeadConfig, target: LoadedModel) -> Eagle3Head:
+def load_eagle3(config: Eagle3Config, target: LoadedModel) -> Eagle3Head:
     """The head, in the target's dtype and on its device.
 
     Raises:
         ModelFolderError: a tensor is missing or has another shape than the config says, or the head belongs to another
             target.
     """
-    _check_target(config, target)
+    check_target(
+        config.folder,
+        target,
+        ("vocab_size", config.vocabulary_size, target.info.vocabulary_size),
+        ("target_hidden_size", config.target_hidden_size, text_config(target).hidden_size),
+    )
     tensors = HeadTensors(config.folder, _RENAMED)
     head = Eagle3Head(config, target)
-    with torch.no_grad():
-        for name, parameter in head.named_parameters():
-            if name == "embed_tokens.weight" and name not in tensors:
-                parameter.copy_(_target_embedding(config, target))
-            else:
-                parameter.copy_(tensors.read(name, tuple(parameter.shape), "by config.json"))
-    head.target_ids = _target_ids(config, tensors)
+    check_layer_ids(config.folder, head.layer_ids, target)
+    tensors.fill(head, but="" if _EMBEDDING in tensors else _EMBEDDING)
+    if _EMBEDDING not in tensors:
+        head.embed_tokens.weight.data.copy_(_target_embedding(config, target))
+    if config.draft_vocabulary_size != config.vocabulary_size or "d2t" in tensors:
+        ids = tensors.target_ids(
+            "d2t", config.draft_vocabulary_size, config.vocabulary_size, are_offsets=True
+        )
+        head.target_ids = None if ids.tolist() == list(range(config.vocabulary_size)) else ids
     return placed(head, target)
 
 
-def _target_embedding(config: HeadConfig, target: LoadedModel) -> Tensor:
+def _target_embedding(config: Eagle3Config, target: LoadedModel) -> Tensor:
     module: Any = target.module
     weight: Tensor = module.get_input_embeddings().weight
     if weight.shape[1] != config.hidden_size:
         raise ModelFolderError(
-            f"the drafting head in {config.folder} has no embed_tokens.weight, and the target's embedding is "
+            f"the drafting head in {config.folder} has no {_EMBEDDING}, and the target's embedding is "
             f"{weight.shape[1]} wide; it must be as wide as the head, {config.hidden_size}"
         )
     return weight
-
-
-def _target_ids(config: HeadConfig, tensors: HeadTensors) -> Tensor:
-    if config.draft_vocabulary_size == config.vocabulary_size and "d2t" not in tensors:
-        return torch.arange(config.draft_vocabulary_size)
-    return read_target_ids(tensors, config.folder, config.draft_vocabulary_size, config.vocabulary_size)
-
-
-def _check_target(config: HeadConfig, target: LoadedModel) -> None:
-    for word, own, other in (
-        ("vocab_size", config.vocabulary_size, target.info.vocabulary_size),
-        ("target_hidden_size", config.target_hidden_size, text_config(target).hidden_size),
-    ):
-        check_same(config.folder, word, own, other, target)
-
-
-def _layer_ids(config: HeadConfig, target: LoadedModel) -> tuple[int, ...]:
-    count: int = text_config(target).num_hidden_layers
-    ids = config.aux_layer_ids or (2, count // 2, count - 3)
-    if not all(0 <= each <= count for each in ids):
-        raise ModelFolderError(
-            f"the drafting head in {config.folder} reads the target's states after {list(ids)} layers; "
-            f"{target.info.name} has {count}"
-        )
-    return ids
-
-
-EAGLE3 = "eagle3"
-
-_ARCHITECTURES = {
-    "LlamaForCausalLMEagle3": EAGLE3,
-    "Eagle3LlamaForCausalLM": EAGLE3,
-    "Eagle3DraftModel": EAGLE3,
-    "Eagle3Speculator": EAGLE3,
-}
-"""Methods by the first entry of `architectures`; vLLM's registry has the same names."""
-
-_SPECULATORS_TYPE, _LAYER_CONFIG = "speculators_model_type", "transformer_layer_config"
-_AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
-
-
-@dataclass(frozen=True, slots=True)
-class HeadConfig:
-    """Shape and flags of an EAGLE-3 head."""
-
-    folder: Path
-    method: str
-    architecture: str
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary_size: int
-    draft_vocabulary_size: int
-    epsilon: float
-    """Added to the mean square in each RMSNorm."""
-    target_hidden_size: int
-    aux_layer_ids: tuple[int, ...] | None
-    """Which of the target's residual streams the head reads, each by the number of layers before it; None for the
-    default of the target's depth."""
-    norm_before_residual: bool
-    """The layer's residual is the normalized state, not the state itself."""
-    norm_before_fc: bool
-    """One RMSNorm over the concatenated states of the target, before `fc`."""
-    fc_norm: bool
-    """An RMSNorm for each of the target's states, before they are concatenated."""
-    norm_output: bool
-    """The next step of a proposal reads the state after the last norm, not before it."""
-
-
-def is_head(folder: Path) -> bool:
-    """True if a folder's config.json names a drafting method. False where there is no such file."""
-    if not (folder / CONFIG_FILE).is_file():
-        return False
-    return _named_method(read_object(folder / CONFIG_FILE, "")) is not None
-
-
-def read_head_config(folder: Path) -> HeadConfig:
-    """The config of a drafting head.
-
-    Raises:
-        ModelFolderError: there is none, its format is unknown, or a number in it is missing or wrong.
-    """
-    path = folder / CONFIG_FILE
-    content = read_object(path, "a drafting head needs one")
-    method = _named_method(content)
-    if method is None:
-        raise ModelFolderError(
-            f"the file {path} is no drafting head's: speculators_model_type is {content.get(_SPECULATORS_TYPE)!r} and "
-            f"architectures is {content.get('architectures')!r}, of which one must name eagle3, as in "
-            "LlamaForCausalLMEagle3"
-        )
-    return _eagle3(path, content, is_wrapped=_SPECULATORS_TYPE in content)
-
-
-def _named_method(content: Mapping[str, Any]) -> str | None:
-    wrapped = content.get(_SPECULATORS_TYPE)
-    if wrapped is not None:
-        return EAGLE3 if wrapped == EAGLE3 else None
-    names = content.get("architectures")
-    return _ARCHITECTURES.get(str(names[0])) if isinstance(names, list) and names else None
-
-
-def _eagle3(path: Path, content: Mapping[str, Any], *, is_wrapped: bool) -> HeadConfig:
-    layer = nested(path, content, _LAYER_CONFIG) if is_wrapped else content
-    nvidias = content.get("eagle_config")
-    flags = {**(nvidias if isinstance(nvidias, dict) else {}), **content}
-    check_layer(path, layer, "an EAGLE-3 head")
-    hidden_size, heads = size(path, layer, "hidden_size"), size(path, layer, "num_attention_heads")
-    vocabulary_size = size(path, layer, "vocab_size")
-    return HeadConfig(
-        folder=path.parent,
-        method=EAGLE3,
-        architecture=str((content.get("architectures") or ["Eagle3Speculator"])[0]),
-        hidden_size=hidden_size,
-        intermediate_size=size(path, layer, "intermediate_size"),
-        heads=heads,
-        kv_heads=size(path, layer, "num_key_value_heads", heads),
-        head_dim=size(path, layer, "head_dim", hidden_size // heads),
-        vocabulary_size=vocabulary_size,
-        draft_vocabulary_size=size(path, content, "draft_vocab_size", vocabulary_size),
-        epsilon=float(layer.get("rms_norm_eps") or 1e-6),
-        target_hidden_size=size(path, content, "target_hidden_size", hidden_size),
-        aux_layer_ids=_aux_layer_ids(path, flags),
-        # vLLM 0.32: absent means true in the speculators format and false in the raw one.
-        norm_before_residual=flag(path, flags, "norm_before_residual", default=is_wrapped),
-        norm_before_fc=flag(path, flags, "norm_before_fc"),
-        fc_norm=flag(path, flags, "fc_norm"),
-        norm_output=flag(path, flags, "norm_output"),
-    )
-
-
-def _aux_layer_ids(path: Path, content: Mapping[str, Any]) -> tuple[int, ...] | None:
-    ids = content.get(_AUX_LAYERS)
-    if ids is None:
-        return None
-    if not isinstance(ids, list) or len(ids) != 3 or not all(type(each) is int and each >= 0 for each in ids):
-        raise ModelFolderError(
-            f"the file {path} should have three layer numbers in {_AUX_LAYERS}, but it is {ids!r}"
-        )
-    return tuple(ids)

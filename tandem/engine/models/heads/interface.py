@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from tandem.engine.kv_cache.arena import LayerGeometry
 from tandem.engine.models.attention import attention_forward
-from tandem.engine.models.checkpoint import find_weights
+from tandem.engine.models.checkpoint import CONFIG_FILE, find_weights, read_object
 from tandem.engine.models.loading import LoadedModel, StoredTensor, stored_tensors
 from tandem.errors import ModelFolderError
 
@@ -23,33 +23,44 @@ FINAL_STATE = -1
 
 
 class DraftHead(nn.Module):
-    """A drafting head. Subclasses compute."""
+    """The engine's view of a drafting head: a model of its own that reads pairs of a token and a state.
 
-    layer_ids: tuple[int, ...]
+    The pair of position i is the token at i + 1 and the target's state at i, so a head predicts the token at i + 2.
+    Where the target has not read the token yet, within a proposal, the head's own state takes the place of the
+    target's. Subclasses compute.
+    """
+
+    architecture: str
+    layer_ids: tuple[int, ...] = (FINAL_STATE,)
     """Which of the target's states are read: residual streams by the number of layers before them, or `FINAL_STATE`."""
     state_size: int
     """Width of what is kept for each of the target's tokens."""
     vocabulary_size: int
     """The target's."""
-    has_reduced_vocabulary: bool
-    """True if the head cannot say some of the target's tokens."""
+    target_ids: Tensor | None
+    """The target's id of each id of a reduced vocabulary, int64; None where the head can say all of the target's."""
     layers: tuple[LayerGeometry, ...]
     """Attention layers of the head itself."""
     tokens_per_pass: int = 1
     """Tokens that one pass foresees. With more than one a proposal is a single pass, and has at most as many."""
+    lm_head: nn.Linear
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("target_ids", None, persistent=False)
 
     @property
     def readers(self) -> Sequence[nn.Module]:
         """The modules that `combined` calls."""
-        raise NotImplementedError
+        return ()
 
     def combined(self, hidden_states: Sequence[Tensor]) -> Tensor:
-        """The part of the target's states that the head reads, [tokens, state_size].
+        """The part of the target's states that the head reads, [tokens, state_size]; by default the only one.
 
         Args:
             hidden_states: [tokens, target_hidden_size] for each of `layer_ids`.
         """
-        raise NotImplementedError
+        return hidden_states[0]
 
     def advanced(
         self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any
@@ -69,12 +80,18 @@ class DraftHead(nn.Module):
 
     def own_logits(self, hidden: Tensor) -> Tensor:
         """Logits of what the head can say, [rows, width]; see `widened`."""
-        raise NotImplementedError
+        own: Tensor = self.lm_head(hidden)
+        return own
 
     def widened(self, own_logits: Tensor) -> Tensor:
         """[rows, tokens_per_pass * vocabulary_size], a pass's first token first; minus infinity for tokens that the
-        head cannot say. By default the head can say all."""
-        return own_logits
+        head cannot say."""
+        if self.target_ids is None:
+            return own_logits
+        passes = self.tokens_per_pass
+        own = own_logits.view(len(own_logits), passes, own_logits.shape[1] // passes)
+        scores = own.new_full((*own.shape[:2], self.vocabulary_size), -torch.inf)
+        return scores.index_copy_(2, self.target_ids, own).flatten(1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the target's whole vocabulary."""
@@ -107,66 +124,164 @@ class BlockHead(DraftHead):
         raise NotImplementedError
 
 
-def size(path: Path, content: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A number of at least 1.
+class HeadFile:
+    """A head's `config.json`, or an object in it. Values that no head has here are refused in one sentence each."""
 
-    Raises:
-        ModelFolderError: the value is none, or is missing and has no default.
-    """
-    value = content.get(key)
-    if value is None and default is not None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelFolderError(f"the file {path} should have a positive number {key}, but it is {value!r}")
-    return value
+    def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
+        self.path = path
+        self.content = content
+
+    @classmethod
+    def of(cls, folder: Path) -> HeadFile:
+        """Read the file.
+
+        Raises:
+            ModelFolderError: there is none, or it is no JSON object.
+        """
+        return cls(folder / CONFIG_FILE, read_object(folder / CONFIG_FILE, "a drafting head needs one"))
+
+    def refusal(self, fault: str) -> ModelFolderError:
+        """The error that names the file and what is wrong with it."""
+        return ModelFolderError(f"the file {self.path} {fault}")
+
+    def architecture(self, default: str) -> str:
+        """The first of `architectures`."""
+        names = self.content.get("architectures")
+        return str(names[0]) if isinstance(names, list) and names else default
+
+    def number(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """A whole number, `default` where it is absent."""
+        value = self.content.get(key)
+        if value is None and default is not None:
+            return default
+        if type(value) is not int or value < minimum:
+            raise self.refusal(f"should have a number of at least {minimum} in {key}, but it is {value!r}")
+        return value
+
+    def optional_number(self, key: str) -> int | None:
+        """A number of at least 1, or None where it is absent."""
+        return None if self.content.get(key) is None else self.number(key)
+
+    def flag(self, key: str, *, default: bool = False) -> bool:
+        """True or false."""
+        value = self.content.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.refusal(f"should have true or false for {key}, but it is {value!r}")
+        return value
+
+    def nested(self, key: str) -> HeadFile:
+        """An object within this one."""
+        value = self.content.get(key)
+        if not isinstance(value, dict):
+            raise self.refusal(f"should have an object {key}, but it is {value!r}")
+        return HeadFile(self.path, value)
+
+    def layer_ids(self, key: str) -> tuple[int, ...]:
+        """Numbers of layers, at least one."""
+        ids = self.content.get(key)
+        if not isinstance(ids, list) or not ids or not all(type(each) is int and each >= 0 for each in ids):
+            raise self.refusal(f"should have layer numbers in {key}, but it is {ids!r}")
+        return tuple(ids)
+
+    def check(self, owner: str, **only: object) -> None:
+        """Refuse keys with another value than the only one that is computed here. They may be absent."""
+        for key, value in only.items():
+            if self.content.get(key) not in (None, value):
+                raise self.refusal(f"has {key} {self.content[key]!r}; {owner} has {value!r} here")
 
 
-def flag(path: Path, content: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
-    """True or false.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaHeadConfig:
+    """Shape of a head of one Llama layer."""
 
-    Raises:
-        ModelFolderError: the value is neither.
-    """
-    value = content.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise ModelFolderError(f"the file {path} should have true or false for {key}, but it is {value!r}")
-    return value
+    folder: Path
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary_size: int
+    epsilon: float
+    """Added to the mean square in each RMSNorm."""
+
+    def layer_config(self, target: LoadedModel) -> LlamaConfig:
+        """The layer's config, with the target's rotary parameters: those in a head's own are often left over from a
+        template."""
+        targets = text_config(target)
+        own = LlamaConfig(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            rms_norm_eps=self.epsilon,
+            max_position_embeddings=targets.max_position_embeddings,
+        )
+        parameters = getattr(targets, "rope_parameters", None)
+        if isinstance(parameters, dict) and "rope_type" in parameters:
+            own.rope_parameters = dict(parameters)
+        return own
 
 
-def nested(path: Path, content: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """An object within the file.
+def llama_layer_shape(layer: HeadFile, owner: str) -> dict[str, Any]:
+    """What a file says about its one Llama layer, as arguments of `LlamaHeadConfig`."""
+    layer.check(
+        owner,
+        num_hidden_layers=1, hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False,
+        qkv_bias=False,
+    )  # fmt: skip
+    hidden_size, heads = layer.number("hidden_size"), layer.number("num_attention_heads")
+    return {
+        "folder": layer.path.parent,
+        "hidden_size": hidden_size,
+        "intermediate_size": layer.number("intermediate_size"),
+        "heads": heads,
+        "kv_heads": layer.number("num_key_value_heads", heads),
+        "head_dim": layer.number("head_dim", hidden_size // heads),
+        "vocabulary_size": layer.number("vocab_size"),
+        "epsilon": float(layer.content.get("rms_norm_eps") or 1e-6),
+    }
 
-    Raises:
-        ModelFolderError: the value is none.
-    """
-    value = content.get(key)
-    if not isinstance(value, dict):
-        raise ModelFolderError(f"the file {path} should have an object {key}, but it is {value!r}")
-    return value
 
+class Attention(nn.Module):
+    """Attention of a head's one Llama layer, for pairs of several sequences."""
 
-def check_layer(path: Path, layer: Mapping[str, Any], owner: str) -> None:
-    """Refuse what a head's one Llama layer does not compute here.
+    layer_idx = 0
 
-    Args:
-        path: the file.
-        layer: the layer's config.
-        owner: a head of this method, for the sentence.
+    def __init__(self, config: LlamaConfig, input_size: int) -> None:
+        super().__init__()
+        sizes: Any = config  # transformers' annotations allow None, which its own constructor replaces
+        self._head_dim: int = sizes.head_dim
+        width, kv_width = (
+            heads * self._head_dim for heads in (sizes.num_attention_heads, sizes.num_key_value_heads)
+        )
+        self.q_proj = nn.Linear(input_size, width, bias=False)
+        self.k_proj = nn.Linear(input_size, kv_width, bias=False)
+        self.v_proj = nn.Linear(input_size, kv_width, bias=False)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
 
-    Raises:
-        ModelFolderError: it says something else.
-    """
-    wanted = {"num_hidden_layers": (1, None), "hidden_act": ("silu", None), "attention_bias": (False, None)}
-    wanted |= {"mlp_bias": (False, None), "use_sliding_window": (False, None), "qkv_bias": (False, None)}
-    for key, allowed in wanted.items():
-        if (value := layer.get(key)) not in allowed:
-            raise ModelFolderError(f"the file {path} has {key} {value!r}; {owner} has {allowed[0]!r} here")
+    def forward(self, states: Tensor, positions: Tensor, step: Any) -> Tensor:
+        """[1, tokens, hidden_size] of states [1, tokens, input_size] and positions [1, tokens]."""
+        query, key, value = (
+            projection(states).unflatten(-1, (-1, self._head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        cosines, sines = self.rotary_emb(states, positions)
+        query, key = apply_rotary_pos_emb(query, key, cosines, sines)
+        attended, _ = attention_forward(self, query, key, value, None, tandem_step=step)
+        output: Tensor = self.o_proj(attended.flatten(2))
+        return output
 
 
 class HeadTensors:
-    """The tensors of a head's folder. Their names are read without the prefixes that some exporters add."""
+    """The tensors of a head's folder, each of the name and the shape that its config implies.
+
+    Their names are read without the prefixes that some exporters add.
+    """
 
     def __init__(self, folder: Path, renamed: Mapping[str, str]) -> None:
         """
@@ -178,65 +293,80 @@ class HeadTensors:
             ModelFolderError: there are no weights, or a file is damaged.
         """
         self._folder = folder
-        self._stored: dict[str, StoredTensor] = {}
-        self._written: dict[str, str] = {}
-        """Each name as the file spells it."""
-        for name, tensor in stored_tensors(find_weights(folder).files, torch.device("cpu")).items():
-            known = _renamed(name, renamed)
-            self._stored[known], self._written[known] = tensor, name
+        stored = stored_tensors(find_weights(folder).files, torch.device("cpu"))
+        self._stored: dict[str, tuple[str, StoredTensor]] = {
+            _renamed(name, renamed): (name, tensor) for name, tensor in stored.items()
+        }
+        """Each with its name in the file."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
 
     def rows(self, name: str) -> int | None:
         """First number of a tensor's shape; None where there is no such tensor."""
-        return self._stored[name].to().shape[0] if name in self._stored else None
+        return self._stored[name][1].to().shape[0] if name in self._stored else None
 
-    def read(self, name: str, shape: tuple[int, ...], reason: str) -> Tensor:
+    def read(self, name: str, shape: Sequence[int], reason: str = "by config.json") -> Tensor:
         """A tensor as it is stored.
 
-        Args:
-            name: what the head's module calls it.
-            shape: the shape that it must have.
-            reason: where the shape comes from, for the sentence.
-
         Raises:
-            ModelFolderError: it is missing or has another shape.
+            ModelFolderError: it is missing or has another shape; the sentence says for what reason that is wrong.
         """
         if name not in self._stored:
             raise ModelFolderError(
                 f"the drafting head in {self._folder} has no tensor {name}; it must have one of shape "
                 f"{list(shape)} ({reason})"
             )
-        tensor = self._stored[name].to()
-        if tuple(tensor.shape) != shape:
+        written, stored = self._stored[name]
+        tensor = stored.to()
+        if tuple(tensor.shape) != tuple(shape):
             raise ModelFolderError(
-                f"the tensor {self._written[name]} of the drafting head in {self._folder} has the shape "
+                f"the tensor {written} of the drafting head in {self._folder} has the shape "
                 f"{list(tensor.shape)}; it must have {list(shape)} ({reason})"
             )
         return tensor
 
+    @torch.no_grad()
+    def fill(self, head: DraftHead, published: Callable[[str], str] = str, but: str = "") -> None:
+        """Read all of a head's parameters but one.
 
-def read_target_ids(tensors: HeadTensors, folder: Path, draft_size: int, vocabulary_size: int) -> Tensor:
-    """The target's id of each id of a reduced vocabulary, int64 [draft_size]. `d2t` holds offsets: the target's id is
-    the draft's own plus the offset.
+        Args:
+            head: its parameters are overwritten.
+            published: from a parameter's name to that in the checkpoint.
+            but: name of a parameter that is set elsewhere.
+        """
+        for name, parameter in head.named_parameters():
+            if name != but:
+                parameter.copy_(self.read(published(name), parameter.shape))
 
-    Args:
-        tensors: the head's.
-        folder: where it is, for the sentence.
-        draft_size: tokens that the head can say.
-        vocabulary_size: the target's tokens.
+    def target_ids(self, name: str, count: int, vocabulary_size: int, *, are_offsets: bool) -> Tensor:
+        """The target's id of each id of a reduced vocabulary, int64 [count].
 
-    Raises:
-        ModelFolderError: `d2t` is missing, or the ids are not distinct ones of the target.
-    """
-    ids = torch.arange(draft_size) + tensors.read("d2t", (draft_size,), "draft_vocab_size").long()
-    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary_size or len(set(ids.tolist())) < len(ids):
-        raise ModelFolderError(
-            f"the tensor d2t of the drafting head in {folder} leads to ids from {int(ids.min())} to {int(ids.max())}; "
-            f"it must hold offsets that lead to distinct ids in 0..{vocabulary_size - 1}"
-        )
-    return ids
+        Args:
+            name: of the tensor.
+            count: tokens that the head can say.
+            vocabulary_size: the target's tokens.
+            are_offsets: the tensor holds the target's id minus the head's own.
+
+        Raises:
+            ModelFolderError: the tensor is missing, or the ids are not distinct ones of the target.
+        """
+        ids = self.read(name, (count,), "the size of the head's vocabulary").long()
+        if are_offsets:
+            ids = ids + torch.arange(count)
+        if int(ids.min()) < 0 or int(ids.max()) >= vocabulary_size or len(set(ids.tolist())) < count:
+            raise ModelFolderError(
+                f"the tensor {name} of the drafting head in {self._folder} leads to ids from {int(ids.min())} to "
+                f"{int(ids.max())}; it must hold {'offsets that lead to ' if are_offsets else ''}distinct ids in "
+                f"0..{vocabulary_size - 1}"
+            )
+        return ids
+
+
+def with_prefix_of(names: Mapping[str, str], name: str) -> str:
+    """The name with its beginning replaced, if it is one of those that have another."""
+    beginning = next((each for each in names if name.startswith(each)), "")
+    return names.get(beginning, "") + name.removeprefix(beginning)
 
 
 def _renamed(name: str, renamed: Mapping[str, str]) -> str:
@@ -252,47 +382,55 @@ def text_config(target: LoadedModel) -> Any:
     return module.config.get_text_config(decoder=True)
 
 
-def check_same(folder: Path, key: str, own: int | None, others: int, target: LoadedModel) -> None:
+def check_target(folder: Path, target: LoadedModel, *numbers: tuple[str, int | None, int]) -> None:
     """Refuse a head that was made for another target.
 
     Args:
         folder: the head's.
-        key: of the number in its config.json.
-        own: the head's number; None if it has none.
-        others: the target's.
-        target: the model, for the sentence.
+        target: the model.
+        numbers: key in the head's config.json, value there, and the target's.
 
     Raises:
-        ModelFolderError: the numbers differ.
+        ModelFolderError: two values differ.
     """
-    if own != others:
+    for key, own, others in numbers:
+        if own != others:
+            raise ModelFolderError(
+                f"the drafting head in {folder} was made for another target: its {key} is {own}, and that of "
+                f"{target.info.name} is {others}"
+            )
+
+
+def check_layer_ids(folder: Path, layer_ids: Sequence[int], target: LoadedModel) -> None:
+    """Refuse a head that reads states which the target does not have.
+
+    Raises:
+        ModelFolderError: the target has fewer layers.
+    """
+    count: int = text_config(target).num_hidden_layers
+    if not all(0 <= each <= count for each in layer_ids):
         raise ModelFolderError(
-            f"the drafting head in {folder} was made for another target: its {key} is {own}, and that of "
-            f"{target.info.name} is {others}"
+            f"the drafting head in {folder} reads the target's states after {list(layer_ids)} layers; "
+            f"{target.info.name} has {count}"
         )
 
 
-def shared_embedding(target: LoadedModel) -> nn.Embedding:
-    """The target's embedding."""
+def shared_layers(target: LoadedModel) -> tuple[nn.Embedding, nn.Linear]:
+    """Embedding and output head over the target's weights. The modules are not the target's own: whoever packs those
+    must not change a head."""
     module: Any = target.module
-    weight: Tensor = module.get_input_embeddings().weight
+    weights: list[Tensor] = [
+        layer.weight.detach() for layer in (module.get_input_embeddings(), module.get_output_embeddings())
+    ]
+    rows, width = weights[1].shape
     with torch.device("meta"):
-        made = nn.Embedding(*weight.shape)
-    made.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    return made
+        layers = nn.Embedding(*weights[0].shape), nn.Linear(width, rows, bias=False)
+    for layer, weight in zip(layers, weights, strict=True):
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layers
 
 
-def shared_output_head(target: LoadedModel) -> nn.Linear:
-    """The target's output head."""
-    module: Any = target.module
-    weight: Tensor = module.get_output_embeddings().weight
-    with torch.device("meta"):
-        made = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    made.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    return made
-
-
-Head = TypeVar("Head", bound=nn.Module)
+Head = TypeVar("Head", bound=DraftHead)
 
 
 def placed(head: Head, target: LoadedModel) -> Head:
@@ -304,111 +442,3 @@ def placed(head: Head, target: LoadedModel) -> Head:
     for parameter in head.parameters():
         parameter.data = parameter.data.to(target.device, target.dtype)
     return head.to(target.device).eval().requires_grad_(False)
-
-
-class LayerShape(Protocol):
-    """Numbers of a head's config that its layer needs."""
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the layer."""
-        ...
-
-    @property
-    def intermediate_size(self) -> int:
-        """Width of the MLP."""
-        ...
-
-    @property
-    def heads(self) -> int:
-        """Attention heads."""
-        ...
-
-    @property
-    def kv_heads(self) -> int:
-        """Heads of keys and values."""
-        ...
-
-    @property
-    def head_dim(self) -> int:
-        """Width of each."""
-        ...
-
-
-class Norm(nn.Module):
-    """RMSNorm, computed in float32."""
-
-    def __init__(self, size: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self._epsilon = epsilon
-
-    def forward(self, states: Tensor) -> Tensor:
-        """Normalized states, of the same shape and dtype."""
-        wide = states.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._epsilon)
-        return self.weight * scaled.to(states.dtype)
-
-
-class Attention(nn.Module):
-    """Attention of a head's one layer."""
-
-    layer_idx = 0
-
-    def __init__(self, shape: LayerShape, input_size: int, rotary: LlamaRotaryEmbedding) -> None:
-        """
-        Args:
-            shape: the head's.
-            input_size: width of what queries, keys and values are computed from.
-            rotary: see `rotary_of`.
-        """
-        super().__init__()
-        width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self.q_proj = nn.Linear(input_size, width, bias=False)
-        self.k_proj = nn.Linear(input_size, kv_width, bias=False)
-        self.v_proj = nn.Linear(input_size, kv_width, bias=False)
-        self.o_proj = nn.Linear(width, shape.hidden_size, bias=False)
-        self.rotary_emb = rotary
-        self._head_dim = shape.head_dim
-
-    def forward(self, states: Tensor, positions: Tensor, step: Any) -> Tensor:
-        """[1, tokens, hidden_size] of states [1, tokens, input_size] and positions [1, tokens]."""
-        query, key, value = (
-            projection(states).unflatten(-1, (-1, self._head_dim)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        cosines, sines = self.rotary_emb(states, positions)
-        query, key = apply_rotary_pos_emb(query, key, cosines, sines)
-        attended, _ = attention_forward(self, query, key, value, None, tandem_step=step)
-        output: Tensor = self.o_proj(attended.flatten(2))
-        return output
-
-
-class Mlp(nn.Module):
-    """A gated MLP."""
-
-    def __init__(self, shape: LayerShape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
-
-    def forward(self, states: Tensor) -> Tensor:
-        """[..., hidden_size] of states of this shape."""
-        output: Tensor = self.down_proj(functional.silu(self.gate_proj(states)) * self.up_proj(states))
-        return output
-
-
-def rotary_of(shape: LayerShape, target: LoadedModel) -> LlamaRotaryEmbedding:
-    """The target's rotary parameters: those in a head's own config are often left over from a template."""
-    targets = text_config(target)
-    own = LlamaConfig(
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=targets.max_position_embeddings,
-    )
-    parameters = getattr(targets, "rope_parameters", None)
-    if isinstance(parameters, dict) and "rope_type" in parameters:
-        own.rope_parameters = dict(parameters)
-    return LlamaRotaryEmbedding(own)

@@ -5,14 +5,15 @@ target's embedding and output head. It is transformers' own module (`transformer
 of several tokens uses the first MTP layer again and again, as vLLM does where a checkpoint has one; each time it reads
 the normalized state that it gave before, as in transformers and SGLang.
 
-Qwen3-Next's layer computes the same around one of its blocks with full attention, and is stored under other names (as
-vLLM's `Qwen3NextMultiTokenPredictor` reads them). A checkpoint of Qwen3 with such tensors has a block of Qwen3.
+DeepSeek-V3 and GLM-4.5 store such layers behind the model's last layer: `model.layers.{layers}.` and so on. Qwen3-Next
+stores its one beside the model, as `mtp.`, and its config does not mention it; it computes the same around one of the
+model's blocks with full attention (as vLLM's `Qwen3NextMultiTokenPredictor` reads it). Models of Qwen3 are read in that
+layout too, around a block of Qwen3.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,20 +22,29 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import MtpLayer, MtpModel
 
+from tandem.config.names import MTP
 from tandem.engine.models.attention import STEP_ARGUMENT
-from tandem.engine.models.checkpoint import CONFIG_FILE, find_weights, read_object
+from tandem.engine.models.checkpoint import find_weights
 from tandem.engine.models.heads.interface import (
-    FINAL_STATE,
     DraftHead,
+    HeadFile,
     HeadTensors,
     placed,
-    shared_embedding,
-    shared_output_head,
-    size,
+    shared_layers,
     text_config,
+    with_prefix_of,
 )
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import ModelFolderError
+
+_APPENDED_FAMILIES = ("deepseek_v3", "glm4_moe")
+_SEPARATE_FAMILIES = ("qwen3", "qwen3_moe", "qwen3_next")
+"""By `model_type`."""
+
+_SEPARATE_PREFIX = "mtp."
+_FIRST_TENSOR = f"{_SEPARATE_PREFIX}fc.weight"
+_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Keys of the number of layers; the second is that of Qwen's later models."""
 
 _EXPERTS = "mlp.experts."
 _APPENDED_NAMES = {"mtp_block.": "", "post_norm.": "shared_head.norm."}
@@ -45,16 +55,61 @@ _SEPARATE_NAMES = {
 """Beginnings of names in transformers' module, and those in a checkpoint behind its prefix."""
 
 
+@dataclass(frozen=True, slots=True)
+class MtpConfig:
+    """Where a target's first MTP layer lies."""
+
+    folder: Path
+    prefix: str
+    """Of the names of its tensors."""
+    is_separate: bool
+    """Named as Qwen3-Next's, and no layer of the model's own numbering."""
+
+
+def read_mtp_config(folder: Path) -> MtpConfig:
+    """The MTP layer of a target's checkpoint.
+
+    Raises:
+        ModelFolderError: the model is of another family, or has no such layer.
+    """
+    file = HeadFile.of(folder)
+    family = file.content.get("model_type")
+    if family in _APPENDED_FAMILIES:
+        _check_count(file, _COUNTS[0])
+        file.number("n_routed_experts")
+        return MtpConfig(folder, f"model.layers.{file.number('num_hidden_layers')}.", is_separate=False)
+    if family not in _SEPARATE_FAMILIES:
+        raise file.refusal(
+            f"has the model_type {family!r}; the method mtp needs a model with layers for multi-token prediction, and "
+            f"here that is one of {', '.join((*_APPENDED_FAMILIES, *_SEPARATE_FAMILIES))}"
+        )
+    for key in _COUNTS:
+        if file.content.get(key) is not None:
+            _check_count(file, key)
+    if _FIRST_TENSOR not in find_weights(folder).names:
+        raise ModelFolderError(
+            f"the model in {folder} has no layers for multi-token prediction: it has no tensor {_FIRST_TENSOR}"
+        )
+    return MtpConfig(folder, _SEPARATE_PREFIX, is_separate=True)
+
+
+def _check_count(file: HeadFile, key: str) -> None:
+    count = file.content.get(key)
+    if not isinstance(count, int) or count < 1:
+        raise ModelFolderError(
+            f"the model in {file.path.parent} has no layers for multi-token prediction: {key} is {count!r}; it must be "
+            "at least 1"
+        )
+
+
 class MtpHead(DraftHead):
     """A target's first MTP layer."""
-
-    layer_ids = (FINAL_STATE,)
-    has_reduced_vocabulary = False
 
     def __init__(self, config: MtpConfig, target: LoadedModel) -> None:
         """The layer, without its weights."""
         super().__init__()
         module: Any = target.module
+        self.architecture = f"{target.info.architecture} ({MTP})"
         self.state_size = text_config(target).hidden_size
         self.vocabulary_size = target.info.vocabulary_size
         self.layers = (replace(target.layers[-1], window=None),)
@@ -62,18 +117,8 @@ class MtpHead(DraftHead):
             self.layer: nn.Module = (
                 _separate_layer(target) if config.is_separate else MtpModel(module, 1).layers[0]
             )
-        self.embed_tokens = shared_embedding(target)
-        self.lm_head = shared_output_head(target)
+        self.embed_tokens, self.lm_head = shared_layers(target)
         self.rotary_emb: nn.Module = module.get_decoder().rotary_emb
-
-    @property
-    def readers(self) -> Sequence[nn.Module]:
-        """See `DraftHead`."""
-        return ()
-
-    def combined(self, hidden_states: Sequence[Tensor]) -> Tensor:
-        """See `DraftHead`."""
-        return hidden_states[0]
 
     def advanced(
         self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any
@@ -90,11 +135,6 @@ class MtpHead(DraftHead):
             **{STEP_ARGUMENT: step},
         )
         return output[0], output[0]
-
-    def own_logits(self, hidden: Tensor) -> Tensor:
-        """See `DraftHead`."""
-        scores: Tensor = self.lm_head(hidden)
-        return scores
 
 
 def _separate_layer(target: LoadedModel) -> nn.Module:
@@ -126,92 +166,17 @@ def load_mtp(config: MtpConfig, target: LoadedModel) -> MtpHead:
 
 def _tensor(tensors: HeadTensors, config: MtpConfig, name: str, shape: tuple[int, ...]) -> Tensor:
     """One of the module's tensors. transformers keeps the experts of a layer in one, checkpoints each by itself."""
-    published = _published(name, config)
+    names = _SEPARATE_NAMES if config.is_separate else _APPENDED_NAMES
+    published = config.prefix + with_prefix_of(names, name)
     layer, is_of_experts, part = published.partition(_EXPERTS)
     if not is_of_experts or published in tensors:
-        return tensors.read(published, shape, "by config.json")
+        return tensors.read(published, shape)
     experts, rows, columns = shape
     parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
     wanted = (rows // len(parts), columns)
     return torch.stack(
         [
-            torch.cat(
-                [
-                    tensors.read(f"{layer}{_EXPERTS}{expert}.{each}.weight", wanted, "by config.json")
-                    for each in parts
-                ]
-            )
+            torch.cat([tensors.read(f"{layer}{_EXPERTS}{expert}.{each}.weight", wanted) for each in parts])
             for expert in range(experts)
         ]
     )
-
-
-def _published(name: str, config: MtpConfig) -> str:
-    names = _SEPARATE_NAMES if config.is_separate else _APPENDED_NAMES
-    beginning = next((each for each in names if name.startswith(each)), "")
-    return config.prefix + names.get(beginning, "") + name.removeprefix(beginning)
-
-
-_APPENDED_FAMILIES = ("deepseek_v3", "glm4_moe")
-_SEPARATE_FAMILIES = ("qwen3", "qwen3_moe", "qwen3_next")
-FAMILIES = (*_APPENDED_FAMILIES, *_SEPARATE_FAMILIES)
-"""By `model_type`."""
-
-_SEPARATE_PREFIX = "mtp."
-_FIRST_TENSOR = f"{_SEPARATE_PREFIX}fc.weight"
-_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-"""Keys of the number of layers; the second is that of Qwen's later models."""
-
-
-@dataclass(frozen=True, slots=True)
-class MtpConfig:
-    """Where a target's first MTP layer lies."""
-
-    folder: Path
-    prefix: str
-    """Of the names of its tensors."""
-    is_separate: bool
-    """Named as Qwen3-Next's, and no layer of the model's own numbering."""
-
-
-def read_mtp_config(folder: Path) -> MtpConfig:
-    """The MTP layer of a target's checkpoint.
-
-    Raises:
-        ModelFolderError: the model is of another family, or has no such layer.
-    """
-    path = folder / CONFIG_FILE
-    content = read_object(path, "a model needs one")
-    family = content.get("model_type")
-    if family not in FAMILIES:
-        raise ModelFolderError(
-            f"the file {path} has the model_type {family!r}; the method mtp needs a model with layers for multi-token "
-            f"prediction, and here that is one of {', '.join(FAMILIES)}"
-        )
-    return _separate(folder, content) if family in _SEPARATE_FAMILIES else _appended(folder, content)
-
-
-def _appended(folder: Path, content: Mapping[str, Any]) -> MtpConfig:
-    _check_count(folder, _COUNTS[0], content.get(_COUNTS[0]))
-    layers, _ = (
-        size(folder / CONFIG_FILE, content, key) for key in ("num_hidden_layers", "n_routed_experts")
-    )
-    return MtpConfig(folder, f"model.layers.{layers}.", is_separate=False)
-
-
-def _separate(folder: Path, content: Mapping[str, Any]) -> MtpConfig:
-    for key in _COUNTS:
-        if content.get(key) is not None:
-            _check_count(folder, key, content[key])
-    if _FIRST_TENSOR not in find_weights(folder).names:
-        raise ModelFolderError(
-            f"the model in {folder} has no layers for multi-token prediction: it has no tensor {_FIRST_TENSOR}"
-        )
-    return MtpConfig(folder, _SEPARATE_PREFIX, is_separate=True)
-
-
-def _check_count(folder: Path, key: str, count: object) -> None:
-    if not isinstance(count, int) or count < 1:
-        raise ModelFolderError(
-            f"the model in {folder} has no layers for multi-token prediction: {key} is {count!r}; it must be at least 1"
-        )

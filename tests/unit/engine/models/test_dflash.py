@@ -55,11 +55,11 @@ CONFIGS: dict[str, tuple[Change, str]] = {
     ),
     "no mask": (
         lambda config: config["dflash_config"].pop("mask_token_id"),
-        "should have a token id in dflash_config.mask_token_id, but it is None",
+        "should have a number of at least 0 in mask_token_id, but it is None",
     ),
     "no layers": (
         lambda config: config["dflash_config"].update(target_layer_ids=[]),
-        "should have layer numbers in dflash_config.target_layer_ids, but it is []",
+        "should have layer numbers in target_layer_ids, but it is []",
     ),
     "windowed layers": (
         lambda config: config.update(layer_types=["full_attention", "sliding_attention"]),
@@ -119,7 +119,7 @@ def test_wrong_tensors_are_refused(name: str, head: Path, target: LoadedModel) -
 SPECULATORS_CONFIGS: dict[str, tuple[Change, str]] = {
     "another method": (
         lambda config: config.update(speculators_model_type="dspark"),
-        "has speculators_model_type 'dspark'; that of a DFlash draft must be 'dflash'",
+        "has speculators_model_type 'dspark'; a DFlash draft has 'dflash' here",
     ),
     "no layers' config": (
         lambda config: config.pop("transformer_layer_config"),
@@ -143,7 +143,7 @@ SPECULATORS_CONFIGS: dict[str, tuple[Change, str]] = {
     ),
     "no mask": (
         lambda config: config.pop("mask_token_id"),
-        "should have a token id in mask_token_id, but it is None",
+        "should have a number of at least 0 in mask_token_id, but it is None",
     ),
     "no layers of the target": (
         lambda config: config.update(aux_hidden_state_layer_ids=None),
@@ -159,7 +159,7 @@ SPECULATORS_CONFIGS: dict[str, tuple[Change, str]] = {
     ),
     "a draft vocabulary that is none": (
         lambda config: config.update(draft_vocab_size=0),
-        "should have a positive number draft_vocab_size, but it is 0",
+        "should have a number of at least 1 in draft_vocab_size, but it is 0",
     ),
 }
 
@@ -184,7 +184,7 @@ SPECULATORS_TENSORS: dict[str, tuple[Change, str]] = {
     ),
     "no offsets": (
         lambda tensors: tensors.pop("d2t"),
-        "has no tensor d2t; it must have one of shape [96] (draft_vocab_size)",
+        "has no tensor d2t; it must have one of shape [96]",
     ),
     "ids in place of offsets": (
         lambda tensors: tensors.update(d2t=torch.arange(2048 - 96, 2048)),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.models.heads.interface import DraftHead
-from tandem.engine.models.heads.loading import load_head, read_config
+from tandem.engine.models.heads.loading import head_loader
 from tandem.engine.models.loading import load_model
 from tests.dflash_models import save_dflash
 from tests.eagle_heads import save_eagle
@@ -53,7 +53,7 @@ def narrow_head(method: str, folder: Path) -> DraftHead:
         model = random_model(1, num_hidden_layers=6, **shape)
         heads = SAVED[method](folder / "head", model)
         targets = save_model(model, folder / "target")
-    return load_head(read_config(heads, method), load_model(targets, dtype="bfloat16", threads=1))
+    return head_loader(heads, method)(load_model(targets, dtype="bfloat16", threads=1))
 
 
 def angles(rotary: Any) -> Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.engine.models.heads.eagle3 import load_eagle3, read_head_config
+from tandem.engine.models.heads.eagle3 import load_eagle3, read_eagle3_config
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.errors import ModelFolderError
 from tests.end_to_end.models import random_model, save_model
@@ -49,23 +49,23 @@ def changed_tensors(folder: Path, change: Change) -> None:
 
 def refusal(folder: Path, target: LoadedModel) -> str:
     with pytest.raises(ModelFolderError) as error:
-        load_eagle3(read_head_config(folder), target)
+        load_eagle3(read_eagle3_config(folder), target)
     return str(error.value)
 
 
 CONFIGS: dict[str, tuple[Change, str]] = {
     "another architecture": (
         lambda config: config.update(architectures=["LlamaForCausalLM"]),
-        "is no drafting head's: speculators_model_type is None and architectures is ['LlamaForCausalLM'], of which one "
+        "is no EAGLE-3 head's: speculators_model_type is None and architectures is ['LlamaForCausalLM'], of which one "
         "must name eagle3, as in LlamaForCausalLMEagle3",
     ),
     "another method of speculators": (
         lambda config: config.update(speculators_model_type="peagle"),
-        "is no drafting head's: speculators_model_type is 'peagle'",
+        "is no EAGLE-3 head's: speculators_model_type is 'peagle'",
     ),
     "no width": (
         lambda config: config.pop("hidden_size"),
-        "should have a positive number hidden_size, but it is None",
+        "should have a number of at least 1 in hidden_size, but it is None",
     ),
     "a flag that is none": (
         lambda config: config.update(norm_output="yes"),
@@ -77,7 +77,7 @@ CONFIGS: dict[str, tuple[Change, str]] = {
     ),
     "two of the target's layers": (
         lambda config: config.update(eagle_aux_hidden_state_layer_ids=[1, 2]),
-        "should have three layer numbers in eagle_aux_hidden_state_layer_ids, but it is [1, 2]",
+        "should have 3 layer numbers in eagle_aux_hidden_state_layer_ids",
     ),
     "a layer that the target lacks": (
         lambda config: config.update(eagle_aux_hidden_state_layer_ids=[1, 2, 7]),
@@ -112,7 +112,7 @@ TENSORS: dict[str, tuple[Change, str]] = {
     ),
     "no offsets": (
         lambda tensors: tensors.pop("d2t"),
-        "has no tensor d2t; it must have one of shape [96] (draft_vocab_size)",
+        "has no tensor d2t; it must have one of shape [96]",
     ),
     "ids in place of offsets": (
         lambda tensors: tensors.update(d2t=torch.arange(2048 - 96, 2048)),
@@ -137,7 +137,7 @@ def test_a_wrapped_config_needs_its_layer(tmp_path: Path, target: LoadedModel) -
 def test_flags_of_nvidias_nested_config_count(head: Path) -> None:
     nested = {"norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": [0, 2, 4]}
     changed_config(head, lambda config: config.update(eagle_config=nested))
-    config = read_head_config(head)
+    config = read_eagle3_config(head)
     assert config.norm_before_fc
     assert config.aux_layer_ids == (0, 2, 4)
     assert not config.norm_before_residual

@@ -56,7 +56,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no experts": (
         {"n_routed_experts": None},
-        "should have a positive number n_routed_experts, but it is None",
+        "should have a number of at least 1 in n_routed_experts, but it is None",
     ),
 }
 

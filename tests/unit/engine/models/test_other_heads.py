@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.engine.models.heads.eagle import EagleHead
-from tandem.engine.models.heads.loading import load_head, read_config
+from tandem.engine.models.heads.loading import head_loader
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.errors import ModelFolderError
 from tests.eagle_heads import save_eagle
@@ -32,7 +32,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 def refusal(method: str, folder: Path, target: LoadedModel) -> str:
     with pytest.raises(ModelFolderError) as error:
-        load_head(read_config(folder, method), target)
+        head_loader(folder, method)(target)
     return str(error.value)
 
 
@@ -65,7 +65,7 @@ EAGLE_CONFIGS: dict[str, tuple[Change, str]] = {
     ),
     "another method of speculators": (
         lambda config: config.update(speculators_model_type="peagle"),
-        "has speculators_model_type 'peagle'; that of an EAGLE head must be 'eagle'",
+        "has speculators_model_type 'peagle'; an EAGLE head has 'eagle' here",
     ),
     "a reduced vocabulary": (
         lambda config: config.update(truncated_vocab_size=96),
@@ -73,7 +73,7 @@ EAGLE_CONFIGS: dict[str, tuple[Change, str]] = {
     ),
     "no width": (
         lambda config: config.pop("hidden_size"),
-        "should have a positive number hidden_size, but it is None",
+        "should have a number of at least 1 in hidden_size, but it is None",
     ),
     "another target's vocabulary": (
         lambda config: config.update(vocab_size=4096),
@@ -186,7 +186,7 @@ def test_wrong_tensors_of_the_speculators_format_are_refused(
 def test_a_copy_of_the_targets_embedding_takes_no_memory(
     embedding: str, is_shared: bool, tmp_path: Path, target: LoadedModel
 ) -> None:
-    head = load_head(read_config(save_eagle(tmp_path, target.module, embedding=embedding), "eagle"), target)
+    head = head_loader(save_eagle(tmp_path, target.module, embedding=embedding), "eagle")(target)
     assert isinstance(head, EagleHead)
     module: Any = target.module
     targets = module.get_input_embeddings().weight
@@ -201,7 +201,7 @@ MEDUSA_CONFIGS: dict[str, tuple[Change, str]] = {
     ),
     "no number of heads": (
         lambda config: config.pop("num_heads"),
-        "should have a positive number medusa_num_heads, but it is None",
+        "should have a number of at least 1 in medusa_num_heads, but it is None",
     ),
     "more heads than there are": (
         lambda config: config.update(num_heads=5),
@@ -217,7 +217,7 @@ MEDUSA_CONFIGS: dict[str, tuple[Change, str]] = {
     ),
     "some tokens and no map": (
         lambda config: config.update(truncated_vocab_size=96),
-        "has no tensor token_map; it must have one of shape [96] (truncated_vocab_size)",
+        "has no tensor token_map; it must have one of shape [96]",
     ),
 }
 
@@ -241,7 +241,7 @@ MEDUSA_TENSORS: dict[str, tuple[Change, str]] = {
     ),
     "ids that the target lacks": (
         lambda tensors: tensors.update(token_map=torch.arange(2000, 2096)),
-        "has ids from 2000 to 2095; it must hold distinct ids in 0..2047",
+        "leads to ids from 2000 to 2095; it must hold distinct ids in 0..2047",
     ),
 }
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tandem.engine.models.heads.eagle3 import Eagle3Head, load_eagle3, read_head_config
+from tandem.engine.models.heads.eagle3 import Eagle3Head, load_eagle3, read_eagle3_config
 from tandem.engine.models.loading import load_model
 from tests.end_to_end.models import random_model, save_model
 from tests.paths import SMOLLM2_EAGLE3
@@ -33,14 +33,14 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Eagle3Head:
         head_dim=8,
     )
     target = load_model(save_model(model, tmp_path_factory.mktemp("target")), dtype="float32", threads=1)
-    return load_eagle3(read_head_config(SMOLLM2_EAGLE3), target)
+    return load_eagle3(read_eagle3_config(SMOLLM2_EAGLE3), target)
 
 
 def test_it_has_smollm2s_shape(head: Eagle3Head) -> None:
     assert (head.state_size, head.vocabulary_size) == (HIDDEN_SIZE, VOCABULARY_SIZE)
     assert head.config.aux_layer_ids is None
     assert head.layer_ids == (2, 15, 27)
-    assert head.has_reduced_vocabulary
+    assert head.target_ids is not None
     assert head.fc.weight.shape == (HIDDEN_SIZE, 3 * HIDDEN_SIZE)
 
 
@@ -48,7 +48,8 @@ def test_its_draft_vocabulary_is_the_same_in_both_directions(head: Eagle3Head) -
     tensors = load_file(SMOLLM2_EAGLE3 / "model.safetensors")
     ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
     assert ids.tolist() == tensors["t2d"].nonzero()[:, 0].tolist()
-    assert head.target_ids.tolist() == ids.tolist()  # type: ignore[operator]  # a registered buffer
+    assert head.target_ids is not None
+    assert head.target_ids.tolist() == ids.tolist()
     assert END_OF_ANSWER in ids.tolist()
 
 

@@ -30,7 +30,7 @@ from models.demo.recipe.training import (
     train_until_over,
 )
 from tandem.engine.models import loading
-from tandem.engine.models.heads.eagle3 import Eagle3Head, read_head_config
+from tandem.engine.models.heads.eagle3 import Eagle3Head, read_eagle3_config
 
 SEED = 11
 
@@ -60,7 +60,7 @@ def new_head(target_folder: Path, folder: Path, target_ids: Sequence[int] | None
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     loaded = loading.load_model(target_folder, dtype="float32")
     torch.manual_seed(SEED)
-    head = Eagle3Head(read_head_config(folder), loaded)
+    head = Eagle3Head(read_eagle3_config(folder), loaded)
     if target_ids is not None:
         head.target_ids = torch.tensor(target_ids)
     _adopt_last_layer(head, loaded.module)

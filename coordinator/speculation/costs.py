@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
 
 from coordinator.stats.rounds import RoundCost
 from tandem.types import StepProfile
@@ -40,7 +41,7 @@ NO_PROFILE = StepProfile()
 class StepCosts:
     """Seconds of a service's step, by the sequences and tokens in it."""
 
-    __slots__ = ("_count", "_factor", "_seconds", "_sequences", "_tokens")
+    __slots__ = ("_count", "_factor", "_places", "_seconds", "_sequences", "_tokens")
 
     def __init__(self, profile: StepProfile = NO_PROFILE) -> None:
         known = profile.seconds or _USUAL_SHAPE.seconds
@@ -53,6 +54,7 @@ class StepCosts:
             if all((sequences, tokens) in known for tokens in self._tokens)
         )
         self._seconds = [[known[size, tokens] for tokens in self._tokens] for size in self._sequences]
+        self._places: dict[tuple[int, int], _Place] = {}
         self._factor = 1.0
         self._count = math.inf if profile.seconds else 0.0
         """Measurements that its level rests on."""
@@ -70,9 +72,13 @@ class StepCosts:
         other._factor, other._count = self._factor, min(self._count, 1.0)
         return other
 
-    def seconds(self, sequences: float, tokens: float) -> float:
+    def seconds(self, sequences: int, tokens: int) -> float:
         """Predicted seconds of a step of so many sequences with so many tokens in all."""
-        return self._factor * self._interpolated(sequences, tokens / sequences)
+        low, high, share, j, k, part = self._place(sequences, tokens)
+        first = low[j] + part * (low[k] - low[j])
+        second = high[j] + part * (high[k] - high[j])
+        # Beyond the points a falling line would end below 0.
+        return self._factor * max(first + share * (second - first), 0.1 * low[0])
 
     def add(self, sequences: int, tokens: int, seconds: float, weight: float) -> None:
         """Count a step; `weight` is below 1 where several report the same."""
@@ -91,31 +97,36 @@ class StepCosts:
             ratio = 1.0 / MAX_STEP_RATIO
         change = 1.0 + share * (ratio - 1.0)
         self._factor *= change
-        row = self._seconds[_nearest(self._sequences, sequences)]
-        row[_nearest(self._tokens, tokens / sequences)] *= change
+        low, high, between, j, k, part = self._place(sequences, tokens)
+        (high if between > 0.5 else low)[k if part > 0.5 else j] *= change
 
-    def _interpolated(self, sequences: float, tokens: float) -> float:
-        """Linear between the points of the profile, and beyond them."""
-        i, share = _place(self._sequences, sequences)
-        j, part = _place(self._tokens, tokens)
-        low, high = self._seconds[i], self._seconds[min(i + 1, len(self._seconds) - 1)]
-        k = min(j + 1, len(low) - 1)
-        first = low[j] + part * (low[k] - low[j])
-        second = high[j] + part * (high[k] - high[j])
-        return max(first + share * (second - first), 0.1 * low[0])
+    def _place(self, sequences: int, tokens: int) -> _Place:
+        """The four points of the profile around a step; the nearest ones for a step beyond them."""
+        found = self._places.get((sequences, tokens))
+        if found is None:
+            i, share = _interval(self._sequences, sequences)
+            j, part = _interval(self._tokens, tokens / sequences)
+            above = min(i + 1, len(self._seconds) - 1)
+            right = min(j + 1, len(self._tokens) - 1)
+            found = self._seconds[i], self._seconds[above], share, j, right, part
+            if len(self._places) < _MAX_PLACES:
+                self._places[sequences, tokens] = found
+        return found
 
 
-def _place(points: Sequence[int], value: float) -> tuple[int, float]:
+_Place = tuple[list[float], list[float], float, int, int, float]
+"""Rows of seconds, the place between them, two columns, the place between those."""
+
+_MAX_PLACES = 4096
+"""Sizes of steps that a service remembers its points for; others are looked up each time."""
+
+
+def _interval(points: Sequence[int], value: float) -> tuple[int, float]:
     """The interval of a value among points, and where it lies in it."""
     if len(points) == 1:
         return 0, 0.0
     index = min(max(bisect_right(points, value) - 1, 0), len(points) - 2)
     return index, (value - points[index]) / (points[index + 1] - points[index])
-
-
-def _nearest(points: Sequence[int], value: float) -> int:
-    index, share = _place(points, value)
-    return min(index + (share > 0.5), len(points) - 1)
 
 
 class RestCosts:
@@ -199,6 +210,7 @@ class CostModel:
         return self.verify_seconds(load, proposed) + drafting + self.rest_seconds(load, proposed)
 
 
+@lru_cache(1024)
 def load_class(load: int) -> int:
     """Loads of one class share a decision: each up to 8 has its own, then there are four for each doubling."""
     return load if load < 9 else 9 + int(4.0 * math.log2(load / 9.0))

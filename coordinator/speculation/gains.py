@@ -92,7 +92,9 @@ class AcceptanceModel:
         """Forget what was long ago when the newest proposals are clearly unlike it: the text or the draft has
         changed."""
         count, expected, variance, accepted = self._window
-        rate = self.rates(1)[0]
+        rate = self._first_rate
+        if self._reached:
+            rate = (self._accepted[0] + DOUBT * rate) / (self._reached[0] + DOUBT)
         count, expected, accepted = count + 1, expected + rate, accepted + is_accepted
         variance += rate * (1.0 - rate)
         if abs(accepted - expected) > CHANGE * math.sqrt(variance) and count > 2:

@@ -71,7 +71,7 @@ async def test_the_draft_and_its_proposal_length_change_nothing(
 async def test_shrinking_proposals_change_nothing(
     target_address: str, random_draft_address: str, prompts: list[str]
 ) -> None:
-    """Sixteen requests at once with an untrained draft: proposals soon become shorter, and then empty."""
+    """Sixteen requests at once with an untrained draft: the adaptive policy proposes little, or nothing at all."""
     adaptive = ("--speculation-policy", "adaptive")
     with coordinator(target_address, random_draft_address, *adaptive) as process:
         address = address_of(process)
@@ -81,7 +81,7 @@ async def test_shrinking_proposals_change_nothing(
         completion.token_ids for completion in alone
     ]
     stats = [completion.stats for completion in completed]
-    assert 0 < sum(each.drafted for each in stats) < 0.75 * 4 * sum(each.rounds for each in stats)
+    assert sum(each.drafted for each in stats) < 0.75 * 4 * sum(each.rounds for each in stats)
 
 
 async def test_no_policy_changes_a_seeded_text(

@@ -45,10 +45,10 @@ def test_the_controller_makes_nearly_as_many_tokens_as_an_oracle(noise: float | 
         begin = adaptive(controller_of(profile, number))
         shares.append(efficiency(profile, number, stages, ROUNDS, begin)[0])
     shares.sort()
-    assert fmean(shares) >= 0.965
+    assert fmean(shares) >= 0.97
     assert shares[PROFILES // 4] >= 0.95, "three profiles in four make as much"
     assert shares[PROFILES // 20] >= 0.9, "all but one in twenty"
-    assert shares[0] >= 0.8
+    assert shares[PROFILES // 100] >= 0.8, "all but one in a hundred"
 
 
 def test_the_first_rounds_make_nearly_as_much() -> None:
@@ -58,7 +58,7 @@ def test_the_first_rounds_make_nearly_as_much() -> None:
     for number in range(PROFILES):
         profile = Profile.drawn(random)
         shares.append(efficiency(profile, number, [1], 100, adaptive(controller_of(profile, number)))[0])
-    assert fmean(shares) >= 0.92
+    assert fmean(shares) >= 0.93
 
 
 def test_a_pause_in_a_drafts_first_step_does_not_stop_speculation_for_good() -> None:

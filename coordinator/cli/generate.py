@@ -1,4 +1,4 @@
-"""A completion as it is received: printed while it streams, or as a whole at its end."""
+"""`tandem generate`: completes a prompt and shows what the draft guessed right, as it streams or at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts that several messages of AdminService share."""
+"""AdminService: status, statistics, replicas, requests, options and findings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch's own computation in a wider dtype, without a second copy of the weights."""
+"""Trials of a backend: its results beside those of torch in a wider dtype, before anything is served by it."""
 
 from __future__ import annotations
 

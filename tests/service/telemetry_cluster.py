@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc.aio
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -62,7 +62,7 @@ class ScriptedProposer:
 
     def __init__(self, fake: FakeDraft) -> None:
         self._fake = fake
-        self.model_info = fake.model_info
+        self.model_info = replace(fake.model_info, drafts_ahead=True)
 
     async def start(self) -> None:
         pass

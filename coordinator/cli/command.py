@@ -33,7 +33,7 @@ from tandem.errors import (
 )
 from tandem.settings import exit_with
 from tandem.speculation_state import SpeculationDecision, SpeculationState
-from tandem.types import SpeculationStats
+from tandem.types import SpeculationStats, StepProfile
 
 OK = 0
 FAILED = 1
@@ -128,7 +128,12 @@ def plain(value: object) -> Any:
     if isinstance(value, SpeculationStats):
         return describe(value)
     if isinstance(value, SpeculationState | SpeculationDecision):
-        return plain(value.as_dict())
+        value = value.as_dict()
+    if isinstance(value, StepProfile):
+        value = [
+            {"sequences": sequences, "tokens": tokens, "seconds": seconds}
+            for (sequences, tokens), seconds in value.seconds.items()
+        ]
     if is_dataclass(value):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):

@@ -13,7 +13,7 @@ from coordinator.settings.coordinator import CheckedSpeculativeConfig, RequestBo
 from tandem.config.speculative import MAX_CONFIGURED_TOKENS
 from tandem.errors import IncompatibleModelsError
 from tandem.replica import Role
-from tandem.types import DenseRow, GenerationRequest, ModelInfo, Verification
+from tandem.types import DenseRow, GenerationRequest, ModelInfo, StepProfile, Verification
 from tandem.wire.target import answers_to_proto
 from tests.unit.coordinator.model_infos import DRAFT, NGRAM, TARGET, deployment
 
@@ -106,3 +106,11 @@ def test_an_answer_to_the_longest_proposal_fits_into_a_message(count: int) -> No
     row = DenseRow(np.zeros(VOCABULARY_SIZE, np.float32))
     answer = answers_to_proto([(1, Verification(0, (row,) * (count + 1)))])
     assert answer.ByteSize() <= fleet.message_limit_bytes
+
+
+def test_targets_of_one_model_may_measure_different_steps() -> None:
+    fleet = Fleet(CheckedSpeculativeConfig())
+    for seconds in (0.001, 0.002):
+        measured = replace(TARGET, step_profile=StepProfile({(1, 1): seconds}))
+        assert fleet.judge(Role.TARGET, measured) == ""
+    assert "dtype" in fleet.judge(Role.TARGET, replace(TARGET, dtype="other"))

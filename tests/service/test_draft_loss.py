@@ -15,6 +15,8 @@ from tests.service.served import NOT_SERVING, SERVING, fleet
 
 SECONDS = 30.0
 TOKENS = 50
+PAUSED_BEFORE = 4 * TOKENS // 5
+"""Proposals after which a useless draft is paused at the latest: when exactly depends on what rounds take."""
 EXPECTED = tuple(range(11, 11 + TOKENS))
 
 
@@ -173,7 +175,7 @@ async def test_a_useless_draft_is_paused(rule: str | None) -> None:
     async with asyncio.timeout(SECONDS), fleet(FakeTarget(), draft, is_adaptive=True) as (client, _):
         completed = await complete(client, request(rule, temperature=0.0 if rule is None else 1.0))
     assert completed.token_ids == EXPECTED
-    assert len(draft.requested) < TOKENS // 2, "the prompt, the first rounds, and a trial or two"
+    assert len(draft.requested) < PAUSED_BEFORE, "the prompt, the first rounds, and a probe or two"
 
 
 async def test_a_useless_draft_is_not_paused_where_that_is_switched_off() -> None:
@@ -184,8 +186,8 @@ async def test_a_useless_draft_is_not_paused_where_that_is_switched_off() -> Non
 
 
 @pytest.mark.parametrize("rule", ["residual", "block"])
-async def test_a_useless_draft_is_not_paused_where_the_text_depends_on_the_rounds(rule: str) -> None:
+async def test_a_useless_draft_is_paused_under_a_seed_too(rule: str) -> None:
     draft = useless()
     async with asyncio.timeout(SECONDS), fleet(FakeTarget(), draft, is_adaptive=True) as (client, _):
         await complete(client, request(rule, temperature=1.0))
-    assert len(draft.requested) == TOKENS - 1
+    assert len(draft.requested) < PAUSED_BEFORE

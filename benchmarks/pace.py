@@ -47,9 +47,9 @@ class Pace:
     """How long steps take."""
 
     verify_seconds: float
-    """Of a target step with one row."""
+    """Duration of a target step with one row."""
     draft_step_seconds: float
-    """Of a draft step with one row."""
+    """Duration of a draft step with one row."""
     per_8_rows: float = 0.0
     """Share by which a step takes longer for each 8 tokens beyond the first."""
 

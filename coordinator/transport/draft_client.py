@@ -1,4 +1,4 @@
-"""Checks of what a draft service proposes: whether the target could verify it, and a rule decide on it."""
+"""A draft service, as the coordinator sees it: its client, its sequences, and what it drafted ahead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks on a target's rows that hold for every acceptance rule.
+"""A target service, as the coordinator sees it: its client, its sequences, and the checks of the rows it sends.
 
 The client checks each answer as it arrives, so that an invalid one costs only the replica that sent it. If the
 acceptance rule found it, the request would end.

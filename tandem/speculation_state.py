@@ -98,7 +98,7 @@ class SpeculationDecision:
         if not self.best_draft_length:
             return f"{decided}, nothing was measured yet"
         if self.num_speculative_tokens:
-            doubt = ", still measuring whether it pays" if self.gain < 1.0 else ""
+            doubt = ", which may not pay" if self.gain < 1.0 else ""
             return f"{decided}, predicted {self.gain:.2f}x{doubt}"
         doubt = ", too little to be sure" if self.gain > 1.0 else ""
         return f"{decided}, predicted {self.gain:.2f}x with K = {self.best_draft_length}{doubt}"

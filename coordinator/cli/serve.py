@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import typer
 
@@ -46,29 +47,21 @@ def serve(context: typer.Context) -> None:
 
 def package_of(service: str, arguments: Sequence[str]) -> str | None:
     """The package that serves with these options; None for an unknown service."""
-    if service == "target" and (_has(arguments, "DRAFT_MODEL") or _hosts_its_own(arguments)):
-        return BOUND_PACKAGE
+    if service == "target":
+        own = _target_option(arguments, "METHOD") or _target_option(arguments, "SPECULATIVE_METHOD")
+        if _target_option(arguments, "DRAFT_MODEL") or canonical_method(own) in OWN_METHODS:
+            return BOUND_PACKAGE
     return SERVICES.get(service)
 
 
-def _hosts_its_own(arguments: Sequence[str]) -> bool:
-    """True if the target's own checkpoint is to draft."""
-    named = _value(arguments, "METHOD") or _value(arguments, "SPECULATIVE_METHOD")
-    return canonical_method(named or "") in OWN_METHODS
-
-
-def _has(arguments: Sequence[str], option: str) -> bool:
-    return bool(_value(arguments, option))
-
-
-def _value(arguments: Sequence[str], option: str) -> str | None:
-    """Of an option of the target, on the command line or in the environment."""
+def _target_option(arguments: Sequence[str], option: str) -> str:
+    """The value of an option on the command line or in the environment; empty without one."""
     flag = "--" + option.lower().replace("_", "-")
-    for word, following in zip(arguments, (*arguments[1:], ""), strict=True):
+    for word, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         name, equals, value = word.partition("=")
         if name == flag:
             return value if equals else following
-    return os.environ.get(f"TANDEM_TARGET_{option}")
+    return os.environ.get(f"TANDEM_TARGET_{option}", "")
 
 
 _NEEDED = {

@@ -78,6 +78,7 @@ class Choice:
         "costs",
         "expected",
         "gains",
+        "is_fixed",
         "load",
         "max_tokens",
         "measured_seconds",
@@ -98,6 +99,8 @@ class Choice:
         """Outcomes that a round drafted ahead for last; 0: none did yet."""
         self.tokens = max_tokens
         """K."""
+        self.is_fixed = False
+        """True if the last round proposed `max_tokens` by a fixed policy, whatever pays."""
         self.best_drafting = 0
         """The best K above 0 by prediction; 0 before any prediction."""
         self.rates: list[float] = []
@@ -128,7 +131,12 @@ class Choice:
     @property
     def compared(self) -> int:
         """The K above 0 that the target alone is compared with: the present one, or the best."""
-        return self.tokens or self.best_drafting
+        return self.proposed or self.best_drafting
+
+    @property
+    def proposed(self) -> int:
+        """K of the rounds at this load."""
+        return self.max_tokens if self.is_fixed else self.tokens
 
     def begin_round(self) -> int:
         """K of the round that begins."""
@@ -296,6 +304,7 @@ class RequestSpeculation:
         if choice is None or drafts_ahead != self._was_ahead:
             choice = self._choice = controller.choice(target, kind, load, self.max_tokens, drafts_ahead)
             self._was_ahead = drafts_ahead
+        choice.is_fixed = not self.is_adaptive
         shared = choice.begin_round()
         self._tokens = self._chosen(choice, shared) if self.is_adaptive else self.max_tokens
         return self._tokens
@@ -525,7 +534,7 @@ class SpeculationController:
                 kind.rule,
                 temperature_words(kind.temperature_range),
                 load,
-                choice.tokens,
+                choice.proposed,
                 choice.compared if choice.tokens_per_second else 0,
                 choice.gain,
                 choice.predicted_seconds,

@@ -88,7 +88,7 @@ async def resolve(host: str, port: int) -> list[str]:
 
 def is_loopback(host: str) -> bool:
     """True if only this machine reaches a server that listens on that address."""
-    if host == "localhost":
+    if host.lower() == "localhost":
         return True
     try:
         return ipaddress.ip_address(host).is_loopback

@@ -47,6 +47,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         ),
         (("generate", "x", "-n", "0"), "-n"),
         (("serve", "draft"), "--method ngram and --method suffix need none"),
+        (("serve", "target"), "--model is missing"),
         (
             ("serve", "target", "--model", "x", "--tensor-parallel-size", "2"),
             "--tensor-parallel-size is not available in this version: a service runs its model on one device",
@@ -63,6 +64,13 @@ def test_a_wrong_call_is_answered_with_one_sentence(
     commands: Commands, words: tuple[str, ...], sentence: str
 ) -> None:
     assert sentence.lower() in commands.fail(2, *words).lower()
+
+
+def test_a_service_can_be_set_up_by_its_environment_alone(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_TARGET_MODEL", "no/such/folder")
+    assert "no/such/folder" in commands.run("serve", "target").err
 
 
 def test_a_group_alone_shows_its_help(commands: Commands) -> None:

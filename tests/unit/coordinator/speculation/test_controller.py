@@ -69,6 +69,9 @@ def test_a_fixed_length_request_keeps_its_length_and_informs_the_others() -> Non
     controller = SpeculationController()
     fixed = begun(controller, is_adaptive=False)
     assert set(simulate(fixed, 300, 0.5, 0)) == {K}
+    (decision,) = controller.decisions()
+    assert (decision.num_speculative_tokens, decision.best_draft_length) == (K, K)
+    assert 0.0 < decision.gain < 1.0
     assert simulate(begun(controller), 20, 0.5, 0).count(0) > 15
 
 

@@ -74,12 +74,14 @@ class Addresses:
     draft: str
     coordinator: str
     ahead: str
-    """Of a second coordinator of the same services, which drafts ahead."""
+    """Of a second coordinator of the same services, which drafts ahead; the first one's where it was not wanted."""
 
 
 @asynccontextmanager
-async def services(setup: Setup, *, prefix_caching: bool = False) -> AsyncIterator[Addresses]:
-    """A draft service, a target service and two coordinators, each a process.
+async def services(
+    setup: Setup, *, prefix_caching: bool = False, with_ahead: bool = True
+) -> AsyncIterator[Addresses]:
+    """A draft service, a target service and two coordinators, each a process. Without the second: `with_ahead` False.
 
     Contenders that share a target would reuse each other's prefixes of the same prompts. So prefix caching is off,
     except where it is measured.
@@ -90,11 +92,11 @@ async def services(setup: Setup, *, prefix_caching: bool = False) -> AsyncIterat
             await _delayed(setup, await stack.enter_async_context(_model(setup, role, prefix_caching)), stack)
             for role in ("target", "draft")
         ]
-        coordinator, ahead = [
+        coordinators = [
             await stack.enter_async_context(coordinator_of(setup, target, draft, "--draft-ahead", option))
-            for option in ("off", "auto")
+            for option in (("off", "auto") if with_ahead else ("off",))
         ]
-        yield Addresses(target, draft, coordinator, ahead)
+        yield Addresses(target, draft, coordinators[0], coordinators[-1])
 
 
 def coordinator_of(

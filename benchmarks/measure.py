@@ -23,6 +23,7 @@ from benchmarks.timing import PREFIX_TOKENS, phase_row, prefix_gain, timed_coord
 from tandem.errors import TandemError
 
 REFERENCE = "target-alone"
+AHEAD = "speculative-ahead"
 _PAUSE_SECONDS = 0.2
 """Between two contenders: the threads of one may spin for a moment after their last step."""
 _WARM_UP_TOKENS = 8
@@ -52,7 +53,9 @@ async def measure(settings: BenchSettings, progress: Callable[[str], None], comm
             await run.rounds(await run.start(addresses, stack, is_ours=False), first=0)
         if not settings.fresh or settings.phases:
             progress("starting the services")
-            addresses = await stack.enter_async_context(services(run.setup))
+            addresses = await stack.enter_async_context(
+                services(run.setup, with_ahead=AHEAD in settings.contenders)
+            )
         if not settings.fresh:
             await run.rounds(await run.start(addresses, stack), first=-1)
         phases = await run.phases(addresses) if settings.phases else ()
@@ -168,7 +171,7 @@ class _Run:
         if contender is not None:
             return await contender.run(workload)
         async with (
-            services(self.setup) as addresses,
+            services(self.setup, with_ahead=name == AHEAD) as addresses,
             CONTENDERS[name].start(self.setup, addresses) as started,
         ):
             return await started.run(workload)
@@ -217,7 +220,7 @@ class _Run:
         """Time to the first token after a prefix that was served before, by services of their own."""
         self.progress("a prefix that was served before")
         async with (
-            services(self.setup, prefix_caching=True) as addresses,
+            services(self.setup, prefix_caching=True, with_ahead=False) as addresses,
             through(addresses.coordinator) as contender,
         ):
             return await prefix_gain(contender, self.prompts, min(self.settings.rounds, _MAX_PREFIX_ROUNDS))

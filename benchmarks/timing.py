@@ -149,12 +149,14 @@ class TimedCoordinator:
 async def timed_coordinator(
     addresses: Addresses, num_speculative_tokens: int
 ) -> AsyncIterator[TimedCoordinator]:
-    """A coordinator in this process whose rounds are timed."""
+    """A coordinator in this process whose rounds are timed. It always proposes: rounds without a proposal show neither
+    the phases of a round nor what a proposal weighs on the wire."""
     service = CoordinatorService(
         CoordinatorSettings(
             target_address=addresses.target,
             draft_address=addresses.draft,
             num_speculative_tokens=num_speculative_tokens,
+            speculation_policy="fixed",
         )
     )
     try:

@@ -47,6 +47,7 @@ def _starts() -> dict[str, Callable[[list[str]], None]]:
     import torch
 
     import benchmarks.pace
+    import coordinator.__main__
     import draft_service.__main__
     import target_service.__main__
 
@@ -55,6 +56,7 @@ def _starts() -> dict[str, Callable[[list[str]], None]]:
     # Threads do not survive a fork, so there must be none yet.
     torch.set_num_threads(1)
     return {
+        "coordinator": coordinator.__main__.run,
         "draft_service": draft_service.__main__.run,
         "target_service": target_service.__main__.run,
         "benchmarks.pace": benchmarks.pace.main,

@@ -1,40 +1,61 @@
-"""`tandem bench` from end to end, with tiny settings."""
+"""`tandem bench` with tiny settings, and what each of its contenders needs."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
+from benchmarks import bench, common
+from benchmarks.contenders import through
+from benchmarks.peers import Workload, load_transformers
 from benchmarks.report import Report
-from tests.end_to_end.processes import TANDEM, running
-
-BENCH_SECONDS = 540.0
-PAIR = "shaped:1M:1:0.7"
+from benchmarks.timing import prefix_gain
+from tests.end_to_end.nurslings import Nursery
+from tests.end_to_end.processes import running
+from tests.paths import DEMO_DRAFT, DEMO_TARGET
 
 
 @pytest.mark.slow
-def test_bench_measures_tandem_and_its_peers(tmp_path: Path) -> None:
+def test_bench_measures_tandem_and_its_peers(
+    services: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @asynccontextmanager
+    async def forked(package: str, *options: str) -> AsyncIterator[tuple[str, int]]:
+        # The adaptive policy may decide that speculation does not pay for eight tokens.
+        policy = ("--speculation-policy", "fixed") if package == "coordinator" else ()
+        made = services.nursling(package, *options, *policy)
+        made.start()
+        try:
+            await asyncio.to_thread(made.await_ready)
+            yield made.address, made.pid
+        finally:
+            made.kill()
+
+    monkeypatch.setattr(common, "process", forked)
     files = {name: tmp_path / f"bench.{name}" for name in ("json", "svg", "markdown")}
-    with running(
-        *(TANDEM, "bench", "--pair", PAIR, "--cache-folder", str(tmp_path / "cache")),
-        *("--contenders", "target-alone,speculative,eagle3,one-process,transformers,vllm"),
-        *("--rounds", "1", "--max-tokens", "4", "--batch", "2", "--threads", "1", "--dtype", "float32"),
-        *[word for name, file in files.items() for word in (f"--{name}", str(file))],
-        # The adaptive policy may decide that speculation does not pay for four tokens.
-        environment={"TANDEM_COORDINATOR_SPECULATION_POLICY": "fixed"},
-    ) as process:
-        assert process.wait(BENCH_SECONDS) == 0, process.story
-        printed = process.stdout
+    bench.run(
+        [
+            *("--pair", f"{DEMO_TARGET}:{DEMO_DRAFT}", "--dtype", "float32", "--threads", "1", "--no-prefix"),
+            *("--contenders", "target-alone,speculative,dflash,one-process,vllm"),
+            *("--rounds", "1", "--max-tokens", "8", "--batch", "2"),
+            *[word for name, file in files.items() for word in (f"--{name}", str(file))],
+        ]
+    )
+    printed = capsys.readouterr().out
 
     report = Report.read(files["json"])
-    ran = ("target-alone", "speculative", "one-process", "transformers")
     cells = {(cell.contender, cell.batch, cell.temperature): cell for cell in report.cells}
+    ran = ("target-alone", "speculative", "one-process")
     assert cells.keys() == {(name, 2, heat) for name in ran for heat in (0.0, 1.0)}
     assert report.absent == {
         "vllm": "name a Python that has vLLM with --vllm-python",
-        "eagle3": "name the folder of the target's eagle3 head with --head",
+        "dflash": "name the folder of the target's dflash head with --head",
     }
     for cell in cells.values():
         assert cell.speed.median > 0
@@ -42,15 +63,47 @@ def test_bench_measures_tandem_and_its_peers(tmp_path: Path) -> None:
     for name in ("speculative", "one-process"):
         assert cells[name, 2, 0.0].acceptance_rate is not None, "nothing was drafted"
     assert cells["speculative", 2, 0.0].acceptance_rate == cells["one-process", 2, 0.0].acceptance_rate
-    assert report.prefix is not None
-    assert all(0 < wire.draft < 10_000 and 0 < wire.target < 10_000 for wire in report.wire)
+    assert [row.path for row in report.phases] == ["services", "one process"] * 2
     assert len(report.wire) == 2
+    assert all(0 < wire.draft < 10_000 and 0 < wire.target < 10_000 for wire in report.wire)
     assert "Batch 2, temperature 0" in printed
     assert files["svg"].read_text().startswith("<svg")
     assert "## To be reached" in files["markdown"].read_text()
 
 
-def test_bench_without_the_repository_is_a_clear_error(tmp_path: Path) -> None:
+async def test_a_prefix_that_was_served_before_is_not_read_again(address: str) -> None:
+    prompts = [tuple(range(start, start + 40)) for start in (10, 20, 30)]
+    async with through(address) as contender:
+        gain = await prefix_gain(contender, prompts, rounds=2)
+
+    assert gain.prefix_tokens == 512
+    assert gain.ratio < 1
+
+
+def test_transformers_write_the_same_text_alone_and_assisted(prompts: list[str]) -> None:
+    setup = {
+        "target": str(DEMO_TARGET),
+        "draft": str(DEMO_DRAFT),
+        "threads": 1,
+        "device": "cpu",
+        "dtype": "float32",
+        "num_speculative_tokens": 4,
+    }
+    tokenizer = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
+    workload = Workload((tuple(tokenizer.encode(prompts[0]).ids),), 0.0, 12)
+    alone, fixed, defaults = (
+        load_transformers({**setup, "assistance": assistance})(workload)
+        for assistance in ("", "fixed", "defaults")
+    )
+
+    assert len(alone.answers[0].token_ids) == 12
+    assert alone.rounds == 0, "not known"
+    for assisted in (fixed, defaults):
+        assert assisted.answers[0].token_ids == alone.answers[0].token_ids
+        assert 1 <= assisted.rounds < 12
+
+
+def test_bench_without_the_repository_is_a_clear_error() -> None:
     # As where only the wheel is installed: the packages are there, `benchmarks` is not.
     code = (
         "import importlib.util as u, sys; real = u.find_spec\n"

@@ -14,7 +14,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 DEMO_PACKAGE = "tandem_demo"
-"""The bundled models' folder in a wheel: beside `tandem`, where `tandem.model_sources.demo` looks for it."""
+"""The bundled models' folder in a wheel: beside `tandem`, where `tandem.model_sources.bundled` looks for it."""
 
 KERNEL_LIBRARY = Path("tandem", "engine", "backends", "cpu_native", "library")
 

@@ -19,9 +19,8 @@ from coordinator.cli.up import SMOLLM2_METHOD
 from coordinator.stats.speculation import acceptance_rate, add, tokens_per_pass
 from tandem.client import Client
 from tandem.errors import TandemError
-from tandem.model_sources.demo import smollm2_head
+from tandem.model_sources.bundled import DEMO, SMOLLM2, smollm2_head
 from tandem.model_sources.find import find_model
-from tandem.model_sources.names import DEMO, SMOLLM2
 from tandem.settings import exit_with
 from tandem.types import GenerationRequest, SpeculationStats
 

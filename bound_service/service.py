@@ -135,7 +135,7 @@ class BoundService(Service):
     def _load(self) -> BoundPair:
         from tandem.engine.models.checkpoint import open_checkpoint
         from tandem.engine.threads import switch_early, wait_asleep
-        from tandem.model_sources.extras import require_engine
+        from tandem.model_sources.bundled import require_engine
         from tandem.model_sources.find import find_model
 
         # Torch takes seconds to import: refuse a wrong folder before.

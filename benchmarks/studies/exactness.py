@@ -29,9 +29,8 @@ from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, PageTable, pages_
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.loading import load_model
 from tandem.engine.steps import StepRunner
-from tandem.model_sources.demo import demo_pair
+from tandem.model_sources.bundled import DEMO, demo_pair
 from tandem.model_sources.find import find_model
-from tandem.model_sources.names import DEMO
 from tandem.types import FloatArray
 
 SHORTEST, LONGEST = 30, 100

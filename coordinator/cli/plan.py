@@ -38,7 +38,7 @@ from tandem.admin_client import AdminClient
 from tandem.client import Client
 from tandem.config.names import DEVICES
 from tandem.errors import ConfigurationError, NotFoundError, ServiceUnavailableError
-from tandem.model_sources.names import DEMO
+from tandem.model_sources.bundled import DEMO
 from tandem.speculation_state import SpeculationDecision
 from tandem.types import GenerationRequest
 

@@ -30,10 +30,8 @@ from tandem.config.names import (
     checkpoint_method,
 )
 from tandem.errors import ConfigurationError, ServiceUnavailableError, TandemError
-from tandem.model_sources.demo import demo_pair, smollm2_head
-from tandem.model_sources.extras import require_engine
+from tandem.model_sources.bundled import DEMO, SMOLLM2, demo_pair, require_engine, smollm2_head
 from tandem.model_sources.hub import is_model_id
-from tandem.model_sources.names import DEMO, NAMES, SMOLLM2
 from tandem.serving.server import announce, stop_signals
 from tandem.settings import exit_with
 
@@ -414,7 +412,7 @@ def _checked(option: str, reference: str) -> str:
         return str(path)
     if path.exists():
         raise ConfigurationError(f"{option} is {reference}; a file is there, and it must be a model's folder")
-    if reference not in NAMES and not is_model_id(reference):
+    if reference != SMOLLM2 and not is_model_id(reference):
         others = f", or {', '.join((*MODEL_FREE_METHODS, NO_DRAFT))}" if option == "--draft" else ""
         raise ConfigurationError(
             f"{option} is {reference}; there is no such folder: name a model's folder or a Hugging Face id{others}"

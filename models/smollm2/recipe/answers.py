@@ -27,7 +27,7 @@ from models.demo.recipe.heads.eagle3 import STEPS, HeadLessons
 from models.demo.recipe.training import Every, TimeBox
 from models.smollm2.recipe.questions import held_out_questions, training_questions
 from tandem.client import Client
-from tandem.model_sources.names import SMOLLM2
+from tandem.model_sources.bundled import SMOLLM2
 from tandem.types import ChatMessage, GenerationRequest
 
 LAYER_IDS = (2, 15, 27)

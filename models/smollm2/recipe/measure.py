@@ -17,7 +17,7 @@ from benchmarks.common import cluster
 from coordinator.stats.speculation import acceptance_length, acceptance_rate, add, conditional_rates
 from models.smollm2.recipe.questions import held_out_questions
 from tandem.client import Client
-from tandem.model_sources.names import SMOLLM2
+from tandem.model_sources.bundled import SMOLLM2
 from tandem.types import ChatMessage, GenerationRequest, SpeculationStats
 
 PROPOSED = 4

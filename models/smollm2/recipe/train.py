@@ -37,8 +37,8 @@ from models.demo.recipe.training import (
 from models.smollm2.recipe.answers import Batch, endless_batches, frequent_tokens, read_batch
 from tandem.engine.models import loading
 from tandem.engine.models.heads.eagle3 import Eagle3Head
+from tandem.model_sources.bundled import SMOLLM2
 from tandem.model_sources.find import find_model
-from tandem.model_sources.names import SMOLLM2
 
 DRAFT_VOCABULARY_SIZE = 4096
 ROWS_PER_BATCH = 8

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tandem.model_sources.demo import demo_pair
+from tandem.model_sources.bundled import demo_pair
 from tests.eagle_heads import EagleReference, save_eagle
 from tests.end_to_end.models import load_reference
 from tests.medusa_heads import MedusaReference, save_medusa

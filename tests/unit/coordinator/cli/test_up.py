@@ -14,7 +14,7 @@ from coordinator.cli.up import UpOptions, next_command, service_arguments
 from coordinator.settings.coordinator import CoordinatorSettings
 from draft_service.settings import DraftSettings
 from tandem.errors import ConfigurationError
-from tandem.model_sources import demo
+from tandem.model_sources import bundled
 from tandem.settings import load_settings
 from target_service.settings import TargetSettings
 from tests.commands import Commands
@@ -133,7 +133,7 @@ def test_a_config_file_may_name_another_draft_for_smollm2(tmp_path: Path) -> Non
 def test_smollm2_without_its_head_drafts_without_a_model(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(demo, "_SMOLLM2_FOLDERS", (tmp_path,))
+    monkeypatch.setattr(bundled, "_SMOLLM2_FOLDERS", (tmp_path,))
     assert value(service_arguments(UpOptions(model="smollm2")).draft, "--method") == "suffix"
     with pytest.raises(
         ConfigurationError, match=r"^--method is eagle3; name the folder of such a head with --draft"

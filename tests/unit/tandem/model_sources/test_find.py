@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from tandem.errors import ConfigurationError, ModelFolderError
-from tandem.model_sources import demo
-from tandem.model_sources.demo import WHEEL_PACKAGE, DemoPair, demo_pair, smollm2_head
-from tandem.model_sources.extras import require_engine
+from tandem.model_sources import bundled
+from tandem.model_sources.bundled import WHEEL_PACKAGE, DemoPair, demo_pair, require_engine, smollm2_head
 from tandem.model_sources.find import find_model
 from tandem.model_sources.hub import model_name
 from tests.paths import DEMO_DRAFT, DEMO_TARGET, SMOLLM2_EAGLE3
@@ -58,12 +57,12 @@ def test_the_demo_pair_of_a_wheel_comes_before_a_checkouts(
 ) -> None:
     assert demo_pair() == DemoPair(DEMO_TARGET, DEMO_DRAFT)
     wheel = tmp_path / WHEEL_PACKAGE
-    monkeypatch.setattr(demo, "_FOLDERS", (wheel, DEMO_TARGET.parent))
+    monkeypatch.setattr(bundled, "_FOLDERS", (wheel, DEMO_TARGET.parent))
     for name in ("target", "draft"):
         (wheel / name).mkdir(parents=True)
         (wheel / name / "config.json").touch()
     assert demo_pair() == DemoPair(wheel / "target", wheel / "draft")
-    monkeypatch.setattr(demo, "_FOLDERS", (tmp_path / "nowhere",))
+    monkeypatch.setattr(bundled, "_FOLDERS", (tmp_path / "nowhere",))
     with pytest.raises(ConfigurationError, match="the demo models are not part of this installation"):
         demo_pair()
 
@@ -73,7 +72,7 @@ def test_the_head_for_smollm2_of_a_wheel_comes_before_a_checkouts(
 ) -> None:
     assert smollm2_head("eagle3") == SMOLLM2_EAGLE3
     assert smollm2_head("medusa") is None
-    monkeypatch.setattr(demo, "_SMOLLM2_FOLDERS", (tmp_path, SMOLLM2_EAGLE3.parent))
+    monkeypatch.setattr(bundled, "_SMOLLM2_FOLDERS", (tmp_path, SMOLLM2_EAGLE3.parent))
     assert smollm2_head("eagle3") == SMOLLM2_EAGLE3
     (tmp_path / "eagle3").mkdir()
     (tmp_path / "eagle3" / "config.json").touch()

@@ -1,19 +1,26 @@
-"""The folders of the bundled models, in a wheel and in a checkout: the demo pair, and a drafting head for SmolLM2."""
+"""Short names of models, and the folders of those that come with Tandem, in a wheel and in a checkout."""
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.errors import ConfigurationError
-from tandem.model_sources.names import SMOLLM2
+
+DEMO = "demo"
+"""The bundled pair, for `tandem up`, which gives each service the folder of its model."""
+SMOLLM2 = "smollm2"
+"""SmolLM2-135M-Instruct, for every service; `tandem up` drafts with its bundled head."""
 
 WHEEL_PACKAGE = "tandem_demo"
-"""The package that holds them in a wheel, beside `tandem`; the build hook puts it there."""
+"""The package that holds the models in a wheel, beside `tandem`; the build hook puts it there."""
 
 _ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = (_ROOT / WHEEL_PACKAGE, _ROOT / "models" / "demo")
 _SMOLLM2_FOLDERS = (_ROOT / WHEEL_PACKAGE / SMOLLM2, _ROOT / "models" / SMOLLM2)
+
+_ENGINE_PACKAGES = ("torch", "transformers", "safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +63,17 @@ def smollm2_head(method: str) -> Path | None:
     """Folder of a drafting head for the model `smollm2`; None if this installation contains none for this method."""
     folders = (folder / method for folder in _SMOLLM2_FOLDERS)
     return next((folder for folder in folders if (folder / "config.json").is_file()), None)
+
+
+def require_engine() -> None:
+    """Check, without importing them, that the packages which run a model are installed.
+
+    Raises:
+        ConfigurationError: some are not; the sentence names the extra.
+    """
+    missing = [name for name in _ENGINE_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigurationError(
+            f"running a model needs {', '.join(missing)}; install the extra: "
+            "pip install 'tandem-speculative[engine]'"
+        )

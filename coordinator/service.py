@@ -40,8 +40,6 @@ class CoordinatorService(Service):
         generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
         admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
     )
-    admin_methods = frozenset(admin_pb2.DESCRIPTOR.services_by_name["AdminService"].methods_by_name)
-    """Names of AdminService's methods."""
 
     def __init__(
         self,

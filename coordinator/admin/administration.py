@@ -45,7 +45,7 @@ class Administrator(ABC):
     """Shows and steers a coordinator: one process, or several that share a port."""
 
     def __init__(self, live_config: LiveConfig) -> None:
-        self._live_config = live_config
+        self.live_config = live_config
         self._started = time.monotonic()
 
     @abstractmethod
@@ -120,7 +120,7 @@ class Administrator(ABC):
 
     async def config(self) -> list[ConfigOption]:
         """Every option with its value and its origin."""
-        return self._live_config.options()
+        return self.live_config.options()
 
     async def update_config(
         self, values: Mapping[str, str], reset: Collection[str], *, by: str
@@ -132,12 +132,12 @@ class Administrator(ABC):
         """
         if not values and not reset:
             raise InvalidRequestError("no option is named; name at least one to set or to reset")
-        return self._live_config.change(values, reset, by)
+        return self.live_config.change(values, reset, by)
 
     async def diagnose(self) -> Diagnosis:
         """Findings, each with what to do about it."""
         status = await self.status()
-        return Diagnosis(status.version, status.time, tuple(diagnose(status, self._live_config.current)))
+        return Diagnosis(status.version, status.time, tuple(diagnose(status, self.live_config.current)))
 
     @property
     def _uptime(self) -> float:
@@ -157,7 +157,7 @@ class Administration(Administrator):
     async def status(self) -> Status:
         """See `Administrator`."""
         replicas = await self.replicas()
-        settings = self._live_config.current
+        settings = self.live_config.current
         has_draft = any(replica.role is Role.DRAFT for replica in replicas)
         draft = next((each.model for each in replicas if each.role is Role.DRAFT and each.model), None)
         options = for_draft(configured_options(settings), draft)
@@ -241,7 +241,7 @@ class Administration(Administrator):
         return Throughput(tokens.rate(10), tokens.rate(60))
 
     def _speculation_state(self, replicas: Sequence[ReplicaSnapshot]) -> SpeculationState:
-        settings = self._live_config.current
+        settings = self.live_config.current
         return of_coordinator(
             replicas,
             is_enabled=settings.speculation,

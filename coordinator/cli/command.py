@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime
 from enum import Enum, IntEnum
 from functools import wraps
@@ -59,6 +59,11 @@ def exit_code(error: TandemError) -> int:
     return next(code for kind, code in _EXIT_CODES if isinstance(error, kind))
 
 
+def option(text: str, *flags: str, default: Any = None, **more: Any) -> Any:
+    """A field of a dataclass of options: its help, its flags where its name does not say them, and `typer.Option`'s."""
+    return field(default=default, metadata={"typer": typer.Option(*flags, help=text, **more)})
+
+
 # Piped output is not cut to the width of a terminal.
 _ENDLESS = 1000
 
@@ -75,10 +80,9 @@ class OutputForm(Enum):
 class OutputOptions:
     """How the result is printed."""
 
-    output: Annotated[
-        OutputForm,
-        typer.Option("--output", "-o", help="Form of the result.", envvar="TANDEM_CLIENT_OUTPUT"),
-    ] = OutputForm.TABLE
+    output: OutputForm = option(
+        "Form of the result.", "--output", "-o", default=OutputForm.TABLE, envvar="TANDEM_CLIENT_OUTPUT"
+    )
 
     def show(self, result: object, table: Callable[[], RenderableType]) -> None:
         """Print a result."""
@@ -135,7 +139,7 @@ def plain(value: object) -> Any:
             for (sequences, tokens), seconds in value.seconds.items()
         ]
     if is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -227,20 +231,21 @@ def _with_groups(function: Callable[..., Any]) -> Callable[..., Any]:
     ]
     for group in groups.values():
         hints = get_type_hints(group, include_extras=True)
-        parameters += [
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=field.default,
-                annotation=hints[field.name],
+        for each in fields(group):
+            described = each.metadata.get("typer")
+            parameters.append(
+                inspect.Parameter(
+                    each.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=each.default,
+                    annotation=Annotated[hints[each.name], described] if described else hints[each.name],
+                )
             )
-            for field in fields(group)
-        ]
 
     @wraps(function)
     def run(**values: Any) -> None:
         for name, group in groups.items():
-            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+            values[name] = group(**{each.name: values.pop(each.name) for each in fields(group)})
         with errors_to_exit():
             result = function(**values)
             if inspect.iscoroutine(result):

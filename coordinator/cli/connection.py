@@ -12,7 +12,7 @@ import typer
 import yaml
 from rich.table import Table
 
-from coordinator.cli.command import OutputOptions, command, new_app, plain_table
+from coordinator.cli.command import OutputOptions, command, new_app, option, plain_table
 from tandem.client import DEFAULT_ADDRESS
 from tandem.errors import ConfigurationError
 from tandem.rpc.credentials import Credentials
@@ -86,46 +86,34 @@ def read_contexts() -> Contexts:
 ENVIRONMENT_PREFIX = "TANDEM_CLIENT_"
 
 
-def _option(name: str, help_text: str) -> Any:
-    return typer.Option(
-        f"--{name.replace('_', '-')}", help=help_text, envvar=f"{ENVIRONMENT_PREFIX}{name.upper()}"
-    )
+def _option(name: str, text: str) -> Any:
+    return option(text, f"--{name.replace('_', '-')}", envvar=f"{ENVIRONMENT_PREFIX}{name.upper()}")
 
 
 @dataclass(frozen=True)
 class ConnectionSettings:
     """Fields of a context; None where unset."""
 
-    address: Annotated[str | None, _option("address", "host:port of the coordinator.")] = None
-    tls: Annotated[
-        bool | None, typer.Option("--tls/--no-tls", help="Connect by TLS.", envvar=f"{ENVIRONMENT_PREFIX}TLS")
-    ] = None
-    tls_ca_file: Annotated[
-        Path | None, _option("tls_ca_file", "PEM file of the authorities to trust; implies --tls.")
-    ] = None
-    tls_cert_file: Annotated[
-        Path | None, _option("tls_cert_file", "PEM file of your own certificate, for mutual TLS.")
-    ] = None
-    tls_key_file: Annotated[Path | None, _option("tls_key_file", "PEM file of its key.")] = None
-    tls_server_name: Annotated[
-        str | None, _option("tls_server_name", "Name in the server's certificate, where not the address's.")
-    ] = None
-    token: Annotated[
-        str | None, _option("token", "Bearer token; better in the environment or in --token-file.")
-    ] = None
-    token_file: Annotated[Path | None, _option("token_file", "File whose first line is the token.")] = None
+    address: str | None = _option("address", "host:port of the coordinator.")
+    tls: bool | None = option("Connect by TLS.", "--tls/--no-tls", envvar=f"{ENVIRONMENT_PREFIX}TLS")
+    tls_ca_file: Path | None = _option("tls_ca_file", "PEM file of the authorities to trust; implies --tls.")
+    tls_cert_file: Path | None = _option("tls_cert_file", "PEM file of your own certificate, for mutual TLS.")
+    tls_key_file: Path | None = _option("tls_key_file", "PEM file of its key.")
+    tls_server_name: str | None = _option(
+        "tls_server_name", "Name in the server's certificate, where not the address's."
+    )
+    token: str | None = _option("token", "Bearer token; better in the environment or in --token-file.")
+    token_file: Path | None = _option("token_file", "File whose first line is the token.")
 
 
 @dataclass(frozen=True)
 class ConnectionOptions(ConnectionSettings):
     """Connection options, and the name of a context for those that are not set."""
 
-    context: Annotated[
-        str | None, _option("context", "Context to take these from; see tandem context --help.")
-    ] = None
-    timeout: Annotated[
-        float | None, _option("timeout", "Seconds to wait for an answer. [default: 10; generate: no limit]")
-    ] = None
+    context: str | None = _option("context", "Context to take these from; see tandem context --help.")
+    timeout: float | None = _option(
+        "timeout", "Seconds to wait for an answer. [default: 10; generate: no limit]"
+    )
 
 
 @dataclass(frozen=True, slots=True)

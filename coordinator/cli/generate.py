@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.cli.command import command, plain_table, print_parts
+from coordinator.cli.command import command, option, plain_table, print_parts
 from coordinator.cli.connection import ConnectionOptions, connect
 from coordinator.cli.views import percent
 from coordinator.stats.rounds import hit_rate
@@ -190,69 +190,46 @@ class PromptOptions:
     """Source of the prompt."""
 
     prompt: Annotated[str | None, typer.Argument(help="The prompt.")] = None
-    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file; - is stdin.")] = None
-    prompt_token_ids: Annotated[str | None, typer.Option(help="The prompt as token ids: 1,2,3.")] = None
-    chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is what a user says in a chat; the model answers.")
-    ] = False
-    system: Annotated[
-        str | None, typer.Option(help="What the chat's system message says; goes with --chat.")
-    ] = None
+    prompt_file: Path | None = option("Read the prompt from a file; - is stdin.")
+    prompt_token_ids: str | None = option("The prompt as token ids: 1,2,3.")
+    chat: bool = option(
+        "The prompt is what a user says in a chat; the model answers.", "--chat", default=False
+    )
+    system: str | None = option("What the chat's system message says; goes with --chat.")
 
 
 @dataclass(frozen=True)
 class RequestOptions:
     """How to complete it, in the words of `GenerationRequest`."""
 
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.")] = 128
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy. [default: 1]")] = None
-    top_k: Annotated[int | None, typer.Option(help="Keep the K highest logits; 0 keeps all.")] = None
-    top_p: Annotated[
-        float | None, typer.Option(help="Keep the smallest set with this mass; 1 keeps all.")
-    ] = None
-    min_p: Annotated[
-        float | None, typer.Option(help="Keep tokens with this share of the highest probability.")
-    ] = None
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Above 1 discourages tokens that occurred, as in transformers.")
-    ] = None
-    frequency_penalty: Annotated[
-        float | None, typer.Option(help="Discourages tokens by how often the completion holds them, -2 to 2.")
-    ] = None
-    presence_penalty: Annotated[
-        float | None, typer.Option(help="Discourages tokens that the completion holds, -2 to 2.")
-    ] = None
-    seed: Annotated[int | None, typer.Option(help="Makes the completion reproducible.")] = None
-    stop: Annotated[list[str] | None, typer.Option(help="End before this string; may be repeated.")] = None
-    num_speculative_tokens: Annotated[int | None, typer.Option(help="Tokens proposed per verification.")] = (
-        None
+    max_tokens: int | None = option("Most tokens to generate.", default=128)
+    temperature: float | None = option("0 is greedy. [default: 1]")
+    top_k: int | None = option("Keep the K highest logits; 0 keeps all.")
+    top_p: float | None = option("Keep the smallest set with this mass; 1 keeps all.")
+    min_p: float | None = option("Keep tokens with this share of the highest probability.")
+    repetition_penalty: float | None = option("Above 1 discourages tokens that occurred, as in transformers.")
+    frequency_penalty: float | None = option(
+        "Discourages tokens by how often the completion holds them, -2 to 2."
     )
-    rejection_sampling_strategy: Annotated[
-        str | None, typer.Option(help="Acceptance rule, in MAX's or vLLM's spelling.")
-    ] = None
-    row_kind: Annotated[RowKind | None, typer.Option(help="Rows that the target answers with.")] = None
-    speculation: Annotated[bool, typer.Option(help="Off: the target alone, through the same path.")] = True
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not end at end-of-sequence ids.")] = (
-        False
+    presence_penalty: float | None = option("Discourages tokens that the completion holds, -2 to 2.")
+    seed: int | None = option("Makes the completion reproducible.")
+    stop: list[str] | None = option("End before this string; may be repeated.")
+    num_speculative_tokens: int | None = option("Tokens proposed per verification.")
+    rejection_sampling_strategy: str | None = option("Acceptance rule, in MAX's or vLLM's spelling.")
+    row_kind: RowKind | None = option("Rows that the target answers with.")
+    speculation: bool = option("Off: the target alone, through the same path.", default=True)
+    ignore_eos: bool = option("Do not end at end-of-sequence ids.", "--ignore-eos", default=False)
+    logprobs: int | None = option(
+        "Tell each token's log probability, and so many of the most probable ones, 0 to 20."
     )
-
-    logprobs: Annotated[
-        int | None,
-        typer.Option(
-            help="Tell each token's log probability, and so many of the most probable ones, 0 to 20."
-        ),
-    ] = None
-    logit_bias: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ID:BIAS", help="Add to the target's logit of a token id; may be repeated."),
-    ] = None
-    min_tokens: Annotated[int, typer.Option(help="No end before so many tokens.")] = 0
-    stop_token_ids: Annotated[
-        list[int] | None, typer.Option("--stop-token-id", help="End at this token id; may be repeated.")
-    ] = None
-    include_stop_str_in_output: Annotated[
-        bool, typer.Option("--include-stop", help="Let the text end with what ended it.")
-    ] = False
+    logit_bias: list[str] | None = option(
+        "Add to the target's logit of a token id; may be repeated.", metavar="ID:BIAS"
+    )
+    min_tokens: int = option("No end before so many tokens.", default=0)
+    stop_token_ids: list[int] | None = option("End at this token id; may be repeated.", "--stop-token-id")
+    include_stop_str_in_output: bool = option(
+        "Let the text end with what ended it.", "--include-stop", default=False
+    )
 
     def request(self, prompt: str | tuple[int, ...]) -> GenerationRequest:
         """The request for a prompt.
@@ -277,18 +254,13 @@ class RequestOptions:
 class ResultOptions:
     """The printed result."""
 
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object for each completion when it is done.")
-    ] = False
-    count: Annotated[
-        int,
-        typer.Option(
-            "-n", min=1, help="Completions, one after the other; with --seed, seeds that follow it."
-        ),
-    ] = 1
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Leave out the closing line on stderr.")] = (
-        False
+    as_json: bool = option(
+        "Print one JSON object for each completion when it is done.", "--json", default=False
     )
+    count: int = option(
+        "Completions, one after the other; with --seed, seeds that follow it.", "-n", default=1, min=1
+    )
+    quiet: bool = option("Leave out the closing line on stderr.", "--quiet", "-q", default=False)
 
 
 def add_to(app: typer.Typer) -> None:

@@ -24,7 +24,7 @@ from rich.table import Table
 from coordinator.cli.admin import admin_client
 from coordinator.cli.command import OutputOptions, command, plain_table
 from coordinator.cli.connection import ConnectionOptions, connect
-from coordinator.cli.up import NO_DRAFT, STOP_SECONDS, Child, UpOptions, service_arguments
+from coordinator.cli.up import NO_DRAFT, STOP_SECONDS, UpOptions, service_arguments
 from coordinator.cli.views import percent
 from coordinator.speculation.plan import (
     MAX_TOKENS,
@@ -39,6 +39,7 @@ from tandem.client import Client
 from tandem.config.names import DEVICES
 from tandem.errors import ConfigurationError, NotFoundError, ServiceUnavailableError
 from tandem.model_sources.bundled import DEMO
+from tandem.serving.children import Child
 from tandem.speculation_state import SpeculationDecision
 from tandem.types import GenerationRequest
 

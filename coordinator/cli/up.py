@@ -12,10 +12,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import typer
-
+from coordinator.cli.command import option
 from coordinator.cli.serve import package_of
 from coordinator.settings.coordinator import DEFAULT_PORT, ConfigSettings
 from tandem.config.layers import merged, read_layers
@@ -32,6 +31,7 @@ from tandem.config.names import (
 from tandem.errors import ConfigurationError, ServiceUnavailableError, TandemError
 from tandem.model_sources.bundled import DEMO, SMOLLM2, demo_pair, require_engine, smollm2_head
 from tandem.model_sources.hub import is_model_id
+from tandem.serving.children import Child
 from tandem.serving.server import announce, stop_signals
 from tandem.settings import exit_with
 
@@ -59,90 +59,52 @@ STOP_SECONDS = 40.0
 class UpOptions:
     """Options of `tandem up`; None where the service's own default applies."""
 
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="demo|smollm2|DIR|ID",
-            help="Model to serve: the bundled pair, SmolLM2-135M-Instruct, a folder or a Hugging Face id. "
-            "[default: demo]",
-        ),
-    ] = None
-    target: Annotated[
-        str | None, typer.Option(metavar="smollm2|DIR|ID", help="Another name for --model.")
-    ] = None
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ngram|suffix|none|DIR|ID",
-            help="Draft: ngram or suffix need no model, none leaves the target alone, a folder or id is a model with "
-            "the target's tokenizer, or a drafting head for it. [default: the demo pair's; for smollm2 its head; for "
-            "another model, suffix]",
-        ),
-    ] = None
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="Drafting method. eagle, eagle3, medusa: a head beside the target. [default: by the draft's name]"
-        ),
-    ] = None
-    num_speculative_tokens: Annotated[
-        int | None,
-        typer.Option(help="Maximum tokens proposed per verification. [default: the coordinator's]"),
-    ] = None
-    draft_ahead: Annotated[
-        str | None,
-        typer.Option(
-            metavar="auto|off|NUMBER",
-            help="Outcomes of each verification to draft ahead for. [default: the coordinator's, auto]",
-        ),
-    ] = None
-    device: Annotated[str, typer.Option(help=f"Where both models run: {DEVICES}.")] = "cpu"
-    target_device: Annotated[
-        str | None, typer.Option(help="Where the target runs. [default: that of --device]")
-    ] = None
-    draft_device: Annotated[
-        str | None,
-        typer.Option(
-            "--draft-device", "--draft-devices", help="Where the draft runs. [default: that of --device]"
-        ),
-    ] = None
-    target_memory_utilization: Annotated[
-        float | None,
-        typer.Option(
-            help="Share of its device's memory that the target takes. "
-            f"[default: the service's, or {SHARES['target']:g} beside the draft on one GPU]"
-        ),
-    ] = None
-    draft_memory_utilization: Annotated[
-        float | None,
-        typer.Option(
-            help="Share of its device's memory that the draft takes. "
-            f"[default: the service's, or {SHARES['draft']:g} beside the target on one GPU]"
-        ),
-    ] = None
-    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}. [default: each service's]")] = None
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads of each model. [default: half of the cores]")
-    ] = None
-    max_length: Annotated[
-        int | None, typer.Option(help="Maximum tokens of a sequence. [default: the models']")
-    ] = None
-    chat_template: Annotated[
-        Path | None, typer.Option(help="Jinja file for chats. [default: the model's own]")
-    ] = None
-    config_file: Annotated[
-        Path | None, typer.Option(help="TOML, YAML or JSON file for coordinator and draft.")
-    ] = None
-    port: Annotated[int, typer.Option(help="Port of the coordinator; 0 takes any free one.")] = DEFAULT_PORT
-    http_port: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Port for HTTP: OpenAI's API and a page; 0 takes any free one. "
-            f"[default: {HTTP_PORT}, or a free one where it is taken]"
-        ),
-    ] = None
-    http: Annotated[bool, typer.Option(help="Serve HTTP.")] = True
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning"
+    model: str | None = option(
+        "Model to serve: the bundled pair, SmolLM2-135M-Instruct, a folder or a Hugging Face id. [default: demo]",
+        metavar="demo|smollm2|DIR|ID",
+    )
+    target: str | None = option("Another name for --model.", metavar="smollm2|DIR|ID")
+    draft: str | None = option(
+        "Draft: ngram or suffix need no model, none leaves the target alone, a folder or id is a model with the "
+        "target's tokenizer, or a drafting head for it. [default: the demo pair's; for smollm2 its head; for another "
+        "model, suffix]",
+        metavar="ngram|suffix|none|DIR|ID",
+    )
+    method: str | None = option(
+        "Drafting method. eagle, eagle3, medusa: a head beside the target. [default: by the draft's name]"
+    )
+    num_speculative_tokens: int | None = option(
+        "Maximum tokens proposed per verification. [default: the coordinator's]"
+    )
+    draft_ahead: str | None = option(
+        "Outcomes of each verification to draft ahead for. [default: the coordinator's, auto]",
+        metavar="auto|off|NUMBER",
+    )
+    device: str = option(f"Where both models run: {DEVICES}.", default="cpu")
+    target_device: str | None = option("Where the target runs. [default: that of --device]")
+    draft_device: str | None = option(
+        "Where the draft runs. [default: that of --device]", "--draft-device", "--draft-devices"
+    )
+    target_memory_utilization: float | None = option(
+        "Share of its device's memory that the target takes. "
+        f"[default: the service's, or {SHARES['target']:g} beside the draft on one GPU]"
+    )
+    draft_memory_utilization: float | None = option(
+        "Share of its device's memory that the draft takes. "
+        f"[default: the service's, or {SHARES['draft']:g} beside the target on one GPU]"
+    )
+    dtype: str | None = option(f"{', '.join(DTYPES)}. [default: each service's]")
+    threads: int | None = option("CPU threads of each model. [default: half of the cores]")
+    max_length: int | None = option("Maximum tokens of a sequence. [default: the models']")
+    chat_template: Path | None = option("Jinja file for chats. [default: the model's own]")
+    config_file: Path | None = option("TOML, YAML or JSON file for coordinator and draft.")
+    port: int = option("Port of the coordinator; 0 takes any free one.", default=DEFAULT_PORT)
+    http_port: int | None = option(
+        f"Port for HTTP: OpenAI's API and a page; 0 takes any free one. [default: {HTTP_PORT}, or a free one where it "
+        "is taken]"
+    )
+    http: bool = option("Serve HTTP.", default=True)
+    log_level: str = option("debug, info, warning or error.", default="warning")
 
     @property
     def is_demo(self) -> bool:
@@ -497,79 +459,9 @@ class _Cluster:
 
     @asynccontextmanager
     async def _child(self, name: str, arguments: Sequence[str]) -> AsyncIterator[Child]:
-        child = await _started(name, arguments)
+        child = await Child.start(name, str(package_of(name, arguments)), arguments, STOP_SECONDS)
         self._children.append(child)
         try:
             yield child
         finally:
             await asyncio.shield(child.stop())
-
-
-class Child:
-    """A process that this one started, and whose stdout it reads."""
-
-    def __init__(
-        self, name: str, process: asyncio.subprocess.Process, stop_seconds: float = STOP_SECONDS
-    ) -> None:
-        """Take over a process.
-
-        Args:
-            name: For errors.
-            process: It has a pipe for stdout.
-            stop_seconds: Time to stop before it is killed.
-        """
-        self.name = name
-        self.process = process
-        self._stop_seconds = stop_seconds
-
-    async def line(self, mark: str) -> str:
-        """Text after the mark in the first line of stdout that has it.
-
-        Raises:
-            ServiceUnavailableError: it ended without such a line.
-        """
-        assert self.process.stdout is not None
-        async for line in self.process.stdout:
-            _, found, rest = line.decode().partition(mark)
-            if found:
-                return rest.strip()
-        raise ServiceUnavailableError(await self.obituary())
-
-    async def obituary(self) -> str:
-        """How it ended, in words."""
-        code = await self.process.wait()
-        if code < 0:
-            return f"the {self.name} service was ended by signal {-code}"
-        return f"the {self.name} service ended with exit code {code}"
-
-    def kill(self) -> None:
-        """End it at once."""
-        if self.process.returncode is None:
-            self.process.kill()
-
-    async def stop(self) -> None:
-        """Ask it to stop, and kill it when it does not."""
-        if self.process.returncode is not None:
-            return
-        self.process.terminate()
-        try:
-            async with asyncio.timeout(self._stop_seconds):
-                await self.process.wait()
-        except TimeoutError:
-            self.process.kill()
-            await self.process.wait()
-
-
-async def _started(name: str, arguments: Sequence[str]) -> Child:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-P",  # otherwise Python would import files from the working directory
-        *("-m", "tandem.serving.supervised", str(os.getpid()), str(package_of(name, arguments))),
-        *arguments,
-        # Never written to: when this process ends, the pipe closes, which the child notices.
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        # A session of its own: Ctrl-C reaches only this process, which then stops the children in order.
-        start_new_session=True,
-    )
-    return Child(name, process)

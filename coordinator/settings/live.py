@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -35,7 +34,7 @@ _NOTHING = ("", "null", "none")
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    value: Any
+    value: str | None
     by: str
     at: datetime
 
@@ -48,6 +47,11 @@ class LiveConfig:
         """The settings for new requests."""
         self._at_start = settings
         self._changes: dict[str, _Change] = {}
+
+    @property
+    def changes(self) -> dict[str, str]:
+        """The options that were changed, as `change` takes them."""
+        return {name: change.value or "" for name, change in self._changes.items()}
 
     def options(self) -> list[ConfigOption]:
         """Every option with its value and its origin."""

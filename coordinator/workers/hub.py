@@ -9,16 +9,15 @@ from dataclasses import astuple, replace
 from typing import TypeVar
 
 import grpc
-import grpc.aio
 from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from coordinator.admin.administration import Administrator, found_replica
 from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.settings.live import LiveConfig, spelled
+from coordinator.settings.live import LiveConfig
 from coordinator.stats.speculation import add
-from coordinator.workers.link import metrics_from, worker_address
+from coordinator.workers.link import Peer
 from tandem.admin import (
     ConfigOption,
     CoordinatorState,
@@ -29,11 +28,9 @@ from tandem.admin import (
     Status,
     Throughput,
 )
-from tandem.admin_client import AdminClient
 from tandem.errors import ServiceUnavailableError, TandemError
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
-from tandem.rpc.channels import open_channel
-from tandem.speculation_state import SpeculationDecision, SpeculationState
+from tandem.speculation_state import SpeculationDecision
 from tandem.types import SpeculationStats
 
 _PATIENCE_SECONDS = 5.0
@@ -71,76 +68,59 @@ _JOINED: Mapping[str, Callable[[Sequence[float]], float]] = {
 }
 """Gauges that are not added. Counters, histograms and all other gauges are."""
 
+_OF_STATS = ("uptime_seconds", "load", "throughput", "speculation", "speculation_state", "decisions")
+"""What a status has in common with statistics."""
+
 AnswerT = TypeVar("AnswerT")
 NumbersT = TypeVar("NumbersT", Load, Outcomes, Throughput)
 
 
-class Worker:
+class Worker(Peer):
     """A worker that takes requests, as its parent sees it."""
 
-    def __init__(self, address: str) -> None:
-        self.admin = AdminClient(address, timeout_seconds=_PATIENCE_SECONDS)
-        self._channel = open_channel(address)
-        self.stats: Stats | None = None
-        """As last read."""
-        self.metrics: list[Metric] = []
-        """As last read."""
+    last_stats: Stats | None = None
+    """As last read."""
+    last_metrics: list[Metric] = []  # noqa: RUF012 - replaced, never changed
+    """As last read."""
 
-    async def read_stats(self) -> Stats:
-        """Its statistics now.
+    async def stats(self) -> Stats:
+        """See `AdminClient`."""
+        self.last_stats = await super().stats()
+        return self.last_stats
 
-        Raises:
-            TandemError: it does not answer.
-        """
-        self.stats = await self.admin.stats()
-        return self.stats
-
-    async def read_metrics(self) -> list[Metric]:
+    async def metrics(self) -> list[Metric]:
         """Its metrics now, or as last read where it does not answer."""
         with suppress(grpc.RpcError):
-            text = await metrics_from(self._channel, _PATIENCE_SECONDS)
-            self.metrics = list(text_string_to_metric_families(text.decode()))
-        return self.metrics
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self.admin.close()
-        await self._channel.close()
+            text = await self.metrics_text()
+            self.last_metrics = list(text_string_to_metric_families(text.decode()))
+        return self.last_metrics
 
 
 class Hub(Administrator):
     """Shows and steers all workers of a coordinator."""
 
-    def __init__(self, settings: CoordinatorSettings, folder: str) -> None:
-        """Begin without workers.
-
-        Args:
-            settings: Of the whole coordinator.
-            folder: Holds the workers' sockets.
-        """
+    def __init__(self, settings: CoordinatorSettings) -> None:
+        """Begin without workers; the settings are those of the whole coordinator."""
         super().__init__(LiveConfig(settings))
-        self._folder = folder
         self._workers: dict[int, Worker] = {}
-        self._past: list[Stats] = []
-        """Counts of workers that have ended, at most one."""
+        self._past: Stats | None = None
+        """Counts of workers that have ended."""
         self._past_metrics: list[Metric] = []
-        self.changes: dict[str, str] = {}
-        """Options changed since the start, for workers that start later."""
         self.drained: set[str] = set()
         """Replicas that an operator drained, for workers that start later."""
 
-    def joined(self, index: int) -> None:
-        """A worker takes requests from now on."""
-        self._workers[index] = Worker(worker_address(self._folder, index))
+    def joined(self, index: int, address: str) -> None:
+        """A worker takes requests from now on, and answers at this address."""
+        self._workers[index] = Worker(address, timeout_seconds=_PATIENCE_SECONDS)
 
     async def left(self, index: int) -> None:
-        """A worker has ended. What it counted stays in the sums."""
+        """A worker has ended, if it had joined. What it counted stays in the sums."""
         worker = self._workers.pop(index, None)
         if worker is None:
             return
-        if worker.stats is not None:
-            self._past = [merged_stats([worker.stats], self._past)]
-        counts = [each for each in worker.metrics if each.type in ("counter", "histogram", "summary")]
+        if worker.last_stats is not None:
+            self._past = merged_stats([worker.last_stats], self._past)
+        counts = [each for each in worker.last_metrics if each.type in ("counter", "histogram", "summary")]
         self._past_metrics = merged_metrics([self._past_metrics, counts])
         await worker.close()
 
@@ -159,39 +139,39 @@ class Hub(Administrator):
 
     async def status(self) -> Status:
         """See `Administrator`."""
-        statuses, stats = await asyncio.gather(self._each(lambda worker: worker.admin.status()), self.stats())
+        statuses, stats = await asyncio.gather(self._each(Worker.status), self.stats())
         return merged_status(statuses, stats)
 
     async def replicas(self) -> list[ReplicaSnapshot]:
         """See `Administrator`."""
-        return merged_replicas(await self._each(lambda worker: worker.admin.replicas()))
+        return merged_replicas(await self._each(Worker.replicas))
 
     async def drain(self, address: str, *, allow_last_target: bool, by: str) -> ReplicaSnapshot:
         """See `Administrator`."""
-        await self._each(lambda worker: worker.admin.drain(address, allow_last_target=allow_last_target))
+        await self._each(lambda worker: worker.drain(address, allow_last_target=allow_last_target))
         self.drained.add(address)
         return found_replica(await self.replicas(), address)
 
     async def resume(self, address: str, *, by: str) -> ReplicaSnapshot:
         """See `Administrator`."""
-        await self._each(lambda worker: worker.admin.resume(address))
+        await self._each(lambda worker: worker.resume(address))
         self.drained.discard(address)
         return found_replica(await self.replicas(), address)
 
     async def requests(self) -> list[RequestReport]:
         """See `Administrator`."""
-        lists = await self._each(lambda worker: worker.admin.requests())
+        lists = await self._each(Worker.requests)
         return sorted((report for reports in lists for report in reports), key=lambda each: -each.age_seconds)
 
     async def abort(self, request_id: str, *, reason: str, by: str) -> RequestReport:
         """See `Administrator`."""
         whole_id = (await self.request(request_id)).request_id
-        [report, *_] = await self._each(lambda worker: worker.admin.abort(whole_id, reason))
+        [report, *_] = await self._each(lambda worker: worker.abort(whole_id, reason))
         return report
 
     async def stats(self) -> Stats:
         """See `Administrator`. Counts of workers that have ended are included."""
-        stats = merged_stats(await self._each(Worker.read_stats), self._past)
+        stats = merged_stats(await self._each(Worker.stats), self._past)
         return replace(stats, uptime_seconds=self._uptime)
 
     async def update_config(
@@ -199,23 +179,21 @@ class Hub(Administrator):
     ) -> list[ConfigOption]:
         """Change options for new requests, on all workers and on those that start later."""
         options = await super().update_config(values, reset, by=by)
-        for name in map(spelled, reset):
-            self.changes.pop(name, None)
-        self.changes |= {spelled(name): value for name, value in values.items()}
-        await self._each(lambda worker: worker.admin.update_config(values, reset))
+        await self._each(lambda worker: worker.update_config(values, reset))
         return options
 
     async def metrics(self) -> list[Metric]:
         """The metrics of all workers, those of workers that have ended included."""
         workers = list(self._workers.values())
-        read = await asyncio.gather(*(worker.read_metrics() for worker in workers))
+        read = await asyncio.gather(*(worker.metrics() for worker in workers))
         count = Metric("tandem_coordinator_workers", "Worker processes that take requests.", "gauge")
         count.add_sample(count.name, {}, float(len(workers)))
         return merged_metrics([*read, self._past_metrics, [count]])
 
     async def metrics_text(self) -> bytes:
         """The same in Prometheus's text form."""
-        return to_text(await self.metrics())
+        found = await self.metrics()
+        return generate_latest(Given(lambda: found))
 
     async def _each(self, ask: Callable[[Worker], Awaitable[AnswerT]]) -> Sequence[AnswerT]:
         """The answers of all workers that give one, at least one.
@@ -230,7 +208,7 @@ class Hub(Administrator):
         for worker, result in zip(workers, results, strict=True):
             if isinstance(result, TandemError):
                 # The address means nothing outside.
-                plain = str(result).removeprefix(f"coordinator {worker.admin.address}: ")
+                plain = str(result).removeprefix(f"coordinator {worker.address}: ")
                 errors.append(type(result)(plain))
             elif isinstance(result, BaseException):
                 raise result
@@ -249,27 +227,19 @@ def merged_status(statuses: Sequence[Status], stats: Stats) -> Status:
         state = statuses[0].state
     elif any(each.completes for each in states):
         state = CoordinatorState.DEGRADED
-    return replace(
-        statuses[0],
-        state=state,
-        uptime_seconds=stats.uptime_seconds,
-        load=stats.load,
-        throughput=stats.throughput,
-        speculation=stats.speculation,
-        replicas=tuple(merged_replicas(status.replicas for status in statuses)),
-        speculation_state=stats.speculation_state,
-        decisions=stats.decisions,
-    )
+    replicas = tuple(merged_replicas(status.replicas for status in statuses))
+    summed = {name: getattr(stats, name) for name in _OF_STATS}
+    return replace(statuses[0], state=state, replicas=replicas, **summed)
 
 
-def merged_stats(running: Sequence[Stats], past: Sequence[Stats]) -> Stats:
+def merged_stats(running: Sequence[Stats], past: Stats | None = None) -> Stats:
     """The statistics of all workers.
 
     Args:
         running: Of each that takes requests, at least one.
         past: Of those that have ended: their counts are added, their load is not.
     """
-    counted = [*running, *past]
+    counted = [*running, *([] if past is None else [past])]
     rules = sorted({rule for stats in counted for rule in stats.by_rule})
     return replace(
         running[0],
@@ -282,7 +252,8 @@ def merged_stats(running: Sequence[Stats], past: Sequence[Stats]) -> Stats:
             rule: _speculation(stats.by_rule[rule] for stats in counted if rule in stats.by_rule)
             for rule in rules
         },
-        speculation_state=_state([stats.speculation_state for stats in running]),
+        # That of a worker where a draft proposes, if there is one.
+        speculation_state=max((stats.speculation_state for stats in running), key=lambda state: state.is_on),
         decisions=_decisions(decision for stats in running for decision in stats.decisions),
     )
 
@@ -328,11 +299,6 @@ class Given(Collector):
         return self._metrics()
 
 
-def to_text(metrics: Iterable[Metric]) -> bytes:
-    """Metrics in Prometheus's text form."""
-    return generate_latest(Given(lambda: metrics))
-
-
 def _sums(items: Sequence[NumbersT]) -> NumbersT:
     """Add numbers field by field."""
     return type(items[0])(*map(sum, zip(*map(astuple, items), strict=True)))
@@ -343,11 +309,6 @@ def _speculation(stats: Iterable[SpeculationStats]) -> SpeculationStats:
     for each in stats:
         add(total, each)
     return total
-
-
-def _state(states: Sequence[SpeculationState]) -> SpeculationState:
-    """State of a worker where a draft proposes, if there is one."""
-    return next((state for state in states if state.is_on), states[0])
 
 
 def _decisions(decisions: Iterable[SpeculationDecision]) -> tuple[SpeculationDecision, ...]:

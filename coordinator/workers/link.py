@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,18 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from coordinator.admin.servicer import caller
+from coordinator.admin.servicer import AdminServicer, caller
 from coordinator.settings.coordinator import CoordinatorSettings
-from tandem.serving.interceptors import Context
+from tandem.admin_client import AdminClient
+from tandem.serving.interceptors import Context, ErrorBoundary, RunningCalls
+from tandem.v1 import admin_pb2_grpc
 
 _CALLER_KEY = "tandem-caller-bin"
 """Metadata that names the caller of a forwarded call."""
 _METRICS = "tandem.workers.Metrics"
 """Service that answers with metrics in Prometheus's text form. Between parent and workers alone, and of bytes, so in no
 proto."""
-_ADMIN = "tandem.v1.AdminService"
+_ADMIN = "/tandem.v1.AdminService/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,11 @@ class WorkerSetup:
     drained: list[str] = field(default_factory=list)
     """Addresses of the replicas that an operator drained."""
 
+    @property
+    def address(self) -> str:
+        """Address at which the worker answers its parent."""
+        return socket_address(self.folder, self.index)
+
     def to_json(self) -> str:
         """As one word of a command line."""
         return json.dumps(asdict(self))
@@ -52,14 +59,18 @@ class WorkerSetup:
         return cls(**json.loads(text))
 
 
-def worker_address(folder: str, index: int) -> str:
-    """Address at which a worker answers its parent, as gRPC spells it."""
-    return f"unix:{Path(folder) / f'worker-{index}'}"
+def socket_address(folder: str, name: int | str = "parent") -> str:
+    """The private address of a worker, or of the parent, as gRPC spells it."""
+    return f"unix:{Path(folder) / f'{name}'}"
 
 
-def parent_address(folder: str) -> str:
-    """Address at which the parent answers its workers, as gRPC spells it."""
-    return f"unix:{Path(folder) / 'parent'}"
+_ROUNDED_UP = (
+    "max_streams_per_peer",
+    "max_concurrent_streams",
+    "http_max_connections",
+    "http_max_held_body_bytes",
+    "http_max_held_answer_bytes",
+)
 
 
 def settings_of_worker(settings: CoordinatorSettings, setup: WorkerSetup) -> CoordinatorSettings:
@@ -68,27 +79,14 @@ def settings_of_worker(settings: CoordinatorSettings, setup: WorkerSetup) -> Coo
     The shares of running and waiting requests add up to the bounds exactly; the others are rounded up.
     """
     count = settings.workers
-
-    def rounded_up(bound: int) -> int:
-        return -(-bound // count)
-
-    per_peer = settings.max_streams_per_peer
-    bodies = rounded_up(settings.http_max_held_body_bytes)
-    return settings.model_copy(
-        update={
-            "workers": 1,
-            "port": setup.port,
-            # The parent serves it for all.
-            "prometheus_port": None,
-            "max_concurrent_requests": share(settings.max_concurrent_requests, setup.index, count),
-            "max_queued_requests": share(settings.max_queued_requests, setup.index, count),
-            "max_streams_per_peer": None if per_peer is None else rounded_up(per_peer),
-            "max_concurrent_streams": rounded_up(settings.max_concurrent_streams),
-            "http_max_connections": rounded_up(settings.http_max_connections),
-            "http_max_held_body_bytes": max(bodies, settings.http_max_body_bytes),
-            "http_max_held_answer_bytes": rounded_up(settings.http_max_held_answer_bytes),
-        }
-    )
+    shares = {
+        name: -(-bound // count) for name in _ROUNDED_UP if (bound := getattr(settings, name)) is not None
+    }
+    for name in ("max_concurrent_requests", "max_queued_requests"):
+        shares[name] = share(getattr(settings, name), setup.index, count)
+    shares["http_max_held_body_bytes"] = max(shares["http_max_held_body_bytes"], settings.http_max_body_bytes)
+    # The parent serves the metrics of all.
+    return settings.model_copy(update={"workers": 1, "port": setup.port, "prometheus_port": None, **shares})
 
 
 def share(bound: int, index: int, count: int) -> int:
@@ -96,56 +94,69 @@ def share(bound: int, index: int, count: int) -> int:
     return bound // count + (index < bound % count)
 
 
-def forwarded_admin(channel: grpc.aio.Channel, methods: Iterable[str]) -> grpc.GenericRpcHandler:
-    """Handlers of AdminService in a worker: each call goes on to the parent, byte for byte, which answers for all.
+async def private_server(
+    address: str, admin: AdminServicer, metrics_text: Callable[[], Awaitable[bytes]]
+) -> grpc.aio.Server:
+    """A server of AdminService and metrics for the `Peer` at the other end of a socket."""
 
-    Args:
-        channel: To the parent.
-        methods: Names of AdminService's methods.
-    """
+    async def get(_request: bytes, _context: Context) -> bytes:
+        return await metrics_text()
 
-    def single(path: str) -> Callable[[bytes, Context], Awaitable[bytes]]:
-        async def forward(request: bytes, context: Context) -> bytes:
-            try:
-                ask: Any = channel.unary_unary(path)
-                answer: bytes = await ask(request, metadata=_named(context))
-            except grpc.aio.AioRpcError as error:
-                await _end_alike(context, error)
-                raise
-            return answer
+    server = grpc.aio.server(interceptors=[ErrorBoundary(RunningCalls())])
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
+    methods: dict[str, Any] = {"Get": grpc.unary_unary_rpc_method_handler(get)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_METRICS, methods),))
+    server.add_insecure_port(address)
+    await server.start()
+    return server
 
-        return forward
 
-    def streaming(path: str) -> Callable[[bytes, Context], AsyncIterator[bytes]]:
+class Peer(AdminClient):
+    """The other end of a private socket: a worker for its parent, the parent for a worker."""
+
+    async def metrics_text(self) -> bytes:
+        """Its metrics in Prometheus's text form.
+
+        Raises:
+            grpc.RpcError: there is no answer in time.
+        """
+        ask: Any = self._channel.unary_unary(f"/{_METRICS}/Get")
+        answer: bytes = await ask(b"", timeout=self._timeout)
+        return answer
+
+    def stream(self, path: str, request: bytes, by: str) -> Any:
+        """Have it answer a call, byte for byte; a call with one answer is a stream of one."""
+        ask: Any = self._channel.unary_stream(path)
+        return ask(request, metadata=((_CALLER_KEY, by.encode()),))
+
+
+class ForwardedAdmin(grpc.GenericRpcHandler):
+    """AdminService in a worker: each call goes on to the parent, which answers for all."""
+
+    def __init__(self, parent: Peer) -> None:
+        self._parent = parent
+
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        """The handler of a call; None for one of another service."""
+        path: str = details.method
+        if not path.startswith(_ADMIN):
+            return None
+
         async def forward(request: bytes, context: Context) -> AsyncIterator[bytes]:
-            ask: Any = channel.unary_stream(path)
-            call = ask(request, metadata=_named(context))
+            call = self._parent.stream(path, request, caller(context))
             try:
                 async for answer in call:
                     yield answer
             except grpc.aio.AioRpcError as error:
-                await _end_alike(context, error)
+                if error.code() is grpc.StatusCode.CANCELLED:
+                    raise
+                await context.abort(
+                    error.code(), error.details() or "", tuple(error.trailing_metadata() or ())
+                )
             finally:
                 call.cancel()
 
-        return forward
-
-    handlers: dict[str, Any] = {
-        name: grpc.unary_unary_rpc_method_handler(single(f"/{_ADMIN}/{name}")) for name in methods
-    }
-    handlers["WatchStats"] = grpc.unary_stream_rpc_method_handler(streaming(f"/{_ADMIN}/WatchStats"))
-    return grpc.method_handlers_generic_handler(_ADMIN, handlers)
-
-
-def _named(context: Context) -> tuple[tuple[str, bytes], ...]:
-    return ((_CALLER_KEY, caller(context).encode()),)
-
-
-async def _end_alike(context: Context, error: grpc.aio.AioRpcError) -> None:
-    """End the call as the parent ended it."""
-    if error.code() is grpc.StatusCode.CANCELLED:
-        raise error
-    await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
+        return grpc.unary_stream_rpc_method_handler(forward)
 
 
 def forwarded_caller(context: Context) -> str:
@@ -154,23 +165,3 @@ def forwarded_caller(context: Context) -> str:
         if key == _CALLER_KEY:
             return value.decode() if isinstance(value, bytes) else str(value)
     return caller(context)
-
-
-def metrics_handler(text: Callable[[], Awaitable[bytes]]) -> grpc.GenericRpcHandler:
-    """The handler that answers `metrics_from`."""
-
-    async def get(_request: bytes, _context: Context) -> bytes:
-        return await text()
-
-    return grpc.method_handlers_generic_handler(_METRICS, {"Get": grpc.unary_unary_rpc_method_handler(get)})
-
-
-async def metrics_from(channel: grpc.aio.Channel, seconds: float) -> bytes:
-    """The metrics of the process at the channel's other end.
-
-    Raises:
-        grpc.RpcError: there is no answer within that time.
-    """
-    ask: Any = channel.unary_unary(f"/{_METRICS}/Get")
-    answer: bytes = await ask(b"", timeout=seconds)
-    return answer

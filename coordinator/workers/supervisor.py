@@ -4,89 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
 
-import grpc.aio
-import prometheus_client
+from prometheus_client import CollectorRegistry, Metric
 
 from coordinator.admin.servicer import AdminServicer
 from coordinator.http.server import bound_socket
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.workers.hub import Given, Hub
-from coordinator.workers.link import WorkerSetup, forwarded_caller, metrics_handler, parent_address
+from coordinator.workers.link import WorkerSetup, forwarded_caller, private_server, socket_address
 from tandem.errors import ConfigurationError
-from tandem.serving.interceptors import ErrorBoundary, RunningCalls
+from tandem.serving.children import Child
 from tandem.serving.server import announce, check_free, stop_signals
-from tandem.v1 import admin_pb2_grpc
-
-if TYPE_CHECKING:
-    from wsgiref.simple_server import WSGIServer
-
+from tandem.telemetry.metrics import end_server, serve_metrics
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_SECONDS = 10.0
-
-
-async def admin_server(hub: Hub, folder: str) -> grpc.aio.Server:
-    """Serve AdminService and metrics to the workers, which forward their callers' calls."""
-    server = grpc.aio.server(interceptors=[ErrorBoundary(RunningCalls())])
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(hub, forwarded_caller), server)
-    server.add_generic_rpc_handlers((metrics_handler(hub.metrics_text),))
-    server.add_insecure_port(parent_address(folder))
-    await server.start()
-    return server
-
-
-def serve_metrics(settings: CoordinatorSettings, hub: Hub) -> WSGIServer | None:
-    """Serve the metrics of all workers at the Prometheus port; None where there is none.
-
-    Raises:
-        ConfigurationError: the port cannot be bound.
-    """
-    host, port = settings.prometheus_host, settings.prometheus_port
-    if port is None:
-        return None
-    loop = asyncio.get_running_loop()
-
-    def read() -> list[prometheus_client.Metric]:
-        # Called on a thread of the server.
-        return asyncio.run_coroutine_threadsafe(hub.metrics(), loop).result(_PATIENCE_SECONDS)
-
-    registry = prometheus_client.CollectorRegistry()
-    registry.register(Given(read))
-    try:
-        server, _ = prometheus_client.start_http_server(port, host, registry)
-    except OSError as error:
-        raise ConfigurationError(
-            f"cannot serve metrics on {host}:{port}: {(error.strerror or str(error)).lower()}; choose another "
-            "address with --prometheus-host and --prometheus-port"
-        ) from error
-    logger.info("metrics served", extra={"address": f"{host}:{server.server_port}"})
-    return server
-
-
+_SCRAPE_SECONDS = 10.0
 _FIRST_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 0.25, 30.0
 _STABLE_SECONDS = 30.0
 """A worker that ran for so long is started again without a long wait."""
 _KILL_SECONDS = 10.0
 """Time beyond the drain before a worker that does not end is killed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ports:
-    """What the workers share, held by the parent for as long as it lives."""
-
-    grpc: int
-    http: socket.socket | None
 
 
 class Supervisor:
@@ -101,14 +44,13 @@ class Supervisor:
         """
         self._settings = settings
         self._arguments = arguments
-        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._hub = Hub(settings)
+        self._workers: dict[int, Child] = {}
         """The latest process of each worker."""
-        self._keepers: list[asyncio.Task[None]] = []
-        self._ready = [asyncio.Event() for _ in range(settings.workers)]
-        """Set once a worker's first process takes requests."""
+        self._ready: set[int] = set()
+        """Workers of which a process took requests."""
         self._address = ""
         """Where requests are taken, as the first worker told."""
-        self._is_ending = False
 
     async def run(self) -> int:
         """Run until a signal, then drain all workers.
@@ -119,59 +61,58 @@ class Supervisor:
         Raises:
             ConfigurationError: an address cannot be bound.
         """
-        self._failed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        with TemporaryDirectory(prefix="tandem-") as self._folder, held_ports(self._settings) as self._ports:
-            self._hub = Hub(self._settings, self._folder)
-            private = await admin_server(self._hub, self._folder)
-            shown = serve_metrics(self._settings, self._hub)
+        settings, hub = self._settings, self._hub
+        with TemporaryDirectory(prefix="tandem-") as self._folder, held_ports(settings) as (port, http):
+            self._port, self._http = port, http
+            admin = AdminServicer(hub, forwarded_caller)
+            private = await private_server(socket_address(self._folder), admin, hub.metrics_text)
+            shown = serve_metrics(settings, self._registry())
             try:
                 with stop_signals(before_end=self._kill) as stopping:
                     return await self._supervise(stopping)
             finally:
-                if shown is not None:
-                    await asyncio.to_thread(shown.shutdown)
-                    shown.server_close()
+                await end_server(shown)
                 await private.stop(0)
-                await self._hub.close()
+                await hub.close()
+
+    def _registry(self) -> CollectorRegistry:
+        loop = asyncio.get_running_loop()
+
+        def read() -> list[Metric]:
+            # Called on a thread of the metrics server.
+            return asyncio.run_coroutine_threadsafe(self._hub.metrics(), loop).result(_SCRAPE_SECONDS)
+
+        registry = CollectorRegistry()
+        registry.register(Given(read))
+        return registry
 
     async def _supervise(self, stopping: asyncio.Event) -> int:
-        stop = asyncio.ensure_future(stopping.wait())
-        counting = asyncio.create_task(self._hub.keep_counts())
-        started = asyncio.create_task(self._start())
+        self._has_begun = asyncio.Event()
+        """Set once any worker takes requests."""
+        stop, counting = (
+            asyncio.ensure_future(stopping.wait()),
+            asyncio.ensure_future(self._hub.keep_counts()),
+        )
+        keepers = [asyncio.create_task(self._keep(index)) for index in range(self._settings.workers)]
         try:
-            ends: set[asyncio.Future[Any]] = {stop, self._failed}
-            await asyncio.wait({*ends, started}, return_when=asyncio.FIRST_COMPLETED)
-            if started.done():
-                started.result()
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            return self._failed.result() if self._failed.done() else 0
+            await asyncio.wait({stop, *keepers}, return_when=asyncio.FIRST_COMPLETED)
+            return next((keeper.result() for keeper in keepers if keeper.done()), 0)
         finally:
-            for task in (stop, counting, started):
+            tasks = (stop, counting, *keepers)
+            for task in tasks:
                 task.cancel()
-            await self._end_all()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _start(self) -> None:
-        """Start the first worker, and the others once it takes requests: what is wrong is said once."""
-        for index, is_ready in enumerate(self._ready):
-            self._keepers.append(asyncio.create_task(self._keep(index)))
-            if index == 0:
-                await is_ready.wait()
-        for is_ready in self._ready:
-            await is_ready.wait()
-        announce(f"tandem coordinator: ready on {self._address}")
-
-    async def _keep(self, index: int) -> None:
-        """Run one process of a worker after the other."""
+    async def _keep(self, index: int) -> int:
+        """Run one process of a worker after the other; the exit code of one that ended before any took requests."""
+        if index:
+            await self._has_begun.wait()  # what is wrong is said once
         backoff = _FIRST_BACKOFF_SECONDS
         while True:
             began = time.monotonic()
             code = await self._run_worker(index)
-            if self._is_ending:
-                return
-            if not self._address:  # none has ever taken requests
-                if not self._failed.done():
-                    self._failed.set_result(code if code > 0 else 1)
-                return
+            if not self._address:
+                return code if code > 0 else 1
             if time.monotonic() - began > _STABLE_SECONDS:
                 backoff = _FIRST_BACKOFF_SECONDS
             logger.warning(
@@ -182,80 +123,57 @@ class Supervisor:
             backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
 
     async def _run_worker(self, index: int) -> int:
-        """Run a process of a worker to its end; its exit code."""
-        http = None if self._ports.http is None else self._ports.http.fileno()
+        """Run a process of a worker to its end, or drain it when the task is cancelled; its exit code."""
+        http = None if self._http is None else self._http.fileno()
         setup = WorkerSetup(
             index,
-            self._ports.grpc,
+            self._port,
             self._folder,
             http,
             listens_late=bool(self._address),
-            changes=dict(self._hub.changes),
+            changes=self._hub.live_config.changes,
             drained=sorted(self._hub.drained),
         )
-        process = self._processes[index] = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",  # otherwise Python would import files from the working directory
-            *("-m", "tandem.serving.supervised", str(os.getpid()), "coordinator.workers.worker"),
-            setup.to_json(),
-            *self._arguments,
-            # Never written to: when this process ends, the pipe closes, which the worker notices.
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            # A session of its own: Ctrl-C reaches only this process, which then ends the workers.
-            start_new_session=True,
+        worker = self._workers[index] = await Child.start(
+            f"worker {index}",
+            "coordinator.workers.worker",
+            [setup.to_json(), *self._arguments],
+            self._settings.drain_timeout_seconds + _KILL_SECONDS,
             pass_fds=() if http is None else (http,),
         )
-        if self._is_ending:  # the signal came while the process was made
-            process.terminate()
         try:
-            await self._read(index, process)
-            return await process.wait()
+            await self._follow(setup, worker)
+            return await worker.process.wait()
         finally:
+            await worker.stop()
             await self._hub.left(index)
 
-    async def _read(self, index: int, process: asyncio.subprocess.Process) -> None:
-        """Follow a worker's stdout to its end."""
-        assert process.stdout is not None
-        async for line in process.stdout:
+    async def _follow(self, setup: WorkerSetup, worker: Child) -> None:
+        """Read a worker's stdout to its end."""
+        assert worker.process.stdout is not None
+        async for line in worker.process.stdout:
             what, found, rest = line.decode().strip().removeprefix("tandem coordinator: ").partition(" on ")
             if found and what == "ready":
-                self._hub.joined(index)
+                self._hub.joined(setup.index, setup.address)
                 self._address = self._address or rest
-                self._ready[index].set()
+                self._has_begun.set()
+                is_new = setup.index not in self._ready
+                self._ready.add(setup.index)
+                if is_new and len(self._ready) == self._settings.workers:
+                    announce(f"tandem coordinator: ready on {self._address}")
             elif found and not self._address:
                 # Whoever started this process knows these lines from a coordinator of one process.
                 announce(f"tandem coordinator: {what} on {rest}")
 
-    async def _end_all(self) -> None:
-        """Drain all workers at the same time."""
-        self._is_ending = True
-        running = list(self._processes.values())
-        for process in running:
-            with suppress(ProcessLookupError):
-                process.terminate()
-        try:
-            async with asyncio.timeout(self._settings.drain_timeout_seconds + _KILL_SECONDS):
-                await asyncio.gather(*(process.wait() for process in running))
-        except TimeoutError:
-            self._kill()
-        for keeper in self._keepers:
-            # One that waits to start its worker again.
-            if all(process.returncode is not None for process in running):
-                keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
-
     def _kill(self) -> None:
         """End the workers at once."""
-        for process in self._processes.values():
-            if process.returncode is None:
-                with suppress(ProcessLookupError):
-                    process.kill()
+        for worker in self._workers.values():
+            worker.kill()
 
 
 @contextmanager
-def held_ports(settings: CoordinatorSettings) -> Iterator[Ports]:
-    """Take the ports before any worker does, so that all have the same, and keep them from others.
+def held_ports(settings: CoordinatorSettings) -> Iterator[tuple[int, socket.socket | None]]:
+    """The port for gRPC and the socket for HTTP, taken before any worker takes them, and kept from others.
 
     Raises:
         ConfigurationError: an address cannot be bound, or ports cannot be shared here.
@@ -272,7 +190,7 @@ def held_ports(settings: CoordinatorSettings) -> Iterator[Ports]:
         held.bind(address)
         http = None if settings.http_port is None else bound_socket(settings.http_host, settings.http_port)
         try:
-            yield Ports(held.getsockname()[1], http)
+            yield held.getsockname()[1], http
         finally:
             if http is not None:
                 http.close()

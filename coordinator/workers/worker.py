@@ -8,30 +8,25 @@ import sys
 import grpc.aio
 import uvloop
 
+from coordinator.admin.servicer import AdminServicer
 from coordinator.service import CoordinatorService
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.telemetry.setup import CoordinatorTelemetry
 from coordinator.workers.link import (
+    ForwardedAdmin,
+    Peer,
     WorkerSetup,
-    forwarded_admin,
-    metrics_from,
-    metrics_handler,
-    parent_address,
+    private_server,
     settings_of_worker,
-    worker_address,
+    socket_address,
 )
 from tandem.admin import Status
-from tandem.admin_client import AdminClient
 from tandem.logs import configure
-from tandem.rpc.channels import open_channel
-from tandem.serving.interceptors import ErrorBoundary, RunningCalls
 from tandem.serving.process import exit_codes, set_start_aside
 from tandem.serving.server import end_now, serve
 from tandem.settings import load_settings
 from tandem.standard_streams import fill_closed
 
-PROGRAM = "tandem serve coordinator"
-_PATIENCE_SECONDS = 10.0
 _GOODBYE_SECONDS = 0.2
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -58,11 +53,8 @@ class WorkerService(CoordinatorService):
 
     async def start(self) -> None:
         """Open the way to this process alone, and start as any coordinator. See `CoordinatorService`."""
-        self._private = grpc.aio.server(interceptors=[ErrorBoundary(RunningCalls())])
-        super().register_admin(self._private)
-        self._private.add_generic_rpc_handlers((metrics_handler(self._own_metrics),))
-        self._private.add_insecure_port(worker_address(self._setup.folder, self._setup.index))
-        await self._private.start()
+        admin = AdminServicer(self.administration)
+        self._private = await private_server(self._setup.address, admin, self._own_metrics)
         await super().start()
         for shot in self.replicas.snapshots():
             if shot.address in self._setup.drained:
@@ -71,24 +63,22 @@ class WorkerService(CoordinatorService):
     def register_admin(self, server: grpc.aio.Server) -> None:
         """Let the parent answer AdminService."""
         # Made here and not earlier: a channel belongs to the event loop.
-        parent = parent_address(self._setup.folder)
-        self._parent, self._for_all = open_channel(parent), AdminClient(parent)
-        server.add_generic_rpc_handlers((forwarded_admin(self._parent, self.admin_methods),))
+        self._parent = Peer(socket_address(self._setup.folder))
+        server.add_generic_rpc_handlers((ForwardedAdmin(self._parent),))
 
     async def status(self) -> Status:
         """The status of all workers."""
-        return await self._for_all.status()
+        return await self._parent.status()
 
     async def metrics(self) -> tuple[bytes, str] | None:
         """The metrics of all workers."""
-        return await metrics_from(self._parent, _PATIENCE_SECONDS), _CONTENT_TYPE
+        return await self._parent.metrics_text(), _CONTENT_TYPE
 
     async def close(self) -> None:
         """See `CoordinatorService`."""
         await super().close()
         if self._private is not None:
             await self._private.stop(_GOODBYE_SECONDS)
-        await self._for_all.close()
         await self._parent.close()
 
     async def _own_metrics(self) -> bytes:
@@ -101,7 +91,7 @@ def run(arguments: list[str]) -> None:
     setup = WorkerSetup.from_json(arguments[0])
     with exit_codes():
         fill_closed()
-        settings = load_settings(CoordinatorSettings, arguments[1:], PROGRAM)
+        settings = load_settings(CoordinatorSettings, arguments[1:], "tandem serve coordinator")
         configure(settings.log_level, settings.log_format)
         was_ready = uvloop.run(
             serve(

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Generic, TypeVar
+from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Metric
+from prometheus_client import CollectorRegistry, Metric, start_http_server
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
+
+from tandem.errors import ConfigurationError
+from tandem.telemetry.settings import TelemetryOptions
+
+logger = logging.getLogger(__name__)
 
 # Each bound is about twice the one before, over the range that is seen.
 STEP_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -122,3 +129,30 @@ class AtScrape(Collector, Generic[ValueT]):
             answer.set_result(self._read())
         except Exception as error:  # noqa: BLE001 - it is raised where it was asked for
             answer.set_exception(error)
+
+
+def serve_metrics(options: TelemetryOptions, registry: CollectorRegistry) -> WSGIServer | None:
+    """Serve the metrics of a registry at the Prometheus port; None where there is none.
+
+    Raises:
+        ConfigurationError: the port cannot be bound.
+    """
+    host, port = options.prometheus_host, options.prometheus_port
+    if port is None:
+        return None
+    try:
+        server, _ = start_http_server(port, host, registry)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot serve metrics on {host}:{port}: {(error.strerror or str(error)).lower()}; choose another "
+            "address with --prometheus-host and --prometheus-port"
+        ) from error
+    logger.info("metrics served", extra={"address": f"{host}:{server.server_port}"})
+    return server
+
+
+async def end_server(server: WSGIServer | None) -> None:
+    """End what `serve_metrics` began."""
+    if server is not None:
+        await asyncio.to_thread(server.shutdown)
+        server.server_close()

@@ -40,7 +40,7 @@ from prometheus_client import Metric as Family
 from prometheus_client.samples import Sample
 
 import tandem
-from tandem.errors import ConfigurationError
+from tandem.telemetry.metrics import end_server, serve_metrics
 from tandem.telemetry.settings import TelemetryOptions, sends
 
 logger = logging.getLogger(__name__)
@@ -109,31 +109,17 @@ class Telemetry:
         Raises:
             ConfigurationError: the Prometheus port cannot be bound.
         """
-        host, port = self._options.prometheus_host, self._options.prometheus_port
-        if port is not None:
-            try:
-                self._server, _ = prometheus_client.start_http_server(port, host, self.registry)
-            except OSError as error:
-                raise ConfigurationError(
-                    f"cannot serve metrics on {host}:{port}: {(error.strerror or str(error)).lower()}; choose "
-                    "another address with --prometheus-host and --prometheus-port"
-                ) from error
-            logger.info("metrics served", extra={"address": f"{host}:{self.prometheus_port}"})
+        self._server = serve_metrics(self._options, self.registry)
         if self._exports is not None:
             self._exports.start()
 
     async def close(self) -> None:
         """Send the rest, as far as that is quick, and end."""
-        await asyncio.gather(self._end_exports(), self._end_server())
+        await asyncio.gather(self._end_exports(), end_server(self._server))
 
     async def _end_exports(self) -> None:
         if self._exports is not None:
             await asyncio.to_thread(self._exports.close, time.monotonic() + _CLOSE_SECONDS)
-
-    async def _end_server(self) -> None:
-        if self._server is not None:
-            await asyncio.to_thread(self._server.shutdown)
-            self._server.server_close()
 
     def prometheus_text(self) -> tuple[bytes, str]:
         """All metrics in Prometheus's text form, and its content type; for a server that has its own /metrics."""

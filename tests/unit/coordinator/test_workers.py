@@ -14,11 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from coordinator.admin.administration import found_request
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.workers.hub import (
+    Given,
     merged_metrics,
     merged_replicas,
     merged_stats,
     merged_status,
-    to_text,
 )
 from coordinator.workers.link import WorkerSetup, settings_of_worker, share
 from tandem.admin import (
@@ -102,7 +102,7 @@ STATUS = Status(
 
 def test_counts_loads_and_rates_are_added() -> None:
     other = replace(STATS, by_rule={"greedy": FIGURES}, speculation_state=ON, decisions=(decision(3.0, 5),))
-    both = merged_stats([STATS, other], [])
+    both = merged_stats([STATS, other])
     assert (both.load, both.throughput) == (Load(4, 2), Throughput(20.0, 40.0))
     assert both.outcomes == Outcomes(8, 6, 4, 2)
     assert both.completion_tokens == 200
@@ -113,7 +113,7 @@ def test_counts_loads_and_rates_are_added() -> None:
 
 
 def test_counts_of_an_ended_worker_stay_and_its_load_goes() -> None:
-    both = merged_stats([STATS], [STATS])
+    both = merged_stats([STATS], STATS)
     assert (both.completion_tokens, both.outcomes.completed) == (200, 8)
     assert both.load == STATS.load
     assert merged_status([STATUS], both).speculation.rounds == 6
@@ -208,6 +208,7 @@ def test_what_all_say_of_the_same_thing_is_not_added() -> None:
     assert abs(value(both, "tandem_spec_decode_acceptance_rate") - 0.6) < 1e-9
 
 
-def test_the_text_can_be_read_again_and_is_that_of_a_single_process() -> None:
-    assert to_text(merged_metrics([parsed(ONE)])).decode() == to_text(parsed(ONE)).decode()
-    assert value(parsed(to_text(parsed(ONE)).decode()), "tandem_generation_tokens_total") == 10
+def test_merged_metrics_are_written_as_those_of_a_single_process() -> None:
+    both = generate_latest(Given(lambda: merged_metrics([parsed(ONE)])))
+    assert both == generate_latest(Given(lambda: parsed(ONE)))
+    assert value(parsed(both.decode()), "tandem_generation_tokens_total") == 10

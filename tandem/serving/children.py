@@ -1,0 +1,82 @@
+"""A process that this one starts and stops, and that ends with it (`tandem.serving.supervised`)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from tandem.errors import ServiceUnavailableError
+
+
+class Child:
+    """A process whose stdout this one reads."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, stop_seconds: float) -> None:
+        """Take over a process.
+
+        Args:
+            name: For errors.
+            process: It has a pipe for stdout.
+            stop_seconds: Time to stop before it is killed.
+        """
+        self.name = name
+        self.process = process
+        self._stop_seconds = stop_seconds
+
+    @classmethod
+    async def start(
+        cls, name: str, package: str, arguments: Sequence[str], stop_seconds: float, **options: Any
+    ) -> Child:
+        """Run `python -m PACKAGE` with these arguments; `options` are those of `create_subprocess_exec`."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",  # otherwise Python would import files from the working directory
+            *("-m", "tandem.serving.supervised", str(os.getpid()), package, *arguments),
+            # Never written to: when this process ends, the pipe closes, which the child notices.
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            # A session of its own: Ctrl-C reaches only this process, which then stops the children in order.
+            start_new_session=True,
+            **options,
+        )
+        return cls(name, process, stop_seconds)
+
+    async def line(self, mark: str) -> str:
+        """Text after the mark in the first line of stdout that has it.
+
+        Raises:
+            ServiceUnavailableError: it ended without such a line.
+        """
+        assert self.process.stdout is not None
+        async for line in self.process.stdout:
+            _, found, rest = line.decode().partition(mark)
+            if found:
+                return rest.strip()
+        raise ServiceUnavailableError(await self.obituary())
+
+    async def obituary(self) -> str:
+        """How it ended, in words."""
+        code = await self.process.wait()
+        if code < 0:
+            return f"the {self.name} service was ended by signal {-code}"
+        return f"the {self.name} service ended with exit code {code}"
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self.process.returncode is None:
+            self.process.kill()
+
+    async def stop(self) -> None:
+        """Ask it to stop, and kill it when it does not."""
+        if self.process.returncode is not None:
+            return
+        self.process.terminate()
+        try:
+            async with asyncio.timeout(self._stop_seconds):
+                await self.process.wait()
+        except TimeoutError:
+            self.kill()
+            await self.process.wait()

@@ -24,7 +24,7 @@ from tandem.errors import ServiceUnavailableError
 from tandem.replica import ReplicaState, Role
 from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
 from tandem.serving.server import Service, announce
-from tandem.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+from tandem.v1 import admin_pb2, generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
     from coordinator.http.server import HttpServer
@@ -113,7 +113,7 @@ class CoordinatorService(Service):
 
     def register_admin(self, server: grpc.aio.Server) -> None:
         """Add AdminService for this process."""
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.administration), server)
+        AdminServicer(self.administration).add_to(server)
 
     async def start(self) -> None:
         """Wait for the services, and refuse models that do not go together.

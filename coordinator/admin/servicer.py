@@ -6,10 +6,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from urllib.parse import unquote
 
+import grpc.aio
+
 from coordinator.admin.administration import Administrator
 from tandem.serving.interceptors import Context
 from tandem.v1 import admin_pb2
-from tandem.v1.admin_pb2_grpc import AdminServiceServicer
+from tandem.v1.admin_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
 from tandem.wire import admin as wire
 
 _DEFAULT_INTERVAL_SECONDS = 1.0
@@ -28,6 +30,10 @@ class AdminServicer(AdminServiceServicer):
     def __init__(self, administration: Administrator, caller_of: Callable[[Context], str] = caller) -> None:
         self._administration = administration
         self._caller = caller_of
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Let a server answer AdminService."""
+        add_AdminServiceServicer_to_server(self, server)
 
     async def GetStatus(
         self, request: admin_pb2.GetStatusRequest, context: Context

@@ -15,7 +15,6 @@ from coordinator.admin.servicer import AdminServicer, caller
 from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.admin_client import AdminClient
 from tandem.serving.interceptors import Context, ErrorBoundary, RunningCalls
-from tandem.v1 import admin_pb2_grpc
 
 _CALLER_KEY = "tandem-caller-bin"
 """Metadata that names the caller of a forwarded call."""
@@ -103,7 +102,7 @@ async def private_server(
         return await metrics_text()
 
     server = grpc.aio.server(interceptors=[ErrorBoundary(RunningCalls())])
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
+    admin.add_to(server)
     methods: dict[str, Any] = {"Get": grpc.unary_unary_rpc_method_handler(get)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_METRICS, methods),))
     server.add_insecure_port(address)

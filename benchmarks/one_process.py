@@ -35,13 +35,11 @@ from draft_service.proposers.standalone import StandaloneProposer, load_standalo
 from draft_service.settings import DraftSettings
 from tandem.serving.process import set_start_aside
 from tandem.types import (
-    DraftOptions,
     GenerationRequest,
     Proposal,
     ProposeStep,
     RowKind,
     SpeculationStats,
-    TargetOptions,
     Verification,
     VerifyStep,
 )
@@ -115,7 +113,7 @@ class LocalPair:
         """Run a request; the same completion after each of its rounds."""
         models = Models(self.target.model_info, self.draft.model_info, PromptEncoder(self.tokenizer))
         plan = await make_plan(request, uuid.uuid4().hex, self.settings, models)
-        completion = plan.begin(self.tokenizer)
+        completion = plan.begin()
         async with AsyncExitStack() as stack:
             drafter = await stack.enter_async_context(self._drafter(plan))
             verifier = await stack.enter_async_context(self._verifier(plan))
@@ -128,28 +126,14 @@ class LocalPair:
         if plan.num_speculative_tokens == 0:
             yield NoDrafter()
             return
-        options = DraftOptions(
-            request_id=plan.request_id,
-            sampling=plan.sampling,
-            max_length=len(plan.prompt) + plan.limits.max_tokens,
-            row_kind=plan.rule.strategy.draft_row_kind,
-            draft_top_k=plan.draft_top_k,
-            with_token_logits=plan.rule.strategy.needs_token_logits,
-        )
-        async with self.draft.sequence(options) as sequence:
+        async with self.draft.sequence(plan.draft_options()) as sequence:
             drafter = LocalDrafter(sequence, plan.num_speculative_tokens)
             yield drafter
             await drafter.finish()
 
     @asynccontextmanager
     async def _verifier(self, plan: Plan) -> AsyncIterator[LocalVerifier]:
-        options = TargetOptions(
-            request_id=plan.request_id,
-            sampling=plan.sampling,
-            max_length=len(plan.prompt) + plan.limits.max_tokens,
-            prompt_length=len(plan.prompt),
-        )
-        async with self.target.sequence(options) as sequence:
+        async with self.target.sequence(plan.target_options()) as sequence:
             yield LocalVerifier(sequence, plan)
 
 

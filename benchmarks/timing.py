@@ -163,7 +163,7 @@ async def timed_coordinator(
         await service.start()
         observer = PhaseObserver()
         completions = RequestRunner(service.live_config, observer)
-        completions.connect(service.completions.services)
+        completions.connect(service.replicas, service.completions.models)
         yield TimedCoordinator(completions, observer)
     finally:
         await service.close()

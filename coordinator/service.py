@@ -14,7 +14,8 @@ from coordinator.decoding.tokenization import PromptEncoder, read_tokenizer
 from coordinator.http.chat import Chats
 from coordinator.replicas.registry import ReplicaRegistry
 from coordinator.requests.arrival import AdmissionInterceptor, LargeRequests
-from coordinator.requests.runner import RequestRunner, Services
+from coordinator.requests.plan import Models
+from coordinator.requests.runner import RequestRunner
 from coordinator.servicer import GenerationServicer
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.settings.live import LiveConfig
@@ -131,9 +132,8 @@ class CoordinatorService(Service):
         assert target_info is not None
         files = await self._tokenizer_files()
         encoder = PromptEncoder(read_tokenizer(files))
-        services = Services(self.replicas, target_info, self.replicas.fleet.draft, encoder)
-        self.completions.connect(services)
         completions = self.completions
+        completions.connect(self.replicas, Models(target_info, self.replicas.fleet.draft, encoder))
         admission = completions.admission
         self.telemetry.ready(
             target_info.name,

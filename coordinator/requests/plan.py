@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from tokenizers import Tokenizer
 
@@ -36,16 +36,21 @@ from tandem.config.names import AUTO_NAMES
 from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.types import (
     Acceptance,
+    AheadBudget,
+    DraftOptions,
     GenerationRequest,
     LogitAdjustments,
     ModelInfo,
     Proposal,
     RowKind,
     SamplingParams,
+    TargetOptions,
     Verification,
 )
 
 _SYNTHETIC = "synthetic"
+
+_SAMPLING = tuple(each.name for each in fields(SamplingParams))
 
 _INDEPENDENT_OF_DRAFT = frozenset({"greedy", "strict"})
 """Rules whose text is a function of the seed and the target alone."""
@@ -57,7 +62,7 @@ class Models:
 
     target: ModelInfo
     draft: ModelInfo | None
-    """None when the target works alone."""
+    """None when the target works alone. A draft that is away for a while still counts in the checks of requests."""
     encoder: PromptEncoder
     """Turns prompts into the target's tokens."""
 
@@ -65,6 +70,11 @@ class Models:
     def tokenizer(self) -> Tokenizer:
         """The target's tokenizer."""
         return self.encoder.tokenizer
+
+    @property
+    def draft_name(self) -> str:
+        """Name of the draft's model; empty without one."""
+        return "" if self.draft is None else self.draft.name
 
     @property
     def max_text_bytes(self) -> int | None:
@@ -80,33 +90,28 @@ class Plan:
     request: GenerationRequest
     prompt: tuple[int, ...]
     sampling: SamplingParams
-    adjustments: LogitAdjustments
     limits: Limits
     rule: AcceptanceRule
     num_speculative_tokens: int
     """0: the target alone."""
-    is_speculation_enabled: bool
-    """True if the configuration allowed speculation when the request began."""
-    draft_top_k: int
-    draft_patience_seconds: float | None
     draft_ahead: DraftAhead
     """How far its rounds draft ahead."""
     keeps_proposals: bool
     """True if a seed promises its text and that depends on what is proposed, which must then not depend on time."""
     is_adaptive: bool
     """True if measurements may change how much its rounds propose."""
-    target_wait_seconds: float
     think_spans: ThinkSpans | None
     """Followed when acceptance is relaxed inside them."""
-    model_name: str
-    """The target's."""
+    settings: CoordinatorSettings
+    """The configuration when it began."""
+    models: Models
 
     @property
     def details(self) -> dict[str, EventValue]:
         """Attributes for observers."""
         given = {"top_p": self.request.top_p, "top_k": self.request.top_k}
         return {
-            "model": self.model_name,
+            "model": self.models.target.name,
             "rule": self.rule.name,
             "num_speculative_tokens": self.num_speculative_tokens,
             "prompt_tokens": len(self.prompt),
@@ -116,12 +121,47 @@ class Plan:
             **{name: value for name, value in given.items() if value is not None},
         }
 
-    def begin(self, tokenizer: Tokenizer) -> Completion:
+    @property
+    def max_length(self) -> int:
+        """Tokens that it may have, prompt and completion together."""
+        return len(self.prompt) + self.limits.max_tokens
+
+    def target_options(self, client: str = "") -> TargetOptions:
+        """How its sequence opens on a target, with the client's address.
+
+        As in vLLM, `min_tokens` suppresses the model's end-of-sequence ids even where `ignore_eos` permits them.
+        """
+        request = self.request
+        ends = {*self.models.target.eos_token_ids, *request.stop_token_ids} if request.min_tokens > 0 else ()
+        return TargetOptions(
+            request_id=self.request_id,
+            sampling=self.sampling,
+            max_length=self.max_length,
+            prompt_length=len(self.prompt),
+            adjustments=LogitAdjustments(request.logit_bias, request.min_tokens, tuple(sorted(ends))),
+            client=client,
+        )
+
+    def draft_options(self, ahead: AheadBudget | None = None, client: str = "") -> DraftOptions:
+        """How its sequence opens on a draft, with the most that it may draft ahead and the client's address."""
+        strategy = self.rule.strategy
+        return DraftOptions(
+            request_id=self.request_id,
+            sampling=self.sampling,
+            max_length=self.max_length,
+            row_kind=strategy.draft_row_kind,
+            draft_top_k=self.settings.draft_top_k,
+            with_token_logits=strategy.needs_token_logits,
+            ahead=ahead,
+            client=client,
+        )
+
+    def begin(self) -> Completion:
         """The completion, which holds only the prompt yet."""
         return Completion(
             self.prompt,
             self.limits,
-            Detokenizer(tokenizer),
+            Detokenizer(self.models.tokenizer),
             StopStrings(self.request.stop, included=self.request.include_stop_str_in_output),
             request_id=self.request_id,
             seed=self.sampling.seed,
@@ -195,19 +235,15 @@ async def make_plan(
         request=request,
         prompt=prompt,
         sampling=sampling,
-        adjustments=_adjustments(request, models.target),
         limits=_limits(request, len(prompt), models.target),
         rule=rule,
         num_speculative_tokens=options.num_speculative_tokens if speculates else 0,
-        is_speculation_enabled=settings.speculation,
-        draft_top_k=settings.draft_top_k,
-        draft_patience_seconds=settings.draft_patience_seconds,
         draft_ahead=settings.draft_ahead if can_draft_ahead(rule, models.draft) else "off",
         keeps_proposals=not is_adaptive and _depends_on_rounds(rule, request),
         is_adaptive=is_adaptive,
-        target_wait_seconds=settings.target_wait_seconds,
-        think_spans=(think_spans(models.tokenizer) if options.use_relaxed_acceptance_for_thinking else None),
-        model_name=models.target.name,
+        think_spans=think_spans(models.tokenizer) if options.use_relaxed_acceptance_for_thinking else None,
+        settings=settings,
+        models=models,
     )
 
 
@@ -231,30 +267,10 @@ def _limits(request: GenerationRequest, prompt_length: int, target: ModelInfo) -
     )
 
 
-def _adjustments(request: GenerationRequest, target: ModelInfo) -> LogitAdjustments:
-    """Adjustments of the target's logits for the request.
-
-    As in vLLM, `min_tokens` suppresses the model's end-of-sequence ids even where `ignore_eos` permits them.
-    """
-    ends = sorted({*target.eos_token_ids, *request.stop_token_ids})
-    return LogitAdjustments(
-        request.logit_bias, request.min_tokens, tuple(ends) if request.min_tokens > 0 else ()
-    )
-
-
 def _sampling(request: GenerationRequest) -> SamplingParams:
     """The request's sampling parameters, with a random seed if it has none."""
-    defaults = SamplingParams()
-    return SamplingParams(
-        temperature=defaults.temperature if request.temperature is None else request.temperature,
-        top_k=defaults.top_k if request.top_k is None else request.top_k,
-        top_p=defaults.top_p if request.top_p is None else request.top_p,
-        min_p=defaults.min_p if request.min_p is None else request.min_p,
-        repetition_penalty=request.repetition_penalty or defaults.repetition_penalty,
-        frequency_penalty=request.frequency_penalty or defaults.frequency_penalty,
-        presence_penalty=request.presence_penalty or defaults.presence_penalty,
-        seed=secrets.randbits(63) if request.seed is None else request.seed,
-    )
+    given = {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
+    return SamplingParams(**{"seed": secrets.randbits(63), **given})
 
 
 def _auto_rule(settings: CoordinatorSettings, request: GenerationRequest, choose_rule: ChooseRule) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +15,6 @@ from coordinator.decoding.completion import Completion
 from coordinator.decoding.logprobs import LogprobsRecorder
 from coordinator.decoding.loop import generate
 from coordinator.decoding.rounds import RoundRecorder, RoundTimings
-from coordinator.decoding.tokenization import PromptEncoder
 from coordinator.failover.drafter import FailoverDrafter
 from coordinator.failover.verifier import FailoverVerifier
 from coordinator.replicas.registry import ReplicaRegistry
@@ -37,7 +36,7 @@ from coordinator.transport.target_client import RowChoice
 from tandem.rpc.channels import Deadline
 from tandem.speculation_state import SpeculationState
 from tandem.telemetry import attributes as names
-from tandem.types import Chunk, DraftOptions, GenerationRequest, ModelInfo, Summary, TargetOptions
+from tandem.types import Chunk, GenerationRequest, Summary
 
 LARGE_BYTES = 16 << 10
 """Parsing a larger message takes a turn. Protobuf and pydantic parse a smaller one in at most 3 ms."""
@@ -70,22 +69,6 @@ class Turns:
 
 
 @dataclass(frozen=True, slots=True)
-class Services:
-    """The services and models that a request uses."""
-
-    replicas: ReplicaRegistry
-    target_info: ModelInfo
-    draft_info: ModelInfo | None
-    """None when the target works alone. A draft that is away for a while still counts in the checks of requests."""
-    encoder: PromptEncoder
-
-    @property
-    def draft_name(self) -> str:
-        """Name of the draft's model; empty without one."""
-        return "" if self.draft_info is None else self.draft_info.name
-
-
-@dataclass(frozen=True, slots=True)
 class Run:
     """A request that runs: what its drafter and its verifier share."""
 
@@ -100,117 +83,13 @@ class Run:
     """Address of the client, whose sequences share places fairly with those of others; empty: not known."""
 
 
-def open_speculation(
-    services: Services, controller: SpeculationController, plan: Plan
-) -> RequestSpeculation | None:
-    """The request's part of the controller; None where the target works alone."""
-    if not services.replicas.drafts.addresses or plan.num_speculative_tokens == 0:
-        return None
-    kind = request_kind(services.draft_name, plan.rule.name, plan.sampling.temperature)
-    speculation = controller.request(
-        kind,
-        plan.num_speculative_tokens,
-        is_adaptive=plan.is_adaptive,
-        draft_ahead=plan.draft_ahead,
-    )
-    # The request has no target yet: begin with the cost model of the one that it is likely to get.
-    target, draft = services.replicas.targets.choose(), services.replicas.drafts.choose()
-    if target is not None:
-        speculation.target = target.address
-        controller.introduce(target.address, target.model, target.round_trip.value)
-    if draft is not None:
-        controller.introduce(services.draft_name, draft.model, draft.round_trip.value)
-    return speculation
-
-
-def open_drafter(
-    services: Services, run: Run, running_requests: Callable[[], int]
-) -> FailoverDrafter | NoDrafter:
-    """The drafter of a request."""
-    plan, drafts, speculation = run.plan, services.replicas.drafts, run.speculation
-    if speculation is None:
-        return NoDrafter(_why_alone(services, plan))
-    strategy = plan.rule.strategy
-    options = DraftOptions(
-        request_id=plan.request_id,
-        sampling=plan.sampling,
-        max_length=len(plan.prompt) + plan.limits.max_tokens,
-        row_kind=strategy.draft_row_kind,
-        draft_top_k=plan.draft_top_k,
-        with_token_logits=strategy.needs_token_logits,
-        ahead=speculation.ahead.max_budget(plan.num_speculative_tokens),
-        client=run.client,
-    )
-    limits = DraftLimits(
-        plan.num_speculative_tokens,
-        services.target_info.vocabulary_size,
-        keeps_proposals=plan.keeps_proposals,
-    )
-    run.observer.deciding(lambda: _described(speculation.decision))
-    load = partial(_load, services, run.active, running_requests)
-    return FailoverDrafter(drafts, options, limits, run.active, run.observer, run.timings, speculation, load)
-
-
-def open_verifier(services: Services, run: Run) -> FailoverVerifier:
-    """The verifier of a request."""
-    plan = run.plan
-    options = TargetOptions(
-        request_id=plan.request_id,
-        sampling=plan.sampling,
-        max_length=len(plan.prompt) + plan.limits.max_tokens,
-        prompt_length=len(plan.prompt),
-        adjustments=plan.adjustments,
-        client=run.client,
-    )
-    rows = RowChoice(
-        plan.rule.row_kind(plan.request.row_kind),
-        plan.rule.supports,
-        services.target_info.vocabulary_size,
-        plan.rule.needs_statistics,
-        plan.rule.decide_many,
-    )
-    return FailoverVerifier(
-        services.replicas.targets,
-        options,
-        rows,
-        run.active,
-        run.observer,
-        run.timings,
-        run.deadline,
-        plan.target_wait_seconds,
-    )
-
-
-def _why_alone(services: Services, plan: Plan) -> str:
-    if not services.replicas.drafts.addresses:
-        return speculation_report.NO_DRAFT
-    return speculation_report.NOT_ASKED if plan.is_speculation_enabled else speculation_report.DISABLED
-
-
-def _load(services: Services, active: ActiveRequest, running_requests: Callable[[], int]) -> int:
-    """Sequences that share the request's target; before it has one, its share of all that run."""
-    targets = services.replicas.targets
-    member = targets.member(active.target_address) if active.target_address else None
-    if member is not None:
-        return member.open_sequences
-    ready = sum(member.is_ready for member in targets.members)
-    return -(-running_requests() // max(ready, 1))
-
-
-def _described(decision: Decision) -> dict[str, EventValue]:
-    """A decision as attributes of a span."""
-    return {
-        names.DECISION_TOKENS: decision.tokens,
-        names.DECISION_LOAD: decision.load,
-        names.DECISION_GAIN: round(decision.gain, 3),
-    }
-
-
 class RequestRunner:
     """Completes requests over the services it is connected to."""
 
-    services: Services
+    replicas: ReplicaRegistry
     """Set by `connect`, before the server lets calls through."""
+    models: Models
+    """The models that complete requests, likewise."""
 
     def __init__(self, live_config: LiveConfig, observer: Observer) -> None:
         self._live_config = live_config
@@ -231,14 +110,9 @@ class RequestRunner:
         self._latest_state: SpeculationState | None = None
         """State of the last request that could speculate and has ended."""
 
-    def connect(self, services: Services) -> None:
+    def connect(self, replicas: ReplicaRegistry, models: Models) -> None:
         """Begin to use these services."""
-        self.services = services
-
-    @property
-    def models(self) -> Models:
-        """The models that complete requests."""
-        return Models(self.services.target_info, self.services.draft_info, self.services.encoder)
+        self.replicas, self.models = replicas, models
 
     @property
     def bounds(self) -> RequestBounds:
@@ -299,13 +173,13 @@ class RequestRunner:
     ) -> None:
         """Check a request, wait for its place, and run it."""
         # Waiting requests stay in memory: hundreds of any size would take all of it.
-        settings, target = self._live_config.current, self.models.target
+        settings, models = self._live_config.current, self.models
         check_bounds(
             request,
             settings,
             settings.num_speculative_tokens,
-            target.max_length,
-            self.models.max_text_bytes,
+            models.target.max_length,
+            models.max_text_bytes,
         )
         async with self.admission.place(deadline.remaining_seconds, peer) as place:
             observer.admitted()
@@ -318,17 +192,15 @@ class RequestRunner:
         self, plan: Plan, observer: RequestObserver, deadline: Deadline, place: Place, queue: ChunkQueue
     ) -> None:
         """The rounds of a request, between the opening of its streams and their end."""
-        services = self.services
-        completion = plan.begin(services.encoder.tokenizer)
+        completion = plan.begin()
         observer.planned(completion, plan.details)
         async with AsyncExitStack() as streams:
             active = streams.enter_context(self.requests.running(plan.active(completion)))
-            speculation = open_speculation(services, self.speculation, plan)
-            timings = RoundTimings(plan.draft_patience_seconds)
-            run = Run(plan, observer, active, timings, deadline, speculation, place.client)
-            drafter = open_drafter(services, run, lambda: self.admission.running)
+            timings = RoundTimings(plan.settings.draft_patience_seconds)
+            run = Run(plan, observer, active, timings, deadline, self._speculation(plan), place.client)
+            drafter = self._drafter(run)
             await streams.enter_async_context(_closing(drafter))
-            verifier = open_verifier(services, run)
+            verifier = self._verifier(run)
             await streams.enter_async_context(_closing(verifier))
             active.streams, active.place = (drafter, verifier), place
             active.speculation_state = lambda: drafter.speculation_state
@@ -347,13 +219,89 @@ class RequestRunner:
                 if active.has_stalled and completion.can_extend:
                     await active.resume()
 
+    def _speculation(self, plan: Plan) -> RequestSpeculation | None:
+        """The request's part of the controller; None where the target works alone."""
+        replicas, controller, models = self.replicas, self.speculation, self.models
+        if not replicas.drafts.addresses or plan.num_speculative_tokens == 0:
+            return None
+        speculation = controller.request(
+            request_kind(models.draft_name, plan.rule.name, plan.sampling.temperature),
+            plan.num_speculative_tokens,
+            is_adaptive=plan.is_adaptive,
+            draft_ahead=plan.draft_ahead,
+        )
+        # The request has no target yet: begin with the cost model of the one that it is likely to get.
+        target, draft = replicas.targets.choose(), replicas.drafts.choose()
+        if target is not None:
+            speculation.target = target.address
+            controller.introduce(target.address, target.model, target.round_trip.value)
+        if draft is not None:
+            controller.introduce(models.draft_name, draft.model, draft.round_trip.value)
+        return speculation
+
+    def _drafter(self, run: Run) -> FailoverDrafter | NoDrafter:
+        plan, speculation = run.plan, run.speculation
+        if speculation is None:
+            return NoDrafter(self._why_alone(plan))
+        options = plan.draft_options(speculation.ahead.max_budget(plan.num_speculative_tokens), run.client)
+        limits = DraftLimits(
+            plan.num_speculative_tokens,
+            self.models.target.vocabulary_size,
+            keeps_proposals=plan.keeps_proposals,
+        )
+        run.observer.deciding(lambda: _described(speculation.decision))
+        return FailoverDrafter(
+            self.replicas.drafts,
+            options,
+            limits,
+            run.active,
+            run.observer,
+            run.timings,
+            speculation,
+            lambda: self._load(run.active),
+        )
+
+    def _verifier(self, run: Run) -> FailoverVerifier:
+        plan, rule = run.plan, run.plan.rule
+        rows = RowChoice(
+            rule.row_kind(plan.request.row_kind),
+            rule.supports,
+            self.models.target.vocabulary_size,
+            rule.needs_statistics,
+            rule.decide_many,
+        )
+        return FailoverVerifier(
+            self.replicas.targets,
+            plan.target_options(run.client),
+            rows,
+            run.active,
+            run.observer,
+            run.timings,
+            run.deadline,
+            plan.settings.target_wait_seconds,
+        )
+
+    def _why_alone(self, plan: Plan) -> str:
+        if not self.replicas.drafts.addresses:
+            return speculation_report.NO_DRAFT
+        return speculation_report.NOT_ASKED if plan.settings.speculation else speculation_report.DISABLED
+
+    def _load(self, active: ActiveRequest) -> int:
+        """Sequences that share the request's target; before it has one, its share of all that run."""
+        targets = self.replicas.targets
+        member = targets.member(active.target_address) if active.target_address else None
+        if member is not None:
+            return member.open_sequences
+        ready = sum(member.is_ready for member in targets.members)
+        return -(-self.admission.running // max(ready, 1))
+
     def _round_ended(self, run: Run, completion: Completion, result: RoundResult) -> None:
         """Hand the result of a round to everything that counts rounds."""
         if result.awaited_outcome:
             record_outcome(completion.tally.ahead, result)
         self.requests.tokens.add(result.committed)
         self.stats.round_ended(run.plan.rule.name, result)
-        self.services.replicas.round_ended(result)
+        self.replicas.round_ended(result)
         run.observer.round_ended(result)
         if run.speculation is not None:
             run.speculation.end_round(result)
@@ -372,8 +320,17 @@ class RequestRunner:
         return running[0].speculation_state() if running else self._latest_state
 
     def _choose_rule(self, names: Sequence[str], temperature: float) -> str:
-        draft = self.services.draft_name
+        draft = self.models.draft_name
         return self.speculation.choose_rule(names, draft, temperature, self.admission.running)
+
+
+def _described(decision: Decision) -> dict[str, EventValue]:
+    """A decision as attributes of a span."""
+    return {
+        names.DECISION_TOKENS: decision.tokens,
+        names.DECISION_LOAD: decision.load,
+        names.DECISION_GAIN: round(decision.gain, 3),
+    }
 
 
 @asynccontextmanager

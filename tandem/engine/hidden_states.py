@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tandem.engine.kv_cache.arena import KvArena, LayerCache, LayerGeometry
 from tandem.engine.kv_cache.pages import PageWriter
 from tandem.engine.kv_cache.sequence import Segment, Sequence
-from tandem.engine.models.attention import STEP_ARGUMENT
+from tandem.engine.models.attention import STEP_ARGUMENT, Scoring
 from tandem.engine.models.heads.interface import FINAL_STATE, BlockHead, DraftHead
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.steps import Packing
@@ -124,7 +124,7 @@ class HiddenStateTap:
         if isinstance(step, Packing):
             PageWriter.of_segments(step.segments, self._target.device).write(self._storage, keys, values)
         else:
-            step.attend(self._layer, keys, keys, values, mask=None, scale=None, softcap=None, sinks=None)
+            step.attend(self._layer, keys, keys, values, Scoring())
 
     def read(self, parts: SequenceOf[tuple[Sequence, int, int]]) -> list[Tensor | None]:
         """The states of some positions. May be called from any thread.

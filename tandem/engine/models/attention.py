@@ -12,7 +12,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,20 +40,24 @@ class UnsupportedAttentionError(Exception):
     """A model needs a kind of attention that the packed form lacks; never leaves the engine."""
 
 
+class Scoring(NamedTuple):
+    """How the scores of queries and keys become weights."""
+
+    scale: float | None = None
+    """Factor on the scores; None for key_dim ** -0.5."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(scores / softcap)."""
+    sinks: Tensor | None = None
+    """[heads], a score that takes part in the softmax and attends to nothing."""
+    mask: Tensor | None = None
+    """What the model's mask function made; None when running."""
+
+
 class AttentionStep(Protocol):
     """One forward pass, as its attention layers see it."""
 
     def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        mask: Tensor | None,
-        scale: float | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
         """Stores this step's keys and values and attends.
 
@@ -62,10 +66,7 @@ class AttentionStep(Protocol):
             query: [1, heads, step_tokens, key_dim]
             key: [1, kv_heads, step_tokens, key_dim]
             value: [1, kv_heads, step_tokens, value_dim]
-            mask: what the mask function made; None when running.
-            scale: factor on the scores; None for key_dim ** -0.5.
-            softcap: scores become softcap * tanh(scores / softcap).
-            sinks: [heads], a score that takes part in the softmax and attends to nothing.
+            scoring: how scores become weights.
 
         Returns:
             [1, step_tokens, heads, value_dim]
@@ -95,10 +96,8 @@ def attention_forward(
         raise UnsupportedAttentionError("the model does not pass keyword arguments down to attention")
     if position_bias is not None:
         raise UnsupportedAttentionError("the model adds a position bias")
-    output = tandem_step.attend(
-        module, query, key, value, mask=attention_mask, scale=scaling, softcap=softcap, sinks=s_aux
-    )
-    return output, None
+    scoring = Scoring(scaling, softcap, s_aux, attention_mask)
+    return tandem_step.attend(module, query, key, value, scoring), None
 
 
 def describe_mask(mask_function: Callable[..., Tensor], **_: object) -> Tensor:
@@ -132,16 +131,20 @@ def window_of(mask: Tensor | None) -> int | None:
     return None if int(mask) == _SEES_EVERYTHING else int(mask)
 
 
+def for_rows(scoring: Scoring, mask: Tensor | None, kv_heads: int, width: int) -> Scoring:
+    """A layer's scoring for `grouped_attention` of queries that share a head of keys, `width` tokens of each."""
+    sinks = scoring.sinks
+    repeated = None if sinks is None else sinks.view(kv_heads, -1).repeat_interleave(width, dim=1)
+    return scoring._replace(sinks=repeated, mask=mask)
+
+
 def grouped_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
+    scoring: Scoring,
     *,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    is_causal: bool = False,
 ) -> Tensor:
     """Attention of equally wide blocks of queries, each to its own keys.
 
@@ -150,15 +153,14 @@ def grouped_attention(
             that grouped-query attention needs no copy of the keys. When `is_causal`, [batch, heads, width, key_dim].
         keys: [batch, kv_heads, length, key_dim]
         values: [batch, kv_heads, length, value_dim]
-        mask: added to the scores, [batch or 1, 1, repeats * width, length]; None when every key is seen.
+        scoring: its mask, [batch or 1, 1, repeats * width, length], is added to the scores; None where every key is
+            seen. Its sinks are [kv_heads, repeats * width].
         is_causal: query i sees the keys up to i; there is then no mask.
-        scale: factor on the scores; None for key_dim ** -0.5.
-        softcap: bound of the scores, None for none.
-        sinks: [kv_heads, repeats * width], None for none.
 
     Returns:
         Like `query`, with value_dim in the last place.
     """
+    scale, softcap, sinks, mask = scoring
     if softcap is None and sinks is None:
         return nn.functional.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=is_causal
@@ -222,22 +224,15 @@ class _Observer:
         self.layers: dict[int, LayerGeometry] = {}
 
     def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        mask: Tensor | None,
-        scale: float | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
         """Records the layer; the numbers it returns are meaningless."""
         layer_index = getattr(module, "layer_idx", None)
         if not isinstance(layer_index, int) or layer_index in self.layers:
             raise UnsupportedAttentionError("attention layers cannot be told apart by layer_idx")
-        self.layers[layer_index] = LayerGeometry(key.shape[1], key.shape[3], value.shape[3], window_of(mask))
+        self.layers[layer_index] = LayerGeometry(
+            key.shape[1], key.shape[3], value.shape[3], window_of(scoring.mask)
+        )
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
     def in_order(self) -> tuple[LayerGeometry, ...]:

@@ -140,7 +140,7 @@ class UnrolledStep:
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
-    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, _: object) -> Tensor:
         """See `tandem.engine.models.attention.AttentionStep`; the rows' tokens follow one another."""
         query, key, value = (self._by_row(each, query.shape[1]) for each in (query, key, value))
         self._keys.append(key)

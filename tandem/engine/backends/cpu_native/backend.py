@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from tandem.engine.backends.branches import EagerBranches, clear_room
-from tandem.engine.backends.cpu_native.check import mismatch
 from tandem.engine.backends.cpu_native.layers import (
     NativeAttention,
     NativeLayout,
@@ -83,38 +82,20 @@ class CpuNativeBackend(ModuleSteps):
 
 
 class NativeBranches:
-    """See `BranchRunner`. The first step is run both ways, and the kernels are trusted if they agree."""
+    """Branches from the plans of steps; see `BranchRunner`."""
 
-    def __init__(
-        self, plans: PlannedSteps, eager: EagerBranches, arena: KvArena, reference: Reference
-    ) -> None:
+    def __init__(self, plans: PlannedSteps, eager: EagerBranches, arena: KvArena) -> None:
         self._plans = plans
         self._eager = eager
         self._arena = arena
-        self._reference = reference
-        self._is_trusted: bool | None = None
-        """None before the trial, which takes a step with tokens of its own behind the trunk."""
 
     def run(self, parts: SequenceOf[SequenceBranches]) -> Tensor:
-        """See `BranchRunner`."""
-        if self._is_trusted is False:
-            return self._eager.run(parts)
+        """See `BranchRunner`; by the model's modules where there is no plan of the size."""
         for part in parts:
             clear_room(self._arena, part)
         packing = BranchPacking(parts)
         logits = self._plans.replay(packing, range(packing.token_count))
-        if logits is None:
-            return self._eager.run(parts)
-        if self._is_trusted is None and any(part.step.depth for part in parts):
-            return self._tried(logits, self._eager.run(parts))
-        return logits
-
-    def _tried(self, logits: Tensor, expected: Tensor) -> Tensor:
-        error = self._reference.in_spreads(logits, expected)
-        self._is_trusted = error <= self._reference.limit
-        if not self._is_trusted:
-            logger.warning("branches run by the model's modules", extra={"error_in_spreads": round(error, 3)})
-        return expected
+        return self._eager.run(parts) if logits is None else logits
 
 
 class KernelSampler(Sampler):
@@ -229,9 +210,23 @@ def load_kernels(device: torch.device, dtype: torch.dtype, folder: Path | None =
 
 def _checked(library: Path) -> Kernels:
     kernels = Kernels(library)
-    if difference := mismatch(kernels):
-        raise BuildError(f"their results are not torch's: {difference}")
+    if not _samples_alike(kernels, Sampler()):
+        raise BuildError("they do not sample as torch does")
     return kernels
+
+
+def _samples_alike(kernels: Kernels, sampler: Sampler) -> bool:
+    """What is drawn, since the model's own trial looks at logits alone."""
+    generator = torch.Generator().manual_seed(5)
+    sampling = [SamplingParams(temperature) for temperature in (0.4, 1.0, 1.7)]
+    logits = 4.0 * torch.randn(len(sampling), 301, generator=generator)
+    probs, keys = sampler.probabilities(logits, sampling), torch.arange(len(sampling)) << 40
+    own = KernelSampler(kernels)
+    pairs = ((own.sample(probs, keys), sampler.sample(probs, keys)), (own.argmax(logits), sampler.argmax(logits)),
+             (own.topk(logits, 20)[0], sampler.topk(logits, 20)[0]))  # fmt: skip
+    return all(torch.equal(*pair) for pair in pairs) and torch.allclose(
+        own.probabilities(logits, sampling), probs, rtol=1e-12, atol=0.0
+    )
 
 
 def _packed(model: LoadedModel, kernels: Kernels) -> NativeModel:

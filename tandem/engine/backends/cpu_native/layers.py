@@ -18,6 +18,7 @@ from tandem.engine.backends.cpu_native.library.kernels import (
 )
 from tandem.engine.kv_cache.arena import KvArena, LayerCache, LayerGeometry
 from tandem.engine.kv_cache.sequence import Segment
+from tandem.engine.models.attention import Scoring
 from tandem.engine.steps import BranchPacking, Packing
 
 _INTO_RESIDUAL = frozenset(("o_proj", "down_proj"))
@@ -212,29 +213,23 @@ def places(packing: Packing, group: int = 0) -> list[int]:
 
 
 def point(
-    call: AttentionCall,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    *,
-    sinks: Tensor | None,
-    scale: float | None,
-    softcap: float | None,
-) -> None:
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, output: Tensor, scoring: Scoring
+) -> Tensor | None:
     """Sets the addresses of a call's inputs and output; shapes are those of `AttentionStep.attend`.
 
-    The tensors must outlive the call. `sinks` are float32, and the numbers of a head are contiguous.
+    The tensors must outlive the call, and so must the sinks that this returns. The numbers of a head are contiguous.
     """
+    sinks = None if scoring.sinks is None else scoring.sinks.float()
     call.query, call.key, call.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
     _, call.query_head, call.query_token, _ = query.stride()
     _, call.key_head, call.key_token, _ = key.stride()
     _, call.value_head, call.value_token, _ = value.stride()
     call.heads = query.shape[1]
     call.sinks = None if sinks is None else sinks.data_ptr()
-    call.scale = query.shape[3] ** -0.5 if scale is None else scale
-    call.softcap = softcap or 0.0
+    call.scale = query.shape[3] ** -0.5 if scoring.scale is None else scoring.scale
+    call.softcap = scoring.softcap or 0.0
     call.output, call.threads = output.data_ptr(), torch.get_num_threads()
+    return sinks
 
 
 def rows_of(states: Tensor) -> Tensor:
@@ -252,24 +247,14 @@ class NativeLayout(Packing):
         self._places = torch.tensor([places(self, group) for group in range(attention.group_count)])
 
     def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        mask: Tensor | None,
-        scale: float | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
         """See `AttentionStep.attend`."""
         layer_index: int = module.layer_idx  # type: ignore[assignment]
         call = self._attention.calls[layer_index]
         query, key, value = rows_of(query), rows_of(key), rows_of(value)
         output = query.new_empty((1, self._token_count, query.shape[1], value.shape[3]))
-        floats = None if sinks is None else sinks.float()
-        point(call, query, key, value, output, sinks=floats, scale=scale, softcap=softcap)
+        _sinks = point(call, query, key, value, output, scoring)  # alive until the call has run
         call.segments = self._places[self._attention.group_of(layer_index)].data_ptr()
         self._attention.kernels.run(attention_call(call))
         return output

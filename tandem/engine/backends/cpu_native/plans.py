@@ -37,7 +37,7 @@ from tandem.engine.backends.cpu_native.operations import (
 from tandem.engine.backends.trial import DistrustedError, Reference, trusted
 from tandem.engine.hidden_states import HeadModel
 from tandem.engine.kv_cache.sequence import Segment
-from tandem.engine.models.attention import STEP_ARGUMENT
+from tandem.engine.models.attention import STEP_ARGUMENT, Scoring
 from tandem.engine.steps import Packing
 
 _TRACED_TOKENS = 7
@@ -86,18 +86,10 @@ class _TracedStep:
     """Stands for any step: shows the arguments of attention, not its results."""
 
     def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        mask: Tensor | None,
-        scale: float | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
         """See `AttentionStep.attend`."""
+        scale, softcap, sinks, _ = scoring
         return ATTEND(query, key, value, sinks, module.layer_idx, scale, softcap)  # type: ignore[no-any-return]
 
 
@@ -423,11 +415,9 @@ class PlanCompiler:
     ) -> SequenceOf[Call]:
         output.zero_()
         query, key, value = (self._laid(states, states.stride(3) == 1) for states in (query, key, value))
-        floats = None if sinks is None else sinks.float()
         call = self._attention.new_call(layer)
-        point(call, query, key, value, output, sinks=floats, scale=scale, softcap=softcap)
+        self.kept.append(point(call, query, key, value, output, Scoring(scale, softcap, sinks)))
         call.segments = self._places[self._attention.group_of(layer)].data_ptr()
-        self.kept.append(floats)
         return [attention_call(call)]
 
     def _laid(self, states: Tensor, is_laid: bool) -> Tensor:

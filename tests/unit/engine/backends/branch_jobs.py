@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from tandem.engine.backends.cpu_native.backend import NativeBranches
 from tandem.engine.core.background import Lead
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import StepRecord
@@ -70,10 +69,3 @@ def poison(engine: Engine[object, object]) -> None:
     for layer in engine._cache._arena.layers:
         layer.keys.fill_(float("nan"))
         layer.values.fill_(float("nan"))
-
-
-def trust_kernels(engine: Engine[object, object]) -> None:
-    """Have every step run by the kernels, as after their trial."""
-    branches = engine._worker._background._branches
-    if isinstance(branches, NativeBranches):
-        branches._is_trusted = True

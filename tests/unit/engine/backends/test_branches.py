@@ -18,7 +18,7 @@ from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.steps import BranchStep
 from tandem.types import Delta
 from tests.service.clients import until
-from tests.unit.engine.backends.branch_jobs import LEAVES_AFTER, TOKENS, Branches, poison, trust_kernels
+from tests.unit.engine.backends.branch_jobs import LEAVES_AFTER, TOKENS, Branches, poison
 from tests.unit.engine.conftest import TinyModel
 from tests.unit.engine.greedy import RowsHead, plain_logits, rows, running
 
@@ -34,7 +34,6 @@ async def test_each_branch_equals_a_sequence_of_its_own(
     async with running(model.with_plans if with_kernels else model.loaded, RowsHead()) as engine:
         if with_kernels:
             await engine.warm_up()
-            trust_kernels(engine)
         poison(engine)
         sequence = await engine.open(64, 64)
         await rows(engine, sequence, Delta(0, _TRUNK[:5]), 1)
@@ -71,7 +70,6 @@ async def test_sequences_share_steps_and_each_branch_is_what_it_would_be_alone(
     ) as engine:
         if with_kernels:
             await engine.warm_up()
-            trust_kernels(engine)
         poison(engine)
         sequences = [await engine.open(64, 64) for _ in trunks]
         for sequence, trunk in zip(sequences, trunks, strict=True):
@@ -229,7 +227,6 @@ async def drafted(model: TinyModel, *, with_kernels: bool = False) -> AsyncItera
     async with running(loaded, RowsHead(), on_step=records.append) as engine:
         if with_kernels:
             await engine.warm_up()
-            trust_kernels(engine)
         poison(engine)
         sequence = await engine.open(64, 64)
         await rows(engine, sequence, Delta(0, _TRUNK[:5]), 1)

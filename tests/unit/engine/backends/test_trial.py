@@ -10,12 +10,15 @@ import pytest
 import torch
 from torch import nn
 
+from tandem.engine.backends.cpu_native import layers
 from tandem.engine.backends.cpu_native.layers import NativeLayout, PackedLinear
 from tandem.engine.backends.cpu_native.library.kernels import Kernels
 from tandem.engine.backends.eager import eager_backend
 from tandem.engine.backends.trial import DistrustedError, Reference, computing_in, trusted
 from tandem.engine.core.selection import choose_backends
+from tandem.engine.kv_cache.arena import PageTable
 from tandem.engine.models.loading import load_model
+from tandem.engine.steps import Packing
 from tests.unit.engine.conftest import TinyModel
 
 
@@ -94,15 +97,33 @@ def test_slightly_wrong_kernels_are_not_used(
     def wrong(self: Any, *arguments: Any, **named: Any) -> Any:
         return right(self, *arguments, **named) * factor
 
-    monkeypatch.setattr("tandem.engine.backends.cpu_native.backend.mismatch", lambda _: "")
     monkeypatch.setattr(owner, method, wrong)
     with caplog.at_level(logging.WARNING):
         assert choose_backends(model).native is None
     if "no C++ compiler" not in caplog.text:
         assert "times torch's own" in vars(caplog.records[-1])["reason"]
-    layers = [layer for layer in model.module.modules() if isinstance(layer, nn.Linear)]
-    assert not any(isinstance(layer, PackedLinear) for layer in layers)
-    assert all(torch.equal(layer.weight, weight) for layer, weight in zip(layers, weights, strict=True))
+    own = [layer for layer in model.module.modules() if isinstance(layer, nn.Linear)]
+    assert not any(isinstance(layer, PackedLinear) for layer in own)
+    assert all(torch.equal(layer.weight, weight) for layer, weight in zip(own, weights, strict=True))
+
+
+def test_kernels_that_read_other_pages_than_the_tables_are_not_used(
+    llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Consecutive pages instead, each sequence's from its own first one on."""
+    right = layers.places
+    kept: list[PageTable] = []
+
+    def wrong(packing: Packing, group: int) -> list[int]:
+        numbers = right(packing, group)
+        for index, segment in enumerate(packing.segments):
+            table = segment.sequence.table
+            kept.append(PageTable(table.page_tokens, table.capacity, range(table[0], table[0] + len(table))))
+            numbers[1 + 3 * index] = kept[-1].address
+        return numbers
+
+    monkeypatch.setattr(layers, "places", wrong)
+    assert choose_backends(load_model(llama.folder, dtype="float32")).native is None
 
 
 def test_a_failing_replacement_is_rejected_with_a_reason() -> None:

@@ -15,7 +15,7 @@ from tandem.engine.core.selection import choose_backends
 from tandem.engine.kv_cache.arena import group_layers
 from tandem.engine.models.loading import load_model
 from tandem.types import Delta
-from tests.unit.engine.backends.branch_jobs import TOKENS, Branches, poison, trust_kernels
+from tests.unit.engine.backends.branch_jobs import TOKENS, Branches, poison
 from tests.unit.engine.conftest import TinyModel
 from tests.unit.engine.greedy import (
     GreedyHead,
@@ -105,7 +105,6 @@ async def test_branches_see_what_their_windows_reach(
     async with running(model.with_plans if with_kernels else model.loaded, RowsHead()) as engine:
         if with_kernels:
             await engine.warm_up()
-            trust_kernels(engine)
         poison(engine)
         sequence = await engine.open(_LENGTH, 64)
         await rows(engine, sequence, Delta(0, text[:-3]), 1)

@@ -7,15 +7,12 @@ import shutil
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tandem.engine.backends.cpu_native import layers
 from tandem.engine.backends.cpu_native.backend import load_kernels
-from tandem.engine.backends.cpu_native.check import mismatch
 from tandem.engine.backends.cpu_native.layers import (
     WIDEST_SEGMENT,
     NativeAttention,
@@ -26,12 +23,10 @@ from tandem.engine.backends.cpu_native.layers import (
     unpacked,
 )
 from tandem.engine.backends.cpu_native.library.build import BuildError, built_kernels
-from tandem.engine.backends.cpu_native.library.kernels import KernelCall, Kernels, Operation, Routine
+from tandem.engine.backends.cpu_native.library.kernels import Kernels
 from tandem.engine.core.selection import choose_backends
-from tandem.engine.kv_cache.arena import PageTable
 from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.loading import load_model
-from tandem.engine.steps import Packing
 from tandem.errors import ConfigurationError
 from tests.unit.engine.conftest import TinyModel
 from tests.unit.engine.greedy import GreedyHead, greedy, plain_greedy, running
@@ -171,71 +166,10 @@ def test_required_but_unavailable_kernels_are_an_error(
     assert choose_backends(model, compile_mode="off").native is None
 
 
-def _with_another_bias(call: Any) -> None:
-    call.bias = None
-
-
-def _with_another_scale(call: Any) -> None:
-    call.scale *= 1.1
-
-
-def _with_another_operation(call: Any) -> None:
-    call.operation = Operation.COPY
-
-
-def _with_another_width(call: Any) -> None:
-    call.width -= 1
-
-
-def _with_another_row(call: Any) -> None:
-    call.count -= 1
-
-
-@pytest.mark.parametrize(
-    ("routine", "distort", "what"),
-    [
-        (Routine.LINEAR, _with_another_bias, "linear layer"),
-        (Routine.ATTEND, _with_another_scale, "attention"),
-        (Routine.POINTWISE, _with_another_operation, "aten.add.Tensor"),
-        (Routine.MEAN, _with_another_width, "aten.mean.dim"),
-        (Routine.GATHER, _with_another_row, "aten.embedding.default"),
-    ],
-)
-def test_kernels_with_wrong_results_are_not_used(
-    kernels: Kernels,
-    routine: Routine,
-    distort: Callable[[Any], None],
-    what: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert mismatch(kernels) == ""
-    right = Kernels.run
-
-    def run(self: Kernels, *calls: KernelCall) -> None:
-        for call in calls:
-            if call.routine is routine:
-                distort(call.arguments)
-        right(self, *calls)
-
-    monkeypatch.setattr(Kernels, "run", run)
-    with pytest.raises(BuildError, match=f"their results are not torch's: {what}"):
-        load_kernels(_CPU, torch.float32)
-
-
-def test_kernels_that_read_other_pages_than_the_tables_are_not_used(
+def test_kernels_that_sample_otherwise_than_torch_are_not_used(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Consecutive pages instead, each sequence's from its own first one on."""
-    right = layers.places
-    kept: list[PageTable] = []
-
-    def wrong(packing: Packing, group: int) -> list[int]:
-        numbers = right(packing, group)
-        for index, segment in enumerate(packing.segments):
-            table = segment.sequence.table
-            kept.append(PageTable(table.page_tokens, table.capacity, range(table[0], table[0] + len(table))))
-            numbers[1 + 3 * index] = kept[-1].address
-        return numbers
-
-    monkeypatch.setattr(layers, "places", wrong)
-    assert mismatch(kernels).startswith("attention")
+    right = Kernels.sample
+    monkeypatch.setattr(Kernels, "sample", lambda *arguments: right(*arguments) + 1)
+    with pytest.raises(BuildError, match="do not sample as torch does"):
+        load_kernels(_CPU, torch.float32)

@@ -15,6 +15,7 @@ from tandem.engine.backends.cpu_native.library.build import BuildError, built_ke
 from tandem.engine.backends.cpu_native.library.kernels import Kernels, attention_call
 from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, LayerGeometry, PageTable, pages_for
 from tandem.engine.kv_cache.sequence import Segment, Sequence
+from tandem.engine.models.attention import Scoring
 from tandem.engine.steps import BranchPacking, BranchStep, Packing, SequenceBranches
 
 _CPU = torch.device("cpu")
@@ -184,7 +185,7 @@ class Case:
         )
         output = query.new_empty((1, len(tokens), _HEADS, _VALUE_DIM))
         call, where = attention.new_call(0), torch.tensor(places(packing))
-        point(call, query, key, value, output, sinks=self.sinks, scale=_SCALE, softcap=self.variant.softcap)
+        point(call, query, key, value, output, Scoring(_SCALE, self.variant.softcap, self.sinks))
         call.segments = where.data_ptr()
         attention.kernels.run(attention_call(call))
         return output

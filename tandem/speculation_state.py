@@ -85,15 +85,14 @@ class SpeculationDecision:
     """Predicted seconds of one step of the draft."""
     message_seconds: float = 0.0
     """Predicted seconds of a drafted round in which neither service computes."""
-    ahead_outcomes: int | None = None
-    """Outcomes of a verification that rounds drafted ahead for last; None: the decision is for rounds that draft
-    nothing ahead."""
+    ahead_outcomes: int = 0
+    """Outcomes of a verification that rounds draft ahead for; 0: they do not draft ahead."""
 
     @property
     def reason(self) -> str:
         """One line: "batch 16: K = 0, predicted 0.86x with K = 2", or "batch 1: K = 4, ahead 16, ..."."""
         decided = f"batch {self.load}: K = {self.num_speculative_tokens}"
-        if self.ahead_outcomes is not None:
+        if self.ahead_outcomes:
             decided += f", ahead {self.ahead_outcomes}"
         if not self.best_draft_length:
             return f"{decided}, nothing was measured yet"

@@ -443,6 +443,8 @@ class StepProfile:
     seconds: Mapping[tuple[int, int], float] = field(default_factory=dict)
     """Median seconds by the number of sequences and the tokens of each. Sizes that the engine does not serve are
     missing, and so are those of a large model that would have delayed the start for long."""
+    version: int = 0
+    """Seconds since 1970 when it was last measured: a later profile replaces an earlier one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,16 +24,16 @@ from rich.table import Table
 from coordinator.cli.admin import admin_client
 from coordinator.cli.command import OutputOptions, command, plain_table
 from coordinator.cli.connection import ConnectionOptions, connect
-from coordinator.cli.up import NO_DRAFT, STOP_SECONDS, UpOptions, service_arguments
-from coordinator.cli.views import percent
-from coordinator.speculation.plan import (
+from coordinator.cli.planning import (
     MAX_TOKENS,
-    PER_8_ROWS,
     BatchPlan,
     StepTimes,
     measured_times,
     plan,
 )
+from coordinator.cli.up import NO_DRAFT, STOP_SECONDS, UpOptions, service_arguments
+from coordinator.cli.views import percent
+from coordinator.speculation.costs import PER_8_ROWS
 from tandem.admin_client import AdminClient
 from tandem.client import Client
 from tandem.config.names import DEVICES
@@ -411,9 +411,7 @@ async def _measured_plans(connection: ConnectionOptions, click: typer.Context) -
     """
     async with admin_client(connect(connection, click)) as client:
         decisions = (await client.stats()).decisions
-    measured = [decision for decision in decisions if len(decision.round_seconds) > 1]
-    # A plan adds up the times of draft and target. Rounds that draft ahead let them overlap.
-    known = [decision for decision in measured if decision.ahead_outcomes is None] or measured
+    known = [decision for decision in decisions if len(decision.round_seconds) > 1]
     if not known:
         raise NotFoundError(
             "the coordinator has measured no rounds yet; run requests, name a pair with --target and --draft, or give "

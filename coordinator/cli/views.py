@@ -322,9 +322,7 @@ def _speculation(state: SpeculationState) -> str:
 
 def _decisions(decisions: Sequence[SpeculationDecision]) -> Iterator[RenderableType]:
     """How much is proposed at each load, and why; nothing before there was any."""
-    ordered = sorted(
-        decisions, key=lambda each: (each.rule, each.temperatures, each.load, each.ahead_outcomes is not None)
-    )
+    ordered = sorted(decisions, key=lambda each: (each.rule, each.temperatures, each.load))
     if ordered:
         yield ""
         yield Text("proposal length by load", style="dim")

@@ -197,7 +197,7 @@ class FailoverDrafter:
         self, sequence: DraftSequence, completion: Completion, count: int
     ) -> Proposal | None:
         """The proposal of this round, if the draft made it while the target verified the last one."""
-        keeps_proposals, ahead = self._limits.keeps_proposals, self._speculation.ahead
+        keeps_proposals = self._limits.keeps_proposals
 
         def wanted(unfinished: Unfinished) -> int:
             if keeps_proposals:
@@ -206,9 +206,7 @@ class FailoverDrafter:
             return self._speculation.tokens_after_hit(unfinished, count)
 
         drafted = await self._placement.drafted_ahead(completion, wanted)
-        for branch_count, seconds in sequence.take_branch_steps():
-            ahead.stepped(branch_count, seconds)
-        ahead.came(drafted.outcome_rank if drafted else None)
+        self._speculation.outcome_came(drafted.outcome_rank if drafted else None)
         if drafted is not None and keeps_proposals and len(drafted) < count:
             drafted = None  # how far the draft got is a matter of time, and the text must not be
         self._timings.drafted_ahead(drafted)

@@ -26,6 +26,7 @@ from coordinator.requests.validation import check_bounds
 from coordinator.settings.coordinator import RequestBounds
 from coordinator.settings.live import LiveConfig
 from coordinator.speculation import report as speculation_report
+from coordinator.speculation.ahead import max_budget
 from coordinator.speculation.controller import Decision, RequestSpeculation, SpeculationController
 from coordinator.speculation.gains import request_kind
 from coordinator.stats.rounds import RoundResult, record_outcome
@@ -243,7 +244,7 @@ class RequestRunner:
         plan, speculation = run.plan, run.speculation
         if speculation is None:
             return NoDrafter(self._why_alone(plan))
-        options = plan.draft_options(speculation.ahead.max_budget(plan.num_speculative_tokens), run.client)
+        options = plan.draft_options(max_budget(plan.draft_ahead, plan.num_speculative_tokens), run.client)
         limits = DraftLimits(
             plan.num_speculative_tokens,
             self.models.target.vocabulary_size,

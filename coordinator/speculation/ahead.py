@@ -1,54 +1,47 @@
-"""The choice to draft ahead of verifications, and for how many outcomes, by measurements of rounds with and without it.
+"""Drafting ahead of verifications: what it is predicted to gain, and how long to wait for what it made.
 
-Pure: no clock and no I/O. How many outcomes are worth drafting for is predicted from what the draft's steps take and
-from how often each place among the outcomes was the one that came. Whether any are is measured, because drafting ahead
-may slow down the very target that it hides behind, where both share a machine.
+Pure: no clock and no I/O. A hit costs a verification, or the draft's steps where these take longer; a miss costs a
+whole round. What the prediction leaves out, one factor learns: draft and target may share a machine, where the draft's
+steps slow down the very verification that they hide behind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from coordinator.speculation.costs import SURPRISE, CostModel, load_class
+from coordinator.speculation.gains import MEMORY, WINDOW
 from coordinator.stats.speculation import MovingAverage
 from tandem.types import MAX_AHEAD_TOKENS, AheadBudget
 
-if TYPE_CHECKING:
-    from coordinator.speculation.controller import Choice
-
 DraftAhead = Literal["auto", "off"] | int
 """auto: as far as it pays; off: not at all; a number: always for so many outcomes."""
-BRANCHES = (1, 2, 4, 8, 16)
+OUTCOMES = (1, 2, 4, 8, 16)
 """Numbers of outcomes to choose from."""
-TRIAL_ROUNDS = 12
-"""Rounds of each request in a trial of the other way."""
-TRIAL_SHARE = 0.02
-"""Share of all rounds that trials take, the first excepted."""
-FIRST_TRIAL_ROUNDS = 32
-"""Rounds of each request before the first trial."""
-MAX_BACKOFF = 16
-"""Trials that change nothing become rarer, down to this share of the rate above."""
-ADVANTAGE = 1.02
-"""Times the tokens per second by which the other way must be better."""
-MEMORY_ROUNDS = 96.0
-"""Rounds that the speed of either way averages over."""
 _FIRST_HITS = ((1, 0.3), (2, 0.42), (4, 0.52), (8, 0.64), (16, 0.74), (32, 0.82), (64, 0.88))
 """Share of outcomes that came among the first so many, before anything was measured: what a 2.6 M draft of a 25.7 M
 target reached."""
-_FIRST_HITS_WEIGHT = 24.0
-"""The table above weighs as much as so many rounds."""
-_MAX_HITS_WEIGHT = 1000.0
-_ROWS_SHARE = 0.1 / 8.0
-"""Share of a step of one row that each further row is taken to cost before any step of branches was measured."""
-_STEP_SHARE = 0.2
-"""Weight of the newest step in the moving average of what steps of so many branches take."""
+
+
+def outcome_choices(option: DraftAhead) -> tuple[int, ...]:
+    """The numbers of outcomes that rounds may draft ahead for; 0: not ahead."""
+    if isinstance(option, int):
+        return (option,)
+    return (0, *OUTCOMES) if option == "auto" else (0,)
+
+
+def max_budget(option: DraftAhead, max_tokens: int) -> AheadBudget | None:
+    """The most that any round will grant; None for nothing."""
+    most = outcome_choices(option)[-1]
+    return AheadBudget(most, min(max_tokens, MAX_AHEAD_TOKENS)) if most else None
 
 
 class OutcomeHits:
     """Frequency with which each place among the outcomes came. Places that were not drafted for are estimated."""
 
     def __init__(self) -> None:
-        self._weight = _FIRST_HITS_WEIGHT
+        self._weight = float(WINDOW)
         self._hits = [0.0] * _FIRST_HITS[-1][0]
         before = (0, 0.0)
         for count, share in _FIRST_HITS:
@@ -56,236 +49,93 @@ class OutcomeHits:
                 self._hits[rank] = self._weight * (share - before[1]) / (count - before[0])
             before = count, share
 
-    def add(self, rank: int | None, branch_count: int) -> None:
+    def add(self, rank: int | None, outcomes: int) -> None:
         """Count a round: the place of the outcome that came, None for a miss, among so many."""
         hits, weight = self._hits, self._weight
-        for other in range(branch_count, len(hits)):
+        for other in range(outcomes, len(hits)):
             hits[other] += hits[other] / weight  # nothing is known of these: their share stays
         if rank is not None and rank < len(hits):
             hits[rank] += 1.0
         self._weight += 1.0
-        if self._weight > _MAX_HITS_WEIGHT:
+        if self._weight > 2 * MEMORY:
             self._weight /= 2
             self._hits = [count / 2 for count in hits]
 
-    def share(self, branch_count: int) -> float:
-        """Share of rounds whose outcome is among the first `branch_count`."""
-        return min(sum(self._hits[:branch_count]) / self._weight, 1.0)
+    def share(self, outcomes: int) -> float:
+        """Share of rounds whose outcome is among the first `outcomes`."""
+        return min(sum(self._hits[:outcomes]) / self._weight, 1.0)
 
 
-class BranchCosts:
-    """Seconds of a step of so many branches, and of a question after a miss."""
+class AheadModel:
+    """Predicts rounds that draft ahead, for one kind of request on one target."""
 
-    def __init__(self) -> None:
-        self._measured: dict[int, float] = {}
+    def __init__(self, like: AheadModel | None = None) -> None:
+        """
+        Args:
+            like: The model of other requests with the same target and draft, whose factors are where this one begins.
+        """
+        self.hits = OutcomeHits()
         self.question = MovingAverage()
         """Seconds of a question after a miss, beside the steps that answer it."""
+        self._made: dict[int, list[float]] = {}
+        """By load class: tokens that were made, and tokens that were predicted for the same seconds."""
+        if like is not None:
+            for load, (made, predicted) in like._made.items():
+                self._made[load] = [made / predicted, 1.0]
 
-    def add(self, branch_count: int, seconds: float) -> None:
-        """Count a step."""
-        mean = self._measured.get(branch_count)
-        self._measured[branch_count] = seconds if mean is None else mean + _STEP_SHARE * (seconds - mean)
+    def factor(self, load: int) -> float:
+        """Tokens per second by what was predicted, at the nearest load."""
+        if not self._made:
+            return 1.0
+        wanted = load_class(load)
+        made, predicted = self._made[min(self._made, key=lambda known: abs(known - wanted))]
+        return made / predicted
 
-    def seconds(self, branch_count: int, one_row: float) -> float:
-        """Predicted, from a step of one row and from the nearest number of branches that was measured."""
-        expected = one_row * (1.0 + _ROWS_SHARE * (branch_count - 1))
-        if not self._measured:
-            return expected
-        nearest = min(self._measured, key=lambda count: abs(count - branch_count))
-        return expected * self._measured[nearest] / (one_row * (1.0 + _ROWS_SHARE * (nearest - 1)))
+    def add(self, load: int, tokens: float, predicted: float) -> None:
+        """Count a round of one of so many requests.
 
+        Args:
+            load: Sequences that share the target.
+            tokens: Expected tokens of the round, by what it proposed.
+            predicted: Tokens that were predicted, without the factor, for as long as the round took.
+        """
+        factor = self.factor(load)
+        known = self._made.setdefault(load_class(load), [load * tokens, load * tokens / factor])
+        keep = 1.0 - 1.0 / (WINDOW * load)
+        known[0] = keep * known[0] + tokens
+        known[1] = keep * known[1] + min(predicted, SURPRISE * tokens / factor)  # a pause is no cost
 
-def branches(
-    hits: OutcomeHits,
-    costs: BranchCosts,
-    *,
-    tokens: int,
-    expected: Sequence[float],
-    verify_seconds: float,
-    draft_seconds: float,
-    rest_seconds: float,
-) -> int:
-    """The number of outcomes with the highest predicted tokens per second.
+    def doubt(self, load: int, tokens: float) -> None:
+        """Let the factor at a load weigh as little as a round in which each request makes so many tokens: that was long
+        ago, and the rounds that follow are to tell."""
+        known = self._made.get(load_class(load))
+        if known is not None:
+            share = min(load * tokens / known[0], 1.0)
+            known[:] = [share * each for each in known]
 
-    While one verification runs, the draft reads the proposal in one step and then makes a step of all branches for each
-    token. A hit costs a verification, or the draft's steps where these take longer: a round waits for as many tokens as
-    are worth it. A miss costs a whole round.
+    def speed(self, costs: CostModel, load: int, expected: Sequence[float], outcomes: int) -> float:
+        """Predicted tokens per second, without the factor.
 
-    Args:
-        hits: How often which outcome comes.
-        costs: What steps of branches take.
-        tokens: Tokens of a proposal.
-        expected: Expected tokens of a round with a proposal of 0, 1, ..., `tokens` tokens.
-        verify_seconds: Of a verification.
-        draft_seconds: Of a draft step of one row.
-        rest_seconds: Of a round, beside the steps.
-    """
-
-    def speed(count: int) -> float:
-        step = max(costs.seconds(count, draft_seconds), 1e-9)
-        share = hits.share(count)
-        miss = verify_seconds + rest_seconds + tokens * draft_seconds
+        Args:
+            costs: Of rounds that do not draft ahead.
+            load: Sequences that share the target.
+            expected: Expected tokens of a round with a proposal of 0, 1, ... tokens; rounds propose the most of them.
+            outcomes: How many the draft drafts for. Each is one more token in its steps.
+        """
+        tokens = len(expected) - 1
+        verify, draft = costs.verify_seconds(load, tokens), costs.draft_seconds(load)
+        step = max(costs.draft.seconds(load, load * outcomes), 1e-9)
+        share = self.hits.share(outcomes)
+        miss = verify + costs.rest_seconds(load, tokens) + tokens * draft
+        # As many tokens as the verification leaves time for, or all of them.
+        hidden = min(max(int((verify - draft) / step), 1), tokens)
 
         def speed_at(depth: int) -> float:
-            hit = max(verify_seconds, draft_seconds + depth * step) + rest_seconds / 2
+            hit = max(verify, draft + depth * step) + costs.rest_seconds(load, 0)
             made = share * expected[depth] + (1.0 - share) * expected[tokens]
             return made / (share * hit + (1.0 - share) * miss)
 
-        return max(map(speed_at, range(1, tokens + 1)))
-
-    return max(BRANCHES, key=speed)
-
-
-class AheadChoice:
-    """The choice between rounds with and without drafting ahead, for requests of one kind at one load.
-
-    The way that makes more tokens per second is used, and a small share of the rounds tries the other one.
-    """
-
-    def __init__(self, load: int) -> None:
-        """
-        Args:
-            load: Sequences that share the target.
-        """
-        self._load = load
-        self.is_on = False
-        """The better way, as far as is known. It has to be shown first that drafting ahead pays: where draft and target
-        share a machine, it does not."""
-        self._speeds = {True: [0.0, 0.0], False: [0.0, 0.0]}
-        """Tokens and seconds of the rounds with and without it."""
-        self._rounds = 0
-        self._trial_rounds = 0
-        self._next_trial = FIRST_TRIAL_ROUNDS * load
-        self._backoff = 1
-        self._in_trial = False
-
-    @property
-    def gain(self) -> float:
-        """Tokens per second with drafting ahead over those without; 0: not known."""
-        on, off = self._speed(True), self._speed(False)
-        return on / off if on and off else 0.0
-
-    def begin_round(self) -> bool:
-        """True if the round that begins is to draft ahead."""
-        self._rounds += 1
-        if self._trial_rounds == 0 and self._in_trial:
-            self._end_trial()
-        if self._trial_rounds == 0 and self._rounds >= self._next_trial:
-            self._in_trial = True
-            self._trial_rounds = TRIAL_ROUNDS * self._load
-        if self._trial_rounds:
-            self._trial_rounds -= 1
-            return not self.is_on
-        return self.is_on
-
-    def end_round(self, *, was_on: bool, tokens: float, seconds: float) -> None:
-        """Count a round of one request: expected tokens and the time it took."""
-        entry = self._speeds[was_on]
-        limit = MEMORY_ROUNDS * self._load
-        keep = 1.0 - 1.0 / limit
-        entry[0] = keep * entry[0] + tokens
-        entry[1] = keep * entry[1] + seconds
-
-    def _speed(self, is_on: bool) -> float:
-        tokens, seconds = self._speeds[is_on]
-        return tokens / seconds if seconds else 0.0
-
-    def _end_trial(self) -> None:
-        self._in_trial = False
-        is_better = self._speed(not self.is_on) > ADVANTAGE * self._speed(self.is_on)
-        if is_better:
-            self.is_on = not self.is_on
-        self._backoff = 1 if is_better else min(2 * self._backoff, MAX_BACKOFF)
-        pause = TRIAL_ROUNDS * self._load / TRIAL_SHARE / 2 * self._backoff
-        self._next_trial = self._rounds + int(pause)
-
-
-class RequestAhead:
-    """One request's part: how far each of its rounds drafts ahead."""
-
-    def __init__(self, option: DraftAhead, hits: OutcomeHits, costs: BranchCosts) -> None:
-        """
-        Args:
-            option: The configuration.
-            hits: Shared by requests of one kind.
-            costs: Shared by all requests.
-        """
-        self._option = option
-        self._hits = hits
-        self._costs = costs
-        self._branch_count = 0
-        self._was_on = self._is_on = False
-
-    @property
-    def is_on(self) -> bool:
-        """True if the round in progress drafts ahead."""
-        return self._is_on
-
-    def max_budget(self, max_tokens: int) -> AheadBudget | None:
-        """The most that any round will grant; None for nothing."""
-        if self._option == "off":
-            return None
-        branch_count = BRANCHES[-1] if self._option == "auto" else self._option
-        return AheadBudget(branch_count, min(max_tokens, MAX_AHEAD_TOKENS))
-
-    def begin_round(self, choice: AheadChoice) -> bool:
-        """True if the round that begins is to draft ahead."""
-        self._was_on = self._is_on
-        self._is_on = self._option != "off" and (self._option != "auto" or choice.begin_round())
-        return self._is_on
-
-    def budget(self, tokens: int, choice: Choice) -> AheadBudget | None:
-        """Budget of the round in progress.
-
-        Args:
-            tokens: Tokens of the next round's proposal.
-            choice: Predictions at the load of this round.
-        """
-        if not self._is_on or tokens <= 0:
-            return None
-        if self._option == "auto":
-            self._branch_count = self._best(tokens, choice)
-        elif isinstance(self._option, int):
-            self._branch_count = self._option
-        choice.ahead_outcomes = self._branch_count
-        return AheadBudget(self._branch_count, min(tokens, MAX_AHEAD_TOKENS))
-
-    def came(self, rank: int | None) -> None:
-        """An outcome has come that was awaited: its place, None if it was not drafted for."""
-        self._hits.add(rank, self._branch_count)
-
-    def stepped(self, branch_count: int, seconds: float) -> None:
-        """The draft has made a step of so many branches."""
-        self._costs.add(branch_count, seconds)
-
-    def asked(self, seconds: float) -> None:
-        """The draft was asked after a miss, which took so long beside its steps."""
-        self._costs.question.add(max(seconds, 0.0))
-
-    @property
-    def question_seconds(self) -> float | None:
-        """Seconds of a question after a miss, beside the draft's steps; None before the first."""
-        return self._costs.question.value
-
-    def end_round(self, choice: AheadChoice, tokens: float, seconds: float) -> None:
-        """Count a round, unless it was the first of its way: that one is half of the other's."""
-        if self._option == "auto" and self._is_on == self._was_on:
-            choice.end_round(was_on=self._is_on, tokens=tokens, seconds=seconds)
-
-    def _best(self, tokens: int, choice: Choice) -> int:
-        costs, load = choice.costs, choice.load
-        if len(choice.expected) <= tokens or not costs.draft.is_known:
-            return BRANCHES[-2]
-        return branches(
-            self._hits,
-            self._costs,
-            tokens=tokens,
-            expected=choice.expected,
-            # The draft drafts for all sequences of the target in the same steps.
-            verify_seconds=costs.verify_seconds(load, tokens),
-            draft_seconds=costs.draft_seconds(load),
-            rest_seconds=costs.rest_seconds(load, tokens),
-        )
+        return max(speed_at(hidden), speed_at(tokens))
 
 
 class Unfinished(NamedTuple):

@@ -1,4 +1,4 @@
-"""How many tokens each round proposes. Pure: no clock and no I/O.
+"""How many tokens each round proposes, and how far the draft works ahead. Pure: no clock and no I/O.
 
 The K of a round, possibly 0, is the one with the highest expected tokens per second at the current load:
 
@@ -11,21 +11,18 @@ for what it may be at best while few were verified, so that drafting begins, and
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from coordinator.speculation.ahead import (
-    AheadChoice,
-    BranchCosts,
+    AheadModel,
     DraftAhead,
-    OutcomeHits,
-    RequestAhead,
     Unfinished,
+    outcome_choices,
     tokens_after_hit,
     tokens_after_miss,
 )
-from coordinator.speculation.costs import NO_PROFILE, CostModel, StepCosts, load_class
+from coordinator.speculation.costs import NO_PROFILE, SURPRISE, CostModel, StepCosts, load_class
 from coordinator.speculation.gains import (
     FIRST_RATE,
     WINDOW,
@@ -38,20 +35,17 @@ from coordinator.speculation.gains import (
 )
 from coordinator.stats.rounds import RoundResult
 from tandem.speculation_state import SpeculationDecision
-from tandem.types import AheadBudget, ModelInfo, StepProfile
+from tandem.types import MAX_AHEAD_TOKENS, AheadBudget, ModelInfo, StepProfile
 
 HYSTERESIS = 1.03
-"""Factor in predicted tokens per second by which another length must be better: the standard error of the rates."""
+"""Factor in predicted tokens per second by which another choice must be better: the standard error of the rates."""
 OPTIMISM = 0.5
 """Standard deviations by which the acceptance may be better than known, in the decision between drafting and not. In
 simulations 1 loses 1 % of the first 100 rounds, and 1.5 3 %."""
 PROBE_SHARE = 0.01
-"""Share of the rounds, and of their time, in which drafts propose while the target works alone."""
+"""Share of the rounds, and of their time, that try what was not chosen: drafting, or drafting ahead."""
 PROBE_ROUNDS = 3
 """Rounds of one request in such a probe: the draft reads the tokens since the last one only once."""
-SURPRISE = 2.0
-"""A probe that accepts this many times the expected tokens, and one more, is followed by another at once. By chance
-one in ten does."""
 RENEWAL_ROUNDS = 32
 """Rounds of each request between two decisions, doubled up to this number from 1 on. A decision takes 40 us, so that
 its share of a round is 1 us; with 16 from the first round on, simulations make 1 % fewer tokens."""
@@ -59,68 +53,72 @@ BURST = 4
 """Requests that may begin at once with a draft stream. When more arrive at once, the later ones open no draft stream
 until the load is known: a draft that is not needed would read their prompts in vain."""
 
-_UNKNOWN = NO_PROFILE, 0.0
-"""Profile and round trip of a service before it has reported."""
+
+class Way(NamedTuple):
+    """Rounds that draft ahead, or rounds that do not."""
+
+    outcomes: int
+    """How many outcomes of a verification the draft works ahead for; 0: it does not."""
+    seconds: list[float]
+    """Predicted seconds of a round, by proposed tokens. Of one that drafts ahead: of as many tokens as such a round
+    makes without."""
+
+    def speeds(self, expected: Sequence[float]) -> list[float]:
+        """Tokens per second by proposed tokens."""
+        return [tokens / max(seconds, 1e-9) for tokens, seconds in zip(expected, self.seconds, strict=True)]
+
+
+_UNKNOWN = Way(0, [])
 
 
 class Choice:
     """The decision for one kind of request at one load."""
 
-    __slots__ = (
-        "_is_first",
-        "_next_probe",
-        "_pause",
-        "_renew_in",
-        "_rounds",
-        "_surprise",
-        "ahead_outcomes",
-        "best_drafting",
-        "costs",
-        "expected",
-        "gains",
-        "is_fixed",
-        "load",
-        "max_tokens",
-        "measured_seconds",
-        "predicted_seconds",
-        "rates",
-        "round_seconds",
-        "tokens",
-        "tokens_per_second",
-    )
-
-    def __init__(self, costs: CostModel, gains: AcceptanceModel, load: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        costs: CostModel,
+        gains: AcceptanceModel,
+        ahead: AheadModel,
+        load: int,
+        lengths: Sequence[int],
+        outcomes: Sequence[int] = (0,),
+    ) -> None:
+        """
+        Args:
+            costs: Of rounds that do not draft ahead.
+            gains: Acceptance.
+            ahead: What drafting ahead changes.
+            load: Sequences that share the target.
+            lengths: Numbers of tokens to choose from, ascending; a fixed policy leaves one.
+            outcomes: Numbers of outcomes to choose from, ascending; 0: not ahead.
+        """
         self.costs = costs
         self.gains = gains
+        self.ahead = ahead
         self.load = load
-        self.max_tokens = max_tokens
-        """Tokens of the longest proposal."""
-        self.ahead_outcomes = 0
-        """Outcomes that a round drafted ahead for last; 0: none did yet."""
-        self.tokens = max_tokens
-        """K."""
-        self.is_fixed = False
-        """True if the last round proposed `max_tokens` by a fixed policy, whatever pays."""
+        self._lengths = lengths
+        self._outcomes = outcomes
+        self.tokens = self.max_tokens = lengths[-1]
+        """K, and the longest one."""
+        self.way = self._other_way = _UNKNOWN._replace(outcomes=outcomes[0])
+        """How rounds are, and how they might be."""
         self.best_drafting = 0
         """The best K above 0 by prediction; 0 before any prediction."""
         self.rates: list[float] = []
         """Conditional acceptance by position."""
         self.expected: list[float] = []
         """Expected tokens of a round, by proposed tokens."""
-        self.round_seconds: list[float] = []
-        """Predicted seconds of a round, by proposed tokens; empty before anything is known."""
         self.tokens_per_second: list[float] = []
-        """Predicted tokens per second of each request, by proposed tokens."""
+        """Predicted tokens per second of each request, by proposed tokens; empty before anything is known."""
         self.predicted_seconds = 0.0
         self.measured_seconds = 0.0
         """Measured seconds of the rounds that were also predicted."""
         self._rounds = 0
         self._renew_in = 0
         self._pause = 1
-        self._next_probe = 0
+        self._next_probe = self._next_turn = self._turned_until = 0
         self._surprise = 0.0
         """Tokens that the present probe has accepted beyond twice the expected ones and one."""
-        self._is_first = True
 
     @property
     def gain(self) -> float:
@@ -131,39 +129,31 @@ class Choice:
     @property
     def compared(self) -> int:
         """The K above 0 that the target alone is compared with: the present one, or the best."""
-        return self.proposed or self.best_drafting
+        return self.tokens or self.best_drafting
 
-    @property
-    def proposed(self) -> int:
-        """K of the rounds at this load."""
-        return self.max_tokens if self.is_fixed else self.tokens
-
-    def begin_round(self) -> int:
-        """K of the round that begins."""
+    def begin_round(self) -> tuple[int, int]:
+        """K of the round that begins, and the outcomes that it drafts ahead for; a few try the other way."""
         self._rounds += 1
         self._renew_in -= 1
         if self._renew_in <= 0:
             self._renew()
-        return self.tokens
+        if not (self._other_way.seconds and self.tokens and len(self._outcomes) > 1):
+            return self.tokens, self.way.outcomes
+        if self._rounds >= self._next_turn:
+            self._turned_until = self._rounds + PROBE_ROUNDS * self.load
+            self._next_turn = self._next(self._other_way.seconds[self.tokens])
+            if not self.way.outcomes:
+                self.ahead.doubt(self.load, self.expected[self.tokens])
+        is_turned = self._rounds < self._turned_until
+        return self.tokens, (self._other_way if is_turned else self.way).outcomes
 
     def begin_probe(self) -> int:
         """K of a probe, if one of the requests should begin one while the target works alone; else 0."""
-        if self.tokens or self._rounds < self._next_probe or not self.max_tokens:
+        if self.tokens or self._rounds < self._next_probe:
             return 0
-        self._schedule_probe()
+        self._next_probe = self._next(self.way.seconds[self.best_drafting])
         self._surprise = -1.0
         return self.best_drafting
-
-    def _schedule_probe(self) -> None:
-        seconds = self.round_seconds
-        dearness = max(seconds[self.best_drafting] / max(seconds[0], 1e-9), 1.0)
-        self._next_probe = self._rounds + int(PROBE_ROUNDS * self.load * dearness / PROBE_SHARE)
-
-    def count(self, proposed: int, seconds: float) -> None:
-        """Count a uniform round at this load."""
-        if proposed < len(self.round_seconds):
-            self.predicted_seconds += self.round_seconds[proposed]
-            self.measured_seconds += seconds
 
     def probed(self, proposed: int, accepted: int) -> None:
         """Count a proposal made while the target works alone. After a surprise the next probe follows at once."""
@@ -172,36 +162,73 @@ class Choice:
             self._renew_in, self._pause = 0, 1
             self._next_probe = self._rounds
 
+    def count(self, proposed: int, seconds: float) -> None:
+        """Count a uniform round at this load."""
+        if proposed < len(self.way.seconds):
+            self.predicted_seconds += self.way.seconds[proposed]
+            self.measured_seconds += seconds
+
+    def _next(self, seconds: float) -> int:
+        """When to probe again, where a round of a probe takes so long."""
+        dearness = max(seconds / max(self.way.seconds[self.tokens], 1e-9), 1.0)
+        return self._rounds + int(PROBE_ROUNDS * self.load * dearness / PROBE_SHARE)
+
     def _renew(self) -> None:
-        """Predict again, and change K where another is clearly better."""
-        costs, load = self.costs, self.load
-        if not costs.is_known or not self.max_tokens:
+        """Predict again, and change what another choice is clearly better than."""
+        if not self.costs.is_known:
             return
-        self._renew_in = self._pause * load
+        self._renew_in = self._pause * self.load
         self._pause = min(2 * self._pause, RENEWAL_ROUNDS)
+        is_first = not self.expected
         self.rates = self.gains.rates(self.max_tokens)
         self.expected = expected_tokens(self.rates)
-        self.round_seconds = [costs.seconds(load, count) for count in range(self.max_tokens + 1)]
-        self.tokens_per_second = _speeds(self.expected, self.round_seconds)
-        hopeful = _speeds(expected_tokens(self.gains.rates(self.max_tokens, OPTIMISM)), self.round_seconds)
-        alone = self.tokens_per_second[0]
-        best = max(range(1, self.max_tokens + 1), key=self.tokens_per_second.__getitem__)
-        if self.tokens_per_second[best] < HYSTERESIS * alone:
-            best = max(range(1, self.max_tokens + 1), key=hopeful.__getitem__)
+        self._choose_way(is_first)
+        self.tokens_per_second = self.way.speeds(self.expected)
+        if len(self._lengths) > 1:
+            self._choose_length(is_first)
+
+    def _choose_way(self, is_first: bool) -> None:
+        costs, load, expected = self.costs, self.load, self.expected
+        plain = Way(0, [costs.seconds(load, count) for count in range(len(expected))])
+        choices = [count for count in self._outcomes if count > 0]
+        if not choices:
+            self.way = plain
+            return
+
+        def speed(tokens: int, outcomes: int) -> float:
+            return self.ahead.speed(costs, load, expected[: tokens + 1], outcomes)
+
+        outcomes = max(choices, key=lambda count: speed(self.compared, count))
+        factor = self.ahead.factor(load)
+        ahead = Way(
+            outcomes,
+            [plain.seconds[0]]
+            + [expected[tokens] / speed(tokens, outcomes) / factor for tokens in range(1, len(expected))],
+        )
+        lengths = [length for length in self._lengths if length]
+        best_ahead, best_plain = (
+            max(way.speeds(expected)[length] for length in lengths) for way in (ahead, plain)
+        )
+        was_ahead = self.way.outcomes > 0
+        margin = 1.0 if is_first else 1.0 / HYSTERESIS if was_ahead else HYSTERESIS
+        is_ahead = self._outcomes[0] > 0 or best_ahead > margin * best_plain
+        self.way, self._other_way = (ahead, plain) if is_ahead else (plain, ahead)
+        if is_first or is_ahead != was_ahead:
+            self._next_turn = self._next(self._other_way.seconds[self.compared])
+
+    def _choose_length(self, is_first: bool) -> None:
+        speeds, lengths, was = self.tokens_per_second, self._lengths[1:], self.tokens
+        hopeful = self.way.speeds(expected_tokens(self.gains.rates(self.max_tokens, OPTIMISM)))
+        best = max(lengths, key=speeds.__getitem__)
+        if speeds[best] < HYSTERESIS * speeds[0]:
+            best = max(lengths, key=hopeful.__getitem__)
         self.best_drafting = best
-        was = self.tokens
-        pays = HYSTERESIS * (1.0 if was else HYSTERESIS)
-        if hopeful[best] <= pays * alone:
+        if hopeful[best] <= HYSTERESIS * (1.0 if was else HYSTERESIS) * speeds[0]:
             self.tokens = 0
             if was:
-                self._schedule_probe()
-        elif not was or self._is_first or hopeful[best] > HYSTERESIS * hopeful[was]:
+                self._next_probe = self._next(self.way.seconds[best])
+        elif not was or is_first or hopeful[best] > HYSTERESIS * hopeful[was]:
             self.tokens = best
-        self._is_first = False
-
-
-def _speeds(expected: Sequence[float], seconds: Sequence[float]) -> list[float]:
-    return [tokens / max(second, 1e-9) for tokens, second in zip(expected, seconds, strict=True)]
 
 
 class Decision(NamedTuple):
@@ -220,19 +247,19 @@ class RequestSpeculation:
 
     __slots__ = (
         "_acceptance",
-        "_ahead_choice",
         "_choice",
         "_choice_target",
         "_controller",
+        "_draft_ahead",
+        "_granted",
         "_has_begun",
         "_load",
+        "_outcomes",
         "_own_tokens",
         "_probe_rounds",
         "_probe_tokens",
         "_rounds",
         "_tokens",
-        "_was_ahead",
-        "ahead",
         "is_adaptive",
         "kind",
         "max_tokens",
@@ -245,24 +272,23 @@ class RequestSpeculation:
         kind: RequestKind,
         max_tokens: int,
         is_adaptive: bool,
-        ahead: RequestAhead,
+        draft_ahead: DraftAhead,
     ) -> None:
         self.kind = kind
         self.max_tokens = max_tokens
+        self.is_adaptive = is_adaptive
         self.target = ""
         """Address of the target that verifies."""
         self._controller = controller
-        self.ahead = ahead
-        """How far its rounds draft ahead."""
-        self.is_adaptive = is_adaptive
-        self._ahead_choice = AheadChoice(1)
-        self._was_ahead = False
+        self._draft_ahead = draft_ahead
         self._acceptance = RequestAcceptance()
         self._choice: Choice | None = None
         self._choice_target = ""
         self._load = 1
         self._rounds = 0
         self._tokens = -1
+        self._outcomes = self._granted = 0
+        """Outcomes that the round in progress drafts ahead for, and those that the round before it did."""
         self._own_tokens: int | None = None
         """Best length for its own acceptance; None: follow the shared choice."""
         self._probe_rounds = 0
@@ -295,25 +321,33 @@ class RequestSpeculation:
         self._rounds += 1
         if self._rounds == 2:
             self._leave_beginning()
-        controller, target, kind = self._controller, self.target, self.kind
         choice = self._choice
-        if choice is None or load != self._load or target != self._choice_target:
-            self._ahead_choice = controller.ahead_choice(target, kind, load)
-            choice, self._load, self._choice_target = None, load, target
-        drafts_ahead = self.ahead.begin_round(self._ahead_choice)
-        if choice is None or drafts_ahead != self._was_ahead:
-            choice = self._choice = controller.choice(target, kind, load, self.max_tokens, drafts_ahead)
-            self._was_ahead = drafts_ahead
-        choice.is_fixed = not self.is_adaptive
-        shared = choice.begin_round()
+        if choice is None or load != self._load or self.target != self._choice_target:
+            self._load, self._choice_target = load, self.target
+            choice = self._choice = self._controller.choice(
+                self.target,
+                self.kind,
+                load,
+                self.max_tokens,
+                is_adaptive=self.is_adaptive,
+                draft_ahead=self._draft_ahead,
+            )
+        self._granted = self._outcomes
+        shared, self._outcomes = choice.begin_round()
         self._tokens = self._chosen(choice, shared) if self.is_adaptive else self.max_tokens
         return self._tokens
 
     @property
     def ahead_budget(self) -> AheadBudget | None:
         """How far the draft is to draft ahead of the round in progress; None for not at all."""
-        choice = self._choice
-        return None if choice is None else self.ahead.budget(self._tokens, choice)
+        if not self._outcomes or self._tokens <= 0:
+            return None
+        return AheadBudget(self._outcomes, min(self._tokens, MAX_AHEAD_TOKENS))
+
+    def outcome_came(self, rank: int | None) -> None:
+        """An outcome has come that was awaited: its place, None if it was not drafted for."""
+        if self._choice is not None:
+            self._choice.ahead.hits.add(rank, self._granted)
 
     def tokens_after_miss(self, count: int) -> int:
         """How many tokens to ask for, up to `count`, where another outcome came than was drafted for.
@@ -324,7 +358,7 @@ class RequestSpeculation:
         if choice is None or len(choice.expected) <= count:
             return count
         costs, load = choice.costs, choice.load
-        wait_seconds = self.ahead.question_seconds
+        wait_seconds = choice.ahead.question.value
         if wait_seconds is None:
             wait_seconds = max(costs.rest_seconds(load, count) - costs.rest_seconds(load, 0), 0.0)
         return tokens_after_miss(
@@ -340,7 +374,8 @@ class RequestSpeculation:
         """The draft has answered the question after a miss with so many tokens, after so long."""
         choice = self._choice
         if choice is not None and choice.costs.draft.is_known:
-            self.ahead.asked(seconds - tokens * choice.costs.draft_seconds(choice.load))
+            beside = seconds - tokens * choice.costs.draft_seconds(choice.load)
+            choice.ahead.question.add(max(beside, 0.0))
 
     def tokens_after_hit(self, unfinished: Unfinished, count: int) -> int:
         """How many tokens of a continuation to wait for, `count` at most, where the draft is still drafting it."""
@@ -364,11 +399,21 @@ class RequestSpeculation:
             self._acceptance.add(proposed, result.accepted, choice.rates)
             if self._probe_rounds and not choice.tokens:
                 choice.probed(min(proposed, choice.max_tokens), result.accepted)
-        tokens = choice.expected[proposed] if len(choice.expected) > proposed else 1.0 + result.accepted
-        self.ahead.end_round(self._ahead_choice, tokens, cost.seconds)
-        choice.costs.add(self._load, cost)
-        if cost.is_uniform and not cost.was_late:
+        if result.awaited_outcome:
+            self._count_ahead(choice, proposed, cost.seconds)
+        elif not self._granted:
+            choice.costs.add(self._load, cost)
+        is_usual = bool(self._granted) == bool(choice.way.outcomes)
+        if is_usual and cost.is_uniform and not cost.was_late:
             choice.count(proposed, cost.seconds)
+
+    def _count_ahead(self, choice: Choice, proposed: int, seconds: float) -> None:
+        tokens = max(choice.tokens, 1)
+        if len(choice.expected) > max(tokens, proposed):
+            speed = choice.ahead.speed(
+                choice.costs, choice.load, choice.expected[: tokens + 1], self._granted
+            )
+            choice.ahead.add(choice.load, choice.expected[proposed], speed * seconds)
 
     def end(self) -> None:
         """The request has ended."""
@@ -398,42 +443,54 @@ class RequestSpeculation:
 
     def _refined(self, choice: Choice) -> int | None:
         """The best length for the request's own acceptance, where it is clearly better than the shared one."""
-        if not choice.round_seconds:
+        if not choice.tokens_per_second:
             return None
         if self._own_tokens == 0:
             self._acceptance.forget()
-        speeds = _speeds(expected_tokens(choice.rates, self._acceptance.scale), choice.round_seconds)
+        speeds = choice.way.speeds(expected_tokens(choice.rates, self._acceptance.scale))
         best = max(range(len(speeds)), key=speeds.__getitem__)
         return best if speeds[best] > HYSTERESIS * HYSTERESIS * speeds[choice.tokens] else None
+
+
+class _Service(NamedTuple):
+    """What a service reported of itself."""
+
+    profile: StepProfile = NO_PROFILE
+    round_trip_seconds: float = 0.0
+    """Of its health checks."""
 
 
 class SpeculationController:
     """Shared by all requests: the cost of rounds by target, acceptance by kind of request, one choice by load."""
 
     def __init__(self) -> None:
-        self._profiles: dict[str, tuple[StepProfile, float]] = {}
-        """By address of a target or name of a draft: its profile, and the seconds of a round trip to it."""
-        self._costs: dict[tuple[str, str, str, bool], CostModel] = {}
-        """By target, draft, rule, and whether rounds draft ahead."""
+        self._services: dict[str, _Service] = {}
+        """By address of a target or name of a draft."""
+        self._costs: dict[tuple[str, str, str], CostModel] = {}
+        """By target, draft and rule."""
         self._gains: dict[RequestKind, AcceptanceModel] = {}
-        self._choices: dict[tuple[str, RequestKind, int, int, bool], Choice] = {}
-        self._ahead_choices: dict[tuple[str, RequestKind, int], AheadChoice] = {}
-        self._outcome_hits: defaultdict[RequestKind, OutcomeHits] = defaultdict(OutcomeHits)
-        self._branch_costs = BranchCosts()
-        self._rule_choices = 0
+        self._ahead: dict[tuple[str, RequestKind], AheadModel] = {}
+        self._choices: dict[tuple[str, RequestKind, int, int, bool, DraftAhead], Choice] = {}
         self.beginning = 0
         """Requests in their first round."""
 
     def introduce(self, service: str, model: ModelInfo | None, round_trip_seconds: float | None) -> None:
-        """Tell what a service reports of itself, before the first request that uses it.
+        """Tell what a service reports of itself, before a request that uses it. A newer profile starts its costs anew.
 
         Args:
             service: Address of a target, or name of a draft's model.
             model: What it serves, with the profile of its steps.
             round_trip_seconds: Of its health checks.
         """
-        if model is not None and service not in self._profiles:
-            self._profiles[service] = model.step_profile, round_trip_seconds or 0.0
+        if model is None:
+            return
+        known = self._services.get(service)
+        if known is None or model.step_profile.version > known.profile.version:
+            self._services[service] = _Service(model.step_profile, round_trip_seconds or 0.0)
+            for key in [key for key in self._costs if service in key[:2]]:
+                del self._costs[key]
+            for choice_key in [key for key in self._choices if service in (key[0], key[1].draft)]:
+                del self._choices[choice_key]
 
     def request(
         self,
@@ -451,25 +508,25 @@ class SpeculationController:
             is_adaptive: Whether measurements may change how much it proposes; not under a fixed policy.
             draft_ahead: How far its rounds draft ahead.
         """
-        ahead = RequestAhead(draft_ahead, self._outcome_hits[kind], self._branch_costs)
-        return RequestSpeculation(self, kind, max_tokens, is_adaptive, ahead)
+        return RequestSpeculation(self, kind, max_tokens, is_adaptive, draft_ahead)
 
-    def costs(self, target: str, kind: RequestKind, drafts_ahead: bool = False) -> CostModel:
+    def costs(self, target: str, kind: RequestKind) -> CostModel:
         """The cost model of a target with a draft under a rule. One without a profile begins like another one."""
-        key = target, kind.draft, kind.rule, drafts_ahead
+        key = target, kind.draft, kind.rule
         found = self._costs.get(key)
         if found is None:
-            target_profile, target_trip = self._profiles.get(target, _UNKNOWN)
-            draft_profile, draft_trip = self._profiles.get(kind.draft, _UNKNOWN)
+            target_service = self._services.get(target, _Service())
+            draft_service = self._services.get(kind.draft, _Service())
             alike = [
                 model for other, model in self._costs.items() if other[1] == kind.draft and model.is_known
             ]
             known = alike[-1] if alike else None
+            target_profile, draft_profile = target_service.profile, draft_service.profile
             found = self._costs[key] = CostModel(
                 known.target.copy() if known and not target_profile.seconds else StepCosts(target_profile),
                 known.draft.copy() if known and not draft_profile.seconds else StepCosts(draft_profile),
-                target_trip,
-                draft_trip,
+                target_service.round_trip_seconds,
+                draft_service.round_trip_seconds,
             )
         return found
 
@@ -486,22 +543,38 @@ class SpeculationController:
         return found
 
     def choice(
-        self, target: str, kind: RequestKind, load: int, max_tokens: int, drafts_ahead: bool = False
+        self,
+        target: str,
+        kind: RequestKind,
+        load: int,
+        max_tokens: int,
+        *,
+        is_adaptive: bool = True,
+        draft_ahead: DraftAhead = "off",
     ) -> Choice:
         """The decision for a kind of request at a load."""
-        key = target, kind, load_class(load), max_tokens, drafts_ahead
+        key = target, kind, load_class(load), max_tokens, is_adaptive, draft_ahead
         found = self._choices.get(key)
         if found is None:
-            costs = self.costs(target, kind, drafts_ahead)
-            found = self._choices[key] = Choice(costs, self.gains(kind), load, max_tokens)
+            found = self._choices[key] = Choice(
+                self.costs(target, kind),
+                self.gains(kind),
+                self._ahead_model(target, kind),
+                load,
+                range(max_tokens + 1) if is_adaptive else (max_tokens,),
+                outcome_choices(draft_ahead),
+            )
         return found
 
-    def ahead_choice(self, target: str, kind: RequestKind, load: int) -> AheadChoice:
-        """The choice of drafting ahead for a kind of request at a load."""
-        key = target, kind, load_class(load)
-        found = self._ahead_choices.get(key)
+    def _ahead_model(self, target: str, kind: RequestKind) -> AheadModel:
+        found = self._ahead.get((target, kind))
         if found is None:
-            found = self._ahead_choices[key] = AheadChoice(load)
+            alike = [
+                model
+                for (other, known), model in self._ahead.items()
+                if other == target and known.draft == kind.draft
+            ]
+            found = self._ahead[target, kind] = AheadModel(alike[-1] if alike else None)
         return found
 
     def choose_rule(self, names: Sequence[str], draft: str, temperature: float, load: int) -> str:
@@ -519,14 +592,19 @@ class SpeculationController:
 
     def _hope(self, kind: RequestKind, load: int) -> float:
         """Expected tokens per second with the acceptance that the rule may have at best."""
-        known = [choice for (_, other, *_), choice in self._choices.items() if other.draft == kind.draft]
-        seconds = min(known, key=lambda choice: abs(choice.load - load)).round_seconds if known else []
-        rates = self.gains(kind).rates(max(len(seconds) - 1, 1), 4.0 * OPTIMISM)
-        return max(_speeds(expected_tokens(rates), seconds)) if seconds else expected_tokens(rates)[-1]
+        known = [
+            choice
+            for (_, other, *_), choice in self._choices.items()
+            if other.draft == kind.draft and choice.tokens_per_second
+        ]
+        nearest = min(known, key=lambda choice: abs(choice.load - load), default=None)
+        most = nearest.max_tokens if nearest else 1
+        expected = expected_tokens(self.gains(kind).rates(most, 4.0 * OPTIMISM))
+        return max(nearest.way.speeds(expected)) if nearest else expected[-1]
 
     def decisions(self) -> Iterator[SpeculationDecision]:
-        """Decisions for each target, kind and load seen so far, with drafting ahead and without it."""
-        for (target, kind, *_, drafts_ahead), choice in self._choices.items():
+        """Decisions for each target, kind and load seen so far."""
+        for (target, kind, *_), choice in self._choices.items():
             costs, load = choice.costs, choice.load
             yield SpeculationDecision(
                 target,
@@ -534,14 +612,14 @@ class SpeculationController:
                 kind.rule,
                 temperature_words(kind.temperature_range),
                 load,
-                choice.proposed,
+                choice.tokens,
                 choice.compared if choice.tokens_per_second else 0,
                 choice.gain,
                 choice.predicted_seconds,
                 choice.measured_seconds,
-                tuple(choice.round_seconds),
+                tuple(choice.way.seconds),
                 tuple(choice.rates),
                 costs.draft_seconds(load),
                 costs.rest_seconds(load, choice.max_tokens),
-                choice.ahead_outcomes if drafts_ahead else None,
+                choice.way.outcomes,
             )

@@ -14,25 +14,24 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 
+from coordinator.speculation.gains import WINDOW
 from coordinator.stats.rounds import RoundCost
 from tandem.types import StepProfile
 
-STEP_SHARE = 1.0 / 24.0
-"""Weight of the newest step in a service's factor. In simulations with 30 % noise and loads that jump, 1/12 and 1/48
-make as many tokens within 0.3 %."""
-MAX_STEP_RATIO = 2.0
-"""A step counts as at most this many times its prediction: a pause of the machine is no cost."""
-
-_ROWS_SHARE = 0.1 / 8
-"""Shape of a service that reports no profile: each 8 rows beyond the first cost a tenth of a step, as in the published
-measurements of GPUs (`tandem plan`). The first steps give its level."""
+PER_8_ROWS = 0.1
+"""Share by which a step takes longer for each 8 rows beyond the first, where nothing is known of it: the GPUs of the
+published measurements spend most of a step on reading weights."""
+SURPRISE = 2.0
+"""What is this many times as much as predicted is a surprise. A step counts as no more: a pause of the machine is no
+cost. A probe that accepts more, and one token, is followed by another at once; by chance one in ten does."""
 _USUAL_SHAPE = StepProfile(
     {
-        (sequences, tokens): 1.0 + _ROWS_SHARE * (sequences * tokens - 1)
+        (sequences, tokens): 1.0 + PER_8_ROWS * (sequences * tokens - 1) / 8
         for sequences in (1, 32)
         for tokens in (1, 9)
     }
 )
+"""Shape of a service that reports no profile. The first steps give its level."""
 
 
 NO_PROFILE = StepProfile()
@@ -90,11 +89,11 @@ class StepCosts:
             self._count, self._factor = weight, self._factor * ratio
             return
         self._count += weight
-        share = max(STEP_SHARE, 1.0 / (1.0 + self._count)) * weight
-        if ratio > MAX_STEP_RATIO:
-            ratio = MAX_STEP_RATIO
-        elif ratio < 1.0 / MAX_STEP_RATIO and self._count > 1.0 / STEP_SHARE:
-            ratio = 1.0 / MAX_STEP_RATIO
+        share = max(1.0 / WINDOW, 1.0 / (1.0 + self._count)) * weight
+        if ratio > SURPRISE:
+            ratio = SURPRISE
+        elif ratio < 1.0 / SURPRISE and self._count > WINDOW:
+            ratio = 1.0 / SURPRISE
         change = 1.0 + share * (ratio - 1.0)
         self._factor *= change
         low, high, between, j, k, part = self._place(sequences, tokens)
@@ -108,17 +107,19 @@ class StepCosts:
             j, part = _interval(self._tokens, tokens / sequences)
             above = min(i + 1, len(self._seconds) - 1)
             right = min(j + 1, len(self._tokens) - 1)
-            found = self._seconds[i], self._seconds[above], share, j, right, part
-            if len(self._places) < _MAX_PLACES:
-                self._places[sequences, tokens] = found
+            found = self._places[sequences, tokens] = (
+                self._seconds[i],
+                self._seconds[above],
+                share,
+                j,
+                right,
+                part,
+            )
         return found
 
 
 _Place = tuple[list[float], list[float], float, int, int, float]
 """Rows of seconds, the place between them, two columns, the place between those."""
-
-_MAX_PLACES = 4096
-"""Sizes of steps that a service remembers its points for; others are looked up each time."""
 
 
 def _interval(points: Sequence[int], value: float) -> tuple[int, float]:
@@ -154,13 +155,13 @@ class RestCosts:
         if entry is None:
             self._means[known] = [1.0, seconds]
             return
-        entry[0] = min(entry[0] + 1.0 / load, 1.0 / STEP_SHARE)
-        limit = MAX_STEP_RATIO * entry[1]
+        entry[0] = min(entry[0] + 1.0 / load, float(WINDOW))
+        limit = SURPRISE * entry[1]
         entry[1] += (min(seconds, limit) - entry[1]) / load / entry[0]
 
 
 class CostModel:
-    """Predicts rounds on one target with one draft, one kind of rows, and with or without drafting ahead."""
+    """Predicts rounds on one target with one draft and one kind of rows, which draft nothing ahead."""
 
     __slots__ = ("_alone", "_drafted", "draft", "target")
 
@@ -185,7 +186,7 @@ class CostModel:
         """Count a round, with the sequences that shared the target."""
         weight = 1.0 / cost.verify_sequences
         self.target.add(cost.verify_sequences, cost.verify_tokens, cost.verify_seconds, weight)
-        if cost.proposed and not cost.was_ahead:
+        if cost.proposed:
             drafting = max(cost.draft_sequences, 1)
             self.draft.add(drafting, drafting, cost.draft_seconds / cost.proposed, 1.0 / drafting)
         if cost.is_uniform:

@@ -320,7 +320,7 @@ def _decisions(state: State) -> Iterator[Metric]:
     names = ("target", "rule", "temperatures", "sequences", "ahead")
     decided = []
     for each in state.decisions[:_MAX_DECISIONS]:
-        ahead = "off" if each.ahead_outcomes is None else "on"
+        ahead = "on" if each.ahead_outcomes else "off"
         labels = (each.target, each.rule, each.temperatures, str(each.load), ahead)
         decided.append(((state.model_name, *labels), each))
     lengths = [(labels, each.num_speculative_tokens) for labels, each in decided]

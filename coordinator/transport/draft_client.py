@@ -158,8 +158,6 @@ class Arrivals:
 
 
 _NO_OUTCOME = -1, -1
-_MAX_STEPS = 64
-"""Maximum number of steps kept for `take_steps`."""
 _MAX_STALE = 2
 """Rounds whose outcomes may still arrive once they are out of date: those that were on their way."""
 _MAX_SUPPORT_IDS = 1 << 16
@@ -214,7 +212,6 @@ class PendingOutcomes:
         self._columns: list[DraftedOutcomes] = []
         self._lead: tuple[int, ...] = ()
         """Tokens of the first outcome behind those of the columns."""
-        self._steps: list[tuple[int, float]] = []
         self._stale_messages = 0
         self._max_stale = 0
         self._support_ids = 0
@@ -223,11 +220,6 @@ class PendingOutcomes:
     def awaits(self, token_ids: Sequence[int]) -> bool:
         """True if a budget was granted for the round whose outcome this sequence is."""
         return self._budget is not None and self._outcome(token_ids) != _NO_OUTCOME
-
-    def take_steps(self) -> list[tuple[int, float]]:
-        """Return the branch steps since the last call: number of branches, and seconds as the draft measured them."""
-        steps, self._steps = self._steps, []
-        return steps
 
     def expect(self, base_length: int, proposed: Sequence[int], budget: AheadBudget | None) -> None:
         """A round begins that extends so many tokens by this proposal.
@@ -247,7 +239,6 @@ class PendingOutcomes:
         self._lead = ()
         self._times.begin()
         self._support_ids = 0
-        del self._steps[:-_MAX_STEPS]
 
     def add(self, drafted: DraftedOutcomes, now: float = 0.0) -> None:
         """Take one depth of the outcomes, which has arrived now. What belongs to an earlier round is dropped.
@@ -275,8 +266,6 @@ class PendingOutcomes:
         self._columns.append(drafted)
         self._lead = drafted.lead_token_ids
         self._times.arrived(now, drafted.cost.seconds if drafted.cost else None)
-        if drafted.cost is not None:
-            self._steps.append((len(drafted.token_ids), drafted.cost.seconds))
 
     def find(self, token_ids: Sequence[int]) -> Proposal | None:
         """The continuation of the outcome that came; None where it was not drafted for.
@@ -456,10 +445,6 @@ class DraftSequence:
     def awaits_outcome(self, completion: Tokens) -> bool:
         """True if outcomes of the round that has ended were asked for."""
         return self._outcomes.awaits(completion.token_ids)
-
-    def take_branch_steps(self) -> list[tuple[int, float]]:
-        """Steps that the draft made ahead since this was last asked: number of branches, seconds."""
-        return self._outcomes.take_steps()
 
     def unread(self, completion: Tokens) -> int:
         """How many of the completion's tokens the draft does not have; 0 while a step's answer is outstanding."""

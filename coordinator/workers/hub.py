@@ -313,9 +313,9 @@ def _speculation(stats: Iterable[SpeculationStats]) -> SpeculationStats:
 
 def _decisions(decisions: Iterable[SpeculationDecision]) -> tuple[SpeculationDecision, ...]:
     """For each load the decision of the worker that has measured it for longest."""
-    best: dict[tuple[str, str, str, int, str, bool], SpeculationDecision] = {}
+    best: dict[tuple[str, str, str, int, str], SpeculationDecision] = {}
     for each in decisions:
-        name = (each.target, each.rule, each.temperatures, each.load, each.draft, each.ahead_outcomes is None)
+        name = (each.target, each.rule, each.temperatures, each.load, each.draft)
         if name not in best or each.measured_seconds > best[name].measured_seconds:
             best[name] = each
     return tuple(best[name] for name in sorted(best))

@@ -7,6 +7,8 @@ read a prompt of 100k tokens, so an index learns in small steps and the event lo
 from __future__ import annotations
 
 import asyncio
+import statistics
+import time
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -16,10 +18,12 @@ from typing import Protocol
 import tandem
 from tandem.errors import InvalidRequestError
 from tandem.fair_places import FairPlaces, extra_places
-from tandem.types import Delta, DraftOptions, ModelInfo, Proposal, ProposeStep
+from tandem.types import Delta, DraftOptions, ModelInfo, Proposal, ProposeStep, StepCost, StepProfile
 
 # One or two milliseconds of work: other sequences' proposals wait no longer than that for a long prompt.
 _STEPS_AT_A_TIME = 128
+_PROFILED_TOKENS, _PROFILED_LENGTH = 256, 4
+"""The text and the proposals by which the method measures itself: a short chat and the default length."""
 
 
 class TokenIndex(Protocol):
@@ -59,6 +63,7 @@ class ModelFreeProposer:
         self._new_index = new_index
         self._max_length = limits.max_length or 0
         self._places = FairPlaces(limits.max_sequences, extra_places(limits.max_sequences))
+        self._step_profile = StepProfile()
         # One sequence at a time adds what it leaves to others.
         self._finishing = asyncio.Lock()
 
@@ -73,6 +78,7 @@ class ModelFreeProposer:
             max_length=self._max_length,
             dtype="",
             service_version=tandem.__version__,
+            step_profile=self._step_profile,
         )
 
     @property
@@ -84,7 +90,19 @@ class ModelFreeProposer:
         """There is no KV cache."""
 
     async def start(self) -> None:
-        """Do nothing."""
+        """Measure what a token of a proposal takes, in a text that repeats itself."""
+        tokens = TokenState(2 * _PROFILED_TOKENS)
+        index = self._new_index(tokens)
+        sequence = ModelFreeSequence(tokens, index)
+        text = tuple(token % (_PROFILED_TOKENS // 4) for token in range(_PROFILED_TOKENS))
+        costs = []
+        for token in range(_PROFILED_TOKENS // 4):
+            step = ProposeStep(Delta(len(tokens), (token,) if token else text), _PROFILED_LENGTH)
+            proposal = await sequence.propose(step)
+            if token and proposal.cost is not None and proposal.token_ids:
+                costs.append(proposal.cost.seconds / len(proposal.token_ids))
+        if costs:
+            self._step_profile = StepProfile({(1, 1): statistics.median(costs)}, int(time.time()))
 
     async def close(self) -> None:
         """Do nothing."""
@@ -127,12 +145,14 @@ class ModelFreeSequence:
         Raises:
             InvalidRequestError: the delta does not fit the sequence.
         """
+        began = time.perf_counter()
         kept = self._tokens.kept_length(step.delta)
         if kept < len(self._tokens):
             self._index.forget(kept)
         self._tokens.apply(step.delta, kept)
         await _in_pieces(self._index.learn())
-        return Proposal(len(self._tokens), tuple(self._index.propose(step.token_count)))
+        token_ids = tuple(self._index.propose(step.token_count))
+        return Proposal(len(self._tokens), token_ids, cost=StepCost(time.perf_counter() - began, 1, 1))
 
 
 async def _in_pieces(steps: Iterator[None]) -> None:

@@ -106,7 +106,7 @@ def decision_from_proto(message: admin_pb2.SpeculationDecision) -> SpeculationDe
         acceptance_rates=tuple(message.acceptance_rates),
         draft_step_seconds=message.draft_step_seconds,
         message_seconds=message.message_seconds,
-        ahead_outcomes=message.ahead_outcome_count if message.HasField("ahead_outcome_count") else None,
+        ahead_outcomes=message.ahead_outcome_count,
     )
 
 

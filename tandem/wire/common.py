@@ -124,6 +124,7 @@ def model_info_to_proto(info: ModelInfo) -> types_pb2.ModelInfo:
             types_pb2.StepTime(sequence_count=sequences, token_count=tokens, seconds=seconds)
             for (sequences, tokens), seconds in info.step_profile.seconds.items()
         ],
+        step_profile_version=info.step_profile.version,
     )
 
 
@@ -143,7 +144,8 @@ def model_info_from_proto(message: types_pb2.ModelInfo) -> ModelInfo:
         drafting_method=message.drafting_method,
         drafts_ahead=message.drafts_ahead,
         step_profile=StepProfile(
-            {(step.sequence_count, step.token_count): step.seconds for step in message.step_profile}
+            {(step.sequence_count, step.token_count): step.seconds for step in message.step_profile},
+            message.step_profile_version,
         ),
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.cli.plan import measured_through
-from coordinator.speculation.plan import plan
+from coordinator.cli.planning import plan
 from tests.end_to_end.processes import TANDEM, run
 
 pytestmark = pytest.mark.slow

@@ -7,8 +7,8 @@ import shlex
 
 import pytest
 
+from coordinator.cli.planning import StepTimes, plan
 from coordinator.speculation.gains import expected_tokens
-from coordinator.speculation.plan import StepTimes, plan
 from tests.commands import run_here
 from tests.paths import ROOT
 

@@ -44,6 +44,31 @@ _PROFILE_SECONDS = 1.0
 _PROFILE_REPEATS = 3
 
 
+class StepTimes:
+    """What steps take, with rows for all tokens: measured once the engine is warm, then by the steps that it makes."""
+
+    def __init__(self) -> None:
+        self.profile = StepProfile()
+        """As it was last published."""
+        self._seconds: dict[tuple[int, int], float] = {}
+
+    def measured(self, seconds: dict[tuple[int, int], float]) -> None:
+        """Publish these, by number of sequences and tokens of each."""
+        self._seconds = dict(seconds)
+        self.profile = StepProfile(seconds, int(time.time()))
+
+    def add(self, record: StepRecord) -> None:
+        """Count a step. Once a size takes another time than published by a quarter, all are published anew."""
+        size = record.sequence_count, record.token_count // max(record.sequence_count, 1)
+        known = self._seconds.get(size)
+        if known is None or size[0] * size[1] != record.token_count or record.row_count < record.token_count:
+            return
+        # A pause of the machine counts as twice the time; two dozen steps make the mean.
+        now = self._seconds[size] = known + (min(record.seconds, 2.0 * known) - known) / 24.0
+        if not 0.8 < now / self.profile.seconds[size] < 1.25:
+            self.measured(self._seconds)
+
+
 class Engine(Generic[PayloadT, ResultT]):
     """Runs jobs in batches on a thread of its own, so that the event loop never runs a forward pass.
 
@@ -92,10 +117,10 @@ class Engine(Generic[PayloadT, ResultT]):
         branches = backends.branches(arena, steps)
         self._watchdog = StepWatchdog(settings.step_timeout_seconds)
         self._worker = Worker(
-            self._runner, self._cache, head, settings, self._tell, model.device, on_step, self._watchdog, branches
+            self._runner, self._cache, head, settings, self._tell, model.device, self._stepped, self._watchdog, branches
         )  # fmt: skip
-        self.step_profile = StepProfile()
-        """What steps take, with rows for all tokens; measured by `warm_up`."""
+        self._on_step = on_step
+        self._step_times = StepTimes()
         self._on_failure = on_failure
         self._is_closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -139,7 +164,7 @@ class Engine(Generic[PayloadT, ResultT]):
             with self._worker.using_head(partial(finite_head, self.model.info)):
                 await self._check_logits(sequences[0])
                 warm = [step for step in profiled if sum(step) <= warm_tokens]
-                self.step_profile = await self._profile(warm, sequences)
+                self._step_times.measured(await self._profile(warm, sequences))
         finally:
             for sequence in sequences:
                 self.release(sequence)
@@ -163,7 +188,7 @@ class Engine(Generic[PayloadT, ResultT]):
 
     async def _profile(
         self, steps: SequenceOf[tuple[int, ...]], sequences: SequenceOf[Sequence]
-    ) -> StepProfile:
+    ) -> dict[tuple[int, int], float]:
         ends = time.perf_counter() + _PROFILE_SECONDS
         found: dict[tuple[int, int], float] = {}
         for step in sorted(steps, key=sum):
@@ -174,7 +199,13 @@ class Engine(Generic[PayloadT, ResultT]):
             found[len(step), step[0]] = statistics.median(seconds)
             if time.perf_counter() > ends:
                 break
-        return StepProfile(found)
+        return found
+
+    def _stepped(self, record: StepRecord) -> None:
+        """On the engine's thread, after each step."""
+        self._step_times.add(record)
+        if self._on_step is not None:
+            self._on_step(record)
 
     async def _step(
         self, sequences: SequenceOf[Sequence], step: tuple[int, ...], number: int, *, with_rows: bool = False
@@ -258,7 +289,7 @@ class Engine(Generic[PayloadT, ResultT]):
     @property
     def info(self) -> ModelInfo:
         """The model, with the longest sequence that is served and what steps take."""
-        return replace(self.model.info, max_length=self.max_length, step_profile=self.step_profile)
+        return replace(self.model.info, max_length=self.max_length, step_profile=self._step_times.profile)
 
     @property
     def is_running(self) -> bool:

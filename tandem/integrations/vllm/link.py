@@ -257,7 +257,6 @@ class DraftedRow:
             return tokens_after_hit(expected, unfinished, tokens_per_second=batch.tokens_per_second)
 
         drafted = await self._placement.drafted_ahead(self, wanted, until - time.monotonic())
-        sequence.take_branch_steps()
         self._counts.awaited_outcomes += 1
         if drafted is None or not drafted.token_ids:
             return None

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.speculation.ahead import AheadChoice, DraftAhead
+from coordinator.speculation.ahead import DraftAhead
 from coordinator.stats.speculation import MovingAverage
 from coordinator.transport.draft_client import DraftLimits
 from tandem.errors import TandemError
@@ -29,15 +29,55 @@ _MAX_ROWS = 32
 """Branches of all sequences together: a step of so many rows costs a draft little more than one of one row."""
 
 
+_TRIAL_STEPS = 12
+"""Steps in a trial of the other way: drafting ahead, or not."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 32, 8192
+"""Steps before the first trial, and between later ones; each that changes nothing doubles the pause."""
+_MEMORY_STEPS = 96.0
+"""Steps that the speed of either way averages over."""
+
+
+class WaysOfDrafting:
+    """Whether steps draft ahead: which of the two ways made more tokens per second, and now and then a trial of the
+    other. What a step of the target takes is not known before it was made, as no service of ours makes it."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._made = {True: [0.0, 0.0], False: [0.0, 0.0]}
+        """Tokens and seconds of the steps with drafting ahead, and without."""
+        self._steps = 0
+        self._pause = self._next_trial = _FIRST_PAUSE
+
+    def begin_step(self) -> bool:
+        """True if the step that begins is to draft ahead."""
+        self._steps += 1
+        if self._steps == self._next_trial + _TRIAL_STEPS:
+            self._end_trial()
+        return self.is_on != (self._steps >= self._next_trial)
+
+    def end_step(self, was_on: bool, tokens: float, seconds: float) -> None:
+        """Count a step."""
+        keep = 1.0 - 1.0 / _MEMORY_STEPS
+        made = self._made[was_on]
+        made[:] = keep * made[0] + tokens, keep * made[1] + seconds
+
+    def _end_trial(self) -> None:
+        on, off = (tokens / seconds if seconds else 0.0 for tokens, seconds in self._made.values())
+        is_better = on > off
+        self._pause = _FIRST_PAUSE if is_better != self.is_on else min(2 * self._pause, _LONGEST_PAUSE)
+        self.is_on = is_better
+        self._next_trial = self._steps + self._pause
+
+
 class AheadSwitch:
     """Drafts ahead where that makes more tokens per second, for each size of batch, by powers of two."""
 
     def __init__(self, option: DraftAhead, token_count: int) -> None:
         self._option = option
         self._token_count = min(token_count, MAX_AHEAD_TOKENS)
-        self._choices: dict[int, AheadChoice] = {}
-        self._last: tuple[AheadChoice, bool] | None = None
-        """Choice of the step in progress, if it may be counted."""
+        self._ways: dict[int, WaysOfDrafting] = {}
+        self._last: tuple[WaysOfDrafting, bool] | None = None
+        """The step in progress, if it may be counted."""
         self._was_on = False
 
     @property
@@ -54,13 +94,10 @@ class AheadSwitch:
             return None
         if isinstance(self._option, int):
             return AheadBudget(self._option, self._token_count)
-        bucket = max(sequences, 1).bit_length()
-        choice = self._choices.get(bucket)
-        if choice is None:
-            choice = self._choices[bucket] = AheadChoice(1)
-        is_on = choice.begin_round()
+        ways = self._ways.setdefault(max(sequences, 1).bit_length(), WaysOfDrafting())
+        is_on = ways.begin_step()
         # A step after a change of ways is half of either.
-        self._last = (choice, is_on) if is_on == self._was_on else None
+        self._last = (ways, is_on) if is_on == self._was_on else None
         self._was_on = is_on
         if not is_on:
             return None
@@ -69,8 +106,8 @@ class AheadSwitch:
     def end_step(self, tokens: float, seconds: float) -> None:
         """Count the step that has ended: tokens of each sequence, and its time with the wait for proposals."""
         if self._last is not None:
-            choice, is_on = self._last
-            choice.end_round(was_on=is_on, tokens=tokens, seconds=seconds)
+            ways, is_on = self._last
+            ways.end_step(is_on, tokens, seconds)
             self._last = None
 
 

@@ -1,4 +1,4 @@
-"""The gain of drafting ahead, and the number of outcomes."""
+"""The prediction of drafting ahead, and how long to wait for what was drafted."""
 
 from __future__ import annotations
 
@@ -9,53 +9,42 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.speculation.ahead import (
-    AheadChoice,
-    BranchCosts,
+    OUTCOMES,
+    AheadModel,
     OutcomeHits,
-    RequestAhead,
     Unfinished,
-    branches,
+    max_budget,
     tokens_after_hit,
     tokens_after_miss,
 )
-from coordinator.speculation.controller import Choice
 from coordinator.speculation.costs import CostModel, StepCosts
-from coordinator.speculation.gains import AcceptanceModel
-from coordinator.stats.rounds import RoundCost
-from tandem.types import MAX_AHEAD_TOKENS, AheadBudget
+from tandem.types import MAX_AHEAD_TOKENS, AheadBudget, StepProfile
 
 _EXPECTED = [1.0, 1.75, 2.3, 2.7, 3.0]
 
 
-def _branches(draft_seconds: float, hits: OutcomeHits | None = None, costs: BranchCosts | None = None) -> int:
-    return branches(
-        hits or OutcomeHits(),
-        costs or BranchCosts(),
-        tokens=4,
-        expected=_EXPECTED,
-        verify_seconds=6.5e-3,
-        draft_seconds=draft_seconds,
-        rest_seconds=0.5e-3,
-    )
+def _costs(draft_seconds: float, per_row: float = 0.0125) -> CostModel:
+    sizes = [(sequences, tokens) for sequences in (1, 8) for tokens in (1, 9)]
+    verify = StepProfile(dict.fromkeys(sizes, 6.5e-3))
+    draft = StepProfile({(n, k): draft_seconds * (1.0 + per_row * (n * k - 1)) for n, k in sizes})
+    return CostModel(StepCosts(verify), StepCosts(draft), 0.25e-3, 0.25e-3)
+
+
+def _best(costs: CostModel, model: AheadModel, load: int = 1) -> int:
+    return max(OUTCOMES, key=lambda count: model.speed(costs, load, _EXPECTED, count))
 
 
 def test_a_fast_draft_serves_many_outcomes_and_a_slow_one_few() -> None:
-    assert _branches(0.3e-3) == 16
-    costs = BranchCosts()
-    for count, seconds in ((1, 1.2e-3), (2, 1.3e-3), (4, 1.5e-3), (8, 2.6e-3), (16, 5.2e-3)):
-        costs.add(count, seconds)
-    assert _branches(1.2e-3, costs=costs) <= 4
+    assert _best(_costs(0.3e-3), AheadModel()) == 16
+    assert _best(_costs(1.2e-3, per_row=0.25), AheadModel()) <= 4
 
 
 def test_outcomes_that_never_come_are_not_drafted_for() -> None:
-    hits = OutcomeHits()
+    model = AheadModel()
     for _ in range(500):
-        hits.add(0, 16)
-    costs = BranchCosts()
-    for count, seconds in ((1, 1.0e-3), (2, 1.4e-3), (4, 2.0e-3), (8, 3.0e-3), (16, 5.0e-3)):
-        costs.add(count, seconds)
-    assert hits.share(1) > 0.9
-    assert _branches(1.0e-3, hits, costs) == 1
+        model.hits.add(0, 16)
+    assert model.hits.share(1) > 0.9
+    assert _best(_costs(1.0e-3, per_row=1.0), model) == 1
 
 
 def test_shares_follow_the_observed_outcomes() -> None:
@@ -68,61 +57,42 @@ def test_shares_follow_the_observed_outcomes() -> None:
     assert hits.share(64) >= hits.share(4)
 
 
-def _simulated(choice: AheadChoice, rounds: int, on_seconds: float, off_seconds: float) -> float:
-    """Share of the rounds that drafted ahead."""
-    chance, drafted_ahead = random.Random(2), 0
-    for _ in range(rounds):
-        is_on = choice.begin_round()
-        drafted_ahead += is_on
-        seconds = (on_seconds if is_on else off_seconds) * chance.uniform(0.8, 1.2)
-        choice.end_round(was_on=is_on, tokens=3.0, seconds=seconds)
-    return drafted_ahead / rounds
+def test_hidden_drafting_is_predicted_to_gain() -> None:
+    costs = _costs(1.2e-3)
+    plain = _EXPECTED[4] / costs.seconds(1, 4)
+    assert 1.2 < AheadModel().speed(costs, 1, _EXPECTED, 16) / plain < 1.7
 
 
-@pytest.mark.parametrize(("on", "off", "low", "high"), [(7.0, 10.0, 0.95, 1.0), (12.0, 10.0, 0.0, 0.08)])
-def test_the_faster_mode_gets_nearly_all_rounds(on: float, off: float, low: float, high: float) -> None:
-    choice = AheadChoice(1)
-    assert low <= _simulated(choice, 3000, on, off) <= high
-    assert choice.is_on == (on < off)
-    assert choice.gain == pytest.approx(off / on, rel=0.1)
+@pytest.mark.parametrize("load", [1, 8])
+def test_the_factor_follows_what_rounds_make(load: int) -> None:
+    model, chance = AheadModel(), random.Random(3)
+    for _ in range(200 * load):
+        model.add(load, 2.0, 2.0 * chance.uniform(1.4, 2.6))
+    assert model.factor(load) == pytest.approx(0.5, abs=0.05)
+    assert model.factor(4) == model.factor(load), "the nearest load's"
+    assert AheadModel(model).factor(load) == pytest.approx(model.factor(load))
+    for _ in range(6 * load):
+        model.add(load, 2.0, 2.0)
+    slow = model.factor(load)
+    model.doubt(load, 2.0)
+    for _ in range(6 * load):
+        model.add(load, 2.0, 2.0)
+    assert model.factor(load) > 0.85 > slow, "after doubt, few rounds tell"
 
 
-def test_the_choice_follows_a_change_of_the_machine() -> None:
-    choice = AheadChoice(1)
-    _simulated(choice, 1000, 7.0, 10.0)
-    assert choice.is_on
-    _simulated(choice, 12000, 12.0, 10.0)
-    assert not choice.is_on
+def test_a_pause_of_the_machine_hardly_moves_the_factor() -> None:
+    model = AheadModel()
+    for _ in range(50):
+        model.add(1, 2.0, 2.0)
+    model.add(1, 2.0, 2000.0)
+    assert model.factor(1) > 0.9
 
 
 def test_a_long_proposal_grants_no_more_than_a_draft_takes() -> None:
     """Proposals may have 128 tokens, budgets 64; a draft refuses larger budgets."""
-    ahead = RequestAhead(8, OutcomeHits(), BranchCosts())
-    assert ahead.max_budget(128) == AheadBudget(8, MAX_AHEAD_TOKENS)
-    choice = Choice(CostModel(StepCosts(), StepCosts()), AcceptanceModel(), load=1, max_tokens=128)
-    assert ahead.begin_round(AheadChoice(1))
-    assert ahead.budget(128, choice) == AheadBudget(8, MAX_AHEAD_TOKENS)
-    assert ahead.budget(3, choice) == AheadBudget(8, 3)
-
-
-@pytest.mark.parametrize("load", [1, 8])
-def test_the_budget_does_not_shrink_with_sequences_that_share_the_drafts_steps(load: int) -> None:
-    costs, gains = CostModel(StepCosts(), StepCosts()), AcceptanceModel()
-    verify, draft = 8e-3, 1e-3
-    for proposed in (0, 4) * 8:
-        seconds = verify + proposed * draft + 1e-3
-        costs.add(
-            load,
-            RoundCost(proposed, seconds, verify, load, load * (proposed + 1), proposed * draft, load),
-        )
-        gains.add(4, 3)
-    choice = Choice(costs, gains, load, max_tokens=4)
-    ahead = RequestAhead("auto", OutcomeHits(), BranchCosts())
-    choice.begin_round()
-    ways = AheadChoice(load)
-    while not ahead.begin_round(ways):
-        pass
-    assert ahead.budget(4, choice) == AheadBudget(16, 4)
+    assert max_budget(8, 128) == AheadBudget(8, MAX_AHEAD_TOKENS)
+    assert max_budget("auto", 3) == AheadBudget(OUTCOMES[-1], 3)
+    assert max_budget("off", 3) is None
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from coordinator.speculation.controller import BURST, RequestSpeculation, SpeculationController
 from coordinator.speculation.gains import TEMPERATURE_RANGES, request_kind, temperature_words
 from coordinator.stats.rounds import RoundCost
-from tandem.types import ModelInfo, StepProfile
+from tandem.types import AheadBudget, ModelInfo, StepProfile
 from tests.unit.coordinator.round_results import round_result
 
 KIND = request_kind("draft", "residual", 1.0)
@@ -52,8 +52,9 @@ def test_profiles_decide_before_the_first_round() -> None:
         assert decision.draft_step_seconds == pytest.approx(step)
 
 
-def model_of(step_seconds: float) -> ModelInfo:
-    profile = StepProfile({(sequences, tokens): step_seconds for sequences in (1, 32) for tokens in (1, 9)})
+def model_of(step_seconds: float, version: int = 0) -> ModelInfo:
+    sizes = [(sequences, tokens) for sequences in (1, 32) for tokens in (1, 9)]
+    profile = StepProfile(dict.fromkeys(sizes, step_seconds), version)
     return ModelInfo("model", "", 10, "", 100, "", step_profile=profile)
 
 
@@ -109,16 +110,24 @@ def test_a_new_temperature_range_begins_with_the_nearest_ones_first_rate() -> No
     assert controller.gains(far).rates(1)[0] > 0.5
 
 
-def test_decisions_with_and_without_drafting_ahead_are_separate() -> None:
+def test_a_fixed_number_of_outcomes_is_always_drafted_for() -> None:
     controller = SpeculationController()
-    begun(controller).begin_round(1)
-    request = controller.request(request_kind("draft", "residual", 1.0), K, draft_ahead=8)
-    request.begin_round(1)
-    assert [decision.ahead_outcomes for decision in controller.decisions()] == [None, 0]
-    assert request.ahead_budget is not None
-    without, ahead = controller.decisions()
-    assert without.reason == f"batch 1: K = {K}, nothing was measured yet"
-    assert ahead.reason == f"batch 1: K = {K}, ahead 8, nothing was measured yet"
+    request = controller.request(KIND, K, draft_ahead=8)
+    assert request.begin_round(1) == K
+    assert request.ahead_budget == AheadBudget(8, K)
+    (decision,) = controller.decisions()
+    assert decision.reason == f"batch 1: K = {K}, ahead 8, nothing was measured yet"
+
+
+def test_a_newer_profile_replaces_what_was_known() -> None:
+    controller = SpeculationController()
+    controller.introduce("target", model_of(0.01), 0.0001)
+    controller.introduce("draft", model_of(0.0005), 0.0001)
+    assert begun(controller).begin_round(1) == K
+    controller.introduce("draft", model_of(0.02), 0.0001)
+    assert begun(controller).begin_round(1) == K, "the same version: nothing new"
+    controller.introduce("draft", model_of(0.02, version=1), 0.0001)
+    assert begun(controller).begin_round(1) == 0
 
 
 def test_the_reason_is_one_line() -> None:

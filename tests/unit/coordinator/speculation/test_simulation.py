@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 
 from coordinator.speculation.controller import PROBE_SHARE, SpeculationController
-from coordinator.speculation.gains import request_kind
+from coordinator.speculation.gains import expected_tokens, request_kind
 from coordinator.stats.rounds import RoundCost
 from tests.unit.coordinator.round_results import round_result
 from tests.unit.coordinator.speculation.simulation import (
@@ -59,6 +59,74 @@ def test_the_first_rounds_make_nearly_as_much() -> None:
         profile = Profile.drawn(random)
         shares.append(efficiency(profile, number, [1], 100, adaptive(controller_of(profile, number)))[0])
     assert fmean(shares) >= 0.93
+
+
+HITS = {1: 0.35, 2: 0.5, 4: 0.62, 8: 0.75, 16: 0.85}
+"""Share of rounds whose outcome is among as many: a good draft's."""
+
+
+def _ahead_seconds(profile: Profile, tokens: int, is_hit: bool, contention: float) -> float:
+    """Seconds of a round at batch 1 that the draft worked ahead of."""
+    verify = profile.verify_seconds(1, tokens + 1) * contention
+    draft = profile.draft_seconds(1, 1) * contention
+    if is_hit:
+        return max(verify, (tokens + 1) * draft) + profile.message_seconds(1, is_drafted=False)
+    return verify + tokens * draft + profile.message_seconds(1, is_drafted=True)
+
+
+def _ahead_efficiency(profile: Profile, contention: float, seed: int, rounds: int) -> float:
+    """Tokens of one request at a time by those of the best fixed choice, with drafting ahead or without."""
+    expected = expected_tokens(profile.rates())
+
+    def fixed(tokens: int) -> float:
+        hit, miss = (_ahead_seconds(profile, tokens, is_hit, contention) for is_hit in (True, False))
+        ahead = expected[tokens] / (HITS[16] * hit + (1.0 - HITS[16]) * miss)
+        return max(ahead, profile.speed(1, tokens))
+
+    best = max(profile.speed(1, 0), *(fixed(tokens) for tokens in range(1, MAX_TOKENS + 1)))
+    controller, random = controller_of(profile, seed), Random(seed)
+    request = controller.request(request_kind("draft", "strict", 1.0), MAX_TOKENS, draft_ahead="auto")
+    request.target = "target"
+    made, passed, awaited = 0.0, 0.0, False
+    for _ in range(rounds):
+        tokens = request.begin_round(1)
+        noise = random.lognormvariate(-(profile.noise**2) / 2, profile.noise)
+        accepted = 0
+        while accepted < tokens and random.random() < profile.rates()[accepted]:
+            accepted += 1
+        if awaited and tokens:
+            rank = next((count - 1 for count, share in HITS.items() if random.random() < share), None)
+            rank = None if rank is None or rank >= outcomes else rank
+            request.outcome_came(rank)
+            seconds = _ahead_seconds(profile, tokens, rank is not None, contention) * noise
+        else:
+            rank = None
+            seconds = profile.verify_seconds(1, tokens + 1) + profile.draft_seconds(1, tokens)
+            seconds = (seconds + profile.message_seconds(1, tokens > 0)) * noise
+        verify, draft = (
+            profile.verify_seconds(1, tokens + 1) * noise,
+            profile.draft_seconds(1, tokens) * noise,
+        )
+        cost = RoundCost(tokens, seconds, verify, 1, tokens + 1, draft if rank is None else 0.0, 1)
+        was_awaited = awaited and tokens > 0
+        request.end_round(round_result(tokens, accepted, cost)._replace(awaited_outcome=was_awaited))
+        made, passed = made + expected[tokens], passed + seconds
+        budget = request.ahead_budget
+        awaited, outcomes = budget is not None, budget.branch_count if budget else 0
+    return made / passed / best
+
+
+@pytest.mark.parametrize("contention", [1.0, 2.0])
+def test_drafting_ahead_is_chosen_where_it_pays(contention: float) -> None:
+    """From the first round; and where draft and target share a machine, it is given up as soon as that shows."""
+    random = Random(5)
+    profiles = [Profile.drawn(random) for _ in range(PROFILES)]
+    for rounds, least in ((40, 0.9), (400, 0.95)):
+        shares = sorted(
+            _ahead_efficiency(profile, contention, seed, rounds) for seed, profile in enumerate(profiles)
+        )
+        assert fmean(shares) >= least
+        assert shares[PROFILES // 20] >= least - 0.15
 
 
 def test_a_pause_in_a_drafts_first_step_does_not_stop_speculation_for_good() -> None:

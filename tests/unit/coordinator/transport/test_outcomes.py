@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.transport.draft_client import PendingOutcomes
 from tandem.errors import ProtocolError
-from tandem.types import AheadBudget, DraftedOutcomes, RowKind, SparseDistribution, StepCost
+from tandem.types import AheadBudget, DraftedOutcomes, RowKind, SparseDistribution
 
 VOCABULARY_SIZE = 12
 PREFIX = (7, 8, 9)
@@ -272,17 +272,6 @@ def test_endless_outcomes_of_rounds_that_are_over_are_refused() -> None:
         outcomes.add(FIRST)
     with pytest.raises(ProtocolError, match="pushed 7 messages of rounds that are over; at most 6"):
         outcomes.add(FIRST)
-
-
-def test_branch_steps_are_returned_once_and_bounded() -> None:
-    """The claimed number of tokens does not count: it could fill a table of costs."""
-    outcomes = pending(replace(FIRST, cost=StepCost(0.5, 1, 9999)))
-    assert outcomes.take_steps() == [(3, 0.5)]
-    assert outcomes.take_steps() == []
-    for base_length in range(BASE + 1, BASE + 500):
-        outcomes.expect(base_length, (1,), BUDGET)
-        outcomes.add(DraftedOutcomes(base_length, 0, (4,), (0,), (1,), cost=StepCost(0.5, 1, 1)))
-    assert len(outcomes.take_steps()) <= 64 + BUDGET.token_count
 
 
 # ---- against a plain reference

@@ -522,9 +522,9 @@ def test_invalid_settings_are_refused(settings: dict[str, Any], sentence: str) -
 async def test_a_warm_engine_knows_what_its_steps_take(llama: TinyModel) -> None:
     """By sequences and tokens; sizes for which there is no room are missing."""
     async with running(llama.backends, GreedyHead(), max_sequences=4) as engine:
-        assert not engine.step_profile.seconds
+        assert not engine.info.step_profile.seconds
         await engine.warm_up()
-        assert {(1, 1), (2, 5), (4, 9)} <= engine.step_profile.seconds.keys()
-        assert all(seconds > 0.0 for seconds in engine.step_profile.seconds.values())
-        assert max(count for count, _ in engine.step_profile.seconds) == 4
+        assert {(1, 1), (2, 5), (4, 9)} <= engine.info.step_profile.seconds.keys()
+        assert all(seconds > 0.0 for seconds in engine.info.step_profile.seconds.values())
+        assert max(count for count, _ in engine.info.step_profile.seconds) == 4
         await settle(engine)

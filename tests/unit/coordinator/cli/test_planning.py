@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.speculation.plan import StepTimes, break_even, measured_times, plan
+from coordinator.cli.planning import StepTimes, break_even, measured_times, plan
 from tandem.speculation_state import SpeculationDecision
 
 FIGURES = StepTimes(0.0065, 0.0012, (0.8,), per_8_rows=0.0)

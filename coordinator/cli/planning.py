@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from coordinator.speculation.costs import PER_8_ROWS
 from coordinator.speculation.gains import expected_tokens
 from tandem.speculation_state import SpeculationDecision
 
 MAX_TOKENS = 16
 """Longest proposal that a plan looks at."""
-PER_8_ROWS = 0.1
-"""Default share by which a step of either model takes longer for each 8 rows beyond the first. The GPUs of the
-published measurements spend most of a step on reading weights."""
 HELP = 1.5
 """A remedy is judged by the gain of a draft that is this many times as fast, as near, or as good."""
 HIT_RATE = 0.75

@@ -87,7 +87,7 @@ def _ahead_efficiency(profile: Profile, contention: float, seed: int, rounds: in
     controller, random = controller_of(profile, seed), Random(seed)
     request = controller.request(request_kind("draft", "strict", 1.0), MAX_TOKENS, draft_ahead="auto")
     request.target = "target"
-    made, passed, awaited = 0.0, 0.0, False
+    made, passed, awaited = 0.0, 0.0, 0
     for _ in range(rounds):
         tokens = request.begin_round(1)
         noise = random.lognormvariate(-(profile.noise**2) / 2, profile.noise)
@@ -96,7 +96,7 @@ def _ahead_efficiency(profile: Profile, contention: float, seed: int, rounds: in
             accepted += 1
         if awaited and tokens:
             rank = next((count - 1 for count, share in HITS.items() if random.random() < share), None)
-            rank = None if rank is None or rank >= outcomes else rank
+            rank = None if rank is None or rank >= awaited else rank
             request.outcome_came(rank)
             seconds = _ahead_seconds(profile, tokens, rank is not None, contention) * noise
         else:
@@ -108,11 +108,11 @@ def _ahead_efficiency(profile: Profile, contention: float, seed: int, rounds: in
             profile.draft_seconds(1, tokens) * noise,
         )
         cost = RoundCost(tokens, seconds, verify, 1, tokens + 1, draft if rank is None else 0.0, 1)
-        was_awaited = awaited and tokens > 0
+        was_awaited = awaited > 0 and tokens > 0
         request.end_round(round_result(tokens, accepted, cost)._replace(awaited_outcome=was_awaited))
         made, passed = made + expected[tokens], passed + seconds
         budget = request.ahead_budget
-        awaited, outcomes = budget is not None, budget.branch_count if budget else 0
+        awaited = budget.branch_count if budget else 0
     return made / passed / best
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from typing import TypeAlias
 
 from draft_service.proposers import Proposer
@@ -34,14 +33,11 @@ class DraftServicer(DraftServiceServicer):
         self._observer = observer
         self.streams = SequenceStreams()
 
-    async def Propose(
+    def Propose(
         self, request_iterator: AsyncIterator[draft_pb2.ProposeRequest], context: Context
     ) -> AsyncIterator[draft_pb2.ProposeResponse]:
         """The sequences of a coordinator."""
-        messages = self.streams.serve(request_iterator, self.serve_sequence, _TRANSLATION)
-        async with aclosing(messages):
-            async for message in messages:
-                yield message
+        return self.streams.serve(request_iterator, self.serve_sequence, _TRANSLATION)
 
     async def serve_sequence(self, sequence: DraftedFor) -> None:
         """One of them, until it ends."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from typing import TYPE_CHECKING, TypeAlias
 
 from tandem.serving.interceptors import Context
@@ -37,14 +36,11 @@ class TargetServicer(TargetServiceServicer):
         self._observer = observer
         self.streams = SequenceStreams()
 
-    async def Verify(
+    def Verify(
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: Context
     ) -> AsyncIterator[target_pb2.VerifyResponse]:
         """The sequences of a coordinator."""
-        messages = self.streams.serve(request_iterator, self.serve_sequence, _TRANSLATION)
-        async with aclosing(messages):
-            async for message in messages:
-                yield message
+        return self.streams.serve(request_iterator, self.serve_sequence, _TRANSLATION)
 
     async def serve_sequence(self, sequence: VerifiedFor) -> None:
         """One of them, until it ends."""

@@ -1,7 +1,7 @@
 """Streams to a service, each of which carries many sequences.
 
-Messages of sequences that come up while another one is written go into the next one together: sixteen sequences that
-were answered at once ask again in one message.
+What sequences ask in one turn of the event loop, or while a message is written, goes into one message: sixteen
+sequences that were answered at once ask again in one. A sequence that is alone on its stream asks in its own turn.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import grpc
@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 from tandem.errors import ProtocolError, TandemError
 from tandem.rpc.channels import Traffic, ending_of, failure
 from tandem.types import Cancel, Finish
-from tandem.wire.columns import Answered, take_message
+from tandem.wire.columns import take_message
 from tandem.wire.status import Ending
 
 _MAX_SECONDS = 60.0
@@ -60,8 +60,9 @@ class Method(Generic[RequestT, AnswerT]):
     """Makes a message of what there is to say of sequences, by number."""
     size: Callable[[RequestT | Finish | Cancel], int]
     """About how many bytes a request adds to a message."""
-    read: Callable[[bytes], Iterable[Answered[AnswerT | ProtocolError | Ending]]]
-    """Reads a message of the service; raises a ProtocolError or a DecodeError where that is impossible."""
+    read: Callable[[bytes], Iterable[tuple[int, AnswerT | ProtocolError | Ending]]]
+    """Reads a message of the service, as answers to sequences by number. Raises a ProtocolError or a DecodeError where
+    that is impossible."""
 
 
 class Listener(Protocol[AnswerT_contra]):
@@ -110,12 +111,12 @@ class SequenceStream(Generic[RequestT, AnswerT]):
         """True if something waits to be written, as it does while the service does not read."""
         return self._unwritten > 0
 
-    def send(self, request: RequestT | Finish | Cancel) -> None:
-        """Send a request after all that was sent before, without waiting. Nothing is sent once the sequence is over."""
+    def send(self, *requests: RequestT | Finish | Cancel) -> None:
+        """Send requests after all that were sent before, without waiting. Nothing is sent once the sequence is over."""
         if not self._is_over:
             self._asked_at = time.perf_counter()
-            self._unwritten += 1
-            self._stream.put(self, request)
+            self._unwritten += len(requests)
+            self._stream.put(self, requests)
 
     async def finish(self, token_count: int) -> None:
         """End the sequence, and wait for the service to have let go of it.
@@ -185,10 +186,10 @@ class _Stream(Generic[RequestT, AnswerT]):
         self._numbers = itertools.count(1)
         self._outbox: list[tuple[int, RequestT | Finish | Cancel, int]] = []
         """Sequence, request, and about how many bytes it takes."""
-        self._more = asyncio.Event()
         self._old_at = time.monotonic() + _MAX_SECONDS
         self._is_over = False
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
+        self._is_writing = False
+        self._reading = asyncio.create_task(self._read())
 
     @property
     def takes_more(self) -> bool:
@@ -199,37 +200,51 @@ class _Stream(Generic[RequestT, AnswerT]):
         """Take a sequence."""
         self._sequences.add(sequence)
 
-    def put(self, sequence: SequenceStream[RequestT, AnswerT], request: RequestT | Finish | Cancel) -> None:
-        """Queue a request. Sequences are numbered in the order of their first requests."""
+    def put(
+        self, sequence: SequenceStream[RequestT, AnswerT], requests: Iterable[RequestT | Finish | Cancel]
+    ) -> None:
+        """Queue requests. Sequences are numbered in the order of their first requests."""
         if not sequence.number:
             sequence.number = next(self._numbers)
             self._numbered[sequence.number] = sequence
-        self._outbox.append((sequence.number, request, self._method.size(request)))
-        self._more.set()
+        for request in requests:
+            self._outbox.append((sequence.number, request, self._method.size(request)))
+        # Others may begin in the turn in which a sequence does, and go into its message.
+        self._write_outbox(at_once=sequence.was_sent and len(self._sequences) == 1)
 
     def drop(self, sequence: SequenceStream[RequestT, AnswerT]) -> None:
         """End a sequence's share of the stream."""
         sequence.end(Ending())
         if self._numbered.pop(sequence.number, None) is not None:
             self._outbox.append((sequence.number, Cancel(), 0))
-            self._more.set()
+            self._write_outbox(at_once=False)
         self._sequences.discard(sequence)
         if not self._sequences:
             self._end(Ending())
 
+    def _write_outbox(self, *, at_once: bool) -> None:
+        if self._is_writing:
+            return
+        self._is_writing = True
+        writing = self._write()
+        if at_once:
+            _go_on(writing)
+        else:
+            asyncio.get_running_loop().call_soon(_go_on, writing)
+
     async def _write(self) -> None:
-        with suppress(grpc.RpcError, asyncio.InvalidStateError):  # `_read` learns why
-            while await self._more.wait():
-                self._more.clear()
-                while self._outbox:
-                    taken = take_message(self._outbox)
-                    began = time.perf_counter()
-                    content = self._method.write([each[:2] for each in taken]).SerializeToString()
-                    await self._call.write(content)
-                    share = len(content) // len(taken)
-                    for number, *_ in taken:
-                        if (sequence := self._numbered.get(number)) is not None:
-                            sequence.was_written(began, share)
+        # `_read` learns why a write fails; then there is no other.
+        with suppress(grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError):
+            while self._outbox:
+                taken = take_message(self._outbox)
+                began = time.perf_counter()
+                content = self._method.write([each[:2] for each in taken]).SerializeToString()
+                await self._call.write(content)
+                share = len(content) // len(taken)
+                for number, *_ in taken:
+                    if (sequence := self._numbered.get(number)) is not None:
+                        sequence.was_written(began, share)
+            self._is_writing = False
 
     async def _read(self) -> None:
         try:
@@ -255,27 +270,34 @@ class _Stream(Generic[RequestT, AnswerT]):
             ProtocolError: there are such columns.
         """
         read_at = time.perf_counter()
-        answers: Iterator[Answered[Any]] = iter(self._method.read(content))
-        while some := list(islice(answers, ANSWERS_PER_TURN)):
-            for each in some:
-                # There is no sequence where it was dropped before the service knew.
-                if (sequence := self._numbered.get(each.sequence)) is None:
-                    continue
-                if isinstance(each.answer, Ending):
-                    sequence.end(each.answer)
+        answers = list(self._method.read(content))
+        share = len(content) // max(len(answers), 1)
+        for count, (number, answer) in enumerate(answers, 1):
+            # There is no sequence where it was dropped before the service knew.
+            if (sequence := self._numbered.get(number)) is not None:
+                if isinstance(answer, Ending):
+                    sequence.end(answer)
                 else:
-                    sequence.arrive(each.answer, each.size, read_at)
-            if len(some) == ANSWERS_PER_TURN:
+                    sequence.arrive(answer, share, read_at)
+            if count % ANSWERS_PER_TURN == 0:
                 await asyncio.sleep(0)  # their sequences go on, and what they ask is written
 
     def _end(self, ending: Ending) -> None:
         """End the call and all sequences. A call that is dropped without being cancelled is never collected."""
         self._is_over = True
         self._call.cancel()
-        for task in self._tasks:
-            task.cancel()
+        self._reading.cancel()
         for sequence in list(self._sequences):
             sequence.end(ending)
+
+
+def _go_on(coroutine: Coroutine[asyncio.Future[Any], None, None], _: object = None) -> None:
+    """Run a coroutine in this turn until it waits, and on when that is over. A task begins in the next turn."""
+    try:
+        waited = coroutine.send(None)
+    except StopIteration:
+        return
+    waited.add_done_callback(partial(_go_on, coroutine))
 
 
 class Streams(Generic[RequestT, AnswerT]):

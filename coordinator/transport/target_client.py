@@ -284,11 +284,9 @@ class TargetSequence:
         try:
             if self._error is not None:
                 raise self._error
-            if self.is_new:
-                self._stream.send(self._options)
             self._asked = step, proposal
             self._answer = asyncio.get_running_loop().create_future()
-            self._stream.send(step)
+            self._stream.send(*((self._options, step) if self.is_new else (step,)))
             verification = await self._answer
         except TandemError as error:
             self._observer.ended(error)

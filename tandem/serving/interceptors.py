@@ -424,15 +424,14 @@ class ErrorBoundary(Interceptor):
         return answer
 
     def _streaming(self, inner: Behaviour, counted: Counted) -> Behaviour:
-        is_generator = inspect.isasyncgenfunction(inner)
-
         # Writing here, not by yielding to gRPC, lets a cancelled call close its generator at once and in its own task.
         async def answer(request: Any, context: Context) -> None:
             async with errors_to_status(context), counted():
-                if not is_generator:
-                    await inner(_readable(request), context)
+                called = inner(_readable(request), context)
+                if not inspect.isasyncgen(called):
+                    await called
                     return
-                async with aclosing(inner(_readable(request), context)) as responses:
+                async with aclosing(called) as responses:
                     with self._readers.reading() as reader:
                         async for response in responses:
                             # Returns once the flow control of HTTP/2 has let the message go, so a stream never queues

@@ -7,6 +7,7 @@ sixteen sequences makes one message, and a single answer is sent at once.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -48,10 +49,13 @@ class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
         self.options = options
         self.kept_tokens = 0
         """How many of its first tokens the coordinator keeps, known once its steps have ended."""
-        self.arrived: asyncio.Queue[StepT | Finish | Exception] = asyncio.Queue(_MAX_AHEAD)
-        """What the coordinator says of it; an error ends it."""
         self.say = say
         self._room = room
+        self._arrived: deque[StepT | Finish | Exception] = deque()
+        """What the coordinator says of it; an error ends it."""
+        self._waiter: asyncio.Future[None] | None = None
+        """Set while the sequence waits for an arrival, or the stream for room: never both."""
+        self._is_over = False
         self._pushing: asyncio.Task[None] | None = None
 
     async def steps(self, pushed: asyncio.Queue[Any] | None = None) -> AsyncIterator[StepT]:
@@ -65,27 +69,54 @@ class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
         """
         if pushed is not None:
             self._pushing = asyncio.create_task(self._push(pushed))
-        while not isinstance(request := await self.arrived.get(), Finish):
+        while True:
+            while not self._arrived:
+                await self._wait()
+            request = self._arrived.popleft()
+            self._wake()
+            if isinstance(request, Finish):
+                self.kept_tokens = request.token_count
+                return
             if isinstance(request, Exception):
                 raise request
             yield request
-        self.kept_tokens = request.token_count
 
     async def answer(self, answer: AnswerT) -> None:
         """Answer a step."""
         self.say(answer)
         await self._room()
 
+    async def arrive(self, request: StepT | Finish | Exception) -> None:
+        """The coordinator says this of it. Waits while too much does."""
+        while len(self._arrived) >= _MAX_AHEAD and not self._is_over:
+            await self._wait()
+        self.tell(request)
+
+    def tell(self, request: StepT | Finish | Exception) -> None:
+        """The same, without waiting."""
+        self._arrived.append(request)
+        self._wake()
+
     def close(self) -> None:
         """The sequence is over."""
+        self._is_over = True
+        self._wake()
         if self._pushing is not None:
             self._pushing.cancel()
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def _push(self, pushed: asyncio.Queue[Any]) -> None:
         while True:
             answer = await pushed.get()
             if isinstance(answer, Exception):
-                await self.arrived.put(answer)
+                self.tell(answer)
                 return
             await self.answer(answer)
 
@@ -143,8 +174,9 @@ class SequenceStreams:
         stream = _Stream(self._admitted, serve_sequence, translation)
         reading = asyncio.create_task(stream.read(requests))
         try:
-            async for message in stream.messages():
-                yield message
+            while (taken := await stream.answers()) is not None:
+                yield translation.write([each[:2] for each in taken])
+                stream.were_sent(taken)
             await reading
         finally:
             reading.cancel()
@@ -184,7 +216,8 @@ class _Stream(Generic[OptionsT, StepT, AnswerT, RequestsT, AnswersT]):
         """Sequence, answer, and about how many bytes it takes."""
         self._waiting_bytes = 0
         """In the outbox, and in the message that is being written."""
-        self._more = asyncio.Event()
+        self._more: asyncio.Future[None] | None = None
+        """Set while the stream's writer waits for something to do."""
         self._less = asyncio.Event()
         self._is_read = False
 
@@ -201,7 +234,7 @@ class _Stream(Generic[OptionsT, StepT, AnswerT, RequestsT, AnswersT]):
             if self._running:
                 await asyncio.sleep(_CANCELLATION_GRACE_SECONDS)
             for _, sequence in list(self._running.values()):
-                await sequence.arrived.put(InvalidRequestError("the stream ended without finish"))
+                await sequence.arrive(InvalidRequestError("the stream ended without finish"))
         except ProtocolError as error:
             self._cancel()
             raise InvalidRequestError(str(error)) from None
@@ -210,19 +243,21 @@ class _Stream(Generic[OptionsT, StepT, AnswerT, RequestsT, AnswersT]):
             raise
         finally:
             self._is_read = True
-            self._more.set()
+            self._wake_writer()
 
-    async def messages(self) -> AsyncIterator[AnswersT]:
-        """Yield messages until all queued answers are sent."""
-        while self._outbox or self._running or not self._is_read:
-            if self._outbox:
-                taken = take_message(self._outbox)
-                yield self._translation.write([each[:2] for each in taken])
-                self._waiting_bytes -= sum([size for *_, size in taken])
-                self._less.set()
-            else:
-                self._more.clear()
-                await self._more.wait()
+    async def answers(self) -> list[tuple[int, AnswerT | Ending, int]] | None:
+        """The answers of the next message, each with its sequence and size; None once all are sent."""
+        while not self._outbox:
+            if self._is_read and not self._running:
+                return None
+            self._more = asyncio.get_running_loop().create_future()
+            await self._more
+        return take_message(self._outbox)
+
+    def were_sent(self, taken: Iterable[tuple[int, AnswerT | Ending, int]]) -> None:
+        """These answers wait no longer."""
+        self._waiting_bytes -= sum([size for *_, size in taken])
+        self._less.set()
 
     async def close(self) -> None:
         """End what still runs."""
@@ -237,18 +272,18 @@ class _Stream(Generic[OptionsT, StepT, AnswerT, RequestsT, AnswersT]):
     async def _take(
         self, number: int, request: OptionsT | StepT | Finish | Cancel | InvalidRequestError
     ) -> None:
-        task, sequence = self._running.get(number, (None, None))
-        if isinstance(request, Cancel):
-            if task is not None:
-                task.cancel()
-        elif sequence is None:
+        if (running := self._running.get(number)) is None:
             # One that has ended may be asked once more before that is known.
-            if number > self._latest:
+            if number > self._latest and not isinstance(request, Cancel):
                 self._begin(number, request)
+            return
+        task, sequence = running
+        if isinstance(request, Cancel):
+            task.cancel()
         elif isinstance(request, self._translation.options):
-            await sequence.arrived.put(InvalidRequestError("the sequence was opened twice"))
+            await sequence.arrive(InvalidRequestError("the sequence was opened twice"))
         else:
-            await sequence.arrived.put(request)  # type: ignore[arg-type]  # it is no OptionsT
+            await sequence.arrive(request)  # type: ignore[arg-type]  # it is no OptionsT
 
     def _begin(self, number: int, request: OptionsT | StepT | Finish | InvalidRequestError) -> None:
         self._latest = number
@@ -276,15 +311,17 @@ class _Stream(Generic[OptionsT, StepT, AnswerT, RequestsT, AnswersT]):
     def _is_over(self, number: int) -> None:
         _, sequence = self._running.pop(number)
         sequence.close()
-        if sequence.arrived.full():
-            sequence.arrived.get_nowait()  # nobody else does, and the stream's reader may be waiting for it
-        self._more.set()
+        self._wake_writer()
 
     def _say(self, number: int, answer: AnswerT | Ending) -> None:
         size = self._translation.size(answer)
         self._outbox.append((number, answer, size))
         self._waiting_bytes += size
-        self._more.set()
+        self._wake_writer()
+
+    def _wake_writer(self) -> None:
+        if self._more is not None and not self._more.done():
+            self._more.set_result(None)
 
     async def _room(self) -> None:
         while self._waiting_bytes >= _MAX_WAITING_BYTES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from struct import Struct
 from typing import TypeAlias
 
 import numpy as np
@@ -27,21 +28,16 @@ from tandem.types import (
 from tandem.v1 import draft_pb2
 from tandem.wire.columns import (
     HEADER_BYTES,
-    Answered,
+    answers_from_bytes,
+    answers_to_bytes,
     bounds,
-    counts_to_bytes,
-    deltas_from_proto,
-    deltas_to_proto,
     floats_from_bytes,
     floats_to_bytes,
-    heads_from_proto,
-    heads_to_proto,
     ids_from_bytes,
     ids_to_bytes,
     ints_from_bytes,
     ints_to_bytes,
-    sizes_from_bytes,
-    split,
+    records_from_bytes,
 )
 from tandem.wire.common import (
     check_delta,
@@ -57,6 +53,11 @@ Request: TypeAlias = DraftOptions | ProposeStep | Finish | Cancel
 
 Answer: TypeAlias = Proposal | DraftedOutcomes
 """What a draft says of one sequence that goes on."""
+
+_STEP = Struct("<7i")
+"""Sequence, base length, number of token ids, tokens to propose, proposed tokens, branches and tokens of the budget."""
+_DEPTH = Struct("<3i")
+"""Depth, number of outcomes, number of lead tokens."""
 
 
 # ---- what asks for proposals
@@ -76,13 +77,8 @@ def requests_to_proto(requests: Iterable[tuple[int, Request]]) -> draft_pb2.Prop
         else:
             message.cancelled_sequences.append(sequence)
     if steps:
-        columns = message.steps
-        deltas_to_proto(columns.deltas, ((sequence, step.delta) for sequence, step in steps))
-        columns.proposal_sizes = counts_to_bytes([step.token_count for _, step in steps])
-        columns.proposed_counts = counts_to_bytes([step.proposed_count for _, step in steps])
-        budgets = [step.ahead for _, step in steps]
-        columns.branch_counts = counts_to_bytes([each.branch_count if each else 0 for each in budgets])
-        columns.ahead_token_counts = counts_to_bytes([each.token_count if each else 0 for each in budgets])
+        message.steps.records = b"".join([_step_record(sequence, step) for sequence, step in steps])
+        message.steps.token_ids = _joined(step.delta.token_ids for _, step in steps)
     return message
 
 
@@ -151,22 +147,29 @@ def _options_from_proto(message: draft_pb2.ProposeOpen) -> DraftOptions:
     )
 
 
+def _step_record(sequence: int, step: ProposeStep) -> bytes:
+    delta, budget = step.delta, step.ahead
+    branches, tokens = (budget.branch_count, budget.token_count) if budget else (0, 0)
+    return _STEP.pack(
+        sequence,
+        delta.base_length,
+        len(delta.token_ids),
+        step.token_count,
+        step.proposed_count,
+        branches,
+        tokens,
+    )
+
+
 def _steps_from_proto(
     message: draft_pb2.ProposeSteps,
 ) -> Iterator[tuple[int, ProposeStep | InvalidRequestError]]:
-    deltas = deltas_from_proto(message.deltas)
-    count = len(deltas)
-    columns = zip(
-        deltas,
-        ints_from_bytes(message.proposal_sizes, count, "the column of proposal sizes", may_lack=True),
-        ints_from_bytes(message.proposed_counts, count, "the column of proposed counts", may_lack=True),
-        ints_from_bytes(message.branch_counts, count, "the column of branches", may_lack=True),
-        ints_from_bytes(message.ahead_token_counts, count, "the column of budgets' tokens", may_lack=True),
-        strict=True,
-    )
-    for (sequence, delta), *numbers in columns:
+    records = records_from_bytes(_STEP, message.records, "the column of steps")
+    token_ids = ints_from_bytes(message.token_ids, "the column of token ids")
+    spans = bounds([record[2] for record in records], len(token_ids), "the column of token ids")
+    for (sequence, base_length, _, *numbers), (start, stop) in zip(records, spans, strict=True):
         try:
-            yield sequence, _step(delta, *numbers)
+            yield sequence, _step(Delta(base_length, token_ids[start:stop]), *numbers)
         except InvalidRequestError as error:
             yield sequence, error
 
@@ -231,9 +234,8 @@ def answer_size(answer: Answer | Ending) -> int:
 
 def _proposals_to_proto(message: draft_pb2.ProposalColumns, numbered: Sequence[tuple[int, Proposal]]) -> None:
     proposals = [proposal for _, proposal in numbered]
-    heads_to_proto(message.answers, ((number, each.base_length, each.cost) for number, each in numbered))
-    message.token_counts = ints_to_bytes([len(each.token_ids) for each in proposals])
-    message.token_ids = ints_to_bytes(list(chain.from_iterable(each.token_ids for each in proposals)))
+    message.records = answers_to_bytes((number, each, len(each.token_ids)) for number, each in numbered)
+    message.token_ids = _joined(each.token_ids for each in proposals)
     logits = [each.token_logits for each in proposals if each.token_logits is not None]
     if logits:
         message.token_logits = floats_to_bytes(np.concatenate(logits))
@@ -244,14 +246,13 @@ def _outcomes_to_proto(
     message: draft_pb2.OutcomeColumns, numbered: Sequence[tuple[int, DraftedOutcomes]]
 ) -> None:
     outcomes = [each for _, each in numbered]
-    heads_to_proto(message.answers, ((number, each.base_length, each.cost) for number, each in numbered))
-    message.depths = ints_to_bytes([each.depth for each in outcomes])
-    message.outcome_counts = counts_to_bytes([len(each.accepted_counts) for each in outcomes])
+    message.records = answers_to_bytes((number, each, len(each.token_ids)) for number, each in numbered)
+    message.depths = b"".join(
+        [_DEPTH.pack(each.depth, len(each.accepted_counts), len(each.lead_token_ids)) for each in outcomes]
+    )
     message.accepted_counts = _joined(each.accepted_counts for each in outcomes)
     message.next_token_ids = _joined(each.next_token_ids for each in outcomes)
-    message.token_counts = ints_to_bytes([len(each.token_ids) for each in outcomes])
     message.token_ids = _joined(each.token_ids for each in outcomes)
-    message.lead_counts = counts_to_bytes([len(each.lead_token_ids) for each in outcomes])
     message.lead_token_ids = _joined(each.lead_token_ids for each in outcomes)
     _distributions_to_proto(message.distributions, [own for each in outcomes for own in each.distributions])
 
@@ -272,8 +273,8 @@ def _distributions_to_proto(
 
 def answers_from_proto(
     message: draft_pb2.ProposeResponse,
-) -> Iterator[Answered[Answer | ProtocolError | Ending]]:
-    """The answers of a message; an error in place of one with an invalid distribution.
+) -> Iterator[tuple[int, Answer | ProtocolError | Ending]]:
+    """The answers of a message, by number of the sequence; an error in place of one with an invalid distribution.
 
     Raises:
         ProtocolError: the columns do not fit together.
@@ -283,72 +284,67 @@ def answers_from_proto(
     for outcomes in message.outcomes:
         yield from _outcomes_from_proto(outcomes)
     for end in message.ends:
-        yield Answered(end.sequence, ending_from_proto(end), end.ByteSize())
+        yield end.sequence, ending_from_proto(end)
 
 
 def _proposals_from_proto(
     message: draft_pb2.ProposalColumns,
-) -> Iterator[Answered[Answer | ProtocolError | Ending]]:
-    heads = heads_from_proto(message.answers)
-    counts = sizes_from_bytes(message.token_counts, "the column of token counts", len(heads))
-    count = sum(counts)
-    token_ids = ints_from_bytes(message.token_ids, count, "the column of tokens")
-    logits = (
-        floats_from_bytes(message.token_logits, count, "the column of token logits")
-        if message.token_logits
-        else None
-    )
-    distributions = _Distributions(message.distributions, count)
-    share = message.ByteSize() // max(len(heads), 1)
-    for (sequence, base_length, cost), (start, stop) in zip(
-        heads, bounds(counts, count, "a block of proposals"), strict=True
-    ):
-        own = None if logits is None else logits[start:stop]
+) -> Iterator[tuple[int, Proposal | ProtocolError]]:
+    answers = list(answers_from_bytes(message.records))
+    token_ids = ints_from_bytes(message.token_ids, "the column of tokens")
+    total = len(token_ids)
+    logits = message.token_logits and floats_from_bytes(message.token_logits, "the column of logits", total)
+    distributions = _Distributions(message.distributions, total)
+    spans = bounds([count for _, _, count, _ in answers], total, "the column of tokens")
+    for (sequence, base_length, _, cost), (start, stop) in zip(answers, spans, strict=True):
         try:
             drawn_from = distributions.of(start, stop)
         except ProtocolError as error:
-            yield Answered(sequence, error, share)
+            yield sequence, error
         else:
-            yield Answered(
-                sequence, Proposal(base_length, tuple(token_ids[start:stop]), drawn_from, own, cost), share
-            )
+            own = logits[start:stop] if isinstance(logits, np.ndarray) else None
+            yield sequence, Proposal(base_length, token_ids[start:stop], drawn_from, own, cost)
 
 
 def _outcomes_from_proto(
     message: draft_pb2.OutcomeColumns,
-) -> Iterator[Answered[Answer | ProtocolError | Ending]]:
-    heads = heads_from_proto(message.answers)
-    count = len(heads)
-    depths = ints_from_bytes(message.depths, count, "the column of depths", may_lack=True)
-    outcome_counts = sizes_from_bytes(message.outcome_counts, "the column of outcome counts", count)
-    total = sum(outcome_counts)
-    accepted = ints_from_bytes(message.accepted_counts, total, "the column of accepted counts")
-    following = ints_from_bytes(message.next_token_ids, total, "the column of next tokens")
-    counts = sizes_from_bytes(message.token_counts, "the column of token counts", count)
-    token_ids = ints_from_bytes(message.token_ids, sum(counts), "the column of tokens")
-    lead_counts = sizes_from_bytes(message.lead_counts, "the column of lead counts", count)
-    leads = ints_from_bytes(message.lead_token_ids, sum(lead_counts), "the column of lead tokens")
-    distributions = _Distributions(message.distributions, sum(counts))
-    share = message.ByteSize() // max(count, 1)
-    for (sequence, base_length, cost), depth, keys, tokens, lead, (start, stop), a in zip(
-        heads,
-        depths,
-        split(following, outcome_counts),
-        split(token_ids, counts),
-        split(leads, lead_counts),
-        bounds(counts, sum(counts), "a block of outcomes"),
-        split(accepted, outcome_counts),
+) -> Iterator[tuple[int, DraftedOutcomes | ProtocolError]]:
+    answers = list(answers_from_bytes(message.records))
+    depths = records_from_bytes(_DEPTH, message.depths, "the column of depths", len(answers))
+    token_ids = ints_from_bytes(message.token_ids, "the column of tokens")
+    accepted = ints_from_bytes(message.accepted_counts, "the column of accepted counts")
+    following = ints_from_bytes(message.next_token_ids, "the column of next tokens")
+    leads = ints_from_bytes(message.lead_token_ids, "the column of lead tokens")
+    if len(following) != len(accepted):
+        raise ProtocolError(f"{len(accepted)} accepted counts came with {len(following)} next tokens")
+    distributions = _Distributions(message.distributions, len(token_ids))
+    spans = zip(
+        bounds([count for _, _, count, _ in answers], len(token_ids), "the column of tokens"),
+        bounds([outcomes for _, outcomes, _ in depths], len(accepted), "the column of outcomes"),
+        bounds([count for _, _, count in depths], len(leads), "the column of lead tokens"),
         strict=True,
+    )
+    for (sequence, base_length, _, cost), (depth, _, _), (own, key, lead) in zip(
+        answers, depths, spans, strict=True
     ):
         try:
-            drawn_from = distributions.of(start, stop)
+            drawn_from = distributions.of(*own)
         except ProtocolError as error:
-            yield Answered(sequence, error, share)
+            yield sequence, error
         else:
-            drafted = DraftedOutcomes(
-                base_length, depth, tuple(tokens), tuple(a), tuple(keys), drawn_from, tuple(lead), cost
+            yield (
+                sequence,
+                DraftedOutcomes(
+                    base_length,
+                    depth,
+                    token_ids[slice(*own)],
+                    accepted[slice(*key)],
+                    following[slice(*key)],
+                    drawn_from,
+                    leads[slice(*lead)],
+                    cost,
+                ),
             )
-            yield Answered(sequence, drafted, share)
 
 
 class _Distributions:
@@ -363,15 +359,15 @@ class _Distributions:
         self._bounds: list[tuple[int, int]] = []
         if not message.ByteSize():
             return
-        sizes = sizes_from_bytes(message.support_sizes, "the column of support sizes")
+        sizes = ints_from_bytes(message.support_sizes, "the column of support sizes")
         if len(sizes) not in (0, token_count):
             raise ProtocolError(
                 f"{token_count} tokens came with {len(sizes)} distributions; there must be one for each token or none"
             )
-        total = sum(sizes)
-        self._bounds = bounds(sizes, total, "the column of supports")
-        self._token_ids = ids_from_bytes(message.support_ids, total, "the column of support ids")
-        probs = floats_from_bytes(message.probabilities, total, "the column of probabilities").astype(float)
+        self._token_ids = ids_from_bytes(message.support_ids, "the column of support ids")
+        total = len(self._token_ids)
+        self._bounds = bounds(sizes, total, "the column of support ids")
+        probs = floats_from_bytes(message.probabilities, "the column of probabilities", total).astype(float)
         # Supports are short: Python's own functions over a list are faster than numpy's, which take microseconds to
         # begin.
         self._id_list, self._values = self._token_ids.tolist(), probs.tolist()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from typing import TypeAlias
+from itertools import islice
+from struct import Struct
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -13,10 +14,9 @@ from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.types import (
     MAX_LOGIT_BIAS,
     Cancel,
+    Delta,
     DenseRow,
     Finish,
-    Float32Array,
-    FloatArray,
     IntArray,
     LogitAdjustments,
     RowKind,
@@ -30,25 +30,19 @@ from tandem.types import (
     VerifyStep,
 )
 from tandem.v1 import target_pb2
+from tandem.v1.types_pb2 import Tensor
 from tandem.wire.columns import (
     HEADER_BYTES,
-    Answered,
+    answers_from_bytes,
+    answers_to_bytes,
     bounds,
-    counts_to_bytes,
-    deltas_from_proto,
-    deltas_to_proto,
     floats_from_bytes,
     floats_to_bytes,
-    heads_from_proto,
-    heads_to_proto,
     ids_from_bytes,
     ids_to_bytes,
     ints_from_bytes,
     ints_to_bytes,
-    numbers_from_bytes,
-    numbers_to_bytes,
-    sizes_from_bytes,
-    split,
+    records_from_bytes,
 )
 from tandem.wire.common import (
     check_delta,
@@ -64,9 +58,14 @@ from tandem.wire.status import Ending, ending_from_proto, ending_to_proto
 Request: TypeAlias = TargetOptions | VerifyStep | Finish | Cancel
 """What a coordinator says of one sequence."""
 
+_STEP = Struct("<6i")
+"""Sequence, base length, number of token ids, row kind, row count, 1 with statistics."""
+_SUPPORT_ROW = Struct("<ifif")
+"""Ids of the support, mass outside, the sample from outside, its probability."""
+_STATISTICS = Struct("<ffi")
+"""Entropy, maximum probability, argmax."""
 _EMPTY_SUPPORT: IntArray = np.empty(0, dtype=np.int64)
-_NAMES = {RowKind.TOKEN: "token_rows", RowKind.SUPPORT: "support_rows", RowKind.DENSE: "dense_rows"}
-_KINDS = {name: kind for kind, name in _NAMES.items()}
+_HAS_SUPPORTS = row_kind_to_proto(RowKind.SUPPORT)
 
 
 # ---- what asks for verifications
@@ -167,16 +166,21 @@ def _adjustments_from_proto(message: target_pb2.LogitAdjustments) -> LogitAdjust
 
 
 def _steps_to_proto(message: target_pb2.VerifySteps, numbered: Sequence[tuple[int, VerifyStep]]) -> None:
-    steps = [step for _, step in numbered]
-    deltas_to_proto(message.deltas, ((sequence, step.delta) for sequence, step in numbered))
-    message.row_kinds = ints_to_bytes([row_kind_to_proto(step.row_kind) for step in steps])
-    message.row_counts = ints_to_bytes([step.row_count for step in steps])
-    message.with_statistics = counts_to_bytes([step.with_statistics for step in steps])
+    records: list[bytes] = []
+    token_ids: list[int] = []
     supports: list[IntArray] = []
-    for step in steps:
+    for sequence, step in numbered:
+        delta = step.delta
+        kind, rows = row_kind_to_proto(step.row_kind), step.row_count
+        records.append(
+            _STEP.pack(sequence, delta.base_length, len(delta.token_ids), kind, rows, step.with_statistics)
+        )
+        token_ids += delta.token_ids
         if step.row_kind is RowKind.SUPPORT:
             supports += step.supports
-            supports += [_EMPTY_SUPPORT] * (step.row_count - len(step.supports))
+            supports += [_EMPTY_SUPPORT] * (rows - len(step.supports))
+    message.records = b"".join(records)
+    message.token_ids = ints_to_bytes(token_ids)
     if supports:
         message.support_sizes = ints_to_bytes([len(support) for support in supports])
         message.support_ids = ids_to_bytes(supports)
@@ -185,37 +189,31 @@ def _steps_to_proto(message: target_pb2.VerifySteps, numbered: Sequence[tuple[in
 def _steps_from_proto(
     message: target_pb2.VerifySteps,
 ) -> Iterator[tuple[int, VerifyStep | InvalidRequestError]]:
-    deltas = deltas_from_proto(message.deltas)
-    count = len(deltas)
-    kinds = ints_from_bytes(message.row_kinds, count, "the column of row kinds")
-    row_counts = ints_from_bytes(message.row_counts, count, "the column of row counts", may_lack=True)
-    statistics = ints_from_bytes(message.with_statistics, count, "the column of statistics", may_lack=True)
-    has_supports = row_kind_to_proto(RowKind.SUPPORT)
-    support_counts = [
-        max(rows, 0) if kind == has_supports else 0 for kind, rows in zip(kinds, row_counts, strict=True)
-    ]
-    supports: list[IntArray] = []
-    if any(support_counts):
-        sizes = sizes_from_bytes(message.support_sizes, "the column of support sizes", sum(support_counts))
-        ids = ids_from_bytes(message.support_ids, sum(sizes), "the column of support ids")
-        supports = [ids[start:stop] for start, stop in bounds(sizes, len(ids), "the supports")]
-    columns = zip(deltas, kinds, row_counts, statistics, split(supports, support_counts), strict=True)
-    for (sequence, delta), kind, rows, with_statistics, own in columns:
+    records = records_from_bytes(_STEP, message.records, "the column of steps")
+    token_ids = ints_from_bytes(message.token_ids, "the column of token ids")
+    spans = bounds([record[2] for record in records], len(token_ids), "the column of token ids")
+    supports = iter(_supports_from_proto(message, records))
+    for (sequence, base_length, _, kind, rows, statistics), (start, stop) in zip(records, spans, strict=True):
+        own = tuple(islice(supports, max(rows, 0))) if kind == _HAS_SUPPORTS else ()
         try:
+            delta = Delta(base_length, token_ids[start:stop])
             check_delta(delta)
             if rows < 0:
                 raise InvalidRequestError(f"row_count is {rows}; it must be at least 0")
-            step = VerifyStep(
-                delta,
-                row_kind_from_proto(kind),
-                rows,
-                tuple(own),
-                bool(with_statistics),
-            )
+            yield sequence, VerifyStep(delta, row_kind_from_proto(kind), rows, own, bool(statistics))
         except InvalidRequestError as error:
             yield sequence, error
-        else:
-            yield sequence, step
+
+
+def _supports_from_proto(message: target_pb2.VerifySteps, records: Sequence[Any]) -> list[IntArray]:
+    count = sum([max(record[4], 0) for record in records if record[3] == _HAS_SUPPORTS])
+    if not count:
+        return []
+    sizes = ints_from_bytes(message.support_sizes, "the column of support sizes")
+    if len(sizes) != count:
+        raise ProtocolError(f"{len(sizes)} supports came for {count} rows")
+    ids = ids_from_bytes(message.support_ids, "the column of support ids")
+    return [ids[start:stop] for start, stop in bounds(sizes, len(ids), "the column of support ids")]
 
 
 # ---- verifications
@@ -224,7 +222,7 @@ def _steps_from_proto(
 def answers_to_proto(answers: Iterable[tuple[int, Verification | Ending]]) -> target_pb2.VerifyResponse:
     """A message of answers to sequences by number; those of one form become one block."""
     message = target_pb2.VerifyResponse()
-    forms: dict[tuple[RowKind, bool], list[tuple[int, Verification]]] = {}
+    forms: dict[tuple[type[TargetRow], bool], list[tuple[int, Verification]]] = {}
     for sequence, answer in answers:
         if isinstance(answer, Ending):
             message.ends.append(ending_to_proto(sequence, answer))
@@ -232,9 +230,14 @@ def answers_to_proto(answers: Iterable[tuple[int, Verification | Ending]]) -> ta
             forms.setdefault(_form(answer.rows), []).append((sequence, answer))
     for (kind, _), block in forms.items():
         columns = message.verifications.add()
-        heads_to_proto(columns.answers, ((number, each.base_length, each.cost) for number, each in block))
-        columns.row_counts = ints_to_bytes([len(each.rows) for _, each in block])
-        _WRITERS[kind](columns, [row for _, each in block for row in each.rows])
+        columns.records = answers_to_bytes((number, each, len(each.rows)) for number, each in block)
+        rows: list[Any] = [row for _, each in block for row in each.rows]
+        if kind is TokenRow:
+            columns.token_rows.token_ids = ints_to_bytes([row.token_id for row in rows])
+        elif kind is DenseRow:
+            columns.dense_rows.CopyFrom(logits_to_tensor(np.stack([row.logits for row in rows])))
+        else:
+            _supports_to_proto(columns.support_rows, rows)
     return message
 
 
@@ -251,45 +254,28 @@ def answer_size(answer: Verification | Ending) -> int:
     return size
 
 
-def _form(rows: Sequence[TargetRow]) -> tuple[RowKind, bool]:
+def _form(rows: Sequence[TargetRow]) -> tuple[type[TargetRow], bool]:
     first = rows[0] if rows else None
     if isinstance(first, SupportRow):
-        return RowKind.SUPPORT, first.statistics is not None
-    return (RowKind.DENSE if isinstance(first, DenseRow) else RowKind.TOKEN), False
+        return SupportRow, first.statistics is not None
+    return (DenseRow if isinstance(first, DenseRow) else TokenRow), False
 
 
-def _write_tokens(message: target_pb2.VerificationColumns, rows: Sequence[TargetRow]) -> None:
-    tokens = [row.token_id for row in rows if isinstance(row, TokenRow)]
-    message.token_rows.token_ids = ints_to_bytes(tokens)
-
-
-def _write_dense(message: target_pb2.VerificationColumns, rows: Sequence[TargetRow]) -> None:
-    logits = np.stack([row.logits for row in rows if isinstance(row, DenseRow)])
-    message.dense_rows.CopyFrom(logits_to_tensor(logits))
-
-
-def _write_supports(message: target_pb2.VerificationColumns, all_rows: Sequence[TargetRow]) -> None:
-    columns = message.support_rows
-    rows = [row for row in all_rows if isinstance(row, SupportRow)]
-    columns.support_sizes = ints_to_bytes([len(row.probs) for row in rows])
+def _supports_to_proto(columns: target_pb2.SupportRows, rows: Sequence[SupportRow]) -> None:
+    columns.records = b"".join(
+        [
+            _SUPPORT_ROW.pack(len(row.probs), row.outside_mass, row.outside_token_id, row.outside_prob or 0.0)
+            for row in rows
+        ]
+    )
     columns.probabilities = floats_to_bytes(np.concatenate([row.probs for row in rows]))
-    columns.outside_masses = numbers_to_bytes([row.outside_mass for row in rows])
-    columns.outside_token_ids = ints_to_bytes([row.outside_token_id for row in rows])
-    columns.outside_probabilities = numbers_to_bytes([row.outside_prob or 0.0 for row in rows])
     statistics = [row.statistics for row in rows if row.statistics is not None]
     if statistics:
-        columns.statistics.entropies = numbers_to_bytes([each.entropy for each in statistics])
-        columns.statistics.max_probabilities = numbers_to_bytes([each.max_prob for each in statistics])
-        columns.statistics.argmax_token_ids = ints_to_bytes([each.argmax_token_id for each in statistics])
+        columns.statistics.records = b"".join(
+            [_STATISTICS.pack(each.entropy, each.max_prob, each.argmax_token_id) for each in statistics]
+        )
         columns.statistics.ranks = ids_to_bytes([each.ranks for each in statistics])
         columns.statistics.logits = floats_to_bytes(np.concatenate([each.logits for each in statistics]))
-
-
-_WRITERS: dict[RowKind, Callable[[target_pb2.VerificationColumns, Sequence[TargetRow]], None]] = {
-    RowKind.TOKEN: _write_tokens,
-    RowKind.SUPPORT: _write_supports,
-    RowKind.DENSE: _write_dense,
-}
 
 
 @dataclass(slots=True, eq=False)  # one for each answer: to freeze it would take three times as long
@@ -308,136 +294,106 @@ class Answer:
         Raises:
             ProtocolError: it does not have the rows that were requested.
         """
-        return Verification(self.base_length, self.block.rows(self.start, self.stop, step), self.cost)
+        count, kind = self.stop - self.start, self.block.kind
+        if count != step.row_count:
+            raise ProtocolError(f"{count} rows came for {step.row_count} that were requested")
+        if kind is not step.row_kind and count:
+            raise ProtocolError(f"{kind.value}_rows came where {step.row_kind.value} rows were requested")
+        rows = self.block.rows(self.start, self.stop, step.supports)
+        return Verification(self.base_length, rows, self.cost)
 
 
-def answers_from_proto(message: target_pb2.VerifyResponse) -> Iterator[Answered[Answer | Ending]]:
-    """The answers of a message.
+def answers_from_proto(message: target_pb2.VerifyResponse) -> Iterator[tuple[int, Answer | Ending]]:
+    """The answers of a message, by number of the sequence.
 
     Raises:
         ProtocolError: the columns do not fit together.
     """
     for columns in message.verifications:
-        block = RowBlock(columns)
-        heads = heads_from_proto(columns.answers)
-        counts = sizes_from_bytes(columns.row_counts, "the column of row counts", len(heads))
-        share = columns.ByteSize() // max(len(heads), 1)
-        for (sequence, base_length, cost), (start, stop) in zip(
-            heads, bounds(counts, block.count, "a block of rows"), strict=True
-        ):
-            yield Answered(sequence, Answer(base_length, cost, block, start, stop), share)
+        block = _read_block(columns)
+        start = 0
+        for sequence, base_length, count, cost in answers_from_bytes(columns.records):
+            stop = start + count
+            if not start <= stop <= block.count:
+                raise ProtocolError(f"a verification has rows {start} to {stop} of {block.count}")
+            yield sequence, Answer(base_length, cost, block, start, stop)
+            start = stop
+        if start != block.count:
+            raise ProtocolError(f"{block.count} rows came, and verifications of {start} in all")
     for end in message.ends:
-        yield Answered(end.sequence, ending_from_proto(end), end.ByteSize())
+        yield end.sequence, ending_from_proto(end)
 
 
-class RowBlock:
-    """The rows of one kind in a message, those of all its sequences."""
+def _read_block(columns: target_pb2.VerificationColumns) -> RowBlock:
+    match columns.WhichOneof("rows"):
+        case "support_rows":
+            return _Supports(columns.support_rows)
+        case "dense_rows":
+            return _Dense(columns.dense_rows)
+        case _:
+            return _Tokens(columns.token_rows)
 
-    def __init__(self, message: target_pb2.VerificationColumns) -> None:
-        """Read the columns.
 
-        Raises:
-            ProtocolError: they do not fit together.
-        """
-        self.kind = _KINDS[message.WhichOneof("rows") or "token_rows"]
-        self._rows: Callable[[int, int, Sequence[IntArray]], tuple[TargetRow, ...]]
-        if self.kind is RowKind.TOKEN:
-            data = message.token_rows.token_ids
-            tokens = ints_from_bytes(data, len(data) // 4, "the column of token rows")
-            self.count = len(tokens)
-            self._rows = lambda start, stop, _: tuple(map(TokenRow, tokens[start:stop]))
-        elif self.kind is RowKind.DENSE:
-            shape = tuple(message.dense_rows.shape)
-            if len(shape) != 2 or min(shape) < 0:
-                raise ProtocolError(f"dense_rows has the shape {shape}; it must be rows times vocabulary")
-            logits = logits_from_tensor(message.dense_rows, "dense_rows")
-            self.count = len(logits)
-            self._rows = lambda start, stop, _: tuple(map(DenseRow, logits[start:stop]))
-        else:
-            supports = _Supports(message.support_rows)
-            self.count = supports.count
-            self._rows = supports.rows
+class _Tokens:
+    kind = RowKind.TOKEN
 
-    def rows(self, start: int, stop: int, step: VerifyStep) -> tuple[TargetRow, ...]:
-        """The rows from `start` to before `stop`, which answer `step`.
+    def __init__(self, message: target_pb2.TokenRows) -> None:
+        self._token_ids = ints_from_bytes(message.token_ids, "the column of token rows")
+        self.count = len(self._token_ids)
 
-        Raises:
-            ProtocolError: they are of another kind or number, or about other supports.
-        """
-        if stop - start != step.row_count:
-            raise ProtocolError(f"{stop - start} rows came for {step.row_count} that were requested")
-        if self.kind is not step.row_kind and step.row_count:
-            raise ProtocolError(
-                f"{self.kind.value}_rows came where {step.row_kind.value} rows were requested"
-            )
-        supports = step.supports
-        if self.kind is RowKind.SUPPORT and len(supports) < step.row_count:
-            supports = (*supports, *(_EMPTY_SUPPORT,) * (step.row_count - len(supports)))
-        return self._rows(start, stop, supports)
+    def rows(self, start: int, stop: int, _: Sequence[IntArray]) -> tuple[TokenRow, ...]:
+        return tuple(map(TokenRow, self._token_ids[start:stop]))
+
+
+class _Dense:
+    kind = RowKind.DENSE
+
+    def __init__(self, message: Tensor) -> None:
+        shape = tuple(message.shape)
+        if len(shape) != 2 or min(shape) < 0:
+            raise ProtocolError(f"dense_rows has the shape {shape}; it must be rows times vocabulary")
+        self._logits = logits_from_tensor(message, "dense_rows")
+        self.count = len(self._logits)
+
+    def rows(self, start: int, stop: int, _: Sequence[IntArray]) -> tuple[DenseRow, ...]:
+        return tuple(map(DenseRow, self._logits[start:stop]))
 
 
 class _Supports:
-    """Support rows of a message."""
+    kind = RowKind.SUPPORT
 
     def __init__(self, message: target_pb2.SupportRows) -> None:
-        sizes = sizes_from_bytes(message.support_sizes, "the column of support sizes")
-        self.count, total = len(sizes), sum(sizes)
-        self._bounds = bounds(sizes, total, "the column of supports")
-        self._probs: FloatArray = floats_from_bytes(
-            message.probabilities, total, "the column of support rows"
-        ).astype(float)
-        self._outside_masses = _floats(message.outside_masses, self.count, "outside masses")
-        self._outside_token_ids = ints_from_bytes(
-            message.outside_token_ids, self.count, "the column of outside tokens"
-        )
-        self._outside_probs = _floats(message.outside_probabilities, self.count, "outside probabilities")
-        self._statistics = (
-            _Statistics(message.statistics, self.count, total) if message.HasField("statistics") else None
-        )
+        self._records = records_from_bytes(_SUPPORT_ROW, message.records, "the column of support rows")
+        self.count = len(self._records)
+        self._probs = floats_from_bytes(message.probabilities, "the column of probabilities").astype(float)
+        total = len(self._probs)
+        sizes = [record[0] for record in self._records]
+        self._bounds = bounds(sizes, total, "the column of probabilities")
+        self._statistics: list[tuple[float, float, int]] = []
+        if message.HasField("statistics"):
+            of_rows = message.statistics
+            self._statistics = records_from_bytes(
+                _STATISTICS, of_rows.records, "the column of statistics", self.count
+            )
+            self._ranks = ids_from_bytes(of_rows.ranks, "the column of ranks", total)
+            self._logits = floats_from_bytes(of_rows.logits, "the column of logits", total)
 
     def rows(self, start: int, stop: int, supports: Sequence[IntArray]) -> tuple[SupportRow, ...]:
-        own, statistics = self._bounds[start:stop], self._statistics
-        for (first, last), support in zip(own, supports, strict=True):
-            if last - first != len(support):
-                raise ProtocolError(
-                    f"a support row of {last - first} ids came for a support of {len(support)}"
-                )
-        return tuple(
-            map(
-                SupportRow,
-                supports,
-                [self._probs[first:last] for first, last in own],
-                self._outside_masses[start:stop],
-                self._outside_token_ids[start:stop],
-                repeat(None)
-                if statistics is None
-                else [statistics.of_row(start + i, *each) for i, each in enumerate(own)],
-                self._outside_probs[start:stop],
-            )
-        )
+        found = []
+        for i in range(start, stop):
+            size, outside_mass, outside_token_id, outside_prob = self._records[i]
+            support = supports[i - start] if i - start < len(supports) else _EMPTY_SUPPORT
+            if size != len(support):
+                raise ProtocolError(f"a support row of {size} ids came for a support of {len(support)}")
+            first, last = self._bounds[i]
+            statistics = None
+            if self._statistics:
+                of_row = slice(first, last)
+                statistics = RowStatistics(*self._statistics[i], self._ranks[of_row], self._logits[of_row])
+            probs = self._probs[first:last]
+            found.append(SupportRow(support, probs, outside_mass, outside_token_id, statistics, outside_prob))
+        return tuple(found)
 
 
-class _Statistics:
-    """Statistics of the support rows of a message."""
-
-    def __init__(self, message: target_pb2.StatisticsColumns, count: int, total: int) -> None:
-        self._entropies = _floats(message.entropies, count, "entropies")
-        self._max_probs = _floats(message.max_probabilities, count, "highest probabilities")
-        self._argmax_token_ids = ints_from_bytes(
-            message.argmax_token_ids, count, "the column of argmax tokens"
-        )
-        self._ranks: IntArray = ids_from_bytes(message.ranks, total, "the column of ranks")
-        self._logits: Float32Array = floats_from_bytes(message.logits, total, "the column of logits")
-
-    def of_row(self, row: int, first: int, last: int) -> RowStatistics:
-        return RowStatistics(
-            self._entropies[row],
-            self._max_probs[row],
-            self._argmax_token_ids[row],
-            self._ranks[first:last],
-            self._logits[first:last],
-        )
-
-
-def _floats(data: bytes, count: int, what: str) -> list[float]:
-    return numbers_from_bytes(data, count, f"the column of {what}")
+RowBlock: TypeAlias = _Tokens | _Dense | _Supports
+"""The rows of one kind in a message, those of all its sequences."""

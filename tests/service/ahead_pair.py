@@ -90,9 +90,9 @@ class ObservedDraft(DraftServicer):
                 return answer
             self.pushes += 1
             if self.pushes in self.breaks_at:
-                sequence.arrived.put_nowait(refusal(grpc.StatusCode.UNAVAILABLE, "gone"))
+                sequence.tell(refusal(grpc.StatusCode.UNAVAILABLE, "gone"))
             if self.pushes in self.leaves_at:
-                sequence.arrived.put_nowait(Finish(0))
+                sequence.tell(Finish(0))
             return answer
 
         self.running += 1

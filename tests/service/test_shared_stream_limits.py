@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,28 +20,28 @@ from tandem.rpc.channels import open_channel
 from tandem.serving.interceptors import Context
 from tandem.types import DenseRow, Verification, VerifyStep
 from tandem.v1 import target_pb2
-from tandem.wire.columns import ints_to_bytes
 from tandem.wire.target import answers_from_proto
 from tests.service.clients import until
 from tests.service.echo_servicer import HOLD, LEAVE, SECONDS, Asker, Echo, asking, ends, read
 from tests.service.fakes import FakeTarget, serving
 
 
-def raw(**columns: list[int]) -> target_pb2.VerifyRequest:
-    """A message that asks sequence 2, and sequence 1 with these values."""
+def raw(first: list[int], *others: list[int]) -> target_pb2.VerifyRequest:
+    """A message that opens two sequences, with these records of steps in place of their own."""
     message = asking((1, 5), (2, 5))
-    for name, values in columns.items():
-        owner = message.steps.deltas if name in ("base_lengths", "sequences") else message.steps
-        setattr(owner, name, ints_to_bytes(values))
+    message.steps.records = b"".join(struct.pack(f"<{len(record)}i", *record) for record in (first, *others))
     return message
+
+
+SECOND = [2, 5, 0, 1, 0, 0]
 
 
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (raw(base_lengths=[-1, 5]), "delta.base_length is -1"),
-        (raw(row_counts=[-1, 0]), "row_count is -1"),
-        (raw(row_kinds=[9, 1]), "row_kind is 9"),
+        (raw([1, -1, 0, 1, 0, 0], SECOND), "delta.base_length is -1"),
+        (raw([1, 5, 0, 1, -1, 0], SECOND), "row_count is -1"),
+        (raw([1, 5, 0, 9, 0, 0], SECOND), "row_kind is 9"),
         (asking((1, 5), (2, 5)), "temperature is -1"),
     ],
 )
@@ -87,7 +88,13 @@ async def test_a_stream_that_is_left_open_at_its_end_ends_its_sequences() -> Non
 
 
 @pytest.mark.parametrize(
-    "content", [b"\xff", raw(sequences=[1]).SerializeToString(), raw(row_kinds=[]).SerializeToString()]
+    "content",
+    [
+        b"\xff",
+        raw(SECOND[:-1]).SerializeToString(),
+        raw([1, 5, 7, 1, 0, 0]).SerializeToString(),
+        raw([1, 5, -1, 1, 0, 0]).SerializeToString(),
+    ],
 )
 async def test_an_unreadable_message_ends_the_stream_and_its_sequences(content: bytes) -> None:
     async with ends() as both, open_channel(both.address) as channel:

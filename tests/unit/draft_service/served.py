@@ -58,11 +58,11 @@ class Stream:
         """
         response = await self.call.read()
         assert isinstance(response, ProposeResponse)
-        (arrived,) = wire.answers_from_proto(response)
-        if isinstance(arrived.answer, Ending):
-            raise failure("draft service", arrived.answer)
-        assert isinstance(arrived.answer, Proposal)
-        return arrived.answer
+        ((_, answer),) = wire.answers_from_proto(response)
+        if isinstance(answer, Ending):
+            raise failure("draft service", answer)
+        assert isinstance(answer, Proposal)
+        return answer
 
     async def propose(self, base_length: int, token_ids: Sequence[int], token_count: int) -> Proposal:
         await self.say(ProposeStep(Delta(base_length, token_ids), token_count))

@@ -102,7 +102,7 @@ def verify(
         logits.append(TARGET_LOGITS[list((*tokens, *proposal.token_ids)[-len(proposal) - 1 :])])
     answers = verified(requests, torch.from_numpy(np.concatenate(logits)))
     message = wire.answers_to_proto(enumerate(answers))
-    found = {each.sequence: each.answer for each in wire.answers_from_proto(message)}
+    found = dict(wire.answers_from_proto(message))
     return [cast("wire.Answer", found[number]).verification(step) for number, step in enumerate(steps)]
 
 

@@ -17,7 +17,6 @@ from tandem.errors import ProtocolError
 from tandem.types import AheadBudget, DraftOptions, Proposal, ProposeStep, RowKind, SamplingParams
 from tandem.v1 import draft_pb2
 from tandem.wire import draft as wire
-from tandem.wire.columns import Answered
 
 BUDGET = AheadBudget(4, 3)
 OPTIONS = DraftOptions("r", SamplingParams(temperature=0.0), ahead=BUDGET, row_kind=RowKind.TOKEN)
@@ -54,7 +53,7 @@ class Service:
 
     @property
     def streams(self) -> Streams[Any, wire.Answer]:
-        def read(content: bytes) -> Iterable[Answered[Any]]:
+        def read(content: bytes) -> Iterable[tuple[int, Any]]:
             return wire.answers_from_proto(draft_pb2.ProposeResponse.FromString(content))
 
         return Streams(

@@ -27,7 +27,7 @@ class OneMessage:
         self.answers: asyncio.Queue[bytes] = asyncio.Queue()
 
     async def write(self, content: bytes) -> None:
-        self.written.append(len(VerifyRequest.FromString(content).steps.deltas.sequences) // 4)
+        self.written.append(len(VerifyRequest.FromString(content).steps.records) // 24)
 
     async def read(self) -> bytes:
         return await self.answers.get()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
 
 import numpy as np
@@ -81,9 +82,9 @@ def test_steps_and_verifications_survive(asked: list[tuple[VerifyStep, Verificat
     answers = [(number, answer) for number, (_, answer) in enumerate(asked, 1)]
     response = target_pb2.VerifyResponse.FromString(target.answers_to_proto(answers).SerializeToString())
     found = {}
-    for each in target.answers_from_proto(response):
-        assert isinstance(each.answer, target.Answer)
-        found[each.sequence] = each.answer.verification(dict(steps)[each.sequence])
+    for number, answer in target.answers_from_proto(response):
+        assert isinstance(answer, target.Answer)
+        found[number] = answer.verification(dict(steps)[number])
     assert plain(found) == plain(dict(answers))
 
 
@@ -103,8 +104,7 @@ def test_a_sequence_s_whole_life_survives_in_one_message() -> None:
     ]
     assert plain(list(target.requests_from_proto(target.requests_to_proto(said)))) == plain(said)
     ends = [(1, Ending()), (2, Ending(Ending().code, "why", 0.5))]
-    message = target.answers_to_proto(ends)
-    assert [(each.sequence, each.answer) for each in target.answers_from_proto(message)] == ends
+    assert list(target.answers_from_proto(target.answers_to_proto(ends))) == ends
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def answers() -> target_pb2.VerifyResponse:
 def test_corrupted_columns_of_an_answer_are_refused_or_have_the_requested_shape(data: st.DataObject) -> None:
     message = corrupted(data, answers())
     try:
-        found = [each.answer for each in target.answers_from_proto(message)]
+        found = [answer for _, answer in target.answers_from_proto(message)]
         verified = [each.verification(STEP) for each in found if isinstance(each, target.Answer)]
     except ProtocolError:
         return
@@ -175,13 +175,13 @@ def test_corrupted_columns_of_a_request_are_refused_or_are_steps(data: st.DataOb
 @pytest.mark.parametrize(
     ("owner", "name", "content", "words"),
     [
-        ("", "row_counts", b"\2\0\0\0", "the column of row counts holds 4 bytes"),
-        ("", "row_counts", b"\2\0\0\0\2\0\0\0\1\0\0\0", "6 values, and parts of 5"),
-        ("", "row_counts", b"\xff\xff\xff\xff" * 3, "a size of -1; it must be at least 0"),
-        ("answers", "sequences", b"\1", "the column of sequences holds 1 bytes; it must hold 0"),
-        ("answers", "base_lengths", b"", "the column of base lengths holds 0 bytes; it must hold 12"),
-        ("support_rows", "probabilities", b"\0", "the column of support rows holds 1 bytes; it must hold 24"),
-        ("support_rows", "support_sizes", b"\0", "the column of support sizes holds 1 bytes; it must hold 0"),
+        ("", "records", b"\1", "the column of answers holds 1 bytes; it must hold a multiple of 24"),
+        ("", "records", b"", "6 rows came, and verifications of 0 in all"),
+        ("", "records", struct.pack("<3if2i", 1, 4, 7, 0.0, 0, 0), "a verification has rows 0 to 7 of 6"),
+        ("", "records", struct.pack("<3if2i", 1, 4, -1, 0.0, 0, 0), "a verification has rows 0 to -1 of 6"),
+        ("support_rows", "probabilities", b"\0", "the column of probabilities holds 1 bytes"),
+        ("support_rows", "probabilities", b"\0" * 4, "has 1 values, and parts of 6 in all"),
+        ("support_rows", "records", struct.pack("<ifif", -1, 0, 0, 0), "has a part of -1 values"),
     ],
 )
 def test_columns_that_do_not_fit_together_are_refused_in_a_sentence(
@@ -203,7 +203,7 @@ def test_columns_that_do_not_fit_together_are_refused_in_a_sentence(
     ],
 )
 def test_an_answer_to_another_step_is_refused(step: VerifyStep, words: str) -> None:
-    (answer, *_) = [each.answer for each in target.answers_from_proto(answers())]
+    (_, answer), *_ = target.answers_from_proto(answers())
     assert isinstance(answer, target.Answer)
     with pytest.raises(ProtocolError, match=words):
         answer.verification(step)

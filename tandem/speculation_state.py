@@ -90,17 +90,29 @@ class SpeculationDecision:
 
     @property
     def reason(self) -> str:
-        """One line: "batch 16: K = 0, predicted 0.86x with K = 2", or "batch 1: K = 4, ahead 16, ..."."""
-        decided = f"batch {self.load}: K = {self.num_speculative_tokens}"
-        if self.ahead_outcomes:
+        """One line: "batch 16: K = 0, predicted 0.86x with K = 2, ...", or "batch 1: K = 4, ahead 16, ..."."""
+        tokens, best = self.num_speculative_tokens, self.best_draft_length
+        decided = f"batch {self.load}: K = {tokens}"
+        if tokens and self.ahead_outcomes:
             decided += f", ahead {self.ahead_outcomes}"
-        if not self.best_draft_length:
+        if not best:
             return f"{decided}, nothing was measured yet"
-        if self.num_speculative_tokens:
-            doubt = ", which may not pay" if self.gain < 1.0 else ""
-            return f"{decided}, predicted {self.gain:.2f}x{doubt}"
-        doubt = ", too little to be sure" if self.gain > 1.0 else ""
-        return f"{decided}, predicted {self.gain:.2f}x with K = {self.best_draft_length}{doubt}"
+        compared = "" if tokens else f" with K = {best}"
+        doubt = ""
+        if tokens and self.gain < 1.0:
+            doubt = ", which may not pay"
+        elif not tokens and self.gain > 1.0:
+            doubt = ", too little to be sure"
+        parts = [f"{decided}, predicted {self.gain:.2f}x{compared}{doubt}"]
+        if tokens < len(self.round_seconds):
+            predicted = self.round_seconds[tokens]
+            measured = self.measured_seconds / self.predicted_seconds if self.predicted_seconds else 0.0
+            of_measured = f", {1e3 * predicted * measured:.1f} measured" if measured else ""
+            parts.append(f"round {1e3 * predicted:.1f} ms predicted{of_measured}")
+        if self.acceptance_rates:
+            rates = "/".join(f"{rate:.0%}" for rate in self.acceptance_rates[:best])
+            parts.append(f"acceptance {rates}")
+        return "; ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything by name, of types that JSON has."""

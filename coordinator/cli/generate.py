@@ -212,7 +212,10 @@ class RequestOptions:
         "Discourages tokens by how often the completion holds them, -2 to 2."
     )
     presence_penalty: float | None = option("Discourages tokens that the completion holds, -2 to 2.")
-    seed: int | None = option("Makes the completion reproducible.")
+    seed: int | None = option(
+        "Makes the completion reproducible: always under strict, which auto takes for it, and under the fixed policy; "
+        "else for the same decisions on how much to propose."
+    )
     stop: list[str] | None = option("End before this string; may be repeated.")
     num_speculative_tokens: int | None = option("Tokens proposed per verification.")
     rejection_sampling_strategy: str | None = option("Acceptance rule, in MAX's or vLLM's spelling.")

@@ -19,6 +19,7 @@ from coordinator.cli.serve import package_of
 from coordinator.settings.coordinator import DEFAULT_PORT, ConfigSettings
 from tandem.config.layers import merged, read_layers
 from tandem.config.names import (
+    AUTO,
     BOUND_METHODS,
     DEVICES,
     METHODS,
@@ -200,7 +201,7 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
                 http_port=_http_port(options.http_port) if options.http else None,
                 num_speculative_tokens=options.num_speculative_tokens,
                 draft_ahead=options.draft_ahead,
-                rejection_sampling_strategy=_rule(options, draft, in_file),
+                rejection_sampling_strategy=_rule(draft, in_file),
                 chat_template=options.chat_template,
                 config_file=options.config_file,
                 start_timeout_seconds=None
@@ -272,13 +273,12 @@ def _unnamed_draft(options: UpOptions, method: str | None, in_file: Mapping[str,
     return _Draft("method", DRAFT_OF_A_TARGET_ALONE)
 
 
-def _rule(options: UpOptions, draft: _Draft, in_file: Mapping[str, Any]) -> str | None:
-    """A lossless acceptance rule where nobody asked for a head, whose own default is lossy; None where one is named."""
-    is_unasked = draft.kind == "head" and options.draft is None and options.method is None
+def _rule(draft: _Draft, in_file: Mapping[str, Any]) -> str | None:
+    """auto, the fastest lossless rule, unless one is named. A coordinator's own default is MAX's: lossy with a head."""
     is_named = any(name in in_file for name in ("rejection_sampling_strategy", "synthetic_acceptance_rate"))
     variables = ("REJECTION_SAMPLING_STRATEGY", "REJECTION_SAMPLE_METHOD")
     is_set = any(f"TANDEM_COORDINATOR_{name}" in os.environ for name in variables)
-    return "residual" if is_unasked and not is_named and not is_set else None
+    return None if draft.kind == "none" or is_named or is_set else AUTO
 
 
 def _devices(options: UpOptions, in_file: Mapping[str, Any]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -322,12 +323,12 @@ def _speculation(state: SpeculationState) -> str:
 
 def _decisions(decisions: Sequence[SpeculationDecision]) -> Iterator[RenderableType]:
     """How much is proposed at each load, and why; nothing before there was any."""
-    ordered = sorted(decisions, key=lambda each: (each.rule, each.temperatures, each.load))
-    if ordered:
+    ordered = sorted(decisions, key=lambda each: (each.draft, each.rule, each.temperatures, each.load))
+    for draft, decided in groupby(ordered[:_MAX_DECISIONS], key=lambda each: each.draft):
         yield ""
-        yield Text("proposal length by load", style="dim")
-    for decision in ordered[:_MAX_DECISIONS]:
-        yield f"{decision.rule}, temperature {decision.temperatures}, {decision.reason}"
+        yield Text(f"proposals of {draft} by load", style="dim")
+        for decision in decided:
+            yield f"{decision.rule}, temperature {decision.temperatures}, {decision.reason}"
     if len(ordered) > _MAX_DECISIONS:
         yield f"and {len(ordered) - _MAX_DECISIONS} more (-o json)"
 

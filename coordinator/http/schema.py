@@ -115,7 +115,8 @@ class Sampled(AboutCaller):
     min_p: float | None = None
     """vLLM's: leave out tokens below this share of the most probable one's probability."""
     seed: int | None = None
-    """Makes the completion reproducible."""
+    """Makes the completion reproducible: always under `strict`, which `auto` takes for it, and under the fixed
+    policy; else for the same decisions on how much to propose."""
     stop: str | Items[str] | None = None
     """Strings that end the completion, up to `max_stop_strings`."""
     stop_token_ids: Items[int] | None = None

@@ -109,11 +109,13 @@ def test_smollm2_drafts_by_another_method_where_one_is_named(options: UpOptions)
     assert value(arguments.draft, "--method") == "suffix"
 
 
-def test_a_head_that_nobody_asked_for_is_lossless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_fastest_lossless_rule_is_used_unless_one_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     option = "--rejection-sampling-strategy"
-    assert value(service_arguments(UpOptions(model="smollm2")).coordinator, option) == "residual"
-    assert value(service_arguments(UpOptions(model="smollm2", method="eagle3")).coordinator, option) is None
-    assert value(service_arguments(UpOptions(method="eagle3")).coordinator, option) is None
+    for options in (UpOptions(), UpOptions(model="smollm2"), UpOptions(method="eagle3")):
+        assert value(service_arguments(options).coordinator, option) == "auto"
+    assert value(service_arguments(UpOptions(draft="none")).coordinator, option) is None
     file = tmp_path / "tandem.json"
     file.write_text(json.dumps({"rejection_sample_method": "block"}), encoding="utf-8")
     arguments = service_arguments(UpOptions(model="smollm2", config_file=file))

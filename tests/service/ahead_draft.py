@@ -6,16 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
-from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.speculation.ahead import DraftAhead
 from draft_service.servicer import DraftedFor
 from tandem.client import Client
 from tandem.types import DraftedOutcomes, GenerationRequest, Proposal, ProposeStep
-from tandem.v1 import draft_pb2_grpc, target_pb2_grpc
 from tests.fault_proxy import fault_proxy
 from tests.service.clients import Completed, complete, until
-from tests.service.fakes import FakeDraft, FakeTarget, coordinating, serving
+from tests.service.fakes import FakeDraft, FakeTarget, fleet, serving
 
 SECONDS = 60.0
 
@@ -87,11 +85,10 @@ class AheadDraft(FakeDraft):
 async def cluster(
     draft: FakeDraft,
     *,
-    ahead: DraftAhead = 4,
     step_seconds: float = 0.01,
-    patience: float = 30.0,
     delay: float = 0.0,
     keeps_proposals: bool = False,
+    **options: Any,
 ) -> AsyncIterator[Client]:
     """Connect a client to a coordinator over a counting target and this draft, `delay` seconds away (one way).
 
@@ -99,31 +96,21 @@ async def cluster(
     """
     target = FakeTarget()
     target.step_seconds = step_seconds
+    options = {"draft_ahead": 4} | options
+    if keeps_proposals:
+        options |= {"rejection_sampling_strategy": "synthetic", "synthetic_acceptance_rate": 1.0}
     async with asyncio.timeout(SECONDS), AsyncExitStack() as stack:
-        target_address, _ = await stack.enter_async_context(
-            serving(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(target, server))
-        )
-        draft_address, _ = await stack.enter_async_context(
-            serving(lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(draft, server))
-        )
         if delay:
-            proxy = await stack.enter_async_context(fault_proxy(draft_address))
-            proxy.delay_seconds, draft_address = delay, proxy.address
-        settings = CoordinatorSettings(
-            target_address=target_address,
-            draft_address=draft_address,
-            draft_patience_seconds=patience,
-            speculation_policy="fixed",
-            draft_ahead=ahead,
-            rejection_sampling_strategy="synthetic" if keeps_proposals else None,
-            synthetic_acceptance_rate=1.0 if keeps_proposals else None,
-        )
-        address = await stack.enter_async_context(coordinating(settings))
-        yield await stack.enter_async_context(Client(address))
+            address, _ = await stack.enter_async_context(serving(draft))
+            proxy = await stack.enter_async_context(fault_proxy(address))
+            proxy.delay_seconds, options["draft_address"] = delay, proxy.address
+        fakes = [target] if delay else [target, draft]
+        client, *_ = await stack.enter_async_context(fleet(*fakes, **options))
+        yield client
         await until(lambda: not draft.running, SECONDS)
 
 
-async def completed(draft: FakeDraft, **options: float) -> Completed:
+async def completed(draft: FakeDraft, **options: Any) -> Completed:
     """Complete the request with this draft."""
-    async with cluster(draft, **options) as client:  # type: ignore[arg-type]
+    async with cluster(draft, **options) as client:
         return await complete(client, REQUEST)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,21 +16,24 @@ import grpc
 import grpc.aio
 
 from benchmarks.load.fakes import LeaveError
+from coordinator.service import CoordinatorService
+from coordinator.settings.coordinator import CoordinatorSettings
 from draft_service.proposers.drafting import propose_head
 from draft_service.proposers.standalone import StandaloneProposer
 from draft_service.servicer import DraftServicer
+from tandem.client import Client
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.row_engine import RowEngine
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.settings import EngineSettings
 from tandem.serving.interceptors import Context
 from tandem.types import Verification, VerifyStep
-from tandem.v1 import draft_pb2_grpc, target_pb2, target_pb2_grpc
+from tandem.v1 import target_pb2
 from target_service.servicer import TargetServicer, VerifiedFor
 from target_service.verifier import Verifier
 from tests.end_to_end.models import random_model, save_model
 from tests.paths import DEMO_TARGET
-from tests.service.fakes import hooked, refusal, serving
+from tests.service.fakes import coordinator, hooked, refusal, serving
 
 EngineT = TypeVar("EngineT", bound=Engine[Any, Any])
 
@@ -140,9 +143,7 @@ async def target(
     limits = EngineSettings(max_sequences=max_sequences, kept_sequences=kept_sequences)
     async with started(RowEngine(model, limits, on_step=lambda _: time.sleep(step_seconds))) as verifying:
         servicer.verifier = Verifier(verifying, [DEMO_TARGET / "tokenizer.json"])
-        async with serving(
-            lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server)
-        ) as served:
+        async with serving(servicer) as served:
             yield served
 
 
@@ -159,7 +160,28 @@ async def draft(
     limits = EngineSettings(max_sequences=max_sequences, kept_sequences=kept_sequences)
     async with started(Engine(model, propose_head, limits)) as proposing:
         servicer.proposer = StandaloneProposer(proposing, draft_top_k=draft_top_k)
-        async with serving(
-            lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server)
-        ) as served:
+        async with serving(servicer) as served:
             yield served
+
+
+@asynccontextmanager
+async def pair(
+    target_model: LoadedModel, draft_model: LoadedModel, *faults: Faults, **options: Any
+) -> AsyncIterator[tuple[Client, CoordinatorService]]:
+    """A client of a coordinator over a target for each set of faults (one without any, by default) and one draft.
+
+    No draft is late on a busy machine, and no outcome is drafted ahead unless a test says so: rounds begin where they
+    did in another run.
+    """
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        targets = [(await enter(target(target_model, each)))[0] for each in faults or (Faults(),)]
+        usual: dict[str, Any] = {
+            "target_address": ",".join(targets),
+            "draft_address": (await enter(draft(draft_model)))[0],
+            "draft_patience_seconds": 30.0,
+            "speculation_policy": "fixed",
+            "draft_ahead": "off",
+        }
+        address, service = await enter(coordinator(CoordinatorSettings(**(usual | options))))
+        yield await enter(Client(address)), service

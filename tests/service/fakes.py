@@ -5,9 +5,10 @@ The target counts: n + 1 follows n. The draft counts along, unless a test gives 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
@@ -25,13 +26,18 @@ from tandem.errors import (
     TandemError,
     status_code,
 )
-from tandem.serving.interceptors import RunningCalls
+from tandem.replica import ReplicaState
+from tandem.serving.interceptors import Context, RunningCalls
 from tandem.serving.server import new_server
 from tandem.serving.streams import AnswerT, OptionsT, ServedSequence, StepT
 from tandem.settings import ServerSettings
 from tandem.v1 import draft_pb2_grpc, target_pb2_grpc
+from tests.service.clients import until
 
 __all__ = ["MAX_LENGTH", "Fake", "FakeDraft", "FakeTarget", "counting", "scripted"]
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+READY_SECONDS = 20.0
 
 
 def refusal(code: grpc.StatusCode, sentence: str) -> TandemError:
@@ -58,25 +64,90 @@ def hooked(
     return sequence
 
 
+class Health(health.aio.HealthServicer):  # type: ignore[misc]  # the published stubs lack it
+    """A health servicer that can hang."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = asyncio.Event()
+        self.answers.set()
+
+    async def Check(  # noqa: N802 - gRPC looks a method up by the name that it has in the proto
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> health_pb2.HealthCheckResponse:
+        await self.answers.wait()
+        answer: health_pb2.HealthCheckResponse = await super().Check(request, context)
+        return answer
+
+
+class Served:
+    """Servicers of the draft or the target, or a function that registers others, on a port of their own."""
+
+    def __init__(
+        self, *servicers: object, interceptors: Sequence[Any] = (), auth_token: str | None = None
+    ) -> None:
+        self.port = 0
+        self.health = Health()
+        self.server: grpc.aio.Server
+        self._servicers = servicers
+        self._interceptors = interceptors
+        self._settings = ServerSettings(auth_token=None if auth_token is None else SecretStr(auth_token))
+
+    @property
+    def fake(self) -> Any:
+        return self._servicers[0]
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self, status: int = SERVING) -> None:
+        """Start on any port, or again on the same one."""
+        self.health = Health()
+        self.server = new_server(self._settings, RunningCalls(), *self._interceptors)
+        for servicer in self._servicers:
+            if isinstance(servicer, target_pb2_grpc.TargetServiceServicer):
+                target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, self.server)
+            if isinstance(servicer, draft_pb2_grpc.DraftServiceServicer):
+                draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, self.server)
+            if callable(servicer):
+                servicer(self.server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
+        await self.say(status)
+        self.port = self.server.add_insecure_port(self.address)
+        await self.server.start()
+
+    async def say(self, status: int) -> None:
+        await self.health.set("", status)
+
+    async def stop(self) -> None:
+        await self.server.stop(None)
+
+
+@asynccontextmanager
+async def served(*servicers: object) -> AsyncIterator[list[Served]]:
+    """Run each of these servicers on a server of its own."""
+    services = [Served(servicer) for servicer in servicers]
+    for each in services:
+        await each.start()
+    try:
+        yield services
+    finally:
+        for each in services:
+            await each.stop()
+
+
 @asynccontextmanager
 async def serving(
-    register: Callable[[grpc.aio.Server], None],
-    *interceptors: grpc.aio.ServerInterceptor,
-    auth_token: str | None = None,
+    *servicers: object, interceptors: Sequence[Any] = (), auth_token: str | None = None
 ) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
     """Run a ready server with these servicers; yield its address and the server."""
-    token = None if auth_token is None else SecretStr(auth_token)
-    server = new_server(ServerSettings(auth_token=token), RunningCalls(), *interceptors)
-    register(server)
-    ready = health.aio.HealthServicer()
-    await ready.set("", health_pb2.HealthCheckResponse.SERVING)
-    health_pb2_grpc.add_HealthServicer_to_server(ready, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
+    one = Served(*servicers, interceptors=interceptors, auth_token=auth_token)
+    await one.start()
     try:
-        yield f"127.0.0.1:{port}", server
+        yield one.address, one.server
     finally:
-        await server.stop(None)
+        await one.stop()
 
 
 @asynccontextmanager
@@ -85,7 +156,7 @@ async def coordinator(settings: CoordinatorSettings) -> AsyncIterator[tuple[str,
     service = CoordinatorService(settings)
     await service.start()
     try:
-        async with serving(service.register, *service.interceptors) as (address, _):
+        async with serving(service.register, interceptors=service.interceptors) as (address, _):
             yield address, service
     finally:
         await service.close()
@@ -98,25 +169,42 @@ async def coordinating(settings: CoordinatorSettings) -> AsyncIterator[str]:
         yield address
 
 
+class Fleet(NamedTuple):
+    """A coordinator over fakes, a client of it, and the fakes in the order in which they were given."""
+
+    client: Client
+    services: list[Served]
+    coordinator: CoordinatorService
+
+
+def addresses(services: Sequence[Served], kind: type[Fake]) -> str:
+    return ",".join(each.address for each in services if isinstance(each.fake, kind))
+
+
+def settings_over(services: Sequence[Served], **options: Any) -> CoordinatorSettings:
+    """The settings of a coordinator over these fakes: no draft is late on a busy machine, unless a test says so."""
+    usual: dict[str, Any] = {"draft_patience_seconds": 30.0, "speculation_policy": "fixed"}
+    usual |= {"target_address": addresses(services, FakeTarget)}
+    usual |= {"draft_address": addresses(services, FakeDraft) or None}
+    return CoordinatorSettings(**(usual | options))
+
+
+@asynccontextmanager
+async def fleet(*fakes: Fake, **options: Any) -> AsyncIterator[Fleet]:
+    """Run a coordinator with these options over any number of fakes, until all of them are known to be ready."""
+    async with AsyncExitStack() as stack:
+        services = await stack.enter_async_context(served(*fakes))
+        running = coordinator(settings_over(services, **options))
+        address, service = await stack.enter_async_context(running)
+        shots = service.replicas.snapshots
+        await until(lambda: all(each.state is ReplicaState.READY for each in shots()), READY_SECONDS)
+        yield Fleet(await stack.enter_async_context(Client(address)), services, service)
+
+
 @asynccontextmanager
 async def cluster(
-    target: FakeTarget, draft: FakeDraft | None, patience_seconds: float = 30.0
+    target: FakeTarget, draft: FakeDraft | None = None, **options: Any
 ) -> AsyncIterator[Client]:
     """A client of a coordinator over these fakes."""
-    async with AsyncExitStack() as stack:
-        target_address, _ = await stack.enter_async_context(
-            serving(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(target, server))
-        )
-        draft_address = None
-        if draft is not None:
-            draft_address, _ = await stack.enter_async_context(
-                serving(lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(draft, server))
-            )
-        settings = CoordinatorSettings(
-            target_address=target_address,
-            draft_address=draft_address,
-            draft_patience_seconds=patience_seconds,
-            speculation_policy="fixed",
-        )
-        address = await stack.enter_async_context(coordinating(settings))
-        yield await stack.enter_async_context(Client(address))
+    async with fleet(*([target] if draft is None else [target, draft]), **options) as (client, *_):
+        yield client

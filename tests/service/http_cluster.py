@@ -8,12 +8,34 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx2
+from openai import AsyncOpenAI
+from tokenizers import Tokenizer
 
 from coordinator.service import CoordinatorService
-from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
-from tandem.v1 import draft_pb2_grpc, target_pb2_grpc
-from tests.service.fakes import FakeDraft, FakeTarget, serving
+from tests.paths import DEMO_TARGET
+from tests.service.fakes import FakeDraft, FakeTarget, served, settings_over
+
+TOKENIZER = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+SECONDS = 20.0
+
+
+def text(first: int, last: int) -> str:
+    decoded: str = TOKENIZER.decode(list(range(first, last + 1)))
+    return decoded
+
+
+def openai(cluster: HttpCluster, **changes: Any) -> AsyncOpenAI:
+    options: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": SECONDS} | changes
+    return AsyncOpenAI(base_url=f"{cluster.url}/v1", **options)
+
+
+async def post(
+    cluster: HttpCluster, path: str = "/v1/completions", **body: Any
+) -> tuple[int, dict[str, Any]]:
+    answer = await cluster.http.post(path, json=body)
+    return answer.status_code, answer.json()["error"]
 
 
 @dataclass(frozen=True)
@@ -33,15 +55,8 @@ async def http_cluster(
 ) -> AsyncIterator[HttpCluster]:
     """Run a coordinator over these fakes with an HTTP server, and connect a client to it."""
     async with AsyncExitStack() as stack:
-        target_address, _ = await stack.enter_async_context(
-            serving(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(target, server))
-        )
-        if draft is not None:
-            options["draft_address"], _ = await stack.enter_async_context(
-                serving(lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(draft, server))
-            )
-        settings: Any = {"http_port": 0} | options
-        service = CoordinatorService(CoordinatorSettings(target_address=target_address, **settings))
+        services = await stack.enter_async_context(served(*([target] if draft is None else [target, draft])))
+        service = CoordinatorService(settings_over(services, **({"http_port": 0} | options)))
         readiness, calls = ReadinessInterceptor(""), RunningCalls()
         service.open_other_endpoints(readiness, calls)
         await service.start()

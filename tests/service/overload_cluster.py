@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tandem.v1 import draft_pb2_grpc, target_pb2_grpc
 from tests.end_to_end.processes import Process, address_of, coordinator
 from tests.service.fakes import Fake, FakeDraft, FakeTarget, serving
 
@@ -60,14 +59,10 @@ async def coordinator_process(
     target: FakeTarget, draft: FakeDraft | None, *options: str
 ) -> AsyncIterator[CoordinatorProcess]:
     async with AsyncExitStack() as stack:
-        target_address, _ = await stack.enter_async_context(
-            serving(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(target, server))
-        )
+        target_address, _ = await stack.enter_async_context(serving(target))
         draft_address = None
         if draft is not None:
-            draft_address, _ = await stack.enter_async_context(
-                serving(lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(draft, server))
-            )
+            draft_address, _ = await stack.enter_async_context(serving(draft))
         process = stack.enter_context(
             # The adaptive policy would stop speculating under load.
             coordinator(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import grpc.aio
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -18,22 +18,19 @@ from coordinator.service import CoordinatorService
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.speculation.ahead import DraftAhead
 from coordinator.telemetry.setup import CoordinatorTelemetry
-from draft_service.proposers import DraftedSequence
 from draft_service.servicer import DraftServicer
 from tandem.telemetry.process import Telemetry
 from tandem.telemetry.service import ObservedService
 from tandem.telemetry.settings import TelemetryOptions
 from tandem.types import (
-    DraftOptions,
     GenerationRequest,
     ModelInfo,
     Proposal,
     ProposeStep,
-    TargetOptions,
     Verification,
     VerifyStep,
 )
-from tandem.v1 import draft_pb2_grpc, generation_pb2_grpc, target_pb2_grpc
+from tandem.v1 import generation_pb2_grpc
 from tandem.wire.generation import chunk_from_proto, request_to_proto
 from target_service.servicer import TargetServicer
 from tests.paths import DEMO_TARGET
@@ -57,62 +54,31 @@ class MemoryExports:
         pass
 
 
-class ScriptedProposer:
-    """A drafting method that proposes what a fake draft proposes."""
+class Scripted:
+    """A verifier or a proposer that answers what a fake answers, and a sequence of it."""
 
-    def __init__(self, fake: FakeDraft) -> None:
-        self._fake = fake
-        self.model_info = replace(fake.model_info, drafts_ahead=True)
-
-    async def start(self) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
-
+    pushed = None
     overdue_seconds = 0.0
+    tokenizer_files = (DEMO_TARGET / "tokenizer.json",)
 
-    def kv_usage(self) -> None:
-        pass
-
-    @asynccontextmanager
-    async def sequence(self, options: DraftOptions) -> AsyncIterator[DraftedSequence]:
-        yield _Drafted(self._fake)
-
-
-class _Drafted:
-    def __init__(self, fake: FakeDraft) -> None:
+    def __init__(self, fake: Any) -> None:
         self._fake = fake
         self._tokens: list[int] = []
-        self.pushed = None
+        self.model_info: ModelInfo = fake.model_info
+
+    @asynccontextmanager
+    async def sequence(self, _: object) -> AsyncIterator[Scripted]:
+        yield Scripted(self._fake)
 
     async def propose(self, step: ProposeStep) -> Proposal:
         self._fake.apply(self._tokens, step.delta)
-        return self._fake.proposal(self._tokens, step.token_count)
-
-
-class ScriptedVerifier:
-    """A verifier that answers what a fake target answers."""
-
-    def __init__(self, fake: FakeTarget) -> None:
-        self._fake = fake
-        self.model_info: ModelInfo = fake.model_info
-        self.tokenizer_files = (DEMO_TARGET / "tokenizer.json",)
-
-    @asynccontextmanager
-    async def sequence(self, options: TargetOptions) -> AsyncIterator[_Verified]:
-        yield _Verified(self._fake)
-
-
-class _Verified:
-    def __init__(self, fake: FakeTarget) -> None:
-        self._fake = fake
-        self._tokens: list[int] = []
+        proposal: Proposal = self._fake.proposal(self._tokens, step.token_count)
+        return proposal
 
     async def verify(self, step: VerifyStep) -> Verification:
         self._fake.apply(self._tokens, step.delta)
-        await asyncio.sleep(self._fake.step_seconds)
-        return self._fake.verification(self._tokens, step)
+        verification: Verification = await self._fake.verified(self._tokens, step)
+        return verification
 
     def keep(self, token_count: int) -> None:
         """Forget it: nothing is written down at the end."""
@@ -158,18 +124,15 @@ async def observed_cluster(
     async with AsyncExitStack() as stack:
         target_observer = ObservedService(Telemetry(options, "target", exports), "target")
         verifying = TargetServicer(target_observer)
-        verifying.verifier = ScriptedVerifier(target)  # type: ignore[assignment]
+        verifying.verifier = Scripted(target)  # type: ignore[assignment]
         target_observer.ready(target.model_info.name, lambda: None)
         draft_observer = ObservedService(Telemetry(options, "draft", exports), "draft")
         drafting = DraftServicer(draft_observer)
-        drafting.proposer = ScriptedProposer(draft)
+        draft.model_info = replace(draft.model_info, drafts_ahead=True)
+        drafting.proposer = Scripted(draft)  # type: ignore[assignment]
         draft_observer.ready(draft.model_info.name, lambda: None)
-        target_address, _ = await stack.enter_async_context(
-            serving(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(verifying, server))
-        )
-        draft_address, _ = await stack.enter_async_context(
-            serving(lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(drafting, server))
-        )
+        target_address, _ = await stack.enter_async_context(serving(verifying))
+        draft_address, _ = await stack.enter_async_context(serving(drafting))
         settings = CoordinatorSettings(
             target_address=target_address,
             draft_address=draft_address,

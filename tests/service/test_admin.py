@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import pytest
 
-from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.admin import CoordinatorState, Severity
 from tandem.admin_client import AdminClient
 from tandem.client import Client
@@ -18,9 +17,8 @@ from tandem.config.layers import Origin
 from tandem.errors import AbortedError, InvalidRequestError, NotFoundError, ServiceUnavailableError
 from tandem.replica import ReplicaState, Role
 from tandem.types import GenerationRequest
-from tandem.v1 import draft_pb2_grpc, target_pb2_grpc
 from tests.service.clients import complete, until
-from tests.service.fakes import FakeDraft, FakeTarget, coordinating, serving
+from tests.service.fakes import FakeDraft, FakeTarget, fleet
 
 AnswerT = TypeVar("AnswerT")
 
@@ -44,36 +42,17 @@ class Cluster:
         self.draft = FakeDraft()
         self.target_addresses: list[str] = []
         self.draft_address = ""
-        self.address = ""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[tuple[AdminClient, Client]]:
-        first, second = self.targets
-        add_target = target_pb2_grpc.add_TargetServiceServicer_to_server
         async with (
-            serving(lambda server: add_target(first, server)) as (first_address, _),
-            serving(lambda server: add_target(second, server)) as (second_address, _),
-            serving(lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(self.draft, server)) as (
-                self.draft_address,
-                _,
-            ),
+            fleet(*self.targets, self.draft) as (client, services, _),
+            AdminClient(client.address) as admin,
         ):
-            self.target_addresses = sorted([first_address, second_address])
-            settings = CoordinatorSettings(
-                target_address=",".join(self.target_addresses),
-                draft_address=self.draft_address,
-                draft_patience_seconds=30.0,
-                speculation_policy="fixed",
-            )
-            async with (
-                coordinating(settings) as self.address,
-                AdminClient(self.address) as admin,
-                Client(self.address) as client,
-            ):
-                await reached(
-                    admin.replicas, lambda shots: all(shot.state is ReplicaState.READY for shot in shots)
-                )
-                yield admin, client
+            *targets, draft = services
+            self.target_addresses = sorted(each.address for each in targets)
+            self.draft_address = draft.address
+            yield admin, client
 
 
 async def test_the_status_reports_replicas_load_and_statistics() -> None:

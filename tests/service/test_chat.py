@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 
-from coordinator.settings.coordinator import MAX_CHAT_MESSAGES, CoordinatorSettings
-from tandem.client import Client
+from coordinator.settings.coordinator import MAX_CHAT_MESSAGES
 from tandem.errors import InvalidRequestError
 from tandem.types import ChatMessage
-from tandem.v1 import target_pb2_grpc
 from tests.paths import DEMO_TARGET
-from tests.service.fakes import FakeTarget, coordinating, serving
+from tests.service.fakes import FakeTarget, cluster
 
 TOKENIZER = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 
 
-@asynccontextmanager
-async def chatting(template: Path | None) -> AsyncIterator[Client]:
-    """A client of a coordinator without HTTP."""
-    async with AsyncExitStack() as stack:
-        address, _ = await stack.enter_async_context(
-            serving(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(FakeTarget(), server))
-        )
-        settings = CoordinatorSettings(target_address=address, chat_template=template, max_prompt_bytes=1000)
-        yield await stack.enter_async_context(Client(await stack.enter_async_context(coordinating(settings))))
-
-
 async def test_a_chat_is_rendered_to_a_prompt(tmp_path: Path) -> None:
     path = tmp_path / "chat.jinja"
     path.write_text(TEMPLATE)
-    async with chatting(path) as client:
+    async with cluster(FakeTarget(), chat_template=path, max_prompt_bytes=1000) as client:
         prompt = await client.chat_prompt([ChatMessage("system", "s"), ChatMessage("user", "a")])
         assert prompt == tuple(TOKENIZER.encode("system: s\nuser: a\n").ids)
         for messages, sentence in (
@@ -52,6 +37,6 @@ async def test_a_chat_is_rendered_to_a_prompt(tmp_path: Path) -> None:
 
 
 async def test_a_model_without_a_template_refuses_chats() -> None:
-    async with chatting(None) as client:
+    async with cluster(FakeTarget()) as client:
         with pytest.raises(InvalidRequestError, match="the model fake has no chat template; send a prompt"):
             await client.chat_prompt([ChatMessage("user", "a")])

@@ -1,4 +1,4 @@
-"""Both Python clients over a coordinator whose services count: options, results, errors and cancellation."""
+"""Both Python clients: options, results, errors, retries, tokens and cancellation."""
 
 from __future__ import annotations
 
@@ -7,20 +7,103 @@ import signal
 import sys
 import time
 from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
+import grpc
+import grpc.aio
 import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
+from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from tandem.client import Client, Options, Retries
-from tandem.errors import DeadlineError, InvalidRequestError, ServiceUnavailableError
+from tandem.client import NO_RETRIES, Client, Completed, Options, Retries
+from tandem.errors import (
+    CapacityError,
+    DeadlineError,
+    InvalidRequestError,
+    ServiceUnavailableError,
+    UnauthenticatedError,
+)
+from tandem.rpc.credentials import Credentials
+from tandem.serving.interceptors import Context
 from tandem.sync_client import SyncClient
-from tandem.types import FinishReason, GenerationRequest
+from tandem.types import Chunk, FinishReason, GenerationRequest, SpeculationStats, Summary
+from tandem.v1 import generation_pb2, generation_pb2_grpc
+from tandem.wire.generation import chunk_to_proto
+from tandem.wire.status import Ending
+from tests.generate_only import GenerateOnly
 from tests.paths import ROOT
 from tests.service.clients import until
-from tests.service.fakes import FakeDraft, FakeTarget, cluster
-from tests.service.flaky_coordinator import BOTH, SECONDS, completer
+from tests.service.fakes import FakeDraft, FakeTarget, cluster, serving
+
+SECONDS = 20.0
+
+
+TOKEN = "a-token-of-many-characters"
+
+
+BOTH = pytest.mark.parametrize("kind", ["async", "sync"])
+
+
+UNAVAILABLE, EXHAUSTED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+Complete = Callable[..., Any]
+"""`complete` of either client, as something to await."""
+
+
+def completer(kind: str, address: str, **options: Any) -> Complete:
+    """`complete` of the async client, or of its twin on a thread."""
+
+    async def complete(*arguments: Any, **values: Any) -> Completed:
+        async with Client(address, **options) as client:
+            return await client.complete(*arguments, **values)
+
+    def complete_sync(*arguments: Any, **values: Any) -> Completed:
+        with SyncClient(address, **options) as client:
+            return client.complete(*arguments, **values)
+
+    async def complete_on_a_thread(*arguments: Any, **values: Any) -> Completed:
+        return await asyncio.to_thread(complete_sync, *arguments, **values)
+
+    return complete if kind == "async" else complete_on_a_thread
+
+
+class FlakyCoordinator(GenerateOnly):
+    """A coordinator that fails with each of these status codes in turn before it answers."""
+
+    def __init__(self, *codes: grpc.StatusCode, after: int = 0, hint: float | None = 0.05) -> None:
+        self.codes = list(codes)
+        self.calls = 0
+        self._after = after
+        self._hint = hint
+
+    async def Generate(  # noqa: N802 - gRPC looks a method up by the name that it has in the proto
+        self, request: generation_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        self.calls += 1
+        if self.codes:
+            code = self.codes.pop(0)
+            for _ in range(self._after):
+                yield chunk_to_proto(Chunk("a", (1,), (False,), (1,)))
+            await context.abort(code, "later", Ending(code, "later", self._hint).metadata)
+        summary = Summary(FinishReason.LENGTH, 1, 1, SpeculationStats(), "r", 1)
+        yield chunk_to_proto(Chunk("a", (1,), (False,), (1,), summary))
+
+
+@asynccontextmanager
+async def serving_flaky(servicer: FlakyCoordinator, auth_token: str | None = None) -> AsyncIterator[str]:
+    """Serve this coordinator with reflection; yield the address."""
+
+    def register(server: grpc.aio.Server) -> None:
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
+        reflection.enable_server_reflection(["tandem.v1.GenerationService", reflection.SERVICE_NAME], server)
+
+    async with serving(register, auth_token=auth_token) as (address, _):
+        yield address
 
 
 @asynccontextmanager
@@ -156,3 +239,83 @@ async def test_one_sync_client_serves_many_threads() -> None:
 async def test_an_unreachable_coordinator_is_named(kind: str) -> None:
     with pytest.raises(ServiceUnavailableError, match=r"coordinator 127\.0\.0\.1:1: "):
         await completer(kind, "127.0.0.1:1", retries=Retries(attempts=2))("x")
+
+
+@BOTH
+async def test_transient_errors_are_retried(kind: str) -> None:
+    servicer = FlakyCoordinator(UNAVAILABLE, EXHAUSTED, UNAVAILABLE)
+    async with serving_flaky(servicer) as address:
+        assert (await completer(kind, address)("x")).text == "a"
+    assert servicer.calls == 4
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("make", "retries", "error", "calls"),
+    [
+        (lambda: FlakyCoordinator(UNAVAILABLE, after=1), Retries(), ServiceUnavailableError, 1),
+        (
+            lambda: FlakyCoordinator(*[UNAVAILABLE] * 9),
+            Retries(first_wait_seconds=0.01),
+            ServiceUnavailableError,
+            4,
+        ),
+        (lambda: FlakyCoordinator(UNAVAILABLE), NO_RETRIES, ServiceUnavailableError, 1),
+        (lambda: FlakyCoordinator(EXHAUSTED, hint=None), Retries(), CapacityError, 1),
+        (lambda: FlakyCoordinator(EXHAUSTED, hint=60.0), Retries(), CapacityError, 1),
+        (lambda: FlakyCoordinator(grpc.StatusCode.INVALID_ARGUMENT), Retries(), InvalidRequestError, 1),
+    ],
+    ids=["already begun", "too many", "retries off", "no hint", "too long a wait", "invalid"],
+)
+async def test_other_errors_are_raised(
+    kind: str, make: Callable[[], FlakyCoordinator], retries: Retries, error: type[Exception], calls: int
+) -> None:
+    servicer = make()
+    async with serving_flaky(servicer) as address:
+        with pytest.raises(error):
+            await completer(kind, address, retries=retries)("x")
+    assert servicer.calls == calls
+
+
+@BOTH
+async def test_a_token_goes_with_every_call(kind: str) -> None:
+    async with serving_flaky(FlakyCoordinator(), TOKEN) as address:
+        assert (await completer(kind, address, credentials=Credentials(token=TOKEN))("x")).text == "a"
+        with pytest.raises(UnauthenticatedError):
+            await completer(kind, address)("x")
+
+
+def by_reflection(address: str) -> tuple[set[str], str]:
+    """Call the server as grpcurl does: everything about the method comes from reflection."""
+    with grpc.insecure_channel(address) as plain:
+        channel = grpc.intercept_channel(plain, WithToken())
+        database = ProtoReflectionDescriptorDatabase(channel)
+        names = set(database.get_services())
+        service = DescriptorPool(database).FindServiceByName("tandem.v1.GenerationService")
+        method = service.methods_by_name["Generate"]
+        request_type, response_type = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
+        call: Any = channel.unary_stream(
+            f"/{service.full_name}/{method.name}",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=response_type.FromString,
+        )
+        return names, "".join(response.text for response in call(request_type(text="x", max_tokens=5)))
+
+
+def with_token(continuation: Any, details: Any, request: Any) -> Any:
+    """Add the token to a call, to those of reflection too."""
+    return continuation(details._replace(metadata=[("authorization", f"Bearer {TOKEN}")]), request)
+
+
+class WithToken(grpc.UnaryStreamClientInterceptor, grpc.StreamStreamClientInterceptor):
+    """Adds the token to every call."""
+
+    intercept_unary_stream = staticmethod(with_token)  # type: ignore[assignment]
+    intercept_stream_stream = staticmethod(with_token)  # type: ignore[assignment]
+
+
+async def test_a_call_can_be_built_from_reflection_alone() -> None:
+    async with serving_flaky(FlakyCoordinator(), TOKEN) as address:
+        names, text = await asyncio.to_thread(by_reflection, address)
+    assert "tandem.v1.GenerationService" in names
+    assert text == "a"

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
 from tokenizers import Tokenizer
 
 from benchmarks.load.fakes import VOCABULARY_SIZE
-from coordinator.settings.coordinator import CoordinatorSettings
-from tandem.client import Client
 from tandem.errors import InvalidRequestError
 from tandem.types import FinishReason, GenerationRequest, PositionStats, RowKind
-from tandem.v1 import target_pb2_grpc
 from tests.paths import DEMO_TARGET
 from tests.service.clients import complete, until
 from tests.service.fakes import (
@@ -22,10 +18,9 @@ from tests.service.fakes import (
     FakeDraft,
     FakeTarget,
     cluster,
-    coordinator,
     counting,
+    fleet,
     scripted,
-    serving,
 )
 
 TOKENIZER = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
@@ -234,15 +229,7 @@ async def test_too_large_requests_are_refused_before_they_wait(
 ) -> None:
     target = FakeTarget()
     target.step_seconds = 0.1
-    async with AsyncExitStack() as stack:
-        target_address, _ = await stack.enter_async_context(
-            serving(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(target, server))
-        )
-        settings = CoordinatorSettings(
-            target_address=target_address, max_concurrent_requests=1, max_prompt_bytes=50
-        )
-        address, service = await stack.enter_async_context(coordinator(settings))
-        client = await stack.enter_async_context(Client(address))
+    async with fleet(target, max_concurrent_requests=1, max_prompt_bytes=50) as (client, _, service):
         running = asyncio.create_task(complete(client, request(max_tokens=50)))
         await until(lambda: target.running == 1, 20.0)
         with pytest.raises(InvalidRequestError, match=sentence):

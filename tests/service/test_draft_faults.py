@@ -171,7 +171,7 @@ async def test_a_faulty_draft_leaves_the_targets_own_tokens(fault: str, temperat
     )
     async with (
         asyncio.timeout(TEST_SECONDS),
-        cluster(FakeTarget(), FAULTS[fault](), PATIENCE_SECONDS) as client,
+        cluster(FakeTarget(), FAULTS[fault](), draft_patience_seconds=PATIENCE_SECONDS) as client,
     ):
         completed = await complete(client, request)
         again = await complete(client, request)
@@ -184,7 +184,7 @@ async def test_a_late_answer_is_dropped_and_the_draft_is_used_again() -> None:
     target, draft = FakeTarget(), Late()
     # The target must not finish before the draft answers again.
     target.step_seconds = PATIENCE_SECONDS / 2
-    async with cluster(target, draft, PATIENCE_SECONDS) as client:
+    async with cluster(target, draft, draft_patience_seconds=PATIENCE_SECONDS) as client:
         completed = await complete(client, GenerationRequest((10,), max_tokens=50, temperature=0.0))
     assert len(draft.requested) > 2
     assert completed.stats.accepted == completed.stats.drafted > 0
@@ -192,7 +192,7 @@ async def test_a_late_answer_is_dropped_and_the_draft_is_used_again() -> None:
 
 async def test_a_lost_draft_stream_is_closed() -> None:
     draft = Hanging()
-    async with cluster(FakeTarget(), draft, PATIENCE_SECONDS) as client:
+    async with cluster(FakeTarget(), draft, draft_patience_seconds=PATIENCE_SECONDS) as client:
         await complete(client, GenerationRequest((10,), max_tokens=5, temperature=0.0))
         await until(lambda: not draft.running, TEST_SECONDS)
     assert draft.opened == 1
@@ -203,7 +203,10 @@ async def test_a_draft_without_logits_is_not_used_for_logit_comparison() -> None
         (10,), max_tokens=30, temperature=1.0, seed=1, rejection_sampling_strategy="logit-comparison"
     )
     draft = FakeDraft()
-    async with asyncio.timeout(TEST_SECONDS), cluster(FakeTarget(), draft, PATIENCE_SECONDS) as client:
+    async with (
+        asyncio.timeout(TEST_SECONDS),
+        cluster(FakeTarget(), draft, draft_patience_seconds=PATIENCE_SECONDS) as client,
+    ):
         completed = await complete(client, request)
     assert completed.token_ids == tuple(range(11, 41))
     assert completed.stats.accepted == 0

@@ -10,8 +10,7 @@ import pytest
 
 from tandem.types import GenerationRequest, Proposal
 from tests.service.clients import Completed, complete, until
-from tests.service.fakes import FakeDraft, FakeTarget, refusal
-from tests.service.served import NOT_SERVING, SERVING, fleet
+from tests.service.fakes import NOT_SERVING, SERVING, FakeDraft, FakeTarget, fleet, refusal
 
 SECONDS = 30.0
 TOKENS = 50
@@ -77,7 +76,7 @@ def useless() -> FakeDraft:
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED])
 async def test_another_draft_takes_over(code: grpc.StatusCode) -> None:
     failing, other = Failing(*range(3, 99), code=code), FakeDraft()
-    async with asyncio.timeout(SECONDS), fleet(FakeTarget(), failing, other) as (client, _):
+    async with asyncio.timeout(SECONDS), fleet(FakeTarget(), failing, other) as (client, *_):
         completed = await complete(client, request())
     assert completed.token_ids == EXPECTED
     assert other.requested[0] == 0, "it reads the sequence while the target works"
@@ -87,7 +86,7 @@ async def test_another_draft_takes_over(code: grpc.StatusCode) -> None:
 @pytest.mark.parametrize(("step", "opened"), [(10, 1), (16, 0)])
 async def test_no_other_draft_takes_over_for_the_last_few_tokens(step: int, opened: int) -> None:
     failing, other = Failing(*range(step, 99)), FakeDraft()
-    async with asyncio.timeout(SECONDS), fleet(FakeTarget(), failing, other) as (client, _):
+    async with asyncio.timeout(SECONDS), fleet(FakeTarget(), failing, other) as (client, *_):
         completed = await complete(client, request())
     assert completed.token_ids == EXPECTED
     assert other.opened == opened
@@ -97,7 +96,7 @@ async def test_a_draft_that_returns_is_used_again() -> None:
     target, draft = FakeTarget(), Failing(3, 8)
     # The target must not finish before the draft's health was checked.
     target.step_seconds = 0.02
-    async with asyncio.timeout(SECONDS), fleet(target, draft) as (client, _):
+    async with asyncio.timeout(SECONDS), fleet(target, draft) as (client, *_):
         completed = await complete(client, request())
     assert completed.token_ids == EXPECTED
     assert draft.opened == 3
@@ -110,7 +109,7 @@ async def completed_on(first: FakeDraft, other: FakeDraft) -> Completed:
     target.step_seconds = 0.02
     async with (
         asyncio.timeout(SECONDS),
-        fleet(target, first, other, patience_seconds=0.05) as (client, services),
+        fleet(target, first, other, draft_patience_seconds=0.05) as (client, services, _),
     ):
         await services[2].say(NOT_SERVING)
         await asyncio.sleep(0.3)  # time for the coordinator to notice
@@ -140,7 +139,10 @@ async def test_a_draft_that_waits_for_room_is_not_replaced(monkeypatch: pytest.M
 async def test_a_paused_request_leaves_a_draft_that_drains() -> None:
     target, draft = FakeTarget(), useless()
     target.step_seconds = 0.04
-    async with asyncio.timeout(SECONDS), fleet(target, draft, is_adaptive=True) as (client, services):
+    async with (
+        asyncio.timeout(SECONDS),
+        fleet(target, draft, speculation_policy="adaptive") as (client, services, _),
+    ):
         task = asyncio.create_task(complete(client, request()))
         await until(lambda: target.longest > TOKENS // 2, SECONDS)
         await services[1].say(NOT_SERVING)
@@ -155,7 +157,7 @@ async def test_a_draining_draft_is_left_between_two_rounds(role: str) -> None:
     fakes = (FakeTarget(), FakeTarget(), FakeDraft(), FakeDraft())
     for target in fakes[:2]:
         target.step_seconds = 0.02
-    async with asyncio.timeout(SECONDS), fleet(*fakes) as (client, services):
+    async with asyncio.timeout(SECONDS), fleet(*fakes) as (client, services, _):
         task = asyncio.create_task(complete(client, request()))
         pair = services[:2] if role == "target" else services[2:]
         await until(lambda: any(each.fake.running for each in pair), SECONDS)
@@ -172,7 +174,10 @@ async def test_a_draining_draft_is_left_between_two_rounds(role: str) -> None:
 @pytest.mark.parametrize("rule", [None, "strict"])
 async def test_a_useless_draft_is_paused(rule: str | None) -> None:
     draft = useless()
-    async with asyncio.timeout(SECONDS), fleet(FakeTarget(), draft, is_adaptive=True) as (client, _):
+    async with (
+        asyncio.timeout(SECONDS),
+        fleet(FakeTarget(), draft, speculation_policy="adaptive") as (client, *_),
+    ):
         completed = await complete(client, request(rule, temperature=0.0 if rule is None else 1.0))
     assert completed.token_ids == EXPECTED
     assert len(draft.requested) < PAUSED_BEFORE, "the prompt, the first rounds, and a probe or two"
@@ -180,7 +185,7 @@ async def test_a_useless_draft_is_paused(rule: str | None) -> None:
 
 async def test_a_useless_draft_is_not_paused_where_that_is_switched_off() -> None:
     draft = useless()
-    async with asyncio.timeout(SECONDS), fleet(FakeTarget(), draft, is_adaptive=False) as (client, _):
+    async with asyncio.timeout(SECONDS), fleet(FakeTarget(), draft) as (client, *_):
         await complete(client, request())
     assert len(draft.requested) == TOKENS - 1
 
@@ -188,6 +193,9 @@ async def test_a_useless_draft_is_not_paused_where_that_is_switched_off() -> Non
 @pytest.mark.parametrize("rule", ["residual", "block"])
 async def test_a_useless_draft_is_paused_under_a_seed_too(rule: str) -> None:
     draft = useless()
-    async with asyncio.timeout(SECONDS), fleet(FakeTarget(), draft, is_adaptive=True) as (client, _):
+    async with (
+        asyncio.timeout(SECONDS),
+        fleet(FakeTarget(), draft, speculation_policy="adaptive") as (client, *_),
+    ):
         await complete(client, request(rule, temperature=1.0))
     assert len(draft.requested) < PAUSED_BEFORE

@@ -19,7 +19,6 @@ from torch import Tensor
 from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.engine.models.loading import load_model
 from tandem.types import GenerationRequest
-from tandem.v1 import target_pb2_grpc
 from target_service.servicer import TargetServicer
 from target_service.settings import TargetSettings
 from target_service.verifier import load_verifier
@@ -67,9 +66,7 @@ async def cluster(folders: tuple[Path, Path], **settings: object) -> AsyncIterat
     async with asyncio.timeout(SECONDS), AsyncExitStack() as stack:
         await verifier.start()
         stack.push_async_callback(verifier.close)
-        target_address, _ = await stack.enter_async_context(
-            serving(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server))
-        )
+        target_address, _ = await stack.enter_async_context(serving(servicer))
         drafting = load_model(folders[1], dtype="float32", threads=1)
         draft_address, _ = await stack.enter_async_context(draft(drafting))
         over = CoordinatorSettings(

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from tests.service.fakes import FakeDraft, FakeTarget
-from tests.service.http_cluster import HttpCluster, http_cluster
-from tests.service.http_texts import TEMPLATE, TOKENIZER, text
+from tests.service.http_cluster import TOKENIZER, HttpCluster, http_cluster, text
 
 pytestmark = pytest.mark.slow
 
@@ -74,13 +73,6 @@ def after(prompt: str) -> str:
     """The counting target's text of five tokens."""
     last = TOKENIZER.encode(prompt).ids[-1]
     return text(last + 1, last + 5)
-
-
-@pytest.fixture
-def template(tmp_path: Path) -> Path:
-    path = tmp_path / "template.jinja"
-    path.write_text(TEMPLATE, encoding="utf-8")
-    return path
 
 
 async def test_langchain_completes(template: Path) -> None:

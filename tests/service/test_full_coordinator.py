@@ -19,7 +19,6 @@ from tandem.client import Client
 from tandem.errors import CapacityError
 from tandem.rpc.credentials import Credentials
 from tandem.types import GenerationRequest
-from tandem.v1 import target_pb2_grpc
 from tandem.wire.status import retry_after_seconds
 from tests.service.clients import complete, until
 from tests.service.fakes import FakeTarget, serving
@@ -62,9 +61,7 @@ async def full() -> AsyncIterator[Full]:
     target, counter = FakeTarget(), Counter()
     target.step_seconds = 2 * SECONDS
     async with AsyncExitStack() as stack:
-        target_address, _ = await stack.enter_async_context(
-            serving(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(target, server))
-        )
+        target_address, _ = await stack.enter_async_context(serving(target))
         settings = CoordinatorSettings(
             target_address=target_address, max_concurrent_requests=1, max_queued_requests=0
         )
@@ -74,7 +71,7 @@ async def full() -> AsyncIterator[Full]:
         await service.start()
         stack.push_async_callback(service.close)
         address, _ = await stack.enter_async_context(
-            serving(service.register, *service.interceptors, auth_token=TOKEN)
+            serving(service.register, interceptors=service.interceptors, auth_token=TOKEN)
         )
         client = await stack.enter_async_context(Client(address, Credentials(token=TOKEN)))
         runs = asyncio.create_task(complete(client, REQUEST))

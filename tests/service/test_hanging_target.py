@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
 
 import pytest
 
-from coordinator.service import CoordinatorService
-from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.client import Client
 from tandem.errors import ServiceUnavailableError
 from tandem.replica import ReplicaSnapshot, ReplicaState
 from tandem.types import GenerationRequest, Verification, VerifyStep
 from tests.service.clients import Completed, complete, until
-from tests.service.fakes import FakeTarget, coordinator
-from tests.service.served import Served, addresses, served
+from tests.service.fakes import FakeTarget, Fleet, fleet
 
 SECONDS = 30.0
 BOUND_SECONDS = 0.5
@@ -48,31 +44,16 @@ class HangingTarget(FakeTarget):
         return self.verification(tokens, step)
 
 
-@dataclass(frozen=True)
-class Fleet:
-    client: Client
-    service: CoordinatorService
-    services: list[Served]
-
-    def shot(self, fake: FakeTarget) -> ReplicaSnapshot:
-        address = next(each.address for each in self.services if each.fake is fake)
-        return next(each for each in self.service.replicas.snapshots() if each.address == address)
+def shot(tried: Fleet, fake: FakeTarget) -> ReplicaSnapshot:
+    address = next(each.address for each in tried.services if each.fake is fake)
+    return next(each for each in tried.coordinator.replicas.snapshots() if each.address == address)
 
 
 @asynccontextmanager
-async def fleet(*fakes: FakeTarget, wait_seconds: float = SECONDS) -> AsyncIterator[Fleet]:
-    async with asyncio.timeout(3 * SECONDS), AsyncExitStack() as stack:
-        services = await stack.enter_async_context(served(*fakes))
-        settings = CoordinatorSettings(
-            target_address=addresses(services, FakeTarget),
-            verification_timeout_seconds=BOUND_SECONDS,
-            target_wait_seconds=wait_seconds,
-        )
-        address, service = await stack.enter_async_context(coordinator(settings))
-        await until(
-            lambda: all(each.state is ReplicaState.READY for each in service.replicas.snapshots()), SECONDS
-        )
-        yield Fleet(await stack.enter_async_context(Client(address)), service, services)
+async def over(*fakes: FakeTarget, wait_seconds: float = SECONDS) -> AsyncIterator[Fleet]:
+    bounds = {"verification_timeout_seconds": BOUND_SECONDS, "target_wait_seconds": wait_seconds}
+    async with asyncio.timeout(3 * SECONDS), fleet(*fakes, **bounds) as tried:
+        yield tried
 
 
 async def four(client: Client) -> list[Completed]:
@@ -83,25 +64,25 @@ async def four(client: Client) -> list[Completed]:
 async def test_requests_continue_beside_a_hanging_target(answers: int) -> None:
     """It hangs from its first step on, or in the middle of streams: no token is lost or repeated."""
     hanging, healthy = HangingTarget(answers), FakeTarget()
-    async with fleet(hanging, healthy) as tried:
+    async with over(hanging, healthy) as tried:
         assert [list(each.token_ids) for each in await four(tried.client)] == [EXPECTED] * 4
         assert hanging.steps > answers, "the target hung too early"
-        assert tried.shot(hanging).state is ReplicaState.DOWN
-        assert "probe" in tried.shot(hanging).reason
+        assert shot(tried, hanging).state is ReplicaState.DOWN
+        assert "probe" in shot(tried, hanging).reason
 
 
 async def test_a_hung_target_gets_no_requests_until_it_answers_a_probe() -> None:
     hanging, healthy = HangingTarget(0), FakeTarget()
-    async with fleet(hanging, healthy) as tried:
+    async with over(hanging, healthy) as tried:
         await four(tried.client)
-        await until(lambda: tried.shot(hanging).state is ReplicaState.DOWN, SECONDS)
+        await until(lambda: shot(tried, hanging).state is ReplicaState.DOWN, SECONDS)
         requests = hanging.requests
         for _ in range(3):
             await four(tried.client)
         assert hanging.requests == requests
-        assert tried.shot(hanging).state is ReplicaState.DOWN
+        assert shot(tried, hanging).state is ReplicaState.DOWN
         hanging.works.set()
-        await until(lambda: tried.shot(hanging).state is ReplicaState.READY, SECONDS)
+        await until(lambda: shot(tried, hanging).state is ReplicaState.READY, SECONDS)
         assert [list(each.token_ids) for each in await four(tried.client)] == [EXPECTED] * 4
         assert hanging.requests > requests
 
@@ -109,7 +90,7 @@ async def test_a_hung_target_gets_no_requests_until_it_answers_a_probe() -> None
 async def test_the_only_target_may_be_slow() -> None:
     """Without another target a sequence stays, and nothing is computed again."""
     slow = HangingTarget(2)
-    async with fleet(slow) as tried:
+    async with over(slow) as tried:
         task = asyncio.create_task(complete(tried.client, REQUEST))
         await asyncio.sleep(4 * BOUND_SECONDS)
         assert not task.done()
@@ -120,7 +101,7 @@ async def test_the_only_target_may_be_slow() -> None:
 
 async def test_the_only_target_must_not_hang_forever() -> None:
     hanging = HangingTarget(2)
-    async with fleet(hanging, wait_seconds=0.2) as tried:
+    async with over(hanging, wait_seconds=0.2) as tried:
         with pytest.raises(ServiceUnavailableError, match="tokens had been delivered"):
             await complete(tried.client, REQUEST)
 
@@ -128,6 +109,6 @@ async def test_the_only_target_must_not_hang_forever() -> None:
 async def test_a_loss_after_a_long_wait_is_recovered() -> None:
     """A prompt may take longer to read than a request waits for a target."""
     slow, other = HangingTarget(0), FakeTarget()
-    async with fleet(slow, other, wait_seconds=0.3) as tried:
+    async with over(slow, other, wait_seconds=0.3) as tried:
         task = asyncio.create_task(complete(tried.client, REQUEST))
         assert list((await task).token_ids) == EXPECTED

@@ -19,7 +19,7 @@ from tandem.errors import DeadlineError, ServiceUnavailableError, TandemError
 from tandem.types import Chunk, GenerationRequest
 from tests.fault_proxy import FaultProxy, fault_proxy
 from tests.service.clients import complete
-from tests.service.engines import Faults, draft, target, tiny_model
+from tests.service.engines import Faults, draft, target
 from tests.service.fakes import coordinating
 
 logger = logging.getLogger(__name__)
@@ -44,23 +44,13 @@ class Hops:
     proxies: dict[str, FaultProxy]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return tiny_model(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def draft_model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return tiny_model(tmp_path_factory.mktemp("draft"), seed=2)
-
-
 @asynccontextmanager
-async def hops(model: LoadedModel, draft_model: LoadedModel, *, targets: int) -> AsyncIterator[Hops]:
+async def hops(model: LoadedModel, other_model: LoadedModel, *, targets: int) -> AsyncIterator[Hops]:
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         addresses = [(await enter(target(model, Faults())))[0] for _ in range(targets)]
         to_target = await enter(fault_proxy(addresses[0]))
-        to_draft = await enter(fault_proxy((await enter(draft(draft_model)))[0]))
+        to_draft = await enter(fault_proxy((await enter(draft(other_model)))[0]))
         settings = CoordinatorSettings(
             target_address=",".join([to_target.address, *addresses[1:]]),
             draft_address=to_draft.address,
@@ -73,9 +63,9 @@ async def hops(model: LoadedModel, draft_model: LoadedModel, *, targets: int) ->
 
 @pytest.mark.parametrize("hop", HOPS)
 async def test_a_slow_connection_changes_only_the_time(
-    model: LoadedModel, draft_model: LoadedModel, hop: str
+    model: LoadedModel, other_model: LoadedModel, hop: str
 ) -> None:
-    async with asyncio.timeout(TEST_SECONDS), hops(model, draft_model, targets=1) as cluster:
+    async with asyncio.timeout(TEST_SECONDS), hops(model, other_model, targets=1) as cluster:
         expected = [await complete(cluster.client, request) for request in (GREEDY, STRICT)]
         cluster.proxies[hop].delay_seconds = 0.05
         began = time.monotonic()
@@ -88,12 +78,12 @@ async def test_a_slow_connection_changes_only_the_time(
 @pytest.mark.parametrize("runs", [12, pytest.param(300, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("hop", HOPS)
 async def test_a_reset_at_any_byte_changes_no_text(
-    model: LoadedModel, draft_model: LoadedModel, hop: str, runs: int
+    model: LoadedModel, other_model: LoadedModel, hop: str, runs: int
 ) -> None:
     """Between coordinator and services the reset is invisible to clients; a client's own reset is a typed error."""
     chance = random.Random(f"{hop} {runs}")
     seen = 0
-    async with asyncio.timeout(TEST_SECONDS + runs), hops(model, draft_model, targets=2) as cluster:
+    async with asyncio.timeout(TEST_SECONDS + runs), hops(model, other_model, targets=2) as cluster:
         proxy = cluster.proxies[hop]
         expected = await complete(cluster.client, STRICT)
         before = proxy.passed_bytes
@@ -129,12 +119,12 @@ NOTICED = {"client": "", "draft": "draft late", "target": "target lost"}
 @pytest.mark.slow
 @pytest.mark.parametrize("hop", HOPS)
 async def test_a_silent_connection_is_replaced_or_ends_with_a_typed_error(
-    model: LoadedModel, draft_model: LoadedModel, hop: str, caplog: pytest.LogCaptureFixture
+    model: LoadedModel, other_model: LoadedModel, hop: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The text is equal, or a typed error comes within the deadline: a half-open connection never ends by itself."""
     seconds = SILENT_SECONDS if hop == "client" else CLIENT_SECONDS
     request = replace(STRICT, max_tokens=200)
-    async with asyncio.timeout(TEST_SECONDS), hops(model, draft_model, targets=2) as cluster:
+    async with asyncio.timeout(TEST_SECONDS), hops(model, other_model, targets=2) as cluster:
         expected = await complete(cluster.client, request)
         # Of two requests at once each target gets one.
         running = [Running(cluster.client.generate(request, timeout_seconds=seconds)) for _ in range(2)]

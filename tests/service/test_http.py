@@ -13,21 +13,12 @@ from openai import APIError
 from tandem.v1 import target_pb2
 from tests.service.clients import until
 from tests.service.fakes import MAX_LENGTH, FakeDraft, FakeTarget
-from tests.service.http_cluster import http_cluster
-from tests.service.http_texts import SECONDS, TEMPLATE, TOKENIZER, openai, post, text
-
-
-@pytest.fixture
-def template(tmp_path: Path) -> Path:
-    path = tmp_path / "template.jinja"
-    path.write_text(TEMPLATE, encoding="utf-8")
-    return path
+from tests.service.http_cluster import SECONDS, TEMPLATE, TOKENIZER, http_cluster, openai, post, text
 
 
 async def test_a_completion_by_openais_client() -> None:
-    # Under the adaptive policy, a busy machine might leave a round to the target alone.
     async with (
-        http_cluster(FakeTarget(), FakeDraft(), speculation_policy="fixed") as cluster,
+        http_cluster(FakeTarget(), FakeDraft()) as cluster,
         openai(cluster) as client,
     ):
         models = await client.models.list()
@@ -168,18 +159,6 @@ async def test_a_disconnecting_client_ends_the_targets_sequence(streams: bool) -
     assert target.longest < MAX_LENGTH - 1
 
 
-async def test_leaving_the_loop_ends_the_targets_sequence() -> None:
-    target = FakeTarget()
-    target.step_seconds = 0.05
-    async with http_cluster(target) as cluster, openai(cluster) as client:
-        stream = await client.completions.create(model="fake", prompt=[10], max_tokens=50, stream=True)
-        async for _ in stream:
-            break
-        await stream.close()
-        await until(lambda: not target.running, SECONDS)
-    assert target.longest < 20
-
-
 async def test_a_draining_server_refuses_with_a_reason_and_finishes_running_requests() -> None:
     target = FakeTarget()
     target.step_seconds = 0.05
@@ -252,7 +231,7 @@ async def test_status_and_version() -> None:
 
 
 async def test_metrics_are_those_of_the_coordinator() -> None:
-    async with http_cluster(FakeTarget(), FakeDraft(), speculation_policy="fixed") as cluster:
+    async with http_cluster(FakeTarget(), FakeDraft()) as cluster:
         await cluster.http.post("/v1/completions", json={"prompt": [10], "max_tokens": 11, "temperature": 0})
         answer = await cluster.http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=")

@@ -8,19 +8,10 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
-from coordinator.settings.coordinator import CoordinatorSettings
 from tests.service.fakes import FakeDraft, FakeTarget
-from tests.service.http_cluster import http_cluster
-from tests.service.http_texts import TEMPLATE, TOKENIZER, openai, text
+from tests.service.http_cluster import TOKENIZER, http_cluster, openai, text
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "temperature": 0, "max_tokens": 3}
-
-
-@pytest.fixture
-def template(tmp_path: Path) -> Path:
-    path = tmp_path / "template.jinja"
-    path.write_text(TEMPLATE, encoding="utf-8")
-    return path
 
 
 async def test_responses_by_openais_client(template: Path) -> None:
@@ -165,11 +156,3 @@ async def test_other_origins_are_admitted_only_by_name() -> None:
             "/v1/completions", headers=fields | {"origin": "https://evil.example"}
         )
         assert "access-control-allow-origin" not in other.headers
-
-
-def test_an_origin_is_a_scheme_and_a_host() -> None:
-    with pytest.raises(
-        ValueError, match=r"cors_origin is chat\.example; it must be \* or scheme://host:port"
-    ):
-        CoordinatorSettings(target_address="127.0.0.1:1", cors_origin="chat.example")
-    CoordinatorSettings(target_address="127.0.0.1:1", cors_origin="*")

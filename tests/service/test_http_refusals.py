@@ -1,20 +1,25 @@
-"""Refusals over HTTP, and their status codes."""
+"""Refusals over HTTP, their status codes, and TLS."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import ssl
+import time
+from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
+import trustme
 from openai import APIError, APIStatusError, RateLimitError
 
 from coordinator.http import bodies as reading
-from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.errors import ConfigurationError
+from tests.certificates import issued
 from tests.service.clients import until
 from tests.service.fakes import FakeDraft, FakeTarget
-from tests.service.http_cluster import http_cluster
-from tests.service.http_texts import SECONDS, openai, post, text
+from tests.service.http_cluster import SECONDS, http_cluster, openai, post, text
 
 TOKEN = "a-token-of-many-characters"
 
@@ -151,7 +156,24 @@ async def test_a_port_in_use_is_reported_at_once() -> None:
                 pass
 
 
-def test_unprotected_http_is_refused_on_public_addresses() -> None:
-    with pytest.raises(ValueError, match=r"http_host is 0\.0\.0\.0, which other machines reach"):
-        CoordinatorSettings(target_address="127.0.0.1:1", http_port=0, http_host="0.0.0.0")
-    CoordinatorSettings(target_address="127.0.0.1:1", http_host="0.0.0.0")
+async def serial(url: str, ca: Path) -> int:
+    """Return the serial number of the certificate that a new connection gets."""
+    context = ssl.create_default_context(cafile=str(ca))
+    async with httpx2.AsyncClient(verify=context) as client, client.stream("GET", f"{url}/health") as answer:
+        assert answer.status_code == 200
+        shown = answer.extensions["network_stream"].get_extra_info("ssl_object").getpeercert()
+        return int(shown["serialNumber"], 16)
+
+
+async def test_a_renewed_certificate_is_shown_without_a_restart(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    files = issued(tmp_path, authority)
+    async with http_cluster(FakeTarget(), tls_cert_file=files.cert, tls_key_file=files.key) as cluster:
+        assert cluster.url.startswith("https://127.0.0.1:")
+        before = await serial(cluster.url, files.ca)
+        assert await serial(cluster.url, files.ca) == before
+        issued(tmp_path, authority)
+        later = time.time() + 5
+        for path in (files.cert, files.key):
+            os.utime(path, (later, later))
+        assert await serial(cluster.url, files.ca) != before

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from coordinator.http import answers as logprobs
-from coordinator.settings.coordinator import CoordinatorSettings
 from tests.service.clients import until
 from tests.service.fakes import FakeTarget
 from tests.service.http_cluster import HttpCluster, http_cluster
@@ -32,13 +31,6 @@ BODIES: dict[str, dict[str, Any]] = {
     | LARGE,
 }
 SMALL = {"prompt": [10], "max_tokens": 4, "temperature": 0}
-
-
-@pytest.fixture
-def template(tmp_path: Path) -> Path:
-    path = tmp_path / "chat.jinja"
-    path.write_text("{{ messages[0].content }}", encoding="utf-8")
-    return path
 
 
 class Ticker:
@@ -185,10 +177,3 @@ async def test_the_memory_of_bodies_is_bounded() -> None:
 
 
 JSON = {"content-type": "application/json"}
-
-
-def test_the_largest_body_must_fit() -> None:
-    options: dict[str, Any] = {"target_address": "127.0.0.1:1", "http_max_held_body_bytes": 4096}
-    with pytest.raises(ValueError, match=r"http_max_held_body_bytes is 4096; it must be at least"):
-        CoordinatorSettings(**options)
-    CoordinatorSettings(**options, http_max_body_bytes=4096)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
@@ -15,12 +13,10 @@ from coordinator.decoding.tokenization import PromptEncoder
 from coordinator.http import api as prompts_module
 from coordinator.requests import arrival
 from coordinator.requests.runner import LARGE_BYTES, Turns
-from coordinator.settings.coordinator import CoordinatorSettings
-from tandem.client import Client
 from tandem.errors import InvalidRequestError
 from tandem.types import GenerationRequest
-from tandem.v1 import generation_pb2, target_pb2_grpc
-from tests.service.fakes import MAX_LENGTH, FakeTarget, coordinating, serving
+from tandem.v1 import generation_pb2
+from tests.service.fakes import MAX_LENGTH, FakeTarget, cluster
 from tests.service.http_cluster import http_cluster
 
 JSON = {"content-type": "application/json"}
@@ -88,22 +84,11 @@ async def test_a_text_that_cannot_fit_is_not_tokenized(monkeypatch: pytest.Monke
     monkeypatch.setattr(PromptEncoder, "encode", encode)
     text = "a" * (32 * MAX_LENGTH + 1)
     expected = "the prompt has 2049 bytes; it must be at most 2048, since longer texts have more tokens than max_length"
-    async with http_cluster(FakeTarget()) as cluster, generating() as address, Client(address) as client:
-        answer = await cluster.http.post("/v1/completions", json={"prompt": text})
+    async with http_cluster(FakeTarget()) as http, cluster(FakeTarget()) as client:
+        answer = await http.http.post("/v1/completions", json={"prompt": text})
         assert answer.json()["error"]["message"].startswith(expected)
         with pytest.raises(InvalidRequestError, match=expected):
             [chunk async for chunk in client.generate(GenerationRequest(text))]
-
-
-@asynccontextmanager
-async def generating() -> AsyncIterator[str]:
-    """Run a coordinator over a fake target; yield its address."""
-    async with AsyncExitStack() as stack:
-        target = FakeTarget()
-        address, _ = await stack.enter_async_context(
-            serving(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(target, server))
-        )
-        yield await stack.enter_async_context(coordinating(CoordinatorSettings(target_address=address)))
 
 
 async def refused(address: str, content: bytes) -> tuple[grpc.StatusCode, str]:
@@ -117,16 +102,16 @@ async def refused(address: str, content: bytes) -> tuple[grpc.StatusCode, str]:
 
 
 async def test_large_messages_are_bounded_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with generating() as address:
+    async with cluster(FakeTarget()) as client:
         ids = generation_pb2.GenerateRequest(stop=["a"] * 1_000_000, text="a").SerializeToString()
         most = 32 * MAX_LENGTH + 16 * 1029 + 1024 * 16 + 256 * 5 + 4096
-        assert await refused(address, ids) == (
+        assert await refused(client.address, ids) == (
             grpc.StatusCode.INVALID_ARGUMENT,
             f"the request has {len(ids)} bytes; it must be at most {most}",
         )
         monkeypatch.setattr(arrival, "max_bytes", lambda *_: 1 << 20)
         code, expected = await refused(
-            address, generation_pb2.GenerateRequest(stop=["a"] * 100_000, text="a").SerializeToString()
+            client.address, generation_pb2.GenerateRequest(stop=["a"] * 100_000, text="a").SerializeToString()
         )
         assert (code, expected) == (
             grpc.StatusCode.INVALID_ARGUMENT,
@@ -134,9 +119,9 @@ async def test_large_messages_are_bounded_before_they_are_parsed(monkeypatch: py
         )
         message = generation_pb2.GenerateRequest()
         message.token_ids.token_ids.extend([1] * 100_000)
-        code, expected = await refused(address, message.SerializeToString())
+        code, expected = await refused(client.address, message.SerializeToString())
         assert expected.startswith("the prompt has 100000 tokens; it must have at most 63")
-        code, expected = await refused(address, b"\xff" * (LARGE_BYTES + 1))
+        code, expected = await refused(client.address, b"\xff" * (LARGE_BYTES + 1))
         assert (code, expected) == (
             grpc.StatusCode.INVALID_ARGUMENT,
             "a message cannot be read; its bytes must be the protobuf that the method takes",
@@ -147,7 +132,7 @@ async def test_a_large_request_within_the_bounds_is_answered() -> None:
     # Unknown fields are skipped, so a large message may be a small request.
     content = generation_pb2.GenerateRequest(text="a", max_tokens=2).SerializeToString()
     unknown = b"\xfa\xff\x01" + b"\x80\x90\x01" + bytes(18 << 10)
-    async with generating() as address, grpc.aio.insecure_channel(address) as channel:
+    async with cluster(FakeTarget()) as client, grpc.aio.insecure_channel(client.address) as channel:
         method: Any = channel.unary_stream(arrival.GENERATE)
         call = method(content + unknown, timeout=SECONDS)
         answers = [generation_pb2.GenerateResponse.FromString(answer) async for answer in call]
@@ -191,11 +176,3 @@ async def test_a_request_with_two_content_lengths_closes_its_connection() -> Non
     assert expected.startswith(b"HTTP/1.1 400 ")
     assert b"connection: close" in expected.lower()
     assert expected.count(b"HTTP/1.1 ") == 1
-
-
-def test_metrics_on_public_addresses_need_an_option() -> None:
-    options: dict[str, Any] = {"target_address": "127.0.0.1:1", "prometheus_host": "0.0.0.0"}
-    with pytest.raises(ValueError, match=r"prometheus_host is 0\.0\.0\.0, which other machines reach"):
-        CoordinatorSettings(**options, prometheus_port=0)
-    CoordinatorSettings(**options)
-    CoordinatorSettings(**options, prometheus_port=0, insecure=True)

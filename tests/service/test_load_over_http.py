@@ -14,7 +14,7 @@ WANTED = [Arrival(0.0, 5, 12), Arrival(0.0, 4, 7), Arrival(0.0, 6, 9)]
 
 
 async def test_tokens_and_chunks_of_a_coordinator_are_counted() -> None:
-    async with http_cluster(FakeTarget(), FakeDraft(), speculation_policy="fixed") as cluster:
+    async with http_cluster(FakeTarget(), FakeDraft()) as cluster:
         origin = origin_of(cluster.url)
         connect = partial(http_connection, origin, await served_model(origin))
         found = await send(connect, WANTED, 2, 0.0, is_paced=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -13,12 +13,10 @@ from benchmarks.load.fakes import VOCABULARY_SIZE
 from benchmarks.load.script import Script
 from benchmarks.load.scripted_services import ScriptedDraft, ScriptedTarget, Steps
 from coordinator.service import CoordinatorService
-from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.transport import streams
 from tandem.types import GenerationRequest
-from tandem.v1 import draft_pb2_grpc, target_pb2_grpc
 from tandem.wire.columns import take_message
-from tests.service.fakes import coordinator, serving
+from tests.service.fakes import fleet
 
 STREAMS = 16
 TOKENS = 100
@@ -44,22 +42,8 @@ async def scripted_coordinator() -> AsyncIterator[CoordinatorService]:
     """A coordinator before scripted services, all in this process."""
     steps = Steps(0.002), Steps(0.001)
     target, draft = ScriptedTarget(SCRIPT, steps[0]), ScriptedDraft(SCRIPT, steps[1])
-    async with AsyncExitStack() as stack:
-        target_address, _ = await stack.enter_async_context(
-            serving(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(target, server))
-        )
-        draft_address, _ = await stack.enter_async_context(
-            serving(lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(draft, server))
-        )
+    async with fleet(target, draft, draft_ahead="off", num_speculative_tokens=4) as (_, _, service):
         running = [asyncio.create_task(each.run()) for each in steps]
-        settings = CoordinatorSettings(
-            target_address=target_address,
-            draft_address=draft_address,
-            speculation_policy="fixed",
-            draft_ahead="off",
-            num_speculative_tokens=4,
-        )
-        _, service = await stack.enter_async_context(coordinator(settings))
         yield service
         for task in running:
             task.cancel()

@@ -3,45 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from coordinator.settings.coordinator import CoordinatorSettings
 from draft_service.proposers.drafting import propose_head
-from tandem.client import Client
 from tandem.engine.core import row_engine
 from tandem.engine.core.jobs import Continue, Done, Failed, Job
 from tandem.engine.models.loading import LoadedModel
 from tandem.errors import ProtocolError, TandemError
-from tandem.types import GenerationRequest
 from tests.service import engines
 from tests.service.clients import complete
-from tests.service.engines import Faults, draft, target, tiny_model
-from tests.service.fakes import coordinating
+from tests.service.engines import pair
+from tests.service.test_target_loss import REQUESTS as ALL
 
 Outcomes = Sequence[Done[Any] | Failed | Continue]
 
-GREEDY = GenerationRequest(
-    "def f(", max_tokens=24, temperature=0.0, num_speculative_tokens=3, ignore_eos=True
-)
-SAMPLED = {
-    rule: GenerationRequest(
-        "def f(", max_tokens=24, temperature=1.0, seed=5, rejection_sampling_strategy=rule, num_speculative_tokens=3,
-        ignore_eos=True,
-    )
-    for rule in ("strict", "residual")
-}  # fmt: skip
-REQUESTS = {"greedy": GREEDY, **SAMPLED}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return tiny_model(tmp_path_factory.mktemp("target"))
+REQUESTS = {name: request for name, request in ALL.items() if name != "block"}
 
 
 class Spoilt:
@@ -59,24 +40,12 @@ class Spoilt:
         return outcomes
 
 
-@asynccontextmanager
-async def cluster(model: LoadedModel) -> AsyncIterator[Client]:
-    async with AsyncExitStack() as stack:
-        target_address, _ = await stack.enter_async_context(target(model, Faults()))
-        draft_address, _ = await stack.enter_async_context(draft(model))
-        settings = CoordinatorSettings(
-            target_address=target_address, draft_address=draft_address, draft_patience_seconds=30.0
-        )
-        address = await stack.enter_async_context(coordinating(settings))
-        yield await stack.enter_async_context(Client(address))
-
-
 @pytest.mark.parametrize("rule", REQUESTS)
 async def test_non_finite_logits_of_the_target_end_the_request_with_internal(
     rule: str, model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(row_engine, "row_head", Spoilt(row_engine.row_head, first=3))
-    async with cluster(model) as client:
+    async with pair(model, model) as (client, _):
         with pytest.raises(TandemError) as raised, caplog.at_level(logging.ERROR):
             await complete(client, REQUESTS[rule])
     assert isinstance(raised.value, ProtocolError) or type(raised.value) is TandemError
@@ -91,11 +60,11 @@ async def test_non_finite_logits_of_the_draft_cost_only_the_speed_up(
     rule: str, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = REQUESTS[rule]
-    async with cluster(model) as client:
+    async with pair(model, model) as (client, _):
         undisturbed = await complete(client, request)
     spoilt = Spoilt(propose_head, first=1)
     monkeypatch.setattr(engines, "propose_head", spoilt)
-    async with cluster(model) as client:
+    async with pair(model, model) as (client, _):
         completed = await complete(client, request)
     assert spoilt.calls > 0
     assert completed.stats.drafted == 0

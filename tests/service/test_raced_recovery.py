@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
 from dataclasses import replace
 
-import pytest
-
-from coordinator.settings.coordinator import CoordinatorSettings
-from tandem.client import Client
 from tandem.engine.models.loading import LoadedModel
 from tandem.types import GenerationRequest, RowKind
 from tests.service.clients import Completed, complete
-from tests.service.engines import Faults, draft, target, tiny_model
-from tests.service.fakes import coordinating
+from tests.service.engines import pair
 
 BOUND_SECONDS = 60.0
 # The draft is the target's model and keeps 8 of these 20 tokens: about half of its proposals are accepted.
@@ -28,24 +22,9 @@ REQUESTS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return tiny_model(tmp_path_factory.mktemp("target"))
-
-
 async def completed(model: LoadedModel, row_kind: RowKind | None = None) -> list[Completed]:
     """Complete every request with this target."""
-    async with asyncio.timeout(BOUND_SECONDS), AsyncExitStack() as stack:
-        target_address, _ = await stack.enter_async_context(target(model, Faults()))
-        draft_address, _ = await stack.enter_async_context(draft(model))
-        settings = CoordinatorSettings(
-            target_address=target_address,
-            draft_address=draft_address,
-            draft_patience_seconds=30.0,
-            speculation_policy="fixed",
-        )
-        address = await stack.enter_async_context(coordinating(settings))
-        client = await stack.enter_async_context(Client(address))
+    async with asyncio.timeout(BOUND_SECONDS), pair(model, model) as (client, _):
         return [await complete(client, replace(request, row_kind=row_kind)) for request in REQUESTS]
 
 

@@ -9,8 +9,7 @@ from tandem.admin_client import AdminClient
 from tandem.client import Client
 from tandem.speculation_state import SpeculationState
 from tandem.types import GenerationRequest
-from tests.service.fakes import Fake, FakeDraft, FakeTarget
-from tests.service.served import fleet
+from tests.service.fakes import Fake, FakeDraft, FakeTarget, fleet
 from tests.service.test_draft_loss import useless
 
 SECONDS = 30.0
@@ -19,7 +18,7 @@ REQUEST = GenerationRequest((10,), max_tokens=40, temperature=0.0, seed=1)
 
 async def states(*fakes: Fake, request: GenerationRequest = REQUEST) -> list[SpeculationState]:
     """Return the state in a completion's summary, and then in status and stats."""
-    async with asyncio.timeout(SECONDS), fleet(*fakes, is_adaptive=True) as (client, _):
+    async with asyncio.timeout(SECONDS), fleet(*fakes, speculation_policy="adaptive") as (client, *_):
         return await told(client, request)
 
 
@@ -72,14 +71,14 @@ async def test_a_completion_of_one_token_uses_no_draft() -> None:
 
 
 async def test_an_administrator_can_switch_speculation_off() -> None:
-    async with asyncio.timeout(SECONDS), fleet(FakeTarget(), FakeDraft()) as (client, _):
+    async with asyncio.timeout(SECONDS), fleet(FakeTarget(), FakeDraft()) as (client, *_):
         async with AdminClient(client.address) as admin:
             await admin.update_config({"speculation": "false"})
         assert await told(client, REQUEST) == [speculation_report.off(speculation_report.DISABLED)] * 3
 
 
 async def test_an_unreachable_draft_is_the_reason() -> None:
-    async with asyncio.timeout(SECONDS), fleet(FakeTarget(), FakeDraft()) as (client, services):
+    async with asyncio.timeout(SECONDS), fleet(FakeTarget(), FakeDraft()) as (client, services, _):
         async with AdminClient(client.address) as admin:
             await admin.drain(services[1].address)
         assert await told(client, REQUEST) == [speculation_report.off(speculation_report.NONE_READY)] * 3

@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 
 from coordinator.service import CoordinatorService
-from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.errors import AbortedError, CapacityError, DeadlineError
 from tandem.types import Chunk, GenerationRequest
-from tandem.v1 import draft_pb2_grpc, target_pb2_grpc
 from tests.service import engines
 from tests.service.clients import until
-from tests.service.fakes import FakeDraft, FakeTarget, coordinator, serving
+from tests.service.fakes import Fake, FakeDraft, FakeTarget, fleet
 
 SECONDS = 20.0
 STALL = 0.2
@@ -26,20 +24,9 @@ REQUEST = GenerationRequest((10,), max_tokens=40, temperature=0.0)
 
 
 @asynccontextmanager
-async def over(
-    target: FakeTarget, draft: FakeDraft | None = None, **options: Any
-) -> AsyncIterator[CoordinatorService]:
+async def over(*fakes: Fake, **options: Any) -> AsyncIterator[CoordinatorService]:
     """Run a coordinator over these fakes that soon treats a stream as stalled."""
-    async with AsyncExitStack() as stack:
-        options["target_address"], _ = await stack.enter_async_context(
-            serving(lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(target, server))
-        )
-        if draft is not None:
-            options["draft_address"], _ = await stack.enter_async_context(
-                serving(lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(draft, server))
-            )
-        settings = CoordinatorSettings(**({"stalled_stream_seconds": STALL} | options))
-        _, service = await stack.enter_async_context(coordinator(settings))
+    async with fleet(*fakes, **({"stalled_stream_seconds": STALL} | options)) as (_, _, service):
         yield service
 
 
@@ -134,39 +121,19 @@ async def test_a_stream_that_waits_for_its_place_again_can_be_cancelled(
         assert (completions.admission.running, completions.admission.queued) == (0, 0)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-RULES = [
+RULES: list[dict[str, Any]] = [
     {"temperature": 0.0},
-    {"rejection_sampling_strategy": "strict", "temperature": 1.0, "seed": 5},
-    {"rejection_sampling_strategy": "residual", "temperature": 1.0, "seed": 5},
-    {"rejection_sampling_strategy": "block", "temperature": 1.0, "seed": 5},
+    *({"rejection_sampling_strategy": rule, "seed": 5} for rule in ("strict", "residual", "block")),
 ]
 
 
-async def test_the_tokens_equal_those_of_a_stream_that_was_always_read(folder: Path) -> None:
-    target, draft = engines.tiny_model(folder / "target", 1), engines.tiny_model(folder / "draft", 2)
-    async with (
-        engines.target(target, engines.Faults()) as (target_address, _),
-        engines.draft(draft) as (draft_address, _),
-        coordinator(
-            CoordinatorSettings(
-                target_address=target_address,
-                draft_address=draft_address,
-                stalled_stream_seconds=STALL,
-                draft_patience_seconds=30.0,
-                speculation_policy="fixed",
-                draft_ahead="off",  # the test compares rounds, and hits depend on timing
-            )
-        ) as (_, service),
-    ):
+async def test_the_tokens_equal_those_of_a_stream_that_was_always_read(tmp_path: Path) -> None:
+    target, draft = engines.tiny_model(tmp_path / "target", 1), engines.tiny_model(tmp_path / "draft", 2)
+    async with engines.pair(target, draft, stalled_stream_seconds=STALL) as (_, service):
         for rule in RULES:
             request = GenerationRequest(
                 (5, 6, 7), max_tokens=24, num_speculative_tokens=3, ignore_eos=True, **rule
-            )  # type: ignore[arg-type]
+            )
             expected = [chunk async for chunk in service.completions.complete(request)]
             chunks: list[Chunk] = []
             async for chunk in service.completions.complete(request):

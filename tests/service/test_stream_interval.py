@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.admin_client import AdminClient
-from tandem.client import Client
 from tandem.types import Chunk, GenerationRequest
-from tandem.v1 import target_pb2_grpc
-from tests.service.fakes import FakeTarget, coordinator, serving
+from tests.service.fakes import FakeTarget, cluster
 from tests.service.http_cluster import http_cluster
 
 INTERVAL = 8
@@ -22,20 +17,9 @@ COUNT = 20
 REQUEST = GenerationRequest((10,), max_tokens=COUNT, temperature=0.0)
 
 
-@asynccontextmanager
-async def client_of(**options: Any) -> AsyncIterator[Client]:
-    """A client of a coordinator with these options, whose target makes one token in a round."""
-    target = FakeTarget()
-    async with serving(
-        lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(target, server)
-    ) as (address, _):
-        settings = CoordinatorSettings(target_address=address, **options)
-        async with coordinator(settings) as (address, _), Client(address) as client:
-            yield client
-
-
 async def chunks_over_grpc(request: GenerationRequest = REQUEST, **options: Any) -> list[Chunk]:
-    async with client_of(**options) as client:
+    """The chunks of a target that makes one token in a round."""
+    async with cluster(FakeTarget(), **options) as client:
         return [chunk async for chunk in client.generate(request)]
 
 
@@ -93,7 +77,7 @@ async def test_an_early_end_is_sent_at_once(stop: str) -> None:
 
 
 async def test_it_can_change_while_the_coordinator_runs() -> None:
-    async with client_of() as client:
+    async with cluster(FakeTarget()) as client:
         assert len([chunk async for chunk in client.generate(REQUEST)]) == COUNT
         async with AdminClient(client.address) as admin:
             await admin.update_config({"stream_interval": str(INTERVAL)})

@@ -12,8 +12,7 @@ from coordinator.failover.verifier import MAX_LOSSES
 from tandem.errors import TandemError
 from tandem.types import GenerationRequest, Verification, VerifyStep
 from tests.service.clients import complete, until
-from tests.service.fakes import FakeTarget, refusal
-from tests.service.served import NOT_SERVING, fleet
+from tests.service.fakes import NOT_SERVING, FakeTarget, fleet, refusal
 
 SECONDS = 30.0
 TOKENS = 50
@@ -39,7 +38,7 @@ class Breaking(FakeTarget):
 
 async def test_a_broken_stream_moves_no_other_sequence() -> None:
     targets = (Breaking(), Breaking())
-    async with asyncio.timeout(SECONDS), fleet(*targets) as (client, _):
+    async with asyncio.timeout(SECONDS), fleet(*targets) as (client, *_):
         task = asyncio.create_task(complete(client, request(10)))
         await until(lambda: any(each.running for each in targets), SECONDS)
         for _ in range(3):
@@ -54,7 +53,7 @@ async def test_a_full_target_takes_over_no_sequence(monkeypatch: pytest.MonkeyPa
     """The sequence may stay on its draining target."""
     monkeypatch.setattr("coordinator.failover.verifier._MOVE_SECONDS", 0.2)
     targets = (Breaking(), Breaking())
-    async with asyncio.timeout(SECONDS), fleet(*targets) as (client, services):
+    async with asyncio.timeout(SECONDS), fleet(*targets) as (client, services, _):
         task = asyncio.create_task(complete(client, request(10)))
         await until(lambda: any(each.running for each in targets), SECONDS)
         draining, full = sorted(services, key=lambda each: -each.fake.running)

@@ -8,7 +8,6 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from functools import partial
 
 import grpc.aio
 import pytest
@@ -16,7 +15,6 @@ import pytest
 from tandem.integrations.vllm import TandemProposer
 from tandem.integrations.vllm.link import target_info
 from tandem.integrations.vllm.proposer import StepDrafter
-from tandem.v1 import draft_pb2_grpc
 from tests.service import vllm_stub
 from tests.service.fakes import FakeDraft, serving
 from tests.service.vllm_stub import Runner
@@ -49,14 +47,7 @@ async def served(
 ) -> AsyncIterator[list[tuple[str, grpc.aio.Server]]]:
     """Serve the drafts: the address and the server of each."""
     async with AsyncExitStack() as stack:
-        yield [
-            await stack.enter_async_context(
-                serving(
-                    partial(draft_pb2_grpc.add_DraftServiceServicer_to_server, draft), auth_token=auth_token
-                )
-            )
-            for draft in drafts
-        ]
+        yield [await stack.enter_async_context(serving(draft, auth_token=auth_token)) for draft in drafts]
 
 
 @asynccontextmanager

@@ -78,9 +78,3 @@ def test_a_target_without_a_head_leaves_the_contender_out(setup: Setup, tmp_path
 
     assert CONTENDERS["eagle3"].absent(elsewhere) == "name the folder of the target's eagle3 head with --head"
     assert CONTENDERS["eagle3"].absent(replace(setup, head=DEMO_DRAFT)) != "", "a draft model is no head"
-
-
-def test_the_steps_of_a_head_have_no_pace(setup: Setup) -> None:
-    reason = CONTENDERS["eagle3"].absent(replace(setup, pace="5,1"))
-
-    assert reason == "--pace does not slow a head, which runs in the target's process"

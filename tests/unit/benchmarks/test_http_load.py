@@ -13,8 +13,7 @@ import pytest
 
 from benchmarks.load.clients import http_connection, origin_of, served_model
 from benchmarks.load.figures import Arrival, Served
-from benchmarks.load.generator import run, send
-from coordinator.cli.command import UNREACHABLE
+from benchmarks.load.generator import send
 from tandem.errors import NotFoundError, ProtocolError, ServiceUnavailableError
 
 Answer = Callable[[str, Any], Sequence[bytes]]
@@ -193,24 +192,6 @@ async def test_failures_are_counted_by_kind_and_the_load_goes_on(
     assert reason in found[0].reason
 
 
-async def test_an_answer_that_is_cut_off_is_a_failure() -> None:
-    cut = [*chunked(events(text("a")))[:-1], b"5\r\ndat"]
-
-    def then_close(path: str, body: Any) -> Sequence[bytes]:
-        return [cut[0].replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"), *cut[1:]]
-
-    found, _ = await load(then_close)
-    assert [served.error for served in found] == ["ServiceUnavailableError"] * 2
-    assert "closed the connection before its answer ended" in found[0].reason
-
-
-async def test_the_first_model_of_the_list_is_asked_for() -> None:
-    listed = json.dumps({"data": [{"id": "first"}, {"id": "second"}]}).encode()
-    async with openai_server(always(*answered("200 OK", listed))) as server:
-        assert await served_model(origin_of(server.url)) == "first"
-        assert server.asked[0][0] == "/v1/models"
-
-
 async def test_a_server_without_models_is_explained() -> None:
     async with openai_server(always(*answered("200 OK", b'{"data": []}'))) as server:
         with pytest.raises(ProtocolError, match="lists no model; name one with --model"):
@@ -220,12 +201,3 @@ async def test_a_server_without_models_is_explained() -> None:
             await served_model(origin_of(server.url))
     with pytest.raises(ServiceUnavailableError, match=r"cannot connect to http://127\.0\.0\.1:1"):
         await served_model(origin_of("http://127.0.0.1:1"))
-
-
-def test_a_server_that_is_not_there_ends_the_command_with_a_sentence(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        run(["--http", "http://127.0.0.1:1", "--clients", "2"])
-    assert ended.value.code == UNREACHABLE
-    assert "cannot connect to http://127.0.0.1:1: " in capsys.readouterr().err

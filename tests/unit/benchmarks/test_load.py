@@ -8,19 +8,16 @@ import os
 import statistics
 import subprocess
 import sys
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from benchmarks.load.clients import grpc_connection
 from benchmarks.load.cluster import held_to
 from benchmarks.load.figures import (
     SHAREGPT_OUTPUTS,
     SHAREGPT_PROMPTS,
     Goodput,
-    Lengths,
     Served,
     arrivals,
     figures,
@@ -28,9 +25,8 @@ from benchmarks.load.figures import (
     quantiles,
     waits_of,
 )
-from benchmarks.load.generator import parse, send
+from benchmarks.load.generator import parse
 from benchmarks.load.script import Script
-from coordinator.cli.serve import sends_load
 from tests.end_to_end.processes import TANDEM
 from tests.paths import ROOT
 
@@ -64,14 +60,6 @@ def test_lengths_are_like_those_of_chats(purpose: str) -> None:
     assert 160 < statistics.mean(lengths) < 240
     assert min(lengths) >= 4
     assert max(lengths) <= 1024
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("32", (32.0, 0.0, 4, 1024)), ("100:1.5", (100.0, 1.5, 4, 1024)), ("2:1:8", (2.0, 1.0, 2, 8))],
-)
-def test_lengths_are_read_from_words(text: str, expected: tuple[float, float, int, int]) -> None:
-    assert Lengths.parse(text) == Lengths(*expected)
 
 
 FAST = Served(10.0, 5, 4, [10.1, 10.2, 10.4], 10.5)
@@ -235,27 +223,6 @@ def test_wrong_options_of_a_load_are_refused(
         parse(words, "tandem bench")
     assert refused.value.code == 2
     assert sentence in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "is_load"),
-    [
-        (["--clients", "4"], True),
-        (["--rate=5"], True),
-        (["--http", "http://h:1"], True),
-        (["--batch", "4"], False),
-        ([], False),
-    ],
-)
-def test_clients_a_rate_or_a_url_ask_for_a_load(words: list[str], is_load: bool) -> None:
-    assert sends_load(words) is is_load
-
-
-async def test_a_load_on_a_coordinator_that_runs_counts_its_failures() -> None:
-    wanted = arrivals(3, 100.0, 0)
-    found = await send(partial(grpc_connection, "127.0.0.1:1"), wanted, 2, 0.0, is_paced=True)
-    assert [served.error for served in found] == ["ServiceUnavailableError"] * 3
-    assert figures(found, Goodput({}), [50]).failed == 3
 
 
 def _group_of(pid: int) -> Path | None:

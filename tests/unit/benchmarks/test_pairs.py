@@ -13,7 +13,6 @@ from benchmarks.pairs import parse_shaped
 from benchmarks.shaping import (
     ENTROPY_NATS,
     agreement_and_overlap,
-    bisect,
     first_layers,
     random_target,
     scale_later_layers,
@@ -86,15 +85,6 @@ def test_the_pair_as_saved_agrees_as_often_as_asked(folders: tuple[Path, Path]) 
     assert entropy == pytest.approx(ENTROPY_NATS, abs=0.3)
 
 
-def test_no_token_is_its_own_successor_as_a_rule(folders: tuple[Path, Path]) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
-    ids = torch.arange(2048).reshape(8, 256)
-    with torch.inference_mode():
-        successors = model(ids).logits.argmax(-1)
-
-    assert (successors == ids).double().mean() < 0.05
-
-
 def test_services_can_load_the_folders_and_every_id_has_a_word(folders: tuple[Path, Path]) -> None:
     target, draft = folders
 
@@ -102,15 +92,6 @@ def test_services_can_load_the_folders_and_every_id_has_a_word(folders: tuple[Pa
     assert tokenizer_hash(target) == tokenizer_hash(draft)
     config = json.loads((target / "config.json").read_text())
     assert len(AutoTokenizer.from_pretrained(target)) == config["vocab_size"]
-
-
-def test_a_pair_in_the_cache_is_not_made_again(cache: Path, folders: tuple[Path, Path]) -> None:
-    weights = folders[0] / "model.safetensors"
-    before = weights.stat().st_mtime_ns
-
-    shaped_pair(parse_shaped(f"shaped:1M:1:{AGREEMENT}"), cache)
-
-    assert weights.stat().st_mtime_ns == before
 
 
 def test_without_its_later_layers_the_target_is_the_draft() -> None:
@@ -128,11 +109,3 @@ def test_without_its_later_layers_the_target_is_the_draft() -> None:
 def test_a_draft_with_all_layers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="has 3 layers; the target has 3"):
         shaped_pair(parse_shaped("shaped:1M:3:0.5"), tmp_path)
-
-
-@pytest.mark.parametrize("wanted", [0.1, 0.5, 0.75])
-def test_bisection_finds_where_a_rising_function_has_a_value(wanted: float) -> None:
-    def rising(scale: float) -> float:
-        return scale / (1 + scale)
-
-    assert rising(bisect(rising, wanted)) == pytest.approx(wanted, abs=0.02)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from models.demo.recipe.heads.measure_head import overlap
-from models.demo.recipe.measure import loops, repeated_share
 from models.smollm2.recipe.answers import (
     ANSWER_MARK,
     END_OF_ANSWER,
-    answer_start,
-    endless_batches,
     frequent_tokens,
     read_batch,
 )
@@ -34,23 +30,6 @@ def test_sampled_tokens_are_accepted_as_often_as_the_distributions_overlap() -> 
     torch.testing.assert_close(overlap(WANTED, OWN, 1.0), torch.tensor([0.75, 0.7]))
 
 
-def test_a_text_loops_when_an_8_gram_occurs_three_times() -> None:
-    line = list(range(8))
-    between = [100, 101, 102]
-    assert not loops([*line, *between, *line])
-    assert loops([*line, *between, *line, 103, *line])
-    assert not loops([*line[:7], *between, *line[:7], 103, *line[:7]])
-    assert loops([5] * 10)
-    assert not loops([5] * 9)
-    assert not loops([])
-
-
-def test_the_share_of_repeated_4_grams() -> None:
-    assert repeated_share([1, 2, 3, 4, 5]) == 0
-    assert repeated_share([1, 2, 3, 4, 1, 2, 3, 4]) == pytest.approx(1 / 5)
-    assert repeated_share([1, 2, 3]) == 0
-
-
 PROMPT = [1, 40, 41, *ANSWER_MARK]
 
 
@@ -66,13 +45,6 @@ def test_held_out_questions_are_not_among_those_of_the_training() -> None:
     assert len(set(training)) > 4000
     assert not set(training) & set(held_out)
     assert training == training_questions()
-
-
-def test_an_answer_starts_behind_the_last_line_that_opens_one() -> None:
-    assert answer_start([*PROMPT, 7, 8]) == len(PROMPT)
-    assert answer_start([*PROMPT, 7, *PROMPT, 9]) == 2 * len(PROMPT) + 1
-    with pytest.raises(ValueError, match="no line that opens an answer"):
-        answer_start([1, 2, 3])
 
 
 def test_answers_of_different_lengths_are_padded(tmp_path: Path) -> None:
@@ -93,14 +65,6 @@ def test_the_draft_vocabulary_is_what_answers_are_made_of(tmp_path: Path) -> Non
     save_answer(tmp_path / "b.safetensors", [50, 51, 52])
     assert frequent_tokens(tmp_path, 3) == [END_OF_ANSWER, 50, 51]
     assert frequent_tokens(tmp_path, 6) == [0, 1, END_OF_ANSWER, 50, 51, 52]
-
-
-def test_a_pass_takes_every_file_once(tmp_path: Path) -> None:
-    for token in range(50, 56):
-        save_answer(tmp_path / f"{token}.safetensors", [token])
-    batches = endless_batches(tmp_path, 2, torch.Generator().manual_seed(1))
-    seen = torch.cat([next(batches).lessons.tokens for _ in range(3)])[:, len(PROMPT)]
-    assert sorted(seen.tolist()) == list(range(50, 56))
 
 
 def test_the_head_is_compared_with_the_target_where_it_can_propose_the_texts_token(tmp_path: Path) -> None:

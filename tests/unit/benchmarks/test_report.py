@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -134,32 +133,6 @@ def test_tables_hold_every_cell_and_who_was_absent() -> None:
         assert words in text
 
 
-def test_wire_is_what_the_services_take_longer_than_one_process() -> None:
-    same = {"batch": 1, "temperature": 0.0, "sampling": 1e-5, "wait": 1e-4}
-    rows = [
-        PhaseRow.model_validate({"path": "services", "draft": 0.004, "verify": 0.009, **same}),
-        PhaseRow.model_validate({"path": "one process", "draft": 0.0035, "verify": 0.0085, **same}),
-    ]
-
-    lines = markdown(report(CELLS, phases=tuple(rows))).splitlines()
-
-    assert next(line for line in lines if line.startswith("| services")).endswith("| 1.00 ms |")
-    assert next(line for line in lines if line.startswith("| one process")).endswith("|  |")
-
-
-def test_the_chart_is_well_formed_and_has_a_bar_for_each_cell() -> None:
-    picture = ElementTree.fromstring(svg(report(CELLS)))
-    space = "{http://www.w3.org/2000/svg}"
-    bars = picture.findall(f"{space}rect")[1:]  # the first is the ground
-    words = [element.text for element in picture.iter(f"{space}text")]
-
-    assert len(bars) == len(CELLS)
-    assert "title of one-process <&>" in words
-    assert max(float(bar.get("x", 0)) + float(bar.get("width", 0)) for bar in bars) < float(
-        picture.get("width", 0)
-    )
-
-
 def test_tables_and_chart_can_be_made_again_from_the_json(tmp_path: Path) -> None:
     made = report(CELLS)
     made = with_targets(made)
@@ -218,14 +191,3 @@ def test_texts_are_the_same_up_to_the_first_token_that_differs() -> None:
 
     assert cell.same_tokens == 5 / 8
     assert cell_of("transformers", 2, 1.0, [other], [reference]).same_tokens is None, "drawn texts may differ"
-
-
-def test_the_first_hundred_tokens_are_reported_apart() -> None:
-    own = outcome(4.0, answer((1.0, 1), (2.0, 99), (3.0, 50)), answer((2.0, 100), (4.0, 100)))
-    cell = cell_of("speculative", 2, 0.0, [own], [None])
-    assert cell.early_tokens_per_second == (50.0 + 50.0,)
-    assert cell.late_tokens_per_second == (50.0 + 50.0,)
-    short = cell_of("speculative", 1, 0.0, [outcome(1.0, answer((1.0, 99)))], [None])
-    assert short.early_tokens_per_second == ()
-    text = markdown(report([cell]).model_copy(update={"titles": {"speculative": "Tandem"}}), None)
-    assert "| Tandem | 2 | 0 | 100.0 |" in text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import sys
 from collections.abc import Sequence
@@ -17,9 +16,8 @@ from benchmarks.load.figures import Figures, Spread
 from benchmarks.pairs import Pair
 from benchmarks.report import PairInfo
 from benchmarks.studies import vllm_server as study
-from benchmarks.studies.vllm_server import ALONE, SERVERS, SPECULATIVE, Launch, launch_of
+from benchmarks.studies.vllm_server import Launch
 from tandem.errors import ServiceUnavailableError
-from tests.service.clients import until
 from tests.unit.benchmarks.test_http_load import answered, chunked, events, openai_server, text, usage
 
 PAIR = Pair(Path("t"), Path("d"), PairInfo(name="demo", target_parameters=1, draft_parameters=1))
@@ -52,27 +50,6 @@ def test_ratios_are_medians_of_the_rounds_by_the_best_mode() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", SERVERS)
-def test_each_server_gets_the_same_models_and_reuses_no_prefix(name: str) -> None:
-    launch = launch_of(name, options("--threads", "2"), PAIR, 8001)
-
-    assert "8001" in launch.command
-    assert "t" in launch.command
-    if name in (ALONE, SPECULATIVE):
-        assert launch.environment["TANDEM_TARGET_ENABLE_PREFIX_CACHING"] == "false"
-        assert launch.command[launch.command.index("--draft") + 1] == ("none" if name == ALONE else "d")
-        assert launch.command[launch.command.index("--threads") + 1] == "2"
-    else:
-        assert "--no-enable-prefix-caching" in launch.command
-        assert launch.environment["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
-
-
-def test_threads_are_each_servers_own_unless_they_are_named() -> None:
-    assert "--threads" not in launch_of(ALONE, options(), PAIR, 1).command
-    assert "VLLM_CPU_OMP_THREADS_BIND" not in launch_of("vLLM", options(), PAIR, 1).environment
-    assert launch_of("vLLM@2", options(), PAIR, 1).environment["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
-
-
 async def test_every_server_is_loaded_once_to_warm_up_and_once_for_each_round() -> None:
     def answer(path: str, body: Any) -> Sequence[bytes]:
         if path == "/v1/models":
@@ -92,19 +69,6 @@ async def test_every_server_is_loaded_once_to_warm_up_and_once_for_each_round() 
 
 def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-async def test_a_server_is_stopped_and_goes_on() -> None:
-    process = await asyncio.create_subprocess_exec("sleep", "60")
-    ran = study.Server("some", origin_of("http://127.0.0.1:1"), process.pid)
-    try:
-        ran.pause()
-        await until(lambda: state(process.pid) == "T", 5.0)
-        ran.resume()
-        await until(lambda: state(process.pid) in "SR", 5.0)
-    finally:
-        process.kill()
-        await process.wait()
 
 
 async def test_a_server_that_ends_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

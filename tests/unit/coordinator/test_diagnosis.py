@@ -78,22 +78,6 @@ def test_speculation_without_gain_is_reported_with_the_deciding_numbers() -> Non
     assert "a smaller one" in finding.advice
 
 
-def test_a_slow_but_accurate_draft_is_reported_as_slow() -> None:
-    slow = replace(DRAFT, step_seconds=0.12)  # 30 ms a token, where a verification takes 20
-    finding = acceptance(status(TARGET, slow, stats=figures(800, 640, 512, 410)))
-    assert "smaller one" in finding.advice
-    assert "trained" not in finding.advice
-    bad = acceptance(status(TARGET, slow, stats=figures(100, 20, 5, 1)))
-    assert "trained" in bad.advice
-
-
-def test_every_problem_comes_with_advice_or_a_reason() -> None:
-    down = replace(DRAFT, state=ReplicaState.DOWN, reason="it does not answer")
-    for finding in diagnose(status(replace(TARGET, state=ReplicaState.DRAINING), down), SETTINGS):
-        if finding.severity is not Severity.OK and finding.check != "drafts":
-            assert finding.advice
-
-
 def test_no_target_is_a_problem_and_no_draft_a_warning() -> None:
     gone = replace(TARGET, state=ReplicaState.DOWN)
     assert [f.severity for f in found(status(gone, DRAFT), "targets")] == [Severity.PROBLEM]
@@ -131,11 +115,6 @@ def test_the_finding_describes_the_rule() -> None:
     assert "not distributed" in found(status(TARGET, DRAFT, rule="typical-acceptance"), "rule")[0].detail
 
 
-def test_waiting_requests_are_reported() -> None:
-    waiting = replace(status(TARGET, DRAFT), load=Load(256, 3))
-    assert found(waiting, "load")[0].severity is Severity.WARNING
-
-
 def test_few_proposed_tokens_give_no_verdict_on_acceptance() -> None:
     finding = acceptance(status(TARGET, DRAFT, stats=figures(0, 0, of=20)))
     assert finding.severity is Severity.OK
@@ -153,12 +132,6 @@ def test_a_better_number_of_tokens_is_suggested() -> None:
     finding = acceptance(status(TARGET, replace(DRAFT, step_seconds=0.020), stats=figures(900, 90, 9, 1)))
     assert finding.severity is Severity.WARNING
     assert finding.advice.endswith("tandem admin config set num_speculative_tokens 1")
-
-
-def test_without_step_times_a_low_acceptance_rate_is_a_warning() -> None:
-    untimed = replace(DRAFT, step_seconds=None)
-    assert acceptance(status(TARGET, untimed, stats=figures(200, 20, 2, 0))).severity is Severity.WARNING
-    assert acceptance(status(TARGET, untimed)).severity is Severity.OK
 
 
 @given(st.lists(st.floats(0.0, 1.0), max_size=8), st.floats(0.001, 2.0))

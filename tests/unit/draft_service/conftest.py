@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tandem.engine.models.loading import LoadedModel, load_model
-from tests.unit.draft_service.ahead_rounds import MakeModel
+from tests.unit.draft_service.test_ahead import MakeModel
 from tests.unit.engine.tiny_models import CONFIGS, save_checkpoint
 
 

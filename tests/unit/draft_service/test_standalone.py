@@ -1,17 +1,22 @@
-"""The distribution that the draft sends is the one it sampled from."""
+"""The distribution that the draft sends is the one it sampled from, and a proposal fits the room of its sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 import pytest
 import torch
 
 from draft_service.proposers.drafting import Drafting, propose_head
+from draft_service.proposers.standalone import StandaloneProposer
+from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Continue, Done, Failed, Job
 from tandem.engine.kv_cache.arena import PageTable
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
+from tandem.engine.models.loading import load_model
+from tandem.engine.settings import EngineSettings
+from tandem.errors import InvalidRequestError
 from tandem.sampling.noise import sample, target_keys
 from tandem.sampling.warping import warp
 from tandem.types import (
@@ -19,10 +24,12 @@ from tandem.types import (
     DenseLogits,
     DraftOptions,
     Proposal,
+    ProposeStep,
     RowKind,
     SamplingParams,
     SparseDistribution,
 )
+from tests.unit.engine.tiny_models import CONFIGS, save_checkpoint
 
 VOCABULARY_SIZE = 50
 
@@ -178,3 +185,39 @@ def test_non_finite_logits_affect_only_their_own_proposal(number: float) -> None
         assert outcome.result.token_ids == proposal.token_ids
     greedy = [job(SamplingParams(temperature=0.0), RowKind.TOKEN) for _ in range(6)]
     assert [isinstance(each, Failed) for each in propose_head(greedy, logits)] == [False, True] * 3
+
+
+SAMPLED_TEST_ROOM = DraftOptions("r", SamplingParams(seed=3), max_length=12)
+
+
+@pytest.fixture
+async def proposer(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[StandaloneProposer]:
+    folder = tmp_path_factory.mktemp("llama")
+    save_checkpoint(folder, CONFIGS["llama"]())
+    engine = Engine(
+        load_model(folder, dtype="float32"), propose_head, EngineSettings(max_length=64, max_sequences=2)
+    )
+    proposer = StandaloneProposer(engine, 8)
+    await proposer.start()
+    yield proposer
+    await proposer.close()
+
+
+async def test_a_proposal_can_fill_the_sequence_exactly(proposer: StandaloneProposer) -> None:
+    prompt = Delta(0, [5, 9, 2])
+    async with proposer.sequence(SAMPLED_TEST_ROOM) as sequence:
+        # The draft does not read the last of them, so that one more than fits can be drawn.
+        assert len(await sequence.propose(ProposeStep(prompt, 10)) or ()) == 10
+    for count in (11, 2**31 - 1):
+        async with proposer.sequence(SAMPLED_TEST_ROOM) as sequence:
+            with pytest.raises(
+                InvalidRequestError, match=f"^{count} tokens were asked for after 3, but .* limit is 12$"
+            ):
+                await sequence.propose(ProposeStep(prompt, count))
+            assert len(await sequence.propose(ProposeStep(prompt, 4)) or ()) == 4
+
+
+async def test_a_sequence_that_is_too_long_is_refused(proposer: StandaloneProposer) -> None:
+    async with proposer.sequence(SAMPLED_TEST_ROOM) as sequence:
+        with pytest.raises(InvalidRequestError, match="would have 14 tokens, but its limit is 12"):
+            await sequence.propose(ProposeStep(Delta(0, [1] * 14), 0))

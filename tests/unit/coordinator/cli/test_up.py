@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from coordinator.cli.serve import package_of
-from coordinator.cli.up import UpOptions, next_command, service_arguments
+from coordinator.cli.up import UpOptions, service_arguments
 from coordinator.settings.coordinator import CoordinatorSettings
 from draft_service.settings import DraftSettings
 from tandem.errors import ConfigurationError
@@ -83,12 +83,6 @@ def test_a_method_that_cannot_be_started_is_refused(options: UpOptions, sentence
     assert str(error.value) == sentence
 
 
-def test_a_named_model_gets_a_draft_without_a_model() -> None:
-    arguments = service_arguments(UpOptions(model="owner/model"))
-    assert value(arguments.target, "--model") == "owner/model"
-    assert value(arguments.draft, "--method") == "suffix"
-
-
 @pytest.mark.parametrize(
     "options",
     [UpOptions(model="smollm2"), UpOptions(target="smollm2"), UpOptions(model="smollm2", method="eagle3")],
@@ -124,14 +118,6 @@ def test_the_fastest_lossless_rule_is_used_unless_one_is_named(
     assert value(service_arguments(UpOptions(model="smollm2")).coordinator, option) is None
 
 
-def test_a_config_file_may_name_another_draft_for_smollm2(tmp_path: Path) -> None:
-    file = tmp_path / "tandem.json"
-    file.write_text(json.dumps({"method": "ngram"}), encoding="utf-8")
-    arguments = service_arguments(UpOptions(model="smollm2", config_file=file))
-    assert value(arguments.target, "--draft-model") is None
-    assert value(arguments.draft, "--config-file") == str(file)
-
-
 def test_smollm2_without_its_head_drafts_without_a_model(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -143,12 +129,6 @@ def test_smollm2_without_its_head_drafts_without_a_model(
         service_arguments(UpOptions(model="smollm2", method="eagle3"))
 
 
-def test_a_folder_called_smollm2_is_no_short_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "smollm2").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert value(service_arguments(UpOptions(model="smollm2")).draft, "--method") == "suffix"
-
-
 def test_a_model_may_take_longer_to_load_than_a_lone_coordinator_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -157,10 +137,6 @@ def test_a_model_may_take_longer_to_load_than_a_lone_coordinator_waits(
     assert float(value(service_arguments(UpOptions()).coordinator, option) or 0) > 10 * default
     monkeypatch.setenv("TANDEM_COORDINATOR_START_TIMEOUT_SECONDS", "5")
     assert option not in service_arguments(UpOptions()).coordinator
-
-
-def test_no_draft_starts_no_draft_process() -> None:
-    assert service_arguments(UpOptions(draft="none")).draft is None
 
 
 def test_the_services_accept_their_arguments(tmp_path: Path) -> None:
@@ -243,11 +219,6 @@ def test_conflicting_options_are_refused_before_anything_starts(
     assert sentence in Commands(monkeypatch, capsys).fail(2, "up", *words)
 
 
-def test_the_next_command_names_the_address_where_it_is_not_the_default() -> None:
-    assert next_command("127.0.0.1:50051").endswith("generate 'def main():' --max-tokens 64")
-    assert next_command("127.0.0.1:7").endswith("--max-tokens 64 --address 127.0.0.1:7")
-
-
 def test_mtp_is_hosted_by_the_target_alone() -> None:
     arguments = service_arguments(UpOptions(target=str(DEMO_TARGET), method="mtp"))
     assert arguments.draft is None
@@ -296,14 +267,6 @@ def test_each_model_runs_on_its_device(options: dict[str, Any], target: str, dra
     assert (settings[0].compute_device, settings[1].compute_device) == (target, draft)
 
 
-def test_the_drafts_device_on_the_command_line_is_stronger_than_in_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "tandem.json"
-    file.write_text(json.dumps({"draft_devices": "cuda:3"}), encoding="utf-8")
-    assert placed(on("cuda:0"), config_file=file)[1].compute_device == "cuda:3"
-    named = placed(on("cuda:0", draft_device="cuda:1"), config_file=file)
-    assert named[1].compute_device == "cuda:1"
-
-
 @pytest.mark.parametrize(
     ("options", "shares"),
     [
@@ -320,11 +283,6 @@ def test_models_on_one_accelerator_share_its_memory(
 ) -> None:
     target, draft = placed(options)
     assert (target.device_memory_utilization, draft.device_memory_utilization) == shares
-
-
-def test_a_draft_without_a_model_takes_no_share() -> None:
-    target, draft = placed(on("cuda"), draft="ngram")
-    assert (target.device_memory_utilization, draft.device_memory_utilization) == (None, None)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,6 @@ from coordinator.cli.doctor import clock, distance, doctor_view, summary, versio
 from coordinator.cli.views import (
     bar,
     duration,
-    milliseconds,
-    percent,
     request_view,
     requests_view,
     stats_view,
@@ -49,12 +47,6 @@ def test_a_view_fits_its_terminal(name: str, width: int) -> None:
         assert_matches(f"views/{name}.txt", text)
 
 
-def test_a_replica_has_one_row() -> None:
-    lines = as_text(VIEWS["status"], width=80).splitlines()
-    for shown in REPLICAS:
-        assert sum(line.startswith(f"{shown.role.value:8}{shown.address}") for line in lines) == 1
-
-
 def test_output_for_programs_consists_of_json_types() -> None:
     told = plain(STATUS)
     assert told["state"] == "degraded"
@@ -83,10 +75,6 @@ def test_clocks_are_compared_halfway_through_the_call(apart: float, severity: Se
     assert clock(NOW, took, told).severity is severity
 
 
-def test_a_slow_answer_gives_no_verdict_on_the_clock() -> None:
-    assert clock(NOW, 10.0, NOW + timedelta(seconds=9.9)).severity is Severity.OK
-
-
 def test_other_findings_of_the_client() -> None:
     assert distance(0.001).severity is Severity.OK
     assert distance(0.5).severity is Severity.WARNING
@@ -108,19 +96,6 @@ def test_other_findings_of_the_client() -> None:
 )
 def test_a_duration_has_two_units(seconds: float, words: str) -> None:
     assert duration(seconds) == words
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"), [(None, "-"), (0.00042, "0.4 ms"), (0.0314, "31.4 ms"), (1.2345, "1234 ms")]
-)
-def test_milliseconds_have_their_significant_digits(seconds: float | None, words: str) -> None:
-    assert milliseconds(seconds) == words
-
-
-def test_the_share_of_zero_is_undefined() -> None:
-    assert percent(0, 0) == "-"
-    assert percent(0.5) == "50.0%"
-    assert percent(1, 3) == "33.3%"
 
 
 @given(st.floats(0.0, 1.0), st.integers(1, 60))

@@ -88,26 +88,6 @@ def test_a_rule_may_supply_no_token() -> None:
     assert chunk.token_ids == (10, 11)
 
 
-def test_tokens_after_an_end_of_sequence_inside_the_accepted_run_are_dropped() -> None:
-    target = completion()
-    chunk = extend(target, (10, EOS, 12), 3)
-    assert target.token_ids == [5, 6, 10, EOS]
-    assert chunk.token_ids == (10, EOS)
-    assert chunk.summary is not None
-    assert chunk.summary.finish_reason is FinishReason.STOP
-    assert chunk.summary.completion_tokens == 2
-    assert (chunk.summary.speculation.drafted, chunk.summary.speculation.accepted) == (3, 2)
-    assert not target.can_extend
-
-
-def test_end_of_sequence_can_be_ignored() -> None:
-    target = Completion(
-        (5,), Limits(100, 50), Detokenizer(TOKENIZER), StopStrings(()), request_id="r", seed=0
-    )
-    extend(target, (EOS,), 1)
-    assert target.can_extend
-
-
 @pytest.mark.parametrize(("max_length", "max_tokens"), [(5, 50), (100, 3)])
 def test_a_limit_inside_the_accepted_run_ends_the_completion(max_length: int, max_tokens: int) -> None:
     target = completion(max_length=max_length, max_tokens=max_tokens)
@@ -121,18 +101,6 @@ def test_a_limit_inside_the_accepted_run_ends_the_completion(max_length: int, ma
 
 def test_an_end_of_sequence_at_the_limit_is_a_stop() -> None:
     chunk = extend(completion(max_tokens=1), (EOS,), 1)
-    assert chunk.summary is not None
-    assert chunk.summary.finish_reason is FinishReason.STOP
-
-
-def test_a_stop_string_ends_text_and_tokens() -> None:
-    target = completion(stop=("cd",))
-    token_ids = ids_of("ab") + ids_of("c") + ids_of("d") + ids_of("zz")
-    chunk = extend(target, token_ids, len(token_ids))
-    assert chunk.text == "ab"
-    assert TOKENIZER.decode(target.token_ids[2:]) == "abcd", (
-        "the token that completes the stop string is the last"
-    )
     assert chunk.summary is not None
     assert chunk.summary.finish_reason is FinishReason.STOP
 
@@ -198,17 +166,6 @@ def test_held_back_text_is_emitted_when_a_limit_ends_the_completion() -> None:
     assert extend(target, (), 0, next_token=token_id).text == "c"
 
 
-def test_a_character_cut_off_by_the_limit_is_left_out_of_the_text_only() -> None:
-    token_ids = ids_of("日")
-    target = completion(max_tokens=len(token_ids) - 1)
-    chunk = extend(target, token_ids, len(token_ids))
-    assert chunk.text == ""
-    assert chunk.token_ids == token_ids[:-1]
-
-
-END_OF_TEXT = TOKENIZER.token_to_id("<|endoftext|>")
-
-
 def pieces_of(token_ids: list[int]) -> list[str]:
     detokenizer = Detokenizer(TOKENIZER)
     return [detokenizer.push(token_id) for token_id in token_ids] + [detokenizer.finish()]
@@ -233,11 +190,6 @@ def test_streamed_text_equals_the_text_decoded_at_once(token_ids: list[int]) -> 
     text = "".join(pieces_of(token_ids))
     assert whole.startswith(text)
     assert set(whole[len(text) :]) <= {"\ufffd"}
-
-
-def test_the_end_of_text_token_adds_no_text() -> None:
-    assert END_OF_TEXT is not None
-    assert pieces_of([END_OF_TEXT]) == ["", ""]
 
 
 @pytest.mark.parametrize(

@@ -35,12 +35,6 @@ def test_the_first_answer_counts_only_while_there_is_no_other() -> None:
     assert timings.patience_seconds == pytest.approx(0.4)
 
 
-def test_a_configured_wait_overrides_measurements() -> None:
-    timings = RoundTimings(3.0)
-    timings.verified(0.1, 4, is_first=False)
-    assert timings.patience_seconds == 3.0
-
-
 @given(st.lists(st.tuples(st.floats(0.0, 100.0), st.integers(0, 8), st.booleans()), max_size=20))
 def test_a_draft_that_hangs_costs_less_than_a_second(times: list[tuple[float, int, bool]]) -> None:
     timings = RoundTimings(None)
@@ -80,19 +74,6 @@ def test_a_round_that_waited_in_vain_is_marked() -> None:
     cost = timings.end_round(0.5)
     assert cost is not None
     assert not cost.was_late
-
-
-def test_a_proposal_of_an_earlier_round_has_no_cost() -> None:
-    timings = RoundTimings(None)
-    timings.verified(0.1, 4, is_first=False)
-    assert timings.end_round(0.2) is None
-
-
-def test_a_round_is_drafted_until_it_ends() -> None:
-    timings = RoundTimings(None)
-    timings.is_drafted = True
-    timings.end_round(0.2)
-    assert not timings.is_drafted
 
 
 TOKENIZER = read_tokenizer({"tokenizer.json": (DEMO_TARGET / "tokenizer.json").read_bytes()})
@@ -146,11 +127,6 @@ async def test_each_round_has_one_result() -> None:
     assert (second.proposed, second.accepted, second.committed) == (0, 0, 1)
     assert not second.is_drafted
     assert second.draft_address == "d:1", "the last draft that the request had"
-
-
-async def test_tokens_past_the_end_do_not_count() -> None:
-    (only,) = await rounds_of(1)
-    assert (only.proposed, only.accepted, only.committed) == (3, 1, 1)
 
 
 async def test_rounds_leave_no_gap() -> None:

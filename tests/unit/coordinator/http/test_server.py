@@ -175,17 +175,6 @@ async def test_an_idle_connection_has_its_own_timeout(monkeypatch: pytest.Monkey
         writer.close()
 
 
-async def test_half_a_request_after_a_whole_one_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_HEADER_SECONDS", 0.1)
-    monkeypatch.setattr(server_module, "_KEEP_ALIVE_SECONDS", 1)
-    async with listening(brief) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        await answered(reader, writer, GET + GET[:-4])
-        async with asyncio.timeout(SECONDS):
-            assert await reader.read() == b""
-        writer.close()
-
-
 async def test_the_server_shuts_down_during_answers() -> None:
     app = Endless()
     async with listening(app) as port:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
-from coordinator.rejection import RowError, rules
+from coordinator.rejection import Round, RowError, resolve, rules
+from coordinator.rejection.rules import (
+    schedule_of_length,
+    schedule_of_rate,
+    schedule_of_rates,
+)
+from tandem.config import SpeculativeConfig
 from tandem.types import (
     Acceptance,
+    NextToken,
     Proposal,
     SamplingParams,
     SparseDistribution,
+    SupportRow,
     TargetRow,
     TokenRow,
     Verification,
@@ -18,6 +28,7 @@ from tandem.types import (
 from tests.unit.coordinator.rejection.builders import (
     BONUS,
     GREEDY,
+    NONE,
     RECOVERED,
     SAMPLED,
     Accept,
@@ -277,7 +288,289 @@ def test_an_empty_proposal_is_answered(accept: Accept, row: TargetRow) -> None:
     assert accept(proposal(), verification(row), GREEDY, uniforms()) == Acceptance(0, 6, BONUS)
 
 
-def test_each_position_has_its_own_uniforms() -> None:
-    given = sampled(*[(1, {1: 0.8, 2: 0.2})] * 3)
-    rows = verification(*[support_row({1: 0.4, 2: 0.6})] * 3, bonus_row(7))
-    assert residual(given, rows, SAMPLED, uniforms(0.1, 0.1, 0.9)) == Acceptance(2, 2, RECOVERED)
+TYPICAL = [
+    # entropy 0: the threshold is epsilon, 0.09, below delta, 0.3
+    pytest.param(0.0, 0.0901, True, id="above epsilon"),
+    pytest.param(0.0, 0.09, False, id="at epsilon"),
+    # entropy 2: 0.3 * exp(-2) = 0.0406
+    pytest.param(2.0, 0.0407, True, id="above delta exp(-entropy)"),
+    pytest.param(2.0, 0.0405, False, id="below delta exp(-entropy)"),
+    pytest.param(1.0, 0.0899, False, id="epsilon is lower at entropy 1"),
+]
+
+
+@pytest.mark.parametrize(("entropy", "prob", "kept"), TYPICAL)
+def test_typical_acceptance(entropy: float, prob: float, kept: bool) -> None:
+    row = support_row({1: prob}, outside=8, statistics=statistics(argmax=8, entropy=entropy))
+    noise = uniforms(0.5)
+    acceptance = typical()(proposal(1), verification(row, bonus_row(7)), SAMPLED, noise)
+    assert (acceptance == Acceptance(1, 7, BONUS)) is kept
+    assert (acceptance.next_token is RECOVERED) is not kept
+
+
+def test_typical_acceptance_replaces_a_rejected_token_with_a_sample_of_the_target() -> None:
+    """The rejected token itself may be sampled again."""
+    row = support_row({1: 0.05}, outside=8, statistics=statistics(argmax=8, entropy=0.0))
+    noise = uniforms(0.5)
+    assert typical()(proposal(1), verification(row, bonus_row(7)), SAMPLED, noise).accepted_count == 0
+    assert noise.laws == [pytest.approx({1: 0.05, 8: 0.95})]
+
+
+def test_typical_acceptance_with_other_thresholds() -> None:
+    row = support_row({1: 0.2}, outside=8, statistics=statistics(argmax=8, entropy=0.0))
+    rows = verification(row, bonus_row(7))
+    assert typical(epsilon=0.5)(proposal(1), rows, SAMPLED, uniforms(0.5)).accepted_count == 0
+    assert typical(epsilon=0.5, delta=0.1)(proposal(1), rows, SAMPLED, uniforms(0.5)).accepted_count == 1
+
+
+def test_typical_acceptance_computes_the_entropy_of_dense_rows() -> None:
+    """Uniform over 20: entropy ln 20, threshold 0.3 / 20 = 0.015, and each token has 0.05."""
+    flat = verification(*[dense_row([0.05] * 20)] * 2)
+    assert typical()(proposal(3), flat, SAMPLED, uniforms(0.5)).accepted_count == 1
+    assert typical(delta=1.01)(proposal(3), flat, SAMPLED, uniforms(0.5)).accepted_count == 0
+
+
+def test_typical_acceptance_needs_statistics() -> None:
+    rows = verification(support_row({1: 0.5}, outside=8), bonus_row(7))
+    with pytest.raises(RowError, match="statistics"):
+        typical()(proposal(1), rows, SAMPLED, uniforms(0.5))
+
+
+def _logit_row(token: int, logit: float) -> TargetRow:
+    return support_row({token: 0.4}, outside=8, statistics=statistics(argmax=6, ranks=[1], logits=[logit]))
+
+
+@pytest.mark.parametrize(
+    ("draft_logits", "target_logits", "expected"),
+    [
+        ([1.0, 2.0], [1.0, 2.5], Acceptance(2, -1, NONE)),
+        ([1.000005, 2.0], [1.0, 2.0], Acceptance(2, -1, NONE)),
+        ([1.00002, 2.0], [1.0, 2.0], Acceptance(0, 6, RECOVERED)),
+        ([1.0, 2.0], [1.0, 1.0], Acceptance(1, 6, RECOVERED)),
+        ([float("nan"), 2.0], [1.0, 3.0], Acceptance(0, 6, RECOVERED)),
+    ],
+)
+def test_logit_comparison(
+    draft_logits: list[float], target_logits: list[float], expected: Acceptance
+) -> None:
+    rows = verification(*[_logit_row(1, logit) for logit in target_logits], bonus_row(7))
+    given = proposal(1, 1, logits=draft_logits)
+    assert logit_comparison(given, rows, SAMPLED, uniforms(0.5, 0.5)) == expected
+
+
+def test_logit_comparison_of_dense_rows_compares_logits_before_temperature() -> None:
+    row = dense_row([0.1, 0.7, 0.2])
+    cold = SamplingParams(temperature=0.1)
+    given = proposal(1, logits=[float(np.log(0.7)) - 0.01])
+    assert logit_comparison(given, verification(row, row), cold, uniforms(0.5)).accepted_count == 1
+    given = proposal(2, logits=[float(np.log(0.2)) + 0.01])
+    assert logit_comparison(given, verification(row, row), cold, uniforms(0.5)) == Acceptance(0, 1, RECOVERED)
+
+
+def test_logit_comparison_needs_the_drafts_logits() -> None:
+    with pytest.raises(RowError, match="logits"):
+        logit_comparison(proposal(1), verification(_logit_row(1, 0), bonus_row(7)), SAMPLED, uniforms(0.5))
+
+
+def _row(prob: float, rank: int = 1, max_prob: float = 0.8, argmax: int = 6) -> SupportRow:
+    """A row whose support is token 1; token 8 lies outside."""
+    row_statistics = statistics(argmax=argmax, max_prob=max_prob, ranks=[rank], logits=[0.0])
+    return support_row({1: prob}, outside=8, statistics=row_statistics)
+
+
+@pytest.mark.parametrize(
+    ("prob", "rank", "kept"),
+    [
+        (0.26, 9, True),
+        (0.25, 9, True),
+        (0.24, 9, False),
+        (0.26, 10, False),
+        (0.75, 0, True),
+    ],
+)
+def test_a_token_inside_a_span_passes_by_rank_and_distance(prob: float, rank: int, kept: bool) -> None:
+    """Among the top ten, and at most 0.5 below the maximum probability."""
+    rows = verification(_row(prob, rank, max_prob=0.75), bonus_row(7))
+    acceptance = relaxed(rules.residual, [True], delta=0.5)(proposal(1), rows, SAMPLED, uniforms(1.0))
+    assert acceptance == (Acceptance(1, 7, BONUS) if kept else Acceptance(0, 6, RECOVERED))
+
+
+def test_the_wrapped_rule_decides_outside_spans() -> None:
+    rows = verification(_row(0.3), bonus_row(7))
+    for uniform, expected in ((0.29, Acceptance(1, 7, BONUS)), (0.31, Acceptance(0, 8, RECOVERED))):
+        drawn = uniforms(uniform)
+        assert relaxed(rules.residual, [False])(proposal(1), rows, SAMPLED, drawn) == expected
+
+
+# Token 1 passes inside always and outside when its uniform is below 0.3.
+@pytest.mark.parametrize(
+    ("thinking", "accepted_at", "expected"),
+    [
+        ([True, True, False], (0.9, 0.9, 0.1), Acceptance(3, 7, BONUS)),
+        ([True, True, False], (0.9, 0.9, 0.9), Acceptance(2, 8, RECOVERED)),
+        ([False, True, True], (0.1, 0.9, 0.9), Acceptance(3, 7, BONUS)),
+        ([False, True, True], (0.9, 0.9, 0.9), Acceptance(0, 8, RECOVERED)),
+        ([True, False, True], (0.9, 0.1, 0.9), Acceptance(3, 7, BONUS)),
+        ([True, False, True], (0.9, 0.9, 0.9), Acceptance(1, 8, RECOVERED)),
+        ([False, False, True], (0.1, 0.9, 0.9), Acceptance(1, 8, RECOVERED)),
+        ([False, False, False], (0.1, 0.1, 0.1), Acceptance(3, 7, BONUS)),
+        ([True, True, True], (0.9, 0.9, 0.9), Acceptance(3, 7, BONUS)),
+    ],
+)
+def test_each_span_is_decided_by_its_own_rule(
+    thinking: list[bool], accepted_at: tuple[float, ...], expected: Acceptance
+) -> None:
+    rows = verification(*[_row(0.3)] * 3, bonus_row(7))
+    drawn = uniforms(*accepted_at)
+    assert relaxed(rules.residual, thinking)(proposal(1, 1, 1), rows, SAMPLED, drawn) == expected
+
+
+def test_a_rejection_inside_ends_the_run_with_the_most_probable_token() -> None:
+    rows = verification(_row(0.3), _row(0.1), _row(0.3), bonus_row(7))
+    drawn = uniforms(0.9, 0.9, 0.1)
+    acceptance = relaxed(rules.residual, [True, True, False])(proposal(1, 1, 1), rows, SAMPLED, drawn)
+    assert acceptance == Acceptance(1, 6, RECOVERED)
+
+
+def test_the_wrapped_rule_answers_an_empty_proposal() -> None:
+    assert relaxed(rules.residual, [])(
+        proposal(), verification(bonus_row(7)), SAMPLED, uniforms()
+    ) == Acceptance(0, 7, BONUS)
+
+
+def test_the_wrapped_rule_receives_the_logits_of_its_span() -> None:
+    rows = verification(_row(0.3), _row(0.3), bonus_row(7))
+    given = proposal(1, 1, logits=[9.0, -1.0])
+    drawn = uniforms(0.9, 0.9)
+    accepted = relaxed(rules.logit_comparison, [True, False])(given, rows, SAMPLED, drawn)
+    assert accepted == Acceptance(2, -1, NextToken.NONE)
+    given = proposal(1, 1, logits=[9.0, 1.0])
+    accepted = relaxed(rules.logit_comparison, [True, False])(given, rows, SAMPLED, drawn)
+    assert accepted == Acceptance(1, 6, RECOVERED)
+
+
+def test_dense_rows_are_ranked_by_the_rule() -> None:
+    row = dense_row([0.05, 0.4, 0.25, 0.3])
+    rows = verification(row, row)
+    for token, kept in ((1, True), (3, True), (2, False), (0, False)):
+        accepted = relaxed(rules.residual, [True], top_k=2)(proposal(token), rows, SAMPLED, uniforms(1.0))
+        assert accepted.accepted_count == int(kept)
+        if not kept:
+            assert accepted.next_token_id == 1
+
+
+def _joint(schedule: tuple[float, ...]) -> list[float]:
+    """The probability that the token at each position is accepted."""
+    return list(itertools.accumulate(schedule, lambda reached, rate: reached * rate))
+
+
+@pytest.mark.parametrize("token_count", [1, 2, 5, 16])
+@pytest.mark.parametrize("rate", [0.0, 0.01, 0.3, 0.5, 0.9, 1.0])
+def test_rate_is_the_mean_over_positions(rate: float, token_count: int) -> None:
+    schedule = schedule_of_rate(rate, token_count)
+    assert len(set(schedule)) == 1
+    assert len(schedule) == token_count
+    assert sum(_joint(schedule)) / token_count == pytest.approx(rate, abs=1e-12)
+
+
+def test_rate_by_hand() -> None:
+    """b + b**2 = 2 * 0.375 has the solution 1/2."""
+    assert schedule_of_rate(0.375, 2) == pytest.approx((0.5, 0.5), abs=1e-15)
+
+
+@pytest.mark.parametrize("rates", [(0.9, 0.6, 0.3), (1.0, 1.0), (0.5, 0.0, 0.0), (0.0, 0.0), (0.7,)])
+def test_rates_are_unconditional(rates: tuple[float, ...]) -> None:
+    assert _joint(schedule_of_rates(rates)) == pytest.approx(rates)
+
+
+@pytest.mark.parametrize("token_count", [1, 3, 5])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.75, 1.0])
+def test_length_counts_the_token_after_the_run(token_count: int, share: float) -> None:
+    length = 1 + share * token_count
+    joint = _joint(schedule_of_length(length, token_count))
+    assert 1 + sum(joint) == pytest.approx(length)
+    # Minimum variance: each round has one of the two integer lengths next to the mean.
+    assert sum(0 < value < 1 for value in joint) <= 1
+
+
+def test_length_by_hand() -> None:
+    assert schedule_of_length(3.25, 4) == (1.0, 1.0, 0.25, 0.0)
+
+
+SCHEDULE = (0.8, 0.5, 0.2)
+ROWS = [support_row({}, 0, statistics(argmax=token)) for token in (11, 12, 13, 14)]
+
+
+@pytest.mark.parametrize(
+    ("accepted_at", "expected"),
+    [
+        ((0.79, 0.49, 0.19), Acceptance(3, 14, NextToken.BONUS)),
+        ((0.8, 0.1, 0.1), Acceptance(0, 11, NextToken.RECOVERED)),
+        ((0.1, 0.5, 0.1), Acceptance(1, 12, NextToken.RECOVERED)),
+        ((0.1, 0.1, 0.2), Acceptance(2, 13, NextToken.RECOVERED)),
+    ],
+)
+def test_acceptance(accepted_at: tuple[float, ...], expected: Acceptance) -> None:
+    drawn = uniforms(*accepted_at)
+    given = proposal(1, 2, 3)
+    assert synthetic(*SCHEDULE)(given, verification(*ROWS), SAMPLED, drawn) == expected
+    assert synthetic(*SCHEDULE)(given, token_rows(11, 12, 13, 14), GREEDY, drawn) == expected
+
+
+def test_the_models_tokens_do_not_matter() -> None:
+    surely = (1.0, 1.0)
+    rows = verification(*[support_row({1: 0.0}, 8, statistics(argmax=8))] * 2, ROWS[0])
+    accepted = synthetic(*surely)(proposal(1, 1), rows, SAMPLED, uniforms(0.999, 0.999))
+    assert accepted == Acceptance(2, 11, NextToken.BONUS)
+
+
+def test_a_shorter_proposal_uses_the_first_rates_and_a_longer_one_ends_with_them() -> None:
+    assert synthetic(*SCHEDULE)(proposal(1), token_rows(1, 9), GREEDY, uniforms(0.79)).accepted_count == 1
+    longer = synthetic(*(0.5,))(proposal(1, 2), token_rows(1, 2, 9), GREEDY, uniforms(0.1, 0.1))
+    assert longer == Acceptance(1, 2, NextToken.RECOVERED)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            SpeculativeConfig(
+                rejection_sampling_strategy="synthetic",
+                num_speculative_tokens=3,
+                synthetic_acceptance_rate=0.25,
+            ),
+            0.75,
+        ),
+        (
+            SpeculativeConfig(
+                rejection_sampling_strategy="synthetic",
+                num_speculative_tokens=3,
+                synthetic_acceptance_rates=(0.5, 0.25, 0.2),
+            ),
+            0.95,
+        ),
+        (
+            SpeculativeConfig(
+                rejection_sampling_strategy="synthetic",
+                num_speculative_tokens=3,
+                synthetic_acceptance_length=2.5,
+            ),
+            1.5,
+        ),
+    ],
+)
+def test_options_give_the_requested_mean(options: SpeculativeConfig, expected: float) -> None:
+    """10000 rounds of fixed noise; the standard error of the mean is at most 0.0125, and 5 of them are allowed."""
+    rule = resolve(options, GREEDY)
+    rng = np.random.default_rng(0)
+    rows, given = token_rows(1, 2, 3, 9), proposal(1, 2, 3)
+    accepted = [
+        rule.accept(Round(given, rows, GREEDY), uniforms(*rng.random(3))).accepted_count
+        for _ in range(10_000)
+    ]
+    assert np.mean(accepted) == pytest.approx(expected, abs=5 * float(np.std(accepted)) / 100)
+
+
+def test_rows_without_statistics_are_refused() -> None:
+    with pytest.raises(RowError, match="statistics"):
+        synthetic(*SCHEDULE)(proposal(), verification(bonus_row(1)), SAMPLED, uniforms())

@@ -94,11 +94,3 @@ def test_dense_and_support_rows_give_the_same_tokens(
         accepted.append(dense.accepted_count)
     # Every number of accepted tokens occurred.
     assert min(accepted) < max(accepted)
-
-
-@pytest.mark.parametrize("name", ["residual", "block"])
-def test_a_repeated_round_gives_the_same_tokens(name: str) -> None:
-    rule = resolve(SpeculativeConfig(rejection_sampling_strategy=name), SAMPLING[0])
-    assert one_round(rule, TARGET, DRAFT, (4, 2), 5, SAMPLING[0]) is not None
-    first = generate(rule, TARGET, DRAFT, 3, SAMPLING[0], LENGTH)
-    assert generate(rule, TARGET, DRAFT, 3, SAMPLING[0], LENGTH) == first

@@ -204,11 +204,6 @@ def test_an_impossible_token_is_rejected_by_every_uniform(accept: Accept) -> Non
         assert (acceptance.accepted_count, acceptance.next_token_id) == (0, 2)
 
 
-def test_no_uniform_is_zero() -> None:
-    drawn = [uniform(seed, index, Purpose.ACCEPTANCE, 0) for seed in range(200) for index in range(50)]
-    assert min(drawn) > 0.0
-
-
 # Trap: a residual that sums to zero.
 
 

@@ -91,15 +91,6 @@ async def test_waiting_ends_at_the_deadline() -> None:
     await first.leaves()
 
 
-async def test_without_a_queue_there_is_no_wait() -> None:
-    admission = Admission(1, 0)
-    (first,) = await arrived(admission, 1)
-    with pytest.raises(CapacityError):
-        async with admission.place(None):
-            pass
-    await first.leaves()
-
-
 async def test_the_retry_hint_is_the_time_until_the_queue_moves() -> None:
     now = 0.0
     admission = Admission(1, 1, clock=lambda: now)
@@ -167,9 +158,3 @@ def test_a_request_above_the_bounds_is_refused(request_: GenerationRequest, sent
     with pytest.raises(InvalidRequestError) as refusal:
         check_bounds(request_, bounds, 2, 8)
     assert str(refusal.value) == sentence
-
-
-def test_a_request_at_the_bounds_is_accepted() -> None:
-    bounds = RequestBounds(max_prompt_bytes=20, max_stop_strings=2, max_stop_length=4)
-    check_bounds(GenerationRequest("a" * 20, stop=("abcd", "é"), num_speculative_tokens=32), bounds, 2, 8)
-    check_bounds(GenerationRequest((1,) * 7, num_speculative_tokens=40), bounds, 40, 8)

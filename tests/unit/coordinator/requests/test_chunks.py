@@ -26,18 +26,6 @@ def readers(count: int) -> list[Reader]:
     return [loop.create_future() for _ in range(count)]
 
 
-async def test_a_turn_of_the_loop_hands_over_so_many_chunks() -> None:
-    pacer, waiting = ChunkPacer(chunks_per_turn=3), readers(8)
-    for number, reader in enumerate(waiting):
-        pacer.hand_over(reader, chunk(number))
-    done_after_turns = []
-    for _ in range(4):
-        done_after_turns.append([reader.done() for reader in waiting].count(True))
-        await asyncio.sleep(0)
-    assert done_after_turns == [0, 3, 6, 8]
-    assert [reader.result() for reader in waiting] == [chunk(number) for number in range(8)]
-
-
 async def test_a_reader_that_was_cancelled_stops_no_other() -> None:
     pacer, (gone, waiting) = ChunkPacer(), readers(2)
     pacer.hand_over(gone, chunk(0))
@@ -140,19 +128,6 @@ def test_a_joined_chunk_counts_all_of_its_rounds() -> None:
     )
 
 
-async def test_a_round_without_tokens_does_not_count_as_the_first_tokens() -> None:
-    found = await delivered(
-        [
-            numbered(),
-            numbered(1),
-            numbered(2),
-            numbered(3, is_last=True),
-        ],
-        10,
-    )
-    assert [each.token_ids for each in found] == [(), (1,), (2, 3)]
-
-
 async def test_a_pause_delivers_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "PAUSE_SECONDS", SHORT_PAUSE)
     goes_on = asyncio.Event()
@@ -170,32 +145,6 @@ async def test_a_pause_delivers_what_is_held(monkeypatch: pytest.MonkeyPatch) ->
         goes_on.set()
         assert (await anext(stream)).token_ids == (4,)
         assert await anext(stream, None) is None
-
-
-async def test_a_reader_that_comes_after_the_pause_gets_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "PAUSE_SECONDS", SHORT_PAUSE)
-
-    async def run(queue: ChunkQueue) -> None:
-        await queue.put(numbered(1))
-        await queue.put(numbered(2))
-        await asyncio.Event().wait()
-
-    async with asyncio.timeout(SECONDS), aclosing(stream_of(run, None, 100)) as stream:
-        assert (await anext(stream)).token_ids == (1,)
-        await asyncio.sleep(3 * SHORT_PAUSE)
-        assert (await anext(stream)).token_ids == (2,)
-
-
-async def test_an_error_comes_after_what_was_held() -> None:
-    async def run(queue: ChunkQueue) -> None:
-        for number in range(3):
-            await queue.put(numbered(number))
-        raise ServiceUnavailableError("lost")
-
-    found: list[Chunk] = []
-    with pytest.raises(ServiceUnavailableError, match="lost"):
-        await read(stream_of(run, None, 100), found)
-    assert joined(found).token_ids == (0, 1, 2)
 
 
 async def test_a_deadline_delivers_what_was_held_and_counts_it() -> None:
@@ -224,25 +173,6 @@ async def test_a_reader_that_stops_holds_up_the_rounds_after_one_interval() -> N
         await asyncio.sleep(0.05)
         assert made == 4, "three are held, the fourth waits with them for the reader"
         assert (await anext(stream)).token_ids == (1, 2, 3, 4)
-
-
-async def test_no_timer_outlives_a_stream() -> None:
-    queue = ChunkQueue(100)
-    await asyncio.wait_for(_put_two(queue), SECONDS)
-    timer = queue._pause
-    assert timer is not None
-    queue.close()
-    assert timer.cancelled()
-    assert await queue.get() == numbered(2)
-    assert await queue.get() is None
-
-
-async def _put_two(queue: ChunkQueue) -> None:
-    reader = asyncio.create_task(queue.get())
-    await asyncio.sleep(0)
-    await queue.put(numbered(1))
-    assert await reader == numbered(1)
-    await queue.put(numbered(2))
 
 
 class Rounds:
@@ -286,14 +216,6 @@ class Rounds:
 async def turns(count: int = 10) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
-
-
-async def test_the_next_round_has_sent_its_request_when_a_chunk_is_delivered() -> None:
-    rounds = Rounds()
-    rounds.let(1)
-    async with aclosing(stream_of(rounds.run, None)) as chunks:
-        assert (await anext(chunks)).text == "0"
-        assert rounds.requested == 2
 
 
 async def test_at_most_one_chunk_waits_for_a_stalled_reader() -> None:

@@ -112,32 +112,6 @@ def test_a_round_asks_after_a_miss_for_as_many_tokens_as_pay(
     assert found == count
 
 
-def test_a_fixed_policy_asks_for_all_or_nothing_after_a_miss() -> None:
-    def chosen(wait_ms: float) -> int:
-        return tokens_after_miss(
-            _EXPECTED,
-            [6.5e-3 + 0.1e-3 * count for count in range(5)],
-            counts=(0, 4),
-            draft_seconds=1.2e-3,
-            wait_seconds=wait_ms / 1e3,
-            tokens_per_second=300.0,
-        )
-
-    assert (chosen(0.5), chosen(3.0)) == (4, 0)
-
-
-def test_rows_that_cost_as_much_as_they_bring_are_not_asked_for() -> None:
-    found = tokens_after_miss(
-        _EXPECTED,
-        [0.0, 1e-3, 2e-3, 5e-3, 9e-3],
-        counts=range(5),
-        draft_seconds=0.1e-3,
-        wait_seconds=0.1e-3,
-        tokens_per_second=300.0,
-    )
-    assert found == 2
-
-
 @pytest.mark.parametrize(
     ("ready", "due_ms", "step_ms", "count"),
     [

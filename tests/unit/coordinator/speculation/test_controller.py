@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.speculation.controller import BURST, RequestSpeculation, SpeculationController
-from coordinator.speculation.gains import TEMPERATURE_RANGES, request_kind, temperature_words
+from coordinator.speculation.gains import TEMPERATURE_RANGES, request_kind
 from coordinator.stats.rounds import RoundCost
 from tandem.types import AheadBudget, ModelInfo, StepProfile
 from tests.unit.coordinator.round_results import round_result
@@ -128,29 +128,6 @@ def test_a_newer_profile_replaces_what_was_known() -> None:
     assert begun(controller).begin_round(1) == K, "the same version: nothing new"
     controller.introduce("draft", model_of(0.02, version=1), 0.0001)
     assert begun(controller).begin_round(1) == 0
-
-
-def test_the_reason_is_one_line() -> None:
-    controller = SpeculationController()
-    begun(controller).begin_round(1)
-    (unknown,) = controller.decisions()
-    assert unknown.reason == f"batch 1: K = {K}, nothing was measured yet"
-    request = begun(controller)
-    simulate(request, 300, 0.5, 0)
-    (known,) = controller.decisions()
-    assert known.num_speculative_tokens == 0
-    assert known.reason.startswith("batch 1: K = 0, predicted 0.")
-    assert "x with K = " in known.reason
-    assert known.gain < 1.0
-    assert abs(known.predicted_seconds / known.measured_seconds - 1.0) < 0.2
-
-
-def test_temperature_ranges_are_named() -> None:
-    assert [temperature_words(index) for index in (0, 4, len(TEMPERATURE_RANGES))] == [
-        "0",
-        "0.85-1.15",
-        "above 1.15",
-    ]
 
 
 def test_each_target_has_its_own_cost_model() -> None:

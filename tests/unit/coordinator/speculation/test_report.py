@@ -1,10 +1,14 @@
-"""The two figures of an explanation agree with its words."""
+"""The two figures of an explanation agree with its words, and a state explains itself on one line."""
 
 from __future__ import annotations
 
+import json
+
+import pytest
+
 from coordinator.speculation import report
 from coordinator.speculation.controller import SpeculationController
-from tandem.speculation_state import SpeculationState
+from tandem.speculation_state import DecidingFigure, SpeculationState
 from tandem.types import SpeculationStats
 from tests.unit.coordinator.speculation.test_controller import K, begun, simulate
 
@@ -43,3 +47,31 @@ def test_a_draft_that_finds_no_match_is_not_called_too_slow_for_the_completion()
     assert report.at_the_end(on, SpeculationStats(rounds=1)).reason == report.TOO_SHORT
     assert report.at_the_end(on, SpeculationStats(rounds=24)).reason == report.PROPOSED_NOTHING
     assert report.at_the_end(on, SpeculationStats(rounds=24, drafted=2)) == on
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(95.234, "95.23"), (114.0, "114"), (0.86, "0.86"), (12345.0, "12,345")]
+)
+def test_a_number_is_printed_with_few_digits_and_its_unit(value: float, words: str) -> None:
+    assert str(DecidingFigure("target alone", value, "tokens/s")) == f"target alone {words} tokens/s"
+    assert str(DecidingFigure("speed-up", value, "")) == f"speed-up {words}"
+
+
+def test_the_explanation_is_the_reason_and_its_numbers() -> None:
+    figures = (DecidingFigure("with", 95.2, "tokens/s"), DecidingFigure("without", 114.1, "tokens/s"))
+    state = SpeculationState(False, 0, "it is slower", figures)
+    assert state.explanation == "it is slower (with 95.2, without 114.1 tokens/s)"
+    assert SpeculationState(False, 0, "nobody asked").explanation == "nobody asked"
+    assert SpeculationState(True, 4).explanation == ""
+
+
+def test_it_is_of_types_that_json_has() -> None:
+    state = SpeculationState(False, 0, "it is slower", (DecidingFigure("alone", 114.1, "tokens/s"),))
+    fields = json.loads(json.dumps(state.as_dict()))
+    assert fields == {
+        "is_on": False,
+        "num_speculative_tokens": 0,
+        "reason": "it is slower",
+        "figures": [{"name": "alone", "value": 114.1, "unit": "tokens/s"}],
+        "explanation": "it is slower (alone 114.1 tokens/s)",
+    }

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.stats.rounds import MAX_RANKS, RoundTally, hit_rate, record_outcome
-from coordinator.stats.speculation import add, describe, log_line, since
+from coordinator.stats.rounds import MAX_RANKS, RoundTally
+from coordinator.stats.speculation import add, log_line, since
 from tandem.types import AheadStats, PositionStats, SpeculationStats
 from tests.unit.coordinator.round_results import round_result
 
@@ -26,12 +25,6 @@ def stats_of(*ranks: int | None, saved: float = 0.25) -> SpeculationStats:
 
 def test_hits_are_counted_by_rank() -> None:
     assert stats_of(0, 2, None, 0).ahead == AheadStats(4, 3, [2, 0, 1], 0.75)
-
-
-def test_rounds_that_awaited_nothing_do_not_count() -> None:
-    stats = AheadStats()
-    record_outcome(stats, round_result(4, 4))
-    assert stats == AheadStats()
 
 
 def test_ranks_are_bounded_and_hits_are_not() -> None:
@@ -61,22 +54,6 @@ def test_saved_time_never_decreases() -> None:
         assert since(stats, counted).ahead.saved_seconds >= 0.0
 
 
-def test_hit_rate() -> None:
-    assert hit_rate(AheadStats()) == 0.0
-    assert hit_rate(stats_of(0, None, None, 7).ahead) == 0.5
-
-
-def test_description_is_json() -> None:
-    described = json.loads(json.dumps(describe(stats_of(1, None))))["ahead"]
-    assert described == {
-        "awaited": 2,
-        "hits": 1,
-        "hit_rate": 0.5,
-        "hits_by_rank": [0, 1],
-        "saved_seconds": 0.25,
-    }
-
-
 def test_the_log_line_reports_the_saved_time() -> None:
     assert log_line(stats_of(0, None)).endswith("| Drafted Ahead: 1/2 (50.00%) hits, 0.25 s saved |")
     assert "Ahead" not in log_line(stats_of())
@@ -103,9 +80,3 @@ def test_statistics_are_those_of_counting_each_position(made: list[tuple[int, in
         )
         for index in range(longest)
     ]
-
-
-def test_reading_does_not_count() -> None:
-    tally = RoundTally()
-    tally.add(3, 1)
-    assert tally.stats() == tally.stats()

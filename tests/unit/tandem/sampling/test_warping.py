@@ -167,21 +167,6 @@ def test_any_parameters_as_transformers(
     _assert_as_reference(np.array([logits], dtype=np.float32), [params])
 
 
-def test_in_single_precision_as_well() -> None:
-    """Transformers works in the precision of the logits; ours may differ from that by its rounding only."""
-    logits = torch.tensor(np.random.default_rng(3).normal(0, 3, (1, 500)), dtype=torch.float32)
-    params = CASES["all"]
-    scores = logits
-    for processor in (
-        TemperatureLogitsWarper(1.5),
-        MinPLogitsWarper(0.1),
-        TopKLogitsWarper(50),
-        TopPLogitsWarper(0.95),
-    ):
-        scores = processor(NO_TOKENS, scores)
-    np.testing.assert_allclose(warp(logits, [params]).numpy(), scores.softmax(-1).numpy(), rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("position", [0, 3, 6])
 def test_temperature_zero_is_the_argmax_with_the_lowest_id(position: int) -> None:
     logits = np.zeros((1, 7), dtype=np.float32)
@@ -215,22 +200,6 @@ def test_large_logits_do_not_overflow(offset: float) -> None:
     logits = np.array([[offset, offset + 1.0]], dtype=np.float32)
     expected = 1 / (1 + np.exp(-1 / 0.01))
     assert warp(logits, [SamplingParams(temperature=0.01)])[0, 1] == pytest.approx(expected)
-
-
-def test_sums_to_one_for_a_large_vocabulary() -> None:
-    logits = np.random.default_rng(5).normal(0, 1, (2, 128_000)).astype(np.float32)
-    np.testing.assert_allclose(warp(logits, [SamplingParams()] * 2).sum(axis=1), 1.0, rtol=0, atol=1e-12)
-
-
-def test_the_vocabulary_is_sorted_only_if_necessary(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise AssertionError("sorted")
-
-    monkeypatch.setattr("tandem.sampling.warping._truncate_sorted", refuse)
-    logits = np.zeros((2, 4), dtype=np.float32)
-    warp(logits, [SamplingParams(temperature=0.5, min_p=0.1), SamplingParams(temperature=0.0, top_k=2)])
-    with pytest.raises(AssertionError, match="sorted"):
-        warp(logits, [SamplingParams(temperature=0.5, top_k=2), SamplingParams()])
 
 
 def test_logits_are_not_changed() -> None:

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tandem.errors import CapacityError
 from tandem.rpc.credentials import Credentials
 from tandem.serving import interceptors
-from tandem.v1 import generation_pb2, target_pb2_grpc
+from tandem.v1 import generation_pb2
 from tandem.wire.status import retry_after_seconds
 from target_service.servicer import TargetServicer
 from tests.service.clients import until
@@ -57,9 +57,8 @@ async def test_invalid_bytes_are_refused(capsys: pytest.CaptureFixture[str]) -> 
 async def test_invalid_bytes_are_refused_by_every_kind_of_method(
     method: str, kind: str, request_: object
 ) -> None:
-    register = target_pb2_grpc.add_TargetServiceServicer_to_server
     async with (
-        serving(lambda server: register(TargetServicer(), server)) as (address, _),
+        serving(TargetServicer()) as (address, _),
         grpc.aio.insecure_channel(address) as channel,
     ):
         path = f"/tandem.v1.TargetService/{method}"
@@ -71,9 +70,8 @@ async def test_an_internal_error_has_an_id_and_its_traceback_stays_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The servicer has no model; without a readiness interceptor its method fails."""
-    register = target_pb2_grpc.add_TargetServiceServicer_to_server
     async with (
-        serving(lambda server: register(TargetServicer(), server)) as (address, _),
+        serving(TargetServicer()) as (address, _),
         grpc.aio.insecure_channel(address) as channel,
     ):
         with caplog.at_level(logging.ERROR):

@@ -1,4 +1,4 @@
-"""The metrics endpoint, and an unreachable collector."""
+"""The metrics endpoint, an unreachable collector, and values that OTLP and Prometheus export alike."""
 
 from __future__ import annotations
 
@@ -11,16 +11,23 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from prometheus_client import CollectorRegistry
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
+from opentelemetry.proto.metrics.v1 import metrics_pb2
+from opentelemetry.sdk.resources import Resource
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import Histogram as UsualHistogram
 
+from coordinator.telemetry.setup import EventLoopProbe
 from tandem.errors import ConfigurationError
-from tandem.telemetry.metrics import AtScrape
-from tandem.telemetry.process import Failures, Telemetry
+from tandem.telemetry.metrics import AtScrape, Histogram
+from tandem.telemetry.process import Failures, Telemetry, to_otlp
 from tandem.telemetry.settings import TelemetryOptions, telemetry_for
 from tests.paths import ROOT
+from tests.service.clients import until
 
 
 @pytest.fixture(autouse=True)
@@ -119,13 +126,6 @@ def test_warnings_are_rare_and_losses_are_counted(caplog: pytest.LogCaptureFixtu
     assert registry.get_sample_value(name, {"signal": "metrics"}) == 1
 
 
-def test_nothing_is_written_to_a_log_that_may_be_closed(caplog: pytest.LogCaptureFixture) -> None:
-    failures = Failures(CollectorRegistry())
-    failures.mute()
-    failures.count("traces")
-    assert caplog.messages == []
-
-
 def read_at_scrape(read: Callable[[], int]) -> Callable[[], int | None]:
     return AtScrape(read, lambda _: ()).value
 
@@ -142,9 +142,91 @@ async def test_an_error_in_reading_reaches_the_reader() -> None:
         await asyncio.to_thread(read_at_scrape(lambda: 1 // 0))
 
 
-def test_a_loop_that_has_ended_says_nothing() -> None:
-    async def make() -> Callable[[], int | None]:
-        return read_at_scrape(lambda: 1)
+STARTED_NS = 1_700_000_000_000_000_000
 
-    with ThreadPoolExecutor() as pool:
-        assert pool.submit(asyncio.run(make())).result() is None
+
+def sent(registry: CollectorRegistry) -> dict[str, metrics_pb2.Metric]:
+    data = to_otlp(registry.collect(), Resource({"service.name": "a test"}), STARTED_NS)
+    (resource,) = encode_metrics(data).resource_metrics
+    assert resource.resource.attributes[0].value.string_value == "a test"
+    (scope,) = resource.scope_metrics
+    return {metric.name: metric for metric in scope.metrics}
+
+
+def test_a_counter_is_a_cumulative_sum() -> None:
+    registry = CollectorRegistry()
+    Counter("things", "Things.", ("kind",), registry=registry).labels("good").inc(3)
+    metric = sent(registry)["things"]
+    assert metric.sum.is_monotonic
+    assert metric.sum.aggregation_temporality == metrics_pb2.AGGREGATION_TEMPORALITY_CUMULATIVE
+    (point,) = metric.sum.data_points
+    assert point.as_double == 3
+    assert point.start_time_unix_nano == STARTED_NS
+    assert abs(point.time_unix_nano - time.time_ns()) < 60e9
+    assert [(label.key, label.value.string_value) for label in point.attributes] == [("kind", "good")]
+
+
+def test_a_gauge_stays_one() -> None:
+    registry = CollectorRegistry()
+    Gauge("level", "Level.", registry=registry).set(True)
+    Counter("nothing", "Nothing.", ("kind",), registry=registry)
+    found = sent(registry)
+    assert set(found) == {"level"}, "metrics without series are left out"
+    (point,) = found["level"].gauge.data_points
+    assert point.as_double == 1
+
+
+def test_a_histogram_counts_between_bounds_and_not_below_them() -> None:
+    registry = CollectorRegistry()
+    histogram = UsualHistogram("wait_seconds", "Wait.", ("who",), registry=registry, buckets=(1, 2, 4))
+    for seconds in (0.5, 1.5, 1.75, 3, 9, 10):
+        histogram.labels("a").observe(seconds)
+    histogram.labels("b").observe(2)
+    metric = sent(registry)["wait_seconds"]
+    points = {point.attributes[0].value.string_value: point for point in metric.histogram.data_points}
+    assert [*points["a"].explicit_bounds] == [1, 2, 4]
+    assert [*points["a"].bucket_counts] == [1, 2, 1, 2]
+    assert (points["a"].count, points["a"].sum) == (6, 25.75)
+    assert [*points["b"].bucket_counts] == [0, 1, 0, 0]
+    assert not points["a"].HasField("min")
+
+
+BOUNDS = (0.001, 0.5, 2.0)
+
+
+@given(st.lists(st.sampled_from([0.0, 0.001, 0.25, 0.5, 1.0, 2.0, 2.5, 64.0])))
+def test_the_light_histogram_agrees_with_prometheus_client(values: list[float]) -> None:
+    light, usual = CollectorRegistry(), CollectorRegistry()
+    series = Histogram("seconds", "Text.", ("who",), BOUNDS, light).labels("a")
+    child = UsualHistogram("seconds", "Text.", ("who",), registry=usual, buckets=BOUNDS).labels("a")
+    for value in values:
+        series.observe(value)
+        child.observe(value)
+    assert _lines(light) == _lines(usual)
+
+
+def _lines(registry: CollectorRegistry) -> list[str]:
+    return sorted(line for line in generate_latest(registry).decode().splitlines() if "_created" not in line)
+
+
+SECONDS = 30.0
+
+
+async def test_waits_are_observed_on_the_loop_until_it_is_closed() -> None:
+    waits: list[float] = []
+    threads: set[int] = set()
+
+    def observe(seconds: float) -> None:
+        waits.append(seconds)
+        threads.add(threading.get_ident())
+
+    probe = EventLoopProbe(observe, interval_seconds=0.001)
+    probe.start()
+    await until(lambda: len(waits) >= 3, SECONDS)
+    await probe.close()
+    await asyncio.sleep(0.005)  # what was handed over before it was closed
+    count = len(waits)
+    await asyncio.sleep(0.01)
+    assert len(waits) == count
+    assert min(waits) > 0.0
+    assert threads == {threading.get_ident()}

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from draft_service.proposers.ahead import MAX_ROUND_BYTES
-from draft_service.proposers.standalone import StandaloneProposer
+from draft_service.proposers.drafting import propose_head
+from draft_service.proposers.standalone import StandaloneProposer, StandaloneSequence
+from tandem.engine.core.engine import Engine
+from tandem.engine.models.loading import LoadedModel
+from tandem.engine.settings import EngineSettings
 from tandem.errors import InvalidRequestError
 from tandem.types import (
     MAX_AHEAD_TOKENS,
@@ -17,27 +24,74 @@ from tandem.types import (
     Delta,
     DraftedOutcomes,
     DraftOptions,
+    Proposal,
     ProposeStep,
     RowKind,
+    SamplingParams,
     SparseDistribution,
 )
 from tandem.wire.draft import answers_to_proto
 from tests.service.clients import until
-from tests.unit.draft_service.ahead_rounds import (
-    BUDGET,
-    GREEDY,
-    PROMPT,
-    SECONDS,
-    STRICT,
-    SUPPORT,
-    K,
-    MakeModel,
-    Round,
-    proposed,
-    proposing,
-    pushed,
-)
 from tests.unit.engine.tiny_models import MAX_LENGTH, VOCABULARY_SIZE
+
+SECONDS = 20.0
+PROMPT = (5, 17, 80, 3, 44)
+K = 4
+BUDGET = AheadBudget(branch_count=12, token_count=K)
+GREEDY = DraftOptions("r", SamplingParams(temperature=0.0), ahead=BUDGET, row_kind=RowKind.TOKEN)
+STRICT = DraftOptions("r", SamplingParams(1.0, seed=3), ahead=BUDGET, row_kind=RowKind.TOKEN)
+SUPPORT = DraftOptions("r", SamplingParams(0.9, seed=4), ahead=BUDGET, row_kind=RowKind.SUPPORT)
+
+MakeModel = Callable[[str], LoadedModel]
+
+
+@asynccontextmanager
+async def proposing(
+    model: LoadedModel, draft_top_k: int = 8, max_sequences: int = 3
+) -> AsyncIterator[StandaloneProposer]:
+    engine = Engine(model, propose_head, EngineSettings(max_sequences=max_sequences))
+    engine.start()
+    try:
+        async with asyncio.timeout(SECONDS):
+            yield StandaloneProposer(engine, draft_top_k)
+    finally:
+        await engine.close()
+
+
+@dataclass(frozen=True)
+class Round:
+    """All outcomes that were pushed for one verification."""
+
+    columns: tuple[DraftedOutcomes, ...]
+
+    @property
+    def outcomes(self) -> list[tuple[int, int]]:
+        first = self.columns[0]
+        return list(zip(first.accepted_counts, first.next_token_ids, strict=True))
+
+    def tokens(self, rank: int) -> tuple[int, ...]:
+        return tuple(column.token_ids[rank] for column in self.columns if rank < len(column.token_ids))
+
+    def distributions(self, rank: int) -> list[SparseDistribution]:
+        return [column.distributions[rank] for column in self.columns if rank < len(column.distributions)]
+
+
+async def pushed(sequence: StandaloneSequence, depths: int = K) -> Round:
+    queue = sequence.pushed
+    assert queue is not None
+    columns = []
+    for depth in range(depths):
+        column = await queue.get()
+        assert isinstance(column, DraftedOutcomes)
+        assert column.depth == depth
+        columns.append(column)
+    return Round(tuple(columns))
+
+
+async def proposed(sequence: StandaloneSequence, step: ProposeStep) -> Proposal:
+    proposal = await sequence.propose(step)
+    assert proposal is not None
+    return proposal
 
 
 async def assert_as_if_asked(
@@ -234,3 +288,75 @@ async def test_a_released_sequence_is_not_drafted_for(make_model: MakeModel) -> 
             assert len(await proposed(other, ProposeStep(Delta(0, PROMPT), K))) == K
         await until(lambda: not proposer.kv_usage().sequence_count, SECONDS)
         assert sequence.pushed.qsize() < 63, "the budget allows more"
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("llama", GREEDY), ("llama", STRICT), ("llama", SUPPORT), ("gpt2", STRICT)],
+    ids=["greedy", "strict", "support", "learned positions"],
+)
+async def test_hits_that_follow_each_other_have_what_would_be_proposed(
+    make_model: MakeModel, family: str, options: DraftOptions
+) -> None:
+    """Each goes on with a branch of the one before; where it is the first outcome, a lead shortens the way."""
+    leads = 0
+    async with proposing(make_model(family)) as proposer, proposer.sequence(options) as sequence:
+        accepted_so_far = proposer._histories[options.row_kind, options.sampling.is_greedy]._accepted
+        accepted_so_far._rates = [0.99] * len(
+            accepted_so_far._rates
+        )  # as a draft that is nearly always right
+        first = await proposed(sequence, ProposeStep(Delta(0, PROMPT), K, BUDGET))
+        before, count = (*PROMPT, *first.token_ids), K
+        for number, (rank, taken) in enumerate(
+            [(0, 2), (0, 1), (0, 3), (5, K), (0, 2), (3, 1), (0, K), (0, 1)]
+        ):
+            drafted = await pushed(sequence)
+            lead = drafted.columns[0].lead_token_ids
+            leads += len(lead)
+            async with proposer.sequence(replace(options, ahead=None)) as plain:
+                for other in (0, rank):
+                    accepted, token_id = drafted.outcomes[other]
+                    tokens = (*before[: len(before) - count + accepted], token_id)
+                    fresh = await proposed(plain, ProposeStep(Delta(0, tokens), K))
+                    assert drafted.tokens(other) == fresh.token_ids, number
+                    if other == 0:
+                        assert lead == fresh.token_ids[1 : 1 + len(lead)]
+            accepted, token_id = drafted.outcomes[rank]
+            kept = len(before) - count + accepted
+            tail = (token_id, *drafted.tokens(rank)[:taken])
+            before, count = (*before[:kept], *tail), taken
+            # The branches are then as long as they become.
+            await until(lambda: proposer._engine._worker._background.is_empty, SECONDS)
+            assert await sequence.propose(ProposeStep(Delta(kept, tail), 0, BUDGET, taken)) is None
+    assert bool(leads) == (options.row_kind is RowKind.TOKEN)
+
+
+@pytest.mark.parametrize("options", [GREEDY, STRICT], ids=["greedy", "strict"])
+async def test_verifications_that_end_before_the_draft_has_read_the_last_one(
+    make_model: MakeModel, options: DraftOptions
+) -> None:
+    """Several sequences go on with pushed outcomes at any moment, with proposals of any length."""
+    async with proposing(make_model("llama"), max_sequences=16) as proposer:
+
+        async def rounds(seed: int) -> None:
+            chance = random.Random(seed)
+            prompt, count = (seed, *PROMPT), K
+            async with proposer.sequence(options) as sequence:
+                assert sequence.pushed is not None
+                first = await proposed(sequence, ProposeStep(Delta(0, prompt), K, BUDGET))
+                tokens = [*prompt, *first.token_ids]
+                for _ in range(60):
+                    kept = len(tokens) - count + chance.randint(0, count)
+                    following = [chance.randrange(VOCABULARY_SIZE)]
+                    if chance.random() < 0.7:
+                        outcomes = await sequence.pushed.get()
+                        assert isinstance(outcomes, DraftedOutcomes)
+                        if outcomes.depth == 0:
+                            kept = outcomes.base_length + outcomes.accepted_counts[0]
+                            following = [outcomes.next_token_ids[0], outcomes.token_ids[0]]
+                    tokens[kept:], count = following, chance.randint(0, len(following) - 1)
+                    step = ProposeStep(Delta(kept, following), 0, BUDGET, count)
+                    assert await sequence.propose(step) is None
+                    await asyncio.sleep(chance.choice((0.0, 0.002)))
+
+        await asyncio.gather(*(rounds(seed) for seed in range(16)))

@@ -1,0 +1,31 @@
+"""Fixtures that several tests of services share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tandem.engine.models.loading import LoadedModel
+from tests.service.engines import tiny_model
+from tests.service.http_cluster import TEMPLATE
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    """A file with a chat template."""
+    path = tmp_path / "template.jinja"
+    path.write_text(TEMPLATE, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """A tiny model."""
+    return tiny_model(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """Another one."""
+    return tiny_model(tmp_path_factory.mktemp("draft"), seed=2)

@@ -1,0 +1,278 @@
+"""Drafting ahead with fake drafts: hits need no request, and late, distant or wrong drafts cost nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.load.fakes import VOCABULARY_SIZE
+from coordinator.speculation.controller import RequestSpeculation
+from tandem.types import ProposeStep, SparseDistribution, StepCost
+from tests.service.ahead_draft import EXPECTED, REQUEST, SECONDS, TOKENS, AheadDraft, Pushes, completed
+from tests.service.clients import complete, until
+from tests.service.fakes import NOT_SERVING, FakeDraft, FakeTarget, fleet
+
+STEP_SECONDS = 0.02
+
+
+def proposal_requests(draft: FakeDraft) -> int:
+    """Count the steps that ask for a proposal; others only let the draft read the sequence."""
+    return sum(count > 0 for count in draft.requested)
+
+
+class StepwiseDraft(AheadDraft):
+    """Takes so long for each depth of its outcomes."""
+
+    depth_seconds = STEP_SECONDS
+
+    def pushes(self, tokens: list[int], step: ProposeStep) -> Pushes:
+        for each in self.honest(tokens, step):
+            yield replace(each, cost=StepCost(STEP_SECONDS, 1, 1))
+
+
+async def test_a_round_with_a_hit_needs_no_proposal_request() -> None:
+    draft = AheadDraft()
+    done = await completed(draft)
+    assert done.token_ids == EXPECTED
+    assert done.stats.accepted == done.stats.drafted > TOKENS / 2
+    assert proposal_requests(draft) + done.stats.ahead.hits <= done.stats.rounds
+    assert done.stats.ahead.hits >= done.stats.rounds - 4, (
+        "all rounds but that of the prompt, the first and the last"
+    )
+    assert draft.finished == 1
+
+
+async def test_a_draft_that_never_has_an_outcome_ready_is_asked_every_second_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However long its answers seem to take: what the wait costs was measured beside other work of the draft."""
+    monkeypatch.setattr(RequestSpeculation, "tokens_after_miss", lambda *_: 0)
+    draft = PushingNothing()
+    done = await completed(draft)
+    assert done.token_ids == EXPECTED
+    assert draft.granted > 0
+    assert done.stats.ahead.hits == 0
+    assert (done.stats.rounds - 2) // 2 <= proposal_requests(draft) < done.stats.rounds - 2
+
+
+class PushingNothing(AheadDraft):
+    """Knows budgets, and never gets to use them."""
+
+    def pushes(self, tokens: list[int], step: ProposeStep) -> Pushes:
+        return iter(())
+
+
+async def test_a_draft_pushes_nothing_without_a_budget() -> None:
+    draft = AheadDraft()
+    done = await completed(draft, draft_ahead="off")
+    assert done.token_ids == EXPECTED
+    assert draft.granted == 0
+    assert proposal_requests(draft) == done.stats.drafted / 2 > TOKENS / 4, "each proposal was asked for"
+
+
+async def test_hits_hide_the_round_trip_to_a_distant_draft() -> None:
+    """The draft is 20 ms away (one way), and a target step outlasts the round trip: most rounds have hits."""
+    draft = AheadDraft()
+    done = await completed(draft, delay=0.02, step_seconds=0.1)
+    assert done.token_ids == EXPECTED
+    assert done.stats.ahead.hits >= done.stats.rounds / 2
+    assert proposal_requests(draft) + done.stats.ahead.hits <= done.stats.rounds
+
+
+async def test_a_round_waits_for_the_last_token_of_a_continuation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step of the draft ends before the verification, and the other one soon after it."""
+    monkeypatch.setattr(RequestSpeculation, "tokens_after_miss", lambda _, count: count)
+    draft = StepwiseDraft()
+    done = await completed(draft, step_seconds=1.6 * STEP_SECONDS)
+    assert done.token_ids == EXPECTED
+    assert done.stats.ahead.hits >= done.stats.rounds / 2
+    assert done.stats.drafted >= 1.5 * done.stats.rounds, "most rounds verify both tokens"
+
+
+async def test_where_proposals_must_not_depend_on_time_a_round_waits_for_the_whole_continuation() -> None:
+    draft = StepwiseDraft()
+    done = await completed(draft, step_seconds=1.6 * STEP_SECONDS, keeps_proposals=True)
+    assert done.token_ids == EXPECTED
+    assert done.stats.ahead.hits >= done.stats.rounds / 2, "a shorter continuation would be a miss"
+
+
+async def test_a_silent_draft_is_waited_for_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The draft stops sending, as a stopped process would: outcomes that it pushed before still count."""
+    caplog.set_level(logging.INFO)
+    draft = AheadDraft()
+    draft.silent_from = 4
+    done = await completed(draft, draft_patience_seconds=0.1)
+    assert done.token_ids == EXPECTED
+    assert done.stats.ahead.hits > 0
+    assert [record.message for record in caplog.records].count("draft late") == 1
+
+
+@pytest.mark.parametrize("way", ["stops", "drains"])
+async def test_a_draft_that_leaves_with_outcomes_outstanding_is_replaced(way: str) -> None:
+    target, drafts = FakeTarget(), [AheadDraft(), AheadDraft()]
+    target.step_seconds = 0.03
+    async with asyncio.timeout(SECONDS), fleet(target, *drafts, draft_ahead=8) as (client, services, _):
+        task = asyncio.create_task(complete(client, REQUEST))
+        await until(lambda: sum(each.granted for each in drafts) > 2, SECONDS)
+        going, other = sorted(services[1:], key=lambda each: -each.fake.running)
+        await (going.stop() if way == "stops" else going.say(NOT_SERVING))
+        await until(lambda: other.fake.running == 1, SECONDS)
+        assert not task.done()
+        done = await task
+        await until(lambda: not any(each.running for each in drafts), SECONDS)
+    assert done.token_ids == EXPECTED
+    assert all(each.granted for each in drafts)
+
+
+Violation = Callable[[AheadDraft, list[int], ProposeStep], Pushes]
+
+
+def wrong_keys(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
+    """Name outcomes with more accepted tokens than were proposed."""
+    for each in draft.honest(tokens, step):
+        counts = tuple(count + 5 for count in each.accepted_counts)
+        yield replace(each, accepted_counts=counts)
+
+
+def wrong_tokens(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
+    """Name the right outcome, and continue it with a token that the target rejects."""
+    for each in draft.honest(tokens, step):
+        yield replace(each, token_ids=(7,))
+
+
+def unknown_tokens(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
+    for each in draft.honest(tokens, step):
+        yield replace(each, token_ids=(VOCABULARY_SIZE,))
+
+
+def twice(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
+    for each in draft.honest(tokens, step):
+        yield from (each, each)
+
+
+def same_outcome_twice(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
+    first = next(draft.honest(tokens, step))
+    yield replace(
+        first,
+        token_ids=first.token_ids * 2,
+        accepted_counts=first.accepted_counts * 2,
+        next_token_ids=first.next_token_ids * 2,
+    )
+
+
+def of_the_future(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
+    for each in draft.honest(tokens, step):
+        yield replace(each, base_length=each.base_length + 3)
+
+
+def of_the_past(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
+    """Name a round before the first, of which no outcomes can be late."""
+    for each in draft.honest(tokens, step):
+        yield replace(each, base_length=each.base_length - 1)
+
+
+def endless(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
+    (*_, last) = draft.honest(tokens, step)
+    yield from draft.honest(tokens, step)
+    for depth in range(100_000):
+        yield replace(last, depth=last.depth + 1 + depth)
+
+
+def endless_past(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
+    for _ in range(100_000):
+        yield from of_the_past(draft, tokens, step)
+
+
+def malformed(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
+    """Leave out one half of an outcome's key."""
+    for push in draft.honest(tokens, step):
+        yield replace(push, accepted_counts=(*push.accepted_counts, 0))
+
+
+def supports_that_sum_to_nothing(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
+    support = SparseDistribution(np.array([1]), np.zeros(1))
+    for push in draft.honest(tokens, step):
+        yield replace(push, distributions=(support,) * len(push.token_ids))
+
+
+def too_many(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
+    first = next(draft.honest(tokens, step))
+    many = tuple(range(500))
+    yield replace(first, token_ids=many, accepted_counts=(0,) * len(many), next_token_ids=many)
+
+
+def too_far_ahead(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
+    for each in draft.honest(tokens, step):
+        yield replace(each, lead_token_ids=(1,) * 200)
+
+
+def unknown_lead(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
+    first = next(draft.honest(tokens, step))
+    yield replace(first, lead_token_ids=(1 << 30,))
+
+
+def wrong_lead(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
+    first = next(draft.honest(tokens, step))
+    assert step.ahead is not None
+    yield replace(first, lead_token_ids=(1,) * (step.ahead.token_count - 1))
+
+
+def unasked_proposal(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
+    yield draft.proposal(tokens, 2)
+
+
+HARMLESS: tuple[Violation, ...] = (wrong_tokens, wrong_lead)
+
+
+FATAL: tuple[Violation, ...] = (
+    wrong_keys,
+    unknown_tokens,
+    twice,
+    same_outcome_twice,
+    of_the_future,
+    of_the_past,
+    endless,
+    endless_past,
+    malformed,
+    supports_that_sum_to_nothing,
+    too_many,
+    too_far_ahead,
+    unknown_lead,
+    unasked_proposal,
+)
+
+
+class ViolatingDraft(AheadDraft):
+    """Answers requests correctly, and violates the protocol in what it drafts ahead."""
+
+    def __init__(self, violation: Violation) -> None:
+        super().__init__()
+        self._violation = violation
+
+    def pushes(self, tokens: list[int], step: ProposeStep) -> Pushes:
+        yield from self._violation(self, tokens, step)
+
+
+@pytest.mark.parametrize("violation", [*HARMLESS, *FATAL], ids=lambda violation: violation.__name__)
+async def test_a_violation_costs_the_draft_its_place_and_the_request_nothing(
+    violation: Violation, caplog: pytest.LogCaptureFixture
+) -> None:
+    draft = ViolatingDraft(violation)
+    done = await completed(draft, step_seconds=0.003)
+    assert done.token_ids == EXPECTED
+    lost = [record for record in caplog.records if record.message == "draft lost"]
+    assert draft.granted > 0
+    if violation in HARMLESS:
+        assert not lost
+    else:
+        assert lost
+        assert all(
+            "draft service: " in vars(record)["reason"] or "outcomes" in vars(record)["reason"]
+            for record in lost
+        )
+        assert draft.opened <= 1 + len(lost)

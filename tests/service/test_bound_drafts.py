@@ -1,0 +1,219 @@
+"""Drafts that read their target's hidden states: the coordinator finds each, keeps it with its target, and changes no
+text by it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.admin_client import AdminClient
+from tandem.client import Client
+from tandem.errors import TandemError
+from tandem.replica import Role
+from tandem.types import GenerationRequest
+from tests.dflash_models import save_dflash
+from tests.eagle_heads import save_eagle
+from tests.end_to_end.models import save_model
+from tests.heads import save_eagle3
+from tests.medusa_heads import save_medusa
+from tests.mtp_models import mtp_target, save_mtp
+from tests.qwen_mtp_models import FAMILIES, qwen_target, save_qwen_mtp
+from tests.service.bound_pair import Host, accepted, check_distribution, host, over, small_target
+from tests.service.clients import Completed, complete, complete_all
+
+SECONDS = 120.0
+TOKENS = 24
+GREEDY = GenerationRequest(
+    (3, 4), max_tokens=TOKENS, temperature=0.0, num_speculative_tokens=4, ignore_eos=True
+)
+STRICT = replace(GREEDY, temperature=1.0, seed=5, rejection_sampling_strategy="strict")
+PROMPTS = [(1, 2, 3, 4, 5, index % 6, index // 6 % 6) * (index % 3 + 1) for index in range(16)]
+MANY = [replace(GREEDY, prompt=prompt) for prompt in PROMPTS]
+SEEDED = [replace(STRICT, prompt=prompt, seed=seed) for seed, prompt in enumerate(PROMPTS)]
+METHODS = ("eagle", "eagle3", "medusa", "dflash", "mtp")
+OWN_LAYERS = ("mtp",)
+"""Methods whose layers lie in the target's own checkpoint; with these, penalties are allowed."""
+BYTES_OF_A_TOKEN = {
+    **dict.fromkeys(("eagle", "eagle3", "medusa"), 4 * (6 * 2 * 24 + 48 + 2 * 16)),
+    "dflash": 4 * (6 * 64 + 56 + 2 * 128),
+    "mtp": 4 * (3 * 72 + 40 + 72),
+}
+"""What the target and the draft store of a token at least: numbers of four bytes."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and its draft on disk."""
+
+    method: str
+    model: Any
+    """The target, as transformers runs it: of six tokens, so that random weights are right now and then."""
+    target: Path
+    draft: Path | None
+
+    def host(self, **settings: object) -> Any:
+        return host(self.target, self.draft, **settings)
+
+
+def saved(folder: Path, method: str) -> Pair:
+    """Write a target and a draft for it. EAGLE-3's and Medusa's say five of the six tokens."""
+    if method in OWN_LAYERS:
+        model = mtp_target("deepseek_v3", vocabulary=6)
+        return Pair(method, model, save_mtp(model, folder), None)
+    model = small_target()
+    (folder / "target").mkdir()
+    head = folder / "head"
+    if method == "eagle":
+        head = save_eagle(folder / "eagle-head", model)
+    elif method == "medusa":
+        save_medusa(head, model, draft_vocabulary=5)
+    elif method == "dflash":
+        save_dflash(head, model)
+    else:
+        save_eagle3(head, model, draft_vocabulary=5, norm_output=True)
+    return Pair(method, model, save_model(model, folder / "target"), head)
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return saved(tmp_path_factory.mktemp("pair"), request.param)
+
+
+@cache
+def by_transformers(model: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """Greedy text by transformers' own loop; every method must give it."""
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return tuple(int(each) for each in output[0, len(prompt) :])
+
+
+async def completed(
+    pair: Pair, *batches: Sequence[GenerationRequest], **settings: object
+) -> tuple[list[list[Completed]], int]:
+    """Complete one batch after the other, each at once; also the number of preempted sequences."""
+    async with asyncio.timeout(SECONDS), pair.host(**settings) as hosted, over(hosted) as (address, _):
+        found = [await complete_all(address, batch) for batch in batches]
+        return found, hosted.pair.verifier.kv_usage().preemption_count
+
+
+def texts(completed: Sequence[Completed]) -> list[tuple[int, ...]]:
+    return [each.token_ids for each in completed]
+
+
+async def test_greedy_and_seeded_texts_are_the_targets(pair: Pair) -> None:
+    """One request, then sixteen at once, then the same prompts again, whose pages are reused."""
+    alone = [replace(request, speculation=False) for request in SEEDED]
+    (first, second, third, seeded, together, without), _ = await completed(
+        pair, MANY[:1], MANY, MANY, SEEDED[:1], SEEDED, alone
+    )
+    expected = [by_transformers(pair.model, prompt) for prompt in PROMPTS]
+    assert texts([*first, *second, *third]) == [expected[0], *expected, *expected]
+    assert accepted(second) > len(MANY), "the draft was right now and then"
+    assert texts(together) == texts(without)
+    assert texts(seeded) == texts(without[:1])
+    assert accepted(together) > 0
+    assert accepted(without) == 0
+
+
+async def test_preempted_sequences_keep_their_text(pair: Pair) -> None:
+    """There are pages for a few sequences of sixteen, which grow past their first page of 64 tokens."""
+    prompts = [(*prompt * 8,)[:56] for prompt in PROMPTS]
+    room = 8 * 64 * BYTES_OF_A_TOKEN[pair.method]
+    requests = [replace(GREEDY, prompt=prompt) for prompt in prompts]
+    (found,), preemptions = await completed(pair, requests, kv_cache_memory_bytes=room)
+    assert texts(found) == [by_transformers(pair.model, prompt) for prompt in prompts]
+    assert preemptions > 0
+    assert accepted(found) > 0 or pair.method in OWN_LAYERS
+    assert sum(each.stats.drafted for each in found) > 0
+
+
+async def test_residual_sampling_keeps_the_targets_distribution(pair: Pair) -> None:
+    rule = replace(
+        STRICT, rejection_sampling_strategy="residual", top_k=3, max_tokens=6, num_speculative_tokens=2
+    )
+    if pair.method in ("dflash", *OWN_LAYERS):
+        rule = replace(rule, temperature=3.0)  # both accept and reject often enough then
+    (found,), _ = await completed(pair, [replace(rule, seed=seed) for seed in range(160)])
+    check_distribution(pair.model, rule, found)
+
+
+async def test_a_lost_target_takes_its_draft_along_and_the_text_stays(pair: Pair) -> None:
+    """Sixteen requests over two targets with drafts, one of which dies; each goes on with the other target and its
+    draft."""
+    async with (
+        asyncio.timeout(SECONDS),
+        pair.host() as first,
+        pair.host() as second,
+        over(first, second) as (address, service),
+        Client(address) as client,
+    ):
+        begun = asyncio.Event()
+        running = [asyncio.create_task(complete(client, request, begun)) for request in MANY]
+        await begun.wait()
+        await first.server.stop(None)
+        found = await asyncio.gather(*running)
+        drafts = {each.address: each for each in service.replicas.snapshots() if each.role is Role.DRAFT}
+    assert texts(found) == [by_transformers(pair.model, prompt) for prompt in PROMPTS]
+    assert drafts[second.address].figures.accepted > 0
+
+
+async def test_the_coordinator_finds_the_draft_and_takes_the_rule_of_its_method(pair: Pair) -> None:
+    hosted: Host
+    async with asyncio.timeout(SECONDS), pair.host() as hosted, over(hosted) as (address, service):
+        by_role = {each.role: each for each in service.replicas.snapshots()}
+        assert by_role[Role.DRAFT].address == by_role[Role.TARGET].address == hosted.address
+        model = by_role[Role.DRAFT].model
+        assert model is not None
+        assert model.drafting_method == pair.method
+        async with Client(address) as client:
+            await complete(client, replace(GREEDY, temperature=1.0, seed=1))
+            if pair.draft is not None:
+                with pytest.raises(TandemError, match="frequency_penalty"):
+                    await complete(client, replace(GREEDY, frequency_penalty=1.0))
+        async with AdminClient(address) as admin:
+            rules = list((await admin.stats()).by_rule)
+    # MAX has no Medusa and no DFlash, and vLLM's rule for them is lossless.
+    assert rules == ["residual" if pair.method in ("medusa", "dflash") else "typical-acceptance"]
+
+
+@pytest.fixture(scope="module")
+def own_layers(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return saved(tmp_path_factory.mktemp("mtp"), "mtp")
+
+
+async def test_penalized_text_does_not_depend_on_the_targets_own_layers(own_layers: Pair) -> None:
+    plain = [*SEEDED[:4], GREEDY]
+    penalized = [replace(each, frequency_penalty=1.0, presence_penalty=0.5) for each in plain]
+    alone = [replace(request, speculation=False) for request in penalized]
+    (unpenalized, with_layer, without), _ = await completed(own_layers, plain[:1], penalized, alone)
+    assert texts(with_layer) == texts(without)
+    assert accepted(with_layer) > 0, "penalties leave the layer at work"
+    assert texts(with_layer[:1]) != texts(unpenalized), "and they count"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_qwens_layout_keeps_greedy_and_seeded_text(family: str, tmp_path: Path) -> None:
+    model = qwen_target(family, vocabulary=6)
+    qwen = Pair("mtp", model, save_qwen_mtp(model, tmp_path / "target"), None)
+    alone = [replace(each, speculation=False) for each in SEEDED]
+    (first, greedy, one, seeded, plain), _ = await completed(qwen, MANY[:1], MANY, SEEDED[:1], SEEDED, alone)
+    expected = [by_transformers(model, prompt) for prompt in PROMPTS]
+    assert texts([*first, *greedy]) == [expected[0], *expected]
+    assert texts(seeded) == texts(plain)
+    assert texts(one) == texts(plain[:1])
+    assert accepted(greedy) > 0
+    assert accepted(seeded) > 0

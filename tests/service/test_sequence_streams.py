@@ -1,0 +1,564 @@
+"""Many sequences on one stream do not affect each other, whatever is sent on it."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from benchmarks.load.fakes import LeaveError
+from coordinator.transport.streams import Method, Streams
+from draft_service.service import DraftService
+from draft_service.settings import DraftSettings
+from tandem.errors import (
+    CapacityError,
+    ProtocolError,
+    ServiceUnavailableError,
+    TandemError,
+)
+from tandem.rpc.channels import Traffic, open_channel
+from tandem.serving.interceptors import Context, ReadinessInterceptor, RunningCalls
+from tandem.types import (
+    Delta,
+    DenseRow,
+    DraftOptions,
+    RowKind,
+    SamplingParams,
+    TargetOptions,
+    Verification,
+    VerifyStep,
+)
+from tandem.v1 import draft_pb2, target_pb2, target_pb2_grpc
+from tandem.wire import draft as draft_wire
+from tandem.wire import target as wire
+from tandem.wire.target import answers_from_proto
+from target_service.service import TargetService
+from target_service.servicer import VerifiedFor
+from target_service.settings import TargetSettings
+from tests.paths import DEMO_DRAFT, DEMO_TARGET
+from tests.service.clients import until
+from tests.service.fakes import FakeTarget, refusal, serving
+
+SECONDS = 20.0
+HOLD, REFUSE, FAIL, LEAVE = 1001, 1002, 1003, 1004
+"""Steps that are answered late, or not at all."""
+OPTIONS = TargetOptions("r", SamplingParams())
+
+
+class Echo(FakeTarget):
+    """Answers each step with its base length, except for some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.messages: list[int] = []
+        """Number of steps of each message."""
+        self.released = asyncio.Event()
+
+    async def serve_sequence(self, sequence: VerifiedFor) -> None:
+        self.calls["sequences"] += 1
+        self.running += 1
+        try:
+            async for step in sequence.steps():
+                match step.delta.base_length:
+                    case 1001:
+                        await self.released.wait()
+                    case 1002:
+                        raise refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+                    case 1003:
+                        raise ValueError("a secret")
+                    case 1004:
+                        raise LeaveError
+                await sequence.answer(Verification(step.delta.base_length, ()))
+            self.finished += 1
+        except LeaveError:
+            pass
+        finally:
+            self.running -= 1
+
+    async def Verify(  # noqa: N802 - gRPC's name
+        self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: Context
+    ) -> AsyncIterator[target_pb2.VerifyResponse]:
+        self.calls["streams"] += 1
+
+        async def observed() -> AsyncIterator[target_pb2.VerifyRequest]:
+            async for request in request_iterator:
+                self.messages.append(len(request.steps.records) // 24)
+                yield request
+
+        async for response in super().Verify(observed(), context):
+            yield response
+
+
+class Asker:
+    """The coordinator's end of a sequence."""
+
+    def __init__(self, streams: Streams[Any, wire.Answer], traffic: Traffic | None = None) -> None:
+        self.stream = streams.sequence(self, traffic)
+        self._answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._error: TandemError | None = None
+        self._is_open = False
+
+    async def ask(self, base_length: int) -> int:
+        """The length that answers a step with this one."""
+        if self._error is not None:
+            raise self._error
+        if not self._is_open:
+            self.stream.send(OPTIONS)
+        self._is_open = True
+        self._answer = asyncio.get_running_loop().create_future()
+        self.stream.send(step(base_length))
+        return await self._answer
+
+    def take(self, answer: wire.Answer) -> None:
+        """See `Listener`."""
+        if not self._answer.done():
+            self._answer.set_result(answer.base_length)
+
+    def fail(self, error: TandemError) -> None:
+        """See `Listener`."""
+        self._error = self._error or error
+        if self._is_open and not self._answer.done():
+            self._answer.set_exception(self._error)
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Both ends of the streams."""
+
+    service: Echo
+    method: Method[Any, wire.Answer]
+    streams: Streams[Any, wire.Answer]
+    stub: target_pb2_grpc.TargetServiceStub
+    server: grpc.aio.Server
+    address: str
+
+    def sequences(self, count: int) -> list[Asker]:
+        """Begin so many sequences."""
+        return [Asker(self.streams) for _ in range(count)]
+
+
+@asynccontextmanager
+async def ends() -> AsyncIterator[Ends]:
+    service = Echo()
+    async with (
+        asyncio.timeout(SECONDS),
+        serving(service) as (
+            address,
+            server,
+        ),
+        open_channel(address) as channel,
+    ):
+        method: Method[Any, wire.Answer] = Method(
+            service="target service",
+            open=channel.stream_stream("/tandem.v1.TargetService/Verify"),
+            write=wire.requests_to_proto,
+            size=wire.request_size,
+            read=lambda content: wire.answers_from_proto(target_pb2.VerifyResponse.FromString(content)),
+        )
+        stub = target_pb2_grpc.TargetServiceStub(channel)
+        yield Ends(service, method, Streams(method), stub, server, address)
+
+
+def step(base_length: int) -> VerifyStep:
+    return VerifyStep(Delta(base_length, ()), RowKind.TOKEN, 0)
+
+
+def asking(*steps: tuple[int, int], opens: bool = True) -> target_pb2.VerifyRequest:
+    """A message that opens sequences and asks: pairs of a sequence and its step's base length."""
+    opened = [(number, OPTIONS) for number in dict.fromkeys(number for number, _ in steps)]
+    return wire.requests_to_proto(
+        [*(opened if opens else ()), *((number, step(length)) for number, length in steps)]
+    )
+
+
+async def read(
+    call: grpc.aio.StreamStreamCall[target_pb2.VerifyRequest, target_pb2.VerifyResponse], count: int
+) -> dict[int, Any]:
+    """Return the next answers by sequence, from any number of messages."""
+    found: dict[int, Any] = {}
+    while len(found) < count:
+        response = await call.read()
+        assert isinstance(response, target_pb2.VerifyResponse)
+        found |= dict(wire.answers_from_proto(response))
+    return found
+
+
+async def test_all_sequences_share_a_stream_that_ends_with_the_last() -> None:
+    async with ends() as both:
+        sequences = both.sequences(17)
+        answers = await asyncio.gather(*(sequence.ask(i) for i, sequence in enumerate(sequences)))
+        assert answers == list(range(17))
+        assert both.service.calls == {"sequences": 17, "streams": 1}
+        for sequence in sequences:
+            sequence.stream.cancel()
+        await until(lambda: both.service.running == 0, SECONDS)
+        (later,) = both.sequences(1)
+        assert await later.ask(1) == 1
+        assert both.service.calls["streams"] == 2
+        later.stream.cancel()
+
+
+async def test_simultaneous_requests_and_answers_travel_in_one_message() -> None:
+    async with ends() as both:
+        sequences = both.sequences(16)
+        for _ in range(3):
+            both.service.messages.clear()
+            answers = [asyncio.create_task(sequence.ask(HOLD)) for sequence in sequences]
+            await until(lambda: sum(both.service.messages) == 16, SECONDS)
+            assert len(both.service.messages) == 1
+            both.service.released.set()
+            await asyncio.gather(*answers)
+            both.service.released.clear()
+
+
+async def test_bytes_are_counted() -> None:
+    async with ends() as both:
+        traffic = Traffic()
+        sequence = Asker(both.streams, traffic)
+        await sequence.ask(7)
+        await sequence.ask(300)
+        assert (traffic.sent_messages, traffic.received_messages) == (3, 2)
+        assert 30 < traffic.sent_bytes < 300
+        assert 20 < traffic.received_bytes < 200
+        sequence.stream.cancel()
+
+
+@pytest.mark.parametrize(
+    ("length", "error", "sentence"),
+    [
+        (REFUSE, CapacityError, "target service: full"),
+        (
+            FAIL,
+            ProtocolError,
+            r"target service: internal error [0-9a-f]{12}; the server's log has the details",
+        ),
+        (LEAVE, ServiceUnavailableError, "target service: it ended the stream"),
+    ],
+)
+async def test_an_ending_sequence_ends_no_other(length: int, error: type[TandemError], sentence: str) -> None:
+    async with ends() as both:
+        first, second = both.sequences(2)
+        assert await first.ask(1) == await second.ask(1) == 1
+        with pytest.raises(error, match=sentence):
+            await first.ask(length)
+        with pytest.raises(error, match=sentence):
+            await first.ask(2)
+        assert await second.ask(3) == 3
+        assert both.service.calls["sequences"] == 2, "a late request must not begin a sequence"
+        first.stream.cancel()
+        assert await second.ask(4) == 4
+
+
+async def test_a_cancelled_sequence_stops_at_once_and_no_other_does() -> None:
+    async with ends() as both:
+        first, second = both.sequences(2)
+        assert await second.ask(1) == 1
+        held = asyncio.create_task(first.ask(HOLD))
+        await until(lambda: both.service.running == 2, SECONDS)
+        first.stream.cancel()
+        first.stream.cancel()
+        await until(lambda: both.service.running == 1, SECONDS)
+        assert await second.ask(2) == 2
+        for late in (held, first.ask(3)):
+            with pytest.raises(ServiceUnavailableError):
+                await late
+
+
+async def test_finish_returns_after_the_sequence_has_ended() -> None:
+    async with ends() as both:
+        first, second = both.sequences(2)
+        await first.ask(1)
+        held = asyncio.create_task(second.ask(HOLD))
+        await first.stream.finish(0)
+        assert (both.service.finished, both.service.running) == (1, 1)
+        both.service.released.set()
+        assert await held == HOLD
+
+
+async def test_a_broken_stream_ends_its_sequences_and_later_ones_get_a_new_stream() -> None:
+    async with ends() as both:
+        sequences = both.sequences(3)
+        held = [asyncio.create_task(sequence.ask(HOLD)) for sequence in sequences]
+        await until(lambda: both.service.running == 3, SECONDS)
+        await both.server.stop(None)
+        for each in held:
+            with pytest.raises(ServiceUnavailableError):
+                await each
+        assert all(sequence.stream.was_sent for sequence in sequences)
+        last = Asker(both.streams)
+        with pytest.raises(ServiceUnavailableError):
+            await last.ask(1)
+        assert not last.stream.was_sent, "nobody was there"
+
+
+async def test_an_old_stream_accepts_no_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ends() as both:
+        monkeypatch.setattr("coordinator.transport.streams._MAX_SECONDS", 0.0)
+        first, second = both.sequences(2)
+        assert await first.ask(1) == 1
+        assert await second.ask(2) == 2
+        assert await first.ask(3) == 3
+        assert both.service.calls["streams"] == 2
+
+
+async def test_a_draining_server_accepts_no_sequence_and_ends_none() -> None:
+    readiness, calls = ReadinessInterceptor(""), RunningCalls()
+    async with ends() as both:
+        both.service.streams.apply_limits(readiness, calls, max_calls=2)
+        first, second, third = both.sequences(3)
+        held = [asyncio.create_task(sequence.ask(HOLD)) for sequence in (first, second)]
+        await until(lambda: both.service.running == 2, SECONDS)
+        with pytest.raises(CapacityError, match="2 calls run already, which is the most; try again"):
+            await third.ask(1)
+        readiness.closed_because = "the target service is draining"
+        late = Asker(both.streams)
+        with pytest.raises(ServiceUnavailableError, match="the target service is draining"):
+            await late.ask(1)
+        assert not await calls.end(0.01), "a drain waits for running sequences"
+        both.service.released.set()
+        assert await asyncio.gather(*held) == [HOLD, HOLD]
+        calls.cut_off("it has drained for as long as it may")
+        with pytest.raises(ServiceUnavailableError, match="for as long as it may"):
+            await first.ask(2)
+
+
+ACTS = st.lists(
+    st.tuples(st.integers(0, 5), st.sampled_from(["ask", "hold", "finish", "drop", "refuse"])), max_size=40
+)
+
+
+async def done(act: str, sequence: Asker, base_length: int) -> bool:
+    """Apply the action to a sequence; return True if it is usable afterwards."""
+    match act:
+        case "ask":
+            assert await sequence.ask(base_length) == base_length
+        case "hold":
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.001):
+                    await sequence.ask(HOLD)
+            sequence.stream.cancel()
+        case "finish":
+            await sequence.stream.finish(0)
+        case "drop":
+            sequence.stream.cancel()
+        case _:
+            with pytest.raises(CapacityError):
+                await sequence.ask(REFUSE)
+    return act == "ask"
+
+
+@given(acts=ACTS)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+async def test_each_sequence_gets_its_own_answers_whatever_others_do(acts: list[tuple[int, str]]) -> None:
+    async with ends() as both:
+        sequences = both.sequences(6)
+
+        async def run_sequence(own: int) -> None:
+            is_of_use = True
+            for turn, (number, act) in enumerate(acts):
+                if number == own and is_of_use:
+                    is_of_use = await done(act, sequences[own], 10 * turn + own)
+            if is_of_use:
+                assert await sequences[own].ask(own) == own
+            sequences[own].stream.cancel()
+
+        await asyncio.gather(*map(run_sequence, range(6)))
+        await until(lambda: both.service.running == 0, SECONDS)
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+async def test_a_services_readiness_applies_to_its_sequences(role: str) -> None:
+    """Otherwise the fault would be masked: sequences that a drain cuts off continue elsewhere."""
+    service: Any = (
+        TargetService(TargetSettings(model=DEMO_TARGET))
+        if role == "target"
+        else DraftService(DraftSettings(model=DEMO_DRAFT))
+    )
+    service.open_other_endpoints(ReadinessInterceptor("it is closed"), RunningCalls())
+    async with (
+        asyncio.timeout(SECONDS),
+        serving(service.register) as (address, _),
+        open_channel(address) as channel,
+    ):
+        method = {"target": "TargetService/Verify", "draft": "DraftService/Propose"}[role]
+        call: Any = channel.stream_stream(f"/tandem.v1.{method}")()
+        opening: Any = (
+            asking((1, 5))
+            if role == "target"
+            else draft_wire.requests_to_proto([(1, DraftOptions("r", SamplingParams()))])
+        )
+        await call.write(opening.SerializeToString())
+        response: Any = {"target": target_pb2.VerifyResponse, "draft": draft_pb2.ProposeResponse}[role]
+        (end,) = response.FromString(await call.read()).ends
+        assert end.code == grpc.StatusCode.UNAVAILABLE.value[0]
+        assert end.message == "it is closed"
+        call.cancel()
+
+
+def raw(first: list[int], *others: list[int]) -> target_pb2.VerifyRequest:
+    """A message that opens two sequences, with these records of steps in place of their own."""
+    message = asking((1, 5), (2, 5))
+    message.steps.records = b"".join(struct.pack(f"<{len(record)}i", *record) for record in (first, *others))
+    return message
+
+
+SECOND = [2, 5, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (raw([1, -1, 0, 1, 0, 0], SECOND), "delta.base_length is -1"),
+        (raw([1, 5, 0, 1, -1, 0], SECOND), "row_count is -1"),
+        (raw([1, 5, 0, 9, 0, 0], SECOND), "row_kind is 9"),
+        (asking((1, 5), (2, 5)), "temperature is -1"),
+    ],
+)
+async def test_an_invalid_step_or_opening_ends_only_its_sequence(
+    message: target_pb2.VerifyRequest, words: str
+) -> None:
+    """Send the messages by hand, as a faulty coordinator would."""
+    if "temperature" in words:
+        message.opens[0].sampling.temperature = -1.0
+    async with ends() as both:
+        call = both.stub.Verify()
+        await call.write(message)
+        found = await read(call, 2)
+        assert found[1].code is grpc.StatusCode.INVALID_ARGUMENT
+        assert words in found[1].sentence
+        assert found[2].base_length == 5
+        call.cancel()
+
+
+async def test_a_sequence_must_begin_with_one_open() -> None:
+    async with ends() as both:
+        call = both.stub.Verify()
+        await call.write(asking((1, 5), opens=False))
+        found = await read(call, 1)
+        assert "without open" in found[1].sentence
+        await call.write(asking((2, 5)))
+        assert (await read(call, 1))[2].base_length == 5
+        await call.write(asking((2, 5)))
+        assert "opened twice" in (await read(call, 1))[2].sentence
+        await call.write(target_pb2.VerifyRequest(cancelled_sequences=[9]))  # nobody knows it
+        call.cancel()
+
+
+async def test_a_stream_that_is_left_open_at_its_end_ends_its_sequences() -> None:
+    """The stream is half-closed without a Finish: its sequences get an error, and then the stream ends."""
+    async with ends() as both:
+        call = both.stub.Verify()
+        await call.write(asking((1, 1), (2, 2)))
+        await read(call, 2)
+        await call.done_writing()
+        assert ["without finish" in each.sentence for each in (await read(call, 2)).values()] == [True, True]
+        assert await call.code() is grpc.StatusCode.OK
+        assert both.service.running == 0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff",
+        raw(SECOND[:-1]).SerializeToString(),
+        raw([1, 5, 7, 1, 0, 0]).SerializeToString(),
+        raw([1, 5, -1, 1, 0, 0]).SerializeToString(),
+    ],
+)
+async def test_an_unreadable_message_ends_the_stream_and_its_sequences(content: bytes) -> None:
+    async with ends() as both, open_channel(both.address) as channel:
+        call: Any = channel.stream_stream("/tandem.v1.TargetService/Verify")()
+        await call.write(asking((1, HOLD)).SerializeToString())
+        await until(lambda: both.service.running == 1, SECONDS)
+        await call.write(content)
+        with suppress(grpc.aio.AioRpcError):
+            await call.read()
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert both.service.running == 0
+
+
+async def flood(*lengths: int) -> AsyncIterator[target_pb2.VerifyRequest]:
+    """A message for each step of one sequence."""
+    for i, length in enumerate(lengths):
+        yield asking((1, length), opens=not i)
+
+
+async def test_a_flood_of_requests_is_not_read_ahead() -> None:
+    taken = 0
+
+    async def counted() -> AsyncIterator[target_pb2.VerifyRequest]:
+        nonlocal taken
+        async for message in flood(*[HOLD] * 1000):
+            taken += 1
+            yield message
+
+    service = Echo()
+    answers = service.Verify(counted(), cast("Context", None))
+    waiting = asyncio.ensure_future(anext(answers))
+    await until(lambda: service.running == 1, SECONDS)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert taken < 20
+    service.released.set()  # now the stream is read to its end: the sequence's answers, and its end
+    messages = [await waiting, *[response async for response in answers]]
+    assert (taken, sum(len(list(answers_from_proto(each))) for each in messages)) == (1000, 1001)
+
+
+async def test_requests_of_a_sequence_that_has_ended_do_not_block_others() -> None:
+    async with asyncio.timeout(SECONDS):
+        answers = Echo().Verify(flood(LEAVE, *[HOLD] * 1000), cast("Context", None))
+        (end,) = [end async for response in answers for end in response.ends]
+    assert end.code == 0
+
+
+class Large(FakeTarget):
+    """Answers a mebibyte."""
+
+    answered = 0
+
+    async def verified(self, tokens: Sequence[int], step: VerifyStep) -> Verification:
+        self.answered += 1
+        return Verification(0, (DenseRow(np.zeros(1 << 18, np.float32)),))
+
+
+async def test_answers_to_a_client_that_does_not_read_are_bounded() -> None:
+    service = Large()
+    answers = service.Verify(flood(*[0] * 100), cast("Context", None))
+    assert len((await anext(answers)).verifications) == 1
+    for _ in range(200):
+        await asyncio.sleep(0)
+    assert service.answered < 8
+    assert sum([len(response.verifications) async for response in answers]) == 99
+    assert service.answered == 100
+
+
+async def test_an_unreadable_answer_is_the_services_fault() -> None:
+    async def garble(requests: AsyncIterator[bytes], _context: Context) -> AsyncIterator[bytes]:
+        # It answers on demand: a stream that ends while the client still writes fails differently.
+        async for _ in requests:
+            yield b"\xff"
+
+    method: Any = grpc.stream_stream_rpc_method_handler(garble)
+    handler = grpc.method_handlers_generic_handler("garbling", {"garble": method})
+    async with (
+        ends() as both,
+        serving(lambda server: server.add_generic_rpc_handlers((handler,))) as (address, _),
+        open_channel(address) as channel,
+    ):
+        garbling: Any = channel.stream_stream("/garbling/garble")
+        sequence = Asker(Streams(replace(both.method, open=garbling)))
+        with pytest.raises(ProtocolError, match="target service: its answer cannot be read"):
+            await sequence.ask(1)
+        sequence.stream.cancel()

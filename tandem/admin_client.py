@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.admin import ConfigOption, Diagnosis, RequestReport, Stats, Status
-from tandem.client import DEFAULT_ADDRESS, coordinator_errors
+from tandem.client import DEFAULT_ADDRESS, CoordinatorClient, coordinator_errors
 from tandem.errors import DeadlineError, ServiceUnavailableError
 from tandem.replica import ReplicaSnapshot
-from tandem.rpc.channels import open_channel
 from tandem.rpc.credentials import PLAIN, Credentials
 from tandem.v1 import admin_pb2
 from tandem.v1.admin_pb2_grpc import AdminServiceStub
@@ -26,7 +24,7 @@ from tandem.wire import admin as wire
 DEFAULT_TIMEOUT_SECONDS = 10.0
 
 
-class AdminClient:
+class AdminClient(CoordinatorClient):
     """Calls a coordinator's AdminService.
 
     Every method raises a `TandemError`: ServiceUnavailableError without an answer in time, NotFoundError and
@@ -46,73 +44,50 @@ class AdminClient:
             credentials: How to connect; an admin token among them where the coordinator has one.
             timeout_seconds: How long one call may take.
         """
-        self.address = address
+        super().__init__(address, credentials)
         self._timeout = timeout_seconds
-        self._channel = open_channel(address, credentials=credentials)
         self._stub = AdminServiceStub(self._channel)
-
-    async def __aenter__(self) -> AdminClient:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the connection."""
-        await self._channel.close()
 
     async def is_serving(self) -> bool:
         """True if the coordinator takes requests, by the standard health protocol, which needs no token."""
-        check = health_pb2_grpc.HealthStub(self._channel).Check
-        answer = await self._ask(check, health_pb2.HealthCheckRequest())
+        check: Any = health_pb2_grpc.HealthStub(self._channel).Check
+        with self._errors():
+            answer = await check(health_pb2.HealthCheckRequest(), timeout=self._timeout)
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def status(self) -> Status:
         """State, load and replicas at this moment."""
-        answer = await self._ask(self._stub.GetStatus, admin_pb2.GetStatusRequest())
-        return wire.status_from_proto(answer.status)
+        return wire.status_from_proto((await self._ask("GetStatus")).status)
 
     async def replicas(self) -> list[ReplicaSnapshot]:
         """Every replica: targets first, then drafts, each by address."""
-        answer = await self._ask(self._stub.ListReplicas, admin_pb2.ListReplicasRequest())
-        return [*map(wire.replica_from_proto, answer.replicas)]
+        return [*map(wire.replica_from_proto, (await self._ask("ListReplicas")).replicas)]
 
     async def drain(self, address: str, *, allow_last_target: bool = False) -> ReplicaSnapshot:
         """Send no new sequences to a replica, and let it finish its own."""
-        answer = await self._ask(
-            self._stub.DrainReplica,
-            admin_pb2.DrainReplicaRequest(address=address, allow_last_target=allow_last_target),
-        )
+        answer = await self._ask("DrainReplica", address=address, allow_last_target=allow_last_target)
         return wire.replica_from_proto(answer.replica)
 
     async def resume(self, address: str) -> ReplicaSnapshot:
         """Give a replica new sequences again."""
-        answer = await self._ask(self._stub.ResumeReplica, admin_pb2.ResumeReplicaRequest(address=address))
-        return wire.replica_from_proto(answer.replica)
+        return wire.replica_from_proto((await self._ask("ResumeReplica", address=address)).replica)
 
     async def requests(self) -> list[RequestReport]:
         """The requests that run, the oldest first."""
-        answer = await self._ask(self._stub.ListRequests, admin_pb2.ListRequestsRequest())
-        return [*map(wire.request_from_proto, answer.requests)]
+        return [*map(wire.request_from_proto, (await self._ask("ListRequests")).requests)]
 
     async def request(self, request_id: str) -> RequestReport:
         """The request whose id begins like this."""
-        answer = await self._ask(self._stub.GetRequest, admin_pb2.GetRequestRequest(request_id=request_id))
-        return wire.request_from_proto(answer.request)
+        return wire.request_from_proto((await self._ask("GetRequest", request_id=request_id)).request)
 
     async def abort(self, request_id: str, reason: str = "") -> RequestReport:
         """End the request whose id begins like this; its client receives the reason."""
-        answer = await self._ask(
-            self._stub.AbortRequest, admin_pb2.AbortRequestRequest(request_id=request_id, reason=reason)
-        )
+        answer = await self._ask("AbortRequest", request_id=request_id, reason=reason)
         return wire.request_from_proto(answer.request)
 
     async def stats(self) -> Stats:
         """Statistics since the start."""
-        answer = await self._ask(self._stub.GetStats, admin_pb2.GetStatsRequest())
-        return wire.stats_from_proto(answer.stats)
+        return wire.stats_from_proto((await self._ask("GetStats")).stats)
 
     async def watch_stats(self, interval_seconds: float = 1.0) -> AsyncGenerator[Stats]:
         """Statistics at a fixed interval, until the caller leaves the loop."""
@@ -126,26 +101,23 @@ class AdminClient:
 
     async def config(self) -> list[ConfigOption]:
         """Every option with its value and its origin."""
-        answer = await self._ask(self._stub.GetConfig, admin_pb2.GetConfigRequest())
-        return [*map(wire.option_from_proto, answer.options)]
+        return [*map(wire.option_from_proto, (await self._ask("GetConfig")).options)]
 
     async def update_config(
         self, values: Mapping[str, str], reset: Collection[str] = ()
     ) -> list[ConfigOption]:
         """Change options for new requests; returns the named options."""
-        answer = await self._ask(
-            self._stub.UpdateConfig, admin_pb2.UpdateConfigRequest(values=values, reset_names=reset)
-        )
+        answer = await self._ask("UpdateConfig", values=values, reset_names=reset)
         return [*map(wire.option_from_proto, answer.options)]
 
     async def diagnose(self) -> Diagnosis:
         """The coordinator's findings, each with what to do about it."""
-        answer = await self._ask(self._stub.Diagnose, admin_pb2.DiagnoseRequest())
-        return wire.diagnosis_from_proto(answer)
+        return wire.diagnosis_from_proto(await self._ask("Diagnose"))
 
-    async def _ask(self, method: Any, request: object) -> Any:
+    async def _ask(self, method: str, **fields: object) -> Any:
+        request = getattr(admin_pb2, f"{method}Request")(**fields)
         with self._errors():
-            return await method(request, timeout=self._timeout)
+            return await getattr(self._stub, method)(request, timeout=self._timeout)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

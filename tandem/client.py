@@ -15,8 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Any, TypedDict, Unpack
+from typing import Any, Self, TypedDict, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -258,7 +257,25 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 _POLL_SECONDS = 0.1
 
 
-class Client:
+class CoordinatorClient:
+    """A connection to a coordinator, made on first use and closed at the end of an `async with`."""
+
+    def __init__(self, address: str, credentials: Credentials) -> None:
+        self.address = address
+        self._channel = open_channel(address, credentials=credentials)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection; requests still running are cancelled."""
+        await self._channel.close()
+
+
+class Client(CoordinatorClient):
     """Talks to a coordinator."""
 
     def __init__(
@@ -278,22 +295,9 @@ class Client:
         Raises:
             ConfigurationError: a file of the credentials cannot be read, or makes no sense.
         """
-        self.address = address
+        super().__init__(address, credentials)
         self._retries = retries
-        self._channel = open_channel(address, credentials=credentials)
         self._stub = GenerationServiceStub(self._channel)
-
-    async def __aenter__(self) -> Client:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the connection; requests still running are cancelled."""
-        await self._channel.close()
 
     async def generate(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[Options]

@@ -10,7 +10,7 @@ import grpc.aio
 
 from coordinator.admin.administration import Administrator
 from tandem.serving.interceptors import Context
-from tandem.v1 import admin_pb2
+from tandem.v1 import admin_pb2 as pb
 from tandem.v1.admin_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
 from tandem.wire import admin as wire
 
@@ -35,91 +35,81 @@ class AdminServicer(AdminServiceServicer):
         """Let a server answer AdminService."""
         add_AdminServiceServicer_to_server(self, server)
 
-    async def GetStatus(
-        self, request: admin_pb2.GetStatusRequest, context: Context
-    ) -> admin_pb2.GetStatusResponse:
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         """State, load and replicas."""
-        return admin_pb2.GetStatusResponse(status=wire.status_to_proto(await self._administration.status()))
+        return pb.GetStatusResponse(status=wire.status_to_proto(await self._administration.status()))
 
     async def ListReplicas(
-        self, request: admin_pb2.ListReplicasRequest, context: Context
-    ) -> admin_pb2.ListReplicasResponse:
+        self, request: pb.ListReplicasRequest, context: Context
+    ) -> pb.ListReplicasResponse:
         """List every replica."""
         replicas = await self._administration.replicas()
-        return admin_pb2.ListReplicasResponse(replicas=map(wire.replica_to_proto, replicas))
+        return pb.ListReplicasResponse(replicas=map(wire.replica_to_proto, replicas))
 
     async def DrainReplica(
-        self, request: admin_pb2.DrainReplicaRequest, context: Context
-    ) -> admin_pb2.DrainReplicaResponse:
+        self, request: pb.DrainReplicaRequest, context: Context
+    ) -> pb.DrainReplicaResponse:
         """Drain a replica."""
         replica = await self._administration.drain(
             request.address, allow_last_target=request.allow_last_target, by=self._caller(context)
         )
-        return admin_pb2.DrainReplicaResponse(replica=wire.replica_to_proto(replica))
+        return pb.DrainReplicaResponse(replica=wire.replica_to_proto(replica))
 
     async def ResumeReplica(
-        self, request: admin_pb2.ResumeReplicaRequest, context: Context
-    ) -> admin_pb2.ResumeReplicaResponse:
+        self, request: pb.ResumeReplicaRequest, context: Context
+    ) -> pb.ResumeReplicaResponse:
         """Give a replica new sequences again."""
         replica = await self._administration.resume(request.address, by=self._caller(context))
-        return admin_pb2.ResumeReplicaResponse(replica=wire.replica_to_proto(replica))
+        return pb.ResumeReplicaResponse(replica=wire.replica_to_proto(replica))
 
     async def ListRequests(
-        self, request: admin_pb2.ListRequestsRequest, context: Context
-    ) -> admin_pb2.ListRequestsResponse:
+        self, request: pb.ListRequestsRequest, context: Context
+    ) -> pb.ListRequestsResponse:
         """List the requests that run."""
         requests = await self._administration.requests()
-        return admin_pb2.ListRequestsResponse(requests=map(wire.request_to_proto, requests))
+        return pb.ListRequestsResponse(requests=map(wire.request_to_proto, requests))
 
-    async def GetRequest(
-        self, request: admin_pb2.GetRequestRequest, context: Context
-    ) -> admin_pb2.GetRequestResponse:
+    async def GetRequest(self, request: pb.GetRequestRequest, context: Context) -> pb.GetRequestResponse:
         """Find a request by the beginning of its id."""
         found = await self._administration.request(request.request_id)
-        return admin_pb2.GetRequestResponse(request=wire.request_to_proto(found))
+        return pb.GetRequestResponse(request=wire.request_to_proto(found))
 
     async def AbortRequest(
-        self, request: admin_pb2.AbortRequestRequest, context: Context
-    ) -> admin_pb2.AbortRequestResponse:
+        self, request: pb.AbortRequestRequest, context: Context
+    ) -> pb.AbortRequestResponse:
         """End a request."""
         ended = await self._administration.abort(
             request.request_id, reason=request.reason, by=self._caller(context)
         )
-        return admin_pb2.AbortRequestResponse(request=wire.request_to_proto(ended))
+        return pb.AbortRequestResponse(request=wire.request_to_proto(ended))
 
-    async def GetStats(
-        self, request: admin_pb2.GetStatsRequest, context: Context
-    ) -> admin_pb2.GetStatsResponse:
+    async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         """Statistics since the start."""
-        return admin_pb2.GetStatsResponse(stats=wire.stats_to_proto(await self._administration.stats()))
+        return pb.GetStatsResponse(stats=wire.stats_to_proto(await self._administration.stats()))
 
     async def WatchStats(
-        self, request: admin_pb2.WatchStatsRequest, context: Context
-    ) -> AsyncIterator[admin_pb2.WatchStatsResponse]:
+        self, request: pb.WatchStatsRequest, context: Context
+    ) -> AsyncIterator[pb.WatchStatsResponse]:
         """Statistics at a fixed interval."""
         interval = request.interval_seconds or _DEFAULT_INTERVAL_SECONDS
         async with aclosing(self._administration.watch(interval)) as watch:
             async for stats in watch:
-                yield admin_pb2.WatchStatsResponse(stats=wire.stats_to_proto(stats))
+                yield pb.WatchStatsResponse(stats=wire.stats_to_proto(stats))
 
-    async def GetConfig(
-        self, request: admin_pb2.GetConfigRequest, context: Context
-    ) -> admin_pb2.GetConfigResponse:
+    async def GetConfig(self, request: pb.GetConfigRequest, context: Context) -> pb.GetConfigResponse:
         """List every option."""
         options = await self._administration.config()
-        return admin_pb2.GetConfigResponse(options=map(wire.option_to_proto, options))
+        return pb.GetConfigResponse(options=map(wire.option_to_proto, options))
 
     async def UpdateConfig(
-        self, request: admin_pb2.UpdateConfigRequest, context: Context
-    ) -> admin_pb2.UpdateConfigResponse:
+        self, request: pb.UpdateConfigRequest, context: Context
+    ) -> pb.UpdateConfigResponse:
         """Change options for new requests."""
         options = await self._administration.update_config(
             dict(sorted(request.values.items())), list(request.reset_names), by=self._caller(context)
         )
-        return admin_pb2.UpdateConfigResponse(options=map(wire.option_to_proto, options))
+        return pb.UpdateConfigResponse(options=map(wire.option_to_proto, options))
 
-    async def Diagnose(
-        self, request: admin_pb2.DiagnoseRequest, context: Context
-    ) -> admin_pb2.DiagnoseResponse:
+    async def Diagnose(self, request: pb.DiagnoseRequest, context: Context) -> pb.DiagnoseResponse:
         """Findings, each with what to do about it."""
         return wire.diagnosis_to_proto(await self._administration.diagnose())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import zip_longest
 from typing import NamedTuple
 
 from tandem.types import AheadStats, PositionStats, SpeculationStats
@@ -128,26 +127,6 @@ def record_outcome(stats: AheadStats, result: RoundResult) -> None:
     if rank < MAX_RANKS:
         stats.hits_by_rank += [0] * (rank + 1 - len(stats.hits_by_rank))
         stats.hits_by_rank[rank] += 1
-
-
-def add_outcomes(total: AheadStats, stats: AheadStats) -> None:
-    """Count in `total` everything that `stats` counted."""
-    total.awaited += stats.awaited
-    total.hits += stats.hits
-    total.saved_seconds += stats.saved_seconds
-    ranks = zip_longest(total.hits_by_rank, stats.hits_by_rank, fillvalue=0)
-    total.hits_by_rank = [before + more for before, more in ranks]
-
-
-def outcomes_since(stats: AheadStats, earlier: AheadStats) -> AheadStats:
-    """Counts added since `earlier`."""
-    ranks = zip_longest(stats.hits_by_rank, earlier.hits_by_rank, fillvalue=0)
-    return AheadStats(
-        stats.awaited - earlier.awaited,
-        stats.hits - earlier.hits,
-        [now - before for now, before in ranks],
-        max(stats.saved_seconds - earlier.saved_seconds, 0.0),  # sums of floats differ in the last bit
-    )
 
 
 def hit_rate(stats: AheadStats) -> float:

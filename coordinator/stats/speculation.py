@@ -6,15 +6,14 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import zip_longest
 
 from coordinator.stats.rounds import (
     RoundResult,
     RoundTally,
-    add_outcomes,
     describe_ahead,
     hit_rate,
-    outcomes_since,
 )
 from tandem.speculation_state import SpeculationState
 from tandem.types import PositionStats, SpeculationStats
@@ -80,35 +79,40 @@ class TokenCounter:
         return counted / elapsed if elapsed > 0 else 0.0
 
 
-def add(total: SpeculationStats, stats: SpeculationStats) -> None:
-    """Count in `total` everything that `stats` counted."""
-    total.rounds += stats.rounds
-    total.drafted += stats.drafted
-    total.accepted += stats.accepted
-    _extend(total, len(stats.positions))
+def add(total: SpeculationStats, stats: SpeculationStats, times: int = 1) -> None:
+    """Count in `total` everything that `stats` counted, so many times."""
+    total.rounds += times * stats.rounds
+    total.drafted += times * stats.drafted
+    total.accepted += times * stats.accepted
+    while len(total.positions) < len(stats.positions):
+        total.positions.append(PositionStats())
     for position, other in zip(total.positions, stats.positions, strict=False):
-        position.drafted += other.drafted
-        position.reached += other.reached
-        position.accepted += other.accepted
-    add_outcomes(total.ahead, stats.ahead)
+        position.drafted += times * other.drafted
+        position.reached += times * other.reached
+        position.accepted += times * other.accepted
+    ahead, more = total.ahead, stats.ahead
+    ahead.awaited += times * more.awaited
+    ahead.hits += times * more.hits
+    ahead.saved_seconds += times * more.saved_seconds
+    ranks = zip_longest(ahead.hits_by_rank, more.hits_by_rank, fillvalue=0)
+    ahead.hits_by_rank = [before + times * hits for before, hits in ranks]
 
 
 def since(stats: SpeculationStats, earlier: SpeculationStats) -> SpeculationStats:
     """Counts added since `earlier`."""
-    difference = SpeculationStats(
-        rounds=stats.rounds - earlier.rounds,
-        drafted=stats.drafted - earlier.drafted,
-        accepted=stats.accepted - earlier.accepted,
-        ahead=outcomes_since(stats.ahead, earlier.ahead),
-    )
-    _extend(difference, len(stats.positions))
-    for index, position in enumerate(difference.positions):
-        now = stats.positions[index]
-        before = earlier.positions[index] if index < len(earlier.positions) else PositionStats()
-        position.drafted = now.drafted - before.drafted
-        position.reached = now.reached - before.reached
-        position.accepted = now.accepted - before.accepted
+    difference = summed([stats])
+    add(difference, earlier, -1)
+    # Sums of floats differ in the last bit.
+    difference.ahead.saved_seconds = max(difference.ahead.saved_seconds, 0.0)
     return difference
+
+
+def summed(parts: Iterable[SpeculationStats]) -> SpeculationStats:
+    """All counts together, in statistics of their own."""
+    total = SpeculationStats()
+    for each in parts:
+        add(total, each)
+    return total
 
 
 class CumulativeStats:
@@ -123,12 +127,8 @@ class CumulativeStats:
 
     def snapshot(self) -> tuple[SpeculationStats, dict[str, SpeculationStats]]:
         """Statistics in total and per rule, as they are now."""
-        total, by_rule = SpeculationStats(), {}
-        for rule, tally in self._by_rule.items():
-            stats = by_rule[rule] = SpeculationStats()
-            add(stats, tally.stats())
-            add(total, stats)
-        return total, by_rule
+        by_rule = {rule: summed([tally.stats()]) for rule, tally in self._by_rule.items()}
+        return summed(by_rule.values()), by_rule
 
 
 def proposals(stats: SpeculationStats) -> int:
@@ -205,11 +205,6 @@ def log_line(stats: SpeculationStats) -> str:
     return f"{line} Drafted Ahead: {hits} hits, {ahead.saved_seconds:.2f} s saved |"
 
 
-def _extend(stats: SpeculationStats, position_count: int) -> None:
-    while len(stats.positions) < position_count:
-        stats.positions.append(PositionStats())
-
-
 def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
@@ -256,10 +251,8 @@ class StatsLog:
 
     def _write(self) -> None:
         self._timer = None
-        total = SpeculationStats()
         recent = {pair: tally.stats() for pair, tally in self._recent.items()}
-        for stats in recent.values():
-            add(total, stats)
+        total = summed(recent.values())
         pairs = {pair: stats for pair, stats in recent.items() if stats.drafted}
         self._recent.clear()
         if len(pairs) == 1:

@@ -19,6 +19,7 @@ from coordinator.stats.speculation import (
     add,
     conditional_rates,
     cumulative_rates,
+    summed,
 )
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.rpc.channels import MessageWaits
@@ -242,10 +243,7 @@ class RecentStats:
     def total(self) -> SpeculationStats:
         """All of the last minute."""
         self._forget(self._clock())
-        total = SpeculationStats()
-        for _, stats in self._parts:
-            add(total, stats)
-        return total
+        return summed(stats for _, stats in self._parts)
 
     def _forget(self, now: float) -> None:
         while self._parts and now - self._parts[0][0] >= _WINDOW_SECONDS:

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from coordinator.admin.administration import Administrator, found_replica
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.settings.live import LiveConfig
-from coordinator.stats.speculation import add
+from coordinator.stats.speculation import summed
 from coordinator.workers.link import Peer
 from tandem.admin import (
     ConfigOption,
@@ -31,7 +31,6 @@ from tandem.admin import (
 from tandem.errors import ServiceUnavailableError, TandemError
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.speculation_state import SpeculationDecision
-from tandem.types import SpeculationStats
 
 _PATIENCE_SECONDS = 5.0
 _COUNT_SECONDS = 5.0
@@ -247,10 +246,9 @@ def merged_stats(running: Sequence[Stats], past: Stats | None = None) -> Stats:
         throughput=_sums([stats.throughput for stats in running]),
         outcomes=_sums([stats.outcomes for stats in counted]),
         completion_tokens=sum(stats.completion_tokens for stats in counted),
-        speculation=_speculation(stats.speculation for stats in counted),
+        speculation=summed(stats.speculation for stats in counted),
         by_rule={
-            rule: _speculation(stats.by_rule[rule] for stats in counted if rule in stats.by_rule)
-            for rule in rules
+            rule: summed(stats.by_rule[rule] for stats in counted if rule in stats.by_rule) for rule in rules
         },
         # That of a worker where a draft proposes, if there is one.
         speculation_state=max((stats.speculation_state for stats in running), key=lambda state: state.is_on),
@@ -304,13 +302,6 @@ def _sums(items: Sequence[NumbersT]) -> NumbersT:
     return type(items[0])(*map(sum, zip(*map(astuple, items), strict=True)))
 
 
-def _speculation(stats: Iterable[SpeculationStats]) -> SpeculationStats:
-    total = SpeculationStats()
-    for each in stats:
-        add(total, each)
-    return total
-
-
 def _decisions(decisions: Iterable[SpeculationDecision]) -> tuple[SpeculationDecision, ...]:
     """For each load the decision of the worker that has measured it for longest."""
     best: dict[tuple[str, str, str, int, str], SpeculationDecision] = {}
@@ -328,7 +319,7 @@ def _merged_replica(shots: list[ReplicaSnapshot]) -> ReplicaSnapshot:
         open_sequences=sum(shot.open_sequences for shot in shots),
         round_trip_seconds=_mean_known(shot.round_trip_seconds for shot in shots),
         step_seconds=_mean_known(shot.step_seconds for shot in shots),
-        figures=_speculation(shot.figures for shot in shots),
+        figures=summed(shot.figures for shot in shots),
         model=next((shot.model for shot in shots if shot.model is not None), None),
     )
 

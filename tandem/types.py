@@ -149,6 +149,16 @@ class Delta:
         return self.base_length + len(self.token_ids)
 
 
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many ids two sequences begin with in common."""
+    length = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        length += 1
+    return length
+
+
 class RowKind(Enum):
     """Kind of row: how much of a distribution travels for one position."""
 

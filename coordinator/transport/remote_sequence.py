@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tandem.types import Delta
+from tandem.types import Delta, common_length
 
 
 class RemoteSequence:
@@ -24,24 +24,15 @@ class RemoteSequence:
 
     def kept_length(self, committed: Sequence[int]) -> int:
         """How many tokens, from the first on, the service holds and the coordinator committed."""
-        return self._agreed + _common_length(self._tail, committed[self._agreed :])
+        return self._agreed + common_length(self._tail, committed[self._agreed :])
 
     def delta_to(self, committed: Sequence[int], proposed: Sequence[int] = ()) -> Delta:
         """The change that makes the service hold the committed tokens and then the proposed ones."""
         wanted = [*committed[self._agreed :], *proposed]
-        matched = _common_length(self._tail, wanted)
+        matched = common_length(self._tail, wanted)
         delta = Delta(self._agreed + matched, wanted[matched:])
         # Proposed tokens may yet be rejected: the agreement to rely on ends where they begin.
         agreed = min(delta.base_length, len(committed))
         self._tail = wanted[agreed - self._agreed :]
         self._agreed = agreed
         return delta
-
-
-def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    length = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        length += 1
-    return length

@@ -18,7 +18,16 @@ from typing import Protocol
 import tandem
 from tandem.errors import InvalidRequestError
 from tandem.fair_places import FairPlaces, extra_places
-from tandem.types import Delta, DraftOptions, ModelInfo, Proposal, ProposeStep, StepCost, StepProfile
+from tandem.types import (
+    Delta,
+    DraftOptions,
+    ModelInfo,
+    Proposal,
+    ProposeStep,
+    StepCost,
+    StepProfile,
+    common_length,
+)
 
 # One or two milliseconds of work: other sequences' proposals wait no longer than that for a long prompt.
 _STEPS_AT_A_TIME = 128
@@ -214,8 +223,3 @@ class TokenState:
         if delta.token_ids and not 0 <= min(delta.token_ids) <= max(delta.token_ids) <= _LARGEST_ID:
             wrong = next(token_id for token_id in delta.token_ids if not 0 <= token_id <= _LARGEST_ID)
             raise InvalidRequestError(f"token id {wrong} is out of range; ids must be in 0..{_LARGEST_ID}")
-
-
-def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many items two sequences begin with in common."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -24,8 +24,9 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from draft_service.proposers.model_free import ModelFreeProposer, SequenceLimits, TokenState, common_length
+from draft_service.proposers.model_free import ModelFreeProposer, SequenceLimits, TokenState
 from tandem.config.speculative import DraftingOptions
+from tandem.types import common_length
 
 # The sequence's own text in its own tree.
 _OWN = 0

@@ -6,10 +6,10 @@ there, computes without waiting, and reads the result on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, islice
 from math import isfinite
-from typing import Protocol, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
@@ -143,12 +143,15 @@ Rows: TypeAlias = tuple[TargetRow, ...] | None
 """A request's rows; None where its logits are not finite."""
 
 
-class RowsOfKind(Protocol):
-    """The rows of some requests, in three parts."""
+class RowsOfKind:
+    """The rows of some requests, in three parts. This class has the logits of the whole vocabulary."""
+
+    def __init__(self, requests: Sequence[RowRequest]) -> None:
+        self._requests = requests
 
     def inputs(self, device: torch.device) -> list[IntArray | FloatArray]:
         """Numbers that are needed on the device of the logits."""
-        ...
+        return []
 
     def launch(self, logits: Tensor, inputs: Sequence[Tensor], sampler: Sampler) -> list[Tensor]:
         """Computes on the device, without waiting for it.
@@ -161,55 +164,25 @@ class RowsOfKind(Protocol):
         Returns:
             What the host needs.
         """
-        ...
-
-    def rows(self, found: Sequence[HostArray]) -> list[Rows]:
-        """The rows of each request, from what `launch` returned."""
-        ...
-
-
-MakeRows: TypeAlias = Callable[[Sequence[RowRequest]], RowsOfKind]
-
-
-def kind_of(request: RowRequest) -> MakeRows:
-    """The class that makes a request's rows."""
-    if request.step.row_kind is RowKind.DENSE:
-        return DenseRows
-    if request.needs_only_argmax:
-        return GreedyTokens
-    return DrawnTokens if request.step.row_kind is RowKind.TOKEN else SupportRows
-
-
-class DenseRows:
-    """Logits of the whole vocabulary. See `RowsOfKind`."""
-
-    def __init__(self, requests: Sequence[RowRequest]) -> None:
-        self._requests = requests
-
-    def inputs(self, device: torch.device) -> list[IntArray | FloatArray]:
-        """None."""
-        return []
-
-    def launch(self, logits: Tensor, inputs: Sequence[Tensor], sampler: Sampler) -> list[Tensor]:
-        """float32 [R, V]."""
         return [logits.float()]
 
     def rows(self, found: Sequence[HostArray]) -> list[Rows]:
-        """See `RowsOfKind`."""
+        """The rows of each request, from what `launch` returned."""
         # NaN is the highest wherever it is.
-        rows = [DenseRow(row) if isfinite(row.max()) else None for row in found[0]]
-        return parts(self._requests, rows)
+        return self._by_request([DenseRow(row) if isfinite(row.max()) else None for row in found[0]])
+
+    def _by_request(self, rows: Sequence[TargetRow | None]) -> list[Rows]:
+        """Each request's own rows; None where one of them is."""
+        ends = accumulate(request.step.row_count for request in self._requests)
+        parts = (
+            rows[end - request.step.row_count : end]
+            for request, end in zip(self._requests, ends, strict=True)
+        )
+        return [None if None in part else cast("Rows", tuple(part)) for part in parts]
 
 
-class GreedyTokens:
-    """The id of each row's highest logit. See `RowsOfKind`."""
-
-    def __init__(self, requests: Sequence[RowRequest]) -> None:
-        self._requests = requests
-
-    def inputs(self, device: torch.device) -> list[IntArray | FloatArray]:
-        """None."""
-        return []
+class GreedyTokens(RowsOfKind):
+    """The id of each row's highest logit."""
 
     def launch(self, logits: Tensor, inputs: Sequence[Tensor], sampler: Sampler) -> list[Tensor]:
         """int64 [R]; -1 for logits that are not finite."""
@@ -217,14 +190,16 @@ class GreedyTokens:
 
     def rows(self, found: Sequence[HostArray]) -> list[Rows]:
         """See `RowsOfKind`."""
-        return parts(self._requests, token_rows(found[0]))
+        return self._by_request(
+            [None if token_id < 0 else TokenRow(token_id) for token_id in found[0].tolist()]
+        )
 
 
-class DrawnTokens:
-    """A sampled id of each row. See `RowsOfKind`."""
+class DrawnTokens(GreedyTokens):
+    """A sampled id of each row."""
 
     def __init__(self, requests: Sequence[RowRequest]) -> None:
-        self._requests = requests
+        super().__init__(requests)
         self._sampling = sampling_of_rows(requests)
 
     def inputs(self, device: torch.device) -> list[IntArray | FloatArray]:
@@ -237,16 +212,12 @@ class DrawnTokens:
         probs = sampler.probabilities(logits, self._sampling, *columns)
         return [sampler.sample_tokens(probs, keys)]
 
-    def rows(self, found: Sequence[HostArray]) -> list[Rows]:
-        """See `RowsOfKind`."""
-        return parts(self._requests, token_rows(found[0]))
 
-
-class SupportRows:
-    """Probabilities on the supports, and a token sampled outside each. See `RowsOfKind`."""
+class SupportRows(RowsOfKind):
+    """Probabilities on the supports, and a token sampled outside each."""
 
     def __init__(self, requests: Sequence[RowRequest]) -> None:
-        self._requests = requests
+        super().__init__(requests)
         self._sampling = sampling_of_rows(requests)
         self._supports = [support for request in requests for support in request.supports]
         self._sizes = [len(support) for support in self._supports]
@@ -298,7 +269,7 @@ class SupportRows:
                     own_statistics,
                     outside_prob,
                 )
-        return parts(self._requests, rows)
+        return self._by_request(rows)
 
     def _finite_rows(self, inside: HostArray, masses: HostArray, max_logits: HostArray) -> list[bool]:
         """Which rows hold finite numbers alone."""
@@ -326,25 +297,6 @@ class SupportRows:
                  for row, part in enumerate(torch.split(own, self._sizes))]  # fmt: skip
         entropies = torch.special.entr(probs).sum(dim=-1)
         return [entropies, max_probs, argmaxes, torch.cat(ranks), logits[rows, token_ids].float()]
-
-
-def parts(requests: Sequence[RowRequest], rows: Sequence[TargetRow | None]) -> list[Rows]:
-    """Each request's own rows; None where one of them is."""
-    ends = accumulate(request.step.row_count for request in requests)
-    return [
-        _all_or_none(rows[end - request.step.row_count : end])
-        for request, end in zip(requests, ends, strict=True)
-    ]
-
-
-def token_rows(token_ids: HostArray) -> list[TokenRow | None]:
-    """A row for each id; None for -1."""
-    return [None if token_id < 0 else TokenRow(token_id) for token_id in token_ids.tolist()]
-
-
-def _all_or_none(rows: Sequence[TargetRow | None]) -> Rows:
-    found = tuple(row for row in rows if row is not None)
-    return found if len(found) == len(rows) else None
 
 
 def _parameters(sampling: Sequence[SamplingParams], device: torch.device) -> list[FloatArray]:
@@ -378,71 +330,38 @@ def _read_statistics(
 def verifications(
     requests: Sequence[RowRequest], logits: Tensor, sampler: Sampler = TORCH_SAMPLER
 ) -> list[Verification | None]:
-    """The rows of each request; None for a request with logits that are not finite.
-
-    Args:
-        requests: The request of each sequence.
-        logits: [rows of all requests in order, vocabulary_size], any floating type.
-        sampler: Computes and draws.
-    """
-    groups = _by_kind(requests)
-    if len(groups) == 1:
-        ((make, _),) = groups.items()
-        return answers(requests, _rows_of(make(requests), processed(None, requests, logits), sampler))
-    rows: list[Rows] = [()] * len(requests)
+    """The rows of each request, of logits [rows of all in order, V]; None for one whose logits are not finite."""
+    groups: dict[type[RowsOfKind], list[int]] = {}
+    for i, request in enumerate(requests):
+        groups.setdefault(_kind_of(request), []).append(i)
     kinds = [make([requests[i] for i in indices]) for make, indices in groups.items()]
-    blocks = [processed(indices, requests, logits) for indices in groups.values()]
-    for indices, own in zip(groups.values(), _rows_of_all(kinds, blocks, sampler), strict=True):
-        for i, each in zip(indices, own, strict=True):
-            rows[i] = each
-    return answers(requests, rows)
-
-
-def _rows_of(kind: RowsOfKind, logits: Tensor, sampler: Sampler) -> list[Rows]:
-    """The rows of one kind: one copy in, one out."""
-    device = logits.device
-    return kind.rows(to_host(kind.launch(logits, to_device(kind.inputs(device), device), sampler)))
-
-
-def _rows_of_all(
-    kinds: Sequence[RowsOfKind], blocks: Sequence[Tensor], sampler: Sampler
-) -> Iterator[list[Rows]]:
-    """The rows of several kinds: one copy in and one out for all of them.
-
-    Args:
-        kinds: The kinds.
-        blocks: The logits of each, on one device.
-        sampler: Computes and draws.
-    """
-    device = blocks[0].device
-    wanted = [kind.inputs(device) for kind in kinds]
-    given = iter(to_device([array for arrays in wanted for array in arrays], device))
+    # One copy in and one out for all kinds.
+    inputs = [kind.inputs(logits.device) for kind in kinds]
+    given = iter(to_device([array for arrays in inputs for array in arrays], logits.device))
+    blocks = [processed(indices if len(kinds) > 1 else None, requests, logits) for indices in groups.values()]
     launched = [
         kind.launch(block, list(islice(given, len(arrays))), sampler)
-        for kind, block, arrays in zip(kinds, blocks, wanted, strict=True)
+        for kind, block, arrays in zip(kinds, blocks, inputs, strict=True)
     ]
     found = iter(to_host([tensor for tensors in launched for tensor in tensors]))
-    for kind, tensors in zip(kinds, launched, strict=True):
-        yield kind.rows(list(islice(found, len(tensors))))
+    answers: list[Verification | None] = [None] * len(requests)
+    for kind, indices, tensors in zip(kinds, groups.values(), launched, strict=True):
+        for i, rows in zip(indices, kind.rows(list(islice(found, len(tensors)))), strict=True):
+            answers[i] = None if rows is None else Verification(requests[i].base_length, rows)
+    return answers
 
 
-def answers(requests: Sequence[RowRequest], rows: Iterable[Rows]) -> list[Verification | None]:
-    """The answer to each request, made of its rows."""
-    return [
-        None if own is None else Verification(request.base_length, own)
-        for request, own in zip(requests, rows, strict=True)
-    ]
+def _kind_of(request: RowRequest) -> type[RowsOfKind]:
+    if request.step.row_kind is RowKind.DENSE:
+        return RowsOfKind
+    if request.needs_only_argmax:
+        return GreedyTokens
+    return DrawnTokens if request.step.row_kind is RowKind.TOKEN else SupportRows
 
 
 def processed(indices: Sequence[int] | None, requests: Sequence[RowRequest], logits: Tensor) -> Tensor:
-    """The logits of some of the requests, adjusted and penalized where a request asks for it; no copy when the logits
-    are all taken as they are.
-
-    Args:
-        indices: Of the requests; None for all.
-        requests: All of the step's.
-        logits: [rows of all requests in order, vocabulary_size].
-    """
+    """The logits of some of a step's requests, adjusted and penalized where a request asks for it; all where `indices`
+    is None, without a copy when all are taken as they are."""
     if indices is None:
         if all(request.takes_logits_as_they_are for request in requests):
             return logits
@@ -458,11 +377,3 @@ def _processed(request: RowRequest, block: Tensor) -> Tensor:
     if request.sampling.penalizes:
         block = penalized(block, request.token_ids, request.prompt_length, request.sampling)
     return block
-
-
-def _by_kind(requests: Sequence[RowRequest]) -> dict[MakeRows, list[int]]:
-    """Which requests' rows come about in the same way."""
-    found: dict[MakeRows, list[int]] = {}
-    for i, request in enumerate(requests):
-        found.setdefault(kind_of(request), []).append(i)
-    return found

@@ -33,12 +33,9 @@ class Sampler:
         return probs
 
     def sample(self, probs: Tensor, keys: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """One column per row, int64 [R]; see `tandem.sampling.noise.sample`.
+        """One column per row of float64 probs [R, V], int64 [R]; see `tandem.sampling.noise.sample`.
 
-        Args:
-            probs: float64 [R, V].
-            keys: int64 [R].
-            token_ids: int64 [R, V], the id of each column; None when columns are ids.
+        `token_ids` [R, V] are the ids of the columns; None when columns are ids.
         """
         winners: Tensor = sample(probs, keys, token_ids)
         return winners

@@ -59,34 +59,8 @@ class EngineSettings:
             step_timeout_seconds=settings.step_timeout_seconds,
         )
 
-    def __post_init__(self) -> None:
-        for name in ("max_sequences", "prefill_chunk_tokens"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigurationError(f"{name} is {value} and must be at least 1.")
-        if not 0 <= self.kept_sequences < self.max_sequences:
-            raise ConfigurationError(
-                f"kept_sequences is {self.kept_sequences}; it must be at least 0 and less than max_sequences, "
-                f"{self.max_sequences}."
-            )
-        if self.max_waiting < 0:
-            raise ConfigurationError(f"max_waiting is {self.max_waiting} and must not be negative.")
-        if self.max_length is not None and self.max_length < 1:
-            raise ConfigurationError(f"max_length is {self.max_length} and must be at least 1.")
-        if self.kv_cache_bytes is not None and self.kv_cache_bytes < 1:
-            raise ConfigurationError(f"kv_cache_bytes is {self.kv_cache_bytes} and must be at least 1.")
-        utilization = self.device_memory_utilization
-        if utilization is not None and not 0.0 < utilization <= 1.0:
-            raise ConfigurationError(
-                f"device_memory_utilization is {utilization} and must be above 0 and at most 1."
-            )
-
     def longest_sequence(self, model_name: str, model_length: int) -> int:
-        """The longest sequence, in tokens.
-
-        Args:
-            model_name: for the error.
-            model_length: the longest that the model was made for.
+        """The longest sequence of a model that was made for `model_length` tokens.
 
         Raises:
             ConfigurationError: `max_length` is more than that.

@@ -24,15 +24,8 @@ _NUMPY = {torch.int64: np.int64, torch.float64: np.float64, torch.float32: np.fl
 
 
 def to_device(arrays: SequenceOf[IntArray | FloatArray], device: torch.device) -> list[Tensor]:
-    """Brings arrays to the device in one copy, which the host does not wait for.
-
-    Args:
-        arrays: int64 or float64, of any shapes.
-        device: where they are wanted.
-
-    Returns:
-        A tensor of the same shape and dtype for each; on a CPU in the arrays' own memory.
-    """
+    """Brings int64 and float64 arrays to the device in one copy, which the host does not wait for; on a CPU the tensors
+    are in the arrays' own memory."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     if not arrays:
@@ -46,14 +39,7 @@ def to_device(arrays: SequenceOf[IntArray | FloatArray], device: torch.device) -
 
 
 def to_host(tensors: SequenceOf[Tensor]) -> list[HostArray]:
-    """Brings tensors to the host in one copy, and waits for it: the only wait of a step.
-
-    Args:
-        tensors: int64, float64 or float32, of any shapes with a dimension, on one device.
-
-    Returns:
-        An array of the same shape and dtype for each; of tensors on a CPU in their own memory.
-    """
+    """Brings tensors of int64, float64 and float32 to the host in one copy: the only wait of a step."""
     if not tensors or tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]
     words = [tensor.contiguous().view(-1).view(torch.int32) for tensor in tensors]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,12 @@ def save_folder(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, fol
     tokenizer.save_pretrained(unfinished)
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
+
+
+def write_json(value: object, path: Path) -> None:
+    """Write a file of figures, prompts or configuration."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _llama(

@@ -1,8 +1,6 @@
-"""Held-out loss of a model, how much of the draft's text the target accepts, and how often the target repeats itself.
+"""Held-out loss of a model, and how much of a draft's text the target accepts.
 
-Run as `python -m models.demo.recipe.measure [--target DIR] [--draft DIR] [--dtype float32|bfloat16]`. A text loops when
-some 8-gram occurs three times in it. Source code repeats shorter ones rightly: the end of a line, an indentation and
-`self.` are four tokens.
+Run as `python -m models.demo.recipe.measure [--target DIR] [--draft DIR] [--dtype float32|bfloat16]`.
 """
 
 from __future__ import annotations
@@ -11,10 +9,10 @@ import argparse
 import json
 import logging
 import sys
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,56 +21,105 @@ from transformers import LlamaForCausalLM
 
 from models.demo.recipe.architecture import (
     END_OF_TEXT_ID,
-    Continuation,
     continue_text,
     load_model,
     read_states,
 )
 from models.demo.recipe.corpus import load_tokenizer
 
-LOOP_NGRAM = 8
-LOOP_COUNT = 3
-REPEATED_NGRAM = 4
-
-
-def loops(tokens: Sequence[int]) -> bool:
-    """True if some 8-gram occurs three times, overlapping occurrences counted."""
-    counts = Counter(_ngrams(tokens, LOOP_NGRAM))
-    return max(counts.values(), default=0) >= LOOP_COUNT
-
-
-def repeated_share(tokens: Sequence[int], size: int = REPEATED_NGRAM) -> float:
-    """The share of n-grams that occurred before: 1 - distinct / all (Welleck et al. 2019, seq-rep-n)."""
-    ngrams = _ngrams(tokens, size)
-    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
-
-
-def _ngrams(tokens: Sequence[int], size: int) -> list[tuple[int, ...]]:
-    return [tuple(tokens[start : start + size]) for start in range(len(tokens) - size + 1)]
-
-
 DEMO_FOLDER = Path(__file__).parents[1]
-
+PROMPT_TOKENS = 20
+"""Tokens of the prompts behind which drafting heads are measured."""
+NEW_TOKENS = 128
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class AcceptanceFigures:
-    """Counts of a run of speculative decoding in which every round drafts `drafted_per_round` tokens."""
+class Rounds:
+    """Counts of rounds of speculative decoding in which every proposal has as many tokens."""
 
-    rounds: int
-    accepted: int
-    drafted_per_round: int
+    count: int
+    by_position: tuple[int, ...]
+    """Rounds in which the first, second, ... token of the proposal and all before it were accepted."""
 
     @property
     def rate(self) -> float:
         """Accepted tokens per drafted token."""
-        return self.accepted / (self.rounds * self.drafted_per_round)
+        return sum(self.by_position) / (self.count * len(self.by_position))
 
     @property
     def length(self) -> float:
         """Tokens emitted per round, the target's own one included."""
-        return 1 + self.accepted / self.rounds
+        return 1 + sum(self.by_position) / self.count
+
+    def figures(self, temperature: float) -> dict[str, Any]:
+        """As a head's figures.json has them."""
+        return {
+            f"acceptance_rates_per_position_at_{temperature}": [
+                round(each / self.count, 4) for each in self.by_position
+            ],
+            f"acceptance_rate_at_{temperature}": self.rate,
+            f"acceptance_length_at_{temperature}": self.length,
+        }
+
+
+def rounds_of(texts: Iterable[Sequence[Sequence[bool]]], proposed: int) -> Rounds:
+    """The rounds in which texts come about.
+
+    Args:
+        texts: For each text, whether each token of a proposal at each of its places is accepted.
+        proposed: Tokens of a proposal.
+    """
+    runs = [0] * (proposed + 1)
+    for text in texts:
+        place = 0
+        while place < len(text):
+            run = list(text[place]).index(False) if False in text[place] else len(text[place])
+            runs[run] += 1
+            place += run + 1
+    return Rounds(sum(runs), tuple(sum(runs[k:]) for k in range(1, proposed + 1)))
+
+
+def are_accepted(
+    own: Tensor, wanted: Tensor, chosen: Tensor, temperature: float, generator: torch.Generator
+) -> Tensor:
+    """Which tokens of the target's own text a draft would have had accepted.
+
+    No rounds need to be run. Speculative decoding emits the target's own text, and a token that it emits was an
+    accepted draft token with probability min(1, draft's probability / target's probability). So the target
+    writes its text, and a coin with that probability is thrown for every token.
+
+    Args:
+        own: The draft's logits, [..., vocabulary].
+        wanted: The target's.
+        chosen: The text's tokens, int64 [...].
+        temperature: At 0 the draft's argmax is accepted if it is the text's.
+        generator: Throws the coins.
+    """
+    if temperature == 0.0:
+        return torch.eq(own.argmax(-1), chosen)
+    own, wanted = (
+        (each / temperature).log_softmax(-1).gather(-1, chosen[..., None])[..., 0] for each in (own, wanted)
+    )
+    return torch.rand(own.shape, generator=generator) < (own - wanted).exp()
+
+
+def overlap(wanted: Tensor, own: Tensor, temperature: float) -> Tensor:
+    """The probability that a token drawn from `own` is accepted: logits [..., vocabulary] each, the result [...].
+
+    1 - TV(target, draft) (Leviathan et al. 2023, corollary 3.6); at temperature 0 whether both choose the same token.
+    """
+    if temperature == 0.0:
+        return torch.eq(wanted.argmax(-1), own.argmax(-1)).float()
+    probabilities = ((each / temperature).softmax(-1) for each in (wanted, own))
+    return torch.minimum(*probabilities).sum(-1)
+
+
+def short_prompts(folder: Path) -> list[list[int]]:
+    """The first tokens of the held-out prompts that are long enough: heads are measured behind equally long prompts."""
+    texts = json.loads((DEMO_FOLDER / "heldout_prompts.json").read_text(encoding="utf-8"))
+    ids = load_tokenizer(folder)([each["prompt"] for each in texts])["input_ids"]
+    return [each[:PROMPT_TOKENS] for each in ids if len(each) >= PROMPT_TOKENS]
 
 
 @torch.no_grad()
@@ -89,30 +136,6 @@ def held_out_loss(model: LlamaForCausalLM, stream: Tensor, length: int = 512) ->
     return total / (count * length)
 
 
-@dataclass(frozen=True)
-class RepetitionFigures:
-    """How a model's greedy texts repeat themselves."""
-
-    texts: int
-    looping: int
-    """Texts with an 8-gram that occurs three times."""
-    repeated_share: float
-    """Mean share of a text's 4-grams that occurred in it before."""
-
-
-def measure_repetition(
-    target: LlamaForCausalLM, prompts: Sequence[Sequence[int]], new_tokens: int = 96
-) -> RepetitionFigures:
-    """The repetition in what the target writes greedily after each prompt; the prompt itself does not count."""
-    written = continue_text(target, prompts, new_tokens, temperature=0.0, seed=0)
-    texts = [
-        row[: row.index(END_OF_TEXT_ID)] if END_OF_TEXT_ID in row else row
-        for row in written.tokens[:, -new_tokens:].tolist()
-    ]
-    share = sum(map(repeated_share, texts)) / len(texts)
-    return RepetitionFigures(len(texts), sum(map(loops, texts)), share)
-
-
 def measure_acceptance(
     target: LlamaForCausalLM,
     draft: LlamaForCausalLM,
@@ -121,58 +144,23 @@ def measure_acceptance(
     drafted_per_round: int = 4,
     new_tokens: int = 128,
     seed: int = 7,
-) -> AcceptanceFigures:
-    """The acceptance of exact speculative decoding: greedy at temperature 0, else residual sampling.
-
-    No rounds need to be run. Speculative decoding emits the target's own text, and a token that it emits was an
-    accepted draft token with probability min(1, draft's probability / target's probability). So the target
-    writes its text, and a coin with that probability is thrown for every token.
-    """
+) -> Rounds:
+    """The acceptance of exact speculative decoding: greedy at temperature 0, else residual sampling."""
     # The last round may begin at the last token and still drafts, and has judged, all of its tokens.
-    written = continue_text(target, prompts, new_tokens + drafted_per_round, temperature, seed)
-    is_accepted = _acceptable_tokens(
-        target, draft, written, new_tokens + drafted_per_round, temperature, seed
-    )
-    texts = written.tokens[:, -is_accepted.size(1) :]
-    rounds = accepted = 0
-    for tokens, flags in zip(texts.tolist(), is_accepted.tolist(), strict=True):
-        length = tokens.index(END_OF_TEXT_ID) + 1 if END_OF_TEXT_ID in tokens else len(tokens)
-        position = 0
-        while position < min(length, new_tokens):
-            run = _run_length(flags[position : min(position + drafted_per_round, length)])
-            rounds, accepted, position = rounds + 1, accepted + run, position + run + 1
-    return AcceptanceFigures(rounds, accepted, drafted_per_round)
-
-
-@torch.no_grad()
-def _acceptable_tokens(
-    target: LlamaForCausalLM,
-    draft: LlamaForCausalLM,
-    written: Continuation,
-    count: int,
-    temperature: float,
-    seed: int,
-) -> Tensor:
-    """For each of the last `count` tokens, whether a draft would have had it accepted: [rows, count]."""
+    count = new_tokens + drafted_per_round
+    written = continue_text(target, prompts, count, temperature, seed)
     chosen = written.tokens[:, -count:]
-    draft_states = read_states(draft, written.tokens[:, :-1], written.mask[:, :-1])
-    draft_logits = draft.lm_head(draft_states[:, -count:]).float()
-    if temperature == 0:
-        return torch.eq(draft_logits.argmax(dim=-1), chosen)
-    target_logits = target.lm_head(written.hidden[:, -count:]).float()
-    target_log_probs = _log_probs_of(chosen, target_logits / temperature)
-    draft_log_probs = _log_probs_of(chosen, draft_logits / temperature)
-    coins = torch.rand(chosen.shape, generator=torch.Generator().manual_seed(seed + 1))
-    is_accepted: Tensor = coins < (draft_log_probs - target_log_probs).exp()
-    return is_accepted
-
-
-def _log_probs_of(chosen: Tensor, logits: Tensor) -> Tensor:
-    return logits.log_softmax(dim=-1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
-
-
-def _run_length(flags: Sequence[bool]) -> int:
-    return flags.index(False) if False in flags else len(flags)
+    with torch.no_grad():
+        states = read_states(draft, written.tokens[:, :-1], written.mask[:, :-1])
+        own, wanted = draft.lm_head(states[:, -count:]), target.lm_head(written.hidden[:, -count:])
+    coins = torch.Generator().manual_seed(seed + 1)
+    flags = are_accepted(own.float(), wanted.float(), chosen, temperature, coins)
+    texts = []
+    for tokens, accepted in zip(chosen.tolist(), flags.tolist(), strict=True):
+        length = tokens.index(END_OF_TEXT_ID) + 1 if END_OF_TEXT_ID in tokens else len(tokens)
+        ends = (min(place + drafted_per_round, length) for place in range(min(length, new_tokens)))
+        texts.append([accepted[place:end] for place, end in enumerate(ends)])
+    return rounds_of(texts, drafted_per_round)
 
 
 def main() -> None:
@@ -191,24 +179,15 @@ def main() -> None:
     tokenizer = load_tokenizer(arguments.target)
     texts = [entry["prompt"] for entry in json.loads(arguments.prompts.read_text(encoding="utf-8"))]
     prompts = tokenizer(texts)["input_ids"]
-    repetition = measure_repetition(target, prompts)
-    logger.info(
-        "%s, greedy, 96 tokens: %d of %d texts loop, %.3f of the 4-grams are repeated",
-        arguments.dtype,
-        repetition.looping,
-        repetition.texts,
-        repetition.repeated_share,
-    )
     for temperature in arguments.temperature:
-        figures = measure_acceptance(target, draft, prompts, temperature)
+        found = measure_acceptance(target, draft, prompts, temperature)
         logger.info(
-            "%s, temperature %.1f, K=%d, %d prompts: acceptance rate %.3f, %.2f tokens per pass",
+            "%s, temperature %.1f, %d prompts: acceptance rate %.3f, %.2f tokens per pass",
             arguments.dtype,
             temperature,
-            figures.drafted_per_round,
             len(prompts),
-            figures.rate,
-            figures.length,
+            found.rate,
+            found.length,
         )
 
 

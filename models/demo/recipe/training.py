@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, Self, TypeVar
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -22,21 +21,16 @@ from models.demo.recipe.corpus import functions, load_tokenizer, read_corpus
 
 @dataclass
 class TimeBox:
-    """A stretch of wall-clock time; `already_spent_seconds` is what a resumed run used before."""
+    """A stretch of wall-clock time."""
 
     minutes: float
-    already_spent_seconds: float = 0.0
     _started: float = field(default_factory=time.monotonic)
-
-    @property
-    def spent_seconds(self) -> float:
-        """Seconds used, those of earlier runs included."""
-        return self.already_spent_seconds + time.monotonic() - self._started
 
     @property
     def fraction(self) -> float:
         """The share of the time that is used, from 0 to 1."""
-        return min(1.0, self.spent_seconds / (60 * self.minutes)) if self.minutes > 0 else 1.0
+        spent = time.monotonic() - self._started
+        return min(1.0, spent / (60 * self.minutes)) if self.minutes > 0 else 1.0
 
     @property
     def is_over(self) -> bool:
@@ -66,57 +60,8 @@ def decayed(fraction: float, warm_up: float = 0.02, floor: float = 0.01) -> floa
     return floor + (1 - floor) * (1 - fraction) / (1 - warm_up)
 
 
-# Jordan et al. 2024, "Muon": a quintic whose iteration drives every singular value towards one.
-NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-NEWTON_SCHULZ_STEPS = 4
-
-
-class BatchedMuon(torch.optim.Optimizer):
-    """Momentum whose update is replaced by the nearest orthogonal matrix (Jordan et al. 2024)."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: float, momentum: float = 0.95) -> None:
-        super().__init__(parameters, {"lr": lr, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Apply one update; a closure is not supported."""
-        if closure is not None:
-            raise ValueError("BatchedMuon takes no closure")
-        for group in self.param_groups:
-            for matrices in _by_shape(group["params"]).values():
-                self._update(matrices, group["lr"], group["momentum"])
-
-    def _update(self, matrices: list[nn.Parameter], lr: float, momentum: float) -> None:
-        updates = torch.stack([self._momentum_update(matrix, momentum) for matrix in matrices])
-        rows, columns = updates.shape[-2:]
-        # A tall matrix gets the larger step that keeps the change of its output as large as a square one's.
-        step_size = lr * max(1.0, rows / columns) ** 0.5
-        for matrix, update in zip(matrices, orthogonalised(updates), strict=True):
-            matrix.add_(update, alpha=-step_size)
-
-    def _momentum_update(self, matrix: nn.Parameter, momentum: float) -> Tensor:
-        assert matrix.grad is not None
-        average = self.state[matrix].setdefault("average", torch.zeros_like(matrix))
-        average.lerp_(matrix.grad, 1 - momentum)
-        return matrix.grad.lerp(average, momentum)
-
-
-def orthogonalised(matrices: Tensor) -> Tensor:
-    """Each matrix of a [batch, rows, columns] stack with its singular values pushed to about one."""
-    linear, cubic, quintic = NEWTON_SCHULZ_COEFFICIENTS
-    is_tall = matrices.size(-2) > matrices.size(-1)
-    wide = matrices.mT if is_tall else matrices
-    wide = wide / (wide.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(NEWTON_SCHULZ_STEPS):
-        gram = wide @ wide.mT
-        wide = torch.baddbmm(
-            wide, torch.baddbmm(gram, gram, gram, beta=cubic, alpha=quintic), wide, beta=linear
-        )
-    return wide.mT if is_tall else wide
-
-
 class Optimizers:
-    """Both optimizers of one model behind one `step`."""
+    """Both optimizers of one model behind one `step`: Muon (Jordan et al. 2024) for the layers' matrices, AdamW."""
 
     def __init__(self, model: nn.Module, matrix_lr: float, other_lr: float) -> None:
         matrices: list[nn.Parameter] = []
@@ -125,7 +70,7 @@ class Optimizers:
             is_inner = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
             (matrices if is_inner else others).append(parameter)
         self._parts: list[tuple[torch.optim.Optimizer, float]] = [
-            (BatchedMuon(matrices, lr=matrix_lr), matrix_lr),
+            (torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=0.0, ns_steps=4), matrix_lr),
             (torch.optim.AdamW(others, lr=other_lr, betas=(0.9, 0.95), weight_decay=0.0), other_lr),
         ]
 
@@ -137,27 +82,11 @@ class Optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-    def state_dict(self) -> list[dict[str, object]]:
-        """State saved in a checkpoint."""
-        return [optimizer.state_dict() for optimizer, _ in self._parts]
-
-    def load_state_dict(self, states: list[dict[str, object]]) -> None:
-        """Take up where a checkpoint left off."""
-        for (optimizer, _), state in zip(self._parts, states, strict=True):
-            optimizer.load_state_dict(state)
-
-
-def _by_shape(matrices: list[nn.Parameter]) -> dict[torch.Size, list[nn.Parameter]]:
-    groups: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
-    for matrix in matrices:
-        groups[matrix.shape].append(matrix)
-    return groups
-
 
 TOKENS_PER_BATCH = 4096
 MATRIX_LR = 0.015
 OTHER_LR = 3e-3
-CHECKPOINT_SECONDS = 120
+SAVE_SECONDS = 180
 REPORT_SECONDS = 20
 
 logger = logging.getLogger(__name__)
@@ -170,60 +99,22 @@ def window_length(fraction: float) -> int:
     return 512 if fraction < 0.92 else 1024
 
 
-def pretrain(model: LlamaForCausalLM, stream: Tensor, minutes: float, checkpoint: Path, seed: int = 1) -> int:
-    """Train in place for the given time, resuming from `checkpoint` if it exists; returns the tokens seen."""
-    optimizers = Optimizers(model, MATRIX_LR, OTHER_LR)
-    tokens_seen, spent = _resume(model, optimizers, checkpoint)
-    box = TimeBox(minutes, spent)
-    windows = Windows(stream, seed + tokens_seen)
-    report, save = Every(REPORT_SECONDS), Every(CHECKPOINT_SECONDS)
-    model.train()
-    while not box.is_over:
-        length = window_length(box.fraction)
+def pretrain(model: LlamaForCausalLM, stream: Tensor, minutes: float, seed: int = 1) -> int:
+    """Train in place for the given time; returns the tokens seen."""
+    windows = Windows(stream, seed)
+
+    def next_loss(fraction: float) -> tuple[Tensor, int]:
+        length = window_length(fraction)
         batch = windows.next_batch(TOKENS_PER_BATCH // length, length)
-        loss = next_token_loss(model, batch)
-        torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizers.step(decayed(box.fraction))
-        tokens_seen += TOKENS_PER_BATCH
-        if report.is_due():
-            logger.info("%.3f of the time, %d tokens, loss %.3f", box.fraction, tokens_seen, loss.item())
-        if save.is_due():
-            _save(model, optimizers, tokens_seen, box.spent_seconds, checkpoint)
-    _save(model, optimizers, tokens_seen, box.spent_seconds, checkpoint)
-    model.train(False)
-    return tokens_seen
+        return next_token_loss(model, batch), TOKENS_PER_BATCH
+
+    return train_until_over(model, next_loss, minutes, MATRIX_LR, OTHER_LR)
 
 
 def next_token_loss(model: LlamaForCausalLM, batch: Tensor) -> Tensor:
     """Mean cross-entropy of each token given those before it."""
     logits = model(input_ids=batch[:, :-1], use_cache=False).logits
     return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-
-
-def _save(
-    model: LlamaForCausalLM, optimizers: Optimizers, tokens_seen: int, spent: float, path: Path
-) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
-    state = {
-        "model": model.state_dict(),
-        "optimizers": optimizers.state_dict(),
-        "tokens_seen": tokens_seen,
-        "spent_seconds": spent,
-    }
-    torch.save(state, unfinished)
-    unfinished.rename(path)
-
-
-def _resume(model: LlamaForCausalLM, optimizers: Optimizers, path: Path) -> tuple[int, float]:
-    if not path.exists():
-        return 0, 0.0
-    state = torch.load(path, weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizers.load_state_dict(state["optimizers"])
-    logger.info("resuming at %d tokens", state["tokens_seen"])
-    return int(state["tokens_seen"]), float(state["spent_seconds"])
 
 
 READ_LENGTH = 256
@@ -233,17 +124,33 @@ TEMPERATURES = (0.8, 0.0, 0.8, 1.0)
 PROMPT_LENGTHS = (24, 48, 80)
 
 
-class Batched(Protocol):
-    """Lessons that can be studied in batches."""
+@dataclass(frozen=True)
+class Lessons:
+    """Rows of equally long texts with what the target computed: all of it in fp16, except where it was read from files.
+
+    Its output layer makes the exact logits of `hidden`, in a sixth of their memory.
+    """
+
+    tokens: Tensor
+    """[rows, length]"""
+    hidden: Tensor
+    """The target's final states, [rows, length, width]."""
+    read: Tensor | None = None
+    """States that a drafting head reads, [layers, rows, length, width]."""
+
+    @property
+    def token_count(self) -> int:
+        """Tokens in all rows."""
+        return self.tokens.numel()
 
     def batches(self, rows: int, generator: torch.Generator) -> Iterator[Self]:
         """All rows once, shuffled, in batches."""
+        for chosen in torch.split(torch.randperm(len(self.tokens), generator=generator), rows):
+            read = None if self.read is None else self.read[:, chosen]
+            yield type(self)(self.tokens[chosen], self.hidden[chosen], read)
 
 
-BatchedT = TypeVar("BatchedT", bound=Batched)
-
-
-def endless(groups: Sequence[BatchedT], rows: int, generator: torch.Generator) -> Iterator[BatchedT]:
+def endless(groups: Sequence[Lessons], rows: int, generator: torch.Generator) -> Iterator[Lessons]:
     """Batches for ever; each pass takes every batch of every group once, in a new order."""
     while True:
         passes = [group.batches(rows, generator) for group in groups]
@@ -263,6 +170,7 @@ def train_until_over(
     minutes: float,
     matrix_lr: float,
     other_lr: float,
+    save: Callable[[], None] = lambda: None,
 ) -> int:
     """Train in place until the time is up; returns the tokens seen.
 
@@ -272,10 +180,13 @@ def train_until_over(
         minutes: How long.
         matrix_lr: Peak learning rate of the matrices of the layers.
         other_lr: That of everything else.
+        save: Called now and then.
     """
-    optimizers, box, report = Optimizers(model, matrix_lr, other_lr), TimeBox(minutes), Every(REPORT_SECONDS)
+    optimizers, box = Optimizers(model, matrix_lr, other_lr), TimeBox(minutes)
+    report, saving = Every(REPORT_SECONDS), Every(SAVE_SECONDS)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     seen = 0
+    model.train()
     while not box.is_over:
         loss, count = next_loss(box.fraction)
         torch.autograd.backward(loss)
@@ -284,25 +195,10 @@ def train_until_over(
         seen += count
         if report.is_due():
             logger.info("%.3f of the time, %d tokens, loss %.4f", box.fraction, seen, loss.item())
+        if saving.is_due():
+            save()
+    model.train(False)
     return seen
-
-
-@dataclass(frozen=True)
-class Lessons:
-    """Rows of equally long texts: tokens [rows, length], hidden [rows, length, width] in fp16."""
-
-    tokens: Tensor
-    hidden: Tensor
-
-    @property
-    def token_count(self) -> int:
-        """Tokens in all rows."""
-        return self.tokens.numel()
-
-    def batches(self, rows: int, generator: torch.Generator) -> Iterator[Self]:
-        """All rows once, shuffled, in batches."""
-        for chosen in torch.split(torch.randperm(len(self.tokens), generator=generator), rows):
-            yield type(self)(self.tokens[chosen], self.hidden[chosen])
 
 
 @torch.no_grad()
@@ -358,8 +254,8 @@ def _joined(parts: Sequence[Lessons]) -> Lessons:
 ROWS_PER_BATCH = 10
 DRAFT_MATRIX_LR = 0.02
 DRAFT_OTHER_LR = 4e-3
-# The share of the time after which total variation takes over from KL.
 TOTAL_VARIATION_FROM = 0.6
+"""Share of the time after which total variation takes over from KL."""
 
 
 @torch.no_grad()
@@ -389,18 +285,20 @@ def distil(
     broad, own_text = (endless(groups, ROWS_PER_BATCH, generator) for groups in ([read, *written], written))
 
     def next_loss(fraction: float) -> tuple[Tensor, int]:
-        is_last_phase = fraction >= TOTAL_VARIATION_FROM
-        batch = next(own_text if is_last_phase else broad)
+        batch = next(own_text if fraction >= TOTAL_VARIATION_FROM else broad)
         with torch.no_grad():
             target_logits = target_head(batch.hidden.float())
         draft_logits = draft(input_ids=batch.tokens, use_cache=False).logits
-        compare = mixed_total_variation if is_last_phase else kl_divergence
-        return compare(target_logits, draft_logits), batch.token_count
+        return divergence(fraction)(target_logits, draft_logits), batch.token_count
 
-    draft.train()
-    tokens_seen = train_until_over(draft, next_loss, minutes, DRAFT_MATRIX_LR, DRAFT_OTHER_LR)
-    draft.train(False)
-    return tokens_seen
+    return train_until_over(draft, next_loss, minutes, DRAFT_MATRIX_LR, DRAFT_OTHER_LR)
+
+
+def divergence(
+    fraction: float, last_phase: float = TOTAL_VARIATION_FROM
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss at a share of the time: KL at first, then the probability that a drafted token is rejected."""
+    return mixed_total_variation if fraction >= last_phase else kl_divergence
 
 
 def kl_divergence(target_logits: Tensor, draft_logits: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.common import service
-from models.demo.recipe.heads.eagle3 import STEPS, HeadLessons
-from models.demo.recipe.training import Every, TimeBox
+from models.demo.recipe.heads.eagle3 import STEPS
+from models.demo.recipe.training import Every, Lessons, TimeBox
 from models.smollm2.recipe.questions import held_out_questions, training_questions
 from tandem.client import Client
 from tandem.model_sources.bundled import SMOLLM2
@@ -40,34 +40,6 @@ MAX_TOKENS = 160
 logger = logging.getLogger(__name__)
 
 
-class Asking:
-    """Asks one question after another, many at once, until the time is up or all are answered."""
-
-    def __init__(self, client: Client, questions: Sequence[tuple[str, float]], minutes: float) -> None:
-        self._client = client
-        self._questions: Iterator[tuple[int, tuple[str, float]]] = enumerate(questions)
-        self._box = TimeBox(minutes)
-        self._report = Every(30)
-        self.tokens = 0
-
-    async def run(self) -> None:
-        """Return when the last answer has ended."""
-        await asyncio.gather(*(self._ask_on() for _ in range(AT_ONCE)))
-
-    async def _ask_on(self) -> None:
-        for seed, (question, temperature) in self._questions:
-            if self._box.is_over:
-                return
-            prompt = await self._client.chat_prompt([ChatMessage("user", question)])
-            request = GenerationRequest(
-                prompt=prompt, max_tokens=MAX_TOKENS, temperature=temperature, seed=seed, speculation=False
-            )
-            async for chunk in self._client.generate(request):
-                self.tokens += len(chunk.token_ids)
-            if self._report.is_due():
-                logger.info("%.2f of the time, %d tokens of answers", self._box.fraction, self.tokens)
-
-
 async def answer(folder: Path, questions: Sequence[tuple[str, float]], minutes: float, *options: str) -> int:
     """Fill the folder with files of states; returns the number of tokens answered.
 
@@ -80,14 +52,30 @@ async def answer(folder: Path, questions: Sequence[tuple[str, float]], minutes: 
     layers = ",".join(map(str, (*LAYER_IDS, LAST_LAYER_ID)))
     states = ("--shared-storage-path", str(folder), "--eagle-aux-hidden-state-layer-ids", layers)
     model = ("--model", SMOLLM2, "--max-sequences", str(AT_ONCE), "--device-memory-utilization", "0.15")
+    box, report, seeds, tokens = TimeBox(minutes), Every(30), enumerate(questions), 0
+
+    async def ask_on(client: Client) -> None:
+        """Ask one question after another until the time is up or all are answered."""
+        nonlocal tokens
+        for seed, (question, temperature) in seeds:
+            if box.is_over:
+                return
+            prompt = await client.chat_prompt([ChatMessage("user", question)])
+            request = GenerationRequest(
+                prompt=prompt, max_tokens=MAX_TOKENS, temperature=temperature, seed=seed, speculation=False
+            )
+            async for chunk in client.generate(request):
+                tokens += len(chunk.token_ids)
+            if report.is_due():
+                logger.info("%.2f of the time, %d tokens of answers", box.fraction, tokens)
+
     async with (
         service("target_service", *model, *states, *options) as target,
         service("coordinator", "--target-address", target) as address,
         Client(address) as client,
     ):
-        asking = Asking(client, questions, minutes)
-        await asking.run()
-    return asking.tokens
+        await asyncio.gather(*(ask_on(client) for _ in range(AT_ONCE)))
+    return tokens
 
 
 ANSWER_MARK = (1, 520, 9531, 198)
@@ -101,7 +89,7 @@ class Batch:
     """Answers of different lengths, padded on the right; `mask` [rows, length] is true where the target's last state
     foresees a token of an answer."""
 
-    lessons: HeadLessons
+    lessons: Lessons
     mask: Tensor
 
 
@@ -124,8 +112,8 @@ def read_batch(paths: Sequence[Path]) -> Batch:
     tokens = [_padded(file["token_ids"]) for file in files]
     states = pad_sequence([_padded(file["hidden_states"]) for file in files], batch_first=True)
     masks = [_foresees_answer(file["token_ids"]) for file in files]
-    lessons = HeadLessons(
-        pad_sequence(tokens, batch_first=True), states[:, :, :-1].permute(2, 0, 1, 3), states[:, :, -1]
+    lessons = Lessons(
+        pad_sequence(tokens, batch_first=True), states[:, :, -1], states[:, :, :-1].permute(2, 0, 1, 3)
     )
     return Batch(lessons, pad_sequence(masks, batch_first=True))
 

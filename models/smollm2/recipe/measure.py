@@ -37,15 +37,16 @@ class Figures:
 
     async def answer(self, client: Client, requests: Sequence[GenerationRequest]) -> None:
         """Count the answers to some requests at once."""
-        started = time.perf_counter()
-        await asyncio.gather(*(self._count(client, request) for request in requests))
-        self.seconds += time.perf_counter() - started
 
-    async def _count(self, client: Client, request: GenerationRequest) -> None:
-        async for chunk in client.generate(request):
-            self.tokens += len(chunk.token_ids)
-            if chunk.summary is not None:
-                add(self.stats, chunk.summary.speculation)
+        async def count(request: GenerationRequest) -> None:
+            async for chunk in client.generate(request):
+                self.tokens += len(chunk.token_ids)
+                if chunk.summary is not None:
+                    add(self.stats, chunk.summary.speculation)
+
+        started = time.perf_counter()
+        await asyncio.gather(*map(count, requests))
+        self.seconds += time.perf_counter() - started
 
 
 async def measure(
@@ -57,8 +58,7 @@ async def measure(
             prompt=await client.chat_prompt([ChatMessage("user", question)]),
             max_tokens=options.max_tokens,
             temperature=temperature,
-            # With a seed the length of a proposal may not follow what was measured, under this rule.
-            seed=seed if options.policy == "fixed" else None,
+            seed=seed,
             rejection_sampling_strategy=RULE,
             num_speculative_tokens=PROPOSED,
         )

@@ -1,8 +1,15 @@
-"""Steps by the model's own modules and torch's attention, on any device: the reference for all other backends."""
+"""Steps by the model's own modules and torch's attention, on any device: the reference for all other backends.
+
+Steps of branches are several continuations of each of some sequences, one token of each, over the keys and values of
+their trunks. The trunk is what stands in the sequence. A branch leaves it after some of its tokens and goes on with
+tokens of its own, whose keys and values lie behind the trunk in the sequence's pages: nothing is kept twice, and the
+trunk is read once for all branches. A mask tells each branch what it sees, as in the tree attention of Medusa (Cai et
+al. 2024, arXiv 2401.10774, section 3.1.2).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +20,11 @@ from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicLayer
 
 from tandem.engine.kv_cache.arena import KvArena, LayerCache, LayerGeometry
-from tandem.engine.kv_cache.pages import PageReader, PageWriter
+from tandem.engine.kv_cache.pages import PageReader, PageWriter, Span
 from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.attention import Scoring, for_rows, forward_arguments, grouped_attention
 from tandem.engine.models.loading import LoadedModel
-from tandem.engine.steps import Packing, StepBackend, run_modules
+from tandem.engine.steps import BranchPacking, Packing, SequenceBranches, StepBackend, run_modules
 
 _WIDEST_BATCHED_BLOCK = 32
 """Blocks of more queries than this are attended to one sequence at a time: the kernel is then busy enough."""
@@ -27,7 +34,7 @@ _PADDING_WORTH_A_CALL = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
+class _Seen:
     """Which keys a group reads, and which of them each query sees."""
 
     first: int
@@ -40,27 +47,31 @@ class _Span:
     is_causal: bool
 
 
+def _additive(hidden: Tensor, dtype: torch.dtype, repeats: int) -> Tensor:
+    """Minus infinity where a key is hidden and zero elsewhere: [batch, 1, width, length] for one head, repeated."""
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+    return mask.repeat(1, 1, repeats, 1) if repeats > 1 else mask
+
+
 class Group:
     """Segments of one width and of similar lengths."""
 
-    def __init__(self, first: Segment, token_start: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, first: Segment, dtype: torch.dtype, device: torch.device) -> None:
         self.segments = [first]
         self.width = first.token_count
         """Tokens of each segment."""
-        self.token_start = token_start
-        """Index of the group's first token among the packed tokens."""
         self.longest = first.end
         """Keys of the longest sequence."""
         self._total = first.end
         self._dtype = dtype
         self._device = device
         self._readers: dict[tuple[int, int], PageReader] = {}
-        self._spans: dict[tuple[int | None, int, bool], _Span] = {}
+        self._spans: dict[tuple[int | None, int, bool], _Seen] = {}
 
     @property
-    def token_end(self) -> int:
-        """One past the last of the group's packed tokens."""
-        return self.token_start + len(self.segments) * self.width
+    def token_count(self) -> int:
+        """Tokens of all segments."""
+        return len(self.segments) * self.width
 
     def take(self, segment: Segment) -> bool:
         """Lets the segment join if it has the same width and pads little."""
@@ -107,7 +118,7 @@ class Group:
         output = output.view(batch, heads, width, -1).transpose(1, 2)
         return output.reshape(1, batch * width, heads, -1) if batch > 1 else output
 
-    def _read(self, storage: Tensor, reader: PageReader, span: _Span, window: int | None) -> Tensor:
+    def _read(self, storage: Tensor, reader: PageReader, span: _Seen, window: int | None) -> Tensor:
         """Keys or values that the group sees, with zeros behind the end of each sequence and before its window."""
         found = reader.read(storage)[:, :, span.skipped : span.skipped + self.longest - span.first]
         for index, segment in enumerate(self.segments):
@@ -118,14 +129,14 @@ class Group:
                 found[index, :, :unseen].zero_()
         return found
 
-    def _span(self, window: int | None, repeats: int, *, explicit: bool) -> _Span:
+    def _span(self, window: int | None, repeats: int, *, explicit: bool) -> _Seen:
         """The keys for layers with this window; shared by all such layers of the step."""
         cache_key = (window, repeats, explicit)
         if cache_key not in self._spans:
             self._spans[cache_key] = self._make_span(window, repeats, explicit=explicit)
         return self._spans[cache_key]
 
-    def _make_span(self, window: int | None, repeats: int, *, explicit: bool) -> _Span:
+    def _make_span(self, window: int | None, repeats: int, *, explicit: bool) -> _Seen:
         if window is not None and window >= self.longest:
             window = None
         starts = {segment.start for segment in self.segments}
@@ -134,10 +145,10 @@ class Group:
         is_alone = len(self.segments) == 1
         has_past = not is_alone or starts != {0}
         if self.width == 1 and len(starts) == 1:
-            return _Span(first, skipped, has_past, None, is_causal=False)
+            return _Seen(first, skipped, has_past, None, is_causal=False)
         if is_alone and starts == {0} and window is None and not explicit:
-            return _Span(first, skipped, has_past, None, is_causal=True)
-        return _Span(first, skipped, has_past, self._mask(window, first, repeats), is_causal=False)
+            return _Seen(first, skipped, has_past, None, is_causal=True)
+        return _Seen(first, skipped, has_past, self._mask(window, first, repeats), is_causal=False)
 
     def _reader(self, table_group: int, start: int) -> PageReader:
         found = self._readers.get((table_group, start))
@@ -155,66 +166,141 @@ class Group:
         hidden = keys > queries
         if window is not None:
             hidden |= keys <= queries - window
-        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(
-            hidden, float("-inf")
+        return _additive(hidden, self._dtype, repeats)
+
+
+class BranchGroup:
+    """Attention of one sequence's branches."""
+
+    def __init__(self, part: SequenceBranches, model: LoadedModel) -> None:
+        self.token_count = part.count
+        """Branches."""
+        self._part = part
+        self._model = model
+        self._masks: dict[tuple[int | None, int], Tensor] = {}
+        self._length = part.written + part.count
+        tables, device = part.sequence.tables, model.device
+        # From the beginning of a page, whose first numbers a window may hide.
+        self._firsts = [
+            part.first_key(table.window) // table.page_tokens * table.page_tokens for table in tables
+        ]
+        self._readers = [
+            PageReader.of_tables([table], first, self._length, device)
+            for table, first in zip(tables, self._firsts, strict=True)
+        ]
+
+    def attend(
+        self,
+        geometry: LayerGeometry,
+        layer: LayerCache,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scoring: Scoring,
+    ) -> Tensor:
+        """Attention of the branches, whose keys and values are stored; see `AttentionStep.attend`."""
+        count, heads, first = self.token_count, query.shape[1], self._firsts[layer.group]
+        length = self._length - first
+        reader = self._readers[layer.group]
+        repeats = heads // geometry.kv_heads
+        output = grouped_attention(
+            query.reshape(1, geometry.kv_heads, repeats * count, -1),
+            reader.read(layer.keys)[:, :, :length],
+            reader.read(layer.values)[:, :, :length],
+            for_rows(scoring, self._mask(geometry.window, repeats, first), geometry.kv_heads, count),
         )
-        return mask.repeat(1, 1, repeats, 1) if repeats > 1 else mask
+        return output.view(1, heads, count, -1).transpose(1, 2)
+
+    def _mask(self, window: int | None, repeats: int, first: int) -> Tensor:
+        """Zero where a branch sees a key and minus infinity elsewhere, [1, 1, repeats * branches, length - first]."""
+        found = self._masks.get((window, repeats))
+        if found is None:
+            found = self._masks[window, repeats] = self._made_mask(window, repeats, first)
+        return found
+
+    def _made_mask(self, window: int | None, repeats: int, first: int) -> Tensor:
+        step, device = self._part.step, self._model.device
+        count, width = self.token_count, len(step.trunk_lengths)
+        trunk_lengths = torch.tensor(step.trunk_lengths[:count], device=device)[:, None]
+        slots = torch.arange(first, self._length, device=device)[None]
+        behind = slots - self._part.sequence.length
+        own = (behind >= 0) & (behind % width == torch.arange(count, device=device)[:, None])
+        # Position of each slot's token in the branch that sees it.
+        positions = torch.where(own, trunk_lengths + behind // width, slots)
+        hidden = ~(own | (slots < trunk_lengths))
+        if window is not None:
+            hidden |= positions <= trunk_lengths + step.depth - window
+        return _additive(hidden[None, None], self._model.dtype, repeats)
 
 
 def grouped(segments: Iterable[Segment], dtype: torch.dtype, device: torch.device) -> list[Group]:
     """The groups of a step, whose tokens are packed in their order."""
     groups: list[Group] = []
-    token_start = 0
     for segment in sorted(segments, key=lambda segment: (segment.token_count, segment.end)):
         if not groups or not groups[-1].take(segment):
-            groups.append(Group(segment, token_start, dtype, device))
-        token_start += segment.token_count
+            groups.append(Group(segment, dtype, device))
     return groups
 
 
-class StepLayout(Packing):
-    """One step: which tokens it runs, where their keys and values go, and what each attends to.
+class GroupedAttention:
+    """Attention of a step, called once for each group of sequences in each layer.
 
-    Everything that layers share (masks, indices) is made once here. Attention is called once for each group of
-    sequences in each layer.
+    Everything that layers share (masks, indices) is made once, in the groups.
     """
 
     def __init__(
         self,
-        segments: Iterable[Segment],
+        groups: SequenceOf[Group | BranchGroup],
+        spans: Callable[[int], list[Span]],
         arena: KvArena,
-        geometry: SequenceOf[LayerGeometry],
-        dtype: torch.dtype,
-        device: torch.device,
+        model: LoadedModel,
     ) -> None:
+        """
+        Args:
+            groups: in the order in which their tokens are packed.
+            spans: where the tokens' keys and values go, in a group of layers.
+            arena: where they are kept.
+            model: whose layers attend.
+        """
+        self._groups = groups
         self._arena = arena
-        self._geometry = geometry
-        self._device = device
-        self._groups = grouped(segments, dtype, device)
-        super().__init__([segment for group in self._groups for segment in group.segments])
+        self._model = model
         self._writers = [
-            PageWriter.of_segments(self.segments, device, group) for group in range(arena.group_count)
+            PageWriter.of_spans(spans(group), model.device) for group in range(arena.group_count)
         ]
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
-        """See `AttentionStep.attend`. What is seen of the past is known from the layer; there is no `mask`."""
+        """See `AttentionStep.attend`. What is seen of the past is known from the layer; there is no mask."""
         layer_index: int = module.layer_idx  # type: ignore[assignment]
-        geometry, layer = self._geometry[layer_index], self._arena.layers[layer_index]
+        geometry, layer = self._model.layers[layer_index], self._arena.layers[layer_index]
         self._writers[layer.group].write(layer, key, value)
-        outputs = [
-            group.attend(
-                geometry,
-                layer,
-                self._part(group, query),
-                self._part(group, key),
-                self._part(group, value),
-                scoring,
-            )
-            for group in self._groups
-        ]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        if len(self._groups) == 1:
+            return self._groups[0].attend(geometry, layer, query, key, value, scoring)
+        outputs, first = [], 0
+        for group in self._groups:
+            own = slice(first, first + group.token_count)
+            first = own.stop
+            parts = query[:, :, own], key[:, :, own], value[:, :, own]
+            outputs.append(group.attend(geometry, layer, *parts, scoring))
+        return torch.cat(outputs, dim=1)
+
+
+class StepLayout(GroupedAttention, Packing):
+    """One step: which tokens it runs, where their keys and values go, and what each attends to."""
+
+    def __init__(self, segments: Iterable[Segment], arena: KvArena, model: LoadedModel) -> None:
+        groups = grouped(segments, model.dtype, model.device)
+        packed = [segment for group in groups for segment in group.segments]
+        Packing.__init__(self, packed)
+        GroupedAttention.__init__(
+            self,
+            groups,
+            lambda group: [(each.sequence.tables[group], each.start, each.end) for each in packed],
+            arena,
+            model,
+        )
 
     def attend_blocks(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, is_in_block: Tensor
@@ -235,7 +321,7 @@ class StepLayout(Packing):
         layer_index: int = module.layer_idx  # type: ignore[assignment]
         layer = self._arena.layers[layer_index]
         self._writers[layer.group].write(layer, key.transpose(0, 1)[None], value.transpose(0, 1)[None])
-        outputs, first, token_start = [], 0, 0
+        outputs, first, token_start, device = [], 0, 0, self._model.device
         in_block = is_in_block.tolist()
         for segment in self.segments:
             count = sum(in_block[token_start : token_start + segment.token_count])
@@ -245,7 +331,7 @@ class StepLayout(Packing):
             slots = torch.from_numpy(segment.sequence.tables[layer.group].slots(0, segment.end))
             pages, places = slots // layer.keys.shape[1], slots % layer.keys.shape[1]
             keys, values = (
-                storage[pages.to(self._device), places.to(self._device)].transpose(0, 1)
+                storage[pages.to(device), places.to(device)].transpose(0, 1)
                 for storage in (layer.keys, layer.values)
             )
             block = query[first : first + count].transpose(0, 1)
@@ -257,9 +343,46 @@ class StepLayout(Packing):
             first += count
         return torch.cat(outputs) if outputs else query[:0, :, : value.shape[-1]]
 
-    def _part(self, group: Group, states: Tensor) -> Tensor:
-        """A group's part of the packed queries, keys or values."""
-        return states if len(self._groups) == 1 else states[:, :, group.token_start : group.token_end]
+
+class BranchLayout(GroupedAttention, BranchPacking):
+    """One step of branches, one sequence after the other."""
+
+    def __init__(self, parts: SequenceOf[SequenceBranches], arena: KvArena, model: LoadedModel) -> None:
+        BranchPacking.__init__(self, parts)
+        GroupedAttention.__init__(
+            self,
+            [BranchGroup(part, model) for part in parts],
+            lambda group: [
+                (part.sequence.tables[group], part.written, part.written + part.count) for part in parts
+            ],
+            arena,
+            model,
+        )
+
+
+class EagerBranches:
+    """Runs them by the model's own modules and torch's attention, on any device."""
+
+    def __init__(self, model: LoadedModel, arena: KvArena) -> None:
+        self._model = model
+        self._arena = arena
+
+    def run(self, parts: SequenceOf[SequenceBranches]) -> Tensor:
+        """See `BranchRunner`."""
+        model = self._model
+        for part in parts:
+            clear_room(self._arena, part)
+        layout = BranchLayout(parts, self._arena, model)
+        return run_modules(model.module, layout, range(layout.token_count), model.device)
+
+
+def clear_room(arena: KvArena, part: SequenceBranches) -> None:
+    """Zero what the branches will see of others' leftovers: a mask hides numbers, but not NaN."""
+    sequence, step = part.sequence, part.step
+    end = sequence.length + step.room
+    if step.depth == 0 and sequence.clean_length < end:
+        arena.zero(sequence.tables, max(sequence.clean_length, sequence.length), end)
+        sequence.clean_length = end
 
 
 class SerialBackend(StepBackend):
@@ -340,7 +463,7 @@ class EagerBackend(StepBackend):
     def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Tensor:
         """See `StepBackend`."""
         model = self._model
-        layout = StepLayout(segments, self._arena, model.layers, model.dtype, model.device)
+        layout = StepLayout(segments, self._arena, model)
         return run_modules(model.module, layout, layout.packed_rows(segments, rows), model.device)
 
 

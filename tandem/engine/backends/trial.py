@@ -108,15 +108,10 @@ class DistrustedError(Exception):
 
 
 def trusted(make: Callable[[], T], error_of: Callable[[T], float], limit: float) -> T:
-    """Makes a replacement and returns it if it passes its trial.
-
-    Args:
-        make: makes it.
-        error_of: runs the trial: the replacement's error, in spreads.
-        limit: the largest error that is trusted.
+    """Makes a replacement and returns it if its error, in spreads, is at most `limit`.
 
     Raises:
-        DistrustedError: making or running it failed, or its error is too large or not a number.
+        DistrustedError: making or trying it failed, or its error is too large or not a number.
     """
     try:
         made = make()

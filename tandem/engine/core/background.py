@@ -19,7 +19,7 @@ from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.steps import BranchRunner, BranchStep, SequenceBranches, StepRunner
 from tandem.errors import InvalidRequestError, TandemError
-from tandem.types import Delta
+from tandem.types import Delta, common_length
 
 MAX_BYTES = 64 << 20
 """Logits of all sequences that are kept. With a vocabulary of 128k in binary32, a depth of 16 branches has 8 MB."""
@@ -99,12 +99,9 @@ class KeptBranches:
         self._branches: dict[Sequence, _Branches] = {}
 
     def add(self, part: SequenceBranches, logits: Tensor, lead: Lead | None = None) -> None:
-        """Keep a step of a sequence's branches.
+        """Keep a step of a sequence's branches: a copy of the logits that follow each branch's token, [branches, V].
 
-        Args:
-            part: The step.
-            logits: Those that follow each branch's token, [branches, vocabulary_size]. They are copied.
-            lead: Tokens at the trunk's end that only the branches from there go on with.
+        Only the branches from the trunk's end go on with the lead.
         """
         sequence, step = part.sequence, part.step
         if step.depth == 0:
@@ -121,11 +118,7 @@ class KeptBranches:
     def take(self, sequence: Sequence, max_lead: int) -> Continuation | None:
         """The branch that the sequence's uncomputed tokens begin with, None for another continuation.
 
-        The other branches are forgotten.
-
-        Args:
-            sequence: Any.
-            max_lead: Tokens behind the sequence's last one that are of use.
+        The other branches are forgotten, and tokens more than `max_lead` behind the sequence's last one.
         """
         kept = self._branches.pop(sequence, None)
         if kept is None:
@@ -135,7 +128,7 @@ class KeptBranches:
             if kept.first_position(branch) != sequence.computed_length:
                 continue
             path = kept.path(branch)
-            count = _common_length(path, pending)
+            count = common_length(path, pending)
             if not count:
                 continue
             further = path[count : count + max_lead] if count == len(pending) else []
@@ -147,11 +140,6 @@ class KeptBranches:
     def forget(self, sequence: Sequence) -> None:
         """Forget a sequence's branches, whose places others may write to from now on."""
         self._branches.pop(sequence, None)
-
-
-def _common_length(one: SequenceOf[int], other: SequenceOf[int]) -> int:
-    differing = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differing, min(len(one), len(other)))
 
 
 class BackgroundJob(Protocol):

@@ -87,15 +87,10 @@ class Head(Protocol[PayloadT, ResultT]):
     def __call__(
         self, ready: SequenceOf[Job[PayloadT]], logits: Tensor
     ) -> SequenceOf[Done[ResultT] | Failed | Continue]:
-        """Decides the outcome of each job.
+        """One outcome for each job whose rows are computed, in order.
 
-        Args:
-            ready: jobs whose rows are computed.
-            logits: [sum of their row_count, vocabulary_size] in the model's dtype, on its device; first job first,
-                positions ascending.
-
-        Returns:
-            One outcome for each job, in order.
+        The logits are [sum of their row_count, vocabulary_size] in the model's dtype, on its device; first job first,
+        positions ascending.
         """
         ...
 

@@ -173,12 +173,7 @@ class RejoinWindow:
             self._wakeup.notify()
 
     def wait(self, *, has_running: bool, is_stopping: Callable[[], bool]) -> None:
-        """Waits, although there is work, until all are back or the time is over.
-
-        Args:
-            has_running: True if other sequences are in the middle of their work; they must not wait.
-            is_stopping: ends the wait at once.
-        """
+        """Waits, although there is work, until all are back or the time is over; sequences that run must not wait."""
         if self._waits_to_skip > 0 or has_running:
             self._waits_to_skip = max(0, self._waits_to_skip - 1)
         elif self._missing:

@@ -6,7 +6,6 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.engine.backends.branches import EagerBranches
 from tandem.engine.backends.cpu_native.backend import (
     CpuNativeBackend,
     KernelSampler,
@@ -14,7 +13,7 @@ from tandem.engine.backends.cpu_native.backend import (
     NativeModel,
     load_native,
 )
-from tandem.engine.backends.eager import eager_backend
+from tandem.engine.backends.eager import EagerBranches, eager_backend
 from tandem.engine.hidden_states import HiddenStateTap
 from tandem.engine.kv_cache.arena import KvArena
 from tandem.engine.models.loading import LoadedModel
@@ -46,12 +45,8 @@ class Backends:
         return [*backends, eager_backend(self.model, arena)]
 
     def branches(self, arena: KvArena, steps: SequenceOf[StepBackend]) -> BranchRunner | None:
-        """Runs branches of an arena's sequences; None where the model's attention cannot be packed.
-
-        Args:
-            arena: where the sequences lie.
-            steps: the arena's backends, whose execution plans serve branches as well.
-        """
+        """Runs branches of an arena's sequences, from the execution plans of its steps where there are any; None where
+        the model's attention cannot be packed."""
         if not self.model.is_packed:
             return None
         eager = EagerBranches(self.model, arena)

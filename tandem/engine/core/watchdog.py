@@ -24,12 +24,7 @@ class StepWatchdog:
     def __init__(
         self, fixed_seconds: float | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Begin without any measurement.
-
-        Args:
-            fixed_seconds: How long a step may take; None learns it.
-            clock: In seconds.
-        """
+        """A step may take `fixed_seconds`; None learns it. `clock` is in seconds."""
         self._fixed_seconds = fixed_seconds
         self._clock = clock
         self._slowest_token_seconds = 0.0

@@ -9,11 +9,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Generic
 
 import torch
-from torch import Tensor
 
 from tandem.engine.core.background import BackgroundJob, BackgroundWork
 from tandem.engine.core.jobs import (
@@ -36,59 +35,6 @@ from tandem.engine.steps import BranchRunner, StepRunner
 from tandem.errors import InvalidRequestError, ServiceUnavailableError, TandemError
 from tandem.types import Delta
 
-
-class RunningJobs(Generic[PayloadT]):
-    """At most one job for each sequence, in the order in which they started."""
-
-    def __init__(self, distrust: Callable[[Sequence], None]) -> None:
-        """
-        Args:
-            distrust: told of each sequence whose keys and values are wrong.
-        """
-        self._distrust = distrust
-        self.by_sequence: dict[Sequence, Job[PayloadT]] = {}
-        self._ended: list[tuple[Job[PayloadT], object]] = []
-
-    def add(self, job: Job[PayloadT]) -> None:
-        """Starts a job whose sequence has none."""
-        self.by_sequence[job.sequence] = job
-        job.sequence.idle_since = math.inf
-
-    def settle(self, job: Job[PayloadT], result: object) -> None:
-        """Ends a job, whether it ran or not, with a result or an exception."""
-        if self.by_sequence.get(job.sequence) is job:
-            del self.by_sequence[job.sequence]
-            job.sequence.idle_since = time.monotonic()
-            job.sequence.is_new = False
-        self._ended.append((job, result))
-
-    def settle_untrusted(self, job: Job[PayloadT], failed: Failed) -> None:
-        """Ends a job with wrong numbers; no other sequence reuses its keys and values."""
-        self._distrust(job.sequence)
-        job.sequence.apply(Delta(0, ()))
-        self.settle(job, failed.error)
-
-    def fail(self, jobs: SequenceOf[Job[PayloadT]], error: TandemError) -> None:
-        """Ends those of the jobs that still run."""
-        for job in jobs:
-            if self.by_sequence.get(job.sequence) is job:
-                self.settle(job, error)
-
-    def abandoned(self) -> list[Job[PayloadT]]:
-        """Jobs that were cancelled or whose sequence was released."""
-        return [job for job in self.by_sequence.values() if job.is_abandoned]
-
-    @property
-    def ended_sequences(self) -> list[Sequence]:
-        """Sequences of the jobs that `take_ended` will return."""
-        return [job.sequence for job, _ in self._ended]
-
-    def take_ended(self) -> list[tuple[Job[PayloadT], object]]:
-        """Jobs that have ended since the last call, each with its result or exception."""
-        ended, self._ended = self._ended, []
-        return ended
-
-
 logger = logging.getLogger(__name__)
 
 _MAX_FAILED_STEPS = 8
@@ -96,135 +42,9 @@ _MAX_FAILED_STEPS = 8
 restarted."""
 
 
-class Stepper(Generic[PayloadT, ResultT]):
-    """Runs steps of the running jobs, on the engine's thread."""
-
-    def __init__(
-        self,
-        runner: StepRunner,
-        head: Head[PayloadT, ResultT],
-        prefill_chunk_tokens: int,
-        running: RunningJobs[PayloadT],
-        on_step: Callable[[StepRecord], None] | None,
-        watchdog: StepWatchdog,
-        cache: PagedCache,
-        pages: PageScheduler,
-    ) -> None:
-        self._runner = runner
-        self._head = head
-        self._chunk_tokens = prefill_chunk_tokens
-        self._running = running
-        self._on_step = on_step
-        self._watchdog = watchdog
-        self._cache = cache
-        self._pages = pages
-        self._failed_steps = 0
-
-    @contextmanager
-    def using_head(self, head: Head[Any, Any]) -> Iterator[None]:
-        """Use another head for as long as the block runs. No job is in flight when the block begins and ends."""
-        own, self._head = self._head, head
-        try:
-            yield
-        finally:
-            self._head = own
-
-    def run(self) -> bool:
-        """Schedules and runs a step, and delivers the results; false if every job waits for pages.
-
-        What fails here fails for the callers of this step alone.
-        """
-        began = time.perf_counter()
-        segments = self._next_segments()
-        if not segments:
-            return False
-        jobs = [self._running.by_sequence[segment.sequence] for segment in segments]
-        token_count = sum(segment.token_count for segment in segments)
-        self._watchdog.begin(token_count)
-        try:
-            row_count, model_end = self._step(segments, jobs)
-        except Exception as error:
-            logger.exception("step failed", extra={"sequences": len(jobs)})
-            self._running.fail(jobs, _step_error(error))
-            self._failed_steps += 1
-            if self._failed_steps >= _MAX_FAILED_STEPS:
-                raise
-            return True
-        finally:
-            self._watchdog.end()
-        self._failed_steps = 0
-        seconds = time.perf_counter() - began
-        if self._on_step is not None:
-            self._on_step(StepRecord(len(jobs), token_count, row_count, model_end - began, seconds))
-            # Once more: the observer takes part in how long a step takes.
-            seconds = time.perf_counter() - began
-        for job in jobs:
-            job.count_step(seconds, len(jobs), token_count)
-        return True
-
-    def _next_segments(self) -> list[Segment]:
-        jobs = self._running.by_sequence.values()
-        self._pages.reuse_prefixes(jobs)
-        return self._pages.with_pages(next_segments(jobs, self._runner.prompt_tokens(self._chunk_tokens)))
-
-    def _step(self, segments: SequenceOf[Segment], jobs: SequenceOf[Job[PayloadT]]) -> tuple[int, float]:
-        """Runs a step and asks the head; returns the number of rows and when the forward pass ended."""
-        rows, ready = self._wanted_rows(segments)
-        logits = self._runner.run(segments, rows)
-        model_end = time.perf_counter()
-        for segment in segments:
-            segment.sequence.advance(segment.token_count)
-            self._cache.computed(segment.sequence)
-        self._finish_without_rows(jobs)
-        self._ask_head(ready, logits)
-        return len(rows), model_end
-
-    def _wanted_rows(self, segments: SequenceOf[Segment]) -> tuple[list[int], list[Job[PayloadT]]]:
-        """Indices of the step's tokens whose logits are wanted, and the jobs that they complete."""
-        rows: list[int] = []
-        ready = []
-        token_end = 0
-        for segment in segments:
-            token_end += segment.token_count
-            job = self._running.by_sequence[segment.sequence]
-            if job.row_count and segment.end == segment.sequence.length:
-                rows.extend(range(token_end - job.row_count, token_end))
-                ready.append(job)
-        return rows, ready
-
-    def _finish_without_rows(self, jobs: SequenceOf[Job[PayloadT]]) -> None:
-        """Ends jobs that wanted keys and values only, and have them."""
-        for job in jobs:
-            if job.row_count == 0 and job.sequence.pending_count == 0:
-                self._running.settle(job, None)
-
-    def _ask_head(self, ready: SequenceOf[Job[PayloadT]], logits: Tensor) -> None:
-        if not ready:
-            return
-        for job, outcome in zip(ready, self._head(ready, logits), strict=True):
-            if isinstance(outcome, Done):
-                self._running.settle(job, outcome.result)
-            elif isinstance(outcome, Failed):
-                self._running.settle_untrusted(job, outcome)
-            else:
-                self._continue(job, outcome)
-
-    def _continue(self, job: Job[PayloadT], outcome: Continue) -> None:
-        job.row_count = 1
-        try:
-            job.sequence.append(outcome.token_id)
-        except InvalidRequestError as error:
-            self._running.settle(job, error)
-
-
-def _step_error(error: Exception) -> TandemError:
-    if isinstance(error, TandemError):
-        return error
-    return TandemError("The model's step failed; the service's log says why.")
-
-
 class Worker(Generic[PayloadT, ResultT]):
-    """Takes jobs, forms batches, runs steps. `submit`, `release` and `stop` may be called from any thread."""
+    """Takes jobs, forms batches, runs steps. `submit`, `put_back`, `release` and `stop` may be called from any
+    thread."""
 
     def __init__(
         self,
@@ -235,13 +55,17 @@ class Worker(Generic[PayloadT, ResultT]):
         tell: Callable[[News], None],
         device: torch.device,
         on_step: Callable[[StepRecord], None] | None,
-        watchdog: StepWatchdog | None = None,
+        watchdog: StepWatchdog,
         branches: BranchRunner | None = None,
     ) -> None:
+        self._runner = runner
         self._cache = cache
+        self._head = head
+        self._chunk_tokens = settings.prefill_chunk_tokens
         self._device = device
         self._tell = tell
-        self._watchdog = watchdog or StepWatchdog()
+        self._on_step = on_step
+        self._watchdog = watchdog
         self._thread = threading.Thread(target=self._work, name="tandem-engine", daemon=True)
         self._wakeup = threading.Condition()
         # Guarded by the condition: submissions from other threads.
@@ -252,12 +76,13 @@ class Worker(Generic[PayloadT, ResultT]):
         self._rejoin = RejoinWindow(self._wakeup)
         # The thread's own.
         self._queued: deque[Job[PayloadT]] = deque()
-        self._running: RunningJobs[PayloadT] = RunningJobs(cache.distrust)
+        self._running: dict[Sequence, Job[PayloadT]] = {}
+        """At most one job for each sequence, in the order in which they started."""
+        self._ended: list[tuple[Job[PayloadT], object]] = []
+        """Jobs that have ended since the last delivery, each with its result or exception."""
         self._background = BackgroundWork(runner, branches, on_step, self._watchdog, cache)
         self._pages = PageScheduler(cache, self._background.drop)
-        self._stepper = Stepper(
-            runner, head, settings.prefill_chunk_tokens, self._running, on_step, self._watchdog, cache, self._pages
-        )  # fmt: skip
+        self._failed_steps = 0
         self._waits_for_pages = False
         """Every job does, and only news can change that."""
 
@@ -266,9 +91,14 @@ class Worker(Generic[PayloadT, ResultT]):
         """True if no more jobs are taken: after `stop`, or once the thread has failed."""
         return self._is_stopping
 
-    def using_head(self, head: Head[Any, Any]) -> AbstractContextManager[None]:
-        """Uses another head for as long as a block runs. No job is in flight when the block begins and ends."""
-        return self._stepper.using_head(head)
+    @contextmanager
+    def using_head(self, head: Head[Any, Any]) -> Iterator[None]:
+        """Uses another head for as long as the block runs. No job is in flight when the block begins and ends."""
+        own, self._head = self._head, head
+        try:
+            yield
+        finally:
+            self._head = own
 
     def start(self) -> None:
         """Starts the thread."""
@@ -292,8 +122,7 @@ class Worker(Generic[PayloadT, ResultT]):
             ServiceUnavailableError: the thread has ended, or is about to.
         """
         with self._wakeup:
-            if self._is_stopping:
-                raise ServiceUnavailableError("The engine is not running.")
+            self._check_running()
             self._submitted.extend(jobs)
             for job in jobs:
                 self._rejoin.came_back(job.sequence)
@@ -305,8 +134,7 @@ class Worker(Generic[PayloadT, ResultT]):
             ServiceUnavailableError: the thread has ended, or is about to.
         """
         with self._wakeup:
-            if self._is_stopping:
-                raise ServiceUnavailableError("The engine is not running.")
+            self._check_running()
             self._put_back.append(job)
             self._wakeup.notify()
 
@@ -316,7 +144,11 @@ class Worker(Generic[PayloadT, ResultT]):
             self._released.append(sequence)
             self._rejoin.came_back(sequence)
 
-    # ---- on the thread
+    def _check_running(self) -> None:
+        if self._is_stopping:
+            raise ServiceUnavailableError("The engine is not running.")
+
+    # ---- on the thread: taking work
 
     def _work(self) -> None:
         error: TandemError = ServiceUnavailableError("The engine is shutting down.")
@@ -325,15 +157,14 @@ class Worker(Generic[PayloadT, ResultT]):
                 torch.cuda.set_device(self._device)  # a thread begins with the first GPU, which "cuda" means
             with torch.inference_mode():
                 while self._take_work():
-                    if not self._running.by_sequence:
+                    if not self._running:
                         self._background.run()
                         continue
                     began = time.perf_counter()
-                    self._waits_for_pages = not self._stepper.run()
-                    self._watchdog.end()
+                    self._waits_for_pages = not self._step()
                     ended = time.perf_counter()
                     with self._wakeup:
-                        self._rejoin.expect(self._running.ended_sequences, began, ended)
+                        self._rejoin.expect([job.sequence for job, _ in self._ended], began, ended)
                     self._deliver()
         except Exception:
             # A defect of the engine; no caller may hang because of it.
@@ -342,8 +173,8 @@ class Worker(Generic[PayloadT, ResultT]):
         with self._wakeup:
             self._is_stopping = True
             self._queued.extend(self._submitted)
-        for job in [*self._running.by_sequence.values(), *self._queued]:
-            self._running.settle(job, error)
+        for job in [*self._running.values(), *self._queued]:
+            self._settle(job, error)
         self._deliver()
         self._tell(News(has_ended=True))
 
@@ -356,10 +187,8 @@ class Worker(Generic[PayloadT, ResultT]):
                     if not woken:
                         break  # other sequences have been idle for longer
                 self._waits_for_pages = False
-                if self._queued or self._submitted or self._running.by_sequence:
-                    self._rejoin.wait(
-                        has_running=bool(self._running.by_sequence), is_stopping=lambda: self._is_stopping
-                    )
+                if self._queued or self._submitted or self._running:
+                    self._rejoin.wait(has_running=bool(self._running), is_stopping=lambda: self._is_stopping)
                 # Before the jobs: a job that came later ends the background work of its sequence.
                 while self._put_back:
                     self._background.add(self._put_back.popleft())
@@ -369,11 +198,12 @@ class Worker(Generic[PayloadT, ResultT]):
                 self._released.clear()
                 if self._is_stopping:
                     return False
-            self._drop_abandoned()
+            for job in [job for job in self._running.values() if job.is_abandoned]:
+                self._settle(job, _released_error())
             self._free(released)
             self._start_queued()
             self._deliver()
-            if self._running.by_sequence or not self._background.is_empty:
+            if self._running or not self._background.is_empty:
                 return True
 
     @property
@@ -381,17 +211,12 @@ class Worker(Generic[PayloadT, ResultT]):
         """True if there is a job to run, or one that waited for another of its sequence, or background work."""
         if self._waits_for_pages:
             return False
-        return bool(self._running.by_sequence or self._queued) or not self._background.is_empty
+        return bool(self._running or self._queued) or not self._background.is_empty
 
     @property
     def _has_news(self) -> bool:
         """True if anything was submitted since the last check."""
         return bool(self._submitted or self._put_back or self._released)
-
-    def _drop_abandoned(self) -> None:
-        """Drops jobs that were cancelled or whose sequence was released."""
-        for job in self._running.abandoned():
-            self._running.settle(job, _released_error())
 
     def _free(self, sequences: SequenceOf[Sequence]) -> None:
         for sequence in sequences:
@@ -405,8 +230,8 @@ class Worker(Generic[PayloadT, ResultT]):
         waiting: deque[Job[PayloadT]] = deque()
         for job in self._queued:
             if job.is_abandoned:
-                self._running.settle(job, _released_error())
-            elif job.sequence in self._running.by_sequence:
+                self._settle(job, _released_error())
+            elif job.sequence in self._running:
                 waiting.append(job)
             else:
                 self._start_job(job)
@@ -420,17 +245,109 @@ class Worker(Generic[PayloadT, ResultT]):
             self._cache.check_rows(sequence, job.row_count)
             sequence.want_rows(job.row_count)
         except InvalidRequestError as error:
-            self._running.settle(job, error)
+            self._settle(job, error)
             return
         if sequence.pending_count:
-            self._running.add(job)
+            self._running[sequence] = job
+            sequence.idle_since = math.inf
         else:
-            self._running.settle(job, None)
+            self._settle(job, None)
+
+    def _settle(self, job: Job[PayloadT], result: object) -> None:
+        """Ends a job, whether it ran or not, with a result or an exception."""
+        if self._running.get(job.sequence) is job:
+            del self._running[job.sequence]
+            job.sequence.idle_since = time.monotonic()
+            job.sequence.is_new = False
+        self._ended.append((job, result))
 
     def _deliver(self) -> None:
         """Delivers all results of a step at once: waking the event loop costs more than a result."""
-        if ended := self._running.take_ended():
-            self._tell(News(results=ended))
+        if self._ended:
+            self._tell(News(results=self._ended))
+            self._ended = []
+
+    # ---- on the thread: a step
+
+    def _step(self) -> bool:
+        """Schedules and runs a step; false if every job waits for pages.
+
+        What fails here fails for the callers of this step alone.
+        """
+        began = time.perf_counter()
+        self._pages.reuse_prefixes(self._running.values())
+        prompt_tokens = self._runner.prompt_tokens(self._chunk_tokens)
+        segments = self._pages.with_pages(next_segments(self._running.values(), prompt_tokens))
+        if not segments:
+            return False
+        jobs = [self._running[segment.sequence] for segment in segments]
+        token_count = sum(segment.token_count for segment in segments)
+        self._watchdog.begin(token_count)
+        try:
+            row_count, model_end = self._run(segments, jobs)
+        except Exception as error:
+            logger.exception("step failed", extra={"sequences": len(jobs)})
+            self._fail(jobs, error)
+            self._failed_steps += 1
+            if self._failed_steps >= _MAX_FAILED_STEPS:
+                raise
+            return True
+        finally:
+            self._watchdog.end()
+        self._failed_steps = 0
+        seconds = time.perf_counter() - began
+        if self._on_step is not None:
+            self._on_step(StepRecord(len(jobs), token_count, row_count, model_end - began, seconds))
+            # Once more: the observer takes part in how long a step takes.
+            seconds = time.perf_counter() - began
+        for job in jobs:
+            job.count_step(seconds, len(jobs), token_count)
+        return True
+
+    def _run(self, segments: SequenceOf[Segment], jobs: SequenceOf[Job[PayloadT]]) -> tuple[int, float]:
+        """Runs the model and asks the head; returns the number of rows and when the forward pass ended."""
+        rows: list[int] = []
+        """Indices of the step's tokens whose logits are wanted."""
+        ready: list[Job[PayloadT]] = []
+        """Jobs that they complete."""
+        token_end = 0
+        for segment, job in zip(segments, jobs, strict=True):
+            token_end += segment.token_count
+            if job.row_count and segment.end == segment.sequence.length:
+                rows.extend(range(token_end - job.row_count, token_end))
+                ready.append(job)
+        logits = self._runner.run(segments, rows)
+        model_end = time.perf_counter()
+        for segment, job in zip(segments, jobs, strict=True):
+            segment.sequence.advance(segment.token_count)
+            self._cache.computed(segment.sequence)
+            if job.row_count == 0 and segment.sequence.pending_count == 0:
+                self._settle(job, None)  # it wanted keys and values only
+        if ready:
+            for job, outcome in zip(ready, self._head(ready, logits), strict=True):
+                self._conclude(job, outcome)
+        return len(rows), model_end
+
+    def _conclude(self, job: Job[PayloadT], outcome: Done[ResultT] | Failed | Continue) -> None:
+        if isinstance(outcome, Done):
+            self._settle(job, outcome.result)
+        elif isinstance(outcome, Failed):
+            self._cache.distrust(job.sequence)
+            job.sequence.apply(Delta(0, ()))
+            self._settle(job, outcome.error)
+        else:
+            job.row_count = 1
+            try:
+                job.sequence.append(outcome.token_id)
+            except InvalidRequestError as error:
+                self._settle(job, error)
+
+    def _fail(self, jobs: SequenceOf[Job[PayloadT]], error: Exception) -> None:
+        """Ends those of the jobs that still run."""
+        told = TandemError("The model's step failed; the service's log says why.")
+        for job in jobs:
+            if self._running.get(job.sequence) is job:
+                self._settle(job, error if isinstance(error, TandemError) else told)
 
 
 def _released_error() -> InvalidRequestError:

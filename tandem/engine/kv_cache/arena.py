@@ -56,13 +56,6 @@ class PageTable:
     def __init__(
         self, page_tokens: int, max_tokens: int, pages: Iterable[int] = (), window: int | None = None
     ) -> None:
-        """
-        Args:
-            page_tokens: tokens of a page.
-            max_tokens: the most that the table has to have room for.
-            pages: what it begins with.
-            window: how many positions a token sees in these layers; None for all.
-        """
         self.page_tokens = page_tokens
         self.window = window
         self._numbers = np.zeros(pages_for(max_tokens, page_tokens), dtype=np.int64)
@@ -290,7 +283,6 @@ _DEFAULT_UTILIZATION_ACCELERATOR = 0.9
 _DEFAULT_UTILIZATION_CPU = 0.3
 _MARGIN_BYTES = 256 << 20
 """Free memory of an accelerator that is left alone: other processes' use of it changes from moment to moment."""
-_GIB = 1 << 30
 
 
 def memory_allowance(utilization: float | None, device: torch.device) -> int:
@@ -300,9 +292,18 @@ def memory_allowance(utilization: float | None, device: torch.device) -> int:
         free, total = torch.cuda.mem_get_info(device)
         own = torch.cuda.memory_reserved(device)
         share = _DEFAULT_UTILIZATION_ACCELERATOR if utilization is None else utilization
-        if (sentence := shortfall(total, free, own, share)) is not None:
-            logger.warning(sentence, extra={"device": str(device)})
-        return accelerator_allowance(total, free, own, share)
+        allowed = accelerator_allowance(total, free, own, share)
+        if allowed < (promised := int(total * share) - own):
+            logger.warning(
+                "less memory is free than device_memory_utilization leaves for the KV cache",
+                extra={
+                    "device": str(device),
+                    "utilization": share,
+                    "promised_bytes": promised,
+                    "free_bytes": free,
+                },
+            )
+        return allowed
     share = _DEFAULT_UTILIZATION_CPU if utilization is None else utilization
     page = os.sysconf("SC_PAGE_SIZE")
     total = min(os.sysconf("SC_PHYS_PAGES") * page, _cgroup_memory_limit())
@@ -318,24 +319,7 @@ def accelerator_allowance(total: int, free: int, own: int, share: float) -> int:
         own: what this process holds already.
         share: the part of `total` that this process may hold, its weights included.
     """
-    return min(_promised(total, own, share), free - _MARGIN_BYTES)
-
-
-def shortfall(total: int, free: int, own: int, share: float) -> str | None:
-    """A sentence for the log when less is free than the share promises; see `accelerator_allowance`."""
-    promised, available = _promised(total, own, share), free - _MARGIN_BYTES
-    if promised <= available:
-        return None
-    fits = max(own + available, 0) / total
-    return (
-        f"device_memory_utilization is {share:g}, which leaves {promised / _GIB:.1f} GiB for the KV cache, but of the "
-        f"device's {total / _GIB:.1f} GiB only {free / _GIB:.1f} GiB are free; the cache takes "
-        f"{max(available, 0) / _GIB:.1f} GiB, as with {int(fits * 100) / 100:g}"
-    )
-
-
-def _promised(total: int, own: int, share: float) -> int:
-    return int(total * share) - own
+    return min(int(total * share) - own, free - _MARGIN_BYTES)
 
 
 def _cgroup_memory_limit() -> int:
@@ -476,7 +460,4 @@ def arena_pages(
 def bytes_of_page(layers: SequenceOf[LayerGeometry], dtype: torch.dtype) -> int:
     """Bytes of a page's keys and values, in all layers of a group."""
     largest = max((group.layers for group in group_layers(layers)), key=len)
-    numbers = sum(
-        layers[index].kv_heads * (layers[index].key_dim + layers[index].value_dim) for index in largest
-    )
-    return PAGE_TOKENS * numbers * dtype.itemsize
+    return PAGE_TOKENS * sum(layers[index].values_per_token for index in largest) * dtype.itemsize

@@ -176,12 +176,8 @@ class PagedCache:
         sequence.clean_length = min(sequence.clean_length, sequence.table.capacity)
 
     def reuse(self, sequence: Sequence, row_count: int = 0) -> None:
-        """Lets a sequence take over what others have computed of the tokens that it is about to compute.
-
-        Args:
-            sequence: any.
-            row_count: its last tokens, which it computes itself.
-        """
+        """Lets a sequence take over what others have computed of the tokens that it is about to compute, but for its
+        last `row_count`."""
         known_pages, own_tokens = divmod(sequence.computed_length, self._page_tokens)
         if not self._reuses_prefixes or own_tokens or known_pages > len(sequence.chains):
             return

@@ -66,9 +66,6 @@ class PageReader:
     """Reads the pages of sequences in order, the same ones in every layer."""
 
     def __init__(self, pages: Tensor) -> None:
-        """Args:
-        pages: [sequences, pages], integers on the arena's device.
-        """
         self._pages = pages
         self._rows: dict[int, Tensor] = {}
 

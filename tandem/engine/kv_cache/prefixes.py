@@ -15,6 +15,7 @@ from itertools import count
 
 from tandem.engine.kv_cache.arena import KvArena, PagePool, first_seen_page
 from tandem.engine.kv_cache.sequence import Sequence
+from tandem.types import common_length
 
 MIN_COPIED_TOKENS = 16
 """Fewer tokens of a block are computed: a copy costs two calls a layer, however short."""
@@ -109,12 +110,6 @@ class PrefixIndex:
             alike.pop(known.chain, None)
             if not alike:
                 del self._alike[key]
-
-
-def common_length(known: SequenceOf[int], wanted: SequenceOf[int]) -> int:
-    """Number of tokens at the start that are equal."""
-    limit = min(len(known), len(wanted))
-    return next((index for index in range(limit) if known[index] != wanted[index]), limit)
 
 
 class PrefixSharing:

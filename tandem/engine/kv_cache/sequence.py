@@ -12,7 +12,7 @@ from tandem.engine.kv_cache.arena import KvArena, PageTable
 from tandem.engine.settings import EngineSettings
 from tandem.errors import CapacityError, InvalidRequestError, ServiceUnavailableError
 from tandem.fair_places import FairPlaces
-from tandem.types import Delta
+from tandem.types import Delta, common_length
 
 _serial_numbers = count(1)
 
@@ -90,7 +90,8 @@ class Sequence:
                 sequence is then as it was.
         """
         self._check(delta)
-        kept_length = delta.base_length + _common_prefix_length(self.token_ids, delta)
+        present = self.token_ids[delta.base_length : delta.length]
+        kept_length = delta.base_length + common_length(present, delta.token_ids)
         self.token_ids[delta.base_length :] = delta.token_ids
         self._roll_back(kept_length)
 
@@ -164,13 +165,6 @@ class Sequence:
 
 def _first_unknown(token_ids: Iterable[int], vocabulary_size: int) -> int | None:
     return next((token_id for token_id in token_ids if not 0 <= token_id < vocabulary_size), None)
-
-
-def _common_prefix_length(token_ids: TokenIds[int], delta: Delta) -> int:
-    """Number of the delta's ids that equal the present ones."""
-    present = token_ids[delta.base_length : delta.length]
-    pairs = zip(present, delta.token_ids, strict=False)
-    return next((index for index, (old, new) in enumerate(pairs) if old != new), len(present))
 
 
 @dataclass(slots=True)

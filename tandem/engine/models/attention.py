@@ -101,14 +101,7 @@ def attention_forward(
 
 
 def describe_mask(mask_function: Callable[..., Tensor], **_: object) -> Tensor:
-    """Mask function used while a model is probed: returns the window as a tensor shaped like a mask.
-
-    Args:
-        mask_function: (batch, head, query position, key position) -> whether the key is seen.
-
-    Returns:
-        [1, 1, 1, 1], integer, for `window_of`.
-    """
+    """Mask function used while a model is probed: returns the window, for `window_of`, in the shape of a mask."""
     queries = torch.tensor(_PROBED_QUERIES)[:, None]
     keys = torch.arange(_PROBED_QUERIES[-1] + 1)[None]
     seen = mask_function(torch.tensor(0), torch.tensor(0), queries, keys)
@@ -198,10 +191,6 @@ class Anatomy:
 
 def probe(module: Any, device: torch.device) -> Anatomy:
     """Runs one token to see what attention is asked for, and sets the attention function accordingly.
-
-    Args:
-        module: a transformers causal language model.
-        device: where it is.
 
     Raises:
         UnsupportedAttentionError: the cache of some layer is more than keys and values by position.

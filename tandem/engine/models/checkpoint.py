@@ -21,12 +21,7 @@ MAX_CONFIG_BYTES = 16 << 20
 
 
 def read_object(path: Path, why: str, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Args:
-        path: the file.
-        why: completes the sentence about a file that is not there.
-        max_bytes: size above which the file is not read.
+    """The JSON object in a file; `why` completes the sentence about a file that is not there.
 
     Raises:
         ModelFolderError: the file is not there, too large, no JSON, or holds another value than an object.
@@ -81,9 +76,6 @@ WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 
 _PICKLE_PATTERNS = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 _SUFFIX = ".safetensors"
-_HEADER_LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000
-"""The format's own bound."""
 _MAX_INDEX_BYTES = 100_000_000
 _LONGEST_REASON = 200
 
@@ -171,68 +163,19 @@ def shortened(value: object) -> str:
 
 
 def _shapes(path: Path) -> list[tuple[str, tuple[int, ...]]]:
-    """The names and shapes of a file's tensors, whose header fits the file.
+    """The names and shapes of a file's tensors. Opening it compares sizes, offsets and types with each other.
 
     Raises:
-        ModelFolderError: it does not, or describes impossible tensors.
+        ModelFolderError: the file is truncated, or its header describes impossible tensors.
     """
     try:
-        _check_whole(path)
-        with safe_open(
-            path, framework="np"
-        ) as tensors:  # checks offsets, shapes and dtypes against each other
+        with safe_open(path, framework="np") as tensors:
             return [(name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys()]  # noqa: SIM118
     except OSError as error:
         raise unreadable(path, error) from error
     except SafetensorError as error:
         reason = str(error).partition("\n")[0].rstrip(".")[:_LONGEST_REASON]
         raise ModelFolderError(f"the file {path} is damaged: {reason}") from error
-
-
-def _check_whole(path: Path) -> None:
-    """A safetensors file says in its header how long it is, so that a truncated one is known by its size."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        header_length = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
-        data_start = _HEADER_LENGTH_BYTES + header_length
-        if size < data_start or header_length == 0:
-            raise ModelFolderError(
-                f"the file {path} is truncated or not safetensors: its header should end at byte {data_start}, "
-                f"but the file has {size} bytes"
-            )
-        if header_length > _MAX_HEADER_BYTES:
-            raise ModelFolderError(
-                f"the file {path} is not safetensors: its header has {header_length} bytes; the format allows "
-                f"{_MAX_HEADER_BYTES}"
-            )
-        header = file.read(header_length)
-    expected = data_start + _data_length(path, header)
-    if size != expected:
-        fault = "truncated" if size < expected else "damaged"
-        raise ModelFolderError(
-            f"the file {path} is {fault}: its header describes {expected} bytes, but it has {size}"
-        )
-
-
-def _data_length(path: Path, header: bytes) -> int:
-    try:
-        entries = json.loads(header)
-        return max(
-            (int(entry["data_offsets"][1]) for name, entry in entries.items() if name != "__metadata__"),
-            default=0,
-        )
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        IndexError,
-        OverflowError,
-        RecursionError,
-    ) as error:
-        raise ModelFolderError(
-            f"the file {path} is damaged: its header is not that of a safetensors file"
-        ) from error
 
 
 _LAYERS = frozenset({"num_hidden_layers", "n_layer", "n_layers", "num_layers"})
@@ -249,12 +192,7 @@ _MAX_SIZE = (1 << 31) - 1
 
 
 def check_numbers(path: Path, config: Mapping[str, Any], tensor_count: int) -> None:
-    """Refuse a config with sizes that no model has, or that do not fit the weights.
-
-    Args:
-        path: the file, for the sentence.
-        config: its content.
-        tensor_count: tensors of the checkpoint. Each layer has at least one.
+    """Refuse a config with sizes that no model has, or with more layers than the checkpoint has tensors.
 
     Raises:
         ModelFolderError: with all numbers that are wrong.
@@ -299,23 +237,6 @@ _MAX_SENT_BYTES = {"tokenizer_config.json": MAX_CONFIG_BYTES, "chat_template.jin
 """Maximum sizes of files that are sent to coordinators unchanged."""
 _MAX_END_IDS = 256
 
-_RECURRENT_LAYER_TYPES = frozenset(
-    {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2", "recurrent"}
-)
-"""Values of `layer_types` whose state is overwritten at each token, so that rollback is impossible."""
-
-_RECURRENT_MODEL_TYPES = frozenset(
-    {
-        "bamba", "bailing_hybrid", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
-        "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe",
-        "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
-    }
-)  # fmt: skip
-"""Families with recurrent layers, some of which do not say so in `layer_types`."""
-
-_SOMETIMES_RECURRENT_MODEL_TYPES = frozenset({"qwen3_next"})
-"""Families whose layers are recurrent unless `layer_types` says that all have attention."""
-
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -355,7 +276,7 @@ def _opened(folder: Path) -> Checkpoint:
     config = read_object(folder / CONFIG_FILE, "a Hugging Face model folder has one")
     architecture = _architecture(folder, config)
     model_type = str(config.get("model_type", ""))
-    _refuse_unusable(folder, architecture, model_type, config)
+    _refuse_unusable(folder, architecture, config)
     weights = find_weights(folder)
     check_numbers(folder / CONFIG_FILE, config, weights.tensor_count)
     _check_tokenizer_file(folder)
@@ -427,7 +348,7 @@ def _architecture(folder: Path, config: Mapping[str, Any]) -> str:
     )
 
 
-def _refuse_unusable(folder: Path, architecture: str, model_type: str, config: Mapping[str, Any]) -> None:
+def _refuse_unusable(folder: Path, architecture: str, config: Mapping[str, Any]) -> None:
     if config.get("is_encoder_decoder"):
         raise ModelFolderError(
             f"the model in {folder} is an encoder-decoder ({architecture}); only decoder-only models can be served"
@@ -437,26 +358,6 @@ def _refuse_unusable(folder: Path, architecture: str, model_type: str, config: M
             f"the file {folder / CONFIG_FILE} has transformers_weights {shortened(config['transformers_weights'])}; it "
             f"should have none, since weights are read from {WEIGHTS_FILE} or {WEIGHTS_INDEX_FILE} alone"
         )
-    kinds = config.get("layer_types")
-    layer_types = {str(kind) for kind in kinds} if isinstance(kinds, list) else set()
-    is_recurrent = bool(layer_types & _RECURRENT_LAYER_TYPES) or model_type in _RECURRENT_MODEL_TYPES
-    if is_recurrent or (
-        model_type in _SOMETIMES_RECURRENT_MODEL_TYPES and not has_attention_alone(model_type, layer_types)
-    ):
-        raise recurrent_state_error(folder, architecture)
-
-
-def has_attention_alone(model_type: str, layer_types: Iterable[str]) -> bool:
-    """True for a model of a family with recurrent layers that has none of them itself."""
-    return model_type in _SOMETIMES_RECURRENT_MODEL_TYPES and set(layer_types) == {"full_attention"}
-
-
-def recurrent_state_error(folder: Path, architecture: str) -> ModelFolderError:
-    """The refusal of a model whose cache cannot be rolled back after a rejected token."""
-    return ModelFolderError(
-        f"the model in {folder} ({architecture}) keeps recurrent state, which cannot be rolled back when a proposed "
-        "token is rejected; a model with attention layers only is needed"
-    )
 
 
 def _ids(path: Path, value: object) -> tuple[int, ...]:

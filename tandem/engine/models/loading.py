@@ -22,9 +22,7 @@ from tandem.engine.models.checkpoint import (
     CONFIG_FILE,
     Checkpoint,
     first_of,
-    has_attention_alone,
     open_checkpoint,
-    recurrent_state_error,
     tokenizer_hash,
 )
 from tandem.errors import ConfigurationError, ModelFolderError
@@ -34,6 +32,7 @@ from tandem.types import ModelInfo
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_RECURRENT_LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid", "mamba", "recurrent"})
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 
 
@@ -74,7 +73,7 @@ def load_model(
     """
     torch_device, torch_dtype = _device(device), _dtype(dtype)
     if threads is not None:
-        torch.set_num_threads(_positive("threads", threads))
+        torch.set_num_threads(threads)
     checkpoint = open_checkpoint(folder)
     # Before the weights, which may take minutes, so that a broken tokenizer is refused at once.
     vocabulary_hash = tokenizer_hash(checkpoint.folder)
@@ -122,12 +121,6 @@ def _dtype(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise ConfigurationError(f"the dtype is {name!r} and should be one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
-
-
-def _positive(option: str, value: int) -> int:
-    if value < 1:
-        raise ConfigurationError(f"{option} is {value} and must be at least 1")
-    return value
 
 
 def _load_module(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Any:
@@ -201,12 +194,15 @@ def _unknown_architecture(checkpoint: Checkpoint) -> ModelFolderError:
 
 
 def _refuse_recurrent(checkpoint: Checkpoint, config: Any) -> None:
-    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    has_state = getattr(model_class, "_is_stateful", False)
-    if has_state and not has_attention_alone(
-        checkpoint.model_type, getattr(config, "layer_types", None) or ()
-    ):
-        raise recurrent_state_error(checkpoint.folder, checkpoint.architecture)
+    """A cache that is overwritten at each token cannot be rolled back after a rejected one."""
+    kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
+    has_state = getattr(transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_is_stateful", False)
+    # Models of a stateful family may have attention alone.
+    if kinds & _RECURRENT_LAYER_TYPES or (has_state and kinds != {"full_attention"}):
+        raise ModelFolderError(
+            f"the model in {checkpoint.folder} ({checkpoint.architecture}) keeps recurrent state, which cannot be "
+            "rolled back when a proposed token is rejected; a model with attention layers only is needed"
+        )
 
 
 def _check_loaded(checkpoint: Checkpoint, report: dict[str, Any]) -> None:
@@ -247,10 +243,6 @@ _LONGEST_REASON = 300
 
 def empty_model(checkpoint: Checkpoint, config: Any) -> Any:
     """Return the model that the config describes, without memory for its numbers.
-
-    Args:
-        checkpoint: the folder.
-        config: its transformers config.
 
     Raises:
         ModelFolderError: it has far more numbers than the files hold, or transformers cannot make a model of it.
@@ -359,12 +351,7 @@ class StoredTensor:
         return str(self._file.get_slice(self._name).get_dtype())
 
     def to(self, device: object = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Reads the tensor.
-
-        Args:
-            device: ignored in favour of the model's.
-            dtype: the type to convert it to; None keeps the file's.
-        """
+        """Reads the tensor to the model's own device; a dtype of None keeps the file's."""
         # Mapped, not read: a tensor that needs no conversion stays in the pages of its file.
         mapped: Tensor = self._file.get_tensor(self._name)
         if mapped.device == self._device and dtype in (None, mapped.dtype):

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.demo.recipe.heads.measure_head import overlap
+from models.demo.recipe.measure import Rounds, overlap, rounds_of
 from models.smollm2.recipe.answers import (
     ANSWER_MARK,
     END_OF_ANSWER,
@@ -28,6 +28,15 @@ def test_greedily_the_most_likely_token_decides() -> None:
 
 def test_sampled_tokens_are_accepted_as_often_as_the_distributions_overlap() -> None:
     torch.testing.assert_close(overlap(WANTED, OWN, 1.0), torch.tensor([0.75, 0.7]))
+
+
+def test_rounds_are_counted_on_the_targets_own_text() -> None:
+    every = [[True, True], [True, False], [False, True], [True, True]]
+    # All of the first proposal, then none of the one at the place behind its bonus token: 2 + 1 and 1 tokens.
+    assert rounds_of([every], 2) == Rounds(2, (2, 2))
+    assert rounds_of([every[1:]], 2) == Rounds(2, (2, 1))
+    assert rounds_of([every[2:]], 2).length == 2.0
+    assert rounds_of([[[True]]], 2).rate == 0.5
 
 
 PROMPT = [1, 40, 41, *ANSWER_MARK]
@@ -50,14 +59,15 @@ def test_held_out_questions_are_not_among_those_of_the_training() -> None:
 def test_answers_of_different_lengths_are_padded(tmp_path: Path) -> None:
     batch = read_batch([save_answer(tmp_path / "a", [50, 51, 52]), save_answer(tmp_path / "b", [60])])
     tokens, before = batch.lessons.tokens, len(PROMPT) - 1
-    assert tokens.shape == batch.mask.shape == batch.lessons.last.shape[:2]
+    assert tokens.shape == batch.mask.shape == batch.lessons.hidden.shape[:2]
+    assert batch.lessons.read is not None
     assert batch.lessons.read.shape == (3, *tokens.shape, 2)
     # The states of the prompt's last token and of the answer's foresee the answer and what follows it.
     assert [row.nonzero()[:, 0].tolist() for row in batch.mask] == [
         list(range(before, before + 4)),
         [before, before + 1],
     ]
-    assert batch.lessons.last[1, before].tolist() == [8.0 * before + 6, 8.0 * before + 7]
+    assert batch.lessons.hidden[1, before].tolist() == [8.0 * before + 6, 8.0 * before + 7]
 
 
 def test_the_draft_vocabulary_is_what_answers_are_made_of(tmp_path: Path) -> None:

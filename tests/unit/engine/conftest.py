@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.engine.backends.cpu_native.plans import Trace
+from tandem.engine.backends.cpu_native.plans import MakeTrace
 from tandem.engine.core.selection import Backends, choose_backends
 from tandem.engine.models.loading import LoadedModel, load_model
 from tests.unit.engine.tiny_models import CONFIGS, hf, save_checkpoint
@@ -22,7 +22,7 @@ class TinyModel:
     reference: Any
     backends: Backends
     """Its steps run by the model's own modules, with the kernels in them: to trace each of many models takes long."""
-    trace: Trace | None = None
+    trace: MakeTrace | None = None
 
     @property
     def loaded(self) -> LoadedModel:

@@ -46,18 +46,6 @@ WARPED = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=5)
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def test_the_first_row_describes_the_token_after_the_committed_ones() -> None:
-    (verification,) = verified([request(RowKind.TOKEN, 3, GREEDY)], logits_of(3))
-    # 10 tokens stay, 3 are appended, 3 rows: the first of them tells what follows the 11th.
-    assert verification.base_length == 11
-
-
-def test_greedy_token_rows_are_the_argmax() -> None:
-    logits = logits_of(3)
-    (verification,) = verified([request(RowKind.TOKEN, 3, GREEDY)], logits)
-    assert verification.rows == tuple(TokenRow(token_id) for token_id in logits.argmax(dim=-1).tolist())
-
-
 def test_sampled_token_rows_are_drawn_with_the_shared_noise() -> None:
     logits = logits_of(3)
     (verification,) = verified([request(RowKind.TOKEN, 3, WARPED)], logits)
@@ -207,16 +195,16 @@ def test_non_finite_logits_affect_only_their_own_request(kind: str, number: floa
             assert repr(found[index]) == repr(expected[index])
 
 
+@pytest.mark.parametrize("kind", ASKED)
+def test_tokens_with_minus_infinity_are_valid(kind: str) -> None:
+    logits = logits_of(3)
+    logits[:, 20:] = -torch.inf
+    assert None not in verifications([ASKED[kind]], logits)
+
+
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 @pytest.mark.parametrize("kind", ASKED)
 def test_a_single_non_finite_logit_fails_the_request(kind: str, number: float) -> None:
     logits = logits_of(3)
     logits[2, 40] = number
     assert verifications([ASKED[kind]], logits) == [None]
-
-
-@pytest.mark.parametrize("kind", ASKED)
-def test_tokens_with_minus_infinity_are_valid(kind: str) -> None:
-    logits = logits_of(3)
-    logits[:, 20:] = -torch.inf
-    assert None not in verifications([ASKED[kind]], logits)

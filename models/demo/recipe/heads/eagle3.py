@@ -1,7 +1,10 @@
 """Trains an EAGLE-3 head for the demo target: it foresees what the target writes from the target's hidden states.
 
 The head learns as it will be used, on states of its own behind the first (the paper's training-time test, Li et al.
-2025, arXiv 2503.01840, section 3.1). Run as `python -m models.demo.recipe.heads.eagle3 --help`.
+2025, arXiv 2503.01840, section 3.1). Run as `python -m models.demo.recipe.heads.eagle3`, with `--measure` for the
+shipped head beside the standalone draft. The first token of a proposal is read from the target's states, the later ones
+from the head's own: what is lost between them is the price of own states, and what the first one lacks of the
+standalone draft is the head's own weakness.
 """
 
 from __future__ import annotations
@@ -11,26 +14,28 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from models.demo.recipe.architecture import load_model
-from models.demo.recipe.corpus import load_tokenizer
-from models.demo.recipe.training import (
-    endless,
-    kl_divergence,
-    lessons_of,
-    mixed_total_variation,
-    train_until_over,
+from models.demo.recipe.architecture import continue_text, load_model, write_json
+from models.demo.recipe.measure import (
+    DEMO_FOLDER,
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    are_accepted,
+    measure_acceptance,
+    overlap,
+    rounds_of,
+    short_prompts,
 )
+from models.demo.recipe.training import Lessons, divergence, endless, lessons_of, train_until_over
 from tandem.engine.models import loading
-from tandem.engine.models.heads.eagle3 import Eagle3Head, read_eagle3_config
+from tandem.engine.models.heads.eagle3 import Eagle3Head, load_eagle3, read_eagle3_config
 
 SEED = 11
 
@@ -56,13 +61,11 @@ def new_head(target_folder: Path, folder: Path, target_ids: Sequence[int] | None
         "hidden_act": "silu",
         **{key: target[key] for key in same if key in target},
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    write_json(config, folder / "config.json")
     loaded = loading.load_model(target_folder, dtype="float32")
     torch.manual_seed(SEED)
     head = Eagle3Head(read_eagle3_config(folder), loaded)
-    if target_ids is not None:
-        head.target_ids = torch.tensor(target_ids)
+    head.target_ids = torch.tensor(range(head.vocabulary_size) if target_ids is None else target_ids)
     _adopt_last_layer(head, loaded.module)
     head.embed_tokens.requires_grad_(False)
     return head
@@ -97,7 +100,6 @@ def save(head: Eagle3Head, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-DEMO_FOLDER = Path(__file__).parents[2]
 STEPS = 4
 """Tokens of a proposal when acceptance is measured."""
 TRAINED_STEPS = 3
@@ -106,26 +108,8 @@ STEP_WEIGHT = 0.8
 """Each token counts this much of the one before it."""
 ROWS_PER_BATCH = 4
 MATRIX_LR, OTHER_LR = 0.02, 1e-3
-TOTAL_VARIATION_FROM = 0.6
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class HeadLessons:
-    """Texts with the target's states: tokens [rows, length], read [3, rows, length, width], last [rows, length, width].
-
-    `last` becomes the target's logits by its output layer. All states are fp16.
-    """
-
-    tokens: Tensor
-    read: Tensor
-    last: Tensor
-
-    def batches(self, rows: int, generator: torch.Generator) -> Iterator[Self]:
-        """All rows once, shuffled, in batches."""
-        for chosen in torch.split(torch.randperm(len(self.tokens), generator=generator), rows):
-            yield type(self)(self.tokens[chosen], self.read[:, chosen], self.last[chosen])
 
 
 class UnrolledStep:
@@ -165,14 +149,13 @@ def _later(length: int) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool).triu(1)
 
 
-def unrolled_states(
-    head: Eagle3Head, lessons: HeadLessons, steps: int = STEPS
-) -> Iterator[tuple[int, Tensor]]:
+def unrolled_states(head: Eagle3Head, lessons: Lessons, steps: int = STEPS) -> Iterator[tuple[int, Tensor]]:
     """For each token of a proposal: its number k from 0, and the head's states [rows, bases, width] that foresee the
     token at base + k + 2, where the pairs up to the base have the target's states."""
     rows, length = lessons.tokens.shape
     bases = length - STEPS - 1
     step = UnrolledStep(rows)
+    assert lessons.read is not None
     states = head.combined([each[:, :bases].flatten(0, 1).float() for each in lessons.read])
     for k in range(steps):
         tokens = lessons.tokens[:, k + 1 : k + 1 + bases].reshape(1, -1)
@@ -181,89 +164,89 @@ def unrolled_states(
         yield k, hidden.view(rows, bases, -1)
 
 
-def unrolled_logits(
-    head: Eagle3Head, lessons: HeadLessons, steps: int = STEPS
-) -> Iterator[tuple[int, Tensor]]:
+def unrolled_logits(head: Eagle3Head, lessons: Lessons, steps: int = STEPS) -> Iterator[tuple[int, Tensor]]:
     """As `unrolled_states`, with the head's logits [rows, bases, vocabulary] in place of its states."""
     for k, hidden in unrolled_states(head, lessons, steps):
         yield k, head.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
 
-def target_logits(target: LlamaForCausalLM, lessons: HeadLessons, k: int) -> Tensor:
+def target_logits(target: LlamaForCausalLM, lessons: Lessons, k: int) -> Tensor:
     """The target's logits for the same tokens."""
     bases = lessons.tokens.shape[1] - STEPS - 1
-    logits: Tensor = target.lm_head(lessons.last[:, k + 1 : k + 1 + bases].float())
+    logits: Tensor = target.lm_head(lessons.hidden[:, k + 1 : k + 1 + bases].float())
     return logits
 
 
 @torch.no_grad()
-def with_states(target: LlamaForCausalLM, texts: Tensor, layer_ids: Sequence[int]) -> HeadLessons:
+def with_states(target: LlamaForCausalLM, texts: Tensor, layer_ids: Sequence[int]) -> Lessons:
     """Let the target read texts of equal length, and keep the states that the head reads."""
-    read, last = [], []
+    read, hidden = [], []
     for part in torch.split(texts, 16):
         output = target.model(input_ids=part, output_hidden_states=True, use_cache=False)
         read.append(torch.stack([output.hidden_states[each] for each in layer_ids]).half())
-        last.append(output.last_hidden_state.half())
-    return HeadLessons(texts, torch.cat(read, dim=1), torch.cat(last))
+        hidden.append(output.last_hidden_state.half())
+    return Lessons(texts, torch.cat(hidden), torch.cat(read, dim=1))
 
 
-def train(head: Eagle3Head, target: LlamaForCausalLM, lessons: Sequence[HeadLessons], minutes: float) -> int:
+def train(head: Eagle3Head, target: LlamaForCausalLM, lessons: Sequence[Lessons], minutes: float) -> int:
     """Train the head in place until the time is up; returns the tokens seen."""
     batches = endless(lessons, ROWS_PER_BATCH, torch.Generator().manual_seed(SEED))
 
     def next_loss(fraction: float) -> tuple[Tensor, int]:
-        batch = next(batches)
-        loss = _loss(head, target, batch, is_last_phase=fraction >= TOTAL_VARIATION_FROM)
-        return loss, batch.tokens.numel()
+        batch, compare, total = next(batches), divergence(fraction), torch.zeros(())
+        for k, logits in unrolled_logits(head, batch, TRAINED_STEPS):
+            with torch.no_grad():
+                wanted = target_logits(target, batch, k)
+            total = total + STEP_WEIGHT**k * compare(wanted, logits)
+        return total, batch.token_count
 
     return train_until_over(head, next_loss, minutes, MATRIX_LR, OTHER_LR)
 
 
-def _loss(head: Eagle3Head, target: LlamaForCausalLM, batch: HeadLessons, *, is_last_phase: bool) -> Tensor:
-    compare = mixed_total_variation if is_last_phase else kl_divergence
-    total = torch.zeros(())
-    for k, logits in unrolled_logits(head, batch, TRAINED_STEPS):
-        with torch.no_grad():
-            wanted = target_logits(target, batch, k)
-        total = total + STEP_WEIGHT**k * compare(wanted, logits)
-    return total
-
-
 @torch.no_grad()
-def acceptance(
-    head: Eagle3Head, target: LlamaForCausalLM, written: HeadLessons, start: int, temperature: float
-) -> tuple[float, float]:
-    """Accepted per drafted token, and tokens per round, on text that the target wrote from `start` on.
-
-    As in `measure_acceptance`: a token that the target wrote was accepted with probability min(1, q / p).
-    """
-    wanted = written.tokens
-    generator = torch.Generator().manual_seed(SEED)
-    flags = []
-    for k, logits in unrolled_logits(head, written):
-        chosen = wanted[:, k + 2 : k + 2 + logits.shape[1]]
-        if temperature == 0.0:
-            flags.append(logits.argmax(-1) == chosen)
-            continue
-        own, others = (
-            (each / temperature).log_softmax(-1).gather(-1, chosen[..., None])[..., 0]
-            for each in (logits, target_logits(target, written, k))
-        )
-        flags.append(torch.rand(own.shape, generator=generator) < (own - others).exp())
-    accepted, rounds = 0, 0
-    for row in torch.stack(flags, dim=-1).tolist():
-        base = start - 2
-        while base < len(row):
-            run = row[base].index(False) if False in row[base] else STEPS
-            accepted, rounds, base = accepted + run, rounds + 1, base + run + 1
-    return accepted / (rounds * STEPS), 1 + accepted / rounds
+def measured(
+    head: Eagle3Head, target: LlamaForCausalLM, folder: Path, draft: LlamaForCausalLM | None = None
+) -> dict[str, Any]:
+    """Acceptance behind the held-out prompts. The log also has that of each token of a proposal where those before it
+    are the text's own, and the same for a standalone draft."""
+    prompts = short_prompts(folder)
+    figures: dict[str, Any] = {}
+    for temperature in (0.0, 0.8):
+        texts = continue_text(target, prompts, NEW_TOKENS + STEPS, temperature, SEED).tokens
+        written, coins = with_states(target, texts, head.layer_ids), torch.Generator().manual_seed(SEED)
+        flags, shares = [], []
+        for k, own in unrolled_logits(head, written):
+            wanted, chosen = target_logits(target, written, k), texts[:, k + 2 : k + 2 + own.shape[1]]
+            flags.append(are_accepted(own, wanted, chosen, temperature, coins))
+            shares.append(overlap(wanted, own, temperature)[:, PROMPT_TOKENS:].mean().item())
+        accepted = torch.stack(flags, dim=-1)[:, PROMPT_TOKENS - 2 :].tolist()
+        found = {"head": (rounds_of(accepted, STEPS), shares)}
+        figures |= found["head"][0].figures(temperature)
+        if draft is not None:
+            own = draft(input_ids=texts, use_cache=False).logits
+            wanted = target.lm_head(written.hidden.float())
+            share = overlap(wanted, own, temperature)[:, PROMPT_TOKENS:].mean().item()
+            counts = measure_acceptance(target, draft, prompts, temperature, STEPS, NEW_TOKENS, SEED)
+            found["draft"] = (counts, [share] * STEPS)  # it reads the text alone
+        for name, (rounds, each) in found.items():
+            logger.info(
+                "temperature %.1f, %s: acceptance rate %.3f, %.2f tokens per round, by position %s",
+                temperature,
+                name,
+                rounds.rate,
+                rounds.length,
+                " ".join(f"{share:.3f}" for share in each),
+            )
+    return figures
 
 
 def main() -> None:
     """Train an EAGLE-3 head for the demo target, and measure it on the held-out prompts."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--target", type=Path, default=DEMO_FOLDER / "target")
+    parser.add_argument("--draft", type=Path, default=DEMO_FOLDER / "draft", help="measured beside the head")
     parser.add_argument("--output", type=Path, default=DEMO_FOLDER / "eagle3")
+    parser.add_argument("--measure", action="store_true", help="measure the head that is there")
     parser.add_argument("--minutes-reading", type=float, default=1.0)
     parser.add_argument("--minutes-writing", type=float, default=7.0)
     parser.add_argument("--minutes-head", type=float, default=24.0)
@@ -271,32 +254,24 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
 
     target = load_model(options.target)
+    if options.measure:
+        loaded = loading.load_model(options.target, dtype="float32")
+        measured(
+            load_eagle3(read_eagle3_config(options.output), loaded),
+            target,
+            options.target,
+            load_model(options.draft),
+        )
+        return
     head = new_head(options.target, options.output)
     studied = lessons_of(target, options.target, options.minutes_reading, options.minutes_writing, SEED)
     lessons = [with_states(target, each.tokens, head.layer_ids) for each in studied]
-    logger.info("%d tokens of lessons", sum(each.tokens.numel() for each in lessons))
+    logger.info("%d tokens of lessons", sum(each.token_count for each in lessons))
     seen = train(head, target, lessons, options.minutes_head)
     save(head, options.output)
-    figures = {"head_tokens_seen": seen, **measured(head, target, options.target)}
-    (options.output / "figures.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-
-
-def measured(head: Eagle3Head, target: LlamaForCausalLM, folder: Path) -> dict[str, float]:
-    """Acceptance on the held-out prompts of at least 20 tokens, cut there, 128 new tokens each."""
-    from models.demo.recipe.architecture import continue_text
-
-    prompts = json.loads((DEMO_FOLDER / "heldout_prompts.json").read_text(encoding="utf-8"))
-    ids = load_tokenizer(folder)([each["prompt"] for each in prompts])["input_ids"]
-    same_length = [each[:20] for each in ids if len(each) >= 20]
-    figures: dict[str, float] = {}
-    for temperature in (0.0, 0.8):
-        texts = continue_text(target, same_length, 128 + STEPS, temperature, SEED).tokens
-        rate, length = acceptance(head, target, with_states(target, texts, head.layer_ids), 20, temperature)
-        figures |= {f"acceptance_rate_at_{temperature}": rate, f"acceptance_length_at_{temperature}": length}
-        logger.info(
-            "temperature %.1f: acceptance rate %.3f, %.2f tokens per round", temperature, rate, length
-        )
-    return figures
+    write_json(
+        {"head_tokens_seen": seen} | measured(head, target, options.target), options.output / "figures.json"
+    )
 
 
 if __name__ == "__main__":

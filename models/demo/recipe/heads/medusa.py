@@ -9,7 +9,6 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,52 +17,30 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from models.demo.recipe.architecture import continue_text, load_model
-from models.demo.recipe.corpus import load_tokenizer
-from models.demo.recipe.training import (
-    Lessons,
-    endless,
-    kl_divergence,
-    lessons_of,
-    mixed_total_variation,
-    train_until_over,
+from models.demo.recipe.architecture import continue_text, load_model, write_json
+from models.demo.recipe.measure import (
+    DEMO_FOLDER,
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    are_accepted,
+    rounds_of,
+    short_prompts,
 )
+from models.demo.recipe.training import Lessons, divergence, endless, lessons_of, train_until_over
 from tandem.engine.models import loading
 from tandem.engine.models.heads.medusa import MedusaHeads, read_medusa_config
 
-DEMO_FOLDER = Path(__file__).parents[2]
 HEADS = 4
 LAYERS = 1
 HEAD_WEIGHT = 0.8
 """Each head counts this much of the one before it, as in the paper."""
 ROWS_PER_BATCH = 4
 MATRIX_LR, OTHER_LR = 0.02, 1e-3
-TOTAL_VARIATION_FROM = 0.6
 RIDGE = 1e-3
 """Relative to the mean square of the states."""
 SEED = 13
-PROMPT_TOKENS, NEW_TOKENS = 20, 128
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """Counts of rounds in which every head proposes a token."""
-
-    rounds: int
-    accepted_by_position: tuple[int, ...]
-
-    def figures(self, temperature: float) -> dict[str, Any]:
-        """Rates per position and in all, and tokens per round, the target's own one included."""
-        accepted = sum(self.accepted_by_position)
-        return {
-            f"acceptance_rates_per_position_at_{temperature}": [
-                round(each / self.rounds, 4) for each in self.accepted_by_position
-            ],
-            f"acceptance_rate_at_{temperature}": accepted / (self.rounds * HEADS),
-            f"acceptance_length_at_{temperature}": 1 + accepted / self.rounds,
-        }
 
 
 def head_logits(heads: MedusaHeads, hidden: Tensor) -> Tensor:
@@ -91,8 +68,7 @@ def train(heads: MedusaHeads, target: LlamaForCausalLM, lessons: Sequence[Lesson
     batches = endless(lessons, ROWS_PER_BATCH, torch.Generator().manual_seed(SEED))
 
     def next_loss(fraction: float) -> tuple[Tensor, int]:
-        batch = next(batches)
-        compare = mixed_total_variation if fraction >= TOTAL_VARIATION_FROM else kl_divergence
+        batch, compare = next(batches), divergence(fraction)
         hidden = batch.hidden.float()
         own = head_logits(heads, hidden)
         with torch.no_grad():
@@ -101,46 +77,6 @@ def train(heads: MedusaHeads, target: LlamaForCausalLM, lessons: Sequence[Lesson
         return torch.stack(losses).sum(), batch.token_count
 
     return train_until_over(heads, next_loss, minutes, MATRIX_LR, OTHER_LR)
-
-
-@torch.no_grad()
-def acceptance(
-    heads: MedusaHeads, target: LlamaForCausalLM, written: Lessons, start: int, temperature: float
-) -> Acceptance:
-    """Counts on text that the target wrote from `start` on.
-
-    As in `measure_acceptance`: a token that the target wrote was accepted with probability min(1, q / p).
-    """
-    generator = torch.Generator().manual_seed(SEED)
-    counts, rounds = [0] * HEADS, 0
-    for part in written.batches(ROWS_PER_BATCH, torch.Generator().manual_seed(SEED)):
-        for row in _flags(heads, target, part, temperature, generator).tolist():
-            base = start - 2
-            while base < len(row):
-                run = row[base].index(False) if False in row[base] else HEADS
-                counts = [each + (position < run) for position, each in enumerate(counts)]
-                rounds, base = rounds + 1, base + run + 1
-    return Acceptance(rounds, tuple(counts))
-
-
-def _flags(
-    heads: MedusaHeads,
-    target: LlamaForCausalLM,
-    written: Lessons,
-    temperature: float,
-    generator: torch.Generator,
-) -> Tensor:
-    """[rows, bases, HEADS]: True where the head's token at a base would be accepted."""
-    hidden = written.hidden.float()
-    own, wanted = head_logits(heads, hidden), target_logits(target, hidden)
-    chosen = written.tokens[:, 2:].unfold(1, HEADS, 1)
-    own, wanted = own[:, : chosen.shape[1]], wanted[:, : chosen.shape[1]]
-    if temperature == 0.0:
-        return own.argmax(-1) == chosen
-    probs, target_probs = (
-        (each / temperature).log_softmax(-1).gather(-1, chosen[..., None])[..., 0] for each in (own, wanted)
-    )
-    return torch.rand(probs.shape, generator=generator) < (probs - target_probs).exp()
 
 
 def new_heads(target_folder: Path, folder: Path) -> MedusaHeads:
@@ -154,8 +90,7 @@ def new_heads(target_folder: Path, folder: Path) -> MedusaHeads:
         "hidden_size": target["hidden_size"],
         "vocab_size": target["vocab_size"],
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    write_json(config, folder / "config.json")
     loaded = loading.load_model(target_folder, dtype="float32")
     torch.manual_seed(SEED)
     heads = MedusaHeads(read_medusa_config(folder), loaded, has_bias=False)
@@ -192,16 +127,26 @@ def save(heads: MedusaHeads, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
+@torch.no_grad()
 def measured(heads: MedusaHeads, target: LlamaForCausalLM, folder: Path) -> dict[str, Any]:
-    """Acceptance on the held-out prompts of at least 20 tokens, cut there, 128 new tokens each."""
-    prompts = json.loads((DEMO_FOLDER / "heldout_prompts.json").read_text(encoding="utf-8"))
-    ids = load_tokenizer(folder)([each["prompt"] for each in prompts])["input_ids"]
-    same_length = [each[:PROMPT_TOKENS] for each in ids if len(each) >= PROMPT_TOKENS]
+    """Acceptance behind the held-out prompts."""
+    prompts = short_prompts(folder)
     figures: dict[str, Any] = {}
     for temperature in (0.0, 0.8):
-        texts = continue_text(target, same_length, NEW_TOKENS + HEADS, temperature, SEED)
-        written = Lessons(texts.tokens[:, :-1], texts.hidden)
-        found = acceptance(heads, target, written, PROMPT_TOKENS, temperature).figures(temperature)
+        written = continue_text(target, prompts, NEW_TOKENS + HEADS, temperature, SEED)
+        accepted, coins = [], torch.Generator().manual_seed(SEED)
+        for hidden, tokens in zip(
+            torch.split(written.hidden, ROWS_PER_BATCH),
+            torch.split(written.tokens, ROWS_PER_BATCH),
+            strict=True,
+        ):
+            chosen = tokens[:, 2:-1].unfold(1, HEADS, 1)
+            own, wanted = (
+                logits[:, : chosen.shape[1]]
+                for logits in (head_logits(heads, hidden), target_logits(target, hidden))
+            )
+            accepted += are_accepted(own, wanted, chosen, temperature, coins)[:, PROMPT_TOKENS - 2 :].tolist()
+        found = rounds_of(accepted, HEADS).figures(temperature)
         logger.info("temperature %.1f: %s", temperature, found)
         figures |= found
     return figures
@@ -229,8 +174,9 @@ def main() -> None:
     adopt_linear_maps(heads, target, lessons)
     seen = train(heads, target, lessons, options.minutes_heads)
     save(heads, options.output)
-    figures = {"head_tokens_seen": seen, **measured(heads, target, options.target)}
-    (options.output / "figures.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    write_json(
+        {"head_tokens_seen": seen} | measured(heads, target, options.target), options.output / "figures.json"
+    )
 
 
 if __name__ == "__main__":

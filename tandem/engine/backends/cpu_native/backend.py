@@ -7,13 +7,13 @@ import time
 from collections.abc import Sequence
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import cache, partial
 from math import isfinite
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tandem.engine.backends.branches import EagerBranches, clear_room
 from tandem.engine.backends.cpu_native.layers import (
     NativeAttention,
     NativeLayout,
@@ -22,8 +22,8 @@ from tandem.engine.backends.cpu_native.layers import (
 )
 from tandem.engine.backends.cpu_native.library.build import BuildError, built_kernels, bundled_kernels
 from tandem.engine.backends.cpu_native.library.kernels import DTYPES, Kernels
-from tandem.engine.backends.cpu_native.plans import PlannedSteps, Trace, TraceError
-from tandem.engine.backends.eager import eager_backend
+from tandem.engine.backends.cpu_native.plans import MakeTrace, PlannedSteps, TraceError, traced
+from tandem.engine.backends.eager import EagerBranches, clear_room, eager_backend
 from tandem.engine.backends.trial import DistrustedError, Reference, trusted
 from tandem.engine.hidden_states import HeadModel
 from tandem.engine.kv_cache.arena import KvArena
@@ -58,7 +58,12 @@ class CpuNativeBackend(ModuleSteps):
     """The same, from execution plans where the model's pass can be compiled to them."""
 
     def __init__(
-        self, model: LoadedModel, arena: KvArena, kernels: Kernels, reference: Reference, trace: Trace | None
+        self,
+        model: LoadedModel,
+        arena: KvArena,
+        kernels: Kernels,
+        reference: Reference,
+        trace: MakeTrace | None,
     ) -> None:
         super().__init__(model, arena, kernels)
         self.plans: PlannedSteps | None = None
@@ -67,7 +72,7 @@ class CpuNativeBackend(ModuleSteps):
             return
         head = model.module if isinstance(model.module, HeadModel) else None
         try:
-            self.plans = PlannedSteps(trace.graph(), self.attention, reference, super().run, head)
+            self.plans = PlannedSteps(trace(), self.attention, reference, super().run, head)
             self.warm_up_steps = self.plans.warm_up_steps
         except TraceError as error:
             logger.info("steps run by the model's modules", extra={"reason": str(error)})
@@ -148,7 +153,7 @@ class NativeModel:
     model: LoadedModel
     kernels: Kernels
     reference: Reference
-    trace: Trace | None
+    trace: MakeTrace | None
     """None compiles no execution plans."""
 
     def backend(self, arena: KvArena) -> StepBackend | None:
@@ -258,4 +263,4 @@ def _packed(model: LoadedModel, kernels: Kernels) -> NativeModel:
             raise
         logger.info("the residual stream stays bfloat16", extra={"reason": str(error)})
         pack(wide_residual=False)
-    return NativeModel(model, kernels, reference, Trace(model.module))
+    return NativeModel(model, kernels, reference, cache(partial(traced, model.module)))

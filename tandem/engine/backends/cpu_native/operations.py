@@ -40,16 +40,9 @@ class UnknownOperationError(Exception):
 def kernel_calls(
     target: Any, arguments: tuple[Any, ...], named: dict[str, Any], output: Tensor
 ) -> list[KernelCall]:
-    """The calls that write an operation's result.
+    """The calls that write an operation's result to `output`; a concatenation has one for each part.
 
-    Args:
-        target: the operation, one of torch's overloads.
-        arguments: what it is called with; the tensors must outlive the calls.
-        named: the same, by name. Those of a copy say what `output` is already.
-        output: where the result goes.
-
-    Returns:
-        One call or, of a concatenation, one for each part.
+    The tensors must outlive the calls. The named arguments of a copy say what `output` is already.
 
     Raises:
         UnknownOperationError: torch has to compute it.
@@ -206,14 +199,9 @@ _COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default}
 def torch_call(
     target: Any, arguments: tuple[Any, ...], named: dict[str, Any], output: Tensor, expected: Tensor
 ) -> TorchCall:
-    """The cheapest call that writes an operation's result. It has run once when this returns.
+    """The cheapest call by which an operation of torch writes its result to `output`, with the bits of `expected`.
 
-    Args:
-        target: the operation, one of torch's overloads.
-        arguments: what it is called with.
-        named: the same, by name.
-        output: where the result goes.
-        expected: the result, computed elsewhere; the call must give the same bits.
+    It has run once when this returns.
     """
     for call in _candidates(target, arguments, named, output):
         output.zero_()

@@ -108,23 +108,8 @@ class _TracedKernels:
         return LINEAR(inputs, weights, bias, output_width, dtype)  # type: ignore[no-any-return]
 
 
-class Trace:
-    """A model's pass, traced when it is first asked for and then kept."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._result: GraphModule | TraceError | None = None
-
-    def graph(self) -> GraphModule:
-        """See `traced`."""
-        if self._result is None:
-            try:
-                self._result = traced(self._module)
-            except TraceError as error:
-                self._result = error
-        if isinstance(self._result, TraceError):
-            raise self._result
-        return self._result
+MakeTrace = Callable[[], GraphModule]
+"""Traces a model's pass, or returns the trace that was made before; see `traced`."""
 
 
 def traced(module: nn.Module) -> GraphModule:
@@ -314,7 +299,7 @@ class PlanCompiler:
             case "output":
                 return None
         arguments, named = self._arguments(node)
-        return _operation(node)(*arguments, **named)
+        return node.target(*arguments, **named)  # type: ignore[operator]
 
     def _arguments(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def value(part: Node) -> Any:
@@ -351,8 +336,8 @@ class PlanCompiler:
         if isinstance(like, tuple | list):
             if not all(_memory(part) in self._known for part in self._values[node]):
                 self.calls.append(copied(node.target, arguments, named, self._values[node]))
-        elif isinstance(like, Tensor) and _operation(node) is not getitem and _is_mutable(node.target):
-            self.calls.append(partial(_operation(node), *arguments, **named))
+        elif isinstance(like, Tensor) and node.target is not getitem and _is_mutable(node.target):
+            self.calls.append(partial(cast(Any, node.target), *arguments, **named))
 
     @property
     def _known(self) -> set[int]:
@@ -377,7 +362,7 @@ class PlanCompiler:
             return self._linear(node, output, *arguments)
         if node.target is ATTEND:
             return self._attend(output, *arguments)
-        expected = _operation(node)(*arguments, **named)
+        expected = cast(Any, node.target)(*arguments, **named)
         try:
             calls = kernel_calls(node.target, arguments, named, output)
         except UnknownOperationError:
@@ -428,10 +413,6 @@ class PlanCompiler:
         self.kept.append(copy)
         self.calls.append(partial(copy.copy_, states))
         return copy
-
-
-def _operation(node: Node) -> Any:
-    return node.target
 
 
 def _memory(value: Tensor) -> int:
@@ -502,12 +483,7 @@ class ExecutionPlan:
         return self._fed_back[0][:token_count]
 
     def replay(self, packing: Packing, rows: SequenceOf[int], states: Tensor | None = None) -> Tensor:
-        """Runs a step of no more tokens than the plan's, and stores keys and values.
-
-        Args:
-            packing: the step.
-            rows: the tokens whose logits are wanted.
-            states: [tokens, state_size], what a drafting head reads.
+        """Runs a step of no more tokens than the plan's, and stores keys and values. A drafting head reads `states`.
 
         Returns:
             The logits of the tokens that `rows` names, [len(rows), vocabulary_size]; no later replay changes them.

@@ -104,12 +104,6 @@ class EagleHead(DraftHead):
     """The head's module."""
 
     def __init__(self, config: EagleConfig, target: LoadedModel, *, has_bias: bool) -> None:
-        """
-        Args:
-            config: the head's.
-            target: the model, whose output layer the head uses as well.
-            has_bias: the first layer, `fc`, has a bias.
-        """
         super().__init__()
         module: Any = target.module
         self.architecture = config.architecture

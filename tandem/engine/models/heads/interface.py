@@ -55,11 +55,8 @@ class DraftHead(nn.Module):
         return ()
 
     def combined(self, hidden_states: Sequence[Tensor]) -> Tensor:
-        """The part of the target's states that the head reads, [tokens, state_size]; by default the only one.
-
-        Args:
-            hidden_states: [tokens, target_hidden_size] for each of `layer_ids`.
-        """
+        """The part of the target's states, [tokens, target_hidden_size] for each of `layer_ids`, that the head reads:
+        [tokens, state_size]; by default the only one."""
         return hidden_states[0]
 
     def advanced(
@@ -328,13 +325,7 @@ class HeadTensors:
 
     @torch.no_grad()
     def fill(self, head: DraftHead, published: Callable[[str], str] = str, but: str = "") -> None:
-        """Read all of a head's parameters but one.
-
-        Args:
-            head: its parameters are overwritten.
-            published: from a parameter's name to that in the checkpoint.
-            but: name of a parameter that is set elsewhere.
-        """
+        """Read all of a head's parameters but one; `published` maps a parameter's name to that in the checkpoint."""
         for name, parameter in head.named_parameters():
             if name != but:
                 parameter.copy_(self.read(published(name), parameter.shape))
@@ -385,10 +376,7 @@ def text_config(target: LoadedModel) -> Any:
 def check_target(folder: Path, target: LoadedModel, *numbers: tuple[str, int | None, int]) -> None:
     """Refuse a head that was made for another target.
 
-    Args:
-        folder: the head's.
-        target: the model.
-        numbers: key in the head's config.json, value there, and the target's.
+    Each of the numbers is a key of the head's config.json, the value there, and the target's.
 
     Raises:
         ModelFolderError: two values differ.

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine.core.background import MAX_BYTES, KeptBranches
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import StepRecord
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
@@ -23,37 +22,6 @@ from tests.unit.engine.conftest import TinyModel
 from tests.unit.engine.greedy import RowsHead, plain_logits, rows, running
 
 _TRUNK = [5, 17, 80, 3, 44, 9, 21, 60]
-
-
-@pytest.mark.parametrize("with_kernels", [False, True])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
-async def test_each_branch_equals_a_sequence_of_its_own(
-    tiny_model: Callable[[str], TinyModel], family: str, with_kernels: bool
-) -> None:
-    model = tiny_model(family)
-    async with running(model.with_plans if with_kernels else model.loaded, RowsHead()) as engine:
-        if with_kernels:
-            await engine.warm_up()
-        poison(engine)
-        sequence = await engine.open(64, 64)
-        await rows(engine, sequence, Delta(0, _TRUNK[:5]), 1)
-        job = Branches(sequence, Delta(5, _TRUNK[5:]))
-        engine.put_back(job)
-        async with asyncio.timeout(20):
-            await job.done.wait()
-        assert job.error is None
-        assert job.trunk is not None
-        assert torch.allclose(job.trunk, plain_logits(model.reference, _TRUNK)[-3:], atol=1e-3)
-        for depth, logits in enumerate(job.logits):
-            for branch, row in enumerate(logits):
-                path = _TRUNK[: LEAVES_AFTER[branch]] + [TOKENS[d][branch] for d in range(depth + 1)]
-                assert torch.allclose(row, plain_logits(model.reference, path)[-1], atol=1e-3), (
-                    depth,
-                    branch,
-                )
-        # The sequence grows over what the branches left behind it.
-        more = await rows(engine, sequence, Delta(len(_TRUNK), [7, 8]), 2)
-        assert torch.allclose(more, plain_logits(model.reference, [*_TRUNK, 7, 8])[-2:], atol=1e-3)
 
 
 @pytest.mark.parametrize("with_kernels", [False, True])
@@ -268,18 +236,6 @@ async def test_a_branch_becomes_the_trunk_and_what_it_has_more_leads_the_next(
         assert torch.allclose(more, expected[-2:], atol=1e-3)
 
 
-@pytest.mark.parametrize("with_kernels", [False, True])
-async def test_only_what_a_branch_lacks_is_read(llama: TinyModel, with_kernels: bool) -> None:
-    async with drafted(llama, with_kernels=with_kernels) as own:
-        second = await own.run(
-            Branches(own.sequence, Delta(6, [12, 22, 90]), 3, leaves_after=(6, 7, 8, 9, 9), max_lead=4)
-        )
-        own.check_trunk(second, [*_TRUNK[:6], 12, 22, 90])
-        own.check_branches(second, [*_TRUNK[:6], 12, 22, 90])
-        assert own.records[0].token_count == 1
-        assert second.lead is None
-
-
 @pytest.mark.parametrize("row_count", [1, 2, 3, 4])
 async def test_a_branch_that_begins_before_the_wanted_rows_gives_only_those(
     llama: TinyModel, row_count: int
@@ -320,7 +276,7 @@ async def test_another_job_of_the_sequence_forgets_its_branches(llama: TinyModel
 
 async def test_branches_whose_pages_went_to_others_are_computed_again(llama: TinyModel) -> None:
     async with drafted(llama) as own:
-        own.engine._worker._stepper._pages._free_spare_pages()
+        own.engine._worker._pages._free_spare_pages()
         poison_behind(own)
         second = await own.run(
             Branches(own.sequence, Delta(8, _PATH), 3, leaves_after=(8, 9, 10, 11, 11), max_lead=4)
@@ -333,16 +289,6 @@ def poison_behind(own: Drafted) -> None:
         for table in own.sequence.tables:
             layer.keys[table[0], len(_TRUNK) :] = float("nan")
             layer.values[table[0], len(_TRUNK) :] = float("nan")
-
-
-async def test_logits_beyond_the_bound_are_not_kept(llama: TinyModel) -> None:
-    async with drafted(llama) as own:
-        own.engine._worker._background._kept = KeptBranches(max_bytes=1)
-        assert MAX_BYTES > 1
-        await own.run(
-            Branches(own.sequence, Delta(8, _PATH[:2]), 2, leaves_after=(8, 9, 10, 10, 10), max_lead=4)
-        )
-        assert own.engine._worker._background._kept.take(own.sequence, 4) is None
 
 
 async def test_a_branch_that_cannot_be_taken_over_is_an_error_of_that_job(

@@ -91,11 +91,6 @@ def test_topk_is_sorted_and_distinct(sampler: Sampler, width: int, dtype: torch.
     assert all(len(set(row)) == count for row in columns.tolist())
 
 
-def test_topk_ties_go_to_the_lowest_ids(sampler: Sampler) -> None:
-    _, columns = sampler.topk(torch.zeros(1, 500), 3)
-    assert columns.tolist() == [[0, 1, 2]]
-
-
 @pytest.mark.parametrize(
     "sampling",
     [SamplingParams(0.0), SamplingParams(0.7, top_k=5), SamplingParams(1.0, top_p=0.9), SamplingParams(1.0, min_p=0.1)],
@@ -105,10 +100,3 @@ def test_unsupported_operations_are_left_to_torch(sampler: Sampler, sampling: Sa
     logits = logits_of(3, 300, torch.float32)
     mixed = [sampling, SamplingParams(0.9), SamplingParams(0.5)]
     assert torch.equal(sampler.probabilities(logits, mixed), warp(logits, mixed))
-
-
-def test_without_kernels_torch_samples() -> None:
-    logits = logits_of(3, 300, torch.float32)
-    probs = TORCH_SAMPLER.probabilities(logits, [SamplingParams()] * 3)
-    assert torch.equal(TORCH_SAMPLER.sample(probs, keys_of(3)), sample(probs, keys_of(3)))
-    assert torch.equal(TORCH_SAMPLER.topk(logits, 4)[0], logits.topk(4).values)

@@ -157,18 +157,6 @@ async def test_jobs_of_one_sequence_run_in_order(llama: TinyModel) -> None:
         assert torch.allclose(result, plain_logits(llama.reference, text)[-1:], atol=1e-4)
 
 
-async def test_the_event_loop_stays_free_while_the_model_runs(llama: TinyModel) -> None:
-    head = _BlockingHead()
-    async with running(llama.backends, head) as engine:
-        sequence = await engine.open(8)
-        task = asyncio.create_task(engine.submit(Job(sequence, Delta(0, _PROMPT), 1, "once")))
-        await head.wait_entered()
-        await asyncio.sleep(0)
-        assert not task.done()
-        head.may_leave.set()
-        assert await task == "done"
-
-
 async def test_every_step_is_recorded(llama: TinyModel) -> None:
     records: list[StepRecord] = []
     engine: Engine[Any, Any] = Engine(
@@ -332,17 +320,6 @@ async def test_an_engine_whose_steps_all_fail_gives_up(llama: TinyModel) -> None
     await engine.close()
 
 
-async def test_an_engine_that_is_closed_has_not_failed(llama: TinyModel) -> None:
-    failures: list[str] = []
-    engine: Engine[Any, Any] = Engine(
-        llama.loaded, RowsHead(), EngineSettings(), on_failure=lambda: failures.append("told")
-    )
-    engine.start()
-    await engine.close()
-    await asyncio.sleep(0.05)
-    assert failures == []
-
-
 def _fill(engine: Engine[Any, Any], pages: SequenceOf[int], value: float) -> None:
     for layer in engine._cache._arena.layers:
         layer.keys[pages] = value
@@ -386,18 +363,6 @@ def _kv_bytes(model: TinyModel, tokens: int) -> int:
     return tokens * 4 * sum(layer.values_per_token for layer in model.loaded.layers)
 
 
-async def test_a_sequence_holds_pages_for_its_tokens_not_for_its_length(llama: TinyModel) -> None:
-    room = _kv_bytes(llama, 4 * _PAGE_TOKENS)
-    async with running(llama.backends, RowsHead(), kv_cache_bytes=room) as engine:
-        sequences = [await engine.open(192) for _ in range(4)]
-        for number, sequence in enumerate(sequences):
-            await rows(engine, sequence, Delta(0, [number + 3] * 40), 1)
-        assert engine.usage.reserved_tokens == engine.usage.total_tokens == 4 * _PAGE_TOKENS
-        for sequence in sequences:
-            engine.release(sequence)
-        await settle(engine)
-
-
 @pytest.mark.parametrize("prefix_reuse", [True, False])
 async def test_the_youngest_gives_its_pages_up_and_computes_again(
     llama: TinyModel, prefix_reuse: bool
@@ -425,22 +390,6 @@ async def test_pages_of_idle_sequences_go_to_those_that_could_not_run(
         assert idle.computed_length == 0
         again = await rows(engine, idle, Delta(150, [9]), 1)
         assert torch.allclose(again, plain_logits(llama.reference, [*tokens, 9])[-1:], atol=1e-4)
-
-
-async def test_waiting_is_first_come_first_served(llama: TinyModel) -> None:
-    async with running(llama.loaded, RowsHead(), max_sequences=1) as engine:
-        held = await engine.open(128)
-        first = asyncio.create_task(engine.open(128))
-        await asyncio.sleep(0)
-        second = asyncio.create_task(engine.open(10))
-        await asyncio.sleep(0.02)
-        assert (engine.usage.sequence_count, engine.usage.waiting_count) == (1, 2)
-        first.cancel()
-        engine.release(held)
-        assert (await asyncio.wait_for(second, 5)).max_length == 10
-        assert not first.done() or first.cancelled()
-        engine.release(second.result())
-        await settle(engine)
 
 
 async def test_no_more_than_max_sequences_are_open(llama: TinyModel) -> None:
@@ -497,26 +446,6 @@ async def test_unsatisfiable_settings_are_refused(
     with pytest.raises(ConfigurationError) as raised:
         Engine(llama.loaded, RowsHead(), EngineSettings(**settings))
     assert str(raised.value) == sentence.format(name=llama.loaded.info.name)
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"max_sequences": 0}, "max_sequences is 0 and must be at least 1."),
-        ({"prefill_chunk_tokens": 0}, "prefill_chunk_tokens is 0 and must be at least 1."),
-        ({"max_waiting": -1}, "max_waiting is -1 and must not be negative."),
-        ({"max_length": 0}, "max_length is 0 and must be at least 1."),
-        ({"kv_cache_bytes": 0}, "kv_cache_bytes is 0 and must be at least 1."),
-        (
-            {"device_memory_utilization": 1.5},
-            "device_memory_utilization is 1.5 and must be above 0 and at most 1.",
-        ),
-    ],
-)
-def test_invalid_settings_are_refused(settings: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigurationError) as raised:
-        EngineSettings(**settings)
-    assert str(raised.value) == sentence
 
 
 async def test_a_warm_engine_knows_what_its_steps_take(llama: TinyModel) -> None:

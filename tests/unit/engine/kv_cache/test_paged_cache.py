@@ -137,24 +137,6 @@ def test_paged_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     case().runTest()
 
 
-def test_a_hundred_sequences_hold_one_copy_of_a_common_prefix() -> None:
-    arena = new_arena(64 + 100 + 1)  # one stays free
-    cache = PagedCache(arena)
-    prefix = [(7 * step) % 900 for step in range(4096)]
-    sequences = []
-    for number in range(100):
-        sequence = new_sequence(8192)
-        sequence.apply(Delta(0, [*prefix, number]))
-        cache.reuse(sequence)
-        assert sequence.computed_length == (4096 if number else 0)
-        assert cache.make_ready(sequence, sequence.length)
-        sequence.advance(sequence.pending_count)
-        cache.computed(sequence)
-        sequences.append(sequence)
-    assert cache.usage().reserved_tokens == 4096 + 100 * 64
-    assert len({tuple(sequence.table.pages[:64]) for sequence in sequences}) == 1
-
-
 def test_the_same_computed_twice_at_once_is_kept_once() -> None:
     cache = PagedCache(new_arena(8))
     both = [new_sequence(), new_sequence()]
@@ -168,25 +150,6 @@ def test_the_same_computed_twice_at_once_is_kept_once() -> None:
     assert first[:2] == second[:2]
     assert first[2] != second[2]
     assert cache.usage().reserved_tokens == 4 * 64
-
-
-def test_a_shared_page_is_copied_before_it_is_written_to() -> None:
-    arena = new_arena(8)
-    cache = PagedCache(arena)
-    first, second = new_sequence(), new_sequence()
-    for sequence in (first, second):
-        sequence.apply(Delta(0, [3] * 128))
-        cache.reuse(sequence)
-        assert cache.make_ready(sequence, 128)
-        compute(arena, cache, sequence, sequence.pending_count)
-    assert first.table.pages == second.table.pages
-    second.apply(Delta(100, [4] * 10))
-    assert cache.make_ready(second, 110)
-    compute(arena, cache, second, 10)
-    assert second.table[0] == first.table[0]
-    assert second.table[1] != first.table[1]
-    assert stored(arena, first) == keys_of([3] * 128)
-    assert stored(arena, second) == keys_of([3] * 100 + [4] * 10)
 
 
 def test_a_distrusted_prefix_is_found_by_nobody() -> None:
@@ -212,36 +175,3 @@ def test_nobody_begins_with_the_last_pages_of_those_who_were_first() -> None:
     assert not cache.make_ready(second, 64), "one page in a hundred stays free"
     second.apply(Delta(0, [4] * 64 * 8))
     assert cache.make_ready(second, 64)
-
-
-def test_a_page_that_is_written_again_is_found_by_nobody() -> None:
-    arena = new_arena(8)
-    cache = PagedCache(arena)
-    first, second = new_sequence(), new_sequence()
-    first.apply(Delta(0, [3] * 70))
-    assert cache.make_ready(first, 70)
-    compute(arena, cache, first, 70)
-    first.apply(Delta(20, [4] * 10))
-    assert cache.make_ready(first, 30)
-    compute(arena, cache, first, 10)
-    second.apply(Delta(0, [3] * 70))
-    cache.reuse(second)
-    assert second.computed_length == 20, "what they have in common"
-    assert stored(arena, second) == keys_of([3] * 20)
-
-
-def test_a_beginning_is_copied_only_after_the_same_tokens() -> None:
-    arena = new_arena(8)
-    cache = PagedCache(arena)
-    sequences = [new_sequence() for _ in range(2)]
-    for sequence, first in zip(sequences, (3, 4), strict=True):
-        sequence.apply(Delta(0, [first] * 64 + [5] * 30))
-        cache.reuse(sequence)
-        assert sequence.computed_length == 0
-        assert cache.make_ready(sequence, 94)
-        compute(arena, cache, sequence, 94)
-    third = new_sequence()
-    third.apply(Delta(0, [4] * 64 + [5] * 40))
-    cache.reuse(third)
-    assert third.computed_length == 94
-    assert stored(arena, third) == keys_of([4] * 64 + [5] * 30)

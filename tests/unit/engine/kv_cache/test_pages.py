@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.engine.kv_cache.arena import LayerCache, PageTable
+from tandem.engine.kv_cache.arena import LayerCache, PagePool, PageTable, pages_for
 from tandem.engine.kv_cache.pages import PageReader, PageWriter
 
 PAGE_TOKENS = 64
@@ -51,3 +51,30 @@ def test_only_the_pages_of_a_span_are_read() -> None:
     assert found.shape == (2, 1, 3 * PAGE_TOKENS, 1)
     numbers = found[:, 0, ::PAGE_TOKENS, 0].tolist()
     assert numbers == [[0, 4, 1], [6, 6, 6]], "a shorter sequence is read on in its last page"
+
+
+def test_unused_pages_come_first_and_kept_ones_oldest_first() -> None:
+    forgotten: list[int] = []
+    pool = PagePool(3, forgotten.append)
+    pages = [pool.take() for _ in range(3)]
+    assert pages == [0, 1, 2]
+    assert pool.take() is None
+    pool.let_go(1, keep=True)
+    pool.let_go(0, keep=True)
+    pool.let_go(2, keep=False)
+    assert (pool.available_count, pool.kept_count) == (3, 2)
+    assert [pool.take() for _ in range(3)] == [2, 1, 0]
+    assert forgotten == [1, 0]
+
+
+def test_a_table_gives_the_slot_of_each_position() -> None:
+    table = PageTable(4, 10, (7, 2))
+    assert (table.capacity, table.max_pages, len(table)) == (8, 3, 2)
+    assert table.slots(2, 7).tolist() == [30, 31, 8, 9, 10]
+    table.replace(0, 1)
+    assert table.pages == [1, 2]
+    assert table.shorten(1) == [2]
+    assert table.shorten(3) == []
+    with pytest.raises(IndexError, match="page 1 of 0 to 1"):
+        table[1]
+    assert [pages_for(tokens, 4) for tokens in (0, 1, 4, 5)] == [0, 1, 1, 2]

@@ -9,7 +9,6 @@ import pytest
 
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Job, StepRecord
-from tandem.engine.kv_cache.prefixes import MIN_COPIED_TOKENS, ROOT, PrefixIndex
 from tandem.engine.settings import EngineSettings
 from tandem.types import Delta
 from tests.unit.engine.conftest import TinyModel
@@ -92,40 +91,6 @@ async def test_no_prefix_is_kept_if_that_is_switched_off(llama: TinyModel) -> No
         await settle(engine)
         assert (count.take(), engine.usage.retained_tokens) == (100, 0)
     await engine.close()
-
-
-def test_a_full_page_is_found_by_its_tokens_and_all_before_it() -> None:
-    index = PrefixIndex(32)
-    first = index.enter([4], ROOT, [1] * 32)
-    second = index.enter([9], first.chain, [2] * 32)
-    assert index.full_block(ROOT, [1] * 32) is first
-    assert index.full_block(first.chain, [2] * 32) is second
-    assert index.full_block(ROOT, [2] * 32) is None
-    index.forget(4)
-    assert 4 not in index
-    assert index.full_block(ROOT, [1] * 32) is None
-    again = index.enter([4], ROOT, [1] * 32)
-    assert index.full_block(again.chain, [2] * 32) is None, "what followed the old page is found no more"
-
-
-def test_the_page_that_begins_with_most_of_the_tokens_is_found() -> None:
-    index = PrefixIndex(32)
-    for page, count in enumerate((20, 25, 17)):
-        index.enter([page], ROOT, [1] * count + [page + 2])
-    found = index.longest_beginning(ROOT, [1] * 30)
-    assert found is not None
-    assert (found[0].pages, found[1]) == ([1], 25)
-    assert index.longest_beginning(ROOT, [1] * (MIN_COPIED_TOKENS - 1)) is None
-    assert index.longest_beginning(ROOT, [2] * 30) is None
-    assert index.longest_beginning(7, [1] * 30) is None
-
-
-def test_a_page_with_few_tokens_is_not_found() -> None:
-    index = PrefixIndex(32)
-    index.enter([0], ROOT, [1] * (MIN_COPIED_TOKENS - 1))
-    assert index.longest_beginning(ROOT, [1] * 30) is None
-    index.forget(0)
-    assert len(index) == 0
 
 
 async def test_a_job_without_rows_whose_tokens_are_all_known_ends(llama: TinyModel) -> None:

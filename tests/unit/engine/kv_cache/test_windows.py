@@ -69,20 +69,6 @@ def test_a_prefix_is_taken_over_as_far_as_all_that_is_seen_is_there() -> None:
     assert _beginning(cache, text, windows) == 6 * 64, "what was lost is computed and known again"
 
 
-def test_a_window_gives_its_pages_to_the_layers_that_keep_all() -> None:
-    """One pool: what the windows' layers no longer need serves a longer text."""
-    windows: Windows = (None, 60)
-    arena = new_arena(24, windows)
-    cache = PagedCache(arena, reuses_prefixes=False)
-    sequence = new_sequence(2048, windows)
-    sequence.apply(Delta(0, [5] * 64 * 18))
-    while sequence.pending_count:
-        assert cache.make_ready(sequence, sequence.computed_length + 64)
-        compute(arena, cache, sequence, 64)
-    assert [len(table.held_pages) for table in sequence.tables] == [18, 4]
-    assert stored(arena, sequence, 1) == keys_of([5] * 64 * 18, 1)[-59:]
-
-
 @pytest.mark.parametrize("reuses_prefixes", [True, False])
 def test_a_sequence_that_rolls_back_behind_its_windows_computes_again(reuses_prefixes: bool) -> None:
     windows: Windows = (None, 60)

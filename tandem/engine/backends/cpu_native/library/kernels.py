@@ -223,17 +223,9 @@ class Kernels:
         output_width: int,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Multiply inputs by packed weights.
+        """Multiply inputs [..., input_width] by packed weights (`layers.packed`) and add a float32 bias [output_width].
 
-        Args:
-            inputs: [..., input_width], float32 or bfloat16.
-            weights: what `packed` of `tandem.engine.backends.cpu_native.layers` made.
-            bias: [output_width], float32.
-            output_width: number of outputs.
-            dtype: of the results, one of `DTYPES`; None for that of the inputs.
-
-        Returns:
-            [..., output_width]; sums are kept in float32.
+        Sums are kept in float32; `dtype` is that of the results, by default that of the inputs.
         """
         outputs = inputs.new_empty((*inputs.shape[:-1], output_width), dtype=dtype)
         self.run(linear_call(inputs.contiguous(), weights, bias, outputs))
@@ -252,14 +244,9 @@ class Kernels:
         return JoinedCalls(self._replay, calls)
 
     def probabilities(self, logits: Tensor, temperatures: SequenceOf[float]) -> Tensor:
-        """Compute the softmax of logits divided by temperatures.
+        """The softmax of logits [R, V] divided by temperatures above 0, float64 [R, V].
 
-        Args:
-            logits: [R, V], float32 or bfloat16; each row has a finite entry.
-            temperatures: one for each row, above 0.
-
-        Returns:
-            float64 [R, V]. An entry may differ from torch's in its last places.
+        An entry may differ from torch's in its last places.
         """
         logits = logits.contiguous()
         rows, width = logits.shape
@@ -271,16 +258,7 @@ class Kernels:
         return probs
 
     def sample(self, probs: Tensor, keys: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """Sample as `tandem.sampling.noise.sample` does.
-
-        Args:
-            probs: float64 [R, V].
-            keys: int64 [R].
-            token_ids: int64 [R, V]; None for all ids in order.
-
-        Returns:
-            int64 [R]; 0 for a row of zeros.
-        """
+        """Sample as `tandem.sampling.noise.sample` does: probs float64 [R, V], keys int64 [R]; 0 for a row of zeros."""
         probs, keys = probs.contiguous(), keys.contiguous()
         token_ids = None if token_ids is None else token_ids.contiguous()
         samples = torch.empty(probs.shape[0], dtype=torch.int64)
@@ -291,15 +269,7 @@ class Kernels:
         return samples
 
     def topk(self, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Find the largest numbers of each row in descending order; ties go to the lowest columns.
-
-        Args:
-            values: [R, V], float32 or bfloat16.
-            count: how many, 1 to V.
-
-        Returns:
-            The numbers, float32 [R, count], and their columns, int64 [R, count].
-        """
+        """The largest numbers of each row, descending, float32 [R, count], and their columns; ties go to the lowest."""
         values = values.contiguous()
         rows, width = values.shape
         found = torch.empty(rows, count, dtype=torch.float32)
@@ -334,14 +304,7 @@ class JoinedCalls:
 
 
 def linear_call(inputs: Tensor, weights: Tensor, bias: Tensor | None, outputs: Tensor) -> KernelCall:
-    """A linear layer.
-
-    Args:
-        inputs: as of `Kernels.linear`, contiguous.
-        weights: as of `Kernels.linear`.
-        bias: as of `Kernels.linear`.
-        outputs: where the results go, contiguous.
-    """
+    """A linear layer, as `Kernels.linear`; inputs and outputs are contiguous."""
     width = outputs.shape[-1]
     call = LinearCall(
         inputs.data_ptr(), kind_of(inputs.dtype), outputs.numel() // width, inputs.shape[-1],

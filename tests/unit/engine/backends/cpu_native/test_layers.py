@@ -244,17 +244,6 @@ def test_attention_over_scattered_pages_is_plain_attention(
 
 
 @_cases
-def test_bits_do_not_depend_on_where_the_pages_lie(
-    kernels: Kernels, works: list[Work], variant: Variant, dtype: torch.dtype
-) -> None:
-    case = Case(works, dtype, variant)
-    expected, _ = case.run(kernels, _tables(works))
-    for seed in (1, 2):
-        results, _ = case.run(kernels, _tables(works, seed))
-        assert torch.equal(results, expected)
-
-
-@_cases
 def test_pages_before_a_window_may_be_those_of_others(
     kernels: Kernels, works: list[Work], variant: Variant, dtype: torch.dtype
 ) -> None:

@@ -29,26 +29,9 @@ needs_compiler = pytest.mark.skipif(not CAN_COMPILE, reason="there is no C++ com
 
 _CPU = torch.device("cpu")
 _AVX2 = frozenset(
-    [
-        "cx16",
-        "lahf_lm",
-        "popcnt",
-        "sse4_1",
-        "sse4_2",
-        "ssse3",
-        "avx",
-        "avx2",
-        "bmi1",
-        "bmi2",
-        "f16c",
-        "fma",
-        "abm",
-        "movbe",
-        "xsave",
-        "sse2",
-        "aes",
-    ]
-)
+    ("cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm",
+     "movbe", "xsave", "sse2", "aes")
+)  # fmt: skip
 _AVX512 = _AVX2 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
 
 
@@ -202,18 +185,6 @@ def test_warnings_of_the_compiler_are_logged(
         assert built_kernels(tmp_path / "cache").is_file()
     (record,) = caplog.records
     assert vars(record)["warnings"] == "kernels.cpp:7: warning: unused"
-
-
-def test_a_compiler_that_fails_is_named_with_its_first_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiler = tmp_path / "broken-c++"
-    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "no such option" >&2\nexit 1\n')
-    compiler.chmod(0o700)
-    monkeypatch.setenv("CXX", str(compiler))
-    with pytest.raises(BuildError, match="broken-c\\+\\+ failed: no such option"):
-        built_kernels(tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_compiled_kernels_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

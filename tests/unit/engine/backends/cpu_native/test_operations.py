@@ -206,5 +206,5 @@ def test_only_cosines_and_sines_are_left_to_torch(
         return torch_call(target, *arguments)
 
     monkeypatch.setattr("tandem.engine.backends.cpu_native.plans.torch_call", noted)
-    ExecutionPlan(native.trace.graph(), attention, 5)
+    ExecutionPlan(native.trace(), attention, 5)
     assert called == {"cos", "sin"}

@@ -175,27 +175,6 @@ def test_long_prompts_go_in_parts_that_a_plan_holds(
     assert bounded.backend.prompt_tokens(512) == 512, "its modules compute the wanted rows only"
 
 
-def test_a_model_with_bounded_logits_runs_prompts_by_its_modules(
-    tiny_model: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The operations after the last layer would be computed for all its tokens."""
-    runner = Runner(tiny_model("gemma2"))
-    _both_ways(runner, _segments([(9, 5)]), list(range(5)))
-    played: list[int] = []
-    right = ExecutionPlan.replay
-
-    def noted(self: ExecutionPlan, packing: Packing, rows: SequenceOf[int]) -> Tensor:
-        played.append(packing.token_count)
-        return right(self, packing, rows)
-
-    monkeypatch.setattr(ExecutionPlan, "replay", noted)
-    with torch.inference_mode():
-        for count, rows in [(30, [29]), (30, list(range(30))), (5, [4])]:
-            logits = runner.run(_segments([(0, count)]), rows)
-            assert logits.shape == (len(rows), VOCABULARY_SIZE)
-    assert played == [30, 5], "all rows of a prompt, or few tokens, are another matter"
-
-
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -336,6 +315,16 @@ def test_layers_that_round_the_same_numbers_share_the_result() -> None:
     )
 
 
+def test_a_pass_that_depends_on_the_tokens_is_not_traced() -> None:
+    class Choosy(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+            chosen = (input_ids > 2).nonzero()
+            return SimpleNamespace(), chosen
+
+    with pytest.raises(TraceError):
+        traced(Choosy())
+
+
 def test_numbers_that_may_change_between_two_roundings_are_rounded_twice() -> None:
     def forward(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         before = values.bfloat16()
@@ -346,13 +335,3 @@ def test_numbers_that_may_change_between_two_roundings_are_rounded_twice() -> No
     _drop_repeated_casts(graph)
     before, after = graph(torch.ones(3))
     assert torch.equal(after, before + 1)
-
-
-def test_a_pass_that_depends_on_the_tokens_is_not_traced() -> None:
-    class Choosy(torch.nn.Module):
-        def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
-            chosen = (input_ids > 2).nonzero()
-            return SimpleNamespace(), chosen
-
-    with pytest.raises(TraceError):
-        traced(Choosy())

@@ -1,0 +1,307 @@
+"""Drafting heads that cannot be loaded: one sentence names what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import zeros
+
+from tandem.config.names import checkpoint_method
+from tandem.engine.models.heads.dflash import load_dflash, read_dflash_config
+from tandem.engine.models.heads.eagle import EagleHead
+from tandem.engine.models.heads.eagle3 import read_eagle3_config
+from tandem.engine.models.heads.loading import head_loader
+from tandem.engine.models.heads.mtp import load_mtp, read_mtp_config
+from tandem.engine.models.loading import LoadedModel, load_model
+from tandem.errors import ModelFolderError
+from tests.dflash_models import save_dflash
+from tests.eagle_heads import save_eagle
+from tests.end_to_end.models import random_model, save_model
+from tests.heads import save_eagle3
+from tests.medusa_heads import save_medusa
+from tests.mtp_models import mtp_target, save_mtp
+from tests.qwen_mtp_models import FAMILIES as QWEN_FAMILIES
+from tests.qwen_mtp_models import qwen_target, save_qwen_mtp
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def save_mtp_target(folder: Path, _: object) -> Path:
+    return save_mtp(mtp_target("deepseek_v3", vocabulary=64), folder)
+
+
+def save_qwen_target(folder: Path, _: object, family: str = "qwen3") -> Path:
+    return save_qwen_mtp(qwen_target(family, vocabulary=64), folder)
+
+
+FORMS: dict[str, Callable[[Path, Any], Path]] = {
+    "eagle": save_eagle,
+    "eagle, speculators": partial(save_eagle, form="speculators"),
+    "eagle3": save_eagle3,
+    "eagle3, wrapped": partial(save_eagle3, wrapped=True),
+    "medusa": save_medusa,
+    "medusa, published": partial(save_medusa, published=True, draft_vocabulary=96),
+    "dflash": save_dflash,
+    "dflash, speculators": partial(save_dflash, wrapped=True, draft_vocabulary=96),
+    "mtp": save_mtp_target,
+    "mtp, separate": save_qwen_target,
+}
+"""A checkpoint of a method, which begins the name, in one of its formats."""
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """Six layers, 32 wide, with 2048 tokens."""
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = random_model(1, num_hidden_layers=6, **shape)
+    return load_model(save_model(model, tmp_path_factory.mktemp("target")), dtype="float32", threads=1)
+
+
+def changed_config(folder: Path, change: Change) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+def changed_tensors(folder: Path, change: Change) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def loaded(folder: Path) -> LoadedModel:
+    return load_model(folder, dtype="float32", threads=1)
+
+
+def refusal(form: str, folder: Path, target: LoadedModel) -> str:
+    method = form.partition(",")[0]
+    with pytest.raises(ModelFolderError) as error:
+        head_loader(folder, method)(loaded(folder) if method == "mtp" else target)
+    return str(error.value)
+
+
+def of(key: str | None = None, /, **values: object) -> Change:
+    """Sets values, of the object at a key or of the whole."""
+    return lambda content: (content if key is None else content[key]).update(values)
+
+
+def without(*path: str) -> Change:
+    def change(content: dict[str, Any]) -> None:
+        *parents, name = path
+        for parent in parents:
+            content = content[parent]
+        del content[name]
+
+    return change
+
+
+ANOTHER_VOCABULARY = "was made for another target: its vocab_size is 4096, and that of target"
+ANOTHER_WIDTH = "was made for another target: its hidden_size is 64, and that of target"
+LAYER = "transformer_layer_config"
+
+CONFIGS: list[tuple[str, Change, str]] = [
+    ("eagle", of(num_hidden_layers=8), "has num_hidden_layers 8; an EAGLE head has 1 here"),
+    ("eagle", of(draft_vocab_size=96), "has draft_vocab_size 96, which an EAGLE head does not have"),
+    ("eagle", of(speculators_model_type="eagle"), "should have an object transformer_layer_config, but it is None"),
+    ("eagle", of(speculators_model_type="peagle"), "has speculators_model_type 'peagle'"),
+    ("eagle", of(truncated_vocab_size=96), "has truncated_vocab_size 96"),
+    ("eagle", without("hidden_size"), "should have a number of at least 1 in hidden_size, but it is None"),
+    ("eagle", of(vocab_size=4096), ANOTHER_VOCABULARY),
+    ("eagle", of(hidden_size=64), ANOTHER_WIDTH),
+    ("eagle, speculators", of(transformer_layer_architecture="Qwen3DecoderLayer"), "has 'LlamaDecoderLayer' here"),
+    ("eagle, speculators", of(LAYER, num_hidden_layers=2), "has num_hidden_layers 2"),
+    ("eagle, speculators", of(layernorms="yes"), "should have true or false for layernorms, but it is 'yes'"),
+    ("eagle, speculators", of(fusion_bias=True), "has no tensor fusion_fc.bias"),
+    ("eagle, speculators", of(layernorms=True), "has no tensor embedding_layernorm.weight"),
+    ("eagle, speculators", of(LAYER, vocab_size=4096), ANOTHER_VOCABULARY),
+    ("eagle, speculators", of(LAYER, hidden_size=64), ANOTHER_WIDTH),
+    ("eagle3", of(architectures=["LlamaForCausalLM"]), "is no EAGLE-3 head's: speculators_model_type is None"),
+    ("eagle3", of(speculators_model_type="peagle"), "is no EAGLE-3 head's: speculators_model_type is 'peagle'"),
+    ("eagle3", without("hidden_size"), "should have a number of at least 1 in hidden_size"),
+    ("eagle3", of(norm_output="yes"), "should have true or false for norm_output"),
+    ("eagle3", of(num_hidden_layers=2), "has num_hidden_layers 2"),
+    ("eagle3", of(eagle_aux_hidden_state_layer_ids=[1, 2]), "should have 3 layer numbers"),
+    ("eagle3", of(eagle_aux_hidden_state_layer_ids=[1, 2, 7]), "states after [1, 2, 7] layers; target"),
+    ("eagle3", of(vocab_size=4096), ANOTHER_VOCABULARY),
+    ("eagle3", of(target_hidden_size=64), "was made for another target: its target_hidden_size is 64"),
+    ("eagle3, wrapped", without(LAYER), "should have an object transformer_layer_config"),
+    ("medusa", of(model_type="llama"), "is not that of Medusa heads: model_type is 'llama'"),
+    ("medusa", without("num_heads"), "should have a number of at least 1 in medusa_num_heads"),
+    ("medusa", of(num_heads=5), "has no tensor blocks.4.layers.0.weight"),
+    ("medusa", of(vocab_size=4096), ANOTHER_VOCABULARY),
+    ("medusa", of(hidden_size=64), ANOTHER_WIDTH),
+    ("medusa", of(truncated_vocab_size=96), "has no tensor token_map; it must have one of shape [96]"),
+    ("dflash", of(architectures=["LlamaForCausalLM"]), "is no DFlash draft's"),
+    ("dflash", without("block_size"), "should have a number of at least 2 in block_size"),
+    ("dflash", without("dflash_config"), "should have an object dflash_config"),
+    ("dflash", without("dflash_config", "mask_token_id"), "should have a number of at least 0 in mask_token_id"),
+    ("dflash", of("dflash_config", target_layer_ids=[]), "should have layer numbers in target_layer_ids"),
+    ("dflash", of(layer_types=["full_attention", "sliding_attention"]), "has 'sliding_attention' in layer_types"),
+    ("dflash", of("dflash_config", mask_token_id=2048), "it must be one of the 2048 tokens of target"),
+    ("dflash", of("dflash_config", target_layer_ids=[1, 6]), "states after [2, 7] layers; target"),
+    ("dflash", of(vocab_size=4096), ANOTHER_VOCABULARY),
+    ("dflash", of(hidden_size=64), ANOTHER_WIDTH),
+    ("dflash, speculators", of(speculators_model_type="dspark"), "has speculators_model_type 'dspark'"),
+    ("dflash, speculators", without(LAYER), "should have an object transformer_layer_config"),
+    ("dflash, speculators", of(LAYER, model_type="gemma3"), "a DFlash draft has qwen3 or llama here"),
+    ("dflash, speculators", of(LAYER, layer_types=["sliding_attention"] * 2), "has 'sliding_attention'"),
+    ("dflash, speculators", of(sample_from_anchor=True), "has sample_from_anchor True"),
+    ("dflash, speculators", of(projector_type="domino"), "has projector_type 'domino'"),
+    ("dflash, speculators", without("mask_token_id"), "should have a number of at least 0 in mask_token_id"),
+    ("dflash, speculators", of(aux_hidden_state_layer_ids=None), "in aux_hidden_state_layer_ids, but it is None"),
+    ("dflash, speculators", of(aux_hidden_state_layer_ids=[1, 7]), "states after [1, 7] layers; target"),
+    ("dflash, speculators", of(target_hidden_size=64), "another target: its target_hidden_size is 64"),
+    ("dflash, speculators", of(draft_vocab_size=0), "should have a number of at least 1 in draft_vocab_size"),
+    ("mtp", of(model_type="llama"), "has the model_type 'llama'"),
+    ("mtp", of(num_nextn_predict_layers=0), "num_nextn_predict_layers is 0; it must be at least 1"),
+    ("mtp", of(n_routed_experts=None), "should have a number of at least 1 in n_routed_experts"),
+    ("mtp, separate", of(mtp_num_hidden_layers=0), "mtp_num_hidden_layers is 0; it must be at least 1"),
+]  # fmt: skip
+
+MAP = torch.arange(2048 - 96, 2048)
+TENSORS: list[tuple[str, Change, str]] = [
+    ("eagle", without("layers.0.mlp.up_proj.weight"), "has no tensor layers.0.mlp.up_proj.weight"),
+    ("eagle", of(**{"fc.weight": zeros(32, 96)}), "the tensor fc.weight of the drafting head in"),
+    ("eagle", of(**{"embed_tokens.weight": zeros(96, 32)}), "has the shape [96, 32]; it must have [2048, 32]"),
+    ("eagle, speculators", without("transformer.mlp.up_proj.weight"), "has no tensor transformer.mlp.up_proj.weight"),
+    ("eagle, speculators", of(**{"fusion_fc.weight": zeros(32, 96)}), "has the shape [32, 96]"),
+    ("eagle3", without("midlayer.mlp.up_proj.weight"), "has no tensor midlayer.mlp.up_proj.weight"),
+    ("eagle3", of(**{"fc.weight": zeros(32, 64)}), "has the shape [32, 64]; it must have [32, 96] (by config.json)"),
+    ("eagle3", without("d2t"), "has no tensor d2t; it must have one of shape [96]"),
+    ("eagle3", of(d2t=MAP), "it must hold offsets that lead to distinct ids in 0..2047"),
+    ("medusa, published", without("2.1.weight"), "has no tensor lm_heads.2.weight"),
+    ("medusa, published", of(**{"1.0.linear.weight": zeros(16, 32)}), "the tensor 1.0.linear.weight of"),
+    ("medusa, published", of(token_map=MAP + 1), "leads to ids from 1953 to 2048; it must hold distinct ids"),
+    ("dflash", without("layers.1.self_attn.k_norm.weight"), "has no tensor layers.1.self_attn.k_norm.weight"),
+    ("dflash", of(**{"fc.weight": zeros(32, 32)}), "has the shape [32, 32]; it must have [32, 64]"),
+    ("dflash, speculators", without("lm_head.weight"), "has no tensor lm_head.weight"),
+    ("dflash, speculators", without("d2t"), "has no tensor d2t; it must have one of shape [96]"),
+    ("dflash, speculators", of(d2t=MAP), "it must hold offsets that lead to distinct ids in 0..2047"),
+    ("mtp", without("model.layers.3.enorm.weight"), "has no tensor model.layers.3.enorm.weight"),
+    ("mtp", without("model.layers.3.mlp.experts.2.up_proj.weight"), "experts.2.up_proj.weight; it must have one of"),
+    ("mtp", of(**{"model.layers.3.eh_proj.weight": zeros(32, 32)}), "has the shape [32, 32]; it must have [32, 64]"),
+    # Qwen3-Next's queries come with a gate, so they are twice as wide.
+    ("mtp, separate", of(**{"mtp.layers.0.self_attn.q_proj.weight": zeros(64, 32)}), "has the shape [64, 32]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "change", "sentence"), CONFIGS)
+def test_a_wrong_config_is_refused(
+    form: str, change: Change, sentence: str, tmp_path: Path, target: LoadedModel
+) -> None:
+    folder = FORMS[form](tmp_path / "head", target.module)
+    if form.startswith("mtp"):
+        changed_config(folder, change)
+        with pytest.raises(ModelFolderError) as error:  # before its target is loaded
+            head_loader(folder, "mtp")
+        assert sentence in str(error.value)
+    else:
+        changed_config(folder, change)
+        assert sentence in refusal(form, folder, target)
+
+
+@pytest.mark.parametrize(("form", "change", "sentence"), TENSORS)
+def test_wrong_tensors_are_refused(
+    form: str, change: Change, sentence: str, tmp_path: Path, target: LoadedModel
+) -> None:
+    folder = FORMS[form](tmp_path / "head", target.module)
+    changed_tensors(folder, change)
+    assert sentence in refusal(form, folder, target)
+
+
+@pytest.mark.parametrize("family", QWEN_FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    ["mtp.pre_fc_norm_hidden.weight", "mtp.layers.0.self_attn.k_norm.weight", "mtp.fc.weight"],
+)
+def test_missing_tensors_of_qwens_layout_are_named(name: str, family: str, tmp_path: Path) -> None:
+    folder = save_qwen_target(tmp_path / "target", None, family)
+    changed_tensors(folder, without(name))
+    with pytest.raises(ModelFolderError, match=f"no tensor {name}"):
+        load_mtp(read_mtp_config(folder), loaded(folder))
+
+
+def test_published_medusa_heads_of_another_width_are_refused_by_their_tensors(
+    tmp_path: Path, target: LoadedModel
+) -> None:
+    other = random_model(2, num_hidden_layers=1, hidden_size=48, num_attention_heads=2, num_key_value_heads=1)
+    folder = save_medusa(tmp_path / "head", other, published=True)
+    assert "has the shape [48, 48]; it must have [32, 32]" in refusal("medusa", folder, target)
+
+
+@pytest.mark.parametrize(("embedding", "is_shared"), [("none", True), ("copied", True), ("own", False)])
+def test_a_copy_of_the_targets_embedding_takes_no_memory(
+    embedding: str, is_shared: bool, tmp_path: Path, target: LoadedModel
+) -> None:
+    head = head_loader(save_eagle(tmp_path, target.module, embedding=embedding), "eagle")(target)
+    assert isinstance(head, EagleHead)
+    module: Any = target.module
+    targets = module.get_input_embeddings().weight
+    assert (head.embed_tokens.weight.data_ptr() == targets.data_ptr()) is is_shared
+
+
+def test_flags_of_nvidias_nested_config_count(tmp_path: Path, target: LoadedModel) -> None:
+    nested = {"norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": [0, 2, 4]}
+    folder = save_eagle3(tmp_path / "head", target.module)
+    changed_config(folder, of(eagle_config=nested))
+    config = read_eagle3_config(folder)
+    assert config.norm_before_fc
+    assert config.aux_layer_ids == (0, 2, 4)
+    assert not config.norm_before_residual
+
+
+def test_layers_of_dflash_may_be_configured_as_llamas(tmp_path: Path, target: LoadedModel) -> None:
+    """Speculators writes such configs too; its layers have norms of queries and keys either way."""
+    folder = save_dflash(tmp_path / "head", target.module, wrapped=True)
+    plain = load_dflash(read_dflash_config(folder), target)
+    changed_config(folder, of(LAYER, model_type="llama", mlp_bias=False, pretraining_tp=1))
+    found = load_dflash(read_dflash_config(folder), target)
+    assert found.layers == plain.layers
+    assert all(map(torch.equal, found.state_dict().values(), plain.state_dict().values()))
+
+
+def test_newer_configs_of_dflash_have_the_block_size_among_the_options(
+    tmp_path: Path, target: LoadedModel
+) -> None:
+    folder = save_dflash(tmp_path / "head", target.module)
+    changed_config(folder, lambda config: config["dflash_config"].update(block_size=config.pop("block_size")))
+    assert read_dflash_config(folder).block_size == 5
+    assert checkpoint_method(folder) == "dflash"
+    assert checkpoint_method(FORMS["dflash, speculators"](tmp_path / "other", target.module)) == "dflash"
+
+
+def test_experts_may_be_stored_together(tmp_path: Path) -> None:
+    """As transformers itself keeps them, and as some exporters write them."""
+    folder = save_qwen_target(tmp_path / "target", None, "qwen3_moe")
+    target = loaded(folder)
+    apart = load_mtp(read_mtp_config(folder), target).layer.state_dict()
+    name = "mlp.experts.down_proj"
+    changed_tensors(folder, of(**{f"mtp.layers.0.{name}": 2 * apart[f"mtp_block.{name}"]}))
+    together = load_mtp(read_mtp_config(folder), target).layer.state_dict()
+    assert torch.equal(together[f"mtp_block.{name}"], 2 * apart[f"mtp_block.{name}"])
+
+
+@pytest.mark.parametrize("layer_types", [None, ["linear_attention", "full_attention", "full_attention"]])
+def test_qwen3_next_with_recurrent_layers_is_refused(layer_types: list[str] | None, tmp_path: Path) -> None:
+    folder = save_qwen_target(tmp_path / "target", None, "qwen3_next")
+    changed_config(folder, of(layer_types=layer_types))
+    with pytest.raises(ModelFolderError, match="keeps recurrent state, which cannot be rolled back"):
+        loaded(folder)
+
+
+def test_embedding_and_output_head_of_mtp_are_the_targets(tmp_path: Path) -> None:
+    folder = save_mtp_target(tmp_path / "target", None)
+    target = loaded(folder)
+    module: Any = target.module
+    head = load_mtp(read_mtp_config(folder), target)
+    assert head.embed_tokens.weight.data_ptr() == module.get_input_embeddings().weight.data_ptr()
+    assert head.lm_head.weight.data_ptr() == module.get_output_embeddings().weight.data_ptr()

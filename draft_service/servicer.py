@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import TypeAlias
 
 from draft_service.proposers import Proposer
@@ -33,11 +34,15 @@ class DraftServicer(DraftServiceServicer):
         self._observer = observer
         self.streams = SequenceStreams()
 
-    def Propose(
+    async def Propose(
         self, request_iterator: AsyncIterator[draft_pb2.ProposeRequest], context: Context
     ) -> AsyncIterator[draft_pb2.ProposeResponse]:
         """The sequences of a coordinator."""
-        return self.streams.serve(request_iterator, self.serve_sequence, _TRANSLATION)
+        messages = self.streams.serve(request_iterator, self.serve_sequence, _TRANSLATION)
+        # An async generator itself, as gRPC wants it where no interceptor is between.
+        async with aclosing(messages):
+            async for message in messages:
+                yield message
 
     async def serve_sequence(self, sequence: DraftedFor) -> None:
         """One of them, until it ends."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import TYPE_CHECKING, TypeAlias
 
 from tandem.serving.interceptors import Context
@@ -36,11 +37,15 @@ class TargetServicer(TargetServiceServicer):
         self._observer = observer
         self.streams = SequenceStreams()
 
-    def Verify(
+    async def Verify(
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: Context
     ) -> AsyncIterator[target_pb2.VerifyResponse]:
         """The sequences of a coordinator."""
-        return self.streams.serve(request_iterator, self.serve_sequence, _TRANSLATION)
+        messages = self.streams.serve(request_iterator, self.serve_sequence, _TRANSLATION)
+        # An async generator itself, as gRPC wants it where no interceptor is between.
+        async with aclosing(messages):
+            async for message in messages:
+                yield message
 
     async def serve_sequence(self, sequence: VerifiedFor) -> None:
         """One of them, until it ends."""

@@ -36,7 +36,6 @@ from coordinator.transport.draft_client import DraftLimits, NoDrafter
 from coordinator.transport.target_client import RowChoice
 from tandem.rpc.channels import Deadline
 from tandem.speculation_state import SpeculationState
-from tandem.telemetry import attributes as names
 from tandem.types import Chunk, GenerationRequest, Summary
 
 LARGE_BYTES = 16 << 10
@@ -328,9 +327,9 @@ class RequestRunner:
 def _described(decision: Decision) -> dict[str, EventValue]:
     """A decision as attributes of a span."""
     return {
-        names.DECISION_TOKENS: decision.tokens,
-        names.DECISION_LOAD: decision.load,
-        names.DECISION_GAIN: round(decision.gain, 3),
+        "tandem.decision.tokens": decision.tokens,
+        "tandem.decision.load": decision.load,
+        "tandem.decision.predicted_gain": round(decision.gain, 3),
     }
 
 

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -87,6 +88,13 @@ class RequestMetrics:
         ) -> Histogram:
             return Histogram(f"tandem_{name}", text, ("model_name", *labels), bounds, registry)
 
+        def by(counted: Counter, *values: tuple[str, ...]) -> list[Counter]:
+            """A series for each combination of label values."""
+            return [counted.labels(model_name, *each) for each in product(*values)]
+
+        def times(name: str, text: str, bounds: Sequence[float] = LATENCY_SECONDS) -> Series:
+            return histogram(name, text, bounds).labels(model_name)
+
         self._model_name = model_name
         self._by_rule = [
             counter(f"spec_decode_num_{name}", text, "rule")
@@ -105,65 +113,41 @@ class RequestMetrics:
                 ("reached_tokens", "Tokens proposed at a position, all before them accepted."),
             )
         ]
-        awaited = counter("draft_ahead_awaited_rounds", "Rounds whose proposal was to be drafted ahead.")
-        saved = counter(
-            "draft_ahead_saved_seconds", "Usual time to wait for a proposal, added up over the hits."
+        (self._ahead_awaited,) = by(
+            counter("draft_ahead_awaited_rounds", "Rounds whose proposal was to be drafted ahead.")
         )
-        self._ahead_awaited, self._ahead_saved = awaited.labels(model_name), saved.labels(model_name)
-        hits = counter(
-            "draft_ahead_hits", "Of these, those that found it, by place of the outcome from 1 on.", "rank"
+        (self._ahead_saved,) = by(
+            counter("draft_ahead_saved_seconds", "Usual time to wait for a proposal, added up over the hits.")
         )
+        text = "Of these, those that found it, by place of the outcome from 1 on."
         ranks = (*map(str, range(1, MAX_RANKS + 1)), _BEYOND_RANKS)
-        self._ahead_hits = {rank: hits.labels(model_name, rank) for rank in ranks}
+        self._ahead_hits = dict(zip(ranks, by(counter("draft_ahead_hits", text, "rank"), ranks), strict=True))
         requests = counter("requests", "Requests that ended, by outcome.", "outcome")
-        self.requests = {name: requests.labels(model_name, name) for name in OUTCOMES}
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that began.").labels(
-            model_name
-        )
-        self.generation_tokens = counter("generation_tokens", "Tokens generated.").labels(model_name)
-        wire = counter(
-            "wire_bytes", "Serialized messages between coordinator and services.", "peer", "direction"
-        )
-        self.wire = {
-            (peer, direction): wire.labels(model_name, peer, direction)
-            for peer in PEERS
-            for direction in ("sent", "received")
-        }
+        self.requests = dict(zip(OUTCOMES, by(requests, OUTCOMES), strict=True))
+        (self.prompt_tokens,) = by(counter("prompt_tokens", "Prompt tokens of requests that began."))
+        (self.generation_tokens,) = by(counter("generation_tokens", "Tokens generated."))
+        text = "Serialized messages between coordinator and services."
+        wire = counter("wire_bytes", text, "peer", "direction")
+        directions = ("sent", "received")
+        self.wire = dict(zip(product(PEERS, directions), by(wire, PEERS, directions), strict=True))
         fallbacks = counter("fallbacks", "Times that the target went on alone.", "kind")
         failovers = counter("failovers", "Times that a sequence changed its replica.", "kind")
-        self.events = {name: fallbacks.labels(model_name, name) for name in FALLBACKS} | {
-            name: failovers.labels(model_name, name) for name in FAILOVERS
-        }
-        phases = histogram(
-            "round_phase_seconds",
-            "Time of a round by phase, the first round left out.",
-            STEP_SECONDS,
-            "phase",
-        )
+        counted = [*by(fallbacks, FALLBACKS), *by(failovers, FAILOVERS)]
+        self.events = dict(zip((*FALLBACKS, *FAILOVERS), counted, strict=True))
+        text = "Time of a round by phase, the first round left out."
+        phases = histogram("round_phase_seconds", text, STEP_SECONDS, "phase")
         self._draft, self._verify, self._sampling, self._wait = (
             phases.labels(model_name, phase) for phase in ("draft", "verify", "sampling", "wait")
         )
-        self._inter_token, self.prefill, self.first_token, self.per_token, self.latency, self.queue = (
-            histogram(name, text).labels(model_name)
-            for name, text in (
-                ("inter_token_latency_seconds", "Between two chunks of a request."),
-                ("prefill_seconds", "First round of a request."),
-                ("time_to_first_token_seconds", "From arrival to the first token."),
-                (
-                    "request_time_per_output_token_seconds",
-                    "Time from the first token to the end, by token after it.",
-                ),
-                ("e2e_request_latency_seconds", "From arrival to end."),
-                ("request_queue_time_seconds", "From arrival to the request's place."),
-            )
-        )
-        self.request_prompt, self.request_generation = (
-            histogram(name, text, TOKENS).labels(model_name)
-            for name, text in (
-                ("request_prompt_tokens", "Prompt tokens of a request."),
-                ("request_generation_tokens", "Tokens generated of a request."),
-            )
-        )
+        self._inter_token = times("inter_token_latency_seconds", "Between two chunks of a request.")
+        self.prefill = times("prefill_seconds", "First round of a request.")
+        self.first_token = times("time_to_first_token_seconds", "From arrival to the first token.")
+        text = "Time from the first token to the end, by token after it."
+        self.per_token = times("request_time_per_output_token_seconds", text)
+        self.latency = times("e2e_request_latency_seconds", "From arrival to end.")
+        self.queue = times("request_queue_time_seconds", "From arrival to the request's place.")
+        self.request_prompt = times("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
+        self.request_generation = times("request_generation_tokens", "Tokens generated of a request.", TOKENS)
         self.message_waits: MessageWaits | None = None
         """None: nobody measures."""
         self.event_loop_wait: Series | None = None
@@ -285,6 +269,9 @@ Samples = Iterable[tuple[tuple[str, ...], float]]
 """Values by their labels."""
 
 
+_Family = Callable[..., Metric]
+
+
 def _gauge(name: str, text: str, samples: Samples, *labels: str) -> Metric:
     return _with_samples(GaugeMetricFamily(f"tandem_{name}", text, labels=("model_name", *labels)), samples)
 
@@ -340,26 +327,41 @@ def _replicas(state: State) -> Iterator[Metric]:
         for role in Role
         for shot in [each for each in state.replicas if each.role is role][:_MAX_REPLICAS]
     ]
-    gauges: tuple[tuple[str, str, Callable[[ReplicaSnapshot], float | None]], ...] = (
-        ("ready", "Whether new sequences go to the replica.", lambda shot: shot.state is ReplicaState.READY),
-        ("open_sequences", "Sequences on the replica.", lambda shot: shot.open_sequences),
-        ("round_trip_seconds", "Time to answer a health check.", lambda shot: shot.round_trip_seconds),
-        ("step_seconds", "Time to answer a step.", lambda shot: shot.step_seconds),
-    )
-    counters: tuple[tuple[str, str, Callable[[ReplicaSnapshot], float]], ...] = (
-        ("draft_tokens", "Tokens proposed, on the replica.", lambda shot: shot.figures.drafted),
-        ("accepted_tokens", "Of these, those that were accepted.", lambda shot: shot.figures.accepted),
+    values: tuple[tuple[_Family, str, str, Callable[[ReplicaSnapshot], float | None]], ...] = (
         (
+            _gauge,
+            "ready",
+            "Whether new sequences go to the replica.",
+            lambda shot: shot.state is ReplicaState.READY,
+        ),
+        (_gauge, "open_sequences", "Sequences on the replica.", lambda shot: shot.open_sequences),
+        (
+            _gauge,
+            "round_trip_seconds",
+            "Time to answer a health check.",
+            lambda shot: shot.round_trip_seconds,
+        ),
+        (_gauge, "step_seconds", "Time to answer a step.", lambda shot: shot.step_seconds),
+        (_counter, "draft_tokens", "Tokens proposed, on the replica.", lambda shot: shot.figures.drafted),
+        (
+            _counter,
+            "accepted_tokens",
+            "Of these, those that were accepted.",
+            lambda shot: shot.figures.accepted,
+        ),
+        (
+            _counter,
             "draft_ahead_awaited_rounds",
             "Rounds whose proposal was to be drafted ahead, on the replica.",
             lambda shot: shot.figures.ahead.awaited,
         ),
-        ("draft_ahead_hits", "Of these, those that found it.", lambda shot: shot.figures.ahead.hits),
+        (
+            _counter,
+            "draft_ahead_hits",
+            "Of these, those that found it.",
+            lambda shot: shot.figures.ahead.hits,
+        ),
     )
-    for name, text, value_of in gauges:
+    for family, name, text, value_of in values:
         found = [(at, value) for at, shot in shots if (value := value_of(shot)) is not None]
-        yield _gauge(f"replica_{name}", text, found, "role", "address")
-    for name, text, count_of in counters:
-        yield _counter(
-            f"replica_{name}", text, [(at, count_of(shot)) for at, shot in shots], "role", "address"
-        )
+        yield family(f"replica_{name}", text, found, "role", "address")

@@ -31,7 +31,7 @@ from opentelemetry.sdk.metrics.export import (
 )
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Tracer
@@ -154,9 +154,7 @@ class OtlpExports:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         timeout = None if os.environ.get("OTEL_EXPORTER_OTLP_TIMEOUT") else _TIMEOUT_SECONDS
         self._failures = Failures(registry)
-        self._span_exporter = _CountingSpanExporter(
-            OTLPSpanExporter(endpoint=options.otlp_endpoint, timeout=timeout), self._failures
-        )
+        self._span_exporter = _SpanExporter(self._failures, endpoint=options.otlp_endpoint, timeout=timeout)
         self._spans = BatchSpanProcessor(self._span_exporter)
         ratio = options.trace_sample_ratio
         # Without one OTEL_TRACES_SAMPLER decides. The SDK's own exit hook would wait for the collector.
@@ -240,22 +238,16 @@ class Failures:
             self._complained = float("inf")
 
 
-class _CountingSpanExporter(SpanExporter):
-    def __init__(self, exporter: SpanExporter, failures: Failures) -> None:
-        self._exporter = exporter
+class _SpanExporter(OTLPSpanExporter):
+    def __init__(self, failures: Failures, **options: Any) -> None:
+        super().__init__(**options)
         self._failures = failures
-        self._is_shut_down = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        result = self._exporter.export(spans)
+        result = super().export(spans)
         if result is not SpanExportResult.SUCCESS:
             self._failures.count("traces")
         return result
-
-    def shutdown(self) -> None:
-        if not self._is_shut_down:
-            self._is_shut_down = True
-            self._exporter.shutdown()
 
 
 # ---- from Prometheus to OTLP, so that both have the same numbers

@@ -12,10 +12,9 @@ from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Tracer
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from tandem.telemetry import attributes as names
 from tandem.telemetry.metrics import SEQUENCES, STEP_SECONDS, TOKENS, AtScrape, Histogram
 from tandem.telemetry.process import Telemetry
-from tandem.telemetry.spans import METHODS, context_of, error_type, mark_error, under
+from tandem.telemetry.spans import context_of, error_type, mark_error, rpc_span, under
 from tandem.telemetry.streams import ServiceObserver, StreamObserver
 
 if TYPE_CHECKING:
@@ -69,15 +68,8 @@ class ObservedService(ServiceObserver):
         tracer = self.telemetry.tracer
         span: Span = INVALID_SPAN
         if tracer is not None:
-            service, method = METHODS[self._role]
-            attributes = {
-                names.RPC_SYSTEM: "grpc",
-                names.RPC_SERVICE: service,
-                names.RPC_METHOD: method,
-                names.REQUEST_ID: request_id,
-            }
-            context = context_of(traceparent)
-            span = tracer.start_span(f"{service}/{method}", context, SpanKind.SERVER, attributes)
+            context, attributes = context_of(traceparent), {"tandem.request_id": request_id}
+            span = rpc_span(tracer, self._role, SpanKind.SERVER, context, attributes)
         observer = ObservedStream(self._streams, span, tracer)
         outcome = "finished"
         try:
@@ -160,14 +152,14 @@ class ObservedStream(StreamObserver):
             self._prefill.end()
         self._span.set_attributes(
             {
-                names.STEPS: self._steps,
-                names.TOKENS: self._tokens,
-                names.SECONDS + "queue": round(self._queue_seconds, 6),
-                names.SECONDS + "steps": round(self._step_seconds, 6),
+                "tandem.steps": self._steps,
+                "tandem.tokens": self._tokens,
+                "tandem.seconds.queue": round(self._queue_seconds, 6),
+                "tandem.seconds.steps": round(self._step_seconds, 6),
             }
         )
         if outcome == "cancelled":
-            self._span.set_attribute(names.ERROR_TYPE, outcome)
+            self._span.set_attribute("error.type", outcome)
         self._span.end()
 
 

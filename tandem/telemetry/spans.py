@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from tandem.errors import TandemError, status_code
-from tandem.telemetry import attributes as names
 
-METHODS = {"draft": ("tandem.v1.DraftService", "Propose"), "target": ("tandem.v1.TargetService", "Verify")}
+_METHODS = {"draft": ("tandem.v1.DraftService", "Propose"), "target": ("tandem.v1.TargetService", "Verify")}
 """The service and the method that a stream's spans are named after, by role."""
 
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -32,6 +33,15 @@ def under(span: Span) -> Context:
     return set_span_in_context(span, Context())
 
 
+def rpc_span(
+    tracer: Tracer, role: str, kind: SpanKind, context: Context, attributes: Mapping[str, str | int]
+) -> Span:
+    """The span of a stream to a draft or a target, at either of its ends."""
+    service, method = _METHODS[role]
+    ours = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method}
+    return tracer.start_span(f"{service}/{method}", context, kind, {**ours, **attributes})
+
+
 def error_type(error: BaseException) -> str:
     """A short name of an error's kind: its status code."""
     return status_code(error).name.lower() if isinstance(error, TandemError) else "internal"
@@ -42,5 +52,5 @@ def mark_error(span: Span, error: BaseException) -> None:
 
     Only messages of Tandem's own errors are recorded, since they are meant for users.
     """
-    span.set_attribute(names.ERROR_TYPE, error_type(error))
+    span.set_attribute("error.type", error_type(error))
     span.set_status(Status(StatusCode.ERROR, str(error) if isinstance(error, TandemError) else ""))

@@ -9,14 +9,19 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
+from tokenizers import Tokenizer
 
+from coordinator.decoding.completion import Completion, Detokenizer, Limits, StopStrings
 from coordinator.stats.rounds import RoundTally
+from coordinator.stats.speculation import add, since
 from coordinator.telemetry.metrics import RecentStats, RequestMetrics, State, state_metrics
-from coordinator.telemetry.observed import RequestSpans
+from coordinator.telemetry.observed import ObservedRequest
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.speculation_state import SpeculationDecision
 from tandem.telemetry.metrics import AtScrape
-from tandem.types import SpeculationStats
+from tandem.types import AheadStats, SpeculationStats
+from tests.paths import DEMO_TARGET
+from tests.unit.coordinator.round_results import round_result
 
 
 def speculation_stats_of(*rounds: tuple[int, int]) -> SpeculationStats:
@@ -42,6 +47,24 @@ def test_the_number_of_series_is_bounded() -> None:
     name = "tandem_spec_decode_num_accepted_tokens_per_pos_total"
     beyond = registry.get_sample_value(name, {"model_name": "m", "position": "33+"})
     assert beyond == 100 * (64 - 32)
+
+
+def test_hits_are_counted_by_rank() -> None:
+    registry = CollectorRegistry()
+    model = RequestMetrics(registry, "m")
+    count = series(registry)
+    ahead = AheadStats(awaited=30, hits=24, hits_by_rank=[*range(5), *[1] * 11], saved_seconds=0.5)
+    for _ in range(2):
+        model.speculated("greedy", SpeculationStats(30, ahead=ahead))
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"tandem_draft_ahead_{name}_total", {"model_name": "m", **labels})
+
+    assert value("awaited_rounds") == 60
+    assert value("saved_seconds") == 1.0
+    assert [value("hits", rank=str(rank)) for rank in (1, 5, 16)] == [0, 8, 2]
+    assert value("hits", rank="17+") == 6
+    assert series(registry) == count, "every rank has its series from the start"
 
 
 async def test_a_large_fleet_is_counted_completely_and_listed_partly() -> None:
@@ -85,23 +108,32 @@ def test_the_last_minute_forgets() -> None:
     assert recent.total() == SpeculationStats()
 
 
+def test_what_came_since_and_what_was_before_make_the_whole() -> None:
+    before, whole = speculation_stats_of((2, 1), (2, 2)), speculation_stats_of((2, 1), (2, 2), (4, 3), (0, 0))
+    fresh = since(whole, before)
+    assert fresh == speculation_stats_of((4, 3), (0, 0))
+    add(before, fresh)
+    assert before == whole
+
+
 @pytest.fixture
 def memory() -> InMemorySpanExporter:
     return InMemorySpanExporter()
 
 
-def spans_of(memory: InMemorySpanExporter, trace_rounds: float = 0.0) -> RequestSpans:
+def spans_of(memory: InMemorySpanExporter, trace_rounds: float = 0.0) -> ObservedRequest:
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(memory))
     tracer = provider.get_tracer("test")
-    return RequestSpans(tracer, tracer.start_span("request"), trace_rounds)
+    metrics = RequestMetrics(CollectorRegistry(), "m")
+    return ObservedRequest(metrics, RecentStats(), tracer, tracer.start_span("request"), trace_rounds)
 
 
 def test_a_flapping_draft_does_not_push_out_the_first_events(memory: InMemorySpanExporter) -> None:
     spans = spans_of(memory)
     for index in range(500):
         spans.event("draft_late", {"index": index})
-    spans.finished(None, {}, None)
+    spans.finished(None)
     (span,) = memory.get_finished_spans()
     assert [(event.attributes or {})["index"] for event in span.events] == list(range(64))
     assert (span.attributes or {})["tandem.events_dropped"] == 500 - 64
@@ -109,7 +141,7 @@ def test_a_flapping_draft_does_not_push_out_the_first_events(memory: InMemorySpa
 
 def test_internals_do_not_reach_a_span(memory: InMemorySpanExporter) -> None:
     spans = spans_of(memory)
-    spans.finished(None, {}, ValueError("/home/someone/secret"))
+    spans.finished(ValueError("/home/someone/secret"))
     (span,) = memory.get_finished_spans()
     assert "secret" not in span.to_json()
     assert (span.attributes or {})["error.type"] == "internal"
@@ -136,3 +168,29 @@ async def test_decisions_are_exported_for_each_load() -> None:
         "tandem_round_predicted_seconds_total": 2.0,
         "tandem_round_measured_seconds_total": 2.1,
     }
+
+
+def test_spans_report_drafting_ahead(memory: InMemorySpanExporter) -> None:
+    spans = spans_of(memory, 1.0)
+    tokenizer = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
+    completion = Completion(
+        (1,), Limits(9, 9), Detokenizer(tokenizer), StopStrings(()), request_id="r", seed=3
+    )
+    details: dict[str, str | int] = {"model": "m", "rule": "greedy", "max_tokens": 9, "top_k": 3}
+    spans.planned(completion, details)
+    completion.tally.ahead = AheadStats(2, 1, [1], 0.01)
+    spans.round_ended(round_result(4, 2))
+    spans.round_ended(round_result(4, 2, awaited=True))
+    spans.round_ended(round_result(4, 2, awaited=True, rank=0, saved=0.01))
+    spans.finished(None)
+    *rounds, request = (dict(span.attributes or {}) for span in memory.get_finished_spans())
+    listed = [
+        (each.get("tandem.ahead.hit"), each.get("tandem.ahead.rank"))
+        for each in rounds
+        if "tandem.round" in each
+    ]
+    assert listed == [(None, None), (False, None), (True, 1)]
+    assert request["tandem.ahead.awaited"] == 2
+    assert request["tandem.ahead.hits_by_rank"] == (1,)
+    assert request["tandem.ahead.saved_seconds"] == 0.01
+    assert (request["gen_ai.request.top_k"], request["tandem.rule"]) == (3, "greedy")

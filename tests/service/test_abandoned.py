@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +118,6 @@ def _running_tasks() -> Counter[str]:
     return Counter(getattr(task.get_coro(), "__qualname__", repr(task.get_coro())) for task in tasks)
 
 
-def _serves_one(engine: Engine[Any, Any]) -> bool:
-    return engine.usage.sequence_count == 1
-
-
 @pytest.fixture
 async def cluster(model: LoadedModel, request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
     """A cluster; a test may say how many sequences it has room for."""
@@ -176,20 +171,6 @@ async def test_cancelling_while_waiting_for_room_leaves_nothing_behind(cluster: 
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(end, asyncio.CancelledError) for end in ends)
         await cluster.assert_idle_soon()
-
-
-async def test_one_client_that_leaves_does_not_disturb_another(cluster: Cluster) -> None:
-    async with Client(cluster.address) as leaving, Client(cluster.address) as staying:
-        other = staying.generate(LONG)
-        await anext(other)
-        chunks = leaving.generate(LONG)
-        await anext(chunks)
-        assert cluster.target.usage.sequence_count == 2
-        await chunks.aclose()
-        for engine in cluster.engines:
-            await until(partial(_serves_one, engine), GONE_SECONDS)
-        assert (await anext(other)).token_ids
-        await other.aclose()
 
 
 async def test_a_deadline_leaves_nothing_behind(cluster: Cluster) -> None:

@@ -73,17 +73,6 @@ async def test_tokenizing_and_back(template: Path) -> None:
             assert sentence in refused.json()["error"]["message"]
 
 
-async def test_ping_and_load_answer_monitoring() -> None:
-    async with http_cluster(FakeTarget(), auth_token="a-token-of-many-characters") as cluster:
-        for method in ("GET", "POST"):
-            assert (await cluster.http.request(method, "/ping")).json() == {"status": "ok"}
-        assert (await cluster.http.get("/load")).status_code == 401
-        headers = {"authorization": "Bearer a-token-of-many-characters"}
-        assert (await cluster.http.get("/load", headers=headers)).json() == {"server_load": 0}
-        cluster.readiness.closed_because = "draining"
-        assert (await cluster.http.get("/ping")).status_code == 503
-
-
 async def test_the_api_is_described() -> None:
     async with http_cluster(FakeTarget()) as cluster:
         described = (await cluster.http.get("/openapi.json")).json()

@@ -36,11 +36,6 @@ def wrong_after_twelve(tokens: Sequence[int]) -> int:
     return 0 if tokens[-1] == 12 else counting(tokens)
 
 
-def wrong_after_eleven(tokens: Sequence[int]) -> int:
-    """Count along with the target, except after 11."""
-    return 0 if tokens[-1] == 11 else counting(tokens)
-
-
 def only_span(name: str, spans: Sequence[ReadableSpan], kind: SpanKind | None = None) -> ReadableSpan:
     """Return the one span of this name (and kind)."""
     (span,) = (span for span in spans if span.name == name and kind in (None, span.kind))
@@ -109,17 +104,6 @@ async def test_services_count_their_streams_and_steps() -> None:
             assert value(registry, "streams_total", role=role, outcome="cancelled") == 0
             assert value(registry, "stream_step_seconds_count", role=role) == 4
             assert value(registry, "num_streams_running", role=role) == 0
-
-
-async def test_the_same_request_twice_counts_twice_the_bytes() -> None:
-    async with observed_cluster(FakeTarget(), FakeDraft(wrong_after_twelve)) as cluster:
-        counts = []
-        for _ in range(2):
-            await cluster.complete(REQUEST)
-            counts.append(value(cluster.coordinator, "wire_bytes_total", peer="draft", direction="received"))
-    first, both = counts
-    assert first
-    assert both == 2 * first
 
 
 async def test_a_lost_draft_is_an_event_of_the_span_and_counts_as_a_fallback() -> None:

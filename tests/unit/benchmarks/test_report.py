@@ -180,14 +180,3 @@ def test_a_cell_has_a_speed_for_each_round_and_the_rest_over_all_of_them() -> No
     assert cell.acceptance_rate == 6 / 16
     assert cell.tokens_per_pass == 16 / 8
     assert cell.same_tokens is None, "there is nothing to compare with"
-
-
-def test_texts_are_the_same_up_to_the_first_token_that_differs() -> None:
-    reference = outcome(1.0, answer((1.0, 4)), answer((1.0, 4)))
-    other = outcome(1.0, answer((1.0, 4)), answer((1.0, 4)))
-    other.answers[1].token_ids[1] = 99
-
-    cell = cell_of("transformers", 2, 0.0, [other], [reference])
-
-    assert cell.same_tokens == 5 / 8
-    assert cell_of("transformers", 2, 1.0, [other], [reference]).same_tokens is None, "drawn texts may differ"

@@ -115,10 +115,11 @@ def continued(model: Any, prompt: tuple[int, ...], new_tokens: int) -> list[int]
 async def check(
     model: Any,
     folder: Path,
-    head: Path,
+    head: Path | None,
     reference: Reference,
-    prompts: list[tuple[int, ...]],
+    prompts: Sequence[tuple[int, ...]],
     new_tokens: int,
+    proposed: int = 4,
     **settings: object,
 ) -> int:
     """Run all prompts at once, and compare each proposal and each text; return the number of accepted tokens."""
@@ -128,7 +129,7 @@ async def check(
     for prompt, text, request in zip(prompts, texts, requests, strict=True):
         assert text == continued(model, prompt, new_tokens)
         lengths = [len(proposal) for _, proposal in request.proposals]
-        assert lengths == [0] + [4] * (len(lengths) - 1), "a proposal in every round but the first"
+        assert lengths == [0] + [proposed] * (len(lengths) - 1), "a proposal in every round but the first"
         for length, proposal in request.proposals[1:]:
-            assert list(proposal) == reference.propose(request.tokens[:length], 4)
+            assert list(proposal) == reference.propose(request.tokens[:length], proposed)
     return sum(request.accepted for request in requests)

@@ -70,27 +70,6 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "use_relaxed_acceptance_for_thinking is on and the rule is strict; it needs a rule that compares probabilities "
         "token by token: residual, typical-acceptance, logit-comparison",
     ),
-    (
-        {"rejection_sample_method": "synthetic"},
-        "the rule synthetic needs exactly one of synthetic_acceptance_rate, synthetic_acceptance_rates, "
-        "synthetic_acceptance_length; none of them is set",
-    ),
-    (
-        {"rejection_sample_method": "strict", "synthetic_acceptance_length": 2},
-        "synthetic_acceptance_length is set and the rule is strict; it needs the rule synthetic",
-    ),
-    (
-        {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5]},
-        "synthetic_acceptance_rates has 1 entries; it must have 2, one for each token",
-    ),
-    (
-        {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 4},
-        "synthetic_acceptance_length is 4.0; it must be between 1 and 3",
-    ),
-    (
-        {"rejection_sampling_strategy": "logit-comparison", "speculative_method": "suffix"},
-        "the rule is logit-comparison and speculative_method is suffix; it needs a draft that has logits",
-    ),
 ]
 
 

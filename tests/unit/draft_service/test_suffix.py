@@ -16,12 +16,10 @@ from draft_service.proposers.model_free import SequenceLimits
 from draft_service.proposers.suffix import (
     ResponseCache,
     SuffixIndex,
-    SuffixTree,
     best_continuation,
     suffix_proposer,
 )
 from tandem.config.speculative import DraftingOptions
-from tandem.errors import InvalidRequestError
 from tandem.types import Delta, RowKind
 from tests.unit.draft_service.deltas import Held, script_to_deltas, scripts
 from tests.unit.draft_service.served import opened, served
@@ -238,13 +236,6 @@ def test_an_unlikely_token_is_not_proposed(min_prob: float, token_ids: list[int]
     assert list(best_continuation(cache.tree, array("i", [1]), 2, options).token_ids) == token_ids
 
 
-def test_a_window_that_is_a_beginning_of_another_changes_nothing() -> None:
-    tree = SuffixTree(4)
-    tree.texts[0] = array("i", [1, 2, 1, 2])
-    assert [tree.add(position) for position in range(3)] == [True, True, False]
-    assert tree.node_count() == 2
-
-
 async def test_sequences_through_the_servicer_learn_from_those_that_finished() -> None:
     async with served(suffix_proposer(DraftingOptions(), SequenceLimits())) as stub:
         async with opened(stub, row_kind=RowKind.SUPPORT) as finished, opened(stub) as dropped:
@@ -258,9 +249,3 @@ async def test_sequences_through_the_servicer_learn_from_those_that_finished() -
         async with opened(stub) as stream:
             assert (await stream.propose(0, [4, 5], 4)).token_ids == (6, 7)
             assert (await stream.propose(0, [14, 15], 4)).token_ids == (), "it was dropped, not finished"
-
-
-async def test_a_delta_that_does_not_fit_is_refused() -> None:
-    async with served(suffix_proposer(DraftingOptions(), SequenceLimits())) as stub, opened(stub) as stream:
-        with pytest.raises(InvalidRequestError, match="the delta starts at token 3"):
-            await stream.propose(3, [1], 1)

@@ -65,12 +65,6 @@ def test_several_addresses_on_the_command_line(arguments: list[str]) -> None:
     assert settings.target_address == "127.0.0.1:1,127.0.0.1:2"
 
 
-@pytest.mark.parametrize("arguments", [["--target-address"], ["--target-address="]])
-def test_an_option_without_its_address(arguments: list[str]) -> None:
-    with pytest.raises(ConfigurationError, match=r"target.address"):
-        load_settings(CoordinatorSettings, arguments, "test")
-
-
 def word(content: bytes) -> str:
     if not content:
         raise ConfigurationError("it is empty")

@@ -133,14 +133,3 @@ def test_the_shell_completes_verbs(shell: str) -> None:
     assert "replicas" in result.stdout
     assert "requests" in result.stdout
     assert "status" not in result.stdout
-
-
-def test_completion_is_silent_when_the_coordinator_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = {
-        "_TANDEM_COMPLETE": "complete_bash",
-        "COMP_WORDS": "tandem admin replicas show 1",
-        "COMP_CWORD": "4",
-        "TANDEM_CLIENT_ADDRESS": "127.0.0.1:1",
-    }
-    result = CliRunner().invoke(app, [], env=environment, prog_name="tandem")
-    assert (result.stdout.strip(), result.stderr) == ("", "")

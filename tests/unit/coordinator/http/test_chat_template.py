@@ -206,15 +206,10 @@ HOSTILE = {
     "nested loops": (ENDLESS, "takes more than 2 s"),
     "one endless operation": ("{{ (messages | length + 8) ** (9 ** 9) }}", "takes more than"),
     "a huge text": ("{% set x = messages[0].content * 10 ** 10 %}", "takes more than 512 MiB"),
-    "a huge list": ("{% set x = [messages] * 10 ** 10 %}", "takes more than 512 MiB"),
-    "a wide text": ("{% set x = 'x' | center(10 ** 9 + messages | length) %}", "takes more than 512 MiB"),
     "doubling": (
         "{% set ns = namespace(x='attack') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
         "takes more than"),
-    "replacement": ("{% set x = ('ab' * 99999) | replace('a', 'b' * 99999) %}", "takes more than 512 MiB"),
-    "format": ("{% set x = '%999999999d' % messages | length %}", "takes more than 512 MiB"),
     "recursion": ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "it fails: "),
-    "recursion of loops": ("{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}", "it fails: "),
     "a long prompt": (
         "{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "the prompt has more than 1048576 bytes"),
     "a long refusal": ("{{ raise_exception('x' * 10 ** 7) }}", "it refuses: x"),

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import pytest
 from pydantic import ValidationError
 from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from coordinator.decoding.tokenization import PromptEncoder
 from coordinator.http.api import requests_of
@@ -336,19 +335,6 @@ async def test_one_error_names_broken_rules_of_both_kinds() -> None:
         await requests(completion(echo=True, temperature=-1.0, presence_penalty=1.0))
     for start in ("echo is true", "temperature is -1.0", "presence_penalty is 1.0"):
         assert start in str(refusal.value)
-
-
-async def test_a_chats_special_tokens_are_written_by_its_template_alone() -> None:
-    tokenizer = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
-    begin = "<|endoftext|>"
-    tokenizer.post_processor = TemplateProcessing(
-        single=f"{begin} $A", special_tokens=[(begin, tokenizer.token_to_id(begin))]
-    )
-    chats = Chats(None)
-    chats.template = ChatTemplate(begin + "{{ messages[0].content }}", {}, "test")
-    (request,) = await requests_of(chat(), Models(INFO, INFO, PromptEncoder(tokenizer)), chats, BOUNDS)
-    chats.close()
-    assert request.prompt == tuple(tokenizer.encode("hi").ids)
 
 
 async def test_a_model_without_a_template_does_not_chat() -> None:

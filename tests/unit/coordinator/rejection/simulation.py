@@ -6,30 +6,29 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
+import torch
 
 from coordinator.rejection import AcceptanceRule, Round
-from tandem.sampling.noise import proposal_keys, recovery_keys, sample, target_keys
+from tandem.engine.interface import RowRequest
+from tandem.sampling.noise import proposal_keys, sample, target_keys
 from tandem.sampling.warping import warp
 from tandem.types import (
     Acceptance,
+    Delta,
     DenseLogits,
-    DenseRow,
     DraftDistribution,
     Float32Array,
     IntArray,
     Proposal,
     RowKind,
-    RowStatistics,
     SamplingParams,
     SparseDistribution,
-    SupportRow,
-    TargetRow,
-    TokenRow,
     Verification,
+    VerifyStep,
 )
+from tests.unit.engine.verified import verified
 
 Tokens = tuple[int, ...]
-NO_IDS: IntArray = np.array([], dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -90,38 +89,16 @@ def verify(
     sampling: SamplingParams,
     supports: tuple[IntArray, ...] = (),
 ) -> Verification:
-    """Answer as a target service does."""
-    rows: list[TargetRow] = []
-    keys_of = recovery_keys if kind is RowKind.SUPPORT and len(proposal) > 0 else target_keys
-    keys = keys_of(sampling.seed, len(tokens), len(proposal) + 1)
-    for index in range(len(proposal) + 1):
-        logits = model.logits(tokens + proposal.token_ids[:index])
-        probs = warp(logits[None], [sampling])[0]
-        key = keys[index : index + 1]
-        if kind is RowKind.DENSE:
-            rows.append(DenseRow(logits))
-        elif kind is RowKind.TOKEN:
-            rows.append(TokenRow(int(sample(probs[None], key)[0])))
-        else:
-            support = supports[index] if index < len(supports) else NO_IDS
-            outside = probs.copy()
-            outside[support] = 0
-            mass = float(outside.sum())
-            outside_id = int(sample(outside[None], key)[0]) if mass > 0 else -1
-            outside_prob = float(outside[outside_id]) if mass > 0 else 0.0
-            statistics = _statistics(logits, probs, support)
-            rows.append(SupportRow(support, probs[support], mass, outside_id, statistics, outside_prob))
-    return Verification(len(tokens), tuple(rows))
-
-
-def _statistics(
-    logits: Float32Array, probs: np.ndarray[tuple[int], np.dtype[np.float64]], support: IntArray
-) -> RowStatistics:
-    entropy = -sum(float(prob) * float(np.log(prob)) for prob in probs if prob > 0)
-    ranks = [sum(1 for other in probs if other > probs[token]) for token in support]
-    return RowStatistics(
-        entropy, max(probs), int(logits.argmax()), np.array(ranks, dtype=np.int64), logits[support]
+    """Answer as a target service does, by its own code."""
+    count = len(proposal)
+    logits = np.stack([model.logits(tokens + proposal.token_ids[:index]) for index in range(count + 1)])
+    if kind is not RowKind.SUPPORT:
+        supports = ()
+    step = VerifyStep(
+        Delta(len(tokens), proposal.token_ids), kind, count + 1, supports, kind is RowKind.SUPPORT
     )
+    [verification] = verified([RowRequest(step, sampling)], torch.from_numpy(logits))
+    return verification
 
 
 def one_round(

@@ -9,10 +9,9 @@ import grpc
 import pytest
 
 from coordinator.rejection import resolve
-from coordinator.replicas.compatibility import MODEL_RULES, check_models
+from coordinator.replicas.compatibility import check_models
 from coordinator.requests.plan import can_draft_ahead
 from coordinator.requests.validation import REQUEST_RULES, TokenizedRequest, check_request
-from coordinator.settings.coordinator import CheckedSpeculativeConfig
 from tandem.config import SpeculativeConfig
 from tandem.errors import IncompatibleModelsError, InvalidRequestError, status_code
 from tandem.types import GenerationRequest, ModelInfo, RowKind
@@ -203,12 +202,6 @@ def test_one_error_names_every_broken_rule() -> None:
         check_models(deployment(draft=replace(DRAFT, vocabulary_size=99, max_length=32)))
     assert "vocabulary" in str(refused.value)
     assert "max_length" in str(refused.value)
-
-
-def test_names_are_unique_within_their_table() -> None:
-    for rules in (CheckedSpeculativeConfig.rules(), MODEL_RULES, REQUEST_RULES):
-        names = [rule.name for rule in rules]
-        assert len(names) == len(set(names))
 
 
 DRAFT = ModelInfo("draft", "LlamaForCausalLM", 1024, "hash", 2048, "float32")

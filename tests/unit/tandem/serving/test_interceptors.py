@@ -13,15 +13,13 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tandem.errors import CapacityError
 from tandem.rpc.credentials import Credentials
 from tandem.serving import interceptors
 from tandem.v1 import generation_pb2
-from tandem.wire.status import retry_after_seconds
 from target_service.servicer import TargetServicer
 from tests.service.clients import until
 from tests.service.fakes import serving
-from tests.unit.tandem.serving.served import Scripted, health_of, refusal, running, texts_from
+from tests.unit.tandem.serving.served import Scripted, health_of, running, texts_from
 
 GENERATE = "/tandem.v1.GenerationService/Generate"
 NOT_PROTOBUF = b"\xff\xff\xff\xff"
@@ -82,17 +80,6 @@ async def test_an_internal_error_has_an_id_and_its_traceback_stays_in_the_log(
     assert "verifier" not in details
     (record,) = (record for record in caplog.records if getattr(record, "error_id", "") == error_id)
     assert record.exc_info is not None
-
-
-async def test_a_refusal_has_a_retry_hint(capsys: pytest.CaptureFixture[str]) -> None:
-    async def full() -> AsyncIterator[generation_pb2.GenerateResponse]:
-        yield generation_pb2.GenerateResponse()
-        raise CapacityError("full", retry_after_seconds=1.5)
-
-    async with running(Scripted(full), capsys) as address:
-        error = await refusal(address)
-    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert retry_after_seconds(error.trailing_metadata()) == 1.5
 
 
 class Endless:
@@ -196,15 +183,6 @@ async def test_a_health_call_without_a_message_is_ended(
                 assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
                 assert "no message" in (await call.details() or "")
         assert await texts_from(address) == ["hello"]
-
-
-async def test_a_health_call_that_ends_without_a_message(capsys: pytest.CaptureFixture[str]) -> None:
-    async with running(Scripted(), capsys) as address, grpc.aio.insecure_channel(address) as channel:
-        call = silent(channel, CHECK)
-        await call.done_writing()
-        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
-        unreadable: Any = channel.unary_unary(CHECK)
-        assert await unreadable(b"\xff\xff").code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_missing_token_is_refused_before_the_message(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,16 +61,13 @@ def test_each_token_allows_its_methods(
         assert not {CLIENT, ADMIN} & set(str(error.value).split())
 
 
-@pytest.mark.parametrize("header", ["", "Bearer", "Bearer ", CLIENT, f"Basic {CLIENT}", f"Bearer {CLIENT} x"])
-def test_headers_that_hold_no_token(header: str) -> None:
-    with pytest.raises(UnauthenticatedError):
-        authorize(Scope.CLIENT, header, BOTH)
-
-
-def test_the_scheme_is_spelled_any_way() -> None:
+@pytest.mark.parametrize(
+    "header", ["", "Bearer ", CLIENT, f"Basic {CLIENT}", f"Bearer {CLIENT} x", "bearer another"]
+)
+def test_headers_that_hold_no_known_token(header: str) -> None:
     authorize(Scope.CLIENT, f"bearer {CLIENT}", BOTH)
     with pytest.raises(UnauthenticatedError):
-        authorize(Scope.CLIENT, "bearer another", BOTH)
+        authorize(Scope.CLIENT, header, BOTH)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +127,9 @@ TLS = {"tls_cert_file": "cert.pem", "tls_key_file": "key.pem"}
         (TLS, "give auth_token_file or tls_client_ca_file; or insecure"),
         ({"auth_token": CLIENT}, "give tls_cert_file and tls_key_file; or insecure"),
         (TLS | {"auth_token": CLIENT}, None),
+        ({"host": "127.1.2.3"}, None),
+        ({"host": "::1"}, None),
+        ({"host": "localhost"}, None),
         (TLS | {"auth_token_file": "tokens"}, None),
         (TLS | {"tls_client_ca_file": "ca.pem"}, None),
         ({"insecure": True}, None),
@@ -147,11 +146,6 @@ def test_a_server_that_others_reach_is_protected(
             ServerSettings.model_validate({"host": host} | options)
         assert f"host is {host}" in str(error.value)
         assert missing in str(error.value)
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
-def test_this_machine_needs_no_protection(host: str) -> None:
-    assert ServerSettings(host=host).host == host
 
 
 @pytest.mark.parametrize(
@@ -185,6 +179,13 @@ def test_prompts_do_not_cross_a_network_in_plain_text(options: dict[str, object]
         ({"auth_token": CLIENT, "auth_token_file": "f"}, "auth_token and auth_token_file are both set"),
         ({"admin_token": "short"}, "admin_token has 5 characters"),
         ({"auth_token": 1234567890123456789}, "it must be a text"),
+        ({"http_port": 0, "http_host": "0.0.0.0"}, "http_host is 0.0.0.0, which other machines reach"),
+        (
+            {"prometheus_port": 0, "prometheus_host": "0.0.0.0"},
+            "prometheus_host is 0.0.0.0, which other machines",
+        ),
+        ({"cors_origin": "chat.example"}, "cors_origin is chat.example; it must be"),
+        ({"http_max_held_body_bytes": 4096}, "http_max_held_body_bytes is 4096; it must be at least"),
     ],
 )
 def test_conflicting_options_are_refused(options: dict[str, object], sentence: str) -> None:
@@ -355,10 +356,3 @@ def test_invalid_files_are_refused(files: Files, cert: str, key: str, sentence: 
     paths = {"cert": files.cert, "key": files.key, "ca": files.ca, "nowhere": files.cert.with_name("nowhere")}
     with pytest.raises(ConfigurationError, match=sentence):
         server_credentials(paths[cert], paths[key])
-
-
-def test_a_system_without_files_in_memory(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "memfd_create", raising=False)
-    server_credentials(files.cert, files.key, files.ca)
-    with pytest.raises(ConfigurationError, match="holds no certificate"):
-        server_credentials(files.cert, files.key, files.key)

@@ -1,0 +1,225 @@
+"""Every drafting head proposes what an independent reference does, and the target's greedy text does not change."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tandem.engine.backends.cpu_native.plans import ExecutionPlan
+from tandem.model_sources.bundled import demo_pair
+from tests.dflash_models import DFlashReference, save_dflash
+from tests.eagle_heads import EagleReference, save_eagle
+from tests.end_to_end.models import load_reference
+from tests.heads import FLAGS, Eagle3Reference, save_eagle3
+from tests.medusa_heads import MedusaReference, save_medusa
+from tests.mtp_models import FAMILIES, MtpReference, mtp_target, save_mtp
+from tests.paths import DEMO_EAGLE3, DEMO_TARGET
+from tests.qwen_mtp_models import FAMILIES as QWEN_FAMILIES
+from tests.qwen_mtp_models import QwenMtpReference, qwen_target, save_qwen_mtp
+from tests.unit.bound_service.pairs import Reference, Request, check, running, saved_target, small_target
+
+Save = Callable[..., Path]
+ON, OFF = True, False
+EAGLE3: dict[str, dict[str, Any]] = {
+    "raw": {},
+    "raw, every flag": {
+        "norm_before_residual": ON, "norm_before_fc": ON, "norm_output": ON, "own_embedding": ON,
+        "layer_ids": (1, 4, 6),
+    },
+    "raw, a norm for each state": {"fc_norm": ON, "norm_output": ON, "draft_vocabulary": 2048},
+    "speculators": {"wrapped": ON},
+    "speculators, every flag": {
+        "wrapped": ON, "norm_before_residual": OFF, "norm_before_fc": ON, "fc_norm": ON, "norm_output": ON,
+    },
+    "speculators, one flag": {"wrapped": ON, "norm_output": ON},
+}  # fmt: skip
+EAGLE: dict[str, dict[str, Any]] = {
+    "raw": {},
+    "a copy of the embedding and a bias": {"embedding": "copied", "bias": True},
+    "vLLM's format and an embedding of its own": {"form": "vllm", "embedding": "own"},
+    "speculators": {"form": "speculators"},
+    "speculators with a bias": {"form": "speculators", "bias": True, "embedding": "own"},
+    "speculators with norms": {"form": "speculators", "norms": True},
+}
+MEDUSA: dict[str, dict[str, Any]] = {
+    "vLLM's format": {},
+    "published names": {"published": True, "bias": True},
+    "two layers": {"published": True, "layers": 2},
+    "some tokens": {"draft_vocabulary": 96, "bias": True},
+    "rows of some tokens": {"draft_vocabulary": 96, "whole_outputs": True},
+    "one output layer": {"shared_output": True},
+}
+DFLASH: dict[str, dict[str, Any]] = {
+    "raw": {},
+    "speculators": {"wrapped": True, "draft_vocabulary": None},
+    "speculators, some tokens": {"wrapped": True, "draft_vocabulary": 96},
+}
+METHODS: dict[str, tuple[Save, Callable[[Path, Any], Reference], dict[str, dict[str, Any]]]] = {
+    "eagle3": (save_eagle3, Eagle3Reference, EAGLE3),
+    "eagle": (save_eagle, EagleReference, EAGLE),
+    "medusa": (save_medusa, MedusaReference, MEDUSA),
+    "dflash": (save_dflash, DFlashReference, DFLASH),
+}
+VARIANTS = {
+    f"{method}, {name}": (partial(save, **options), reference)
+    for method, (save, reference, variants) in METHODS.items()
+    for name, options in variants.items()
+}
+PROMPTS = [(5, 9, 2, 700, 31, 8), (1, 1), (40, 41, 42, 43) * 20]
+FEW = [(1, 2, 3), (4, 5), (0, 0, 1, 5, 5)]
+"""Prompts for a model of six tokens, which accepts some proposals, wholly or in part."""
+MANY = [tuple((7 * row + column * column) % 2048 for column in range(2 + 3 * row)) for row in range(20)]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A model of transformers, and its folder."""
+    model = small_target()
+    return model, saved_target(model, tmp_path_factory.mktemp("target"))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+async def test_proposals_are_those_of_the_reference(
+    name: str, target: tuple[Any, Path], tmp_path: Path
+) -> None:
+    model, folder = target
+    save, reference = VARIANTS[name]
+    head = save(tmp_path / "eagle-head", model)
+    await check(model, folder, head, reference(head, model), PROMPTS, 8)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", VARIANTS)
+async def test_many_prompts(name: str, target: tuple[Any, Path], tmp_path: Path) -> None:
+    model, folder = target
+    save, reference = VARIANTS[name]
+    head = save(tmp_path / "eagle-head", model)
+    await check(model, folder, head, reference(head, model), MANY, 64, max_sequences=20)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("wrapped", [False, True], ids=["raw", "speculators"])
+async def test_every_flag_over_many_prompts(wrapped: bool, target: tuple[Any, Path], tmp_path: Path) -> None:
+    model, folder = target
+    for number, values in enumerate(product((OFF, ON), repeat=len(FLAGS))):
+        flags: dict[str, Any] = dict(zip(FLAGS, values, strict=True))
+        head = save_eagle3(tmp_path / f"head{number}", model, wrapped=wrapped, **flags)
+        await check(model, folder, head, Eagle3Reference(head, model), MANY, 64, max_sequences=20)
+
+
+@pytest.mark.parametrize("compile_mode", ["off", "auto"])
+@pytest.mark.parametrize("method", METHODS)
+async def test_accepted_positions_read_the_targets_states(
+    method: str, compile_mode: str, tmp_path: Path
+) -> None:
+    model = small_target(vocab_size=6)
+    save, reference, _ = METHODS[method]
+    head = save(tmp_path / "eagle-head", model, **({"draft_vocabulary": 6} if method == "eagle3" else {}))
+    folder = saved_target(model, tmp_path / "target")
+    assert await check(model, folder, head, reference(head, model), FEW, 24, compile=compile_mode) > 5
+
+
+def with_layers(family: str, folder: Path, vocabulary: int = 2048) -> tuple[Any, MtpReference]:
+    """A target with prediction layers of its own, written into a folder, and the reference of its proposals."""
+    if family in QWEN_FAMILIES:
+        model = qwen_target(family, vocabulary)
+        return model, QwenMtpReference(save_qwen_mtp(model, folder), model)
+    model = mtp_target(family, vocabulary)
+    return model, MtpReference(save_mtp(model, folder), model)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *QWEN_FAMILIES])
+async def test_proposals_of_the_targets_own_layers(family: str, tmp_path: Path) -> None:
+    model, reference = with_layers(family, tmp_path / "target")
+    await check(model, tmp_path / "target", None, reference, PROMPTS, 8)
+
+
+@pytest.mark.parametrize(
+    ("family", "compile_mode"), [("deepseek_v3", "off"), ("deepseek_v3", "auto"), ("qwen3_next", "off"),
+                                 ("qwen3_next", "auto"), ("qwen3", "auto")]
+)  # fmt: skip
+async def test_accepted_positions_of_the_targets_own_layers(
+    family: str, compile_mode: str, tmp_path: Path
+) -> None:
+    model, reference = with_layers(family, tmp_path / "target", vocabulary=6)
+    assert await check(model, tmp_path / "target", None, reference, FEW, 24, compile=compile_mode) > 5
+
+
+async def test_a_head_of_some_tokens_runs_by_execution_plans(
+    target: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replays: list[int] = []
+    replay = ExecutionPlan.replay
+
+    def counted(plan: ExecutionPlan, packing: Any, rows: Any, states: Tensor | None = None) -> Tensor:
+        if states is not None:
+            replays.append(len(states))
+        return replay(plan, packing, rows, states)
+
+    monkeypatch.setattr(ExecutionPlan, "replay", counted)
+    model, folder = target
+    head = save_eagle3(tmp_path / "head", model, norm_output=True)
+    await check(model, folder, head, Eagle3Reference(head, model), PROMPTS, 8, compile="on")
+    assert len(replays) > 3 * 8, "each token of a proposal"
+    assert max(replays) > 3, "and the prompts' pairs"
+
+
+@pytest.mark.parametrize("compile_mode", ["off", "auto"])
+async def test_the_bundled_head_proposes_in_bfloat16(compile_mode: str) -> None:
+    """By CPU kernels its residual stream is float32, its cache is not."""
+    async with running(DEMO_TARGET, DEMO_EAGLE3, dtype="bfloat16", compile=compile_mode) as pair:
+        request = Request(pair, "request", tuple(range(5, 60)))
+        await request.run(24)
+    lengths = [len(proposal) for _, proposal in request.proposals]
+    assert lengths == [0] + [4] * (len(lengths) - 1), "a proposal in every round but the first"
+    assert request.accepted > 4
+
+
+async def test_the_bundled_medusa_heads_foresee_some_tokens() -> None:
+    model = load_reference(DEMO_TARGET)
+    head = demo_pair().head("medusa")
+    prompts = [tuple(range(300, 320)), (40, 41, 42, 43) * 4]
+    reference = MedusaReference(head, model)
+    assert await check(model, DEMO_TARGET, head, reference, prompts, 24, dtype="float32", compile="auto") > 0
+
+
+async def test_a_proposal_has_a_token_of_each_medusa_head_at_most(
+    target: tuple[Any, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, folder = target
+    head = save_medusa(tmp_path / "head", model)
+    with caplog.at_level(logging.WARNING):
+        async with running(folder, head) as pair:
+            request = Request(pair, "one", PROMPTS[0], token_count=6)
+            await request.run(4)
+    lengths = [len(proposal) for _, proposal in request.proposals]
+    assert lengths == [0] + [4] * (len(lengths) - 1)
+    sentence = "6 tokens were asked for, but the draft has 4 heads, which propose one token each"
+    assert sum(record.getMessage().startswith(sentence) for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("block_size", [3, 5, 16])
+async def test_blocks_of_any_size(block_size: int, target: tuple[Any, Path], tmp_path: Path) -> None:
+    """Four tokens are asked for. The longest prompt is read in chunks, and the block behind it is not divided."""
+    model, folder = target
+    head = save_dflash(tmp_path / "head", model, block_size=block_size)
+    proposed = min(4, block_size - 1)
+    reference = DFlashReference(head, model)
+    await check(model, folder, head, reference, PROMPTS, 8, proposed, max_num_batched_tokens=24)
+
+
+async def test_a_block_ends_at_the_longest_sequence(tmp_path: Path) -> None:
+    """Near max_length the proposals become shorter."""
+    model = small_target(vocab_size=6)
+    folder, head = saved_target(model, tmp_path / "target"), save_dflash(tmp_path / "head", model)
+    async with running(folder, head, max_length=32) as pair:
+        request = Request(pair, "a", (1, 2, 3) * 8)
+        await request.run(6)
+    assert max(length + len(proposal) for length, proposal in request.proposals) <= 32

@@ -157,6 +157,8 @@ async def timed_coordinator(
             draft_address=addresses.draft,
             num_speculative_tokens=num_speculative_tokens,
             speculation_policy="fixed",
+            # As the contender whose rounds these are: what is pushed ahead depends on how rounds happen to meet.
+            draft_ahead="off",
         )
     )
     try:
@@ -235,6 +237,8 @@ async def wire_bytes(addresses: Addresses, num_speculative_tokens: int, workload
         ]
         relayed = replace(addresses, target=target.address, draft=draft.address)
         coordinator = await stack.enter_async_context(timed_coordinator(relayed, num_speculative_tokens))
+        # Neither the connections count nor a first request that the draft was not ready for.
+        await coordinator.run(workload)
         before = target.byte_count, draft.byte_count
         tokens = await coordinator.run(workload)
         return WireBytes(

@@ -68,9 +68,9 @@ def stable(text: str, cluster: str, target: str, draft: str) -> str:
         (r"(?<=\S) {2,}", "  "),
         (r" +$", ""),
         # A step profile has as many points as there was time for.
-        (r'(\{\s*"sequences": #,\s*"tokens": #,\s*"seconds": #\s*\},?\s*)+(?=\s*\])', "STEPS\n"),
-        # The controller may meanwhile have chosen the target alone.
-        (r"predicted #x( with K = #)?", "predicted #x"),
+        (r'\[\s*(\{\s*"sequences": #,\s*"tokens": #,\s*"seconds": #\s*\},?\s*)+\]', "[STEPS]"),
+        # What the controller says of it follows what was measured.
+        (r"predicted #x[^\"]*", "predicted #x, ..."),
         # One entry for each position of the longest proposal.
         (r"\[\s*#(,\s*#)*\s*\]", "[#]"),
         (r"( *- #\n)( *- #\n)+", r"\1"),

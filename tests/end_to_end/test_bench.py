@@ -65,7 +65,7 @@ def test_bench_measures_tandem_and_its_peers(
     assert cells["speculative", 2, 0.0].acceptance_rate == cells["one-process", 2, 0.0].acceptance_rate
     assert [row.path for row in report.phases] == ["services", "one process"] * 2
     assert len(report.wire) == 2
-    assert all(0 < wire.draft < 10_000 and 0 < wire.target < 10_000 for wire in report.wire)
+    assert all(0 < wire.draft < 10_000 and 0 < wire.target < 10_000 for wire in report.wire), report.wire
     assert "Batch 2, temperature 0" in printed
     assert files["svg"].read_text().startswith("<svg")
     assert "## To be reached" in files["markdown"].read_text()

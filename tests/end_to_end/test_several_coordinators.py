@@ -161,14 +161,10 @@ async def test_the_load_of_both_adds_up_at_the_replicas(
     addresses = [address_of(process) for process in coordinators]
     wanted = [request(prompts[0], "greedy", 400)] * 4
     reading = asyncio.create_task(through(addresses, wanted))
-    while not reading.done():
+    own, at_targets = [0.0, 0.0], 0.0
+    while not reading.done() and (own, at_targets) != ([2.0, 2.0], 4.0):
         own = [await total([process], "tandem_num_requests_running") for process in coordinators]
         at_targets = await total(targets, "tandem_num_sequences_running")
-        if own == [2.0, 2.0] and at_targets == 4.0:
-            break
-    else:
-        pytest.fail(
-            "the streams ended before both coordinators had two requests and the targets four sequences"
-        )
+    assert (own, at_targets) == ([2.0, 2.0], 4.0), "the streams ended before"
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)

@@ -85,7 +85,7 @@ def set_config(model: Path, **values: object) -> None:
     [
         (nothing_there, "nothing is there"),
         (pickle_only, "only as pickle (pytorch_model.bin)"),
-        (truncated, "is truncated"),
+        (truncated, "is damaged"),
         (many_layers, "num_hidden_layers is '10000000'"),
     ],
 )

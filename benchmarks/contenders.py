@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, fields
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ class ThroughServices:
             client: Of the coordinator.
             speculation: False for the target alone.
             tokens: num_speculative_tokens of the requests; None for the coordinator's.
-            is_seeded: True if a request that is alone has the workload's seed.
+            is_seeded: True if requests have seeds: the workload's and those that follow.
         """
         self._client = client
         self._speculation = speculation
@@ -161,18 +162,15 @@ class ThroughServices:
     async def run(self, workload: Workload) -> Outcome:
         """Complete the prompts over one connection."""
         stats = SpeculationStats()
-        # One request accepts as it does in one process, so that only the path differs. Many come as clients send them:
-        # a seed would forbid the coordinator to shorten their proposals.
-        seed = workload.seed if self._is_seeded and len(workload.prompts) == 1 else None
         started = time.perf_counter()
 
-        async def one(prompt: tuple[int, ...]) -> Answer:
+        async def one(number: int, prompt: tuple[int, ...]) -> Answer:
             answer = Answer()
             request = GenerationRequest(
                 prompt,
                 max_tokens=workload.max_tokens,
                 temperature=workload.temperature,
-                seed=seed,
+                seed=workload.seed + number if self._is_seeded else None,
                 num_speculative_tokens=self._tokens,
                 speculation=self._speculation,
                 ignore_eos=True,
@@ -183,7 +181,7 @@ class ThroughServices:
                     add(stats, chunk.summary.speculation)
             return answer
 
-        answers = await asyncio.gather(*map(one, workload.prompts))
+        answers = await asyncio.gather(*map(one, count(), workload.prompts))
         return Outcome(answers, time.perf_counter() - started, stats.rounds, stats.drafted, stats.accepted)
 
 

@@ -1,10 +1,10 @@
-"""Adaptive speculation against the target alone and against every fixed K, in turn, through the services.
+"""The adaptive policy from its first round on, beside the target alone and every fixed K, in turn, through the services.
 
     python -m benchmarks.studies.speculation
-    python -m benchmarks.studies.speculation first --pairs demo --pace 40,6,0.1
+    python -m benchmarks.studies.speculation --pairs demo --pace 6.5,1.2,0.1 --delay 0.25 --draft-ahead auto
 
-`cells` compares completions, `first` the first tokens of a request after many others. Requests have no seed:
-with one, the length would not follow the load.
+Each round has a coordinator that has just started, as a user's has. The first hundred tokens of each completion count
+apart from the rest.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shutil
+import statistics
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import product
@@ -22,23 +23,21 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import CACHE_FOLDER, Contender, floats, in_turn, names, numbers, speed_ratio
-from benchmarks.contenders import Setup, ThroughServices, coordinator_of, services
+from benchmarks.common import CACHE_FOLDER, Contender, chosen, floats, names, numbers, rotated
+from benchmarks.contenders import Addresses, Setup, ThroughServices, coordinator_of, services
 from benchmarks.pairs import DEMO, Pair, open_pair
-from benchmarks.peers import Outcome
+from benchmarks.peers import Answer, Outcome, Workload
+from benchmarks.report import FIRST_TOKENS
 from tandem.admin_client import AdminClient
 from tandem.client import Client
 
 RANDOM = "random"
 """The demo target with a draft of the demo draft's shape and random weights."""
-PAIRS = ("demo", "shaped:50M:1:0.8", RANDOM)
-FIRST_TOKENS = 32
-OTHERS = 50
-"""Requests before the one whose first tokens are timed."""
+PAIRS = ("demo", "shaped:50M:1:0.5", "shaped:50M:1:0.8", RANDOM)
 NEEDED = 0.97
 """Tokens per second, by those of the target alone; less is marked. The goal of docs/benchmarks.md."""
-NEEDED_OF_FIXED = 0.95
-"""The same by those of the best fixed K, where drafting pays."""
+NEEDED_OF_FIXED = 0.90, 0.95
+"""The same by those of the best fixed K (0 included), of the first tokens and of the rest."""
 
 
 def random_draft(folder: Path) -> Path:
@@ -55,10 +54,8 @@ def random_draft(folder: Path) -> Path:
 
 
 @asynccontextmanager
-async def started(
-    name: str, options: argparse.Namespace, longest: int
-) -> AsyncIterator[tuple[Pair, dict[str, Contender], str]]:
-    """A pair's services, with a coordinator for each policy; the ways, and the address of the adaptive one."""
+async def started(name: str, options: argparse.Namespace) -> AsyncIterator[tuple[Pair, Setup, Addresses]]:
+    """A pair's services."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="tandem-speculation-")))
         text = f"{DEMO / 'target'}:{random_draft(folder)}" if name == RANDOM else name
@@ -67,76 +64,117 @@ async def started(
             target=pair.target,
             draft=pair.draft,
             threads=options.threads,
-            max_length=max(map(len, pair.prompts())) + longest,
+            max_length=max(map(len, pair.prompts())) + options.max_tokens,
             max_sequences=max(options.batch),
             num_speculative_tokens=options.most,
             logs=folder,
             pace=options.pace,
+            rule=options.rule,
             delay_ms=options.delay,
         )
-        addresses = await stack.enter_async_context(services(setup))
-        adaptive = await stack.enter_async_context(Client(addresses.coordinator))
-        ways: dict[str, Contender] = {
-            "alone": ThroughServices(adaptive, speculation=False, is_seeded=False),
-            "adaptive": ThroughServices(adaptive, is_seeded=False),
-        }
-        if options.fixed:
-            policy = ("--speculation-policy", "fixed")
-            other = await stack.enter_async_context(
-                coordinator_of(setup, addresses.target, addresses.draft, *policy)
+        yield pair, setup, await stack.enter_async_context(services(setup, with_ahead=False))
+
+
+async def cells(console: Console, name: str, options: argparse.Namespace) -> None:
+    """Completions in turn, and the medians of the ratios within a round."""
+    first, rest = f"first {FIRST_TOKENS}: by alone", "by the best"
+    table = Table(
+        "T", "batch", "seed", first, rest, "rest: by alone", "by the best", "each by alone", title=name
+    )
+    decided = []
+    async with AsyncExitStack() as stack:
+        pair, setup, addresses = await stack.enter_async_context(started(name, options))
+        fixed = await stack.enter_async_context(
+            coordinator_of(
+                setup,
+                addresses.target,
+                addresses.draft,
+                *("--speculation-policy", "fixed", "--draft-ahead", options.draft_ahead),
             )
-            client = await stack.enter_async_context(Client(other))
-            ways |= {
-                f"K={count}": ThroughServices(client, tokens=count, is_seeded=False)
+        )
+        client = await stack.enter_async_context(Client(fixed))
+        for heat, batch, is_seeded in product(options.temperature, options.batch, options.seeded):
+            ways: dict[str, Contender] = {
+                f"K={count}": ThroughServices(client, tokens=count, is_seeded=is_seeded)
                 for count in options.fixed
             }
-        yield pair, ways, addresses.coordinator
+            ways["alone"] = ThroughServices(client, speculation=False, is_seeded=is_seeded)
+            found, decisions = await _cell(pair, setup, addresses, ways, options, heat, batch, is_seeded)
+            table.add_row(f"{heat:g}", str(batch), "yes" if is_seeded else "no", *_judged(found))
+            decided += decisions
+    console.print(table)
+    for line in dict.fromkeys(decided):
+        console.print(line)
 
 
-async def cells(console: Console, options: argparse.Namespace) -> None:
-    """Completions in turn, and the medians of the ratios within a round."""
-    for name in options.pairs:
-        table = Table("T", "batch", "tokens", "by alone", "by best fixed", "each by alone", title=name)
-        async with started(name, options, max(options.max_tokens)) as (pair, ways, address):
-            for heat, batch, tokens in product(options.temperature, options.batch, options.max_tokens):
-                found = await in_turn(ways, pair.prompts(), batch, heat, tokens, options.rounds, warm_up=2)
-                table.add_row(f"{heat:g}", str(batch), str(tokens), *_judged(found))
-            async with AdminClient(address) as admin:
-                decisions = (await admin.stats()).decisions
-        console.print(table)
-        for decision in decisions:
-            console.print(f"{decision.rule}, temperature {decision.temperatures}, {decision.reason}")
+async def _cell(
+    pair: Pair,
+    setup: Setup,
+    addresses: Addresses,
+    ways: Mapping[str, Contender],
+    options: argparse.Namespace,
+    heat: float,
+    batch: int,
+    is_seeded: bool,
+) -> tuple[dict[str, list[Outcome]], list[str]]:
+    """Outcomes by way, and what the last coordinator decided."""
+    found: dict[str, list[Outcome]] = {name: [] for name in (*ways, "adaptive")}
+    lines: list[str] = []
+    for number in range(options.rounds):
+        async with (
+            coordinator_of(
+                setup, addresses.target, addresses.draft, "--draft-ahead", options.draft_ahead
+            ) as address,
+            Client(address) as client,
+            AdminClient(address) as admin,
+        ):
+            all_ways = {**ways, "adaptive": ThroughServices(client, is_seeded=is_seeded)}
+            workload = Workload(chosen(pair.prompts(), batch, number), heat, options.max_tokens, seed=number)
+            for way in rotated(list(all_ways), number):
+                found[way].append(await all_ways[way].run(workload))
+            lines = [
+                f"{each.rule}, temperature {each.temperatures}, {each.reason}"
+                for each in (await admin.stats()).decisions
+            ]
+    return found, lines
 
 
-def _judged(found: Mapping[str, Sequence[Outcome]]) -> tuple[str, str, str]:
-    """Adaptive by the target alone, by the best fixed K where that pays, and each way by the target alone."""
-    rates = {name: speed_ratio(outcomes, found["alone"]) for name, outcomes in found.items()}
-    fixed = {name: rate for name, rate in rates.items() if name.startswith("K=")}
-    of_best = ""
-    if fixed and max(fixed.values()) > 1.0:
-        best = max(fixed, key=fixed.__getitem__)
-        of_best = f"{_marked(speed_ratio(found['adaptive'], found[best]), NEEDED_OF_FIXED)} ({best})"
-    each = ", ".join(f"{name} {rate:.2f}" for name, rate in fixed.items())
-    return _marked(rates["adaptive"], NEEDED), of_best, each
+def _judged(found: Mapping[str, Sequence[Outcome]]) -> list[str]:
+    """Adaptive by the target alone and by the best fixed K, in the first tokens and in the rest."""
+    words, each = [], ""
+    for part, needed in enumerate(NEEDED_OF_FIXED):
+        speeds = {name: [_speeds(outcome)[part] for outcome in outcomes] for name, outcomes in found.items()}
+        rates = {name: _ratio(speeds[name], speeds["alone"]) for name in speeds}
+        adaptive = rates.pop("adaptive")
+        best = max(rates, key=rates.__getitem__)
+        of_best = _ratio(speeds["adaptive"], speeds[best])
+        words += [_marked(adaptive, NEEDED), f"{_marked(of_best, needed)} ({best})"]
+        each = ", ".join(f"{name} {rate:.2f}" for name, rate in rates.items() if name != "alone")
+    return [*words, each]
+
+
+def _ratio(speeds: Sequence[float], others: Sequence[float]) -> float:
+    return statistics.median(one / other for one, other in zip(speeds, others, strict=True))
+
+
+def _speeds(outcome: Outcome) -> tuple[float, float]:
+    """Tokens per second of each request's first tokens, the first of all excepted, and of the others."""
+    return _speed(outcome.answers, 0, FIRST_TOKENS), _speed(outcome.answers, FIRST_TOKENS, 1 << 30)
+
+
+def _speed(answers: Sequence[Answer], begin: int, end: int) -> float:
+    made, passed = 0, 0.0
+    for answer in answers:
+        total, last = 0, 0.0
+        for seconds, count in answer.arrivals:
+            if begin < total + count and total and total < end:
+                made, passed = made + count, passed + seconds - last
+            total, last = total + count, seconds
+    return made / passed if passed else 0.0
 
 
 def _marked(share: float, needed: float) -> str:
     return f"{share:.2f}{'' if share >= needed else ' !'}"
-
-
-async def first(console: Console, options: argparse.Namespace) -> None:
-    """The first tokens of a request after many others, by those of the target alone."""
-    table = Table("pair", "T", f"first {FIRST_TOKENS} tokens after {OTHERS} requests, by alone")
-    options.fixed = ()
-    for name, temperature in product(options.pairs, options.temperature):
-        # A coordinator that knows nothing yet, for each temperature.
-        async with started(name, options, FIRST_TOKENS) as (pair, ways, _):
-            prompts, adaptive = pair.prompts(), {"adaptive": ways["adaptive"]}
-            await in_turn(adaptive, prompts, 1, temperature, FIRST_TOKENS, OTHERS)
-            found = await in_turn(ways, prompts, 1, temperature, FIRST_TOKENS, 2 * options.rounds, warm_up=0)
-        share = speed_ratio(found["adaptive"], found["alone"])
-        table.add_row(name, f"{temperature:g}", _marked(share, NEEDED))
-    console.print(table)
 
 
 def main() -> None:
@@ -145,24 +183,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("what", nargs="?", choices=["cells", "first"], default="cells")
     add("--pairs", type=names, default=list(PAIRS))
     add("--batch", type=numbers, default=[1, 4, 16])
-    add("--temperature", type=floats, default=[0.0, 1.0])
-    add("--max-tokens", type=numbers, default=[64, 256])
-    add(
-        "--fixed",
-        type=lambda text: [] if text == "none" else numbers(text),
-        default=[1, 2, 4, 6],
-        help="lengths to compare with, or none",
-    )
+    add("--temperature", type=floats, default=[0.0, 0.7, 1.0])
+    add("--seeded", type=lambda text: [word == "yes" for word in names(text)], default=[False], help="no,yes")
+    add("--max-tokens", type=int, default=300)
+    add("--fixed", type=numbers, default=[1, 2, 4, 6], help="lengths to compare with")
     add("--most", type=int, default=6, help="longest proposal of the adaptive policy")
-    add("--rounds", type=int, default=5)
+    add("--rounds", type=int, default=3)
     add("--threads", type=int, default=1, help="of each model")
+    add("--rule", default="auto", help="rejection_sampling_strategy, as tandem up sets it")
+    add("--draft-ahead", default="auto", help="of every coordinator")
     add("--pace", default="", help="VERIFY_MS,DRAFT_STEP_MS[,PER_8_ROWS], as in tandem bench")
     add("--delay", type=float, default=0.0, help="milliseconds to each service, one way")
     options = parser.parse_args()
-    asyncio.run((cells if options.what == "cells" else first)(Console(highlight=False), options))
+    for name in options.pairs:
+        asyncio.run(cells(Console(highlight=False), name, options))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The adaptive policy from its first round on, beside the target alone and every fixed K, in turn, through the services.
+"""The adaptive policy from its first round, beside the target alone and every fixed K, in turn, through services.
 
     python -m benchmarks.studies.speculation
     python -m benchmarks.studies.speculation --pairs demo --pace 6.5,1.2,0.1 --delay 0.25 --draft-ahead auto

@@ -66,6 +66,39 @@ class OutcomeHits:
         return min(sum(self._hits[:outcomes]) / self._weight, 1.0)
 
 
+class Calibration:
+    """Tokens that rounds make, by what was predicted for as long as they took. By load class."""
+
+    def __init__(self, like: Calibration | None = None) -> None:
+        self._made: dict[int, list[float]] = {}
+        """Made, and predicted."""
+        if like is not None:
+            self._made = {load: [made / predicted, 1.0] for load, (made, predicted) in like._made.items()}
+
+    def factor(self, load: int) -> float:
+        """The ratio at the nearest load; 1 before any round."""
+        if not self._made:
+            return 1.0
+        wanted = load_class(load)
+        made, predicted = self._made[min(self._made, key=lambda known: abs(known - wanted))]
+        return made / predicted
+
+    def add(self, load: int, tokens: float, predicted: float) -> None:
+        """Count a round of one of so many requests."""
+        factor = self.factor(load)
+        known = self._made.setdefault(load_class(load), [load * tokens, load * tokens / factor])
+        keep = 1.0 - 1.0 / (WINDOW * load)
+        known[0] = keep * known[0] + tokens
+        known[1] = keep * known[1] + min(predicted, SURPRISE * tokens / factor)  # a pause is no cost
+
+    def doubt(self, load: int, tokens: float) -> None:
+        """Let what is known at a load weigh as little as one round: it was long ago."""
+        known = self._made.get(load_class(load))
+        if known is not None:
+            share = min(load * tokens / known[0], 1.0)
+            known[:] = [share * each for each in known]
+
+
 class AheadModel:
     """Predicts rounds that draft ahead, for one kind of request on one target."""
 
@@ -77,41 +110,28 @@ class AheadModel:
         self.hits = OutcomeHits()
         self.question = MovingAverage()
         """Seconds of a question after a miss, beside the steps that answer it."""
-        self._made: dict[int, list[float]] = {}
-        """By load class: tokens that were made, and tokens that were predicted for the same seconds."""
-        if like is not None:
-            for load, (made, predicted) in like._made.items():
-                self._made[load] = [made / predicted, 1.0]
+        self._ahead: Calibration = Calibration(like._ahead if like else None)
+        self._plain: Calibration = Calibration(like._plain if like else None)
 
     def factor(self, load: int) -> float:
-        """Tokens per second by what was predicted, at the nearest load."""
-        if not self._made:
-            return 1.0
-        wanted = load_class(load)
-        made, predicted = self._made[min(self._made, key=lambda known: abs(known - wanted))]
-        return made / predicted
+        """Tokens per second of rounds that draft ahead by what was predicted, each beside the same of rounds that do
+        not: both change alike when other work comes to the machine."""
+        return self._ahead.factor(load) / self._plain.factor(load)
 
-    def add(self, load: int, tokens: float, predicted: float) -> None:
+    def add(self, load: int, tokens: float, predicted: float, *, is_ahead: bool) -> None:
         """Count a round of one of so many requests.
 
         Args:
             load: Sequences that share the target.
             tokens: Expected tokens of the round, by what it proposed.
             predicted: Tokens that were predicted, without the factor, for as long as the round took.
+            is_ahead: True if it drafted ahead.
         """
-        factor = self.factor(load)
-        known = self._made.setdefault(load_class(load), [load * tokens, load * tokens / factor])
-        keep = 1.0 - 1.0 / (WINDOW * load)
-        known[0] = keep * known[0] + tokens
-        known[1] = keep * known[1] + min(predicted, SURPRISE * tokens / factor)  # a pause is no cost
+        (self._ahead if is_ahead else self._plain).add(load, tokens, predicted)
 
-    def doubt(self, load: int, tokens: float) -> None:
-        """Let the factor at a load weigh as little as a round in which each request makes so many tokens: that was long
-        ago, and the rounds that follow are to tell."""
-        known = self._made.get(load_class(load))
-        if known is not None:
-            share = min(load * tokens / known[0], 1.0)
-            known[:] = [share * each for each in known]
+    def doubt(self, load: int, tokens: float, *, is_ahead: bool) -> None:
+        """The rounds of a way that follow are to tell its speed anew: each request makes so many tokens in one."""
+        (self._ahead if is_ahead else self._plain).doubt(load, tokens)
 
     def speed(self, costs: CostModel, load: int, expected: Sequence[float], outcomes: int) -> float:
         """Predicted tokens per second, without the factor.

@@ -22,7 +22,14 @@ from coordinator.speculation.ahead import (
     tokens_after_hit,
     tokens_after_miss,
 )
-from coordinator.speculation.costs import NO_PROFILE, SURPRISE, CostModel, StepCosts, load_class
+from coordinator.speculation.costs import (
+    NO_PROFILE,
+    SURPRISE,
+    TARGET_COMMON,
+    CostModel,
+    StepCosts,
+    load_class,
+)
 from coordinator.speculation.gains import (
     FIRST_RATE,
     WINDOW,
@@ -46,9 +53,9 @@ PROBE_SHARE = 0.01
 """Share of the rounds, and of their time, that try what was not chosen: drafting, or drafting ahead."""
 PROBE_ROUNDS = 3
 """Rounds of one request in such a probe: the draft reads the tokens since the last one only once."""
-RENEWAL_ROUNDS = 32
+RENEWAL_ROUNDS = 8
 """Rounds of each request between two decisions, doubled up to this number from 1 on. A decision takes 40 us, so that
-its share of a round is 1 us; with 16 from the first round on, simulations make 1 % fewer tokens."""
+its share of a round is 5 us. With 32 the demo pair makes a tenth fewer of its first hundred tokens."""
 BURST = 4
 """Requests that may begin at once with a draft stream. When more arrive at once, the later ones open no draft stream
 until the load is known: a draft that is not needed would read their prompts in vain."""
@@ -117,6 +124,7 @@ class Choice:
         self._renew_in = 0
         self._pause = 1
         self._next_probe = self._next_turn = self._turned_until = 0
+        self._turn_pause = 2 * PROBE_ROUNDS * load
         self._surprise = 0.0
         """Tokens that the present probe has accepted beyond twice the expected ones and one."""
 
@@ -132,20 +140,30 @@ class Choice:
         return self.tokens or self.best_drafting
 
     def begin_round(self) -> tuple[int, int]:
-        """K of the round that begins, and the outcomes that it drafts ahead for; a few try the other way."""
+        """K of the round that begins, and the outcomes that it drafts ahead for."""
         self._rounds += 1
         self._renew_in -= 1
         if self._renew_in <= 0:
             self._renew()
-        if not (self._other_way.seconds and self.tokens and len(self._outcomes) > 1):
-            return self.tokens, self.way.outcomes
-        if self._rounds >= self._next_turn:
-            self._turned_until = self._rounds + PROBE_ROUNDS * self.load
-            self._next_turn = self._next(self._other_way.seconds[self.tokens])
-            if not self.way.outcomes:
-                self.ahead.doubt(self.load, self.expected[self.tokens])
-        is_turned = self._rounds < self._turned_until
-        return self.tokens, (self._other_way if is_turned else self.way).outcomes
+        if self.tokens and self._other_way.seconds and self._rounds >= self._next_turn:
+            self._turn()
+        if self._rounds == self._turned_until:
+            self._renew()
+        way = self._other_way if self.tokens and self._rounds < self._turned_until else self.way
+        return self.tokens, way.outcomes
+
+    def _turn(self) -> None:
+        """Let some rounds go the other way: what was measured of it is old. The first ones come early."""
+        self._turned_until = self._rounds + PROBE_ROUNDS * self.load
+        rare = self._next(self._other_way.seconds[self.tokens]) - self._rounds
+        self._turn_pause = min(8 * self._turn_pause, rare)
+        self._next_turn = self._rounds + self._turn_pause
+        self.ahead.doubt(self.load, self.expected[self.tokens], is_ahead=not self.way.outcomes)
+
+    @property
+    def plain(self) -> Way:
+        """Rounds that do not draft ahead."""
+        return self._other_way if self.way.outcomes else self.way
 
     def begin_probe(self) -> int:
         """K of a probe, if one of the requests should begin one while the target works alone; else 0."""
@@ -180,6 +198,8 @@ class Choice:
         self._renew_in = self._pause * self.load
         self._pause = min(2 * self._pause, RENEWAL_ROUNDS)
         is_first = not self.expected
+        if is_first:
+            self._next_turn = self._rounds + self._turn_pause
         self.rates = self.gains.rates(self.max_tokens)
         self.expected = expected_tokens(self.rates)
         self._choose_way(is_first)
@@ -213,8 +233,6 @@ class Choice:
         margin = 1.0 if is_first else 1.0 / HYSTERESIS if was_ahead else HYSTERESIS
         is_ahead = self._outcomes[0] > 0 or best_ahead > margin * best_plain
         self.way, self._other_way = (ahead, plain) if is_ahead else (plain, ahead)
-        if is_first or is_ahead != was_ahead:
-            self._next_turn = self._next(self._other_way.seconds[self.compared])
 
     def _choose_length(self, is_first: bool) -> None:
         speeds, lengths, was = self.tokens_per_second, self._lengths[1:], self.tokens
@@ -399,21 +417,26 @@ class RequestSpeculation:
             self._acceptance.add(proposed, result.accepted, choice.rates)
             if self._probe_rounds and not choice.tokens:
                 choice.probed(min(proposed, choice.max_tokens), result.accepted)
-        if result.awaited_outcome:
-            self._count_ahead(choice, proposed, cost.seconds)
-        elif not self._granted:
+        is_ahead = result.awaited_outcome
+        if not is_ahead and not self._granted:
             choice.costs.add(self._load, cost)
-        is_usual = bool(self._granted) == bool(choice.way.outcomes)
-        if is_usual and cost.is_uniform and not cost.was_late:
+        if self._draft_ahead == "auto":
+            self._compare_ways(choice, proposed, cost.seconds, is_ahead)
+        if is_ahead == bool(choice.way.outcomes) and cost.is_uniform and not cost.was_late:
             choice.count(proposed, cost.seconds)
 
-    def _count_ahead(self, choice: Choice, proposed: int, seconds: float) -> None:
-        tokens = max(choice.tokens, 1)
-        if len(choice.expected) > max(tokens, proposed):
-            speed = choice.ahead.speed(
-                choice.costs, choice.load, choice.expected[: tokens + 1], self._granted
-            )
-            choice.ahead.add(choice.load, choice.expected[proposed], speed * seconds)
+    def _compare_ways(self, choice: Choice, proposed: int, seconds: float, is_ahead: bool) -> None:
+        """Count what a round with a proposal made beside what was predicted of its way."""
+        expected, tokens = choice.expected, choice.compared
+        if len(expected) <= max(tokens, proposed):
+            return
+        if is_ahead:
+            speed = choice.ahead.speed(choice.costs, choice.load, expected[: tokens + 1], self._granted)
+        elif proposed and not self._granted:
+            speed = expected[proposed] / choice.plain.seconds[proposed]
+        else:
+            return
+        choice.ahead.add(choice.load, expected[proposed], speed * seconds, is_ahead=is_ahead)
 
     def end(self) -> None:
         """The request has ended."""
@@ -431,7 +454,7 @@ class RequestSpeculation:
             self._probe_rounds -= 1
         if self._probe_rounds:
             return self._probe_tokens
-        if not shared and self._rounds > 1 and (probe := choice.begin_probe()):
+        if not choice.tokens and self._rounds > 1 and (probe := choice.begin_probe()):
             # In its first round the draft reads what was committed since the last one.
             self._probe_tokens, self._probe_rounds = probe, PROBE_ROUNDS + 1
             return probe
@@ -523,7 +546,9 @@ class SpeculationController:
             known = alike[-1] if alike else None
             target_profile, draft_profile = target_service.profile, draft_service.profile
             found = self._costs[key] = CostModel(
-                known.target.copy() if known and not target_profile.seconds else StepCosts(target_profile),
+                known.target.copy()
+                if known and not target_profile.seconds
+                else StepCosts(target_profile, TARGET_COMMON),
                 known.draft.copy() if known and not draft_profile.seconds else StepCosts(draft_profile),
                 target_service.round_trip_seconds,
                 draft_service.round_trip_seconds,

@@ -3,8 +3,8 @@
     seconds(load, K) = verify(load, load * (K + 1)) + K * draft(load) + rest(load, K > 0)
 
 A service measures its profile when it has warmed up, so that costs are known before the first round, and nothing is
-tried in order to learn them. The steps that it makes move its profile: all of it by one slow factor, as when other
-work comes to the machine, and the nearest point by itself.
+tried in order to learn them. The steps that it makes move its profile: the nearest point, and all of it by one slow
+factor, as when other work comes to the machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 
-from coordinator.speculation.gains import WINDOW
+from coordinator.speculation.gains import DOUBT, WINDOW
 from coordinator.stats.rounds import RoundCost
 from tandem.types import StepProfile
 
@@ -24,6 +24,9 @@ published measurements spend most of a step on reading weights."""
 SURPRISE = 2.0
 """What is this many times as much as predicted is a surprise. A step counts as no more: a pause of the machine is no
 cost. A probe that accepts more, and one token, is followed by another at once; by chance one in ten does."""
+TARGET_COMMON = 1.0 / 8.0
+"""Share of a target's surprise that moves its steps of all other sizes. The draft of a shared machine slows down the
+verifications of proposals, and not the steps of the target alone."""
 _USUAL_SHAPE = StepProfile(
     {
         (sequences, tokens): 1.0 + PER_8_ROWS * (sequences * tokens - 1) / 8
@@ -40,9 +43,14 @@ NO_PROFILE = StepProfile()
 class StepCosts:
     """Seconds of a service's step, by the sequences and tokens in it."""
 
-    __slots__ = ("_count", "_factor", "_places", "_seconds", "_sequences", "_tokens")
+    __slots__ = ("_common", "_counts", "_factor", "_places", "_seconds", "_sequences", "_tokens", "is_known")
 
-    def __init__(self, profile: StepProfile = NO_PROFILE) -> None:
+    def __init__(self, profile: StepProfile = NO_PROFILE, common: float = 1.0) -> None:
+        """
+        Args:
+            profile: What the service measured.
+            common: Share of a step's surprise that moves the steps of all other sizes.
+        """
         known = profile.seconds or _USUAL_SHAPE.seconds
         least = min(sequences for sequences, _ in known)
         self._tokens = sorted(tokens for sequences, tokens in known if sequences == least)
@@ -53,27 +61,36 @@ class StepCosts:
             if all((sequences, tokens) in known for tokens in self._tokens)
         )
         self._seconds = [[known[size, tokens] for tokens in self._tokens] for size in self._sequences]
-        self._places: dict[tuple[int, int], _Place] = {}
+        self._places: dict[tuple[int, int], tuple[int, float, int, float]] = {}
         self._factor = 1.0
-        self._count = math.inf if profile.seconds else 0.0
-        """Measurements that its level rests on."""
-
-    @property
-    def is_known(self) -> bool:
+        # Without a profile its level is not known, and each step tells something of it.
+        self._common = common if profile.seconds else 1.0
+        count = DOUBT if profile.seconds else 0.0
+        self._counts = [[count] * len(self._tokens) for _ in self._sequences]
+        """Steps that each size rests on."""
+        self.is_known = bool(profile.seconds)
         """True if it has a profile, or a step was measured."""
-        return self._count > 0.0
 
     def copy(self) -> StepCosts:
         """The estimates with which another replica begins."""
         other = StepCosts()
+        other._common = self._common
         other._sequences, other._tokens = self._sequences, self._tokens
         other._seconds = [list(row) for row in self._seconds]
-        other._factor, other._count = self._factor, min(self._count, 1.0)
+        other._counts = [[1.0] * len(row) for row in self._counts]
+        other._factor, other.is_known = self._factor, self.is_known
         return other
+
+    def doubt(self, sequences: int, tokens: int) -> None:
+        """Let what is known of a size weigh as little as a step: it was long ago, and those that follow are to tell."""
+        row, column = self._nearest(sequences, tokens)
+        self._counts[row][column] = min(self._counts[row][column], 1.0)
 
     def seconds(self, sequences: int, tokens: int) -> float:
         """Predicted seconds of a step of so many sequences with so many tokens in all."""
-        low, high, share, j, k, part = self._place(sequences, tokens)
+        i, share, j, part = self._place(sequences, tokens)
+        low, high = self._seconds[i], self._seconds[min(i + 1, len(self._seconds) - 1)]
+        k = min(j + 1, len(self._tokens) - 1)
         first = low[j] + part * (low[k] - low[j])
         second = high[j] + part * (high[k] - high[j])
         # Beyond the points a falling line would end below 0.
@@ -85,41 +102,33 @@ class StepCosts:
         if predicted <= 0.0:
             return
         ratio = seconds / predicted
-        if not self._count:
-            self._count, self._factor = weight, self._factor * ratio
+        if not self.is_known:
+            self.is_known, self._factor = True, self._factor * ratio
             return
-        self._count += weight
-        share = max(1.0 / WINDOW, 1.0 / (1.0 + self._count)) * weight
-        if ratio > SURPRISE:
-            ratio = SURPRISE
-        elif ratio < 1.0 / SURPRISE and self._count > WINDOW:
-            ratio = 1.0 / SURPRISE
-        change = 1.0 + share * (ratio - 1.0)
-        self._factor *= change
-        low, high, between, j, k, part = self._place(sequences, tokens)
-        (high if between > 0.5 else low)[k if part > 0.5 else j] *= change
+        row, column = self._nearest(sequences, tokens)
+        counts = self._counts[row]
+        counts[column] += weight
+        share = max(1.0 / WINDOW, 1.0 / (1.0 + counts[column])) * weight
+        if counts[column] > WINDOW:
+            ratio = max(ratio, 1.0 / SURPRISE)
+        ratio = min(ratio, SURPRISE)
+        self._factor *= 1.0 + share * self._common * (ratio - 1.0)
+        self._seconds[row][column] *= 1.0 + share * (ratio - 1.0)
 
-    def _place(self, sequences: int, tokens: int) -> _Place:
-        """The four points of the profile around a step; the nearest ones for a step beyond them."""
+    def _nearest(self, sequences: int, tokens: int) -> tuple[int, int]:
+        i, share, j, part = self._place(sequences, tokens)
+        last_row, last_column = len(self._sequences) - 1, len(self._tokens) - 1
+        return min(i + (share > 0.5), last_row), min(j + (part > 0.5), last_column)
+
+    def _place(self, sequences: int, tokens: int) -> tuple[int, float, int, float]:
+        """The interval of a step's sequences in the profile, the place in it, and the same of its tokens."""
         found = self._places.get((sequences, tokens))
         if found is None:
-            i, share = _interval(self._sequences, sequences)
-            j, part = _interval(self._tokens, tokens / sequences)
-            above = min(i + 1, len(self._seconds) - 1)
-            right = min(j + 1, len(self._tokens) - 1)
             found = self._places[sequences, tokens] = (
-                self._seconds[i],
-                self._seconds[above],
-                share,
-                j,
-                right,
-                part,
+                *_interval(self._sequences, sequences),
+                *_interval(self._tokens, tokens / sequences),
             )
         return found
-
-
-_Place = tuple[list[float], list[float], float, int, int, float]
-"""Rows of seconds, the place between them, two columns, the place between those."""
 
 
 def _interval(points: Sequence[int], value: float) -> tuple[int, float]:
@@ -133,20 +142,22 @@ def _interval(points: Sequence[int], value: float) -> tuple[int, float]:
 class RestCosts:
     """Seconds of a round in which neither service computes: the way to them, and the coordinator's work."""
 
-    __slots__ = ("_means", "_prior")
+    __slots__ = ("_means",)
 
-    def __init__(self, prior_seconds: float) -> None:
-        self._prior = prior_seconds
-        """The round trips of its messages, by health checks."""
+    def __init__(self) -> None:
         self._means: dict[int, list[float]] = {}
         """By load class: [weight, mean]."""
 
-    def seconds(self, load: int) -> float:
-        """Predicted: the mean at the nearest load."""
+    def seconds(self, load: int) -> float | None:
+        """Predicted: the mean at the nearest load; None before any round."""
         if not self._means:
-            return self._prior
+            return None
         wanted = load_class(load)
         return self._means[min(self._means, key=lambda known: abs(known - wanted))][1]
+
+    def least(self) -> float | None:
+        """At the load at which it is least; None before any round."""
+        return min((mean for _, mean in self._means.values()), default=None)
 
     def add(self, load: int, seconds: float) -> None:
         """Count a round of one of so many requests."""
@@ -163,7 +174,7 @@ class RestCosts:
 class CostModel:
     """Predicts rounds on one target with one draft and one kind of rows, which draft nothing ahead."""
 
-    __slots__ = ("_alone", "_drafted", "draft", "target")
+    __slots__ = ("_alone", "_drafted", "_trips", "draft", "target")
 
     def __init__(
         self,
@@ -174,8 +185,9 @@ class CostModel:
     ) -> None:
         self.target = target
         self.draft = draft
-        self._alone = RestCosts(target_trip_seconds)
-        self._drafted = RestCosts(target_trip_seconds + draft_trip_seconds)
+        self._alone, self._drafted = RestCosts(), RestCosts()
+        self._trips = target_trip_seconds, draft_trip_seconds
+        """By health checks: the first guess, since a check takes longer than a message between two steps."""
 
     @property
     def is_known(self) -> bool:
@@ -203,7 +215,14 @@ class CostModel:
 
     def rest_seconds(self, load: int, proposed: int) -> float:
         """Predicted seconds of a round beside the services' steps."""
-        return (self._drafted if proposed else self._alone).seconds(load)
+        own, other = (self._drafted, self._alone) if proposed else (self._alone, self._drafted)
+        known = own.seconds(load)
+        if known is not None:
+            return known
+        least = other.least()
+        if least is not None:  # a proposal is one more question and answer
+            return 2.0 * least if proposed else least / 2.0
+        return sum(self._trips) if proposed else self._trips[0]
 
     def seconds(self, load: int, proposed: int) -> float:
         """Predicted seconds of a round."""

@@ -64,27 +64,31 @@ def test_hidden_drafting_is_predicted_to_gain() -> None:
 
 
 @pytest.mark.parametrize("load", [1, 8])
-def test_the_factor_follows_what_rounds_make(load: int) -> None:
+def test_the_factor_compares_both_ways(load: int) -> None:
     model, chance = AheadModel(), random.Random(3)
-    for _ in range(200 * load):
-        model.add(load, 2.0, 2.0 * chance.uniform(1.4, 2.6))
+
+    def count(rounds: int, predicted: float, *, is_ahead: bool) -> None:
+        for _ in range(rounds * load):
+            model.add(load, 2.0, predicted * chance.uniform(0.7, 1.3), is_ahead=is_ahead)
+
+    count(100, 4.0, is_ahead=True)
     assert model.factor(load) == pytest.approx(0.5, abs=0.05)
     assert model.factor(4) == model.factor(load), "the nearest load's"
     assert AheadModel(model).factor(load) == pytest.approx(model.factor(load))
-    for _ in range(6 * load):
-        model.add(load, 2.0, 2.0)
+    count(100, 4.0, is_ahead=False)
+    assert model.factor(load) == pytest.approx(1.0, abs=0.1), "the machine is slow, not drafting ahead"
+    count(6, 2.0, is_ahead=True)
     slow = model.factor(load)
-    model.doubt(load, 2.0)
-    for _ in range(6 * load):
-        model.add(load, 2.0, 2.0)
-    assert model.factor(load) > 0.85 > slow, "after doubt, few rounds tell"
+    model.doubt(load, 2.0, is_ahead=True)
+    count(6, 2.0, is_ahead=True)
+    assert model.factor(load) > 1.6 > slow, "after doubt, few rounds tell"
 
 
 def test_a_pause_of_the_machine_hardly_moves_the_factor() -> None:
     model = AheadModel()
     for _ in range(50):
-        model.add(1, 2.0, 2.0)
-    model.add(1, 2.0, 2000.0)
+        model.add(1, 2.0, 2.0, is_ahead=True)
+    model.add(1, 2.0, 2000.0, is_ahead=True)
     assert model.factor(1) > 0.9
 
 

@@ -45,7 +45,7 @@ def test_pauses_of_the_machine_and_cold_steps_hardly_move_a_profile() -> None:
     assert costs.seconds(1, 5) == pytest.approx(0.014, rel=0.15)
     cold = StepCosts(PROFILE)
     cold.add(1, 5, 1.0, 1.0)
-    assert cold.seconds(1, 5) < 0.016
+    assert cold.seconds(1, 5) < 0.014 * 1.25
 
 
 def test_a_general_slowdown_applies_to_sizes_that_no_step_had() -> None:
@@ -80,7 +80,7 @@ def test_the_parts_of_a_round_add_up() -> None:
     for _ in range(60):
         model.add(1, round_of(1, 2))
     assert model.rest_seconds(1, 2) == pytest.approx(0.001)
-    assert model.rest_seconds(1, 0) == 0.001, "no such round yet: the way by health checks"
+    assert model.rest_seconds(1, 0) == pytest.approx(0.0005), "no such round yet: half of the messages"
 
 
 def test_a_step_shared_with_prompts_does_not_count_as_a_round() -> None:

@@ -115,7 +115,7 @@ async def observed_cluster(
     sample_ratio: float = 1.0,
     trace_rounds: float = 0.0,
     num_speculative_tokens: int = 2,
-    draft_ahead: DraftAhead = "auto",
+    draft_ahead: DraftAhead = "off",
     measure_waits: bool = False,
 ) -> AsyncIterator[ObservedCluster]:
     """Run a coordinator, a target and a draft in this process, each with telemetry."""

@@ -57,37 +57,37 @@ class AdminClient(CoordinatorClient):
 
     async def status(self) -> Status:
         """State, load and replicas at this moment."""
-        return wire.status_from_proto((await self._ask("GetStatus")).status)
+        return wire.STATUS.from_proto((await self._ask("GetStatus")).status)
 
     async def replicas(self) -> list[ReplicaSnapshot]:
         """Every replica: targets first, then drafts, each by address."""
-        return [*map(wire.replica_from_proto, (await self._ask("ListReplicas")).replicas)]
+        return [*map(wire.REPLICA.from_proto, (await self._ask("ListReplicas")).replicas)]
 
     async def drain(self, address: str, *, allow_last_target: bool = False) -> ReplicaSnapshot:
         """Send no new sequences to a replica, and let it finish its own."""
         answer = await self._ask("DrainReplica", address=address, allow_last_target=allow_last_target)
-        return wire.replica_from_proto(answer.replica)
+        return wire.REPLICA.from_proto(answer.replica)
 
     async def resume(self, address: str) -> ReplicaSnapshot:
         """Give a replica new sequences again."""
-        return wire.replica_from_proto((await self._ask("ResumeReplica", address=address)).replica)
+        return wire.REPLICA.from_proto((await self._ask("ResumeReplica", address=address)).replica)
 
     async def requests(self) -> list[RequestReport]:
         """The requests that run, the oldest first."""
-        return [*map(wire.request_from_proto, (await self._ask("ListRequests")).requests)]
+        return [*map(wire.REQUEST.from_proto, (await self._ask("ListRequests")).requests)]
 
     async def request(self, request_id: str) -> RequestReport:
         """The request whose id begins like this."""
-        return wire.request_from_proto((await self._ask("GetRequest", request_id=request_id)).request)
+        return wire.REQUEST.from_proto((await self._ask("GetRequest", request_id=request_id)).request)
 
     async def abort(self, request_id: str, reason: str = "") -> RequestReport:
         """End the request whose id begins like this; its client receives the reason."""
         answer = await self._ask("AbortRequest", request_id=request_id, reason=reason)
-        return wire.request_from_proto(answer.request)
+        return wire.REQUEST.from_proto(answer.request)
 
     async def stats(self) -> Stats:
         """Statistics since the start."""
-        return wire.stats_from_proto((await self._ask("GetStats")).stats)
+        return wire.STATS.from_proto((await self._ask("GetStats")).stats)
 
     async def watch_stats(self, interval_seconds: float = 1.0) -> AsyncGenerator[Stats]:
         """Statistics at a fixed interval, until the caller leaves the loop."""
@@ -95,24 +95,24 @@ class AdminClient(CoordinatorClient):
         try:
             with self._errors():
                 async for answer in call:
-                    yield wire.stats_from_proto(answer.stats)
+                    yield wire.STATS.from_proto(answer.stats)
         finally:
             call.cancel()
 
     async def config(self) -> list[ConfigOption]:
         """Every option with its value and its origin."""
-        return [*map(wire.option_from_proto, (await self._ask("GetConfig")).options)]
+        return [*map(wire.OPTION.from_proto, (await self._ask("GetConfig")).options)]
 
     async def update_config(
         self, values: Mapping[str, str], reset: Collection[str] = ()
     ) -> list[ConfigOption]:
         """Change options for new requests; returns the named options."""
         answer = await self._ask("UpdateConfig", values=values, reset_names=reset)
-        return [*map(wire.option_from_proto, answer.options)]
+        return [*map(wire.OPTION.from_proto, answer.options)]
 
     async def diagnose(self) -> Diagnosis:
         """The coordinator's findings, each with what to do about it."""
-        return wire.diagnosis_from_proto(await self._ask("Diagnose"))
+        return wire.DIAGNOSIS.from_proto(await self._ask("Diagnose"))
 
     async def _ask(self, method: str, **fields: object) -> Any:
         request = getattr(admin_pb2, f"{method}Request")(**fields)

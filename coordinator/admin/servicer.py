@@ -37,14 +37,14 @@ class AdminServicer(AdminServiceServicer):
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         """State, load and replicas."""
-        return pb.GetStatusResponse(status=wire.status_to_proto(await self._administration.status()))
+        return pb.GetStatusResponse(status=wire.STATUS.to_proto(await self._administration.status()))
 
     async def ListReplicas(
         self, request: pb.ListReplicasRequest, context: Context
     ) -> pb.ListReplicasResponse:
         """List every replica."""
         replicas = await self._administration.replicas()
-        return pb.ListReplicasResponse(replicas=map(wire.replica_to_proto, replicas))
+        return pb.ListReplicasResponse(replicas=map(wire.REPLICA.to_proto, replicas))
 
     async def DrainReplica(
         self, request: pb.DrainReplicaRequest, context: Context
@@ -53,26 +53,26 @@ class AdminServicer(AdminServiceServicer):
         replica = await self._administration.drain(
             request.address, allow_last_target=request.allow_last_target, by=self._caller(context)
         )
-        return pb.DrainReplicaResponse(replica=wire.replica_to_proto(replica))
+        return pb.DrainReplicaResponse(replica=wire.REPLICA.to_proto(replica))
 
     async def ResumeReplica(
         self, request: pb.ResumeReplicaRequest, context: Context
     ) -> pb.ResumeReplicaResponse:
         """Give a replica new sequences again."""
         replica = await self._administration.resume(request.address, by=self._caller(context))
-        return pb.ResumeReplicaResponse(replica=wire.replica_to_proto(replica))
+        return pb.ResumeReplicaResponse(replica=wire.REPLICA.to_proto(replica))
 
     async def ListRequests(
         self, request: pb.ListRequestsRequest, context: Context
     ) -> pb.ListRequestsResponse:
         """List the requests that run."""
         requests = await self._administration.requests()
-        return pb.ListRequestsResponse(requests=map(wire.request_to_proto, requests))
+        return pb.ListRequestsResponse(requests=map(wire.REQUEST.to_proto, requests))
 
     async def GetRequest(self, request: pb.GetRequestRequest, context: Context) -> pb.GetRequestResponse:
         """Find a request by the beginning of its id."""
         found = await self._administration.request(request.request_id)
-        return pb.GetRequestResponse(request=wire.request_to_proto(found))
+        return pb.GetRequestResponse(request=wire.REQUEST.to_proto(found))
 
     async def AbortRequest(
         self, request: pb.AbortRequestRequest, context: Context
@@ -81,11 +81,11 @@ class AdminServicer(AdminServiceServicer):
         ended = await self._administration.abort(
             request.request_id, reason=request.reason, by=self._caller(context)
         )
-        return pb.AbortRequestResponse(request=wire.request_to_proto(ended))
+        return pb.AbortRequestResponse(request=wire.REQUEST.to_proto(ended))
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         """Statistics since the start."""
-        return pb.GetStatsResponse(stats=wire.stats_to_proto(await self._administration.stats()))
+        return pb.GetStatsResponse(stats=wire.STATS.to_proto(await self._administration.stats()))
 
     async def WatchStats(
         self, request: pb.WatchStatsRequest, context: Context
@@ -94,12 +94,12 @@ class AdminServicer(AdminServiceServicer):
         interval = request.interval_seconds or _DEFAULT_INTERVAL_SECONDS
         async with aclosing(self._administration.watch(interval)) as watch:
             async for stats in watch:
-                yield pb.WatchStatsResponse(stats=wire.stats_to_proto(stats))
+                yield pb.WatchStatsResponse(stats=wire.STATS.to_proto(stats))
 
     async def GetConfig(self, request: pb.GetConfigRequest, context: Context) -> pb.GetConfigResponse:
         """List every option."""
         options = await self._administration.config()
-        return pb.GetConfigResponse(options=map(wire.option_to_proto, options))
+        return pb.GetConfigResponse(options=map(wire.OPTION.to_proto, options))
 
     async def UpdateConfig(
         self, request: pb.UpdateConfigRequest, context: Context
@@ -108,8 +108,8 @@ class AdminServicer(AdminServiceServicer):
         options = await self._administration.update_config(
             dict(sorted(request.values.items())), list(request.reset_names), by=self._caller(context)
         )
-        return pb.UpdateConfigResponse(options=map(wire.option_to_proto, options))
+        return pb.UpdateConfigResponse(options=map(wire.OPTION.to_proto, options))
 
     async def Diagnose(self, request: pb.DiagnoseRequest, context: Context) -> pb.DiagnoseResponse:
         """Findings, each with what to do about it."""
-        return wire.diagnosis_to_proto(await self._administration.diagnose())
+        return wire.DIAGNOSIS.to_proto(await self._administration.diagnose())

@@ -121,7 +121,7 @@ async def test_a_large_request_within_the_bounds_is_answered() -> None:
         method: Any = channel.unary_stream(arrival.GENERATE)
         call = method(content + unknown, timeout=SECONDS)
         answers = [generation_pb2.GenerateResponse.FromString(answer) async for answer in call]
-    assert answers[-1].summary.usage.completion_token_count == 2
+    assert answers[-1].summary.completion_token_count == 2
 
 
 @pytest.mark.parametrize(

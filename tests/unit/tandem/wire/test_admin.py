@@ -16,7 +16,7 @@ from tests.unit.coordinator.cli.samples import FINDINGS, NOW, REPLICAS, REQUEST,
 @pytest.mark.parametrize("state", CoordinatorState)
 def test_a_status_comes_back(state: CoordinatorState) -> None:
     status = replace(STATUS, state=state)
-    assert wire.status_from_proto(wire.status_to_proto(status)) == status
+    assert wire.STATUS.from_proto(wire.STATUS.to_proto(status)) == status
 
 
 @pytest.mark.parametrize("state", ReplicaState)
@@ -26,28 +26,28 @@ def test_a_replica_comes_back(role: Role, state: ReplicaState) -> None:
         replica = replace(
             shot, role=role, state=state, model=None if state is ReplicaState.DOWN else shot.model
         )
-        assert wire.replica_from_proto(wire.replica_to_proto(replica)) == replica
+        assert wire.REPLICA.from_proto(wire.REPLICA.to_proto(replica)) == replica
 
 
 def test_a_request_comes_back() -> None:
-    assert wire.request_from_proto(wire.request_to_proto(REQUEST)) == REQUEST
+    assert wire.REQUEST.from_proto(wire.REQUEST.to_proto(REQUEST)) == REQUEST
 
 
 def test_statistics_come_back_with_counts_of_years() -> None:
     years = replace(STATS.speculation, rounds=1 << 40, drafted=1 << 42)
     stats = replace(STATS, completion_tokens=1 << 43, speculation=years)
-    assert wire.stats_from_proto(wire.stats_to_proto(stats)) == stats
+    assert wire.STATS.from_proto(wire.STATS.to_proto(stats)) == stats
 
 
 @pytest.mark.parametrize("origin", Origin)
 @pytest.mark.parametrize("value", [None, 6, 1.0, True, "strict", [0.9, 0.5]])
 def test_an_option_comes_back_with_the_type_of_its_value(origin: Origin, value: object) -> None:
     option = ConfigOption("name", value, origin, True, "10.0.0.7:1", NOW)
-    back = wire.option_from_proto(wire.option_to_proto(option))
+    back = wire.OPTION.from_proto(wire.OPTION.to_proto(option))
     assert back == option
     assert type(back.value) is type(value)
 
 
 def test_a_diagnosis_comes_back() -> None:
     diagnosis = Diagnosis("0.1.0", NOW, FINDINGS)
-    assert wire.diagnosis_from_proto(wire.diagnosis_to_proto(diagnosis)) == diagnosis
+    assert wire.DIAGNOSIS.from_proto(wire.DIAGNOSIS.to_proto(diagnosis)) == diagnosis

@@ -23,18 +23,6 @@ _SAMPLING_RULES: tuple[Rule[SamplingParams], ...] = sampling_rules()
 _SAMPLING = Mirror(SamplingParams, types_pb2.SamplingParams)
 sampling_to_proto = _SAMPLING.to_proto
 
-row_kind_to_proto, row_kind_from_proto = enum_codec(RowKind, types_pb2.RowKind.DESCRIPTOR, "row_kind")
-
-
-def check_delta(delta: Delta) -> None:
-    """Refuse a delta that no sequence has room for.
-
-    Raises:
-        InvalidRequestError: its base length is negative.
-    """
-    if delta.base_length < 0:
-        raise InvalidRequestError(f"delta.base_length is {delta.base_length}; it must be at least 0")
-
 
 def sampling_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
     """The sampling parameters of a message.
@@ -46,6 +34,21 @@ def sampling_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
     if sentences := broken(_SAMPLING_RULES, sampling):
         raise InvalidRequestError("; ".join(sentences))
     return sampling
+
+
+travels_by(SamplingParams, sampling_to_proto, sampling_from_proto)
+
+row_kind_to_proto, row_kind_from_proto = enum_codec(RowKind, types_pb2.RowKind.DESCRIPTOR, "row_kind")
+
+
+def check_delta(delta: Delta) -> None:
+    """Refuse a delta that no sequence has room for.
+
+    Raises:
+        InvalidRequestError: its base length is negative.
+    """
+    if delta.base_length < 0:
+        raise InvalidRequestError(f"delta.base_length is {delta.base_length}; it must be at least 0")
 
 
 def _profile_to_proto(profile: StepProfile) -> types_pb2.StepProfile:

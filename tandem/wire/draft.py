@@ -39,13 +39,8 @@ from tandem.wire.columns import (
     ints_to_bytes,
     records_from_bytes,
 )
-from tandem.wire.common import (
-    check_delta,
-    row_kind_from_proto,
-    row_kind_to_proto,
-    sampling_from_proto,
-    sampling_to_proto,
-)
+from tandem.wire.common import check_delta
+from tandem.wire.mirror import Mirror
 from tandem.wire.status import Ending, ending_from_proto, ending_to_proto
 
 Request: TypeAlias = DraftOptions | ProposeStep | Finish | Cancel
@@ -59,6 +54,9 @@ _STEP = Struct("<7i")
 _DEPTH = Struct("<3i")
 """Depth, number of outcomes, number of lead tokens."""
 
+Mirror(AheadBudget, draft_pb2.AheadBudget)
+_OPTIONS = Mirror(DraftOptions, draft_pb2.ProposeOpen)
+
 
 # ---- what asks for proposals
 
@@ -71,7 +69,7 @@ def requests_to_proto(requests: Iterable[tuple[int, Request]]) -> draft_pb2.Prop
         if isinstance(request, ProposeStep):
             steps.append((sequence, request))
         elif isinstance(request, DraftOptions):
-            message.opens.append(_options_to_proto(sequence, request))
+            message.opens.add(sequence=sequence).MergeFrom(_OPTIONS.to_proto(request))
         elif isinstance(request, Finish):
             message.finishes.add(sequence=sequence, token_count=request.token_count)
         else:
@@ -92,7 +90,7 @@ def requests_from_proto(
     """
     for opening in message.opens:
         try:
-            yield opening.sequence, _options_from_proto(opening)
+            yield opening.sequence, _check_options(_OPTIONS.from_proto(opening))
         except InvalidRequestError as error:
             yield opening.sequence, error
     if message.HasField("steps"):
@@ -108,43 +106,14 @@ def request_size(request: Request) -> int:
     return HEADER_BYTES + (4 * len(request.delta.token_ids) if isinstance(request, ProposeStep) else 0)
 
 
-def _options_to_proto(sequence: int, options: DraftOptions) -> draft_pb2.ProposeOpen:
-    budget = options.ahead
-    return draft_pb2.ProposeOpen(
-        sequence=sequence,
-        request_id=options.request_id,
-        sampling=sampling_to_proto(options.sampling),
-        max_length=options.max_length,
-        row_kind=row_kind_to_proto(options.row_kind),
-        draft_top_k=options.draft_top_k,
-        with_token_logits=options.with_token_logits,
-        ahead=draft_pb2.AheadBudget(branch_count=budget.branch_count, token_count=budget.token_count)
-        if budget
-        else None,
-        traceparent=options.traceparent,
-        client=options.client,
-    )
-
-
-def _options_from_proto(message: draft_pb2.ProposeOpen) -> DraftOptions:
-    if message.draft_top_k < 0:
-        raise InvalidRequestError(f"draft_top_k is {message.draft_top_k}; it must be at least 0")
-    row_kind = row_kind_from_proto(message.row_kind)
-    if row_kind is RowKind.DENSE:
+def _check_options(options: DraftOptions) -> DraftOptions:
+    if options.draft_top_k < 0:
+        raise InvalidRequestError(f"draft_top_k is {options.draft_top_k}; it must be at least 0")
+    if options.row_kind is RowKind.DENSE:
         raise InvalidRequestError("row_kind is ROW_KIND_DENSE; a draft has token and support rows")
-    return DraftOptions(
-        request_id=message.request_id,
-        sampling=sampling_from_proto(message.sampling),
-        max_length=message.max_length,
-        row_kind=row_kind,
-        draft_top_k=message.draft_top_k,
-        with_token_logits=message.with_token_logits,
-        traceparent=message.traceparent,
-        ahead=_budget(message.ahead.branch_count, message.ahead.token_count)
-        if message.HasField("ahead")
-        else None,
-        client=message.client,
-    )
+    if options.ahead is not None:
+        _check_budget(options.ahead)
+    return options
 
 
 def _step_record(sequence: int, step: ProposeStep) -> bytes:
@@ -188,17 +157,17 @@ def _step(delta: Delta, size: int, proposed: int, branches: int, tokens: int) ->
         raise InvalidRequestError(
             f"proposed_count is {proposed} and the proposal size {size}; one of them must be 0"
         )
-    return ProposeStep(delta, size, _budget(branches, tokens), proposed)
+    return ProposeStep(delta, size, _check_budget(AheadBudget(branches, tokens)), proposed)
 
 
-def _budget(branch_count: int, token_count: int) -> AheadBudget:
+def _check_budget(budget: AheadBudget) -> AheadBudget:
     for name, value, limit in (
-        ("branch_count", branch_count, MAX_BRANCHES),
-        ("token_count", token_count, MAX_AHEAD_TOKENS),
+        ("branch_count", budget.branch_count, MAX_BRANCHES),
+        ("token_count", budget.token_count, MAX_AHEAD_TOKENS),
     ):
         if not 1 <= value <= limit:
             raise InvalidRequestError(f"{name} of the budget is {value}; it must be from 1 to {limit}")
-    return AheadBudget(branch_count, token_count)
+    return budget
 
 
 # ---- proposals and outcomes

@@ -50,9 +50,8 @@ from tandem.wire.common import (
     logits_to_tensor,
     row_kind_from_proto,
     row_kind_to_proto,
-    sampling_from_proto,
-    sampling_to_proto,
 )
+from tandem.wire.mirror import Mirror
 from tandem.wire.status import Ending, ending_from_proto, ending_to_proto
 
 Request: TypeAlias = TargetOptions | VerifyStep | Finish | Cancel
@@ -67,6 +66,14 @@ _STATISTICS = Struct("<ffi")
 _EMPTY_SUPPORT: IntArray = np.empty(0, dtype=np.int64)
 _HAS_SUPPORTS = row_kind_to_proto(RowKind.SUPPORT)
 
+Mirror(LogitAdjustments, target_pb2.LogitAdjustments)
+_OPTIONS = Mirror(
+    TargetOptions,
+    target_pb2.VerifyOpen,
+    prompt_length="prompt_token_count",
+    adjustments="logit_adjustments",
+)
+
 
 # ---- what asks for verifications
 
@@ -79,7 +86,7 @@ def requests_to_proto(requests: Iterable[tuple[int, Request]]) -> target_pb2.Ver
         if isinstance(request, VerifyStep):
             steps.append((sequence, request))
         elif isinstance(request, TargetOptions):
-            message.opens.append(_options_to_proto(sequence, request))
+            message.opens.add(sequence=sequence).MergeFrom(_OPTIONS.to_proto(request))
         elif isinstance(request, Finish):
             message.finishes.add(sequence=sequence, token_count=request.token_count)
         else:
@@ -99,7 +106,7 @@ def requests_from_proto(
     """
     for opening in message.opens:
         try:
-            yield opening.sequence, _options_from_proto(opening)
+            yield opening.sequence, _check_options(_OPTIONS.from_proto(opening))
         except InvalidRequestError as error:
             yield opening.sequence, error
     if message.HasField("steps"):
@@ -117,52 +124,19 @@ def request_size(request: Request) -> int:
     return HEADER_BYTES + 4 * (len(request.delta.token_ids) + sum(map(len, request.supports)))
 
 
-def _options_to_proto(sequence: int, options: TargetOptions) -> target_pb2.VerifyOpen:
+def _check_options(options: TargetOptions) -> TargetOptions:
     adjustments = options.adjustments
-    return target_pb2.VerifyOpen(
-        sequence=sequence,
-        request_id=options.request_id,
-        sampling=sampling_to_proto(options.sampling),
-        max_length=options.max_length,
-        prompt_token_count=options.prompt_length,
-        logit_adjustments=target_pb2.LogitAdjustments(
-            biases=adjustments.biases,
-            min_tokens=adjustments.min_tokens,
-            suppressed_token_ids=adjustments.suppressed_token_ids,
-        )
-        if adjustments
-        else None,
-        traceparent=options.traceparent,
-        client=options.client,
-    )
-
-
-def _options_from_proto(message: target_pb2.VerifyOpen) -> TargetOptions:
-    if message.prompt_token_count < 0:
-        raise InvalidRequestError(
-            f"prompt_token_count is {message.prompt_token_count}; it must be at least 0"
-        )
-    return TargetOptions(
-        message.request_id,
-        sampling_from_proto(message.sampling),
-        message.max_length,
-        message.traceparent,
-        message.prompt_token_count,
-        _adjustments_from_proto(message.logit_adjustments),
-        message.client,
-    )
-
-
-def _adjustments_from_proto(message: target_pb2.LogitAdjustments) -> LogitAdjustments:
-    if message.min_tokens < 0:
-        raise InvalidRequestError(f"min_tokens is {message.min_tokens}; it must be at least 0")
-    for token_id, bias in message.biases.items():
+    if options.prompt_length < 0:
+        raise InvalidRequestError(f"prompt_token_count is {options.prompt_length}; it must be at least 0")
+    if adjustments.min_tokens < 0:
+        raise InvalidRequestError(f"min_tokens is {adjustments.min_tokens}; it must be at least 0")
+    for token_id, bias in adjustments.biases.items():
         if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
             raise InvalidRequestError(
                 f"the bias of token {token_id} is {bias:g}; it must be between {-MAX_LOGIT_BIAS:g} and "
                 f"{MAX_LOGIT_BIAS:g}"
             )
-    return LogitAdjustments(dict(message.biases), message.min_tokens, tuple(message.suppressed_token_ids))
+    return options
 
 
 def _steps_to_proto(message: target_pb2.VerifySteps, numbered: Sequence[tuple[int, VerifyStep]]) -> None:

@@ -124,6 +124,7 @@ class Choice:
         self._renew_in = 0
         self._pause = 1
         self._next_probe = self._next_turn = self._turned_until = 0
+        self._turns_to_alone = False
         self._turn_pause = 2 * PROBE_ROUNDS * load
         self._surprise = 0.0
         """Tokens that the present probe has accepted beyond twice the expected ones and one."""
@@ -145,20 +146,35 @@ class Choice:
         self._renew_in -= 1
         if self._renew_in <= 0:
             self._renew()
-        if self.tokens and self._other_way.seconds and self._rounds >= self._next_turn:
+        if self.tokens and self.expected and self._rounds >= self._next_turn:
             self._turn()
         if self._rounds == self._turned_until:
             self._renew()
-        way = self._other_way if self.tokens and self._rounds < self._turned_until else self.way
-        return self.tokens, way.outcomes
+        if not self.tokens or self._rounds >= self._turned_until:
+            return self.tokens, self.way.outcomes
+        return (0, 0) if self._turns_to_alone else (self.tokens, self._other_way.outcomes)
 
     def _turn(self) -> None:
-        """Let some rounds go the other way: what was measured of it is old. The first ones come early."""
+        """Let some rounds go as they might: alone, and then the other way. What is known of it is a prediction, or old.
+
+        The first ones come early.
+        """
+        has_other = bool(self._other_way.seconds)
+        # A gain beyond any surprise needs no comparison.
+        may_be_alone = len(self._lengths) > 1 and self.gain < SURPRISE
+        self._turns_to_alone = may_be_alone and not (self._turns_to_alone and has_other)
+        if not self._turns_to_alone and not has_other:
+            self._next_turn = self._rounds + self._turn_pause
+            return
         self._turned_until = self._rounds + PROBE_ROUNDS * self.load
-        rare = self._next(self._other_way.seconds[self.tokens]) - self._rounds
-        self._turn_pause = min(8 * self._turn_pause, rare)
+        if self._turns_to_alone:
+            self.costs.target.doubt(self.load, self.load)
+            seconds = self.way.seconds[0]
+        else:
+            self.ahead.doubt(self.load, self.expected[self.tokens], is_ahead=not self.way.outcomes)
+            seconds = self._other_way.seconds[self.tokens]
+        self._turn_pause = min(8 * self._turn_pause, self._next(seconds) - self._rounds)
         self._next_turn = self._rounds + self._turn_pause
-        self.ahead.doubt(self.load, self.expected[self.tokens], is_ahead=not self.way.outcomes)
 
     @property
     def plain(self) -> Way:

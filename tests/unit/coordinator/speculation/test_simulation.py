@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from random import Random
 from statistics import fmean
 
@@ -155,6 +155,26 @@ def test_a_draft_with_gain_is_left_out_in_few_rounds() -> None:
         lengths = cluster.lengths[load]
         assert lengths[0] <= (PROBE_SHARE + 0.01) * sum(lengths)
         assert share >= 0.95
+
+
+class SharedMachine(Profile):
+    """A machine whose target is slower while a draft runs beside it, as it did when the profile was measured."""
+
+    def verify_seconds(self, sequences: int, tokens: int) -> float:
+        """Steps of the target alone take half as long."""
+        return super().verify_seconds(sequences, tokens) * (0.5 if tokens == sequences else 1.0)
+
+
+@pytest.mark.parametrize("load", [1, 4])
+def test_a_target_that_is_faster_alone_than_its_profile_says_is_left_alone(load: int) -> None:
+    profile = replace(CHEAP, acceptance=0.5, draft=0.2 * CHEAP.verify)
+    controller = controller_of(profile)
+    machine = SharedMachine(**asdict(profile))
+    assert profile.best_tokens(load) > 0
+    assert machine.best_tokens(load) == 0
+    _, cluster = efficiency(machine, load, [load], 3000, adaptive(controller))
+    lengths = cluster.lengths[load]
+    assert lengths[0] > 0.9 * sum(lengths)
 
 
 def test_new_requests_start_with_the_measurements_of_others() -> None:

@@ -84,7 +84,7 @@ def make_verifier(
         model, compile_mode=settings.compile, compile_cache=settings.compile_cache, tap=tap
     )
     limits = EngineSettings.of(settings, model.device.type)
-    engine = RowEngine(model, limits, on_step, backends=backends, on_failure=on_failure)
+    engine = RowEngine(backends, limits, on_step, on_failure=on_failure)
     tokenizer_files = tuple(path for name in TOKENIZER_FILES if (path := settings.model / name).is_file())
     return Verifier(engine, tokenizer_files, bound, files)
 

@@ -211,10 +211,9 @@ async def prefix_seconds(folder: Path, arguments: argparse.Namespace, rounds: in
     """Milliseconds to the first row of a prompt whose prefix is new, and of one whose prefix was served before."""
     model = load_model(folder, dtype=arguments.dtype, threads=arguments.threads)
     engine = Engine(
-        model,
+        choose_backends(model),
         lambda ready, logits: [Done(int(logits[0].argmax())) for _ in ready],
         EngineSettings(),
-        backends=choose_backends(model),
     )
     engine.start()
     await engine.warm_up()

@@ -98,11 +98,10 @@ class BoundProposer:
         self._sequences = sequences
         self._method = method
         self._engine: Engine[Drafting, Proposal] = Engine(
-            backends.model,
+            backends,
             partial(kind.extend, pairings=states.pairings, sampler=backends.sampler),
             replace(limits, prefix_reuse=False),
             on_step,
-            backends=backends,
             on_failure=on_failure,
         )
 

@@ -55,11 +55,10 @@ def load_standalone(
     )
     limits = EngineSettings.of(settings, model.device.type)
     engine = Engine(
-        model,
+        backends,
         partial(propose_head, sampler=backends.sampler),
         limits,
         on_step=on_step,
-        backends=backends,
         on_failure=on_failure,
     )
     return StandaloneProposer(engine, settings.draft_top_k, settings.draft_support_mass, backends.sampler)

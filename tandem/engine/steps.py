@@ -11,9 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.engine.kv_cache.sequence import Segment, Sequence
+from tandem.engine.interface import RowRequest
+from tandem.engine.kv_cache.sequence import CacheShape, Segment, Sequence, SequenceCache
 from tandem.engine.models.attention import STEP_ARGUMENT
+from tandem.engine.settings import EngineSettings
 from tandem.engine.transfers import to_device
+from tandem.types import ModelInfo, Verification
 
 SMALL_STEP_TOKENS = 8
 """A sequence alone asks for steps of up to this many tokens; torch sets up buffers for each small size."""
@@ -209,3 +212,39 @@ class BranchRunner(Protocol):
         them is nobody's: the sequences may grow over it.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Machinery:
+    """What an engine's worker runs steps with."""
+
+    shape: CacheShape
+    cache: SequenceCache
+    runner: StepRunner
+    branches: BranchRunner | None
+    """None where steps of branches cannot be run."""
+
+
+class ModelRunner(Protocol):
+    """A model as an engine runs it: here (`Backends`), or by another engine's workers."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """Information about the model."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the engine's thread finds logits."""
+
+    def allocate(self, settings: EngineSettings, max_length: int) -> Machinery:
+        """Take the memory for the KV cache. Called once.
+
+        Raises:
+            ConfigurationError: the settings cannot be met.
+        """
+
+    def verify(self, requests: SequenceOf[RowRequest], logits: Any) -> list[Verification | None]:
+        """The rows of a step's logits; see `tandem.engine.rows.verifications`."""
+
+    def are_finite(self, logits: Any) -> bool:
+        """True if every row of a step's logits has a highest one."""

@@ -24,6 +24,7 @@ from draft_service.servicer import DraftServicer
 from tandem.client import Client
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.row_engine import RowEngine
+from tandem.engine.core.selection import Backends
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.settings import EngineSettings
 from tandem.serving.interceptors import Context
@@ -141,7 +142,9 @@ async def target(
     """A target service in this process: its address, and its server."""
     servicer = FaultyTarget(faults)
     limits = EngineSettings(max_sequences=max_sequences, kept_sequences=kept_sequences)
-    async with started(RowEngine(model, limits, on_step=lambda _: time.sleep(step_seconds))) as verifying:
+    async with started(
+        RowEngine(Backends(model), limits, on_step=lambda _: time.sleep(step_seconds))
+    ) as verifying:
         servicer.verifier = Verifier(verifying, [DEMO_TARGET / "tokenizer.json"])
         async with serving(servicer) as served:
             yield served
@@ -158,7 +161,7 @@ async def draft(
     """A draft service in this process, with this servicer or a plain one: its address, and its server."""
     servicer = servicer or DraftServicer()
     limits = EngineSettings(max_sequences=max_sequences, kept_sequences=kept_sequences)
-    async with started(Engine(model, propose_head, limits)) as proposing:
+    async with started(Engine(Backends(model), propose_head, limits)) as proposing:
         servicer.proposer = StandaloneProposer(proposing, draft_top_k=draft_top_k)
         async with serving(servicer) as served:
             yield served

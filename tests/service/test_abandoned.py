@@ -24,6 +24,7 @@ from draft_service.servicer import DraftServicer
 from tandem.client import Client
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.row_engine import RowEngine
+from tandem.engine.core.selection import Backends
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.settings import EngineSettings
 from tandem.errors import DeadlineError, ServiceUnavailableError, TandemError
@@ -126,8 +127,8 @@ async def cluster(model: LoadedModel, request: pytest.FixtureRequest) -> AsyncIt
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         limits = EngineSettings(max_sequences=made.max_sequences)
-        target = await enter(started(RowEngine(model, limits, made.step)))
-        draft = await enter(started(Engine(model, propose_head, limits, made.step)))
+        target = await enter(started(RowEngine(Backends(model), limits, made.step)))
+        draft = await enter(started(Engine(Backends(model), propose_head, limits, made.step)))
         made.engines += [target, draft]
         verifying.verifier = Verifier(target, [TOKENIZER])
         proposing.proposer = StandaloneProposer(draft, draft_top_k=8)

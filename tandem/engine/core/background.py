@@ -15,8 +15,7 @@ from torch import Tensor
 
 from tandem.engine.core.jobs import StepRecord
 from tandem.engine.core.watchdog import StepWatchdog
-from tandem.engine.kv_cache.paged_cache import PagedCache
-from tandem.engine.kv_cache.sequence import Segment, Sequence
+from tandem.engine.kv_cache.sequence import Segment, Sequence, SequenceCache
 from tandem.engine.steps import BranchRunner, BranchStep, SequenceBranches, StepRunner
 from tandem.errors import InvalidRequestError, TandemError
 from tandem.types import Delta, common_length
@@ -231,7 +230,7 @@ class BackgroundWork:
         branches: BranchRunner | None,
         on_step: Callable[[StepRecord], None] | None,
         watchdog: StepWatchdog,
-        cache: PagedCache,
+        cache: SequenceCache,
     ) -> None:
         """
         Args:

@@ -16,16 +16,12 @@ from typing import Any, Generic, cast
 
 from tandem.engine.core.background import BackgroundJob
 from tandem.engine.core.jobs import Head, Job, News, PayloadT, ResultT, StepRecord, finite_head
-from tandem.engine.core.selection import Backends
 from tandem.engine.core.watchdog import StepWatchdog
 from tandem.engine.core.worker import Worker
 from tandem.engine.interface import KvUsage
-from tandem.engine.kv_cache.arena import KvArena, arena_pages
-from tandem.engine.kv_cache.paged_cache import PagedCache
 from tandem.engine.kv_cache.sequence import Admission, Sequence
-from tandem.engine.models.loading import LoadedModel, fix_rotary_frequencies
 from tandem.engine.settings import EngineSettings
-from tandem.engine.steps import SMALL_STEP_TOKENS, StepRunner
+from tandem.engine.steps import SMALL_STEP_TOKENS, ModelRunner
 from tandem.errors import InvalidRequestError, ServiceUnavailableError
 from tandem.types import Delta, ModelInfo, StepProfile
 
@@ -77,23 +73,20 @@ class Engine(Generic[PayloadT, ResultT]):
 
     def __init__(
         self,
-        model: LoadedModel,
+        model: ModelRunner,
         head: Head[PayloadT, ResultT],
         settings: EngineSettings,
         on_step: Callable[[StepRecord], None] | None = None,
         *,
-        backends: Backends | None = None,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
         """Allocates the KV cache.
 
         Args:
-            model: what to run. Its rotary frequencies are fixed for the longest sequence; see
-                `tandem.engine.models.loading`.
+            model: what to run.
             head: what the logits mean.
             settings: limits.
             on_step: called after each step, on the engine's thread; for metrics.
-            backends: what runs the steps of this very model; None runs all of them eagerly.
             on_failure: called on the event loop when the thread has ended by itself: no job runs any more.
 
         Raises:
@@ -102,22 +95,20 @@ class Engine(Generic[PayloadT, ResultT]):
         self.model = model
         self.max_length = settings.longest_sequence(model.info.name, model.info.max_length)
         """Longest sequence, in tokens."""
-        fix_rotary_frequencies(model.module, self.max_length, model.device)
-        backends = backends or Backends(model)
-        pages = arena_pages(model.layers, settings, self.max_length, model.dtype, model.device)
-        arena = KvArena(model.layers, pages, model.dtype, model.device)
+        machinery = model.allocate(settings, self.max_length)
+        shape = machinery.shape
         # Two pages are enough for each sequence of a warm-up, in each group of layers.
         self._most_together = min(
-            settings.max_sequences - settings.kept_sequences, max(pages // (2 * arena.group_count), 1)
+            settings.max_sequences - settings.kept_sequences,
+            max(shape.page_count // (2 * shape.group_count), 1),
         )
-        self._admission = Admission(settings, model.info.vocabulary_size, arena)
-        self._cache = PagedCache(arena, reuses_prefixes=settings.prefix_reuse)
-        steps = backends.steps(arena)
-        self._runner = StepRunner(steps)
-        branches = backends.branches(arena, steps)
+        self._admission = Admission(settings, model.info.vocabulary_size, shape)
+        self._cache = machinery.cache
+        self._runner = machinery.runner
         self._watchdog = StepWatchdog(settings.step_timeout_seconds)
         self._worker = Worker(
-            self._runner, self._cache, head, settings, self._tell, model.device, self._stepped, self._watchdog, branches
+            self._runner, self._cache, head, settings, self._tell, model.device, self._stepped, self._watchdog,
+            machinery.branches,
         )  # fmt: skip
         self._on_step = on_step
         self._step_times = StepTimes()
@@ -161,7 +152,7 @@ class Engine(Generic[PayloadT, ResultT]):
                 # A new one would wait its turn for more.
                 await self.submit(Job(sequence, Delta(0, (0,)), 0, None))  # type: ignore[arg-type]
             warm_tokens = await self._run_warm_up(steps, sequences)
-            with self._worker.using_head(partial(finite_head, self.model.info)):
+            with self._worker.using_head(partial(finite_head, self.model)):
                 await self._check_logits(sequences[0])
                 warm = [step for step in profiled if sum(step) <= warm_tokens]
                 self._step_times.measured(await self._profile(warm, sequences))

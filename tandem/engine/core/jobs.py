@@ -10,8 +10,9 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor
 
 from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.steps import ModelRunner
 from tandem.errors import InvalidRequestError, NonFiniteLogitsError, TandemError
-from tandem.types import Delta, ModelInfo, StepCost
+from tandem.types import Delta, StepCost
 
 PayloadT = TypeVar("PayloadT")
 ResultT = TypeVar("ResultT")
@@ -100,10 +101,11 @@ def non_finite(length: int) -> Failed:
     return Failed(NonFiniteLogitsError(f"the model's logits after {length} tokens are not finite numbers"))
 
 
-def finite_head(info: ModelInfo, ready: SequenceOf[Job[Any]], logits: Tensor) -> list[Done[None] | Failed]:
+def finite_head(model: ModelRunner, ready: SequenceOf[Job[Any]], logits: Any) -> list[Done[None] | Failed]:
     """A head that only looks whether the rows of all jobs are good; for the start, when waiting costs nothing."""
-    if bool(logits.amax(dim=-1).isfinite().all()):
+    if model.are_finite(logits):
         return [Done(None) for _ in ready]
+    info = model.info
     error = NonFiniteLogitsError(
         f"the model {info.name} computes logits that are not finite numbers in {info.dtype}: its weights or its "
         "config.json are damaged, or the dtype is too narrow for it"

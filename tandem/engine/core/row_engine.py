@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-
-from torch import Tensor
+from typing import Any
 
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Done, Failed, Job, StepRecord, non_finite
-from tandem.engine.core.selection import Backends
 from tandem.engine.interface import RowRequest
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
-from tandem.engine.models.loading import LoadedModel
-from tandem.engine.rows import verifications
-from tandem.engine.sampler import Sampler
 from tandem.engine.settings import EngineSettings
+from tandem.engine.steps import ModelRunner
 from tandem.types import Verification
 
 
@@ -25,17 +21,14 @@ class RowEngine(Engine[RowRequest, Verification]):
 
     def __init__(
         self,
-        model: LoadedModel,
+        model: ModelRunner,
         settings: EngineSettings,
         on_step: Callable[[StepRecord], None] | None = None,
         *,
-        backends: Backends | None = None,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
         """Allocates the KV cache; see `Engine`."""
-        backends = backends or Backends(model)
-        head = partial(row_head, sampler=backends.sampler)
-        super().__init__(model, head, settings, on_step, backends=backends, on_failure=on_failure)
+        super().__init__(model, partial(row_head, model=model), settings, on_step, on_failure=on_failure)
 
     async def run(self, sequence: CachedSequence, request: RowRequest) -> Verification:
         """See `SequenceEngine`."""
@@ -45,13 +38,13 @@ class RowEngine(Engine[RowRequest, Verification]):
 
 
 def row_head(
-    ready: Sequence[Job[RowRequest]], logits: Tensor, sampler: Sampler
+    ready: Sequence[Job[RowRequest]], logits: Any, model: ModelRunner
 ) -> list[Done[Verification] | Failed]:
     """Logits become the rows that each job asks for."""
     requests = [_with_tokens(job) for job in ready]
     return [
         non_finite(request.base_length) if verification is None else Done(verification)
-        for request, verification in zip(requests, verifications(requests, logits, sampler), strict=True)
+        for request, verification in zip(requests, model.verify(requests, logits), strict=True)
     ]
 
 

@@ -10,8 +10,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from tandem.engine.core.jobs import Job
-from tandem.engine.kv_cache.paged_cache import PagedCache
-from tandem.engine.kv_cache.sequence import Segment, Sequence
+from tandem.engine.kv_cache.sequence import Segment, Sequence, SequenceCache
 
 _SHORT_TOKENS = 32
 """Work of at most this many tokens is short: a draft step, a verify block."""
@@ -64,7 +63,7 @@ none for some milliseconds."""
 class PageScheduler:
     """Gives pages to the segments of a step."""
 
-    def __init__(self, cache: PagedCache, stop_background: Callable[[Sequence], None]) -> None:
+    def __init__(self, cache: SequenceCache, stop_background: Callable[[Sequence], None]) -> None:
         """
         Args:
             cache: the pages.

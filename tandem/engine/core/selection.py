@@ -6,6 +6,9 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from tandem.engine.backends.cpu_native.backend import (
     CpuNativeBackend,
     KernelSampler,
@@ -15,10 +18,15 @@ from tandem.engine.backends.cpu_native.backend import (
 )
 from tandem.engine.backends.eager import EagerBranches, eager_backend
 from tandem.engine.hidden_states import HiddenStateTap
-from tandem.engine.kv_cache.arena import KvArena
-from tandem.engine.models.loading import LoadedModel
+from tandem.engine.interface import RowRequest
+from tandem.engine.kv_cache.arena import KvArena, arena_pages
+from tandem.engine.kv_cache.paged_cache import PagedCache
+from tandem.engine.models.loading import LoadedModel, fix_rotary_frequencies
+from tandem.engine.rows import verifications
 from tandem.engine.sampler import TORCH_SAMPLER, Sampler
-from tandem.engine.steps import BranchRunner, StepBackend
+from tandem.engine.settings import EngineSettings
+from tandem.engine.steps import BranchRunner, Machinery, StepBackend, StepRunner
+from tandem.types import ModelInfo, Verification
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +37,34 @@ class Backends:
     native: NativeModel | None = None
     tap: HiddenStateTap | None = None
     """Takes hidden states out of the steps, for a drafting head."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """See `ModelRunner`."""
+        return self.model.info
+
+    @property
+    def device(self) -> torch.device:
+        """See `ModelRunner`."""
+        return self.model.device
+
+    def allocate(self, settings: EngineSettings, max_length: int) -> Machinery:
+        """See `ModelRunner`. The model's rotary frequencies are fixed for the longest sequence."""
+        model = self.model
+        fix_rotary_frequencies(model.module, max_length, model.device)
+        pages = arena_pages(model.layers, settings, max_length, model.dtype, model.device)
+        arena = KvArena(model.layers, pages, model.dtype, model.device)
+        cache = PagedCache(arena, reuses_prefixes=settings.prefix_reuse)
+        steps = self.steps(arena)
+        return Machinery(arena, cache, StepRunner(steps), self.branches(arena, steps))
+
+    def verify(self, requests: SequenceOf[RowRequest], logits: Tensor) -> list[Verification | None]:
+        """See `ModelRunner`."""
+        return verifications(requests, logits, self.sampler)
+
+    def are_finite(self, logits: Tensor) -> bool:
+        """See `ModelRunner`."""
+        return bool(logits.amax(dim=-1).isfinite().all())
 
     @property
     def sampler(self) -> Sampler:

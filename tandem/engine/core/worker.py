@@ -28,8 +28,7 @@ from tandem.engine.core.jobs import (
 )
 from tandem.engine.core.scheduler import PageScheduler, RejoinWindow, next_segments
 from tandem.engine.core.watchdog import StepWatchdog
-from tandem.engine.kv_cache.paged_cache import PagedCache
-from tandem.engine.kv_cache.sequence import Segment, Sequence
+from tandem.engine.kv_cache.sequence import Segment, Sequence, SequenceCache
 from tandem.engine.settings import EngineSettings
 from tandem.engine.steps import BranchRunner, StepRunner
 from tandem.errors import InvalidRequestError, ServiceUnavailableError, TandemError
@@ -49,7 +48,7 @@ class Worker(Generic[PayloadT, ResultT]):
     def __init__(
         self,
         runner: StepRunner,
-        cache: PagedCache,
+        cache: SequenceCache,
         head: Head[PayloadT, ResultT],
         settings: EngineSettings,
         tell: Callable[[News], None],

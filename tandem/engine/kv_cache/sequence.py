@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
 from itertools import count
+from typing import Protocol
 
-from tandem.engine.kv_cache.arena import KvArena, PageTable
+from tandem.engine.interface import KvUsage
+from tandem.engine.kv_cache.arena import PageTable
 from tandem.engine.settings import EngineSettings
 from tandem.errors import CapacityError, InvalidRequestError, ServiceUnavailableError
 from tandem.fair_places import FairPlaces
@@ -189,22 +191,92 @@ class Segment:
         return self.sequence.token_ids[self.start : self.end]
 
 
+class CacheShape(Protocol):
+    """How a KV cache is divided into pages."""
+
+    page_tokens: int
+    """Tokens of a page."""
+    page_count: int
+    """Pages in all."""
+
+    @property
+    def windows(self) -> TokenIds[int | None]:
+        """The window of each group of layers, for which sequences have page tables; None for one that sees all."""
+
+    @property
+    def group_count(self) -> int:
+        """Number of groups of layers: a sequence takes a page for each at a time."""
+
+
+class SequenceCache(Protocol):
+    """Gives places in the KV cache to sequences, and takes them back. Belongs to the engine's thread."""
+
+    @property
+    def holders(self) -> list[Sequence]:
+        """Sequences that hold pages."""
+
+    def usage(self, waiting_count: int = 0, sequence_count: int = 0) -> KvUsage:
+        """Use of the cache. May be called from any thread: the figures are then of about the same moment."""
+
+    def check_rows(self, sequence: Sequence, row_count: int) -> None:
+        """Refuses rows that are too many to be computed in one step, as all rows of a job are.
+
+        Raises:
+            InvalidRequestError: the pages would not suffice, even if nobody else held any.
+        """
+
+    def is_ready(self, sequence: Sequence, end: int) -> bool:
+        """True if the tokens from the first uncomputed one up to `end` may be written at once."""
+
+    def make_ready(self, sequence: Sequence, end: int) -> bool:
+        """Gives the sequence pages of its own for its uncomputed tokens up to `end`.
+
+        Returns:
+            False if there are too few pages. Those that it got stay with it.
+        """
+
+    def take_spare(self, sequence: Sequence, end: int) -> None:
+        """Gives pages up to `end` as far as there are any that nobody holds."""
+
+    def take_over(self, sequence: Sequence, positions: TokenIds[int]) -> None:
+        """Makes what lies at these positions the keys and values of the sequence's first uncomputed tokens."""
+
+    def trim(self, sequence: Sequence) -> None:
+        """Takes the pages back that lie behind the sequence's last token."""
+
+    def reuse(self, sequence: Sequence, row_count: int = 0) -> None:
+        """Lets a sequence take over what others have computed of the tokens that it is about to compute, but for its
+        last `row_count`."""
+
+    def computed(self, sequence: Sequence) -> None:
+        """Learns that a step of the sequence has ended."""
+
+    def release(self, sequence: Sequence) -> None:
+        """Takes all pages back. What may be of use to others is kept for as long as there is room."""
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes all pages of a sequence back that goes on later: its tokens are then computed again."""
+
+    def distrust(self, sequence: Sequence) -> None:
+        """Takes all pages back, and nobody reuses what is in them: the numbers are wrong."""
+
+
 class Admission:
     """Counts the open sequences. Lives on the event loop's thread and is touched from nowhere else."""
 
-    def __init__(self, settings: EngineSettings, vocabulary_size: int, arena: KvArena) -> None:
+    def __init__(self, settings: EngineSettings, vocabulary_size: int, shape: CacheShape) -> None:
         """
         Args:
             settings: say how many may be open at once, and how many may wait.
             vocabulary_size: ids of sequences are below it.
-            arena: where sequences have their pages.
+            shape: of the cache where sequences have their pages.
         """
         self._places = FairPlaces(settings.max_sequences - settings.kept_sequences, settings.kept_sequences)
         self._max_waiting = settings.max_waiting
         self._vocabulary_size = vocabulary_size
-        self._page_tokens = arena.page_tokens
-        self._total_tokens = arena.page_count * arena.page_tokens
-        self._windows = arena.windows
+        self._page_tokens = shape.page_tokens
+        self._total_tokens = shape.page_count * shape.page_tokens
+        self._windows = shape.windows
         self._open: dict[Sequence, str] = {}
         """Each with its client."""
 

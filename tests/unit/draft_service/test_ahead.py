@@ -15,6 +15,7 @@ from draft_service.proposers.ahead import MAX_ROUND_BYTES
 from draft_service.proposers.drafting import propose_head
 from draft_service.proposers.standalone import StandaloneProposer, StandaloneSequence
 from tandem.engine.core.engine import Engine
+from tandem.engine.core.selection import Backends
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.settings import EngineSettings
 from tandem.errors import InvalidRequestError
@@ -49,7 +50,7 @@ MakeModel = Callable[[str], LoadedModel]
 async def proposing(
     model: LoadedModel, draft_top_k: int = 8, max_sequences: int = 3
 ) -> AsyncIterator[StandaloneProposer]:
-    engine = Engine(model, propose_head, EngineSettings(max_sequences=max_sequences))
+    engine = Engine(Backends(model), propose_head, EngineSettings(max_sequences=max_sequences))
     engine.start()
     try:
         async with asyncio.timeout(SECONDS):

@@ -12,6 +12,7 @@ from draft_service.proposers.drafting import Drafting, propose_head
 from draft_service.proposers.standalone import StandaloneProposer
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Continue, Done, Failed, Job
+from tandem.engine.core.selection import Backends
 from tandem.engine.kv_cache.arena import PageTable
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.loading import load_model
@@ -195,7 +196,9 @@ async def proposer(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[St
     folder = tmp_path_factory.mktemp("llama")
     save_checkpoint(folder, CONFIGS["llama"]())
     engine = Engine(
-        load_model(folder, dtype="float32"), propose_head, EngineSettings(max_length=64, max_sequences=2)
+        Backends(load_model(folder, dtype="float32")),
+        propose_head,
+        EngineSettings(max_length=64, max_sequences=2),
     )
     proposer = StandaloneProposer(engine, 8)
     await proposer.start()

@@ -66,7 +66,7 @@ async def running(
 ) -> AsyncIterator[Engine[Any, Any]]:
     """Run an engine during the block."""
     backends = model if isinstance(model, Backends) else Backends(model)
-    engine = Engine(backends.model, head, EngineSettings(**settings), on_step, backends=backends)
+    engine = Engine(backends, head, EngineSettings(**settings), on_step)
     engine.start()
     try:
         yield engine

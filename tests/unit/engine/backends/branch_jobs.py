@@ -66,6 +66,6 @@ class Branches:
 
 def poison(engine: Engine[object, object]) -> None:
     """Fill all unwritten memory with NaN."""
-    for layer in engine._cache._arena.layers:
+    for layer in engine._cache._arena.layers:  # type: ignore[attr-defined]
         layer.keys.fill_(float("nan"))
         layer.values.fill_(float("nan"))

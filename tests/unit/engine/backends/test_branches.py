@@ -285,7 +285,7 @@ async def test_branches_whose_pages_went_to_others_are_computed_again(llama: Tin
 
 
 def poison_behind(own: Drafted) -> None:
-    for layer in own.engine._cache._arena.layers:
+    for layer in own.engine._cache._arena.layers:  # type: ignore[attr-defined]
         for table in own.sequence.tables:
             layer.keys[table[0], len(_TRUNK) :] = float("nan")
             layer.values[table[0], len(_TRUNK) :] = float("nan")

@@ -15,6 +15,7 @@ from torch import Tensor
 from tandem.engine.core import scheduler
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Continue, Done, Job, StepRecord
+from tandem.engine.core.selection import Backends
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.engine.settings import EngineSettings
 from tandem.errors import (
@@ -160,7 +161,7 @@ async def test_jobs_of_one_sequence_run_in_order(llama: TinyModel) -> None:
 async def test_every_step_is_recorded(llama: TinyModel) -> None:
     records: list[StepRecord] = []
     engine: Engine[Any, Any] = Engine(
-        llama.loaded, GreedyHead(), EngineSettings(prefill_chunk_tokens=3), on_step=records.append
+        Backends(llama.loaded), GreedyHead(), EngineSettings(prefill_chunk_tokens=3), on_step=records.append
     )
     engine.start()
     await engine.warm_up()
@@ -189,7 +190,7 @@ async def test_a_step_waits_for_the_sequences_of_the_last_one(
     # Without a timeout, only a returning sequence ends a wait, however slow the machine is.
     monkeypatch.setattr("tandem.engine.core.scheduler._PATIENCE", 1e6)
     records: list[StepRecord] = []
-    engine = Engine(llama.loaded, RowsHead(), EngineSettings(), records.append)
+    engine = Engine(Backends(llama.loaded), RowsHead(), EngineSettings(), records.append)
     engine.start()
 
     async def one() -> None:
@@ -261,7 +262,7 @@ async def test_a_step_that_fails_is_not_the_end(llama: TinyModel, error: Excepti
 
 async def test_closing_the_engine_ends_every_wait(llama: TinyModel) -> None:
     head = _BlockingHead()
-    engine: Engine[Any, Any] = Engine(llama.loaded, head, EngineSettings(max_sequences=1))
+    engine: Engine[Any, Any] = Engine(Backends(llama.loaded), head, EngineSettings(max_sequences=1))
     with pytest.raises(ServiceUnavailableError):
         await engine.open(8)
     await engine.close()  # never started
@@ -289,7 +290,7 @@ async def test_an_exception_in_the_thread_ends_every_wait(llama: TinyModel) -> N
 
     gave_up = asyncio.Event()
     engine: Engine[Any, Any] = Engine(
-        llama.loaded, RowsHead(), EngineSettings(), on_step=broken, on_failure=gave_up.set
+        Backends(llama.loaded), RowsHead(), EngineSettings(), on_step=broken, on_failure=gave_up.set
     )
     engine.start()
     sequence, other = await engine.open(8), await engine.open(8)
@@ -308,7 +309,9 @@ async def test_an_engine_whose_steps_all_fail_gives_up(llama: TinyModel) -> None
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     gave_up = asyncio.Event()
-    engine: Engine[Any, Any] = Engine(llama.loaded, broken, EngineSettings(), on_failure=gave_up.set)
+    engine: Engine[Any, Any] = Engine(
+        Backends(llama.loaded), broken, EngineSettings(), on_failure=gave_up.set
+    )
     engine.start()
     sequence = await engine.open(8)
     for _ in range(8):
@@ -321,7 +324,7 @@ async def test_an_engine_whose_steps_all_fail_gives_up(llama: TinyModel) -> None
 
 
 def _fill(engine: Engine[Any, Any], pages: SequenceOf[int], value: float) -> None:
-    for layer in engine._cache._arena.layers:
+    for layer in engine._cache._arena.layers:  # type: ignore[attr-defined]
         layer.keys[pages] = value
         layer.values[pages] = value
 
@@ -444,7 +447,7 @@ async def test_unsatisfiable_settings_are_refused(
     llama: TinyModel, settings: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ConfigurationError) as raised:
-        Engine(llama.loaded, RowsHead(), EngineSettings(**settings))
+        Engine(Backends(llama.loaded), RowsHead(), EngineSettings(**settings))
     assert str(raised.value) == sentence.format(name=llama.loaded.info.name)
 
 

@@ -55,7 +55,7 @@ class Interleavings(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         bytes_per_token = 4 * sum(layer.values_per_token for layer in self.model.loaded.layers)
         self.engine: Engine[Any, Any] = Engine(
-            self.model.loaded,
+            self.model.backends if self.model.backends.native is None else self.model.with_plans,
             RowsHead(),
             EngineSettings(
                 max_length=_MAX_LENGTH,
@@ -63,7 +63,6 @@ class Interleavings(RuleBasedStateMachine):
                 prefill_chunk_tokens=chunk,
                 prefix_reuse=prefix_reuse,
             ),
-            backends=self.model.backends if self.model.backends.native is None else self.model.with_plans,
         )
         self.clients: list[Client] = []
         self.waiting: list[asyncio.Task[Sequence]] = []

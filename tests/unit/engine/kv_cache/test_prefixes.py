@@ -9,6 +9,7 @@ import pytest
 
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Job, StepRecord
+from tandem.engine.core.selection import Backends
 from tandem.engine.settings import EngineSettings
 from tandem.types import Delta
 from tests.unit.engine.conftest import TinyModel
@@ -33,7 +34,9 @@ class _Counting:
 
 
 def _engine(model: TinyModel, count: _Counting, **settings: Any) -> Engine[Any, Any]:
-    engine: Engine[Any, Any] = Engine(model.loaded, GreedyHead(), EngineSettings(**settings), on_step=count)
+    engine: Engine[Any, Any] = Engine(
+        Backends(model.loaded), GreedyHead(), EngineSettings(**settings), on_step=count
+    )
     engine.start()
     return engine
 

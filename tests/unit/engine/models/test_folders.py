@@ -261,7 +261,7 @@ async def test_a_model_with_non_finite_logits_is_refused_at_warm_up(folder: Path
     set_config(folder, rms_norm_eps=-1e9)  # the root of a negative number
     model = load_model(folder, dtype="float32")
     backends = choose_backends(model, compile_mode=kernels)
-    engine: Engine[Any, Any] = Engine(model, refuse, EngineSettings(max_sequences=2), backends=backends)
+    engine: Engine[Any, Any] = Engine(backends, refuse, EngineSettings(max_sequences=2))
     engine.start()
     try:
         with pytest.raises(NonFiniteLogitsError, match="its weights or its config"):

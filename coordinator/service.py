@@ -19,6 +19,7 @@ from coordinator.requests.runner import RequestRunner
 from coordinator.servicer import GenerationServicer
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.settings.live import LiveConfig
+from coordinator.telemetry.observer import State
 from coordinator.telemetry.setup import CoordinatorTelemetry
 from tandem.admin import Status
 from tandem.errors import ServiceUnavailableError
@@ -134,13 +135,7 @@ class CoordinatorService(Service):
         encoder = PromptEncoder(read_tokenizer(files))
         completions = self.completions
         completions.connect(self.replicas, Models(target_info, self.replicas.fleet.draft, encoder))
-        admission = completions.admission
-        self.telemetry.ready(
-            target_info.name,
-            lambda: (admission.running, admission.queued),
-            self.replicas.snapshots,
-            completions.speculation.decisions,
-        )
+        self.telemetry.ready(target_info.name, self._state)
         # Without HTTP the process of the template starts with the first chat.
         await self.chats.meet(files, is_checked=self._http is not None)
         ready = [shot for shot in self.replicas.snapshots() if shot.state is ReplicaState.READY]
@@ -154,6 +149,20 @@ class CoordinatorService(Service):
         )
         if not self.answers_while_starting:
             self._start_http()
+
+    def _state(self) -> State:
+        completions = self.completions
+        return State(
+            completions.models.target.name,
+            self._settings.num_speculative_tokens,
+            completions.admission.running,
+            completions.admission.queued,
+            completions.requests.tokens.total,
+            completions.stats.snapshot()[1],
+            completions.stats.last_minute(),
+            self.replicas.snapshots(),
+            [*completions.speculation.decisions()],
+        )
 
     def _start_http(self) -> None:
         if self._http is not None:

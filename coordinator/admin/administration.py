@@ -169,7 +169,7 @@ class Administration(Administrator):
             model=next((replica.model.name for replica in replicas if replica.model is not None), ""),
             load=self._load,
             throughput=self._throughput,
-            speculation=self._completions.stats.cumulative.snapshot()[0],
+            speculation=self._completions.stats.snapshot()[0],
             settings=SpeculationSettings(
                 is_on=settings.speculation and has_draft,
                 num_speculative_tokens=settings.num_speculative_tokens,
@@ -217,7 +217,7 @@ class Administration(Administrator):
 
     async def stats(self) -> Stats:
         """See `Administrator`."""
-        total, by_rule = self._completions.stats.cumulative.snapshot()
+        total, by_rule = self._completions.stats.snapshot()
         return Stats(
             time=datetime.now(UTC),
             uptime_seconds=self._uptime,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from itertools import zip_longest
 
@@ -115,22 +115,6 @@ def summed(parts: Iterable[SpeculationStats]) -> SpeculationStats:
     return total
 
 
-class CumulativeStats:
-    """Speculation statistics since the start, per acceptance rule."""
-
-    def __init__(self) -> None:
-        self._by_rule: defaultdict[str, RoundTally] = defaultdict(RoundTally)
-
-    def record(self, rule: str, result: RoundResult) -> None:
-        """Count a round under `rule`."""
-        self._by_rule[rule].add_result(result)
-
-    def snapshot(self) -> tuple[SpeculationStats, dict[str, SpeculationStats]]:
-        """Statistics in total and per rule, as they are now."""
-        by_rule = {rule: summed([tally.stats()]) for rule, tally in self._by_rule.items()}
-        return summed(by_rule.values()), by_rule
-
-
 def proposals(stats: SpeculationStats) -> int:
     """Verifications that had a proposal."""
     return stats.positions[0].drafted if stats.positions else 0
@@ -216,6 +200,8 @@ def _rounded(rates: list[float]) -> list[float]:
 logger = logging.getLogger(__name__)
 
 INTERVAL_SECONDS = 5.0
+"""A twelfth of the minute that `last_minute` looks back on."""
+_RECENT_SECONDS = 60.0
 
 Pair = tuple[str, str]
 """Addresses of a draft and of a target."""
@@ -227,38 +213,57 @@ class StatsLog:
     Where several pairs of draft and target were at work, each has a line of its own before the one for all.
     """
 
-    def __init__(self, interval_seconds: float = INTERVAL_SECONDS) -> None:
-        self.cumulative = CumulativeStats()
-        """Statistics since the start."""
+    def __init__(
+        self, interval_seconds: float = INTERVAL_SECONDS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._interval_seconds = interval_seconds
-        self._recent: defaultdict[Pair, RoundTally] = defaultdict(RoundTally)
+        self._clock = clock
+        self._by_rule: defaultdict[str, RoundTally] = defaultdict(RoundTally)
+        self._by_pair: defaultdict[Pair, RoundTally] = defaultdict(RoundTally)
+        """Of the present interval."""
+        self._intervals: deque[tuple[float, SpeculationStats]] = deque()
+        """Ends and statistics of the intervals of the last minute."""
         self._timer: asyncio.TimerHandle | None = None
 
     def round_ended(self, rule: str, result: RoundResult) -> None:
         """Count a round of a request that runs under `rule`."""
-        self.cumulative.record(rule, result)
+        self._by_rule[rule].add_result(result)
         pair = result.draft_address or "none", result.target_address or "none"
-        self._recent[pair].add_result(result)
+        self._by_pair[pair].add_result(result)
         if self._timer is None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._interval_seconds, self._write)
+            self._timer = loop.call_later(self._interval_seconds, self._end_interval)
+
+    def snapshot(self) -> tuple[SpeculationStats, dict[str, SpeculationStats]]:
+        """Statistics since the start, in total and per rule, as they are now."""
+        by_rule = {rule: summed([tally.stats()]) for rule, tally in self._by_rule.items()}
+        return summed(by_rule.values()), by_rule
+
+    def last_minute(self) -> SpeculationStats:
+        """Statistics of the present interval, and of those that ended in the last minute."""
+        while self._intervals and self._clock() - self._intervals[0][0] >= _RECENT_SECONDS:
+            self._intervals.popleft()
+        present = (tally.stats() for tally in self._by_pair.values())
+        return summed([*present, *(stats for _, stats in self._intervals)])
 
     def close(self) -> None:
         """Log the last, unfinished interval."""
         if self._timer is not None:
             self._timer.cancel()
-            self._write()
+            self._end_interval()
 
-    def _write(self) -> None:
+    def _end_interval(self) -> None:
         self._timer = None
-        recent = {pair: tally.stats() for pair, tally in self._recent.items()}
-        total = summed(recent.values())
-        pairs = {pair: stats for pair, stats in recent.items() if stats.drafted}
-        self._recent.clear()
-        if len(pairs) == 1:
-            _log(total, *pairs)
+        by_pair = {pair: tally.stats() for pair, tally in self._by_pair.items()}
+        total = summed(by_pair.values())
+        self._by_pair.clear()
+        self.last_minute()  # forgets older ones
+        self._intervals.append((self._clock(), total))
+        drafted = {pair: stats for pair, stats in by_pair.items() if stats.drafted}
+        if len(drafted) == 1:
+            _log(total, *drafted)
             return
-        for pair, stats in pairs.items():
+        for pair, stats in drafted.items():
             _log(stats, pair)
         _log(total)
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import collections
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -17,16 +14,16 @@ from coordinator.stats.rounds import MAX_RANKS, RoundTimes
 from coordinator.stats.speculation import (
     acceptance_length,
     acceptance_rate,
-    add,
     conditional_rates,
     cumulative_rates,
+    proposals,
     summed,
 )
-from tandem.replica import ReplicaSnapshot, ReplicaState, Role
+from coordinator.telemetry.observer import State
+from tandem.replica import ReplicaState, Role
 from tandem.rpc.channels import MessageWaits
-from tandem.speculation_state import SpeculationDecision
 from tandem.telemetry.metrics import LATENCY_SECONDS, STEP_SECONDS, TOKENS, Histogram, Series
-from tandem.types import AheadStats, SpeculationStats
+from tandem.types import PositionStats, SpeculationStats
 
 OUTCOMES = (
     "stop",
@@ -49,16 +46,14 @@ WAIT_PLACES = ("event_loop", "answer", "question")
 """A round waits until the event loop reads its answer, until its request goes on with that, and until its next question
 is written."""
 
+DIRECTIONS = ("sent", "received")
+
 # No client and no fleet makes more series than these.
 _MAX_POSITIONS = 32
-_MAX_RULES = 16
 _MAX_DECISIONS = 256
 """Loads, rules and temperature ranges with metrics of their own."""
 _MAX_REPLICAS = 128
 """Replicas of each role with metrics of their own. The counts include all."""
-_BEYOND_RANKS = f"{MAX_RANKS + 1}+"
-
-_WINDOW_SECONDS, _PART_SECONDS = 60.0, 5.0
 
 
 class RequestMetrics:
@@ -68,7 +63,6 @@ class RequestMetrics:
         self,
         registry: CollectorRegistry,
         model_name: str,
-        position_count: int = 0,
         *,
         measures_waits: bool = False,
     ) -> None:
@@ -76,7 +70,6 @@ class RequestMetrics:
         Args:
             registry: Takes the metrics.
             model_name: Of the target, a label of them all.
-            position_count: Tokens that a proposal usually has.
             measures_waits: Whether to time where rounds wait in the coordinator.
         """
 
@@ -88,52 +81,19 @@ class RequestMetrics:
         ) -> Histogram:
             return Histogram(f"tandem_{name}", text, ("model_name", *labels), bounds, registry)
 
-        def by(counted: Counter, *values: tuple[str, ...]) -> list[Counter]:
-            """A series for each combination of label values."""
-            return [counted.labels(model_name, *each) for each in product(*values)]
+        def by(counted: Counter, values: tuple[str, ...]) -> dict[str, Counter]:
+            return {value: counted.labels(model_name, value) for value in values}
 
         def times(name: str, text: str, bounds: Sequence[float] = LATENCY_SECONDS) -> Series:
             return histogram(name, text, bounds).labels(model_name)
 
-        self._model_name = model_name
-        self._by_rule = [
-            counter(f"spec_decode_num_{name}", text, "rule")
-            for name, text in (
-                ("rounds", "Verifications, with or without a proposal."),
-                ("drafts", "Verifications that had a proposal."),
-                ("draft_tokens", "Tokens proposed."),
-                ("accepted_tokens", "Tokens proposed and accepted."),
-            )
-        ]
-        self._by_position = [
-            counter(f"spec_decode_num_{name}_per_pos", text, "position")
-            for name, text in (
-                ("draft_tokens", "Tokens proposed at a position."),
-                ("accepted_tokens", "Tokens accepted at a position."),
-                ("reached_tokens", "Tokens proposed at a position, all before them accepted."),
-            )
-        ]
-        (self._ahead_awaited,) = by(
-            counter("draft_ahead_awaited_rounds", "Rounds whose proposal was to be drafted ahead.")
+        self.requests = by(counter("requests", "Requests that ended, by outcome.", "outcome"), OUTCOMES)
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that began.").labels(
+            model_name
         )
-        (self._ahead_saved,) = by(
-            counter("draft_ahead_saved_seconds", "Usual time to wait for a proposal, added up over the hits.")
-        )
-        text = "Of these, those that found it, by place of the outcome from 1 on."
-        ranks = (*map(str, range(1, MAX_RANKS + 1)), _BEYOND_RANKS)
-        self._ahead_hits = dict(zip(ranks, by(counter("draft_ahead_hits", text, "rank"), ranks), strict=True))
-        requests = counter("requests", "Requests that ended, by outcome.", "outcome")
-        self.requests = dict(zip(OUTCOMES, by(requests, OUTCOMES), strict=True))
-        (self.prompt_tokens,) = by(counter("prompt_tokens", "Prompt tokens of requests that began."))
-        (self.generation_tokens,) = by(counter("generation_tokens", "Tokens generated."))
-        text = "Serialized messages between coordinator and services."
-        wire = counter("wire_bytes", text, "peer", "direction")
-        directions = ("sent", "received")
-        self.wire = dict(zip(product(PEERS, directions), by(wire, PEERS, directions), strict=True))
         fallbacks = counter("fallbacks", "Times that the target went on alone.", "kind")
         failovers = counter("failovers", "Times that a sequence changed its replica.", "kind")
-        counted = [*by(fallbacks, FALLBACKS), *by(failovers, FAILOVERS)]
-        self.events = dict(zip((*FALLBACKS, *FAILOVERS), counted, strict=True))
+        self.events = by(fallbacks, FALLBACKS) | by(failovers, FAILOVERS)
         text = "Time of a round by phase, the first round left out."
         phases = histogram("round_phase_seconds", text, STEP_SECONDS, "phase")
         self._draft, self._verify, self._sampling, self._wait = (
@@ -158,11 +118,6 @@ class RequestMetrics:
                 waits.labels(model_name, place) for place in WAIT_PLACES
             )
             self.message_waits = MessageWaits(answer.observe, question.observe)
-        self._rules: dict[str, list[Counter]] = {}
-        self._positions: list[list[Counter]] = []
-        for strategy in STRATEGIES:
-            self._of_rule(strategy.name)
-        self._at_positions(position_count)
 
     def round(self, timed: RoundTimes) -> None:
         """Time a round that is not a request's first."""
@@ -172,90 +127,25 @@ class RequestMetrics:
         self._wait.observe(timed.wait)
         self._inter_token.observe(timed.seconds)
 
-    def speculated(self, rule: str, stats: SpeculationStats) -> None:
-        """Count what speculation did under a rule."""
-        proposals = stats.positions[0].drafted if stats.positions else 0
-        counts = (stats.rounds, proposals, stats.drafted, stats.accepted)
-        for counter, count in zip(self._of_rule(rule), counts, strict=True):
-            counter.inc(count)
-        for counters, position in zip(
-            self._at_positions(len(stats.positions)), stats.positions, strict=False
-        ):
-            drafted, accepted, reached = counters
-            drafted.inc(position.drafted)
-            accepted.inc(position.accepted)
-            reached.inc(position.reached)
-        if stats.ahead.awaited:
-            self._drafted_ahead(stats.ahead)
-
-    def _drafted_ahead(self, ahead: AheadStats) -> None:
-        self._ahead_awaited.inc(ahead.awaited)
-        self._ahead_saved.inc(ahead.saved_seconds)
-        for rank, hits in enumerate(ahead.hits_by_rank, start=1):
-            self._ahead_hits[str(rank)].inc(hits)
-        self._ahead_hits[_BEYOND_RANKS].inc(ahead.hits - sum(ahead.hits_by_rank))
-
-    def _of_rule(self, rule: str) -> list[Counter]:
-        if rule not in self._rules:
-            name = rule if len(self._rules) < _MAX_RULES else "other"
-            self._rules[rule] = [counter.labels(self._model_name, name) for counter in self._by_rule]
-        return self._rules[rule]
-
-    def _at_positions(self, count: int) -> list[list[Counter]]:
-        while (index := len(self._positions)) < count:
-            # From 1, as everything else here counts positions; vLLM's metric of that name counts from 0.
-            name = str(index + 1) if index < _MAX_POSITIONS else f"{_MAX_POSITIONS + 1}+"
-            self._positions.append([counter.labels(self._model_name, name) for counter in self._by_position])
-        return self._positions
-
-
-class RecentStats:
-    """Speculation statistics of the last minute."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._parts: deque[tuple[float, SpeculationStats]] = deque()
-
-    def add(self, stats: SpeculationStats) -> None:
-        """Count these rounds, which ended just now."""
-        now = self._clock()
-        if not self._parts or now - self._parts[-1][0] >= _PART_SECONDS:
-            self._parts.append((now, SpeculationStats()))
-            self._forget(now)
-        add(self._parts[-1][1], stats)
-
-    def total(self) -> SpeculationStats:
-        """All of the last minute."""
-        self._forget(self._clock())
-        return summed(stats for _, stats in self._parts)
-
-    def _forget(self, now: float) -> None:
-        while self._parts and now - self._parts[0][0] >= _WINDOW_SECONDS:
-            self._parts.popleft()
-
 
 # ---- the coordinator's state at scrape time
 
 
-@dataclass(frozen=True, slots=True)
-class State:
-    """One moment."""
+def state_metrics(state: State, wire_bytes: Mapping[tuple[str, str], int]) -> Iterator[Metric]:
+    """Load, speculation, decisions and replicas.
 
-    model_name: str
-    running: int
-    queued: int
-    replicas: list[ReplicaSnapshot]
-    recent: SpeculationStats
-    """Of the last minute."""
-    decisions: Sequence[SpeculationDecision] = ()
-    """How much is proposed at each load that there was."""
-
-
-def state_metrics(state: State) -> Iterator[Metric]:
-    """Load, acceptance of the last minute, decisions and replicas."""
+    Args:
+        state: The coordinator's.
+        wire_bytes: Bytes of messages so far, by peer and direction.
+    """
     model = (state.model_name,)
     yield _gauge("num_requests_running", "Requests that have a place.", [(model, state.running)])
     yield _gauge("num_requests_waiting", "Requests that wait for a place.", [(model, state.queued)])
+    yield _counter("generation_tokens", "Tokens generated.", [(model, state.generated_tokens)])
+    text = "Serialized messages between coordinator and services."
+    wire = [((*model, *at), count) for at, count in wire_bytes.items()]
+    yield _counter("wire_bytes", text, wire, "peer", "direction")
+    yield from _speculation(state)
     if state.recent.drafted:
         yield from _recent(state.model_name, state.recent)
     yield from _decisions(state)
@@ -284,6 +174,46 @@ def _with_samples(family: GaugeMetricFamily | CounterMetricFamily, samples: Samp
     for values, value in samples:
         family.add_metric(values, value)
     return family
+
+
+def _speculation(state: State) -> Iterator[Metric]:
+    """Counts since the start. Rules and usual positions have series from the start on: a rate needs a first value."""
+    model, total = state.model_name, summed(state.by_rule.values())
+    rules = {strategy.name: SpeculationStats() for strategy in STRATEGIES} | dict(state.by_rule)
+    of_rules: tuple[tuple[str, str, Callable[[SpeculationStats], int]], ...] = (
+        ("rounds", "Verifications, with or without a proposal.", lambda stats: stats.rounds),
+        ("drafts", "Verifications that had a proposal.", proposals),
+        ("draft_tokens", "Tokens proposed.", lambda stats: stats.drafted),
+        ("accepted_tokens", "Tokens proposed and accepted.", lambda stats: stats.accepted),
+    )
+    for name, text, count in of_rules:
+        counts = [((model, rule), count(stats)) for rule, stats in rules.items()]
+        yield _counter(f"spec_decode_num_{name}", text, counts, "rule")
+    positions = [*total.positions[:_MAX_POSITIONS]]
+    usual = min(state.num_speculative_tokens, _MAX_POSITIONS)
+    positions += [PositionStats() for _ in range(usual - len(positions))]
+    # From 1, as everything else here counts positions; vLLM's metric of that name counts from 0.
+    named = [(str(number), [position]) for number, position in enumerate(positions, start=1)]
+    if beyond := total.positions[_MAX_POSITIONS:]:
+        named.append((f"{_MAX_POSITIONS + 1}+", beyond))
+    of_positions: tuple[tuple[str, str, Callable[[PositionStats], int]], ...] = (
+        ("draft", "Tokens proposed at a position.", lambda position: position.drafted),
+        ("accepted", "Tokens accepted at a position.", lambda position: position.accepted),
+        ("reached", "Tokens proposed at a position, all before them accepted.", lambda at: at.reached),
+    )
+    for name, text, of in of_positions:
+        counts = [((model, place), sum(map(of, several))) for place, several in named]
+        yield _counter(f"spec_decode_num_{name}_tokens_per_pos", text, counts, "position")
+    ahead = total.ahead
+    text = "Rounds whose proposal was to be drafted ahead."
+    yield _counter("draft_ahead_awaited_rounds", text, [((model,), ahead.awaited)])
+    text = "Usual time to wait for a proposal, added up over the hits."
+    yield _counter("draft_ahead_saved_seconds", text, [((model,), ahead.saved_seconds)])
+    by_rank = dict(enumerate(ahead.hits_by_rank, start=1))
+    ranks = [((model, str(rank)), by_rank.get(rank, 0)) for rank in range(1, MAX_RANKS + 1)]
+    ranks.append(((model, f"{MAX_RANKS + 1}+"), ahead.hits - sum(ahead.hits_by_rank)))
+    text = "Of these, those that found it, by place of the outcome from 1 on."
+    yield _counter("draft_ahead_hits", text, ranks, "rank")
 
 
 def _recent(model: str, recent: SpeculationStats) -> Iterator[Metric]:
@@ -327,41 +257,22 @@ def _replicas(state: State) -> Iterator[Metric]:
         for role in Role
         for shot in [each for each in state.replicas if each.role is role][:_MAX_REPLICAS]
     ]
-    values: tuple[tuple[_Family, str, str, Callable[[ReplicaSnapshot], float | None]], ...] = (
-        (
-            _gauge,
-            "ready",
-            "Whether new sequences go to the replica.",
-            lambda shot: shot.state is ReplicaState.READY,
-        ),
-        (_gauge, "open_sequences", "Sequences on the replica.", lambda shot: shot.open_sequences),
-        (
-            _gauge,
-            "round_trip_seconds",
-            "Time to answer a health check.",
-            lambda shot: shot.round_trip_seconds,
-        ),
-        (_gauge, "step_seconds", "Time to answer a step.", lambda shot: shot.step_seconds),
-        (_counter, "draft_tokens", "Tokens proposed, on the replica.", lambda shot: shot.figures.drafted),
-        (
-            _counter,
-            "accepted_tokens",
-            "Of these, those that were accepted.",
-            lambda shot: shot.figures.accepted,
-        ),
+    values: tuple[tuple[_Family, str, str, str], ...] = (
+        (_gauge, "open_sequences", "Sequences on the replica.", "open_sequences"),
+        (_gauge, "round_trip_seconds", "Time to answer a health check.", "round_trip_seconds"),
+        (_gauge, "step_seconds", "Time to answer a step.", "step_seconds"),
+        (_counter, "draft_tokens", "Tokens proposed, on the replica.", "figures.drafted"),
+        (_counter, "accepted_tokens", "Of these, those that were accepted.", "figures.accepted"),
         (
             _counter,
             "draft_ahead_awaited_rounds",
             "Rounds whose proposal was to be drafted ahead, on the replica.",
-            lambda shot: shot.figures.ahead.awaited,
+            "figures.ahead.awaited",
         ),
-        (
-            _counter,
-            "draft_ahead_hits",
-            "Of these, those that found it.",
-            lambda shot: shot.figures.ahead.hits,
-        ),
+        (_counter, "draft_ahead_hits", "Of these, those that found it.", "figures.ahead.hits"),
     )
-    for family, name, text, value_of in values:
-        found = [(at, value) for at, shot in shots if (value := value_of(shot)) is not None]
+    ready = [(at, shot.state is ReplicaState.READY) for at, shot in shots]
+    yield _gauge("replica_ready", "Whether new sequences go to the replica.", ready, "role", "address")
+    for family, name, text, path in values:
+        found = [(at, value) for at, shot in shots if (value := attrgetter(path)(shot)) is not None]
         yield family(f"replica_{name}", text, found, "role", "address")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import product
 
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Tracer
 from prometheus_client import CollectorRegistry
@@ -18,13 +19,11 @@ from coordinator.stats.rounds import RoundResult
 from coordinator.stats.speculation import (
     acceptance_length,
     acceptance_rate,
-    add,
     conditional_rates,
     cumulative_rates,
-    since,
     tokens_per_pass,
 )
-from coordinator.telemetry.metrics import RecentStats, RequestMetrics
+from coordinator.telemetry.metrics import DIRECTIONS, PEERS, RequestMetrics
 from coordinator.telemetry.observer import EventValue, Observer, RequestObserver, StreamObserver
 from tandem.errors import (
     AbortedError,
@@ -37,8 +36,6 @@ from tandem.rpc.channels import Traffic
 from tandem.telemetry.spans import context_of, mark_error, rpc_span, traceparent_of, under
 from tandem.types import SpeculationStats
 
-COUNTING_INTERVAL_SECONDS = 1.0
-"""Interval at which a running request is added to the counters. Adding takes some 40 us."""
 _MAX_EVENTS = 64
 """A span keeps 128 events, the last ones; the first say more."""
 _MAX_ROUNDS = 1_000
@@ -79,16 +76,11 @@ class ObservedRequests(Observer):
         self._tracer = tracer
         self._trace_rounds = trace_rounds
         self._metrics: RequestMetrics | None = None
-        self.recent = RecentStats()
-        """Speculation statistics of the last minute."""
+        self.streams = Streams()
 
-    def serve(
-        self, model_name: str, num_speculative_tokens: int, measures_waits: bool = False
-    ) -> RequestMetrics:
-        """Count requests for this model from now on, whose proposals usually have so many tokens; its metrics."""
-        self._metrics = RequestMetrics(
-            self._registry, model_name, num_speculative_tokens, measures_waits=measures_waits
-        )
+    def serve(self, model_name: str, measures_waits: bool = False) -> RequestMetrics:
+        """Count requests for this model from now on; its metrics."""
+        self._metrics = RequestMetrics(self._registry, model_name, measures_waits=measures_waits)
         return self._metrics
 
     def begin(self, request_id: str, traceparent: str = "") -> RequestObserver:
@@ -104,7 +96,7 @@ class ObservedRequests(Observer):
                 "tandem.request_id": request_id,
             }
             span = self._tracer.start_span(_OPERATION, context_of(traceparent), SpanKind.SERVER, attributes)
-        return ObservedRequest(self._metrics, self.recent, self._tracer, span, self._trace_rounds)
+        return ObservedRequest(self._metrics, self.streams, self._tracer, span, self._trace_rounds)
 
 
 class ObservedRequest(RequestObserver):
@@ -117,7 +109,7 @@ class ObservedRequest(RequestObserver):
     def __init__(
         self,
         metrics: RequestMetrics,
-        recent: RecentStats,
+        streams: Streams,
         tracer: Tracer | None,
         span: Span,
         trace_rounds: float = 0.0,
@@ -125,13 +117,13 @@ class ObservedRequest(RequestObserver):
         """
         Args:
             metrics: What the request adds to.
-            recent: Speculation statistics of the last minute.
+            streams: Counts the bytes of its streams.
             tracer: Makes the other spans, if the request's own is recorded.
             span: The request's own, recorded or not: the services' spans continue it.
             trace_rounds: Share of the traced requests whose rounds have spans.
         """
         self._metrics = metrics
-        self._recent = recent
+        self._all_streams = streams
         self._tracer = tracer if span.is_recording() else None
         self._span = span
         self._began = time.perf_counter()
@@ -144,10 +136,6 @@ class ObservedRequest(RequestObserver):
         self._events = 0
         self._decision: Callable[[], Mapping[str, EventValue]] = dict
         self._first_token: float | None = None
-        self._counted_at = self._began
-        self._counted = SpeculationStats()
-        self._counted_tokens = 0
-        self._counted_bytes = dict.fromkeys(metrics.wire, 0)
         self._prefill: Span = INVALID_SPAN
         # The sampler uses the other half of the id, so the two ratios are independent.
         is_chosen = (span.get_span_context().trace_id >> 64) / 2**64 < trace_rounds
@@ -188,6 +176,7 @@ class ObservedRequest(RequestObserver):
             span = rpc_span(self._tracer, role, SpanKind.CLIENT, under(self._span), server)
             stream = ObservedStream(role, traffic, traceparent_of(span), span)
         self._streams.append(stream)
+        self._all_streams.running.add(stream)
         return stream
 
     def deciding(self, decision: Callable[[], Mapping[str, EventValue]]) -> None:
@@ -223,20 +212,18 @@ class ObservedRequest(RequestObserver):
         if self._rounds_left:
             self._rounds_left -= 1
             self._trace_round(result)
-        if timed.decided - self._counted_at >= COUNTING_INTERVAL_SECONDS:
-            self._count(timed.decided)
 
     def finished(self, error: BaseException | None) -> None:
         """The request ended."""
         now = time.perf_counter()
-        outcome = self._outcome(error)
+        outcome, tokens = self._outcome(error), self._generated
         self._metrics.requests[outcome].inc()
-        self._count(now)
+        self._all_streams.ended(self._streams)
         self._metrics.latency.observe(now - self._began)
-        if self._counted_tokens:
-            self._metrics.request_generation.observe(self._counted_tokens)
-        if self._first_token is not None and self._counted_tokens > 1:
-            self._metrics.per_token.observe((now - self._first_token) / (self._counted_tokens - 1))
+        if tokens:
+            self._metrics.request_generation.observe(tokens)
+        if self._first_token is not None and tokens > 1:
+            self._metrics.per_token.observe((now - self._first_token) / (tokens - 1))
         if self._tracer is None:
             return
         self._end_prefill()
@@ -274,29 +261,9 @@ class ObservedRequest(RequestObserver):
     def _nanoseconds(self, moment: float) -> int:
         return int((moment + self._offset_seconds) * 1e9)
 
-    def _count(self, now: float) -> None:
-        """Add everything since the last call to the counters."""
-        self._counted_at = now
-        for (peer, direction), total in self._bytes().items():
-            self._metrics.wire[peer, direction].inc(total - self._counted_bytes[peer, direction])
-            self._counted_bytes[peer, direction] = total
-        if self._completion is None:
-            return
-        tokens = self._completion.length - self._prompt_length
-        self._metrics.generation_tokens.inc(tokens - self._counted_tokens)
-        self._counted_tokens = tokens
-        fresh = since(self._completion.stats, self._counted)
-        if fresh.rounds:
-            add(self._counted, fresh)
-            self._metrics.speculated(self._rule, fresh)
-            self._recent.add(fresh)
-
-    def _bytes(self) -> dict[tuple[str, str], int]:
-        totals = dict.fromkeys(self._counted_bytes, 0)
-        for stream in self._streams:
-            totals[stream.role, "sent"] += stream.traffic.sent_bytes
-            totals[stream.role, "received"] += stream.traffic.received_bytes
-        return totals
+    @property
+    def _generated(self) -> int:
+        return 0 if self._completion is None else self._completion.length - self._prompt_length
 
     def _outcome(self, error: BaseException | None) -> str:
         if error is None:
@@ -307,10 +274,10 @@ class ObservedRequest(RequestObserver):
     def _attributes(self) -> dict[str, EventValue | list[float] | list[int]]:
         """Everything that was added up over the rounds."""
         attributes: dict[str, EventValue | list[float] | list[int]] = {**_seconds(self._seconds)}
-        for (peer, direction), total in self._bytes().items():
+        for (peer, direction), total in bytes_of(self._streams).items():
             attributes[f"tandem.bytes.{peer}.{direction}"] = total
         attributes |= self._decision()
-        attributes["gen_ai.usage.output_tokens"] = self._counted_tokens
+        attributes["gen_ai.usage.output_tokens"] = self._generated
         if self._first_token is not None:
             attributes["tandem.time_to_first_token_seconds"] = round(self._first_token - self._began, 6)
         if self._events > _MAX_EVENTS:
@@ -346,6 +313,34 @@ class ObservedStream(StreamObserver):
         if error is not None:
             mark_error(self._span, error)
         self._span.end()
+
+
+def bytes_of(streams: Iterable[ObservedStream]) -> dict[tuple[str, str], int]:
+    """Bytes of messages by peer and direction."""
+    totals = dict.fromkeys(product(PEERS, DIRECTIONS), 0)
+    for stream in streams:
+        totals[stream.role, "sent"] += stream.traffic.sent_bytes
+        totals[stream.role, "received"] += stream.traffic.received_bytes
+    return totals
+
+
+class Streams:
+    """All streams to the services, whose bytes are added up when somebody asks."""
+
+    def __init__(self) -> None:
+        self.running: set[ObservedStream] = set()
+        """Those of running requests."""
+        self._ended = bytes_of(())
+
+    def ended(self, streams: Iterable[ObservedStream]) -> None:
+        """The request of these streams has ended."""
+        self.running.difference_update(streams)
+        for at, count in bytes_of(streams).items():
+            self._ended[at] += count
+
+    def bytes(self) -> dict[tuple[str, str], int]:
+        """Bytes so far, by peer and direction."""
+        return {at: count + self._ended[at] for at, count in bytes_of(self.running).items()}
 
 
 def _seconds(phases: Mapping[str, float]) -> dict[str, float]:

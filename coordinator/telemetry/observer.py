@@ -1,12 +1,16 @@
-"""The observer interface of the request path. These classes observe nothing; telemetry overrides them."""
+"""The observer interface of the request path. These observers do nothing; telemetry overrides them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from coordinator.decoding.completion import Completion
 from coordinator.stats.rounds import RoundResult
+from tandem.replica import ReplicaSnapshot
 from tandem.rpc.channels import Traffic
+from tandem.speculation_state import SpeculationDecision
+from tandem.types import SpeculationStats
 
 EventValue = str | int | float | bool
 
@@ -47,6 +51,27 @@ class RequestObserver:
 
     def finished(self, error: BaseException | None) -> None:
         """The request ended. None: its client has all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The coordinator at the moment at which its metrics are read."""
+
+    model_name: str
+    """The target's."""
+    num_speculative_tokens: int
+    """Tokens that a proposal usually has."""
+    running: int
+    queued: int
+    generated_tokens: int
+    """Tokens of all completions since the start."""
+    by_rule: Mapping[str, SpeculationStats]
+    """Speculation statistics since the start, by acceptance rule."""
+    recent: SpeculationStats
+    """The same of the last minute."""
+    replicas: Sequence[ReplicaSnapshot] = ()
+    decisions: Sequence[SpeculationDecision] = ()
+    """The proposal length at each load so far."""
 
 
 class Observer:

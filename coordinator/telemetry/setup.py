@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.telemetry.observer import Observer
-from tandem.replica import ReplicaSnapshot
-from tandem.speculation_state import SpeculationDecision
+from coordinator.telemetry.observer import Observer, State
 from tandem.telemetry.settings import telemetry_for
 
 if TYPE_CHECKING:
@@ -54,37 +52,21 @@ class CoordinatorTelemetry:
         if self._process is not None:
             self._process.start()
 
-    def ready(
-        self,
-        model_name: str,
-        load: Callable[[], tuple[int, int]],
-        replicas: Callable[[], Sequence[ReplicaSnapshot]],
-        decisions: Callable[[], Iterable[SpeculationDecision]],
-    ) -> None:
-        """The services are connected: name the target model from now on, and report the coordinator's state.
-
-        Args:
-            model_name: The target's.
-            load: Returns how many requests run, and how many wait for a place.
-            replicas: Returns every replica at this moment.
-            decisions: Returns how much is proposed at each load that there was.
-        """
+    def ready(self, model_name: str, state: Callable[[], State]) -> None:
+        """The services are connected: name the target model from now on, and report the coordinator's state."""
         if self._process is None or self._observed is None:
             return
-        from coordinator.telemetry.metrics import State, state_metrics
+        from coordinator.telemetry.metrics import state_metrics
         from tandem.telemetry.metrics import AtScrape
 
-        observed, settings = self._observed, self._settings
-        metrics = observed.serve(model_name, settings.num_speculative_tokens, settings.measure_waits)
+        observed = self._observed
+        metrics = observed.serve(model_name, self._settings.measure_waits)
         if metrics.event_loop_wait is not None:
             self._probe = EventLoopProbe(metrics.event_loop_wait.observe)
             self._probe.start()
-
-        def read() -> State:
-            recent = observed.recent.total()
-            return State(model_name, *load(), list(replicas()), recent, list(decisions()))
-
-        self._process.registry.register(AtScrape(read, state_metrics))
+        self._process.registry.register(
+            AtScrape(lambda: (state(), observed.streams.bytes()), lambda read: state_metrics(*read))
+        )
 
     async def close(self) -> None:
         """Send the rest, as far as that is quick."""

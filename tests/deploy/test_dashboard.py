@@ -11,11 +11,14 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from coordinator.telemetry.metrics import RequestMetrics
+from coordinator.telemetry.metrics import RequestMetrics, state_metrics
+from coordinator.telemetry.observer import State
 from tandem.integrations.vllm.metrics import Counts, CountsCollector, wait_histogram
 from tandem.telemetry.service import EngineMetrics, StreamMetrics
+from tandem.types import SpeculationStats
 from tests.deploy.dashboard import DASHBOARD, VLLM_DASHBOARD, panels, queries
 from tests.paths import ROOT
+from tests.unit.coordinator.cli.samples import REPLICAS, STATUS
 
 ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
 VLLM_METRICS = {
@@ -47,10 +50,12 @@ def test_every_metric_that_a_query_asks_for_is_exported() -> None:
     wait_histogram(registry)
     registry.register(CountsCollector(Counts(), lambda: 0))
     exported = VLLM_METRICS | {family.name for family in registry.collect()}
-    # Gauges of a state that is read when somebody asks: their names are in the source.
-    files = (ROOT / "coordinator" / "telemetry" / "metrics.py", ROOT / "tandem" / "telemetry" / "service.py")
-    words = set(re.findall(r'"(\w+)"', "".join(path.read_text(encoding="utf-8") for path in files)))
-    exported |= words | {f"tandem_{word}" for word in words} | {f"tandem_replica_{word}" for word in words}
+    stats, replica = SpeculationStats(rounds=1, drafted=1), REPLICAS[0]
+    state = State("m", 1, 0, 0, 1, {"greedy": stats}, stats, [replica], STATUS.decisions)
+    exported |= {family.name for family in state_metrics(state, {("draft", "sent"): 1})}
+    # Gauges of a KV cache that is read when somebody asks: their names are in the source.
+    source = (ROOT / "tandem" / "telemetry" / "service.py").read_text(encoding="utf-8")
+    exported |= {f"tandem_{word}" for word in re.findall(r'"(\w+)"', source)}
     names = re.findall(
         r"\b((?:vllm:|tandem_)\w+?)(?:_bucket|_sum|_count|_total)?\b",
         " ".join(query.expression for query in (*queries(), *queries(VLLM_DASHBOARD))),

@@ -13,7 +13,6 @@ from opentelemetry.trace import SpanKind, StatusCode
 from prometheus_client import CollectorRegistry
 
 from coordinator.speculation.controller import RequestSpeculation
-from coordinator.telemetry import observed
 from coordinator.telemetry.metrics import WAIT_PLACES
 from tandem.types import GenerationRequest
 from tests.service.clients import until
@@ -52,11 +51,7 @@ async def all_ended(cluster: ObservedCluster, count: int) -> None:
     await until(lambda: len(cluster.spans) >= count, 5.0, lambda: str([span.name for span in cluster.spans]))
 
 
-@pytest.mark.parametrize("interval_seconds", [1.0, 0.0], ids=["counted at the end", "counted in each round"])
-async def test_metrics_count_every_round_of_a_scripted_request(
-    monkeypatch: pytest.MonkeyPatch, interval_seconds: float
-) -> None:
-    monkeypatch.setattr(observed, "COUNTING_INTERVAL_SECONDS", interval_seconds)
+async def test_metrics_count_every_round_of_a_scripted_request() -> None:
     async with observed_cluster(FakeTarget(), FakeDraft(wrong_after_twelve)) as cluster:
         await cluster.complete(REQUEST)
         await all_ended(cluster, 8)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from coordinator.stats.rounds import RoundTally
 from coordinator.stats.speculation import (
-    CumulativeStats,
     StatsLog,
     TokenCounter,
     acceptance_length,
@@ -37,6 +36,13 @@ def _stats(*rounds: tuple[int, int, int]) -> SpeculationStats:
         for _ in range(count):
             tally.add(drafted, accepted)
     return tally.stats()
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 # 100 verifications, 20 of which had no proposal.
@@ -94,20 +100,37 @@ def test_add_sums_all_counts() -> None:
     assert shorter == total
 
 
-def test_cumulative_stats_by_rule() -> None:
-    cumulative = CumulativeStats()
+async def test_statistics_by_rule_since_the_start() -> None:
+    log = StatsLog()
     for rule, drafted, accepted in (
         ("residual", 2, 1),
         ("residual", 2, 1),
         ("greedy", 3, 3),
         ("residual", 2, 2),
     ):
-        cumulative.record(rule, round_result(drafted, accepted))
-    total, by_rule = cumulative.snapshot()
+        log.round_ended(rule, round_result(drafted, accepted))
+    total, by_rule = log.snapshot()
     assert by_rule == {"residual": _stats((2, 2, 1), (1, 2, 2)), "greedy": _stats((1, 3, 3))}
     assert total == _stats((2, 2, 1), (1, 3, 3), (1, 2, 2))
-    cumulative.record("greedy", round_result(3, 0))
+    log.round_ended("greedy", round_result(3, 0))
     assert by_rule["greedy"] == _stats((1, 3, 3)), "a snapshot stays as it was"
+    log.close()
+
+
+async def test_the_last_minute_forgets() -> None:
+    clock = Clock()
+    log = StatsLog(clock=clock)
+    log.round_ended("greedy", round_result(2, 2))
+    assert (log.last_minute().drafted, log.last_minute().accepted) == (2, 2)
+    log.close()  # ends the interval
+    clock.now += 30.0
+    log.round_ended("greedy", round_result(2, 0))
+    assert (log.last_minute().drafted, log.last_minute().accepted) == (4, 2)
+    log.close()
+    clock.now += 31.0
+    assert (log.last_minute().drafted, log.last_minute().accepted) == (2, 0)
+    clock.now += 300.0
+    assert log.last_minute() == SpeculationStats()
 
 
 @pytest.mark.parametrize("stats", [EXAMPLE, SpeculationStats()])
@@ -120,13 +143,6 @@ def test_the_description_contains_every_statistic(stats: SpeculationStats) -> No
     assert described["acceptance_rate"] == pytest.approx(acceptance_rate(stats), abs=1e-6)
     counts = [described[name] for name in ("rounds", "proposals", "drafted", "accepted")]
     assert counts == [stats.rounds, proposals(stats), stats.drafted, stats.accepted]
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_new_counter_has_rate_zero() -> None:

@@ -1,7 +1,8 @@
-"""The coordinator's metrics are bounded, and recent rates cover a minute."""
+"""The coordinator's metrics are bounded, and decisions, replicas and hits are read when somebody asks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,8 +15,9 @@ from tokenizers import Tokenizer
 from coordinator.decoding.completion import Completion, Detokenizer, Limits, StopStrings
 from coordinator.stats.rounds import RoundTally
 from coordinator.stats.speculation import add, since
-from coordinator.telemetry.metrics import RecentStats, RequestMetrics, State, state_metrics
-from coordinator.telemetry.observed import ObservedRequest
+from coordinator.telemetry.metrics import RequestMetrics, state_metrics
+from coordinator.telemetry.observed import ObservedRequest, Streams, bytes_of
+from coordinator.telemetry.observer import State
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.speculation_state import SpeculationDecision
 from tandem.telemetry.metrics import AtScrape
@@ -35,27 +37,40 @@ def series(registry: CollectorRegistry) -> int:
     return sum(len(family.samples) for family in registry.collect())
 
 
-def test_the_number_of_series_is_bounded() -> None:
+def state(
+    by_rule: Mapping[str, SpeculationStats] | None = None,
+    replicas: Sequence[ReplicaSnapshot] = (),
+    decisions: Sequence[SpeculationDecision] = (),
+) -> State:
+    return State("m", 2, 3, 4, 9, by_rule or {}, SpeculationStats(), replicas, decisions)
+
+
+def registry_of(read: Callable[[], State]) -> CollectorRegistry:
     registry = CollectorRegistry()
-    model = RequestMetrics(registry, "m", 2)
-    for index in range(100):
-        model.speculated(f"rule {index}", speculation_stats_of((64, 64)))
-    count = series(registry)
-    for index in range(100, 200):
-        model.speculated(f"rule {index}", speculation_stats_of((200, 3)))
-    assert series(registry) == count < 700
+    registry.register(AtScrape(lambda: (read(), bytes_of(())), lambda found: state_metrics(*found)))
+    return registry
+
+
+async def test_positions_and_rules_have_series_from_the_start_and_their_number_is_bounded() -> None:
+    stats = SpeculationStats()
+    registry = registry_of(lambda: state({"greedy": stats}))
     name = "tandem_spec_decode_num_accepted_tokens_per_pos_total"
+    at_start = series(registry)
+    assert registry.get_sample_value(name, {"model_name": "m", "position": "2"}) == 0
+    rounds = "tandem_spec_decode_num_rounds_total"
+    assert registry.get_sample_value(rounds, {"model_name": "m", "rule": "residual"}) == 0
+    stats = speculation_stats_of(*[(64, 64)] * 100)
+    count = series(registry)
+    assert at_start < count < 300
+    stats = speculation_stats_of(*[(64, 64)] * 100, (200, 3))
+    assert series(registry) == count
     beyond = registry.get_sample_value(name, {"model_name": "m", "position": "33+"})
     assert beyond == 100 * (64 - 32)
 
 
-def test_hits_are_counted_by_rank() -> None:
-    registry = CollectorRegistry()
-    model = RequestMetrics(registry, "m")
-    count = series(registry)
-    ahead = AheadStats(awaited=30, hits=24, hits_by_rank=[*range(5), *[1] * 11], saved_seconds=0.5)
-    for _ in range(2):
-        model.speculated("greedy", SpeculationStats(30, ahead=ahead))
+async def test_hits_are_counted_by_rank() -> None:
+    ahead = AheadStats(awaited=60, hits=48, hits_by_rank=[*range(0, 10, 2), *[2] * 11], saved_seconds=1.0)
+    registry = registry_of(lambda: state({"greedy": SpeculationStats(30, ahead=ahead)}))
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(f"tandem_draft_ahead_{name}_total", {"model_name": "m", **labels})
@@ -64,7 +79,7 @@ def test_hits_are_counted_by_rank() -> None:
     assert value("saved_seconds") == 1.0
     assert [value("hits", rank=str(rank)) for rank in (1, 5, 16)] == [0, 8, 2]
     assert value("hits", rank="17+") == 6
-    assert series(registry) == count, "every rank has its series from the start"
+    assert series(registry) == series(registry_of(state)), "every rank has its series from the start"
 
 
 async def test_a_large_fleet_is_counted_completely_and_listed_partly() -> None:
@@ -83,8 +98,7 @@ async def test_a_large_fleet_is_counted_completely_and_listed_partly() -> None:
         )
 
     replicas = [replica(index) for index in range(500)]
-    registry = CollectorRegistry()
-    registry.register(AtScrape(lambda: State("m", 3, 4, replicas, SpeculationStats()), state_metrics))
+    registry = registry_of(lambda: state(replicas=replicas))
     labels = {"model_name": "m", "role": "draft"}
     assert registry.get_sample_value("tandem_replicas", labels | {"state": "ready"}) == 500
     listed = [family for family in registry.collect() if family.name == "tandem_replica_ready"]
@@ -93,19 +107,6 @@ async def test_a_large_fleet_is_counted_completely_and_listed_partly() -> None:
     assert registry.get_sample_value("tandem_spec_decode_acceptance_rate", {"model_name": "m"}) is None
     at = labels | {"address": "10.0.0.7:1"}
     assert registry.get_sample_value("tandem_replica_accepted_tokens_total", at) == 1
-
-
-def test_the_last_minute_forgets() -> None:
-    now = 100.0
-    recent = RecentStats(lambda: now)
-    recent.add(speculation_stats_of((2, 2)))
-    now = 130.0
-    recent.add(speculation_stats_of((2, 0)))
-    assert (recent.total().drafted, recent.total().accepted) == (4, 2)
-    now = 161.0
-    assert (recent.total().drafted, recent.total().accepted) == (2, 0)
-    now = 500.0
-    assert recent.total() == SpeculationStats()
 
 
 def test_what_came_since_and_what_was_before_make_the_whole() -> None:
@@ -126,7 +127,7 @@ def spans_of(memory: InMemorySpanExporter, trace_rounds: float = 0.0) -> Observe
     provider.add_span_processor(SimpleSpanProcessor(memory))
     tracer = provider.get_tracer("test")
     metrics = RequestMetrics(CollectorRegistry(), "m")
-    return ObservedRequest(metrics, RecentStats(), tracer, tracer.start_span("request"), trace_rounds)
+    return ObservedRequest(metrics, Streams(), tracer, tracer.start_span("request"), trace_rounds)
 
 
 def test_a_flapping_draft_does_not_push_out_the_first_events(memory: InMemorySpanExporter) -> None:
@@ -152,10 +153,7 @@ async def test_decisions_are_exported_for_each_load() -> None:
         "10.0.0.1:50052", "draft", "residual", "0.85-1.15", 16, 0, 2, 0.86, 2.0, 2.1
     )
     ahead = replace(decided, num_speculative_tokens=3, ahead_outcomes=8)
-    registry = CollectorRegistry()
-    registry.register(
-        AtScrape(lambda: State("m", 16, 0, [], SpeculationStats(), [decided, ahead]), state_metrics)
-    )
+    registry = registry_of(lambda: state(decisions=[decided, ahead]))
     found = {
         sample.name: sample.value
         for metric in registry.collect()

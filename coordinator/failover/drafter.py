@@ -112,7 +112,7 @@ class FailoverDrafter:
         tokens = speculation.begin_round(load)
         is_paused = not tokens and not speculation.is_probe
         if is_paused and not self._is_paused and (address := self._placement.address):
-            self._report("draft_paused", address, {"load": load, "gain": speculation.decision.gain})
+            self._report("draft_paused", address, {"load": load, "gain": speculation.gain})
         self._is_paused = is_paused
         return tokens
 

@@ -27,7 +27,7 @@ from coordinator.settings.coordinator import RequestBounds
 from coordinator.settings.live import LiveConfig
 from coordinator.speculation import report as speculation_report
 from coordinator.speculation.ahead import max_budget
-from coordinator.speculation.controller import Decision, RequestSpeculation, SpeculationController
+from coordinator.speculation.controller import RequestSpeculation, SpeculationController
 from coordinator.speculation.gains import request_kind
 from coordinator.stats.rounds import RoundResult, record_outcome
 from coordinator.stats.speculation import StatsLog
@@ -249,7 +249,7 @@ class RequestRunner:
             self.models.target.vocabulary_size,
             keeps_proposals=plan.keeps_proposals,
         )
-        run.observer.deciding(lambda: _described(speculation.decision))
+        run.observer.deciding(lambda: _described(speculation))
         return FailoverDrafter(
             self.replicas.drafts,
             options,
@@ -324,12 +324,12 @@ class RequestRunner:
         return self.speculation.choose_rule(names, draft, temperature, self.admission.running)
 
 
-def _described(decision: Decision) -> dict[str, EventValue]:
-    """A decision as attributes of a span."""
+def _described(speculation: RequestSpeculation) -> dict[str, EventValue]:
+    """The decision of the round in progress as attributes of a span."""
     return {
-        "tandem.decision.tokens": decision.tokens,
-        "tandem.decision.load": decision.load,
-        "tandem.decision.predicted_gain": round(decision.gain, 3),
+        "tandem.decision.tokens": speculation.tokens,
+        "tandem.decision.load": speculation.load,
+        "tandem.decision.predicted_gain": round(speculation.gain, 3),
     }
 
 

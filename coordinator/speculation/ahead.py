@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from coordinator.speculation.costs import SURPRISE, CostModel, load_class
+from coordinator.speculation.costs import SURPRISE, CostModel, load_class, nearest
 from coordinator.speculation.gains import MEMORY, WINDOW
 from coordinator.stats.speculation import MovingAverage
 from tandem.types import MAX_AHEAD_TOKENS, AheadBudget
@@ -79,12 +79,11 @@ class Calibration:
         """The ratio at the nearest load; 1 before any round."""
         if not self._made:
             return 1.0
-        wanted = load_class(load)
-        made, predicted = self._made[min(self._made, key=lambda known: abs(known - wanted))]
+        made, predicted = nearest(self._made, load)
         return made / predicted
 
     def add(self, load: int, tokens: float, predicted: float) -> None:
-        """Count a round of one of so many requests."""
+        """Count a round of one of `load` requests: its expected tokens, and those predicted for as long as it took."""
         factor = self.factor(load)
         known = self._made.setdefault(load_class(load), [load * tokens, load * tokens / factor])
         keep = 1.0 - 1.0 / (WINDOW * load)
@@ -118,20 +117,9 @@ class AheadModel:
         not: both change alike when other work comes to the machine."""
         return self._ahead.factor(load) / self._plain.factor(load)
 
-    def add(self, load: int, tokens: float, predicted: float, *, is_ahead: bool) -> None:
-        """Count a round of one of so many requests.
-
-        Args:
-            load: Sequences that share the target.
-            tokens: Expected tokens of the round, by what it proposed.
-            predicted: Tokens that were predicted, without the factor, for as long as the round took.
-            is_ahead: True if it drafted ahead.
-        """
-        (self._ahead if is_ahead else self._plain).add(load, tokens, predicted)
-
-    def doubt(self, load: int, tokens: float, *, is_ahead: bool) -> None:
-        """The rounds of a way that follow are to tell its speed anew: each request makes so many tokens in one."""
-        (self._ahead if is_ahead else self._plain).doubt(load, tokens)
+    def calibration(self, *, is_ahead: bool) -> Calibration:
+        """What rounds that draft ahead, or others, make by what was predicted of them without the factor."""
+        return self._ahead if is_ahead else self._plain
 
     def speed(self, costs: CostModel, load: int, expected: Sequence[float], outcomes: int) -> float:
         """Predicted tokens per second, without the factor.

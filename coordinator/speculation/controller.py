@@ -171,7 +171,8 @@ class Choice:
             self.costs.target.doubt(self.load, self.load)
             seconds = self.way.seconds[0]
         else:
-            self.ahead.doubt(self.load, self.expected[self.tokens], is_ahead=not self.way.outcomes)
+            other = self.ahead.calibration(is_ahead=not self.way.outcomes)
+            other.doubt(self.load, self.expected[self.tokens])
             seconds = self._other_way.seconds[self.tokens]
         self._turn_pause = min(8 * self._turn_pause, self._next(seconds) - self._rounds)
         self._next_turn = self._rounds + self._turn_pause
@@ -265,40 +266,8 @@ class Choice:
             self.tokens = best
 
 
-class Decision(NamedTuple):
-    """How much one round proposes, and why."""
-
-    tokens: int
-    """K; 0: the target works alone."""
-    load: int
-    """Sequences that share the target."""
-    gain: float
-    """Predicted tokens per second with the best K above 0, over those of the target alone; 0: unknown."""
-
-
 class RequestSpeculation:
     """One request's part: `begin_round` says how many tokens to propose, `end_round` counts its result."""
-
-    __slots__ = (
-        "_acceptance",
-        "_choice",
-        "_choice_target",
-        "_controller",
-        "_draft_ahead",
-        "_granted",
-        "_has_begun",
-        "_load",
-        "_outcomes",
-        "_own_tokens",
-        "_probe_rounds",
-        "_probe_tokens",
-        "_rounds",
-        "_tokens",
-        "is_adaptive",
-        "kind",
-        "max_tokens",
-        "target",
-    )
 
     def __init__(
         self,
@@ -316,24 +285,22 @@ class RequestSpeculation:
         self._controller = controller
         self._draft_ahead = draft_ahead
         self._acceptance = RequestAcceptance()
-        self._choice: Choice | None = None
+        self.choice: Choice | None = None
+        """The decision at the load of the round in progress; None before the first round."""
+        self.load = 1
+        """Sequences that share the target in the round in progress."""
+        self.tokens = 0
+        """K of the round in progress; 0: the target works alone."""
         self._choice_target = ""
-        self._load = 1
         self._rounds = 0
-        self._tokens = -1
         self._outcomes = self._granted = 0
         """Outcomes that the round in progress drafts ahead for, and those that the round before it did."""
         self._own_tokens: int | None = None
         """Best length for its own acceptance; None: follow the shared choice."""
         self._probe_rounds = 0
         self._probe_tokens = 0
-        self._has_begun = False
+        self._is_beginning = True
         controller.beginning += 1
-
-    @property
-    def choice(self) -> Choice | None:
-        """Choice at the load of the round in progress; None before the first round."""
-        return self._choice
 
     @property
     def is_probe(self) -> bool:
@@ -341,10 +308,9 @@ class RequestSpeculation:
         return self._probe_rounds > 0
 
     @property
-    def decision(self) -> Decision:
-        """The round in progress."""
-        choice = self._choice
-        return Decision(max(self._tokens, 0), self._load, 0.0 if choice is None else choice.gain)
+    def gain(self) -> float:
+        """Predicted tokens per second with the best K above 0, over those of the target alone; 0: unknown."""
+        return 0.0 if self.choice is None else self.choice.gain
 
     def begin_round(self, load: int) -> int:
         """Number of tokens to propose in the round that begins; 0: the target works alone.
@@ -354,11 +320,11 @@ class RequestSpeculation:
         """
         self._rounds += 1
         if self._rounds == 2:
-            self._leave_beginning()
-        choice = self._choice
-        if choice is None or load != self._load or self.target != self._choice_target:
-            self._load, self._choice_target = load, self.target
-            choice = self._choice = self._controller.choice(
+            self.end()
+        choice = self.choice
+        if choice is None or load != self.load or self.target != self._choice_target:
+            self.load, self._choice_target = load, self.target
+            choice = self.choice = self._controller.choice(
                 self.target,
                 self.kind,
                 load,
@@ -368,27 +334,27 @@ class RequestSpeculation:
             )
         self._granted = self._outcomes
         shared, self._outcomes = choice.begin_round()
-        self._tokens = self._chosen(choice, shared) if self.is_adaptive else self.max_tokens
-        return self._tokens
+        self.tokens = self._chosen(choice, shared) if self.is_adaptive else self.max_tokens
+        return self.tokens
 
     @property
     def ahead_budget(self) -> AheadBudget | None:
         """How far the draft is to draft ahead of the round in progress; None for not at all."""
-        if not self._outcomes or self._tokens <= 0:
+        if not self._outcomes or self.tokens <= 0:
             return None
-        return AheadBudget(self._outcomes, min(self._tokens, MAX_AHEAD_TOKENS))
+        return AheadBudget(self._outcomes, min(self.tokens, MAX_AHEAD_TOKENS))
 
     def outcome_came(self, rank: int | None) -> None:
         """An outcome has come that was awaited: its place, None if it was not drafted for."""
-        if self._choice is not None:
-            self._choice.ahead.hits.add(rank, self._granted)
+        if self.choice is not None:
+            self.choice.ahead.hits.add(rank, self._granted)
 
     def tokens_after_miss(self, count: int) -> int:
         """How many tokens to ask for, up to `count`, where another outcome came than was drafted for.
 
         0: the target goes on alone, and the draft drafts ahead of that. With a fixed policy it is that or `count`.
         """
-        choice = self._choice
+        choice = self.choice
         if choice is None or len(choice.expected) <= count:
             return count
         costs, load = choice.costs, choice.load
@@ -406,14 +372,14 @@ class RequestSpeculation:
 
     def asked_after_miss(self, tokens: int, seconds: float) -> None:
         """The draft has answered the question after a miss with so many tokens, after so long."""
-        choice = self._choice
+        choice = self.choice
         if choice is not None and choice.costs.draft.is_known:
             beside = seconds - tokens * choice.costs.draft_seconds(choice.load)
             choice.ahead.question.add(max(beside, 0.0))
 
     def tokens_after_hit(self, unfinished: Unfinished, count: int) -> int:
         """How many tokens of a continuation to wait for, `count` at most, where the draft is still drafting it."""
-        choice = self._choice
+        choice = self.choice
         most = min(count, unfinished.max_tokens)
         if choice is None or len(choice.expected) <= most:
             return unfinished.ready
@@ -425,7 +391,7 @@ class RequestSpeculation:
 
     def end_round(self, result: RoundResult) -> None:
         """Count the round that has ended."""
-        choice, cost, proposed = self._choice, result.cost, result.proposed
+        choice, cost, proposed = self.choice, result.cost, result.proposed
         if choice is None or cost is None:
             return
         if proposed:
@@ -435,7 +401,7 @@ class RequestSpeculation:
                 choice.probed(min(proposed, choice.max_tokens), result.accepted)
         is_ahead = result.awaited_outcome
         if not is_ahead and not self._granted:
-            choice.costs.add(self._load, cost)
+            choice.costs.add(self.load, cost)
         if self._draft_ahead == "auto":
             self._compare_ways(choice, proposed, cost.seconds, is_ahead)
         if is_ahead == bool(choice.way.outcomes) and cost.is_uniform and not cost.was_late:
@@ -452,16 +418,13 @@ class RequestSpeculation:
             speed = expected[proposed] / choice.plain.seconds[proposed]
         else:
             return
-        choice.ahead.add(choice.load, expected[proposed], speed * seconds, is_ahead=is_ahead)
+        calibration = choice.ahead.calibration(is_ahead=is_ahead)
+        calibration.add(choice.load, expected[proposed], speed * seconds)
 
     def end(self) -> None:
-        """The request has ended."""
-        self._leave_beginning()
-
-    def _leave_beginning(self) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            self._controller.beginning -= 1
+        """The request has ended, or its first round has."""
+        self._controller.beginning -= self._is_beginning
+        self._is_beginning = False
 
     def _chosen(self, choice: Choice, shared: int) -> int:
         if self._rounds == 1 and self._controller.beginning > BURST:
@@ -552,36 +515,32 @@ class SpeculationController:
     def costs(self, target: str, kind: RequestKind) -> CostModel:
         """The cost model of a target with a draft under a rule. One without a profile begins like another one."""
         key = target, kind.draft, kind.rule
-        found = self._costs.get(key)
-        if found is None:
-            target_service = self._services.get(target, _Service())
-            draft_service = self._services.get(kind.draft, _Service())
+        if key not in self._costs:
             alike = [
                 model for other, model in self._costs.items() if other[1] == kind.draft and model.is_known
             ]
             known = alike[-1] if alike else None
-            target_profile, draft_profile = target_service.profile, draft_service.profile
-            found = self._costs[key] = CostModel(
+            services = self._services.get(target, _Service()), self._services.get(kind.draft, _Service())
+            of_target, of_draft = (service.profile for service in services)
+            self._costs[key] = CostModel(
                 known.target.copy()
-                if known and not target_profile.seconds
-                else StepCosts(target_profile, TARGET_COMMON),
-                known.draft.copy() if known and not draft_profile.seconds else StepCosts(draft_profile),
-                target_service.round_trip_seconds,
-                draft_service.round_trip_seconds,
+                if known and not of_target.seconds
+                else StepCosts(of_target, TARGET_COMMON),
+                known.draft.copy() if known and not of_draft.seconds else StepCosts(of_draft),
+                *(service.round_trip_seconds for service in services),
             )
-        return found
+        return self._costs[key]
 
     def gains(self, kind: RequestKind) -> AcceptanceModel:
         """Acceptance of a kind. A new temperature range begins with the first rate of the nearest one."""
-        found = self._gains.get(kind)
-        if found is None:
+        if kind not in self._gains:
             alike = [other for other in self._gains if other[:2] == kind[:2]]
             nearest = min(
                 alike, key=lambda other: abs(other.temperature_range - kind.temperature_range), default=None
             )
             first_rate = FIRST_RATE if nearest is None else self._gains[nearest].rates(1)[0]
-            found = self._gains[kind] = AcceptanceModel(first_rate)
-        return found
+            self._gains[kind] = AcceptanceModel(first_rate)
+        return self._gains[kind]
 
     def choice(
         self,
@@ -595,9 +554,8 @@ class SpeculationController:
     ) -> Choice:
         """The decision for a kind of request at a load."""
         key = target, kind, load_class(load), max_tokens, is_adaptive, draft_ahead
-        found = self._choices.get(key)
-        if found is None:
-            found = self._choices[key] = Choice(
+        if key not in self._choices:
+            self._choices[key] = Choice(
                 self.costs(target, kind),
                 self.gains(kind),
                 self._ahead_model(target, kind),
@@ -605,18 +563,17 @@ class SpeculationController:
                 range(max_tokens + 1) if is_adaptive else (max_tokens,),
                 outcome_choices(draft_ahead),
             )
-        return found
+        return self._choices[key]
 
     def _ahead_model(self, target: str, kind: RequestKind) -> AheadModel:
-        found = self._ahead.get((target, kind))
-        if found is None:
+        if (target, kind) not in self._ahead:
             alike = [
                 model
                 for (other, known), model in self._ahead.items()
                 if other == target and known.draft == kind.draft
             ]
-            found = self._ahead[target, kind] = AheadModel(alike[-1] if alike else None)
-        return found
+            self._ahead[target, kind] = AheadModel(alike[-1] if alike else None)
+        return self._ahead[target, kind]
 
     def choose_rule(self, names: Sequence[str], draft: str, temperature: float, load: int) -> str:
         """The rule with the highest predicted tokens per second at the nearest load so far.

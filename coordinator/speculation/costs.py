@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import TypeVar
 
 from coordinator.speculation.gains import DOUBT, WINDOW
 from coordinator.stats.rounds import RoundCost
@@ -35,9 +36,9 @@ _USUAL_SHAPE = StepProfile(
     }
 )
 """Shape of a service that reports no profile. The first steps give its level."""
-
-
 NO_PROFILE = StepProfile()
+
+KnownT = TypeVar("KnownT")
 
 
 class StepCosts:
@@ -150,10 +151,7 @@ class RestCosts:
 
     def seconds(self, load: int) -> float | None:
         """Predicted: the mean at the nearest load; None before any round."""
-        if not self._means:
-            return None
-        wanted = load_class(load)
-        return self._means[min(self._means, key=lambda known: abs(known - wanted))][1]
+        return nearest(self._means, load)[1] if self._means else None
 
     def least(self) -> float | None:
         """At the load at which it is least; None before any round."""
@@ -228,6 +226,12 @@ class CostModel:
         """Predicted seconds of a round."""
         drafting = proposed * self.draft_seconds(load) if proposed else 0.0
         return self.verify_seconds(load, proposed) + drafting + self.rest_seconds(load, proposed)
+
+
+def nearest(by_load: Mapping[int, KnownT], load: int) -> KnownT:
+    """The entry of the load class that is nearest to a load; there must be one."""
+    wanted = load_class(load)
+    return by_load[min(by_load, key=lambda known: abs(known - wanted))]
 
 
 @lru_cache(1024)

@@ -69,7 +69,7 @@ def test_the_factor_compares_both_ways(load: int) -> None:
 
     def count(rounds: int, predicted: float, *, is_ahead: bool) -> None:
         for _ in range(rounds * load):
-            model.add(load, 2.0, predicted * chance.uniform(0.7, 1.3), is_ahead=is_ahead)
+            model.calibration(is_ahead=is_ahead).add(load, 2.0, predicted * chance.uniform(0.7, 1.3))
 
     count(100, 4.0, is_ahead=True)
     assert model.factor(load) == pytest.approx(0.5, abs=0.05)
@@ -79,7 +79,7 @@ def test_the_factor_compares_both_ways(load: int) -> None:
     assert model.factor(load) == pytest.approx(1.0, abs=0.1), "the machine is slow, not drafting ahead"
     count(6, 2.0, is_ahead=True)
     slow = model.factor(load)
-    model.doubt(load, 2.0, is_ahead=True)
+    model.calibration(is_ahead=True).doubt(load, 2.0)
     count(6, 2.0, is_ahead=True)
     assert model.factor(load) > 1.6 > slow, "after doubt, few rounds tell"
 
@@ -87,8 +87,8 @@ def test_the_factor_compares_both_ways(load: int) -> None:
 def test_a_pause_of_the_machine_hardly_moves_the_factor() -> None:
     model = AheadModel()
     for _ in range(50):
-        model.add(1, 2.0, 2.0, is_ahead=True)
-    model.add(1, 2.0, 2000.0, is_ahead=True)
+        model.calibration(is_ahead=True).add(1, 2.0, 2.0)
+    model.calibration(is_ahead=True).add(1, 2.0, 2000.0)
     assert model.factor(1) > 0.9
 
 

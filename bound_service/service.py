@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import grpc.aio
 
 from draft_service.servicer import DraftServicer
 from tandem.config.names import BOUND_METHODS, MTP, OWN_METHODS, canonical_method, checkpoint_method
 from tandem.errors import ConfigurationError
-from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
-from tandem.serving.process import in_daemon_thread
-from tandem.serving.server import Service
-from tandem.telemetry.streams import observer_for
+from tandem.serving.model_service import ModelService, Runner
 from tandem.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from target_service.servicer import TargetServicer
 from target_service.settings import TargetSettings, check_extraction
-
-if TYPE_CHECKING:
-    from bound_service.loading import BoundPair
 
 
 def head_folder(settings: TargetSettings) -> Path | None:
@@ -70,7 +62,7 @@ def head_method(settings: TargetSettings, folder: Path | None) -> str:
     return method
 
 
-class BoundService(Service):
+class BoundService(ModelService):
     """Serves a target, and proposals of a head that reads it."""
 
     name = "target"
@@ -86,65 +78,26 @@ class BoundService(Service):
             ConfigurationError: the settings name no draft, or another method than the ones that run here.
         """
         check_extraction(settings)
+        super().__init__(settings)
         self._settings = settings
         self._head_folder = head_folder(settings)
         head_method(settings, self._head_folder)
-        self._observer = observer_for(settings, self.name)
         self._target, self._draft = TargetServicer(self._observer), DraftServicer()
-        self._pair: BoundPair | None = None
+        self.streams = [self._target.streams, self._draft.streams]
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add both servicers."""
         target_pb2_grpc.add_TargetServiceServicer_to_server(self._target, server)
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self._draft, server)
 
-    def open_other_endpoints(self, readiness: ReadinessInterceptor, calls: RunningCalls) -> None:
-        """Accept shared streams as well."""
-        for servicer in (self._target, self._draft):
-            servicer.streams.apply_limits(readiness, calls, self._settings.max_concurrent_streams)
+    def load(self) -> list[Runner]:
+        """See `ModelService`."""
+        from tandem.model_sources.find import checked_folder
 
-    async def start(self) -> None:
-        """Load both.
-
-        Raises:
-            ConfigurationError: the target cannot be served as the settings ask, or the head is not
-                one of this target's.
-        """
-        self._observer.start()
-        pair = self._pair = await in_daemon_thread(self._load)
-        await pair.verifier.start()
-        await pair.proposer.start()
-        self._observer.ready(pair.verifier.model_info.name, pair.verifier.kv_usage)
-        self._target.verifier, self._draft.proposer = pair.verifier, pair.proposer
-
-    @property
-    def overdue_seconds(self) -> float:
-        """How long an engine has been stuck in a step; 0 while all is well."""
-        if self._pair is None:
-            return 0.0
-        return max(self._pair.verifier.overdue_seconds, self._pair.proposer.overdue_seconds)
-
-    async def close(self) -> None:
-        """Stop both engines."""
-        async with AsyncExitStack() as stack:
-            stack.push_async_callback(self._observer.close)
-            if self._pair is not None:
-                stack.push_async_callback(self._pair.verifier.close)
-                stack.push_async_callback(self._pair.proposer.close)
-
-    def _load(self) -> BoundPair:
-        from tandem.engine.models.checkpoint import open_checkpoint
-        from tandem.engine.threads import switch_early, wait_asleep
-        from tandem.model_sources.bundled import require_engine
-        from tandem.model_sources.find import find_model
-
-        # Torch takes seconds to import: refuse a wrong folder before.
-        require_engine()
-        folder = find_model(self._settings.model, self._settings.revision)
-        open_checkpoint(folder)
-        wait_asleep()
-        switch_early()
+        folder = checked_folder(self._settings.model, self._settings.revision)
         from bound_service.loading import load_pair
 
         settings = self._settings.model_copy(update={"model": folder})
-        return load_pair(settings, self._head_folder, self._observer.on_step, on_failure=self.fail)
+        pair = load_pair(settings, self._head_folder, self._observer.on_step, on_failure=self.fail)
+        self._target.verifier, self._draft.proposer = pair.verifier, pair.proposer
+        return [pair.verifier, pair.proposer]

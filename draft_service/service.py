@@ -16,14 +16,12 @@ from draft_service.servicer import DraftServicer
 from draft_service.settings import DraftSettings
 from tandem.config.names import BOUND_METHODS
 from tandem.errors import ConfigurationError
-from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
-from tandem.serving.process import in_daemon_thread
-from tandem.serving.server import Service
-from tandem.telemetry.streams import OnStep, observer_for
+from tandem.serving.model_service import ModelService, Runner
+from tandem.telemetry.streams import OnStep
 from tandem.v1 import draft_pb2, draft_pb2_grpc
 
 
-class DraftService(Service):
+class DraftService(ModelService):
     """Serves DraftService with one drafting method."""
 
     name = "draft"
@@ -35,42 +33,19 @@ class DraftService(Service):
         Raises:
             ConfigurationError: an option of that method is wrong or missing.
         """
-        self._settings = settings
-        self._observer = observer_for(settings, self.name)
-        self._load = _loader(settings, self._observer.on_step, self.fail)
+        super().__init__(settings)
+        self._load_proposer = _loader(settings, self._observer.on_step, self.fail)
         self._servicer = DraftServicer(self._observer)
-        self._proposer: Proposer | None = None
+        self.streams = [self._servicer.streams]
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicer."""
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self._servicer, server)
 
-    def open_other_endpoints(self, readiness: ReadinessInterceptor, calls: RunningCalls) -> None:
-        """Accept shared streams as well."""
-        self._servicer.streams.apply_limits(readiness, calls, self._settings.max_concurrent_streams)
-
-    async def start(self) -> None:
-        """Load what the drafting method needs.
-
-        Raises:
-            ConfigurationError: the method cannot run as the settings ask.
-        """
-        self._observer.start()
-        self._proposer = await in_daemon_thread(self._load)
-        await self._proposer.start()
-        self._observer.ready(self._proposer.model_info.name, self._proposer.kv_usage)
-        self._servicer.proposer = self._proposer
-
-    @property
-    def overdue_seconds(self) -> float:
-        """How long the drafting method has been stuck in a step; 0 while all is well."""
-        return 0.0 if self._proposer is None else self._proposer.overdue_seconds
-
-    async def close(self) -> None:
-        """Let go of it."""
-        if self._proposer is not None:
-            await self._proposer.close()
-        await self._observer.close()
+    def load(self) -> list[Runner]:
+        """See `ModelService`."""
+        proposer = self._servicer.proposer = self._load_proposer()
+        return [proposer]
 
 
 def _loader(
@@ -95,17 +70,9 @@ def _loader(
 def _load_standalone(
     settings: DraftSettings, checkpoint: Path, on_step: OnStep, on_failure: Callable[[], None]
 ) -> Proposer:
-    from tandem.engine.models.checkpoint import open_checkpoint
-    from tandem.engine.threads import switch_early, wait_asleep
-    from tandem.model_sources.bundled import require_engine
-    from tandem.model_sources.find import find_model
+    from tandem.model_sources.find import checked_folder
 
-    # Torch takes seconds to import: refuse a wrong folder before.
-    require_engine()
-    folder = find_model(checkpoint, settings.revision)
-    open_checkpoint(folder)
-    wait_asleep()
-    switch_early()
+    folder = checked_folder(checkpoint, settings.revision)
     from draft_service.proposers.standalone import load_standalone
 
     return load_standalone(settings.model_copy(update={"model": folder}), on_step, on_failure)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Protocol
 
-from tandem.types import DraftOptions, ModelInfo, Proposal, ProposeStep
+from tandem.serving.model_service import Runner
+from tandem.types import DraftOptions, Proposal, ProposeStep
 
 if TYPE_CHECKING:
     from draft_service.proposers.ahead import Pushed
-    from tandem.engine.interface import KvUsage
 
 
 class DraftedSequence(Protocol):
@@ -27,25 +27,8 @@ class DraftedSequence(Protocol):
         """
 
 
-class Proposer(Protocol):
+class Proposer(Runner, Protocol):
     """A drafting method."""
-
-    @property
-    def model_info(self) -> ModelInfo:
-        """The draft service's model, or its drafting method."""
-
-    def kv_usage(self) -> KvUsage | None:
-        """Usage of its KV cache; None when it has none. Called on the event loop."""
-
-    @property
-    def overdue_seconds(self) -> float:
-        """How long it has been stuck in a step; 0 while all is well."""
-
-    async def start(self) -> None:
-        """Begin to work. Called before anything else."""
-
-    async def close(self) -> None:
-        """Let go of it."""
 
     def sequence(self, options: DraftOptions) -> AbstractAsyncContextManager[DraftedSequence]:
         """Keep a sequence for as long as the context lives.

@@ -9,8 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Continue, Done, Failed, Job, non_finite
+from tandem.engine.interface import KvUsage
+from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.sampler import TORCH_SAMPLER, Sampler
+from tandem.errors import InvalidRequestError
 from tandem.sampling.noise import proposal_keys, target_keys
 from tandem.types import (
     DenseLogits,
@@ -23,6 +27,45 @@ from tandem.types import (
 )
 
 Outcome = Done[Proposal] | Failed | Continue
+
+
+class EngineProposer:
+    """A drafting method whose model an engine runs."""
+
+    def __init__(self, engine: Engine[Drafting, Proposal]) -> None:
+        self._engine = engine
+
+    def kv_usage(self) -> KvUsage:
+        """See `Runner`."""
+        return self._engine.usage
+
+    @property
+    def overdue_seconds(self) -> float:
+        """See `Runner`."""
+        return self._engine.overdue_seconds
+
+    async def start(self) -> None:
+        """See `Runner`."""
+        self._engine.start()
+        await self._engine.warm_up()
+
+    async def close(self) -> None:
+        """See `Runner`."""
+        await self._engine.close()
+
+
+def check_room(cached: CachedSequence, length: int, token_count: int) -> None:
+    """Refuse a proposal of more tokens than fit behind the first `length` ones.
+
+    Raises:
+        InvalidRequestError: they do not. The noise keys of all tokens are made at once, so a huge count would fill the
+            memory before the first draw.
+    """
+    room = cached.max_length - length + 1  # the draft does not read the last token
+    if token_count > max(room, 0):
+        raise InvalidRequestError(
+            f"{token_count} tokens were asked for after {length}, but the sequence's limit is {cached.max_length}"
+        )
 
 
 @dataclass(slots=True)

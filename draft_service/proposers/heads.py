@@ -18,17 +18,16 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from draft_service.proposers.drafting import Drafting, Outcome, extended
+from draft_service.proposers.drafting import Drafting, EngineProposer, Outcome, check_room, extended
 from draft_service.proposers.model_free import TokenState
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Continue, Failed, Job
 from tandem.engine.core.selection import Backends
 from tandem.engine.hidden_states import BoundSequences, PairedStates, Pairing
-from tandem.engine.interface import KvUsage
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.sampler import Sampler
 from tandem.engine.settings import EngineSettings
-from tandem.errors import InvalidRequestError, ServiceUnavailableError
+from tandem.errors import ServiceUnavailableError
 from tandem.telemetry.streams import OnStep
 from tandem.types import Delta, DraftOptions, ModelInfo, Proposal, ProposeStep
 
@@ -67,7 +66,7 @@ class Extend(Protocol):
         """The outcome of each job."""
 
 
-class BoundProposer:
+class BoundProposer(EngineProposer):
     """Drafts with a head that reads the states of one target."""
 
     def __init__(
@@ -97,36 +96,20 @@ class BoundProposer:
         self._pairings = states.pairings
         self._sequences = sequences
         self._method = method
-        self._engine: Engine[Drafting, Proposal] = Engine(
-            backends,
-            partial(kind.extend, pairings=states.pairings, sampler=backends.sampler),
-            replace(limits, prefix_reuse=False),
-            on_step,
-            on_failure=on_failure,
+        super().__init__(
+            Engine(
+                backends,
+                partial(kind.extend, pairings=states.pairings, sampler=backends.sampler),
+                replace(limits, prefix_reuse=False),
+                on_step,
+                on_failure=on_failure,
+            )
         )
 
     @property
     def model_info(self) -> ModelInfo:
         """Information about the head."""
         return replace(self._engine.info, drafting_method=self._method)
-
-    def kv_usage(self) -> KvUsage:
-        """Usage of the head's own KV cache."""
-        return self._engine.usage
-
-    @property
-    def overdue_seconds(self) -> float:
-        """How long the engine has been stuck in a step; 0 while all is well."""
-        return self._engine.overdue_seconds
-
-    async def start(self) -> None:
-        """Begin to work, and warm up."""
-        self._engine.start()
-        await self._engine.warm_up()
-
-    async def close(self) -> None:
-        """Stop the engine."""
-        await self._engine.close()
 
     @asynccontextmanager
     async def sequence(self, options: DraftOptions) -> AsyncIterator[BoundSequence]:
@@ -179,11 +162,7 @@ class BoundSequence:
         """
         self._apply(step.delta)
         length = len(self._tokens)
-        if step.token_count > max(self._cached.max_length - length + 1, 0):
-            raise InvalidRequestError(
-                f"{step.token_count} tokens were asked for after {length}, but the sequence's limit is "
-                f"{self._cached.max_length}"
-            )
+        check_room(self._cached, length, step.token_count)
         target = self._sequences.find(self._options.request_id, self._tokens.token_ids[:-1])
         token_count = self._possible(step.token_count)
         if token_count == 0 or length < 2 or target is None:

@@ -10,17 +10,16 @@ from dataclasses import replace
 from functools import partial
 
 from draft_service.proposers.ahead import AheadDrafter, OutcomeHistory, Pushed
-from draft_service.proposers.drafting import Drafting, propose_head
+from draft_service.proposers.drafting import Drafting, EngineProposer, check_room, propose_head
 from draft_service.settings import DraftSettings
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Job
 from tandem.engine.core.selection import choose_backends
-from tandem.engine.interface import KvUsage
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.loading import load_model
 from tandem.engine.sampler import TORCH_SAMPLER, Sampler
 from tandem.engine.settings import EngineSettings
-from tandem.errors import InvalidRequestError, NonFiniteLogitsError
+from tandem.errors import NonFiniteLogitsError
 from tandem.telemetry.streams import OnStep
 from tandem.types import (
     Delta,
@@ -64,7 +63,7 @@ def load_standalone(
     return StandaloneProposer(engine, settings.draft_top_k, settings.draft_support_mass, backends.sampler)
 
 
-class StandaloneProposer:
+class StandaloneProposer(EngineProposer):
     """Drafts with a model behind its engine."""
 
     def __init__(
@@ -74,7 +73,7 @@ class StandaloneProposer:
         support_mass: float = 1.0,
         sampler: Sampler = TORCH_SAMPLER,
     ) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._draft_top_k = draft_top_k
         self._support_mass = support_mass
         self._sampler = sampler
@@ -84,24 +83,6 @@ class StandaloneProposer:
     def model_info(self) -> ModelInfo:
         """Information about the model."""
         return replace(self._engine.info, drafts_ahead=True)
-
-    def kv_usage(self) -> KvUsage:
-        """Usage of its KV cache."""
-        return self._engine.usage
-
-    @property
-    def overdue_seconds(self) -> float:
-        """How long the engine has been stuck in a step; 0 while all is well."""
-        return self._engine.overdue_seconds
-
-    async def start(self) -> None:
-        """Begin to work, and warm up."""
-        self._engine.start()
-        await self._engine.warm_up()
-
-    async def close(self) -> None:
-        """Stop the engine."""
-        await self._engine.close()
 
     @asynccontextmanager
     async def sequence(self, options: DraftOptions) -> AsyncIterator[StandaloneSequence]:
@@ -164,7 +145,7 @@ class StandaloneSequence:
             InvalidRequestError: the delta does not fit the sequence or the model, or the tokens do not.
             NonFiniteLogitsError: the model computed logits that are not finite.
         """
-        self._check_room(step)
+        check_room(self._cached, step.delta.length, step.token_count)
         if self._ahead is not None:
             self._ahead.apply(step)
         if not step.is_answered:
@@ -191,12 +172,3 @@ class StandaloneSequence:
                 "logits are not finite", extra={"request_id": self._options.request_id, "reason": str(error)}
             )
             raise
-
-    def _check_room(self, step: ProposeStep) -> None:
-        # The noise keys of all tokens are made at once: a huge count would fill the memory before the first draw.
-        room = self._cached.max_length - step.delta.length + 1  # the draft does not read the last token
-        if step.token_count > max(room, 0):
-            raise InvalidRequestError(
-                f"{step.token_count} tokens were asked for after {step.delta.length}, but the sequence's limit is "
-                f"{self._cached.max_length}"
-            )

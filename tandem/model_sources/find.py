@@ -17,9 +17,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tandem.engine.models.checkpoint import open_checkpoint
+from tandem.engine.threads import switch_early, wait_asleep
 from tandem.errors import ModelFolderError
 from tandem.model_sources import hub
-from tandem.model_sources.bundled import SMOLLM2
+from tandem.model_sources.bundled import SMOLLM2, require_engine
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,25 @@ def find_model(reference: str | Path, revision: str | None = None) -> Path:
             f"revision is {revision}, but the model {reference} is no Hugging Face id; leave out revision"
         )
     return _smollm2() if str(reference) == SMOLLM2 and not path.exists() else path
+
+
+def checked_folder(reference: str | Path, revision: str | None = None) -> Path:
+    """Return the folder of a model that the embedded engine can run, and set up the process for it.
+
+    Called before torch is imported, which takes seconds: a wrong folder is refused at once, and some of torch's
+    threads read the environment only then.
+
+    Raises:
+        ConfigurationError: the packages of the engine are not installed.
+        ModelFolderError: there is no such model, or its folder holds no checkpoint that can be served.
+        ServiceUnavailableError: see `find_model`.
+    """
+    require_engine()
+    folder = find_model(reference, revision)
+    open_checkpoint(folder)
+    wait_asleep()
+    switch_early()
+    return folder
 
 
 def _smollm2() -> Path:

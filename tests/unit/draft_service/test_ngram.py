@@ -141,7 +141,7 @@ def test_the_service_starts_without_torch() -> None:
         "from draft_service.service import DraftService\n"
         "from draft_service.settings import DraftSettings\n"
         "for method in ('ngram', 'suffix'):\n"
-        "    info = DraftService(DraftSettings(method=method))._load().model_info\n"
+        "    info = DraftService(DraftSettings(method=method)).load()[0].model_info\n"
         "    assert (info.architecture, info.vocabulary_size, info.max_length) == (method, 0, 0)\n"
         "assert not {'torch', 'transformers', 'safetensors'} & sys.modules.keys()\n"
     )

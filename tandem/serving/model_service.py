@@ -1,0 +1,89 @@
+"""A service that answers by a model, or by a drafting method that has none."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Protocol
+
+from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
+from tandem.serving.process import in_daemon_thread
+from tandem.serving.server import Service
+from tandem.serving.streams import SequenceStreams
+from tandem.settings import ModelServerSettings
+from tandem.telemetry.streams import observer_for
+from tandem.types import ModelInfo
+
+if TYPE_CHECKING:
+    from tandem.engine.interface import KvUsage
+
+
+class Runner(Protocol):
+    """What a servicer asks: the target's verifier, or a drafting method."""
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """Information about the model, or about the method."""
+
+    def kv_usage(self) -> KvUsage | None:
+        """Usage of its KV cache; None when it has none. Called on the event loop."""
+
+    @property
+    def overdue_seconds(self) -> float:
+        """How long it has been stuck in a step; 0 while all is well."""
+
+    async def start(self) -> None:
+        """Begin to work, and warm up. Called before anything else."""
+
+    async def close(self) -> None:
+        """Stop, and release the model."""
+
+
+class ModelService(Service):
+    """Loads its runners in the background, and reports what they do."""
+
+    streams: Sequence[SequenceStreams]
+    """Those of its servicers."""
+
+    def __init__(self, settings: ModelServerSettings) -> None:
+        self._observer = observer_for(settings, self.name)
+        self._max_calls = settings.max_concurrent_streams
+        self._runners: Sequence[Runner] = ()
+
+    @abstractmethod
+    def load(self) -> Sequence[Runner]:
+        """Load the runners and hand each to its servicer; telemetry shows the first. Called on a thread of its own.
+
+        Raises:
+            ConfigurationError: they cannot run as the settings ask.
+        """
+
+    def open_other_endpoints(self, readiness: ReadinessInterceptor, calls: RunningCalls) -> None:
+        """Let the sequences of shared streams pass the same limits as calls."""
+        for streams in self.streams:
+            streams.apply_limits(readiness, calls, self._max_calls)
+
+    async def start(self) -> None:
+        """Load the runners, and start them.
+
+        Raises:
+            ConfigurationError: they cannot run as the settings ask.
+        """
+        self._observer.start()
+        self._runners = await in_daemon_thread(self.load)
+        for runner in self._runners:
+            await runner.start()
+        self._observer.ready(self._runners[0].model_info.name, self._runners[0].kv_usage)
+
+    @property
+    def overdue_seconds(self) -> float:
+        """How long a runner has been stuck in a step; 0 while all is well."""
+        return max((runner.overdue_seconds for runner in self._runners), default=0.0)
+
+    async def close(self) -> None:
+        """Stop the runners, the last first, and send the rest of the telemetry."""
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._observer.close)
+            for runner in self._runners:
+                stack.push_async_callback(runner.close)

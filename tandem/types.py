@@ -14,54 +14,6 @@ import numpy.typing as npt
 
 from tandem.speculation_state import SpeculationState
 
-__all__ = [
-    "MAX_AHEAD_TOKENS",
-    "MAX_BRANCHES",
-    "MAX_LOGIT_BIAS",
-    "MAX_REPETITION_PENALTY",
-    "MIN_REPETITION_PENALTY",
-    "MIN_TEMPERATURE",
-    "Acceptance",
-    "AheadBudget",
-    "AheadStats",
-    "Cancel",
-    "ChatMessage",
-    "Chunk",
-    "Delta",
-    "DenseLogits",
-    "DenseRow",
-    "DraftDistribution",
-    "DraftOptions",
-    "DraftedOutcomes",
-    "Finish",
-    "FinishReason",
-    "Float32Array",
-    "FloatArray",
-    "GenerationRequest",
-    "IntArray",
-    "LogitAdjustments",
-    "ModelInfo",
-    "NextToken",
-    "PositionStats",
-    "Proposal",
-    "ProposeStep",
-    "RowKind",
-    "RowStatistics",
-    "SamplingParams",
-    "SparseDistribution",
-    "SpeculationStats",
-    "StepCost",
-    "Summary",
-    "SupportRow",
-    "TargetOptions",
-    "TargetRow",
-    "TokenLogprobs",
-    "TokenRow",
-    "Verification",
-    "VerifyStep",
-]
-
-
 FloatArray = npt.NDArray[np.float64]
 Float32Array = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
@@ -172,24 +124,12 @@ class RowKind(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseDistribution:
-    """Probabilities of a few tokens that sum to one; every other token has none."""
+    """Distribution that a proposed token was drawn from: probabilities of a few tokens that sum to one."""
 
     token_ids: IntArray
     """Distinct ids, shape [support_size]."""
     probs: FloatArray
     """Their probabilities, shape [support_size]."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DenseLogits:
-    """Logits of the whole vocabulary, before temperature and truncation."""
-
-    logits: Float32Array
-    """Shape [vocabulary_size]."""
-
-
-DraftDistribution = SparseDistribution | DenseLogits
-"""The distribution that a proposed token was drawn from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +152,7 @@ class Proposal:
     """Length of the sequence that the proposal extends."""
     token_ids: tuple[int, ...] = ()
     """The proposed tokens, K of them, possibly none."""
-    distributions: tuple[DraftDistribution, ...] = ()
+    distributions: tuple[SparseDistribution, ...] = ()
     """Distribution that each token was drawn from. Empty for a deterministic proposal, whose distributions are
     one-hot."""
     token_logits: Float32Array | None = None

@@ -65,15 +65,10 @@ class AcceptanceRule:
         return requested
 
     def supports(self, proposal: Proposal) -> tuple[IntArray, ...]:
-        """Return the supports to request from the target, one for each proposed token.
-
-        Raises:
-            RuleError: The draft sent logits of the whole vocabulary, which needs dense rows of the target.
-        """
+        """Return the supports to request from the target, one for each proposed token."""
         if self.strategy.support is Support.TOKEN:
             return tuple(np.array([token_id]) for token_id in proposal.token_ids)
-        supports = (draft_support(proposal, index) for index in range(len(proposal)))
-        return tuple(_not_dense(support) for support in supports)
+        return tuple(draft_support(proposal, index) for index in range(len(proposal)))
 
     def accept(self, own: Round, noise: Noise = KEYED) -> Acceptance:
         """Decide which part of a proposal is kept, and which token follows it.
@@ -89,14 +84,6 @@ class AcceptanceRule:
         if isinstance(own.verification, MessageVerification):
             return own.verification.acceptance()
         return self.decide([own], noise)[0]
-
-
-def _not_dense(support: IntArray | None) -> IntArray:
-    if support is None:
-        raise RuleError(
-            "support rows do not go with a draft that sends its whole distribution; use dense rows"
-        )
-    return support
 
 
 def resolve(options: SpeculativeConfig, sampling: SamplingParams) -> AcceptanceRule:

@@ -25,7 +25,6 @@ from tandem.types import (
     IntArray,
     NextToken,
     Proposal,
-    SparseDistribution,
     SupportRow,
     TokenRow,
 )
@@ -36,12 +35,11 @@ _LARGE_SUPPORT = 256
 _NO_STATISTICS = "the acceptance rule needs rows with statistics, and the target sent none"
 
 
-def draft_support(proposal: Proposal, index: int) -> IntArray | None:
-    """Return the ids with a draft probability at `index`, shape [S]; None for the whole vocabulary."""
+def draft_support(proposal: Proposal, index: int) -> IntArray:
+    """Return the ids with a draft probability at `index`, shape [S]."""
     if not proposal.distributions:
         return np.array([proposal.token_ids[index]], dtype=np.int64)
-    distribution = proposal.distributions[index]
-    return distribution.token_ids if isinstance(distribution, SparseDistribution) else None
+    return proposal.distributions[index].token_ids
 
 
 def support_row(own: Round, index: int) -> SupportRow:
@@ -73,13 +71,9 @@ def draft_probs(own: Round, index: int, row: SupportRow) -> FloatArray:
             raise _left_out(proposal.token_ids[index])
         return probs
     distribution = proposal.distributions[index]
-    if isinstance(distribution, SparseDistribution):
-        token_ids, probs = distribution.token_ids, distribution.probs
-        if row.token_ids is token_ids:  # the support that was requested
-            return probs
-    else:
-        probs = warp(distribution.logits[None, :], [own.sampling])[0]
-        token_ids = np.arange(probs.size)
+    token_ids, probs = distribution.token_ids, distribution.probs
+    if row.token_ids is token_ids:  # the support that was requested
+        return probs
     if np.array_equal(row.token_ids, token_ids):
         return probs
     order = row.token_ids.argsort(kind="stable")

@@ -21,14 +21,13 @@ from tandem.rpc.channels import errors_of
 from tandem.speculation_state import SpeculationState
 from tandem.types import (
     AheadBudget,
-    DenseLogits,
-    DraftDistribution,
     DraftedOutcomes,
     DraftOptions,
     ModelInfo,
     Proposal,
     ProposeStep,
     RowKind,
+    SparseDistribution,
 )
 from tandem.v1 import draft_pb2
 from tandem.v1.draft_pb2_grpc import DraftServiceStub
@@ -76,16 +75,12 @@ def check_proposal(
         check_distribution(token_id, distribution, vocabulary_size)
 
 
-def check_distribution(token_id: int, distribution: DraftDistribution, vocabulary_size: int) -> None:
+def check_distribution(token_id: int, distribution: SparseDistribution, vocabulary_size: int) -> None:
     """Refuse a distribution that the token cannot have been drawn from.
 
     Raises:
         ProtocolError: it gives the token no probability, or names unknown ids.
     """
-    if isinstance(distribution, DenseLogits):
-        raise ProtocolError(
-            "draft service: it sent a whole distribution; only its most probable tokens were asked for"
-        )
     support = distribution.token_ids.tolist()
     if token_id not in support:
         raise ProtocolError(
@@ -277,7 +272,7 @@ class PendingOutcomes:
         if rank is None:
             return None
         columns = [column for column in self._columns if rank < len(column.token_ids)]
-        distributions: tuple[DraftDistribution, ...] = ()
+        distributions: tuple[SparseDistribution, ...] = ()
         if self._needs_distributions:
             distributions = tuple(column.distributions[rank] for column in columns)
         tokens = tuple(column.token_ids[rank] for column in columns)

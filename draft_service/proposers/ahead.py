@@ -30,15 +30,11 @@ from tandem.types import (
     Proposal,
     ProposeStep,
     RowKind,
-    SparseDistribution,
     StepCost,
 )
 
 Pushed = asyncio.Queue[DraftedOutcomes | Exception]
 """Messages that go to the coordinator unasked; an error ends the sequence."""
-
-_KINDS = (RowKind.TOKEN, RowKind.SUPPORT)
-"""Rows under which the draft can tell which outcomes are likely."""
 
 
 class AheadDrafter:
@@ -90,7 +86,7 @@ class AheadDrafter:
 
     def begin(self, step: ProposeStep, delta: Delta, proposed_count: int) -> None:
         """Draft ahead of the verification of the last tokens of the sequence."""
-        if step.ahead is None or self._options.row_kind not in _KINDS or self._options.with_token_logits:
+        if step.ahead is None or self._options.with_token_logits:
             return
         if proposed_count > MAX_AHEAD_TOKENS:
             return  # reading it takes a row of the vocabulary for each token
@@ -272,8 +268,7 @@ class BranchDrafting:
         allowed = MAX_ROUND_BYTES * (self._depth + 1) // self._token_count
         kept = 0
         for branch in self._branches:
-            support = branch.distributions[-1] if branch.distributions else None
-            ids = len(support.token_ids) if isinstance(support, SparseDistribution) else 0
+            ids = len(branch.distributions[-1].token_ids) if branch.distributions else 0
             size = _BYTES_PER_TOKEN + _BYTES_PER_ID * ids
             if self._bytes + size > allowed:
                 break
@@ -284,14 +279,15 @@ class BranchDrafting:
     def _told(self) -> DraftedOutcomes:
         is_first = self._depth == 0
         named = self._outcomes[: len(self._branches)] if is_first else []
-        supports = [branch.distributions[-1] for branch in self._branches if branch.distributions]
         return DraftedOutcomes(
             base_length=self.base_length,
             depth=self._depth,
             token_ids=tuple(branch.token_ids[self._depth] for branch in self._branches),
             accepted_counts=tuple(accepted for accepted, _ in named),
             next_token_ids=tuple(token_id for _, token_id in named),
-            distributions=tuple(support for support in supports if isinstance(support, SparseDistribution)),
+            distributions=tuple(
+                branch.distributions[-1] for branch in self._branches if branch.distributions
+            ),
             lead_token_ids=tuple(self._branches[0].token_ids[self._depth + 1 : self._token_count]),
         )
 

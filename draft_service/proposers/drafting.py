@@ -17,8 +17,6 @@ from tandem.engine.sampler import TORCH_SAMPLER, Sampler
 from tandem.errors import InvalidRequestError
 from tandem.sampling.noise import proposal_keys, target_keys
 from tandem.types import (
-    DenseLogits,
-    DraftDistribution,
     DraftOptions,
     Proposal,
     RowKind,
@@ -79,7 +77,7 @@ class Drafting:
     support_mass: float = 1.0
     """Share of the `draft_top_k` tokens' probability that the support must hold."""
     token_ids: list[int] = field(default_factory=list)
-    distributions: list[DraftDistribution] = field(default_factory=list)
+    distributions: list[SparseDistribution] = field(default_factory=list)
     token_logits: list[float] = field(default_factory=list)
     _keys: list[int] = field(default_factory=list)
     """Noise keys of all tokens, computed with the first: four cost no more than one."""
@@ -159,7 +157,7 @@ def _with_token(drafting: Drafting, token_id: int, logits: Tensor) -> Outcome:
 
 
 def _drawn(draftings: Sequence[Drafting], logits: Tensor, sampler: Sampler) -> list[int]:
-    """Draw a token for each row, -1 where its logits are not finite, and record sparse and dense distributions."""
+    """Draw a token for each row, -1 where its logits are not finite, and record the distributions that travel."""
     token_ids = [-1] * len(draftings)
     sparse = [i for i, d in enumerate(draftings) if d.options.row_kind is RowKind.SUPPORT]
     full = [i for i, d in enumerate(draftings) if d.options.row_kind is not RowKind.SUPPORT]
@@ -171,8 +169,6 @@ def _drawn(draftings: Sequence[Drafting], logits: Tensor, sampler: Sampler) -> l
         drawn = sampler.sample_tokens(probs, _keys([draftings[i] for i in full], logits)).tolist()
         for i, token_id in zip(full, drawn, strict=True):
             token_ids[i] = token_id
-            if draftings[i].options.row_kind is RowKind.DENSE:
-                draftings[i].distributions.append(DenseLogits(logits[i].float().cpu().numpy()))
     return token_ids
 
 

@@ -16,7 +16,6 @@ from tandem.types import (
     AheadBudget,
     Cancel,
     Delta,
-    DraftDistribution,
     DraftedOutcomes,
     DraftOptions,
     Finish,
@@ -197,8 +196,8 @@ def answer_size(answer: Answer | Ending) -> int:
     """About how many bytes it adds to a message."""
     if isinstance(answer, Ending):
         return HEADER_BYTES
-    supports = [each for each in answer.distributions if isinstance(each, SparseDistribution)]
-    return HEADER_BYTES + 4 * len(answer.token_ids) + sum(8 * len(each.token_ids) for each in supports)
+    supports = sum(8 * len(each.token_ids) for each in answer.distributions)
+    return HEADER_BYTES + 4 * len(answer.token_ids) + supports
 
 
 def _proposals_to_proto(message: draft_pb2.ProposalColumns, numbered: Sequence[tuple[int, Proposal]]) -> None:
@@ -231,9 +230,8 @@ def _joined(parts: Iterable[Sequence[int]]) -> bytes:
 
 
 def _distributions_to_proto(
-    message: draft_pb2.DistributionColumns, drawn_from: Sequence[DraftDistribution]
+    message: draft_pb2.DistributionColumns, distributions: Sequence[SparseDistribution]
 ) -> None:
-    distributions = [each for each in drawn_from if isinstance(each, SparseDistribution)]
     if distributions:
         message.support_sizes = ints_to_bytes([len(each.token_ids) for each in distributions])
         message.support_ids = ids_to_bytes([each.token_ids for each in distributions])

@@ -222,9 +222,8 @@ async def test_a_delta_that_leaves_a_gap_is_refused(make_model: MakeModel) -> No
     [
         replace(GREEDY, ahead=None),
         replace(GREEDY, with_token_logits=True),
-        replace(SUPPORT, row_kind=RowKind.DENSE),
     ],
-    ids=["not opened for it", "token logits", "whole distributions"],
+    ids=["not opened for it", "token logits"],
 )
 async def test_no_outcomes_are_drafted_if_they_cannot_be_predicted(
     make_model: MakeModel, options: DraftOptions

@@ -22,7 +22,6 @@ from tandem.sampling.noise import sample, target_keys
 from tandem.sampling.warping import warp
 from tandem.types import (
     Delta,
-    DenseLogits,
     DraftOptions,
     Proposal,
     ProposeStep,
@@ -150,19 +149,9 @@ def test_tokens_are_drawn_from_the_sent_distribution(mass: float) -> None:
     assert float(((observed - expected) ** 2 / expected).sum()) < 32.0
 
 
-def test_dense_logits_are_sent_unchanged() -> None:
-    logits = logits_of(1)
-    (proposal,) = proposals([job(SAMPLED, RowKind.DENSE, with_token_logits=True)], logits)
-    (distribution,) = proposal.distributions
-    assert isinstance(distribution, DenseLogits)
-    np.testing.assert_array_equal(distribution.logits, logits[0].numpy())
-    assert proposal.token_logits is not None
-    assert proposal.token_logits.tolist() == [float(logits[0, proposal.token_ids[0]])]
-
-
 def test_a_proposal_does_not_depend_on_the_batch() -> None:
     samplings = [SAMPLED, SamplingParams(temperature=0.0), SamplingParams(temperature=1.2, top_p=0.8, seed=9)]
-    kinds = [RowKind.SUPPORT, RowKind.TOKEN, RowKind.DENSE]
+    kinds = [RowKind.SUPPORT, RowKind.TOKEN]
     logits = logits_of(9)
     pairs = [(sampling, kind) for sampling in samplings for kind in kinds]
     together = proposals([job(*pair) for pair in pairs], logits)
@@ -173,19 +162,19 @@ def test_a_proposal_does_not_depend_on_the_batch() -> None:
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
 def test_non_finite_logits_affect_only_their_own_proposal(number: float) -> None:
     def jobs() -> list[Job[Drafting]]:
-        kinds = (RowKind.TOKEN, RowKind.SUPPORT, RowKind.DENSE)
+        kinds = (RowKind.TOKEN, RowKind.SUPPORT)
         return [job(SAMPLED, kind) for kind in kinds for _ in range(2)]
 
-    logits = logits_of(6)
+    logits = logits_of(4)
     expected = proposals(jobs(), logits)
     logits[1::2] = number
     outcomes = propose_head(jobs(), logits)
-    assert [isinstance(outcome, Failed) for outcome in outcomes] == [False, True] * 3
+    assert [isinstance(outcome, Failed) for outcome in outcomes] == [False, True] * 2
     for outcome, proposal in zip(outcomes[::2], expected[::2], strict=True):
         assert isinstance(outcome, Done)
         assert outcome.result.token_ids == proposal.token_ids
-    greedy = [job(SamplingParams(temperature=0.0), RowKind.TOKEN) for _ in range(6)]
-    assert [isinstance(each, Failed) for each in propose_head(greedy, logits)] == [False, True] * 3
+    greedy = [job(SamplingParams(temperature=0.0), RowKind.TOKEN) for _ in range(4)]
+    assert [isinstance(each, Failed) for each in propose_head(greedy, logits)] == [False, True] * 2
 
 
 SAMPLED_TEST_ROOM = DraftOptions("r", SamplingParams(seed=3), max_length=12)

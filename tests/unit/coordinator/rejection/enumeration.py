@@ -21,7 +21,6 @@ import numpy as np
 
 from coordinator.rejection.rounds import Race
 from tandem.types import (
-    DenseLogits,
     DenseRow,
     Proposal,
     SamplingParams,
@@ -205,7 +204,7 @@ def _proposals(setting: Setting, tokens: Tokens) -> Distribution:
 
 
 def _round(setting: Setting, tokens: Tokens, proposed: Tokens) -> tuple[Proposal, Verification]:
-    distributions: list[SparseDistribution | DenseLogits] = []
+    distributions: list[SparseDistribution] = []
     rows: list[SupportRow | DenseRow] = []
     for index in range(len(proposed)):
         prefix = tokens + proposed[:index]
@@ -213,11 +212,10 @@ def _round(setting: Setting, tokens: Tokens, proposed: Tokens) -> tuple[Proposal
         support = np.flatnonzero(draft_probs > 0)
         without = np.flatnonzero(draft_probs == 0)[: setting.extra_ids]
         requested = np.concatenate([without, support[::-1]])
+        distributions.append(SparseDistribution(support, draft_probs[support]))
         if setting.dense:
-            distributions.append(DenseLogits(_logits(draft_probs)))
             rows.append(DenseRow(_logits(target_probs)))
         else:
-            distributions.append(SparseDistribution(support, draft_probs[support]))
             rows.append(_support_row(target_probs, requested, index))
     last = np.array(setting.target(tokens + proposed))
     count = len(proposed)

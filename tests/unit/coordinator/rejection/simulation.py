@@ -15,8 +15,6 @@ from tandem.sampling.warping import warp
 from tandem.types import (
     Acceptance,
     Delta,
-    DenseLogits,
-    DraftDistribution,
     Float32Array,
     IntArray,
     Proposal,
@@ -58,7 +56,7 @@ def propose(
 ) -> Proposal:
     """Answer as a draft service does."""
     token_ids: list[int] = []
-    distributions: list[DraftDistribution] = []
+    distributions: list[SparseDistribution] = []
     logits_told: list[float] = []
     own_keys = proposal_keys(sampling.seed, len(tokens), count)
     shared_keys = target_keys(sampling.seed, len(tokens), count)
@@ -67,9 +65,6 @@ def propose(
         probs = warp(logits[None], [sampling])
         if kind is RowKind.TOKEN:
             token = int(sample(probs, shared_keys[index : index + 1])[0])
-        elif kind is RowKind.DENSE:
-            token = int(sample(probs, own_keys[index : index + 1])[0])
-            distributions.append(DenseLogits(logits))
         else:
             ids = np.argsort(-probs[0])[:draft_top_k]
             ids = ids[probs[0, ids] > 0]

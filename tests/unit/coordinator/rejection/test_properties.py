@@ -99,7 +99,6 @@ def test_an_invalid_draft_distribution_breaks_nothing(
     broken = tuple(
         SparseDistribution(sent.token_ids, sent.probs * (np.nan if index == position else 1.0))
         for index, sent in enumerate(proposal.distributions)
-        if isinstance(sent, SparseDistribution)
     )
     sent = Proposal(0, proposal.token_ids, broken)
     for accept in (residual, block):

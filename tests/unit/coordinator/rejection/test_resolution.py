@@ -15,12 +15,11 @@ from coordinator.rejection import (
     resolve,
 )
 from tandem.config import SpeculativeConfig
-from tandem.types import DenseLogits, Proposal, RowKind
+from tandem.types import RowKind
 from tests.unit.coordinator.rejection.builders import (
     GREEDY,
     SAMPLED,
     bonus_row,
-    log_probs,
     proposal,
     sampled,
     statistics,
@@ -142,12 +141,6 @@ def test_supports() -> None:
         [2],
     ]
     assert [ids.tolist() for ids in resolve(_options("typical"), SAMPLED).supports(given)] == [[1], [2]]
-
-
-def test_support_rows_are_refused_for_a_dense_draft() -> None:
-    given = Proposal(0, (1,), (DenseLogits(log_probs([0.5, 0.5])),))
-    with pytest.raises(RuleError, match="use dense rows"):
-        resolve(_options("residual"), SAMPLED).supports(given)
 
 
 @pytest.mark.parametrize("name", ["residual", "typical-acceptance", "logit-comparison"])

@@ -88,7 +88,7 @@ def test_rounds_end_in_every_way(rule: str) -> None:
     found = RULES[rule](rounds, KEYED)
     assert {each.accepted_count for each in found} == {0, 1, 2, 3, 4}
     outside = [
-        acceptance.next_token_id not in own.proposal.distributions[acceptance.accepted_count].token_ids  # type: ignore[union-attr]
+        acceptance.next_token_id not in own.proposal.distributions[acceptance.accepted_count].token_ids
         for own, acceptance in zip(rounds, found, strict=True)
         if acceptance.next_token is NextToken.RECOVERED
     ]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 
@@ -19,11 +16,8 @@ from tandem.sampling.noise import (
     token_uniforms,
     uniform,
 )
-from tandem.sampling.warping import warp
 from tandem.types import (
     Acceptance,
-    DenseLogits,
-    DenseRow,
     NextToken,
     Proposal,
     SamplingParams,
@@ -36,7 +30,6 @@ from tests.unit.coordinator.rejection.builders import (
     Accept,
     block,
     bonus_row,
-    log_probs,
     proposal,
     residual,
     sampled,
@@ -45,12 +38,8 @@ from tests.unit.coordinator.rejection.builders import (
     verification,
 )
 from tests.unit.coordinator.rejection.enumeration import (
-    RACED,
-    Distribution,
-    RacesByLaw,
     Setting,
     Tokens,
-    measure,
     output_distribution,
     target_distribution,
     total_variation,
@@ -60,38 +49,6 @@ RULES = [residual, block]
 
 
 # Trap: the draft samples from one distribution and another one is verified.
-
-
-@pytest.mark.parametrize("accept", RULES)
-def test_draft_logits_are_truncated_as_the_draft_truncated_them(accept: Accept) -> None:
-    """Draft and target are dense, temperature and top-k apply to both: the output has the target's distribution."""
-    sampling = SamplingParams(temperature=0.5, top_k=2)
-    target_logits, draft_logits = log_probs([0.5, 0.3, 0.2]), log_probs([0.3, 0.25, 0.45])
-    target_probs, draft_probs = (
-        warp(logits[None], [sampling])[0] for logits in (target_logits, draft_logits)
-    )
-    outcome: defaultdict[int, float] = defaultdict(float)
-    for token, draft_prob in enumerate(draft_probs):
-        if draft_prob == 0:
-            continue
-        given = Proposal(0, (token,), (DenseLogits(draft_logits),))
-        rows = verification(DenseRow(target_logits), DenseRow(target_logits))
-        laws: dict[int, Distribution] = {}
-
-        def decide(
-            point: Sequence[float],
-            given: Proposal = given,
-            rows: Verification = rows,
-            laws: dict[int, Distribution] = laws,
-        ) -> tuple[int, int]:
-            races = RacesByLaw(point, laws)
-            return accept(given, rows, sampling, races).accepted_count, RACED
-
-        for (accepted, _), mass in measure(decide, 1).items():
-            following: Distribution = {(token,): 1.0} if accepted else laws[0]
-            for (one,), chance in following.items():
-                outcome[one] += draft_prob * mass * chance
-    assert [outcome[token] for token in range(3)] == pytest.approx(target_probs, abs=1e-12)
 
 
 @pytest.mark.parametrize("accept", RULES)

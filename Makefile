@@ -106,15 +106,15 @@ demo-models: setup ## Train the bundled pair of models again
 bench: setup ## Compare ways of decoding on this machine: make bench ARGS="--pair shaped:200M:1:0.8 --rounds 3"
 	$(BIN)/python -m benchmarks $(ARGS)
 
-# Writes the figures that are to be sent in beside the report.
-bench-gpu: setup ## Measure a GPU: memory, steps of an 8B and a 1B model, and a pair with drafting ahead
-	$(BIN)/python -P -m benchmarks.gpu --json benchmarks/results/gpu.json --markdown benchmarks/results/gpu.md $(ARGS)
+bench-gpu: setup ## Measure a GPU: steps of an 8B and a 1B model, and the pair with drafting ahead
+	$(BIN)/python -P -m benchmarks --device cuda --pair shaped:8B:4:0.8 --steps --no-prefix \
+		--contenders target-alone,speculative,speculative-ahead,one-process \
+		--json benchmarks/results/gpu.json --markdown benchmarks/results/gpu.md $(ARGS)
 
 # Three runs of five to ten minutes on two quiet cores. Other engines: make bench-results ARGS="--vllm-python PYTHON"
 # Many requests at once find the length of their proposals in the first rounds, so there must be more of those, each
 # of 128 tokens, as `vllm bench serve` asks for by default.
-RECORDED = --json benchmarks/results/bench_$(1).json --svg benchmarks/results/bench_$(1).svg \
-	--markdown benchmarks/results/bench_$(1).md
+RECORDED = --markdown benchmarks/results/bench_$(1).md
 bench-results: setup ## Measure again what benchmarks/results records of `make bench`; wants a quiet machine
 	$(BIN)/python -m benchmarks --pair demo $(call RECORDED,demo) $(ARGS)
 	$(BIN)/python -m benchmarks --pair shaped:200M:1:0.8 --batch 1 --max-tokens 32 $(call RECORDED,shaped) $(ARGS)

@@ -1,31 +1,64 @@
-"""`tandem bench`: its options, and the way from them to tables and files."""
+"""`tandem bench`: its options, and one run that starts everything and lets all contenders do the same in turn."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
+import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 import uvloop
 from pydantic import BeforeValidator, Field, ValidationError
 from rich.console import Console
 
-from benchmarks.common import CACHE_FOLDER
-from benchmarks.contenders import CONTENDERS
+from benchmarks import steps
+from benchmarks.common import CACHE_FOLDER, Contender, chosen, rotated
+from benchmarks.contenders import CONTENDERS, Addresses, Setup, services, through
 from benchmarks.pace import Pace
-from benchmarks.report import Report, show, write
+from benchmarks.pairs import Pair, open_pair
+from benchmarks.peers import Outcome, Workload
+from benchmarks.report import (
+    Cell,
+    Machine,
+    PhaseRow,
+    PrefixGain,
+    Report,
+    StepRow,
+    WireBytes,
+    cell_of,
+    show,
+    write,
+)
+from benchmarks.timing import PREFIX_TOKENS, phase_row, prefix_gain, timed_coordinator
 from coordinator.cli.command import exit_code
 from tandem.config.options import Options, sentences
 from tandem.errors import ConfigurationError, TandemError
 from tandem.logs import configure
 from tandem.settings import exit_with
 
-_FLAGS = {"json_file": "--json", "svg_file": "--svg", "markdown_file": "--markdown"}
+REFERENCE = "target-alone"
+_FLAGS = {"json_file": "--json", "markdown_file": "--markdown"}
 """Options whose plain name would hide a method of the class."""
+_MACHINES_OWN = ("--vllm-python", "--max-python", "--cache-folder")
+"""Options whose values mean nothing on other machines."""
+_WIDTH = 132
+"""Width of tables in a pipe or a file, in characters."""
+_PAUSE_SECONDS = 0.2
+"""Between two contenders: the threads of one may spin for a moment after their last step."""
+_WARM_UP_TOKENS = 8
+_MAX_PREFIX_ROUNDS = 3
+_ENDING_TOKENS = 32
+"""Room for what follows a prefix."""
 
 
 def _listed(value: Any) -> Any:
@@ -52,7 +85,7 @@ NonEmpty = Field(min_length=1)
 
 
 class BenchSettings(Options):
-    """Measurements."""
+    """Options of a comparison."""
 
     pair: str = "demo"
     """demo, TARGET:DRAFT (two folders), or shaped:TARGET_PARAMETERS:DRAFT_LAYERS:AGREEMENT, for instance
@@ -69,6 +102,8 @@ class BenchSettings(Options):
     """Tokens of each completion."""
     num_speculative_tokens: int = Field(default=4, ge=1)
     """Tokens proposed per verification."""
+    rule: str = ""
+    """rejection_sampling_strategy of Tandem's contenders. By default the coordinator's."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Type that every contender computes in."""
     threads: int | None = Field(default=None, ge=1)
@@ -78,30 +113,29 @@ class BenchSettings(Options):
     draft_device: str = ""
     """Device of the draft service of Tandem's contenders. By default the target's."""
     pace: Annotated[str, BeforeValidator(_paced)] = ""
-    """VERIFY_MS,DRAFT_STEP_MS[,PER_8_ROWS]: minimum duration of the steps of Tandem's contenders (they sleep), and a
-    share more for each 8 tokens; for instance 6.5,1.2,0.1."""
+    """VERIFY_MS,DRAFT_STEP_MS[,PER_8_ROWS]: minimum duration of the steps of Tandem's and vLLM's contenders (they
+    sleep), and a share more for each 8 tokens; for instance 6.5,1.2,0.1."""
     delay: float = Field(default=0.0, ge=0)
     """Milliseconds of delay between the coordinator and a service, one way."""
-    fresh: bool = False
-    """Start the services again for each completion of Tandem's contenders, so that none has learned from earlier ones.
-    There is no warm-up round then."""
     prefix: bool = True
     """Measure the gain for a prompt whose first 512 tokens were served before."""
     phases: bool = True
     """Measure the phases of a round, and bytes on the wire."""
+    steps: bool = False
+    """Measure steps of the engine, beside torch's own and the time to read the weights once."""
     head: Path | None = None
     """Folder of a drafting head for the target, for the contenders that draft with one. By default the head bundled
     with it, a folder beside it with the method's name."""
     vllm_python: Path | None = None
     """A Python that has vLLM."""
+    vllm_eager: bool = False
+    """Run vLLM without torch.compile: it starts in seconds, and is slower."""
     max_python: Path | None = None
     """A Python that has MAX; on a CPU it computes in float32 only."""
     cache_folder: Path = CACHE_FOLDER
     """Folder of shaped pairs."""
     json_file: Path | None = None
     """Write everything that was measured to this file."""
-    svg_file: Path | None = None
-    """Write a chart to this file."""
     markdown_file: Path | None = None
     """Write the tables to this file."""
     note: str = ""
@@ -131,10 +165,10 @@ def parse(arguments: Sequence[str], program: str = "tandem bench") -> BenchSetti
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    for name, field in BenchSettings.model_fields.items():
+    for name, option in BenchSettings.model_fields.items():
         flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
-        help_text = f"{field.description} [default: {_shown(field.default)}]".replace("%", "%%")
-        if field.annotation is bool:
+        help_text = f"{option.description} [default: {_shown(option.default)}]".replace("%", "%%")
+        if option.annotation is bool:
             parser.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, help=help_text)
         else:
             parser.add_argument(flag, dest=name, metavar=name.split("_")[-1].upper(), help=help_text)
@@ -150,19 +184,15 @@ def _shown(value: Any) -> str:
     return "none" if value in (None, "") else str(value)
 
 
-_MACHINES_OWN = ("--vllm-python", "--max-python", "--cache-folder")
-"""Options whose values mean nothing on other machines."""
-
-_WIDTH = 132
-"""Width of tables in a pipe or a file, in characters."""
-
-
 def run(arguments: Sequence[str], program: str = "tandem bench") -> None:
     """Measure, print the tables, write the files. Ends the process with one sentence when it cannot."""
+    errors = Console(stderr=True)
     try:
         settings = parse(arguments, program)
         configure("warning", "text")
-        report = uvloop.run(_measure(settings, recorded_command(program, arguments)))
+        with errors.status("") as status:
+            progress = status.update if errors.is_terminal else lambda _: None
+            report = uvloop.run(measure(settings, progress, recorded_command(program, arguments)))
     except TandemError as error:
         exit_with(error, exit_code(error))
         return
@@ -170,7 +200,7 @@ def run(arguments: Sequence[str], program: str = "tandem bench") -> None:
         sys.exit(130)
     console = Console()
     show(console if console.is_terminal else Console(width=_WIDTH), report)
-    write(report, settings.json_file, settings.svg_file, settings.markdown_file)
+    write(report, settings.json_file, settings.markdown_file)
 
 
 def recorded_command(program: str, arguments: Sequence[str]) -> str:
@@ -185,14 +215,200 @@ def recorded_command(program: str, arguments: Sequence[str]) -> str:
     return shlex.join([*program.split(), *words])
 
 
-async def _measure(settings: BenchSettings, command: str) -> Report:
-    # Not before the options were understood: torch takes seconds to import.
-    from benchmarks.measure import measure
+async def measure(settings: BenchSettings, progress: Callable[[str], None], command: str) -> Report:
+    """Measure what the settings ask for.
 
-    console = Console(stderr=True)
-    with console.status("") as status:
-        return await measure(settings, status.update if console.is_terminal else _say, command)
+    Args:
+        settings: What to measure.
+        progress: Told what is measured now.
+        command: For the report.
+
+    Raises:
+        TandemError: a service of ours could not start or failed. Another engine's failure is part of the report.
+    """
+    load_before = os.getloadavg()[0]
+    progress("preparing the models")
+    pair = open_pair(settings.pair, settings.cache_folder, settings.device)
+    async with AsyncExitStack() as stack:
+        logs = Path(stack.enter_context(TemporaryDirectory(prefix="tandem-bench-")))
+        run = _Run(settings, _setup(settings, pair, logs), pair.prompts(), progress)
+        step_rows = await run.steps() if settings.steps else ()
+        progress("starting the services")
+        with_ahead = "speculative-ahead" in settings.contenders
+        addresses = await stack.enter_async_context(services(run.setup, with_ahead=with_ahead))
+        await run.rounds(await run.start(addresses, stack))
+        phases, wire = await run.phases(addresses) if settings.phases else ((), ())
+        prefix = await run.prefix() if settings.prefix else None
+    return Report(
+        taken_at=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        command=command,
+        note=settings.note,
+        machine=_machine(settings, load_before),
+        pair=pair.info,
+        dtype=settings.dtype,
+        threads=settings.model_threads,
+        max_tokens=settings.max_tokens,
+        num_speculative_tokens=settings.num_speculative_tokens,
+        rounds=settings.rounds,
+        titles={name: CONTENDERS[name].title for name in settings.contenders},
+        cells=run.cells(),
+        phases=phases,
+        wire=wire,
+        prefix=prefix,
+        steps=step_rows,
+        absent=run.absent,
+    )
 
 
-def _say(_: str) -> None:
-    """Print progress on a terminal."""
+def _setup(settings: BenchSettings, pair: Pair, logs: Path) -> Setup:
+    longest = max(max(map(len, pair.prompts())) + settings.max_tokens, PREFIX_TOKENS + _ENDING_TOKENS)
+    count = settings.num_speculative_tokens
+    return Setup(
+        target=pair.target,
+        draft=pair.draft,
+        dtype=settings.dtype,
+        threads=settings.model_threads,
+        device=settings.device,
+        draft_device=settings.draft_device,
+        max_length=longest + 2 * count,  # vLLM asks no proposer so near to the longest length
+        max_sequences=max(*settings.batch, 2),
+        num_speculative_tokens=count,
+        logs=logs,
+        rule=settings.rule,
+        vllm_python=settings.vllm_python,
+        vllm_eager=settings.vllm_eager,
+        max_python=settings.max_python,
+        pace=settings.pace,
+        delay_ms=settings.delay,
+        head=settings.head,
+    )
+
+
+@dataclass(slots=True)
+class _Run:
+    """A run, and its figures so far."""
+
+    settings: BenchSettings
+    setup: Setup
+    prompts: Sequence[tuple[int, ...]]
+    progress: Callable[[str], None]
+    outcomes: dict[tuple[str, int, float], list[Outcome]] = field(default_factory=dict)
+    """By contender, batch and temperature."""
+    absent: dict[str, str] = field(default_factory=dict)
+    """Reason of each contender that did not take part, or failed."""
+
+    async def steps(self) -> tuple[StepRow, ...]:
+        """Steps of both models' engines, each in a process that is gone before the services start."""
+        found: list[StepRow] = []
+        for role in ("target", "draft"):
+            self.progress(f"steps of the {role}")
+            found += await steps.measured(role, self.setup)
+        return tuple(found)
+
+    async def start(self, addresses: Addresses, stack: AsyncExitStack) -> dict[str, Contender]:
+        """Start those that can start."""
+        started: dict[str, Contender] = {}
+        for name in self.settings.contenders:
+            kind = CONTENDERS[name]
+            if reason := kind.absent(self.setup):
+                self.absent[name] = reason
+                continue
+            self.progress(f"starting {kind.title}")
+            try:
+                started[name] = await stack.enter_async_context(kind.start(self.setup, addresses))
+            except TandemError as error:
+                self._failed(name, error)
+        return started
+
+    def _failed(self, name: str, error: TandemError) -> None:
+        if CONTENDERS[name].is_ours:
+            raise error
+        self.absent[name] = str(error)
+
+    def _cells(self) -> Iterator[tuple[int, float]]:
+        for batch in self.settings.batch:
+            for temperature in self.settings.temperature:
+                yield batch, temperature
+
+    async def rounds(self, started: dict[str, Contender]) -> None:
+        """Run the rounds, and one before them to warm up."""
+        for number in range(-1, self.settings.rounds):
+            for batch, temperature in self._cells():
+                tokens = self.settings.max_tokens if number >= 0 else _WARM_UP_TOKENS
+                prompts = chosen(self.prompts, batch, max(number, 0))
+                workload = Workload(prompts, temperature, tokens, seed=1000 * (number + 1))
+                for name in rotated(self.settings.contenders, number):
+                    kind = CONTENDERS[name]
+                    if name in self.absent or batch > (kind.largest_batch or batch):
+                        continue
+                    what = f"round {number + 1} of {self.settings.rounds}" if number >= 0 else "warm-up"
+                    self.progress(f"{what}: batch {batch}, temperature {temperature:g}, {kind.title}")
+                    await asyncio.sleep(_PAUSE_SECONDS)
+                    try:
+                        outcome = await started[name].run(workload)
+                    except TandemError as error:
+                        self._failed(name, error)
+                        continue
+                    if number >= 0:
+                        self.outcomes.setdefault((name, batch, temperature), []).append(outcome)
+
+    def cells(self) -> tuple[Cell, ...]:
+        """The figures of each contender that finished its rounds."""
+        return tuple(
+            cell_of(*key, outcomes, self.outcomes.get((REFERENCE, *key[1:]), []))
+            for key, outcomes in self.outcomes.items()
+            if key[0] not in self.absent
+        )
+
+    async def phases(self, addresses: Addresses) -> tuple[tuple[PhaseRow, ...], tuple[WireBytes, ...]]:
+        """Phases of rounds and bytes for each token: through the services by a coordinator in this process, which
+        counts bytes at the first batch; in one process from the rounds that were run."""
+        rows: list[PhaseRow | None] = []
+        wire: list[WireBytes] = []
+        async with timed_coordinator(addresses, self.settings.num_speculative_tokens) as coordinator:
+            for batch, temperature in self._cells():
+                self.progress(f"where the time goes: batch {batch}, temperature {temperature:g}")
+                first, second = (
+                    Workload(
+                        chosen(self.prompts, batch, number), temperature, self.settings.max_tokens, number
+                    )
+                    for number in (0, 1000)
+                )
+                await coordinator.run(first)
+                counted = await coordinator.run(second)
+                if batch == self.settings.batch[0]:
+                    wire.append(counted)
+                rows.append(phase_row("services", batch, temperature, coordinator.take_phases()))
+                joined: dict[str, list[float]] = {}
+                for outcome in self.outcomes.get(("one-process", batch, temperature), []):
+                    for name, seconds in outcome.phases.items():
+                        joined.setdefault(name, []).extend(seconds)
+                rows.append(phase_row("one process", batch, temperature, joined))
+        return tuple(row for row in rows if row is not None), tuple(wire)
+
+    async def prefix(self) -> PrefixGain:
+        """Time to the first token after a prefix that was served before, by services of their own."""
+        self.progress("a prefix that was served before")
+        async with (
+            services(self.setup, prefix_caching=True, with_ahead=False) as addresses,
+            through(addresses.coordinator) as contender,
+        ):
+            return await prefix_gain(contender, self.prompts, min(self.settings.rounds, _MAX_PREFIX_ROUNDS))
+
+
+def _machine(settings: BenchSettings, load_before: float) -> Machine:
+    versions = {name: metadata.version(name) for name in ("torch", "transformers", "grpcio")}
+    return Machine(
+        processor=_processor(),
+        cores=settings.cores,
+        device=settings.device,
+        load_before=round(load_before, 2),
+        versions={"python": platform.python_version(), **versions},
+    )
+
+
+def _processor() -> str:
+    cpus = Path("/proc/cpuinfo")
+    lines = cpus.read_text(encoding="utf-8").splitlines() if cpus.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,12 +1,11 @@
-"""What all measurements share: services as processes on this machine, turns, ratios, lists on a command line."""
+"""Services as processes on this machine, contenders that take turns, and lists on a command line."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import statistics
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -20,6 +19,7 @@ CACHE_FOLDER = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / 
 """Default folder of shaped pairs."""
 _READY = "ready on "
 _STOP_SECONDS = 60.0
+"""Longer than the services' own drain."""
 
 
 class Contender(Protocol):
@@ -34,8 +34,33 @@ class Contender(Protocol):
 
 
 @asynccontextmanager
+async def process(package: str, *options: str) -> AsyncIterator[tuple[str, int]]:
+    """Run a service that logs warnings on a free port; its address and its process id.
+
+    Raises:
+        ServiceUnavailableError: it ended before it was ready.
+    """
+    command = ("-P", "-m", package, *options, "--port", "0", "--log-level", "warning")
+    started = await asyncio.create_subprocess_exec(
+        sys.executable, *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
+    )
+    assert started.stdout is not None
+    try:
+        async for line in started.stdout:
+            _, found, address = line.decode().partition(_READY)
+            if found:
+                yield address.strip(), started.pid
+                return
+        raise ServiceUnavailableError(f"{package} did not start: exit code {await started.wait()}")
+    finally:
+        if started.returncode is None:
+            started.terminate()
+            await asyncio.wait_for(started.wait(), _STOP_SECONDS)
+
+
+@asynccontextmanager
 async def service(package: str, *options: str) -> AsyncIterator[str]:
-    """Run a service on a free port with these options; its address.
+    """Run a service on a free port; its address.
 
     Raises:
         ServiceUnavailableError: it ended before it was ready.
@@ -45,46 +70,14 @@ async def service(package: str, *options: str) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def process(package: str, *options: str) -> AsyncIterator[tuple[str, int]]:
-    """Run a service like `service`; its address and the number of its process.
-
-    Raises:
-        ServiceUnavailableError: it ended before it was ready.
-    """
-    command = ["-P", "-m", package, "--port", "0", "--log-level", "warning", *options]
-    async with _running(package, command) as running:
-        yield running
-
-
-@asynccontextmanager
 async def cluster(*options: str) -> AsyncIterator[str]:
-    """Run `tandem up` on a free port with these options; the coordinator's address.
+    """Run `tandem up` with these options; the coordinator's address.
 
     Raises:
         ServiceUnavailableError: it ended before it was ready.
     """
-    command = ["-P", "-m", "coordinator.cli", "up", "--port", "0", *options]
-    async with _running("the cluster", command) as (address, _):
+    async with process("coordinator.cli", "up", *options) as (address, _):
         yield address
-
-
-@asynccontextmanager
-async def _running(name: str, command: Sequence[str]) -> AsyncIterator[tuple[str, int]]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
-    )
-    assert process.stdout is not None
-    try:
-        async for line in process.stdout:
-            _, found, address = line.decode().partition(_READY)
-            if found:
-                yield address.strip(), process.pid
-                return
-        raise ServiceUnavailableError(f"{name} did not start: exit code {await process.wait()}")
-    finally:
-        if process.returncode is None:
-            process.terminate()
-            await asyncio.wait_for(process.wait(), _STOP_SECONDS)
 
 
 def rotated(items: Sequence[ItemT], round_index: int) -> list[ItemT]:
@@ -98,60 +91,16 @@ def chosen(items: Sequence[ItemT], count: int, round_index: int) -> tuple[ItemT,
     return tuple(items[(round_index * count + index) % len(items)] for index in range(count))
 
 
-async def in_turn(
-    ways: Mapping[str, Contender],
-    prompts: Sequence[tuple[int, ...]],
-    batch: int,
-    temperature: float,
-    max_tokens: int,
-    rounds: int,
-    warm_up: int = 1,
-) -> dict[str, list[Outcome]]:
-    """Let all ways complete the same prompts in turn, so that a machine that slows down slows all of them.
-
-    Args:
-        ways: By name.
-        prompts: Token ids; each round takes the next ones.
-        batch: Requests at once.
-        temperature: Of all requests.
-        max_tokens: Of each completion.
-        rounds: Rounds that count.
-        warm_up: Rounds before them.
-
-    Returns:
-        Outcomes of the rounds that count, by way.
-    """
-    found: dict[str, list[Outcome]] = {name: [] for name in ways}
-    for number in range(warm_up + rounds):
-        workload = Workload(chosen(prompts, batch, number), temperature, max_tokens, seed=number)
-        for name in rotated(list(ways), number):
-            outcome = await ways[name].run(workload)
-            if number >= warm_up:
-                found[name].append(outcome)
-    return found
-
-
-def speed(outcomes: Sequence[Outcome]) -> float:
-    """Median of tokens per second."""
-    return statistics.median(outcome.tokens_per_second for outcome in outcomes)
-
-
-def speed_ratio(outcomes: Sequence[Outcome], others: Sequence[Outcome]) -> float:
-    """Median of the ratios within a round."""
-    pairs = zip(outcomes, others, strict=True)
-    return statistics.median(one.tokens_per_second / other.tokens_per_second for one, other in pairs)
-
-
 def numbers(text: str) -> list[int]:
-    """Whole numbers with commas between them."""
+    """Integers separated by commas."""
     return [int(part) for part in text.split(",")]
 
 
 def floats(text: str) -> list[float]:
-    """Numbers with commas between them."""
+    """Numbers separated by commas."""
     return [float(part) for part in text.split(",")]
 
 
 def names(text: str) -> list[str]:
-    """Words with commas between them."""
+    """Words separated by commas."""
     return [part.strip() for part in text.split(",")]

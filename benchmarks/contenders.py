@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,16 @@ from tandem.types import GenerationRequest, SpeculationStats
 
 HEAD_METHODS = tuple(method for method in BOUND_METHODS if method not in OWN_METHODS)
 """Drafting methods whose heads have folders of their own."""
-_SHARES = {"target": SHARES["target"], "draft": SHARES["draft"]}
-"""Of one GPU's memory, where both models are on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all contenders have in common."""
+    """Models and options that all contenders share."""
 
     target: Path
     draft: Path
     max_length: int
-    """Longest sequence, prompt and completion together."""
+    """Maximum tokens of a sequence, prompt and completion together."""
     max_sequences: int
     num_speculative_tokens: int
     logs: Path
@@ -46,6 +44,7 @@ class Setup:
     draft_device: str = ""
     """Empty: the target's."""
     vllm_python: Path | None = None
+    vllm_eager: bool = False
     max_python: Path | None = None
     pace: str = ""
     """Minimum duration of steps; empty: none."""
@@ -61,10 +60,11 @@ class Setup:
         folder = self.target.parent / method if self.head is None else self.head
         return folder if folder.is_dir() and checkpoint_method(folder) == method else None
 
-    def as_dict(self) -> dict[str, Any]:
-        """For a peer, as JSON."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: str(value) if isinstance(value, Path) else value for name, value in found.items()}
+    def as_json(self) -> dict[str, Any]:
+        """The fields, with paths as text."""
+        return {
+            name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +75,14 @@ class Addresses:
     draft: str
     coordinator: str
     ahead: str
-    """Of a second coordinator of the same services, which drafts ahead; the first one's where it was not wanted."""
+    """Second coordinator of the same services, which drafts ahead; the first one's address where there is none."""
 
 
 @asynccontextmanager
 async def services(
     setup: Setup, *, prefix_caching: bool = False, with_ahead: bool = True
 ) -> AsyncIterator[Addresses]:
-    """A draft service, a target service and two coordinators, each a process. Without the second: `with_ahead` False.
+    """Run a draft service, a target service and two coordinators; without `with_ahead` only the first of these.
 
     Contenders that share a target would reuse each other's prefixes of the same prompts. So prefix caching is off,
     except where it is measured.
@@ -103,7 +103,7 @@ async def services(
 def coordinator_of(
     setup: Setup, target: str, draft: str | None, *options: str
 ) -> AbstractAsyncContextManager[str]:
-    """A coordinator; without a draft's address it finds the one that the target hosts. The setup's rule is stronger."""
+    """A coordinator; without a draft's address it finds the one that the target hosts. The setup's rule wins."""
     return service(
         "coordinator",
         *("--target-address", target, *(() if draft is None else ("--draft-address", draft))),
@@ -125,11 +125,13 @@ def _model(setup: Setup, role: str, prefix_caching: bool) -> AbstractAsyncContex
 def _model_options(setup: Setup, role: str, prefix_caching: bool = False) -> tuple[str, ...]:
     device = setup.draft_device if role == "draft" and setup.draft_device else setup.device
     is_shared = device != "cpu" and setup.draft_device in ("", setup.device)
+    # vLLM's plug-in opens the next sequences before the last ones have ended.
+    sequences = setup.max_sequences * (2 if role == "draft" else 1)
     return (
         *(() if prefix_caching else ("--no-enable-prefix-caching",)),
         *("--dtype", setup.dtype, "--threads", str(setup.threads), "--device", device),
-        *("--max-length", str(setup.max_length), "--max-sequences", str(setup.max_sequences)),
-        *(("--device-memory-utilization", str(_SHARES[role])) if is_shared else ()),
+        *("--max-length", str(setup.max_length), "--max-sequences", str(sequences)),
+        *(("--device-memory-utilization", str(SHARES[role])) if is_shared else ()),
     )
 
 
@@ -196,6 +198,7 @@ class Kind:
     """Display name."""
     start: Start
     is_ours: bool = False
+    """True if a failure ends the run; another engine's failure is part of the report."""
     largest_batch: int | None = None
     """Maximum requests at once; None for any number."""
     absent: Callable[[Setup], str] = lambda _: ""
@@ -261,25 +264,40 @@ def _no_max(setup: Setup) -> str:
     return ""
 
 
-def _peer(*module: str, python: Callable[[Setup], Path | None] = lambda _: None, **extra: str) -> Start:
+def _peer(
+    setup: Setup, python: Path | None, *module: str, **extra: Any
+) -> AbstractAsyncContextManager[Contender]:
     """A process of its own, by this Python or another engine's."""
-
-    def start(setup: Setup, _: Addresses) -> AbstractAsyncContextManager[Contender]:
-        name = "-".join([module[-1], *filter(None, extra.values())])
-        command = [str(python(setup) or sys.executable), *module]
-        return peer(name, command, {**setup.as_dict(), **extra}, setup.logs / f"{name}.log")
-
-    return start
-
-
-def _vllm(title: str, mode: str) -> Kind:
-    start = _peer("benchmarks.peers", "vllm", python=lambda setup: setup.vllm_python, mode=mode)
-    return Kind(title, start, absent=_no_vllm)
+    name = "-".join([module[-1], *(word for word in extra.values() if isinstance(word, str) and word)])
+    command = [str(python or sys.executable), *module]
+    return peer(name, command, {**setup.as_json(), **extra}, setup.logs / f"{name}.log")
 
 
 def _transformers(title: str, assistance: str) -> Kind:
-    start = _peer("benchmarks.peers", "transformers", assistance=assistance)
-    return Kind(title, start, largest_batch=1 if assistance else None)
+    return Kind(
+        title,
+        lambda setup, _: _peer(setup, None, "benchmarks.peers", "transformers", assistance=assistance),
+        largest_batch=1 if assistance else None,
+    )
+
+
+def _vllm(title: str, mode: str, ahead: str = "") -> Kind:
+    """vLLM's offline engine; in mode tandem it drafts by the draft service that all share, so many outcomes ahead."""
+
+    def start(setup: Setup, addresses: Addresses) -> AbstractAsyncContextManager[Contender]:
+        plug_in = {"TANDEM_VLLM_DRAFT_ADDRESS": addresses.draft, "TANDEM_VLLM_DRAFT_AHEAD": ahead}
+        environment = plug_in if mode == "tandem" else {}
+        return _peer(
+            setup,
+            setup.vllm_python,
+            "benchmarks.peers",
+            "vllm",
+            mode=mode,
+            ahead=ahead,
+            environment=environment,
+        )
+
+    return Kind(title, start, absent=_no_vllm)
 
 
 CONTENDERS: dict[str, Kind] = {
@@ -293,16 +311,22 @@ CONTENDERS: dict[str, Kind] = {
         for method in HEAD_METHODS
     },
     **{method: Kind(f"Tandem, {method}", _by_method(method), is_ours=True) for method in MODEL_FREE_METHODS},
-    "one-process": Kind("the same loop in one process", _peer("benchmarks.one_process"), is_ours=True),
+    "one-process": Kind(
+        "the same loop in one process",
+        lambda setup, _: _peer(setup, None, "benchmarks.one_process"),
+        is_ours=True,
+    ),
     "transformers": _transformers("transformers generate", ""),
     "assisted": _transformers("transformers assisted, same K", "fixed"),
     "assisted-defaults": _transformers("transformers assisted, its defaults", "defaults"),
     "vllm": _vllm("vLLM", "alone"),
     "vllm-ngram": _vllm("vLLM, ngram", "ngram"),
     "vllm-draft": _vllm("vLLM, draft model", "draft_model"),
+    "vllm-tandem": _vllm("vLLM, Tandem's drafts", "tandem", "off"),
+    "vllm-tandem-ahead": _vllm("vLLM, Tandem's drafts, ahead", "tandem", "8"),
     "max": Kind(
         "MAX",
-        _peer("benchmarks.peers", "max", python=lambda setup: setup.max_python),
+        lambda setup, _: _peer(setup, setup.max_python, "benchmarks.peers", "max"),
         absent=_no_max,
     ),
 }

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import uvloop
@@ -21,9 +21,10 @@ from tokenizers import Tokenizer
 
 from benchmarks.pace import Pace
 from benchmarks.peers import Answer, Outcome, Run, Workload, serve
-from benchmarks.timing import WatchedRequest
+from benchmarks.timing import Phases
 from coordinator.decoding.completion import Completion
 from coordinator.decoding.loop import generate
+from coordinator.decoding.rounds import RoundRecorder, RoundTimings
 from coordinator.decoding.tokenization import PromptEncoder
 from coordinator.requests.plan import Models, Plan, make_plan
 from coordinator.settings.coordinator import CoordinatorSettings
@@ -107,18 +108,18 @@ class LocalPair:
     tokenizer: Tokenizer
     settings: CoordinatorSettings
 
-    async def complete(
-        self, request: GenerationRequest, seconds: defaultdict[str, list[float]]
-    ) -> AsyncIterator[Completion]:
+    async def complete(self, request: GenerationRequest, phases: Phases) -> AsyncIterator[Completion]:
         """Run a request; the same completion after each of its rounds."""
         models = Models(self.target.model_info, self.draft.model_info, PromptEncoder(self.tokenizer))
         plan = await make_plan(request, uuid.uuid4().hex, self.settings, models)
-        completion = plan.begin()
-        async with AsyncExitStack() as stack:
-            drafter = await stack.enter_async_context(self._drafter(plan))
-            verifier = await stack.enter_async_context(self._verifier(plan))
-            watched = WatchedRequest(seconds, drafter, verifier, partial(plan.accept, completion))
-            async for _ in generate(completion, watched, watched, watched.accept):
+        completion, timed = plan.begin(), phases.of_request()
+        served: Any = SimpleNamespace(draft_address=None, target_address=None)
+        async with self._drafter(plan) as drafter, self.target.sequence(plan.target_options()) as sequence:
+            accept = partial(plan.accept, completion)
+            verifier = LocalVerifier(sequence, plan)
+            recorder = RoundRecorder(drafter, verifier, accept, RoundTimings(None), served)
+            async for chunk in generate(completion, recorder, recorder, recorder.accept):
+                timed.add(chunk.proposed, recorder.result(chunk).times)
                 yield completion
 
     @asynccontextmanager
@@ -131,64 +132,51 @@ class LocalPair:
             yield drafter
             await drafter.finish()
 
-    @asynccontextmanager
-    async def _verifier(self, plan: Plan) -> AsyncIterator[LocalVerifier]:
-        async with self.target.sequence(plan.target_options()) as sequence:
-            yield LocalVerifier(sequence, plan)
-
 
 def load(setup: dict[str, Any]) -> Run:
-    """Both models, in this process."""
+    """Load both models into this process. Setup: fields of `benchmarks.contenders.Setup`."""
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-    pair = _load_pair(setup)
-    runner.run(_start(pair))
-    set_start_aside()  # as the services do
-    return lambda workload: runner.run(_run(pair, workload))
-
-
-def _load_pair(setup: dict[str, Any]) -> LocalPair:
-    shared = {name: setup[name] for name in ("device", "dtype", "threads", "max_sequences")}
+    shared = {name: setup[name] for name in ("device", "dtype", "threads", "max_sequences", "max_length")}
     shared["enable_prefix_caching"] = False  # as in the services
-    target, draft = (
-        {**shared, "model": Path(setup[name]), "max_length": setup["max_length"]}
-        for name in ("target", "draft")
-    )
-    pace = Pace.from_text(setup["pace"]) if setup.get("pace") else None
-    return LocalPair(
+    target, draft = ({**shared, "model": Path(setup[name])} for name in ("target", "draft"))
+    pace = Pace.from_text(setup["pace"]) if setup["pace"] else None
+    pair = LocalPair(
         load_verifier(TargetSettings(**target), None if pace is None else pace.paced("target")),
         load_standalone(DraftSettings(**draft), None if pace is None else pace.paced("draft")),
         Tokenizer.from_file(str(Path(setup["target"]) / "tokenizer.json")),
         CoordinatorSettings(
             target_address="127.0.0.1:1",
             num_speculative_tokens=setup["num_speculative_tokens"],
-            rejection_sampling_strategy=setup.get("rule") or None,
+            rejection_sampling_strategy=setup["rule"] or None,
         ),
     )
 
+    async def start() -> None:
+        await pair.target.start()
+        await pair.draft.start()
 
-async def _start(pair: LocalPair) -> None:
-    await pair.target.start()
-    await pair.draft.start()
+    runner.run(start())
+    set_start_aside()  # as the services do
+    return lambda workload: runner.run(_run(pair, workload))
 
 
 async def _run(pair: LocalPair, workload: Workload) -> Outcome:
-    phases: defaultdict[str, list[float]] = defaultdict(list)
-    stats = SpeculationStats()
+    phases, stats = Phases(), SpeculationStats()
     started = time.perf_counter()
 
     async def one(index: int) -> Answer:
         answer = Answer()
+        prompt = workload.prompts[index]
         request = GenerationRequest(
-            workload.prompts[index],
+            prompt,
             max_tokens=workload.max_tokens,
             temperature=workload.temperature,
             seed=workload.seed + index,
             ignore_eos=True,
         )
-        prompt_length = len(workload.prompts[index])
         completion = None
         async for completion in pair.complete(request, phases):
-            known = prompt_length + len(answer.token_ids)
+            known = len(prompt) + len(answer.token_ids)
             answer.add(time.perf_counter() - started, completion.token_ids[known:])
         if completion is not None:
             add(stats, completion.stats)
@@ -196,7 +184,7 @@ async def _run(pair: LocalPair, workload: Workload) -> Outcome:
 
     answers = await asyncio.gather(*map(one, range(len(workload.prompts))))
     seconds = time.perf_counter() - started
-    return Outcome(answers, seconds, stats.rounds, stats.drafted, stats.accepted, dict(phases))
+    return Outcome(answers, seconds, stats.rounds, stats.drafted, stats.accepted, dict(phases.seconds))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tandem.standard_streams import write_out
+
 if TYPE_CHECKING:
     from tandem.engine.core.jobs import StepRecord
     from tandem.telemetry.streams import OnStep
@@ -44,7 +46,7 @@ def sleep(seconds: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long steps take."""
+    """Minimum duration of steps."""
 
     verify_seconds: float
     """Duration of a target step with one row."""
@@ -95,17 +97,15 @@ def run_paced(role: str, pace: Pace, arguments: list[str]) -> None:
     import target_service.__main__
     import target_service.verifier as verifier
 
-    load_verifier, load_standalone = verifier.load_verifier, standalone.load_standalone
+    # The services look their loaders up by name when they load.
+    module: Any = verifier if role == "target" else standalone
+    name = "load_verifier" if role == "target" else "load_standalone"
+    load = getattr(module, name)
 
-    def paced_verifier(settings: Any, on_step: Any = None, on_failure: Any = None) -> Any:
-        return load_verifier(settings, pace.paced("target", on_step), on_failure)
+    def paced(settings: Any, on_step: Any = None, on_failure: Any = None) -> Any:
+        return load(settings, pace.paced(role, on_step), on_failure)
 
-    def paced_standalone(settings: Any, on_step: Any = None, on_failure: Any = None) -> Any:
-        return load_standalone(settings, pace.paced("draft", on_step), on_failure)
-
-    # The services look these up by name when they load.
-    verifier.load_verifier = paced_verifier
-    standalone.load_standalone = paced_standalone
+    setattr(module, name, paced)
     (target_service.__main__ if role == "target" else draft_service.__main__).run(arguments)
 
 
@@ -113,8 +113,7 @@ def delay(address: str, seconds: float, port: int) -> None:
     """Listen on a port, and hold back for so long all that passes to and from a server."""
     host, _, far_port = address.rpartition(":")
     with socket.create_server(("127.0.0.1", port)) as server:
-        sys.stdout.write(f"ready on 127.0.0.1:{server.getsockname()[1]}\n")
-        sys.stdout.flush()
+        write_out(f"ready on 127.0.0.1:{server.getsockname()[1]}\n")
         while True:
             near, _ = server.accept()
             far = socket.create_connection((host, int(far_port)))
@@ -126,7 +125,7 @@ def delay(address: str, seconds: float, port: int) -> None:
 
 
 def _read(source: socket.socket, chunks: queue.SimpleQueue[tuple[float, bytes]], seconds: float) -> None:
-    """Take what comes, with the moment at which it is due; an empty chunk is the end."""
+    """Queue each chunk with the moment at which it is due; an empty chunk is the end."""
     data = b"."
     while data:
         try:

@@ -31,10 +31,12 @@ from tandem.errors import TandemError
 ROOT = Path(__file__).resolve().parents[1]
 
 _LINE_LIMIT_BYTES = 64 << 20
+"""An outcome is one line: by default asyncio reads 64 KiB of it."""
 _START_SECONDS = 900.0
 """vLLM compiles its models at start, which takes minutes."""
 _RUN_SECONDS = 600.0
 _STOP_SECONDS = 20.0
+"""After that an engine that hangs is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +52,20 @@ class Workload:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Workload:
-        """The reverse of `asdict`, after a way through JSON."""
+        """The workload whose `asdict` went through JSON."""
         return Workload(**{**data, "prompts": tuple(map(tuple, data["prompts"]))})
 
 
 @dataclass(slots=True)
 class Answer:
-    """One completion and the times of its chunks."""
+    """One completion, and the times at which its chunks arrived."""
 
     token_ids: list[int] = field(default_factory=list)
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     """Seconds since the batch began, and the number of tokens that arrived then."""
 
     def add(self, seconds: float, token_ids: list[int]) -> None:
-        """Note a piece."""
+        """Add a chunk."""
         if token_ids:
             self.token_ids += token_ids
             self.arrivals.append((seconds, len(token_ids)))
@@ -95,7 +97,7 @@ class Outcome:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Outcome:
-        """The reverse of `asdict`, after a way through JSON."""
+        """The outcome whose `asdict` went through JSON."""
         answers = [
             Answer(answer["token_ids"], [(seconds, count) for seconds, count in answer["arrivals"]])
             for answer in data["answers"]
@@ -108,7 +110,7 @@ class PeerError(TandemError):
 
 
 class Peer:
-    """Another way to complete prompts, in a process of its own."""
+    """Another engine, in a process of its own."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self._name = name
@@ -193,8 +195,8 @@ Run = Callable[[Workload], Outcome]
 
 
 def serve(load: Callable[[dict[str, Any]], Run]) -> None:
-    """Load what the first line asks for, then answer workloads until stdin ends."""
-    # What engines print goes to stderr from here on.
+    """Load the models that the first line asks for, then answer workloads until stdin ends."""
+    # Everything that engines print goes to stderr from here on.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -231,7 +233,7 @@ def load_transformers(setup: dict[str, Any]) -> Run:  # noqa: C901 - one engine,
     from transformers.utils import logging
 
     class Arrivals(BaseStreamer):
-        """Notes when tokens come; the first that `generate` puts are the prompts."""
+        """Records when tokens arrive; the first that `generate` puts are the prompts."""
 
         def __init__(self, batch: int) -> None:
             self.answers = [Answer() for _ in range(batch)]
@@ -303,8 +305,8 @@ def load_transformers(setup: dict[str, Any]) -> Run:  # noqa: C901 - one engine,
 
 def load_vllm(setup: dict[str, Any]) -> Run:
     """Load the engine. `mode` is alone, ngram, draft_model or tandem, which reads `environment` for its options."""
-    os.environ.update(setup.get("environment", {}))
-    # In this process: one hop less than vLLM's default, so nothing is held against it.
+    os.environ.update(setup["environment"])
+    # In this process, where a paced model must be: one hop less than vLLM's default, so nothing is held against it.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -320,11 +322,12 @@ def load_vllm(setup: dict[str, Any]) -> Run:
         # No contender may reuse the prefixes of temperature 0 for the same prompts at temperature 1.
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
-        **setup.get("engine", {}),
+        enforce_eager=setup["vllm_eager"],
+        **setup.get("engine", {"distributed_executor_backend": "uni"}),
         **_vllm_speculation(setup),
     )
-    if setup.get("vllm_pace"):
-        _pace_vllm(engine, setup["vllm_pace"])
+    if setup["pace"]:
+        _pace_vllm(engine, setup["pace"])
     return lambda workload: _run_vllm(engine, workload)
 
 
@@ -341,7 +344,7 @@ def _vllm_speculation(setup: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pace_vllm(engine: Any, text: str) -> None:
-    """Let the models' passes take a minimum time. The engine must run its models in this process."""
+    """Let the passes of the target, and of vLLM's own draft model, take a minimum time."""
     from benchmarks.pace import Pace, sleep
 
     pace = Pace.from_text(text)

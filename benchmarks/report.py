@@ -1,18 +1,13 @@
-"""Everything that `tandem bench` finds, as JSON, tables, Markdown and a chart.
-
-python -m benchmarks.report benchmarks/results/bench_*.json    # write tables and charts again, beside the reports
-"""
+"""The figures of `tandem bench`, as JSON, tables and Markdown."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Literal
-from xml.sax.saxutils import escape
 
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console, Group
@@ -91,12 +86,12 @@ class PhaseRow(Data):
 
     @property
     def round(self) -> float:
-        """All of it."""
+        """Sum of the phases."""
         return self.draft + self.verify + self.sampling + self.wait
 
 
 class WireBytes(Data):
-    """Bytes on the wire for each token of a completion, HTTP/2 and TCP payload, both directions."""
+    """Bytes of messages for each token of a completion, both directions."""
 
     temperature: float
     draft: float
@@ -112,19 +107,24 @@ class PrefixGain(Data):
     first_seconds: Spread
     """The first time."""
     again_seconds: Spread
-    """The same path with another suffix."""
+    """The same prefix with another ending."""
     ratio: float
     """Median over rounds of the second by the first."""
 
 
-class Target(Data):
-    """A goal of the benchmark."""
+class StepRow(Data):
+    """A step of one model's engine. Milliseconds, medians."""
 
-    name: str
-    needed: str
-    reached: float | None
-    """None when this run did not measure it."""
-    is_met: bool | None
+    model: Literal["target", "draft"]
+    sequences: int
+    width: int
+    """Tokens of each sequence."""
+    torch: float | None
+    """By the model's own modules; None where the engine runs those."""
+    served: float
+    """As a service runs it."""
+    weights: float
+    """Time to read the weights once, at the measured rate."""
 
 
 class PairInfo(Data):
@@ -151,7 +151,7 @@ class Machine(Data):
 
 
 class Report(Data):
-    """Everything that a run found."""
+    """All figures of a run."""
 
     version: Literal[1] = 1
     taken_at: str
@@ -172,7 +172,7 @@ class Report(Data):
     phases: tuple[PhaseRow, ...] = ()
     wire: tuple[WireBytes, ...] = ()
     prefix: PrefixGain | None = None
-    targets: tuple[Target, ...] = ()
+    steps: tuple[StepRow, ...] = ()
     absent: dict[str, str] = Field(default_factory=dict)
     """Contenders that did not take part, or failed, and why."""
 
@@ -181,27 +181,22 @@ class Report(Data):
         wanted = (contender, batch, temperature)
         return next((c for c in self.cells if (c.contender, c.batch, c.temperature) == wanted), None)
 
-    @staticmethod
-    def read(file: Path) -> Report:
-        """From a JSON file."""
-        return Report.model_validate_json(file.read_text(encoding="utf-8"))
-
 
 def cell_of(
     contender: str,
     batch: int,
     temperature: float,
     outcomes: Sequence[Outcome],
-    references: Sequence[Outcome | None],
+    references: Sequence[Outcome],
 ) -> Cell:
     """Statistics of one contender's rounds.
 
     Args:
-        contender: its name.
-        batch: requests at once.
-        temperature: of all of them.
-        outcomes: one for each round.
-        references: outcomes of the target alone in the same rounds, where it took part.
+        contender: Its name.
+        batch: Requests at once.
+        temperature: Of all of them.
+        outcomes: One for each round.
+        references: Outcomes of the target alone in the same rounds, where it took part.
     """
     answers = [answer for outcome in outcomes for answer in outcome.answers]
     gaps = sorted(gap for answer in answers for gap in inter_token_seconds(answer))
@@ -209,24 +204,25 @@ def cell_of(
         sum(getattr(outcome, name) for outcome in outcomes) for name in ("rounds", "drafted", "accepted")
     )
     tokens = sum(outcome.token_count for outcome in outcomes)
+    parts = [each for outcome in outcomes if (each := _parts(outcome))]
     return Cell(
         contender=contender,
         batch=batch,
         temperature=temperature,
         tokens_per_second=tuple(outcome.tokens_per_second for outcome in outcomes),
         first_token_seconds=Spread.of([answer.arrivals[0][0] for answer in answers]),
-        inter_token_seconds_p50=quantile(gaps, 0.5),
-        inter_token_seconds_p99=quantile(gaps, 0.99),
+        inter_token_seconds_p50=_quantile(gaps, 0.5),
+        inter_token_seconds_p99=_quantile(gaps, 0.99),
         acceptance_rate=accepted / drafted if drafted else None,
         tokens_per_pass=tokens / rounds if rounds else None,
         same_tokens=_same_tokens(outcomes, references) if temperature == 0 else None,
-        early_tokens_per_second=tuple(_parts(outcome)[0] for outcome in outcomes if _parts(outcome)),
-        late_tokens_per_second=tuple(_parts(outcome)[1] for outcome in outcomes if _parts(outcome)),
+        early_tokens_per_second=tuple(early for early, _ in parts),
+        late_tokens_per_second=tuple(late for _, late in parts),
     )
 
 
-def _parts(outcome: Outcome) -> tuple[float, ...]:
-    """Tokens per second of the first `FIRST_TOKENS` tokens and of the others; nothing where a request has no others."""
+def _parts(outcome: Outcome) -> tuple[float, float] | None:
+    """Tokens per second of the first `FIRST_TOKENS` tokens and of the others; None where a request has no others."""
     early = late = 0.0
     for answer in outcome.answers:
         counts = accumulate(new for _, new in answer.arrivals)
@@ -236,7 +232,7 @@ def _parts(outcome: Outcome) -> tuple[float, ...]:
         )
         others = len(answer.token_ids) - count
         if not count or not others:
-            return ()
+            return None
         early += count / reached[0]
         late += others / (answer.arrivals[-1][0] - reached[0])
     return early, late
@@ -250,104 +246,18 @@ def inter_token_seconds(answer: Answer) -> list[float]:
     return gaps
 
 
-def quantile(ascending: Sequence[float], share: float) -> float:
-    """The lowest value that this share of the values does not exceed; 0 without values."""
-    if not ascending:
-        return 0.0
-    return ascending[min(len(ascending) - 1, int(share * len(ascending)))]
+def _quantile(ascending: Sequence[float], share: float) -> float:
+    return ascending[min(len(ascending) - 1, int(share * len(ascending)))] if ascending else 0.0
 
 
-def _same_tokens(outcomes: Sequence[Outcome], references: Sequence[Outcome | None]) -> float | None:
+def _same_tokens(outcomes: Sequence[Outcome], references: Sequence[Outcome]) -> float | None:
     same = total = 0
-    for outcome, reference in zip(outcomes, references, strict=True):
-        if reference is None:
-            continue
+    for outcome, reference in zip(outcomes, references, strict=False):
         for answer, other in zip(outcome.answers, reference.answers, strict=True):
-            pairs = zip(answer.token_ids, other.token_ids, strict=False)
-            length = len(other.token_ids)
-            same += next((index for index, (a, b) in enumerate(pairs) if a != b), length)
-            total += length
+            pairs = enumerate(zip_longest(answer.token_ids, other.token_ids))
+            same += next((index for index, (a, b) in pairs if a != b), len(other.token_ids))
+            total += len(other.token_ids)
     return same / total if total else None
-
-
-# ---- goals
-
-_VLLM = ("vllm", "vllm-ngram", "vllm-draft")
-_ASSISTED = ("assisted", "assisted-defaults")
-_Side = tuple[str, int]
-"""A contender, and its batch."""
-
-
-def with_targets(report: Report) -> Report:
-    """The report with each goal, whether measured or not. Ratios are medians of those within a round."""
-    one, many, alone = ("speculative", 1), ("speculative", 16), ("target-alone", 16)
-    split = "speculative through the services, by the same loop in one process"
-    goals = [
-        *(
-            (f"{split}: batch 1, temperature {t:g}", 0.9, _ratio(report, one, t, ("one-process", 1)))
-            for t in (0.0, 1.0)
-        ),
-        (
-            "speculative, by the better of transformers' assisted generations: batch 1, temperature 0",
-            1.5,
-            _ratio(report, one, 0.0, *((name, 1) for name in _ASSISTED)),
-        ),
-        (
-            "speculative, by transformers generate: batch 1, temperature 0",
-            2.0,
-            _ratio(report, one, 0.0, ("transformers", 1)),
-        ),
-        (
-            "speculative, by the best mode of vLLM: batch 1, temperature 0",
-            1.0,
-            _ratio(report, one, 0.0, *((name, 1) for name in _VLLM)),
-        ),
-        *(
-            (
-                f"speculative, by the target alone: batch 16, temperature {t:g}",
-                1.0,
-                _ratio(report, many, t, alone),
-            )
-            for t in (0.0, 1.0)
-        ),
-        (
-            "the target alone at batch 16, by itself at batch 1: temperature 0",
-            6.0,
-            _ratio(report, alone, 0.0, ("target-alone", 1)),
-        ),
-    ]
-    targets = [
-        Target(
-            name=name,
-            needed=f"at least {needed:g}",
-            reached=reached,
-            is_met=None if reached is None else reached >= needed,
-        )
-        for name, needed, reached in goals
-    ]
-    prefix = None if report.prefix is None else report.prefix.ratio
-    targets.append(
-        Target(
-            name="time to first token when the first 512 tokens were served before, by the first time",
-            needed="at most 0.25",
-            reached=prefix,
-            is_met=None if prefix is None else prefix <= 0.25,
-        )
-    )
-    return report.model_copy(update={"targets": tuple(targets)})
-
-
-def _ratio(report: Report, one: _Side, temperature: float, *others: _Side) -> float | None:
-    """Tokens per second by those of the fastest of others; None where they were not measured."""
-    own, *found = (report.cell(name, batch, temperature) for name, batch in (one, *others))
-    if own is None:
-        return None
-    ratios = [
-        statistics.median(a / b for a, b in zip(own.tokens_per_second, cell.tokens_per_second, strict=True))
-        for cell in found
-        if cell is not None
-    ]
-    return min(ratios, default=None)
 
 
 # ---- tables
@@ -360,37 +270,35 @@ class Sheet:
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    text_columns: int = 1
-    """How many columns, from the left, hold words; the others hold figures."""
 
 
 def sheets(report: Report) -> Iterator[Sheet]:
     """All tables of a report that have rows."""
-    for sheet in (
-        *_speeds(report),
-        _parts_sheet(report),
-        _phases(report),
-        _wire(report),
-        _prefix(report),
-        _targets(report),
-    ):
-        if sheet.rows:
-            yield sheet
+    tables = (_parts_sheet, _phases, _wire, _prefix, _steps, _goals)
+    yield from _speeds(report)
+    yield from (sheet for sheet in (table(report) for table in tables) if sheet.rows)
 
 
 def show(console: Console, report: Report) -> None:
-    """Print it."""
-    console.print(Group(*map(_rich, sheets(report)), *_absent(report)))
+    """Print the tables, and the contenders that are absent."""
+    console.print(Group(*map(_rich, sheets(report)), *map(Text, _absent(report))))
 
 
-def markdown(report: Report, chart: str | None = None) -> str:
+def markdown(report: Report) -> str:
     """The whole report as a Markdown document."""
     parts = [f"# Benchmark: {report.pair.name}", *_circumstances(report)]
-    if chart is not None:
-        parts.append(f"![Tokens per second by contender]({chart})")
     parts += [_markdown_table(sheet) for sheet in sheets(report)]
-    parts += [f"- {text.plain}" for text in _absent(report)]
+    parts += [f"- {line}" for line in _absent(report)]
     return "\n\n".join(parts) + "\n"
+
+
+def write(report: Report, json: Path | None, markdown_file: Path | None) -> None:
+    """Write the files that are asked for."""
+    files = {json: report.model_dump_json(indent=1) + "\n", markdown_file: markdown(report)}
+    for file, text in files.items():
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
 
 
 def _circumstances(report: Report) -> Iterator[str]:
@@ -419,8 +327,7 @@ def _speeds(report: Report) -> Iterator[Sheet]:
         "contender", "tokens/s", "low to high", "by target alone", "first token", "p50", "p99", "acceptance",
         "tokens/pass", "same text",
     )  # fmt: skip
-    keys = dict.fromkeys((cell.batch, cell.temperature) for cell in report.cells)
-    for batch, temperature in keys:
+    for batch, temperature in dict.fromkeys((cell.batch, cell.temperature) for cell in report.cells):
         cells = [report.cell(name, batch, temperature) for name in report.titles]
         alone = report.cell("target-alone", batch, temperature)
         rows = tuple(
@@ -442,26 +349,18 @@ def _speed_cells(cell: Cell, alone: Cell | None) -> Iterator[str]:
 
 
 def _parts_sheet(report: Report) -> Sheet:
-    columns = (
-        "contender",
-        "batch",
-        "temperature",
-        "first tokens/s",
-        "by target alone",
-        "later tokens/s",
-        "by target alone",
-    )
+    by = "by target alone"
+    columns = ("contender", "batch", "temperature", "first tokens/s", by, "later tokens/s", by)
     rows = []
     for cell in report.cells:
         alone = report.cell("target-alone", cell.batch, cell.temperature)
         figures = []
         for name in ("early_tokens_per_second", "late_tokens_per_second"):
             own, base = getattr(cell, name), getattr(alone, name, ())
-            if own:
-                figures.append(f"{statistics.median(own):.1f}")
-                ratios = [a / b for a, b in zip(own, base, strict=False)]
-                figures.append(f"{statistics.median(ratios):.2f} x" if ratios else "")
-        if figures:
+            ratios = [a / b for a, b in zip(own, base, strict=False)]
+            figures.append(f"{statistics.median(own):.1f}" if own else "")
+            figures.append(f"{statistics.median(ratios):.2f} x" if ratios else "")
+        if any(figures):
             rows.append((report.titles[cell.contender], str(cell.batch), f"{cell.temperature:g}", *figures))
     return Sheet(f"The first {FIRST_TOKENS} tokens of each completion, and the others", columns, tuple(rows))
 
@@ -495,44 +394,95 @@ def _wire(report: Report) -> Sheet:
 
 def _prefix(report: Report) -> Sheet:
     gain = report.prefix
-    rows = (
-        ()
-        if gain is None
-        else (
+    rows: tuple[tuple[str, ...], ...] = ()
+    if gain is not None:
+        rows = (
             ("the first time", *_spread(gain.first_seconds), ""),
             ("again", *_spread(gain.again_seconds), f"{gain.ratio:.2f} x"),
         )
-    )
     title = f"Time to first token, {0 if gain is None else gain.prefix_tokens} tokens of prefix"
     return Sheet(title, ("prefix", "median", "low to high", "by the first"), rows)
 
 
-def _targets(report: Report) -> Sheet:
-    verdicts = {True: "met", False: "not met", None: "not measured"}
+def _steps(report: Report) -> Sheet:
     rows = tuple(
-        (one.name, one.needed, "" if one.reached is None else f"{one.reached:.2f}", verdicts[one.is_met])
-        for one in report.targets
+        (
+            f"{row.model}, {row.sequences} x {row.width}",
+            "" if row.torch is None else f"{row.torch:.2f} ms",
+            f"{row.served:.2f} ms",
+            f"{row.weights:.2f} ms",
+            "" if row.torch is None else f"{row.torch / row.served:.2f} x",
+        )
+        for row in report.steps
     )
-    return Sheet("To be reached", ("what", "needed", "reached", ""), rows)
+    columns = ("step: sequences x tokens", "torch", "as served", "weights read once", "torch by served")
+    return Sheet("Steps of the engine, medians", columns, rows)
 
 
-def _absent(report: Report) -> list[Text]:
-    return [Text(f"{report.titles.get(name, name)}: {why}") for name, why in report.absent.items()]
+Side = tuple[str, int]
+"""A contender, and its batch."""
+_GOALS: tuple[tuple[Side, float, tuple[Side, ...], float], ...] = (
+    (("speculative", 1), 0.0, (("one-process", 1),), 0.9),
+    (("speculative", 1), 1.0, (("one-process", 1),), 0.9),
+    (("speculative", 1), 0.0, (("assisted", 1), ("assisted-defaults", 1)), 1.5),
+    (("speculative", 1), 0.0, (("transformers", 1),), 2.0),
+    (("speculative", 1), 0.0, (("vllm", 1), ("vllm-ngram", 1), ("vllm-draft", 1)), 1.0),
+    (("speculative", 16), 0.0, (("target-alone", 16),), 1.0),
+    (("speculative", 16), 1.0, (("target-alone", 16),), 1.0),
+    (("target-alone", 16), 0.0, (("target-alone", 1),), 6.0),
+)
+"""One side, temperature, the sides of which the best counts, and the least ratio of tokens per second."""
+_PREFIX_GOAL = 0.25
+
+
+def _goals(report: Report) -> Sheet:
+    """The project's goals that this run measured. Ratios are medians of those within a round."""
+    rows = []
+    for one, temperature, others, needed in _GOALS:
+        ratio = _ratio(report, one, temperature, others)
+        if ratio is not None:
+            best = " or ".join(name for name, _ in others)
+            name = (
+                f"{one[0]} at batch {one[1]} by {best} at batch {others[0][1]}, temperature {temperature:g}"
+            )
+            verdict = "met" if ratio >= needed else "not met"
+            rows.append((name, f"at least {needed:g}", f"{ratio:.2f}", verdict))
+    if (gain := report.prefix) is not None:
+        name = f"time to first token with {gain.prefix_tokens} tokens served before, by the first time"
+        verdict = "met" if gain.ratio <= _PREFIX_GOAL else "not met"
+        rows.append((name, f"at most {_PREFIX_GOAL:g}", f"{gain.ratio:.2f}", verdict))
+    return Sheet("To be reached", ("what", "needed", "reached", ""), tuple(rows))
+
+
+def _ratio(report: Report, one: Side, temperature: float, others: Sequence[Side]) -> float | None:
+    """Tokens per second by those of the fastest of others; None where they were not measured."""
+    own, *found = (report.cell(name, batch, temperature) for name, batch in (one, *others))
+    if own is None:
+        return None
+    ratios = (
+        statistics.median(a / b for a, b in zip(own.tokens_per_second, cell.tokens_per_second, strict=True))
+        for cell in found
+        if cell is not None
+    )
+    return min(ratios, default=None)
+
+
+def _absent(report: Report) -> list[str]:
+    return [f"{report.titles.get(name, name)}: {why}" for name, why in report.absent.items()]
 
 
 def _rich(sheet: Sheet) -> Table:
     table = Table(title=sheet.title, title_justify="left")
     for index, name in enumerate(sheet.columns):
-        justify = "left" if index < sheet.text_columns else "right"
-        # Figures stay whole; only sentences may be broken.
-        table.add_column(name, justify=justify, no_wrap=index >= sheet.text_columns)  # type: ignore[arg-type]
+        # Figures stay whole; only the sentences of the first column may be broken.
+        table.add_column(name, justify="right" if index else "left", no_wrap=index > 0)
     for row in sheet.rows:
         table.add_row(*row)
     return table
 
 
 def _markdown_table(sheet: Sheet) -> str:
-    marks = ["---" if index < sheet.text_columns else "---:" for index in range(len(sheet.columns))]
+    marks = ["---:" if index else "---" for index in range(len(sheet.columns))]
     lines = [" | ".join(row) for row in (sheet.columns, marks, *sheet.rows)]
     return "\n".join([f"## {sheet.title}", "", *(f"| {line} |" for line in lines)])
 
@@ -555,99 +505,3 @@ def _count(parameters: int) -> str:
         if parameters >= size:
             return f"{parameters / size:.3g} {unit}"
     return str(parameters)
-
-
-# ---- a chart
-
-_WIDTH, _LEFT, _RIGHT = 760, 240, 120
-_BAR, _GAP = 16, 6
-_OURS = ("target-alone", "speculative", "one-process")
-
-
-def svg(report: Report) -> str:
-    """Tokens per second as an SVG document, on white: a panel for each batch and temperature."""
-    body: list[str] = []
-    top = 52
-    for batch, temperature in dict.fromkeys((cell.batch, cell.temperature) for cell in report.cells):
-        found = (report.cell(name, batch, temperature) for name in report.titles)
-        cells = [cell for cell in found if cell is not None]
-        body.append(_text(16, top + 18, f"batch {batch}, temperature {temperature:g}", weight=600))
-        scale = (_WIDTH - _LEFT - _RIGHT) / max(cell.speed.high for cell in cells)
-        for index, cell in enumerate(cells):
-            body += _bar(report.titles[cell.contender], cell, scale, top + 34 + index * (_BAR + _GAP))
-        top += 34 + len(cells) * (_BAR + _GAP) + 14
-    title = f"Tokens per second, {report.pair.name} pair, {report.dtype}, K = {report.num_speculative_tokens}"
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {top}" width="{_WIDTH}" '
-            f'height="{top}" font-family="system-ui, sans-serif" font-size="12" role="img">',
-            f"<title>{escape(title)}</title>",
-            f'<rect width="{_WIDTH}" height="{top}" fill="#ffffff"/>',
-            _text(16, 28, title, size=15, weight=600),
-            *body,
-            "</svg>",
-            "",
-        ]
-    )
-
-
-def _bar(title: str, cell: Cell, scale: float, y: int) -> Iterator[str]:
-    """A contender's median, and a line from the lowest to the highest."""
-    colour = "#0f766e" if cell.contender in _OURS else "#94a3b8"
-    low, high, middle = _LEFT + cell.speed.low * scale, _LEFT + cell.speed.high * scale, y + _BAR / 2
-    yield _text(_LEFT - 8, y + 12, title, anchor="end")
-    yield (
-        f'<rect x="{_LEFT}" y="{y}" width="{cell.speed.median * scale:.1f}" height="{_BAR}" rx="2" fill="{colour}"/>'
-    )
-    yield (
-        f'<path d="M{low:.1f} {middle} H{high:.1f} M{low:.1f} {middle - 4} v8 M{high:.1f} {middle - 4} v8" '
-        'stroke="#0f172a" stroke-width="1" fill="none"/>'
-    )
-    yield _text(high + 6, y + 12, f"{cell.speed.median:.0f}", colour="#64748b")
-
-
-def _text(
-    x: float,
-    y: float,
-    words: str,
-    *,
-    size: int = 12,
-    weight: int = 400,
-    anchor: str = "start",
-    colour: str = "#0f172a",
-) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" '
-        f'fill="{colour}">{escape(words)}</text>'
-    )
-
-
-# ---- files
-
-
-def write(report: Report, json: Path | None, svg_file: Path | None, markdown_file: Path | None) -> None:
-    """Write the files that are asked for."""
-    chart = None if svg_file is None else svg_file.name
-    files = {
-        json: report.model_dump_json(indent=1) + "\n",
-        svg_file: svg(report),
-        markdown_file: markdown(report, chart),
-    }
-    for file, text in files.items():
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
-
-
-def render(files: Sequence[Path]) -> None:
-    """Write the chart and the tables of reports again, beside their JSON files."""
-    for file in files:
-        write(with_targets(Report.read(file)), None, file.with_suffix(".svg"), file.with_suffix(".md"))
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("reports", nargs="+", type=Path, help="reports that `tandem bench --json` wrote")
-    render(parser.parse_args().reports)

@@ -4,126 +4,96 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import replace
+from contextlib import aclosing, asynccontextmanager
 from itertools import chain, cycle, islice
 
 from benchmarks.common import Contender
 from benchmarks.contenders import Addresses
 from benchmarks.peers import Workload
 from benchmarks.report import PhaseRow, PrefixGain, Spread, WireBytes
-from coordinator.decoding.completion import Completion
-from coordinator.decoding.loop import AcceptanceRule, Drafter, Verifier
 from coordinator.requests.runner import RequestRunner
 from coordinator.service import CoordinatorService
 from coordinator.settings.coordinator import CoordinatorSettings
-from coordinator.stats.rounds import RoundResult
-from coordinator.telemetry.observer import EventValue, Observer, RequestObserver
-from tandem.types import Acceptance, GenerationRequest, Proposal, Verification
+from coordinator.stats.rounds import RoundResult, RoundTimes
+from coordinator.telemetry.observer import Observer, RequestObserver, StreamObserver
+from tandem.rpc.channels import Traffic
+from tandem.types import GenerationRequest
 
 PREFIX_TOKENS = 512
-"""As many as the goal for prefix caching names; see docs/benchmarks.md."""
+"""As many as the goal for prefix caching names."""
 ENDING_TOKENS = 8
-_CHUNK_BYTES = 1 << 16
-
-Phases = Mapping[str, Sequence[float]]
-"""Seconds of each round by phase. `wait` lies between an acceptance and the next proposal."""
+"""Tokens after the prefix, another ending each time."""
+PHASES = ("draft", "verify", "sampling", "wait")
 
 
-class WatchedRequest:
-    """Stands in for drafter, verifier and rule of one request in the round loop, and times them."""
-
-    def __init__(
-        self,
-        seconds: defaultdict[str, list[float]],
-        drafter: Drafter,
-        verifier: Verifier,
-        decide: AcceptanceRule,
-    ) -> None:
-        """
-        Args:
-            seconds: Gets the times of each round with a proposal, by phase. Requests may share it. The first such round
-                does not count: it waits until the draft has read the prompt.
-            drafter: Of the request.
-            verifier: Of the request.
-            decide: Its acceptance rule.
-        """
-        self._seconds = seconds
-        self._drafter = drafter
-        self._verifier = verifier
-        self._decide = decide
-        self._ended = 0.0
-        self._round: dict[str, float] = {}
-        self._proposed_before = False
-
-    async def propose(self, completion: Completion) -> Proposal:
-        """See `Drafter`."""
-        started = time.perf_counter()
-        self._round = {"wait": started - self._ended}
-        proposal = await self._drafter.propose(completion)
-        self._round["draft"] = time.perf_counter() - started
-        return proposal
-
-    async def verify(self, completion: Completion, proposal: Proposal) -> Verification:
-        """See `Verifier`."""
-        started = time.perf_counter()
-        verification = await self._verifier.verify(completion, proposal)
-        self._round["verify"] = time.perf_counter() - started
-        return verification
-
-    def accept(self, proposal: Proposal, verification: Verification) -> Acceptance:
-        """See `AcceptanceRule`."""
-        started = time.perf_counter()
-        acceptance = self._decide(proposal, verification)
-        self._ended = time.perf_counter()
-        self._round["sampling"] = self._ended - started
-        if len(proposal):
-            if self._proposed_before:
-                for phase, seconds in self._round.items():
-                    self._seconds[phase].append(seconds)
-            self._proposed_before = True
-        return acceptance
-
-
-class PhaseObserver(Observer):
-    """Times the rounds of all requests of a coordinator."""
+class Phases:
+    """Seconds of rounds by phase, of one request or of several."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
 
-    def begin(self, request_id: str, traceparent: str = "") -> _PhasedRequest:
-        """Observe a request."""
-        return _PhasedRequest(self.seconds)
+    def of_request(self) -> PhasedRequest:
+        """Time the rounds of a request."""
+        return PhasedRequest(self.seconds)
 
 
-class _PhasedRequest(RequestObserver):
+class PhasedRequest:
+    """Adds the rounds of a request that have a proposal, without the first: it waits until the draft has read the
+    prompt."""
+
     def __init__(self, seconds: defaultdict[str, list[float]]) -> None:
         self._seconds = seconds
         self._proposed_before = False
 
-    def round_ended(self, result: RoundResult) -> None:
-        if result.proposed and self._proposed_before:
-            for phase in ("wait", "draft", "verify", "sampling"):
-                self._seconds[phase].append(getattr(result.times, phase))
-        self._proposed_before |= result.proposed > 0
+    def add(self, proposed: int, times: RoundTimes) -> None:
+        """Count a round."""
+        if proposed and self._proposed_before:
+            for phase in PHASES:
+                self._seconds[phase].append(getattr(times, phase))
+        self._proposed_before |= proposed > 0
 
-    def event(self, name: str, attributes: Mapping[str, EventValue]) -> None:
-        # A draft that was late or lost would spoil the measurement: it is noted.
-        self._seconds[name].append(0.0)
+
+class _Observer(Observer):
+    """Times the rounds of a coordinator's requests, and counts the bytes of its streams."""
+
+    def __init__(self) -> None:
+        self.phases = Phases()
+        self.traffic: defaultdict[str, list[Traffic]] = defaultdict(list)
+
+    def begin(self, request_id: str, traceparent: str = "") -> RequestObserver:
+        return _RequestObserver(self)
+
+    def byte_count(self, role: str) -> int:
+        """Bytes so far to and from all services of a role."""
+        return sum(each.sent_bytes + each.received_bytes for each in self.traffic[role])
+
+
+class _RequestObserver(RequestObserver):
+    def __init__(self, observer: _Observer) -> None:
+        self._observer = observer
+        self._phases = observer.phases.of_request()
+
+    def stream(self, role: str, address: str) -> StreamObserver:
+        observer = StreamObserver()
+        observer.traffic = Traffic()
+        self._observer.traffic[role].append(observer.traffic)
+        return observer
+
+    def round_ended(self, result: RoundResult) -> None:
+        self._phases.add(result.proposed, result.times)
 
 
 class TimedCoordinator:
     """Completes requests over real services, and knows where the time went."""
 
-    def __init__(self, completions: RequestRunner, observer: PhaseObserver) -> None:
+    def __init__(self, completions: RequestRunner, observer: _Observer) -> None:
         self._completions = completions
         self._observer = observer
 
-    async def run(self, workload: Workload) -> int:
-        """Complete the prompts, all at once; the number of tokens."""
+    async def run(self, workload: Workload) -> WireBytes:
+        """Complete the prompts, all at once; bytes for each token."""
 
         async def one(index: int) -> int:
             request = GenerationRequest(
@@ -136,12 +106,15 @@ class TimedCoordinator:
             async with aclosing(self._completions.complete(request)) as chunks:
                 return sum([len(chunk.token_ids) async for chunk in chunks])
 
-        return sum(await asyncio.gather(*map(one, range(len(workload.prompts)))))
+        before = {role: self._observer.byte_count(role) for role in ("draft", "target")}
+        tokens = sum(await asyncio.gather(*map(one, range(len(workload.prompts)))))
+        counts = {role: (self._observer.byte_count(role) - each) / tokens for role, each in before.items()}
+        return WireBytes(temperature=workload.temperature, draft=counts["draft"], target=counts["target"])
 
-    def take_phases(self) -> Phases:
+    def take_phases(self) -> Mapping[str, Sequence[float]]:
         """Seconds of each round since the last time this was asked for, by phase."""
-        seconds = dict(self._observer.seconds)
-        self._observer.seconds.clear()
+        seconds = dict(self._observer.phases.seconds)
+        self._observer.phases.seconds.clear()
         return seconds
 
 
@@ -163,7 +136,7 @@ async def timed_coordinator(
     )
     try:
         await service.start()
-        observer = PhaseObserver()
+        observer = _Observer()
         completions = RequestRunner(service.live_config, observer)
         completions.connect(service.replicas, service.completions.models)
         yield TimedCoordinator(completions, observer)
@@ -171,81 +144,14 @@ async def timed_coordinator(
         await service.close()
 
 
-def phase_row(path: str, batch: int, temperature: float, phases: Phases) -> PhaseRow | None:
+def phase_row(
+    path: str, batch: int, temperature: float, phases: Mapping[str, Sequence[float]]
+) -> PhaseRow | None:
     """Medians over rounds; None when no round was timed."""
-    names = ("draft", "verify", "sampling", "wait")
-    if not all(phases.get(name) for name in names):
+    if not all(phases.get(name) for name in PHASES):
         return None
-    medians = {name: statistics.median(phases[name]) for name in names}
+    medians = {name: statistics.median(phases[name]) for name in PHASES}
     return PhaseRow.model_validate({"path": path, "batch": batch, "temperature": temperature, **medians})
-
-
-class Relay:
-    """Forwards everything in both directions, and counts the bytes."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self.address = ""
-        """Its own."""
-        self.byte_count = 0
-        """Bytes passed on, both directions together."""
-        self._host = host
-        self._port = port
-        self._writers: list[asyncio.StreamWriter] = []
-
-    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection."""
-        onward_reader, onward_writer = await asyncio.open_connection(self._host, self._port)
-        self._writers += [writer, onward_writer]
-        await asyncio.gather(self._pass_on(reader, onward_writer), self._pass_on(onward_reader, writer))
-
-    def drop(self) -> None:
-        """Close every connection."""
-        for writer in self._writers:
-            writer.close()
-
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while data := await reader.read(_CHUNK_BYTES):
-                self.byte_count += len(data)
-                writer.write(data)
-                await writer.drain()
-        except ConnectionError:
-            pass  # one end is gone; so is the other in a moment
-        finally:
-            writer.close()
-
-
-@asynccontextmanager
-async def relay(address: str) -> AsyncIterator[Relay]:
-    """A relay to a server."""
-    host, _, port = address.rpartition(":")
-    passing = Relay(host, int(port))
-    server = await asyncio.start_server(passing.accept, "127.0.0.1")
-    passing.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    try:
-        yield passing
-    finally:
-        server.close()
-        passing.drop()
-
-
-async def wire_bytes(addresses: Addresses, num_speculative_tokens: int, workload: Workload) -> WireBytes:
-    """Bytes of the workload on the wire, counted by relays between coordinator and services."""
-    async with AsyncExitStack() as stack:
-        target, draft = [
-            await stack.enter_async_context(relay(address)) for address in (addresses.target, addresses.draft)
-        ]
-        relayed = replace(addresses, target=target.address, draft=draft.address)
-        coordinator = await stack.enter_async_context(timed_coordinator(relayed, num_speculative_tokens))
-        # Neither the connections count nor a first request that the draft was not ready for.
-        await coordinator.run(workload)
-        before = target.byte_count, draft.byte_count
-        tokens = await coordinator.run(workload)
-        return WireBytes(
-            temperature=workload.temperature,
-            draft=(draft.byte_count - before[1]) / tokens,
-            target=(target.byte_count - before[0]) / tokens,
-        )
 
 
 async def prefix_gain(contender: Contender, prompts: Sequence[tuple[int, ...]], rounds: int) -> PrefixGain:

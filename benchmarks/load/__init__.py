@@ -1,3 +1,1 @@
-"""Load on a coordinator or another server: services without models, and what each process pays for a token.
-
-May import benchmarks.common and tandem; the yardstick (`benchmarks.bench`) imports it."""
+"""A load on a coordinator or another server, and services without models to put behind a coordinator."""

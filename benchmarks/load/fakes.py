@@ -1,22 +1,37 @@
-"""Draft and target services without a model, for tests and for measurements of the coordinator alone."""
+"""Draft and target services without a model, for tests and for measurements of the coordinator alone.
+
+`python -m benchmarks.load.fakes --role target --step-ms 5` serves one that follows a script: a fixed text, and a draft
+that is wrong at a fixed share of the positions. Both compute it from a position alone, so that they agree without a
+word. A step begins when the one before it has ended, and answers everything that came meanwhile, as an engine's does.
+"""
 
 # ruff: noqa: N802 - gRPC looks a method up by the name that it has in the proto.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
+import grpc.aio
 import numpy as np
+import uvloop
 
 from benchmarks.pairs import DEMO
 from draft_service.servicer import DraftedFor, DraftServicer
-from tandem.serving.interceptors import Context
+from tandem.logs import configure
+from tandem.serving.interceptors import Context, ReadinessInterceptor, RunningCalls
+from tandem.serving.process import set_start_aside
+from tandem.serving.server import Service, serve
 from tandem.serving.streams import SequenceStreams
+from tandem.settings import ServerSettings
 from tandem.types import (
     Delta,
     DenseRow,
+    FloatArray,
     IntArray,
     ModelInfo,
     Proposal,
@@ -24,6 +39,7 @@ from tandem.types import (
     RowKind,
     RowStatistics,
     SparseDistribution,
+    StepCost,
     SupportRow,
     TargetRow,
     TokenRow,
@@ -31,6 +47,8 @@ from tandem.types import (
     VerifyStep,
 )
 from tandem.v1 import draft_pb2, target_pb2
+from tandem.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
+from tandem.v1.target_pb2_grpc import add_TargetServiceServicer_to_server
 from tandem.wire.common import model_info_to_proto
 from target_service.servicer import TargetServicer, VerifiedFor
 
@@ -50,34 +68,6 @@ def counting(tokens: Sequence[int]) -> int:
 def scripted(script: Sequence[int], prompt_length: int) -> NextToken:
     """Produce the script's tokens one after the other, and then zeros."""
     return lambda tokens: [*script, *[0] * MAX_LENGTH][len(tokens) - prompt_length]
-
-
-def sure_row(token_id: int) -> DenseRow:
-    """Return logits that give this token all the probability; the next higher id ranks second."""
-    logits = np.full(VOCABULARY_SIZE, -1000.0, np.float32)
-    logits[token_id], logits[(token_id + 1) % VOCABULARY_SIZE] = 0.0, -900.0
-    return DenseRow(logits)
-
-
-def sure_support_row(token_id: int, support: IntArray, *, with_statistics: bool = False) -> SupportRow:
-    """Return the row of a target that gives this token all the probability, on a support."""
-    inside = support == token_id
-    outside = float(not inside.any())
-    statistics = RowStatistics(
-        entropy=0.0,
-        max_prob=1.0,
-        argmax_token_id=token_id,
-        ranks=(~inside).astype(np.int64),
-        logits=np.where(inside, 0.0, -1000.0).astype(np.float32),
-    )
-    return SupportRow(
-        support,
-        inside.astype(float),
-        outside_mass=outside,
-        outside_token_id=token_id if outside else -1,
-        statistics=statistics if with_statistics else None,
-        outside_prob=outside,
-    )
 
 
 class LeaveError(Exception):
@@ -145,19 +135,19 @@ class FakeTarget(Fake, TargetServicer):
     async def GetModelInfo(
         self, request: target_pb2.TargetServiceGetModelInfoRequest, context: Context
     ) -> target_pb2.TargetServiceGetModelInfoResponse:
-        """The model that is not there."""
+        """Return the description of no model."""
         return target_pb2.TargetServiceGetModelInfoResponse(model_info=model_info_to_proto(self.model_info))
 
     async def GetTokenizer(
         self, request: target_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[target_pb2.GetTokenizerResponse]:
-        """The demo pair's."""
+        """Send the demo pair's."""
         path = DEMO / "target" / "tokenizer.json"
         yield target_pb2.GetTokenizerResponse(file_name=path.name, content=path.read_bytes())
 
 
 def rows(continuation: Sequence[int], step: VerifyStep) -> tuple[TargetRow, ...]:
-    """Rows that give each of these tokens all the probability."""
+    """Return rows that give each of these tokens all the probability."""
     if step.row_kind is RowKind.DENSE:
         return tuple(map(sure_row, continuation))
     if step.row_kind is RowKind.TOKEN:
@@ -166,6 +156,34 @@ def rows(continuation: Sequence[int], step: VerifyStep) -> tuple[TargetRow, ...]
     return tuple(
         sure_support_row(token_id, support, with_statistics=step.with_statistics)
         for token_id, support in zip(continuation, supports, strict=True)
+    )
+
+
+def sure_row(token_id: int) -> DenseRow:
+    """Return logits that give this token all the probability; the next higher id ranks second."""
+    logits = np.full(VOCABULARY_SIZE, -1000.0, np.float32)
+    logits[token_id], logits[(token_id + 1) % VOCABULARY_SIZE] = 0.0, -900.0
+    return DenseRow(logits)
+
+
+def sure_support_row(token_id: int, support: IntArray, *, with_statistics: bool = False) -> SupportRow:
+    """Return the row of a target that gives this token all the probability, on a support."""
+    inside = support == token_id
+    outside = float(not inside.any())
+    statistics = RowStatistics(
+        entropy=0.0,
+        max_prob=1.0,
+        argmax_token_id=token_id,
+        ranks=(~inside).astype(np.int64),
+        logits=np.where(inside, 0.0, -1000.0).astype(np.float32),
+    )
+    return SupportRow(
+        support,
+        inside.astype(float),
+        outside_mass=outside,
+        outside_token_id=token_id if outside else -1,
+        statistics=statistics if with_statistics else None,
+        outside_prob=outside,
     )
 
 
@@ -215,5 +233,180 @@ class FakeDraft(Fake, DraftServicer):
     async def GetModelInfo(
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context
     ) -> draft_pb2.DraftServiceGetModelInfoResponse:
-        """The model that is not there."""
+        """Return the description of no model."""
         return draft_pb2.DraftServiceGetModelInfoResponse(model_info=model_info_to_proto(self.model_info))
+
+
+# ---- fakes that follow a script
+
+_SCRIPTED_LENGTH = 65_536
+_SUPPORT_SIZE = 24
+"""Ids of a draft's distribution, about as many as hold 0.98 of the demo draft's mass at temperature 1."""
+_FIRST_ID = 300
+"""Lower ids are special tokens and single bytes, which are no characters on their own."""
+_MULTIPLIER = 2654435761
+"""Knuth's multiplicative hash (The Art of Computer Programming, volume 3, 6.4)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A text of a target and the draft's guesses at it."""
+
+    acceptance: float
+    """Share of positions at which the draft is right."""
+
+    def target_token(self, position: int) -> int:
+        """The token at a position, counted from 0."""
+        return _FIRST_ID + _hash(position) % (VOCABULARY_SIZE - _FIRST_ID)
+
+    def draft_token(self, position: int) -> int:
+        """The draft's guess at it."""
+        token_id = self.target_token(position)
+        is_right = _hash(position + 7) % 1000 < 1000 * self.acceptance
+        return token_id if is_right else _other(token_id)
+
+    def support(self, position: int, size: int) -> tuple[int, ...]:
+        """The draft's ids at a position, its guess first; the target's token is among them only where it is the guess.
+
+        Args:
+            position: Counted from 0.
+            size: Number of ids.
+        """
+        candidate, target = self.draft_token(position), self.target_token(position)
+        ids = [candidate]
+        while len(ids) < size:
+            candidate = _other(candidate)
+            if candidate != target:
+                ids.append(candidate)
+        return tuple(ids)
+
+
+def _hash(number: int) -> int:
+    return (number * _MULTIPLIER & 0xFFFFFFFF) >> 8
+
+
+def _other(token_id: int) -> int:
+    return token_id + 1 if token_id + 1 < VOCABULARY_SIZE else _FIRST_ID
+
+
+class Steps:
+    """Steps of a model that is not there."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._waiting: list[tuple[asyncio.Future[StepCost], int]] = []
+        self._more = asyncio.Event()
+
+    async def take_part(self, token_count: int) -> StepCost:
+        """Take part in the next step; return its cost."""
+        done: asyncio.Future[StepCost] = asyncio.get_running_loop().create_future()
+        self._waiting.append((done, token_count))
+        self._more.set()
+        return await done
+
+    async def run(self) -> None:
+        """Run one step after the other."""
+        while await self._more.wait():
+            self._more.clear()
+            taken, self._waiting = self._waiting, []
+            await asyncio.sleep(self._seconds)
+            cost = StepCost(self._seconds, len(taken), sum(count for _, count in taken))
+            for done, _ in taken:
+                if not done.done():
+                    done.set_result(cost)
+
+
+class ScriptedTarget(FakeTarget):
+    """Says the script."""
+
+    def __init__(self, script: Script, steps: Steps) -> None:
+        super().__init__()
+        self.model_info = replace(self.model_info, max_length=_SCRIPTED_LENGTH)
+        self._script = script
+        self._steps = steps
+
+    async def verified(self, tokens: Sequence[int], step: VerifyStep) -> Verification:
+        """See `FakeTarget`."""
+        cost = await self._steps.take_part(len(step.delta.token_ids))
+        first = len(tokens) - step.row_count + 1
+        said = [self._script.target_token(position) for position in range(first, len(tokens) + 1)]
+        return Verification(first, rows(said, step), cost)
+
+
+class ScriptedDraft(FakeDraft):
+    """Guesses at the script."""
+
+    def __init__(self, script: Script, steps: Steps) -> None:
+        super().__init__()
+        self.model_info = replace(self.model_info, max_length=_SCRIPTED_LENGTH)
+        self._script = script
+        self._steps = steps
+
+    async def answers(self, sequence: DraftedFor, tokens: Sequence[int], step: ProposeStep) -> None:
+        """See `FakeDraft`."""
+        cost = await self._steps.take_part(len(step.delta.token_ids))
+        positions = range(len(tokens), len(tokens) + step.token_count)
+        has_supports = sequence.options.row_kind is RowKind.SUPPORT
+        drawn_from = tuple(map(self._distribution, positions)) if has_supports else ()
+        guesses = tuple(map(self._script.draft_token, positions))
+        await sequence.answer(Proposal(len(tokens), guesses, drawn_from, cost=cost))
+
+    def _distribution(self, position: int) -> SparseDistribution:
+        ids = self._script.support(position, _SUPPORT_SIZE)
+        return SparseDistribution(np.array(ids, np.int64), _PEAKED)
+
+
+_PEAKED: FloatArray = np.array([0.9, *[0.1 / (_SUPPORT_SIZE - 1)] * (_SUPPORT_SIZE - 1)])
+"""Probabilities that sum to one: most of it on the first id."""
+
+
+class ScriptedService(Service):
+    """Serves a scripted target or draft."""
+
+    def __init__(self, role: str, script: Script, step_seconds: float, max_streams: int) -> None:
+        protos = target_pb2 if role == "target" else draft_pb2
+        self.name = role
+        self.full_names = [each.full_name for each in protos.DESCRIPTOR.services_by_name.values()]
+        self._steps = Steps(step_seconds)
+        self._max_streams = max_streams
+        self._servicer = (ScriptedTarget if role == "target" else ScriptedDraft)(script, self._steps)
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """See `Service`."""
+        if isinstance(self._servicer, ScriptedTarget):
+            add_TargetServiceServicer_to_server(self._servicer, server)
+        else:
+            add_DraftServiceServicer_to_server(self._servicer, server)
+
+    def open_other_endpoints(self, readiness: ReadinessInterceptor, calls: RunningCalls) -> None:
+        """See `Service`."""
+        self._servicer.streams.apply_limits(readiness, calls, self._max_streams)
+
+    async def start(self) -> None:
+        """See `Service`."""
+        self._running = asyncio.create_task(self._steps.run())
+
+    async def close(self) -> None:
+        """See `Service`."""
+        self._running.cancel()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Serve until a signal ends the process."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.load.fakes", allow_abbrev=False)
+    parser.add_argument("--role", choices=("target", "draft"), required=True)
+    parser.add_argument("--step-ms", type=float, default=5.0, help="duration of a step")
+    parser.add_argument("--acceptance", type=float, default=0.72, help="share of right guesses of the draft")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="warning")
+    options = parser.parse_args(arguments)
+    configure(options.log_level, "text")
+    settings = ServerSettings(port=options.port)
+    service = ScriptedService(
+        options.role, Script(options.acceptance), options.step_ms / 1000.0, settings.max_concurrent_streams
+    )
+    uvloop.run(serve(settings, service, before_ready=set_start_aside))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -6,13 +6,13 @@ A seed decides arrivals and lengths, whatever the timing; figures are named as b
 from __future__ import annotations
 
 import math
-import re
-import urllib.request
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
 
 _ARRIVALS, _PROMPTS, _OUTPUTS = range(3)
 """Each has random numbers of its own, so that a change of one leaves the others as they are."""
@@ -82,12 +82,8 @@ def arrivals(
     gaps = np.zeros(count) if math.isinf(rate) else _random(seed, _ARRIVALS).exponential(1.0 / rate, count)
     # The first arrives at the start, as the gaps lie between requests.
     times = np.concatenate(([0.0], np.cumsum(gaps)))[:count]
-    return [
-        Arrival(float(time), int(prompt), int(output))
-        for time, prompt, output in zip(
-            times, _drawn(prompts, count, seed, _PROMPTS), _drawn(outputs, count, seed, _OUTPUTS), strict=True
-        )
-    ]
+    lengths = _drawn(prompts, count, seed, _PROMPTS), _drawn(outputs, count, seed, _OUTPUTS)
+    return [Arrival(float(time), int(p), int(o)) for time, p, o in zip(times, *lengths, strict=True)]
 
 
 def _drawn(lengths: Lengths, count: int, seed: int, purpose: int) -> np.ndarray:
@@ -120,25 +116,13 @@ class Served:
     reason: str = ""
     """The error's sentence."""
 
-    @property
-    def ttft(self) -> float:
-        """Seconds from arrival to the first token."""
-        return self.chunks[0] - self.arrived
-
-    @property
-    def e2el(self) -> float:
-        """Seconds from arrival to the end."""
-        return self.ended - self.arrived
-
-    @property
-    def itl(self) -> list[float]:
-        """Seconds between each two chunks."""
-        return [after - before for before, after in pairwise(self.chunks)]
-
-    @property
-    def tpot(self) -> float | None:
-        """Seconds by token after the first; None for a single token."""
-        return None if self.output_tokens < 2 else (self.e2el - self.ttft) / (self.output_tokens - 1)
+    def latencies(self) -> dict[str, list[float]]:
+        """Seconds by name of `LATENCIES`, of a request with a chunk: one of each, but as many `itl` as there are gaps,
+        and no `tpot` of a single token."""
+        ttft, e2el = self.chunks[0] - self.arrived, self.ended - self.arrived
+        tpot = [(e2el - ttft) / (self.output_tokens - 1)] if self.output_tokens > 1 else []
+        itl = [after - before for before, after in pairwise(self.chunks)]
+        return {"ttft": [ttft], "tpot": tpot, "itl": itl, "e2el": [e2el]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,13 +154,8 @@ class Goodput:
         """True if the request ended well and within all bounds. Of its waits between chunks, the longest counts."""
         if served.error or not served.chunks:
             return False
-        own = {
-            "ttft": served.ttft,
-            "tpot": served.tpot or 0.0,
-            "itl": max(served.itl, default=0.0),
-            "e2el": served.e2el,
-        }
-        return all(own[name] <= bound for name, bound in self.bounds.items())
+        own = served.latencies()
+        return all(max(own[name], default=0.0) <= bound for name, bound in self.bounds.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,42 +199,67 @@ def figures(all_served: Sequence[Served], goodput: Goodput, percents: Sequence[f
     """
     well = [served for served in all_served if not served.error and served.chunks]
     seconds = max(served.ended for served in all_served) - min(served.arrived for served in all_served)
-    values: dict[str, list[float]] = {
-        "ttft": [served.ttft for served in well],
-        "tpot": [each for served in well if (each := served.tpot) is not None],
-        "itl": [each for served in well for each in served.itl],
-        "e2el": [served.e2el for served in well],
-    }
-    errors: dict[str, int] = {}
-    reasons: dict[str, str] = {}
-    for served in all_served:
-        if served.error:
-            errors[served.error] = errors.get(served.error, 0) + 1
-            reasons.setdefault(served.error, served.reason)
+    own = [served.latencies() for served in well]
+    values = {name: [seconds for each in own for seconds in each[name]] for name in LATENCIES}
+    failures = [served for served in all_served if served.error]
     tokens = sum(served.output_tokens for served in well)
-    good = sum(map(goodput.is_met_by, all_served))
     return Figures(
         completed=len(well),
         failed=len(all_served) - len(well),
-        errors=errors,
-        reasons=reasons,
+        errors=Counter(served.error for served in failures),
+        reasons={served.error: served.reason for served in reversed(failures)},
         seconds=seconds,
         prompt_tokens=sum(served.prompt_tokens for served in well),
         output_tokens=tokens,
         requests_per_second=_rate(len(well), seconds),
         output_tokens_per_second=_rate(tokens, seconds),
-        goodput=_rate(good, seconds) if goodput.bounds else None,
-        latencies={name: spread(found, percents) for name, found in values.items() if found},
+        goodput=_rate(sum(map(goodput.is_met_by, all_served)), seconds) if goodput.bounds else None,
+        latencies={name: _spread(found, percents) for name, found in values.items() if found},
     )
 
 
-def spread(seconds: Sequence[float], percents: Sequence[float]) -> Spread:
-    """Mean and percentiles of some seconds, at least one, in milliseconds."""
+def _spread(seconds: Sequence[float], percents: Sequence[float]) -> Spread:
     found = 1000.0 * np.percentile(seconds, percents)
     return Spread(
         1000.0 * float(np.mean(seconds)),
         {f"p{percent:g}": float(value) for percent, value in zip(percents, found, strict=True)},
     )
+
+
+def _rate(count: float, seconds: float) -> float:
+    return count / seconds if seconds > 0 else 0.0
+
+
+BETWEEN = "between"
+"""Place of the wait between acceptance and the next question: text, chunks, the controller."""
+
+Counts = Mapping[str, Mapping[float, float]]
+"""By place, cumulative counts of waits by upper bound in seconds."""
+
+
+def waits_of(page: str) -> Counts:
+    """The waits in a page of metrics, those of all models together; other places than `BETWEEN` only where they are
+    measured."""
+    found: dict[str, dict[float, float]] = {}
+    for family in text_string_to_metric_families(page):
+        for name, labels, value, *_ in family.samples:
+            is_wait = name == "tandem_round_phase_seconds_bucket" and labels["phase"] == "wait"
+            if is_wait or name == "tandem_round_wait_seconds_bucket":
+                counts, bound = found.setdefault(labels.get("place", BETWEEN), {}), float(labels["le"])
+                counts[bound] = counts.get(bound, 0.0) + value
+    return found
+
+
+def quantiles(before: Counts, after: Counts) -> dict[str, dict[str, float]]:
+    """Median and p99 of the waits between two readings, in milliseconds by place; without places where none waited."""
+    found = {}
+    for place, counts in after.items():
+        earlier = before.get(place, {})
+        buckets = [(bound, counts[bound] - earlier.get(bound, 0.0)) for bound in sorted(counts)]
+        if buckets[-1][1] > 0:
+            shares = {"p50": 0.5, "p99": 0.99}
+            found[place] = {name: 1000.0 * histogram_quantile(buckets, each) for name, each in shares.items()}
+    return found
 
 
 def histogram_quantile(buckets: Sequence[tuple[float, float]], share: float) -> float:
@@ -277,49 +281,3 @@ def histogram_quantile(buckets: Sequence[tuple[float, float]], share: float) -> 
             return below + (bound - below) * (share * total - before) / max(count - before, 1e-12)
         below, before = bound, count
     return 0.0
-
-
-def _rate(count: float, seconds: float) -> float:
-    return count / seconds if seconds > 0 else 0.0
-
-
-BETWEEN = "between"
-"""Place of the wait between acceptance and the next question: text, chunks, the controller."""
-_PHASE = re.compile(r'^tandem_round_phase_seconds_bucket\{(.*phase="wait".*)\} (\S+)$', re.MULTILINE)
-_PLACE = re.compile(r"^tandem_round_wait_seconds_bucket\{(.*)\} (\S+)$", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
-_SHARES = {"p50": 0.5, "p99": 0.99}
-
-Counts = Mapping[str, Mapping[float, float]]
-"""By place, cumulative counts of waits by upper bound in seconds."""
-
-
-def read_waits(url: str) -> Counts:
-    """Read the waits up to now from a page of metrics; other places than `BETWEEN` only where they are measured."""
-    with urllib.request.urlopen(url, timeout=10) as response:
-        return waits_of(response.read().decode())
-
-
-def waits_of(page: str) -> Counts:
-    """The waits in a page of metrics, those of all models together."""
-    found: dict[str, dict[float, float]] = {}
-    for pattern in (_PHASE, _PLACE):
-        for labels, value in pattern.findall(page):
-            named = dict(_LABEL.findall(labels))
-            counts = found.setdefault(named.get("place", BETWEEN), {})
-            bound = float(named["le"])
-            counts[bound] = counts.get(bound, 0.0) + float(value)
-    return found
-
-
-def quantiles(before: Counts, after: Counts) -> dict[str, dict[str, float]]:
-    """Median and p99 of the waits between two readings, in milliseconds by place; without places where none waited."""
-    found = {}
-    for place, counts in after.items():
-        earlier = before.get(place, {})
-        buckets = [(bound, counts[bound] - earlier.get(bound, 0.0)) for bound in sorted(counts)]
-        if buckets[-1][1] > 0:
-            found[place] = {
-                name: 1000.0 * histogram_quantile(buckets, share) for name, share in _SHARES.items()
-            }
-    return found

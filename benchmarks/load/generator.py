@@ -10,8 +10,10 @@ import asyncio
 import json
 import math
 import os
+import socket
 import sys
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -23,22 +25,22 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common import process
 from benchmarks.load.clients import (
     Connect,
     Connection,
     LoadRequest,
-    Origin,
     grpc_connection,
     http_connection,
     origin_of,
     served_model,
 )
-from benchmarks.load.cluster import RULES, Cluster, cluster, processor_seconds, resident_mebibytes
 from benchmarks.load.figures import (
     BETWEEN,
     SHAREGPT_OUTPUTS,
     SHAREGPT_PROMPTS,
     Arrival,
+    Counts,
     Figures,
     Goodput,
     Lengths,
@@ -46,7 +48,7 @@ from benchmarks.load.figures import (
     arrivals,
     figures,
     quantiles,
-    read_waits,
+    waits_of,
 )
 from coordinator.cli.command import exit_code
 from tandem.errors import TandemError
@@ -62,6 +64,18 @@ DESCRIPTION = """`tandem bench --clients N`: a load on a coordinator or on any O
 Without --address and --http a coordinator runs before two scripted services, so that no model is measured. Requests
 arrive as a Poisson process and have log-normal lengths; --seed decides both. Options are named as those of `vllm bench
 serve`."""
+RULES = ("greedy", "strict", "residual", "block")
+_WARM_UP = 8
+"""Requests before those that are measured."""
+_FIRST_ID, _IDS = 300, 1000
+"""Prompts consist of these ids: lower ones are special tokens and single bytes."""
+_PLACES = {
+    "event_loop": "an answer, to be read",
+    "answer": "a round, to go on with its answer",
+    BETWEEN: "a round, from acceptance to its question",
+    "question": "a question, to be written",
+}
+"""The places where a round waits in the coordinator, in its order."""
 
 
 def parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
@@ -72,6 +86,7 @@ def parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    lengths = {"type": checked(Lengths.parse), "metavar": "MEDIAN[:SIGMA[:MAXIMUM]]"}
     add = parser.add_argument
     add("--clients", type=_positive, default=64, help="connections, each with one request at once")
     add("--rate", type=_rate, default=math.inf, help="requests a second [default: as many as clients take]")
@@ -79,15 +94,31 @@ def parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of arrivals and lengths")
     add("--goodput", nargs="+", default=[], metavar="NAME:MS", help="bounds of ttft, tpot, itl or e2el")
     add("--percentiles", type=_percents, default=[50.0, 90.0, 99.0], help="[default: 50,90,99]")
-    add("--prompt-tokens", type=_lengths, default=SHAREGPT_PROMPTS, metavar="MEDIAN[:SIGMA[:MAXIMUM]]")
-    add("--output-tokens", type=_lengths, default=SHAREGPT_OUTPUTS, metavar="MEDIAN[:SIGMA[:MAXIMUM]]")
+    add("--prompt-tokens", default=SHAREGPT_PROMPTS, help="[default: as ShareGPT's chats]", **lengths)
+    add("--output-tokens", default=SHAREGPT_OUTPUTS, help="[default: as ShareGPT's chats]", **lengths)
     add("--temperature", type=float, help="[default: that of the rule; 0 at an address]")
     add("--json", type=Path, metavar="FILE", help="write all figures there")
     add("--address", metavar="HOST:PORT", help="a coordinator that runs [default: start one]")
-    add("--http", type=_origin, metavar="URL", help="an OpenAI-compatible server that runs, such as vLLM's")
+    add(
+        "--http",
+        type=checked(origin_of),
+        metavar="URL",
+        help="an OpenAI-compatible server that runs, such as vLLM's",
+    )
     add("--model", help="model to ask for over HTTP [default: the first that the server lists]")
-    add("--token-file", type=_file, help="file with the token for it")
-    _add_own(parser.add_argument_group("of the coordinator that is started without --address and --http"))
+    add("--token-file", type=checked(_file), help="file with the token for it")
+    add = parser.add_argument_group(
+        "of the coordinator that is started without --address and --http"
+    ).add_argument
+    add("--rule", choices=RULES, default="greedy", help="acceptance rule above temperature 0")
+    add("--over", choices=("grpc", "http"), default="grpc", help="what clients speak [default: grpc]")
+    add("--workers", type=_positive, default=1)
+    add("--measure-waits", action="store_true", help="measure where rounds wait in the coordinator")
+    add("--stream-interval", type=_positive, default=1)
+    add("--num-speculative-tokens", type=_positive, default=4)
+    add("--acceptance", type=float, default=0.72, help="share of positions where the scripted draft is right")
+    add("--verify-ms", type=float, default=5.0, help="duration of a step of the scripted target")
+    add("--draft-ms", type=float, default=1.0, help="duration of a scripted proposal")
     options = parser.parse_args(arguments)
     try:
         options.bounds = Goodput.parse(options.goodput)
@@ -100,72 +131,53 @@ def parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
     return options
 
 
-def _add_own(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--rule", choices=RULES, default="greedy", help="acceptance rule above temperature 0")
-    add("--over", choices=("grpc", "http"), default="grpc", help="what clients speak [default: grpc]")
-    add("--workers", type=_positive, default=1)
-    add("--measure-waits", action="store_true", help="measure where rounds wait in the coordinator")
-    add("--stream-interval", type=_positive, default=1)
-    add("--num-speculative-tokens", type=_positive, default=4)
-    add("--acceptance", type=float, default=0.72, help="share of positions where the scripted draft is right")
-    add("--verify-ms", type=float, default=5.0, help="duration of a step of the scripted target")
-    add("--draft-ms", type=float, default=1.0, help="duration of a scripted proposal")
-
-
 def shown(options: argparse.Namespace) -> dict[str, Any]:
     """The options as JSON has them, without what names a file of this machine."""
-    found = {
-        name: value for name, value in vars(options).items() if name not in ("bounds", "json", "token_file")
-    }
-    found["http"] = None if options.http is None else str(options.http)
+    hidden = ("bounds", "json", "token_file")
+    found = {name: value for name, value in vars(options).items() if name not in hidden}
     found["rate"] = None if math.isinf(options.rate) else options.rate
-    for name in ("prompt_tokens", "output_tokens"):
-        found[name] = asdict(found[name])
-    return found
+    return found | {name: asdict(found[name]) for name in ("prompt_tokens", "output_tokens")}
 
 
-def _positive(text: str) -> int:
-    return int(_checked(text, int, lambda value: value >= 1, "must be a whole number of at least 1"))
+def checked(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Let argparse show the sentence of a ValueError."""
+
+    def reading(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return reading
 
 
-def _rate(text: str) -> float:
-    return _checked(text, float, lambda value: value > 0, "must be a number above 0, or inf")
-
-
-def _percents(text: str) -> list[float]:
-    words = "must be numbers from 0 to 100 with commas between them"
-    return [_checked(part, float, lambda value: 0 <= value <= 100, words) for part in text.split(",")]
-
-
-def _origin(text: str) -> Origin:
+def _number(text: str, kind: type, is_right: Callable[[float], bool], words: str) -> Any:
     try:
-        return origin_of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _file(text: str) -> Path:
-    if not Path(text).is_file():
-        raise argparse.ArgumentTypeError(f"{text!r} must be a file that can be read")
-    return Path(text)
-
-
-def _lengths(text: str) -> Lengths:
-    try:
-        return Lengths.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _checked(text: str, kind: type, is_right: Callable[[float], bool], words: str) -> float:
-    try:
-        value = float(kind(text))
+        value = kind(text)
     except ValueError:
         value = math.nan
     if not is_right(value):
         raise argparse.ArgumentTypeError(f"{text!r} {words}")
     return value
+
+
+def _positive(text: str) -> int:
+    return int(_number(text, int, lambda value: value >= 1, "must be a whole number of at least 1"))
+
+
+def _rate(text: str) -> float:
+    return float(_number(text, float, lambda value: value > 0, "must be a number above 0, or inf"))
+
+
+def _percents(text: str) -> list[float]:
+    words = "must be numbers from 0 to 100 with commas between them"
+    return [_number(part, float, lambda value: 0 <= value <= 100, words) for part in text.split(",")]
+
+
+def _file(text: str) -> Path:
+    if not Path(text).is_file():
+        raise ValueError(f"{text!r} must be a file that can be read")
+    return Path(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,15 +200,6 @@ class LoadReport:
     round_waits: Mapping[str, Mapping[str, float]]
     """p50 and p99 in milliseconds of the times that a round waits in the coordinator, by place; empty where its metrics
     are not read."""
-
-
-_PLACES = {
-    "event_loop": "an answer, to be read",
-    "answer": "a round, to go on with its answer",
-    BETWEEN: "a round, from acceptance to its question",
-    "question": "a question, to be written",
-}
-"""The places where a round waits in the coordinator, in its order."""
 
 
 def table(report: LoadReport) -> Table:
@@ -231,8 +234,126 @@ def table(report: LoadReport) -> Table:
     return shown
 
 
-_FIRST_ID, _IDS = 300, 1000
-"""Lower ids are special tokens and single bytes."""
+def run(arguments: Sequence[str], program: str = "tandem bench") -> None:
+    """Send a load, print the table, write the file. Ends the process with one sentence when it cannot."""
+    options = parse(arguments, program)
+    try:
+        report = uvloop.run(_measure(options))
+    except TandemError as error:
+        exit_with(error, exit_code(error))
+        return
+    except KeyboardInterrupt:
+        sys.exit(130)
+    Console(highlight=False).print(table(report))
+    if options.json is not None:
+        options.json.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+    if not report.figures.completed:
+        sys.exit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The server under load."""
+
+    connect: Connect
+    """Connects a client to it."""
+    pids: Mapping[str, int]
+    """Processes that are measured by name; clients: this one."""
+    metrics_url: str = ""
+    """Empty where no metrics are read."""
+
+    def used(self) -> dict[str, float]:
+        """Processor seconds of each process so far. The clients' has started the others, which count by themselves."""
+        return {
+            name: sum(os.times()[:2]) if name == "clients" else sum(map(_processor_seconds, tree(pid)))
+            for name, pid in self.pids.items()
+        }
+
+    def waits(self) -> Counts:
+        """The waits of rounds so far."""
+        if not self.metrics_url:
+            return {}
+        with urllib.request.urlopen(self.metrics_url, timeout=10) as response:
+            return waits_of(response.read().decode())
+
+
+async def _measure(options: argparse.Namespace) -> LoadReport:
+    async with _loaded(options) as server:
+        temperature = options.temperature
+        if temperature is None:
+            temperature = 0.0 if len(server.pids) == 1 or options.rule == "greedy" else 1.0
+
+        async def sent(count: int, rate: float, seed: int) -> list[Served]:
+            wanted = arrivals(count, rate, seed, options.prompt_tokens, options.output_tokens)
+            is_paced = not math.isinf(rate)
+            return await send(server.connect, wanted, options.clients, temperature, is_paced=is_paced)
+
+        await sent(_WARM_UP, math.inf, options.seed + 1)
+        before, waits = server.used(), server.waits()
+        served = await sent(options.requests or 4 * options.clients, options.rate, options.seed)
+        found = figures(served, options.bounds, options.percentiles)
+        used = {
+            name: Used(
+                1000.0 * (seconds - before[name]) / max(found.output_tokens, 1),
+                _resident_mebibytes(server.pids[name])[: 1 if name == "clients" else None],
+            )
+            for name, seconds in server.used().items()
+        }
+        return LoadReport(shown(options), found, used, quantiles(waits, server.waits()))
+
+
+@asynccontextmanager
+async def _loaded(options: argparse.Namespace) -> AsyncIterator[Loaded]:
+    """The server that the options name, or a coordinator before two scripted services."""
+    clients = {"clients": os.getpid()}
+    if options.http is not None:
+        yield Loaded(await _over_http(options.http, options), clients)
+        return
+    if options.address:
+        credentials = Credentials(token_file=options.token_file)
+        yield Loaded(partial(grpc_connection, options.address, credentials), clients)
+        return
+    async with AsyncExitStack() as stack:
+        (target, target_pid), (draft, draft_pid) = [
+            await stack.enter_async_context(
+                process(
+                    "benchmarks.load.fakes",
+                    *("--role", role, "--step-ms", str(step), "--acceptance", str(options.acceptance)),
+                )
+            )
+            for role, step in (("target", options.verify_ms), ("draft", options.draft_ms))
+        ]
+        metrics_port, http_port = free_port(), free_port()
+        # As many requests as the clients may send; by default 256 of them run.
+        most = max(options.clients, options.workers, 256)
+        address, pid = await stack.enter_async_context(
+            process(
+                "coordinator",
+                *("--target-address", target, "--draft-address", draft),
+                *("--num-speculative-tokens", str(options.num_speculative_tokens)),
+                *("--speculation-policy", "fixed", "--draft-ahead", "off"),
+                *(() if options.rule == "greedy" else ("--rejection-sampling-strategy", options.rule)),
+                *("--workers", str(options.workers), "--stream-interval", str(options.stream_interval)),
+                *("--prometheus-port", str(metrics_port), "--max-concurrent-requests", str(most)),
+                *(("--http-port", str(http_port)) if options.over == "http" else ()),
+                *(("--measure-waits",) if options.measure_waits else ()),
+            )
+        )
+        connect: Connect = partial(grpc_connection, address)
+        if options.over == "http":
+            connect = await _over_http(f"http://127.0.0.1:{http_port}", options)
+        pids = {"coordinator": pid, "target": target_pid, "draft": draft_pid, **clients}
+        yield Loaded(connect, pids, f"http://127.0.0.1:{metrics_port}/metrics")
+
+
+async def _over_http(origin: str, options: argparse.Namespace) -> Connect:
+    """Connects clients to an OpenAI-compatible server.
+
+    Raises:
+        TandemError: it cannot be reached, or does not say what model it serves.
+    """
+    token = "" if options.token_file is None else options.token_file.read_text(encoding="utf-8").strip()
+    return partial(http_connection, origin, options.model or await served_model(origin, token), token)
 
 
 async def send(
@@ -263,111 +384,61 @@ async def send(
             await asyncio.sleep(max(0.0, began + arrival.seconds - time.perf_counter()))
             connection = await places.get()
             try:
-                arrived = began + arrival.seconds if is_paced else time.perf_counter()
-                return await _complete(connection, number, arrival, arrived, temperature)
+                served = Served(
+                    began + arrival.seconds if is_paced else time.perf_counter(), arrival.prompt_tokens
+                )
+                # Prompts differ in their first token, so that no replica finds one of them in its cache.
+                prompt = tuple(_FIRST_ID + (number + place) % _IDS for place in range(arrival.prompt_tokens))
+                try:
+                    await connection.complete(LoadRequest(prompt, arrival.output_tokens, temperature), served)
+                except TandemError as error:
+                    served.error, served.reason = type(error).__name__, str(error)
+                served.ended = time.perf_counter()
+                return served
             finally:
                 places.put_nowait(connection)
 
         return list(await asyncio.gather(*(serve(*each) for each in enumerate(arrivals))))
 
 
-async def _complete(
-    connection: Connection, number: int, arrival: Arrival, arrived: float, temperature: float
-) -> Served:
-    served = Served(arrived, arrival.prompt_tokens)
-    # Prompts differ in their first token, so that no replica finds one of them in its cache.
-    prompt = tuple(_FIRST_ID + (number + place) % _IDS for place in range(arrival.prompt_tokens))
+# ---- what processes take of the machine; zero where there is no /proc
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def tree(pid: int) -> list[int]:
+    """A process, its children, their children and so on."""
+    parents: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        if fields := _fields(int(folder.name)):
+            parents.setdefault(int(fields[1]), []).append(int(folder.name))
+    found = [pid]
+    for each in found:
+        found.extend(parents.get(each, ()))
+    return found
+
+
+def _processor_seconds(pid: int) -> float:
+    fields = _fields(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+
+def _resident_mebibytes(pid: int) -> list[float]:
+    """Resident memory of a process and of each of its children, the largest first."""
+    page = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+    return sorted((page * int(fields[21]) for each in tree(pid) if (fields := _fields(each))), reverse=True)
+
+
+def _fields(pid: int) -> list[str]:
+    """Fields of a process's stat after its name (proc(5)); none when it has ended."""
     try:
-        await connection.complete(LoadRequest(prompt, arrival.output_tokens, temperature), served)
-    except TandemError as error:
-        served.error, served.reason = type(error).__name__, str(error)
-    served.ended = time.perf_counter()
-    return served
-
-
-_WARM_UP = 8
-"""Requests before those that are measured."""
-
-
-def run(arguments: Sequence[str], program: str = "tandem bench") -> None:
-    """Send a load, print the table, write the file. Ends the process with one sentence when it cannot."""
-    options = parse(arguments, program)
-    try:
-        report = uvloop.run(_measure(options))
-    except TandemError as error:
-        exit_with(error, exit_code(error))
-        return
-    except KeyboardInterrupt:
-        sys.exit(130)
-    Console(highlight=False).print(table(report))
-    if options.json is not None:
-        options.json.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
-    if not report.figures.completed:
-        sys.exit(1)
-
-
-async def _measure(options: argparse.Namespace) -> LoadReport:
-    async with _loaded(options) as (connect, ran):
-        temperature = options.temperature
-        if temperature is None:
-            temperature = 0.0 if ran is None or options.rule == "greedy" else 1.0
-
-        async def sent(count: int, rate: float, seed: int) -> list[Served]:
-            wanted = arrivals(count, rate, seed, options.prompt_tokens, options.output_tokens)
-            return await send(connect, wanted, options.clients, temperature, is_paced=not math.isinf(rate))
-
-        await sent(_WARM_UP, math.inf, options.seed + 1)
-        pids = {"clients": os.getpid()} if ran is None else ran.pids
-        before = {name: _processor_seconds(name, pid) for name, pid in pids.items()}
-        waits = {} if ran is None else read_waits(ran.metrics_url)
-        served = await sent(options.requests or 4 * options.clients, options.rate, options.seed)
-        found = figures(served, options.bounds, options.percentiles)
-        tokens = max(found.output_tokens, 1)
-        used = {
-            name: Used(
-                1000.0 * (_processor_seconds(name, pid) - before[name]) / tokens,
-                resident_mebibytes(pid)[: 1 if name == "clients" else None],
-            )
-            for name, pid in pids.items()
-        }
-        round_waits = {} if ran is None else quantiles(waits, read_waits(ran.metrics_url))
-        return LoadReport(shown(options), found, used, round_waits)
-
-
-@asynccontextmanager
-async def _loaded(options: argparse.Namespace) -> AsyncIterator[tuple[Connect, Cluster | None]]:
-    """The connections of clients to the server under load, and the processes that were started for it."""
-    if options.http is not None:
-        yield await _over_http(options.http, options), None
-        return
-    if options.address:
-        yield partial(grpc_connection, options.address, Credentials(token_file=options.token_file)), None
-        return
-    is_http = options.over == "http"
-    # As many requests as the clients may send; by default 256 of them run.
-    more = ["--max-concurrent-requests", str(max(options.clients, options.workers, 256))]
-    if options.measure_waits:
-        more.append("--measure-waits")
-    async with AsyncExitStack() as stack:
-        ran = await stack.enter_async_context(
-            cluster(options.rule, options, has_metrics=True, has_http=is_http, more=more)
-        )
-        if is_http:
-            yield await _over_http(origin_of(ran.http_url), options), ran
-        else:
-            yield partial(grpc_connection, ran.address), ran
-
-
-async def _over_http(origin: Origin, options: argparse.Namespace) -> Connect:
-    """Connections of clients to an OpenAI-compatible server.
-
-    Raises:
-        TandemError: it cannot be reached, or does not say what model it serves.
-    """
-    token = "" if options.token_file is None else options.token_file.read_text(encoding="utf-8").strip()
-    return partial(http_connection, origin, options.model or await served_model(origin, token), token)
-
-
-def _processor_seconds(name: str, pid: int) -> float:
-    """The clients' process has started the others, which are counted by themselves."""
-    return sum(os.times()[:2]) if name == "clients" else processor_seconds(pid)
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return []
+    return stat.rpartition(")")[2].split()

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common import in_turn
+from benchmarks.common import chosen
+from benchmarks.contenders import CONTENDERS, Addresses, Setup
 from benchmarks.pairs import Pair, open_pair
-from benchmarks.peers import Peer, Workload, peer
-from benchmarks.studies import vllm as study
+from benchmarks.peers import Outcome, Peer, Workload, peer
 from tests.end_to_end.processes import address_of, model_service
 from tests.paths import DEMO_DRAFT
 
@@ -43,20 +43,52 @@ def pair(tmp_path: Path) -> Pair:
     return open_pair("demo", tmp_path, "cpu")
 
 
-async def test_text_and_acceptance_are_those_of_vllm_itself(vllm_python: str, pair: Pair) -> None:
-    options = study.parse(
-        ["--vllm-python", vllm_python, "--eager", "--max-tokens", str(MAX_TOKENS), "--prompts", str(PROMPTS)]
+def setup_of(python: str, pair: Pair, logs: Path) -> Setup:
+    return Setup(
+        target=pair.target,
+        draft=pair.draft,
+        max_length=1024,
+        max_sequences=16,
+        num_speculative_tokens=4,
+        logs=logs,
+        dtype="float32",
+        vllm_python=Path(python),
+        vllm_eager=True,
     )
-    async with study.started(options, pair, list(study.WAYS)) as ways:
+
+
+def texts(outcomes: list[Outcome]) -> list[list[int]]:
+    return [answer.token_ids for outcome in outcomes for answer in outcome.answers]
+
+
+def acceptance(outcomes: list[Outcome]) -> float:
+    return sum(one.accepted for one in outcomes) / sum(one.drafted for one in outcomes)
+
+
+async def test_text_and_acceptance_are_those_of_vllm_itself(
+    vllm_python: str, pair: Pair, tmp_path: Path
+) -> None:
+    prompts = pair.prompts()[:PROMPTS]
+    async with AsyncExitStack() as stack:
+        draft = stack.enter_context(
+            model_service("draft_service", DEMO_DRAFT, "--dtype", "float32", "--no-enable-prefix-caching")
+        )
+        at = Addresses("", await asyncio.to_thread(address_of, draft), "", "")
+        setup = setup_of(vllm_python, pair, tmp_path)
+        ways = {
+            name: await stack.enter_async_context(CONTENDERS[name].start(setup, at))
+            for name in ("vllm", "vllm-draft", "vllm-tandem", "vllm-tandem-ahead")
+        }
         for batch in (1, 16):
-            found = await in_turn(
-                ways, pair.prompts()[:PROMPTS], batch, 0.0, MAX_TOKENS, -(-PROMPTS // batch)
-            )
-            alone, own = study.texts(found[study.ALONE]), study.acceptance(found[study.OWN_DRAFT])
-            for name in (study.PLAIN, study.AHEAD):
-                assert study.texts(found[name]) == alone, f"{name}, batch {batch}: another text"
+            workloads = [
+                Workload(chosen(prompts, batch, number), 0.0, MAX_TOKENS, number)
+                for number in range(-(-PROMPTS // batch))
+            ]
+            found = {name: [await way.run(each) for each in workloads] for name, way in ways.items()}
+            for name in ("vllm-tandem", "vllm-tandem-ahead"):
+                assert texts(found[name]) == texts(found["vllm"]), f"{name}, batch {batch}: another text"
                 assert found[name][0].drafted > 0, f"{name}, batch {batch}: nothing was drafted"
-                difference = study.acceptance(found[name]) - own
+                difference = acceptance(found[name]) - acceptance(found["vllm-draft"])
                 assert abs(difference) <= ACCEPTANCE_TOLERANCE, f"{name}, batch {batch}: {difference:+.3f}"
 
 
@@ -66,21 +98,14 @@ async def plugged(
 ) -> AsyncIterator[Peer]:
     """A vLLM that drafts by this service."""
     setup: dict[str, Any] = {
-        "target": str(pair.target),
-        "draft": str(pair.draft),
-        "dtype": "float32",
-        "threads": 1,
-        "device": "cpu",
-        "max_length": 1024,
-        "max_sequences": 16,
-        "num_speculative_tokens": 4,
+        **setup_of(python, pair, log.parent).as_json(),
         "mode": "tandem",
         "environment": {
             "TANDEM_VLLM_DRAFT_ADDRESS": address,
             "TANDEM_VLLM_DRAFT_AHEAD": "off",
             **environment,
         },
-        "engine": {"enforce_eager": True, **(engine or {"distributed_executor_backend": "uni"})},
+        "engine": engine or {"distributed_executor_backend": "uni"},
     }
     async with peer("vllm", [python, "benchmarks.peers", "vllm"], setup, log) as running:
         yield running

@@ -24,7 +24,7 @@ from tests.service.clients import until
 
 pytestmark = pytest.mark.slow
 
-SCRIPTED = "benchmarks.load.scripted_services"
+SCRIPTED = "benchmarks.load.fakes"
 STREAMS = 16
 SECONDS = 60.0
 

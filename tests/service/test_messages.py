@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.load.fakes import VOCABULARY_SIZE
-from benchmarks.load.script import Script
-from benchmarks.load.scripted_services import ScriptedDraft, ScriptedTarget, Steps
+from benchmarks.load.fakes import Script, ScriptedDraft, ScriptedTarget, Steps
 from coordinator.service import CoordinatorService
 from coordinator.transport import streams
 from tandem.types import GenerationRequest
@@ -20,7 +18,7 @@ from tests.service.fakes import fleet
 
 STREAMS = 16
 TOKENS = 100
-SCRIPT = Script(VOCABULARY_SIZE, 0.72)
+SCRIPT = Script(0.72)
 
 
 @pytest.fixture

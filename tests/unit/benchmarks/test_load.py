@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from benchmarks.load.cluster import held_to
+from benchmarks.load.fakes import Script
 from benchmarks.load.figures import (
     SHAREGPT_OUTPUTS,
     SHAREGPT_PROMPTS,
@@ -26,7 +24,6 @@ from benchmarks.load.figures import (
     waits_of,
 )
 from benchmarks.load.generator import parse
-from benchmarks.load.script import Script
 from tests.end_to_end.processes import TANDEM
 from tests.paths import ROOT
 
@@ -140,7 +137,7 @@ def test_quantiles_are_those_of_the_waits_between_two_readings() -> None:
     assert found == {"answer": {"p50": pytest.approx(5.5), "p99": pytest.approx(9.91)}}
 
 
-SCRIPT = Script(2048, 0.72)
+SCRIPT = Script(0.72)
 POSITIONS = range(2000)
 
 
@@ -159,26 +156,10 @@ def test_supports_hold_the_guess_and_the_target_only_where_it_is_the_guess() -> 
         assert (target in support) == (guess == target)
 
 
-def test_a_coordinator_completes_over_scripted_services() -> None:
-    command = [sys.executable, "-P", "-m", "benchmarks.load", "--clients", "2", "--rules", "greedy,residual"]
-    done = subprocess.run(
-        [*command, "--tokens", "24", "--rounds", "1", "--verify-ms", "1"],
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    rows = [line for line in done.stdout.splitlines() if "greedy" in line or "residual" in line]
-    assert len(rows) == 2
-    for row in rows:
-        assert float(row.split("│")[3]) > 2.0, "proposals are accepted"
-
-
 def test_bench_sends_a_load_over_http_to_a_coordinator_of_its_own(tmp_path: Path) -> None:
     file = tmp_path / "load.json"
     command = [TANDEM, "bench", "--clients", "3", "--over", "http", "--requests", "6", "--verify-ms", "1"]
+    command += ["--rule", "residual", "--workers", "2"]
     goodput = ("--goodput", "ttft:60000", "e2el:60000")
     done = subprocess.run(
         [*command, "--output-tokens", "20", "--measure-waits", *goodput, "--json", str(file)],
@@ -223,29 +204,3 @@ def test_wrong_options_of_a_load_are_refused(
         parse(words, "tandem bench")
     assert refused.value.code == 2
     assert sentence in capsys.readouterr().err
-
-
-def _group_of(pid: int) -> Path | None:
-    """The group that was made for a process, if it is in one."""
-    for line in Path(f"/proc/{pid}/cgroup").read_text(encoding="ascii").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if "tandem-benchmark" in path:
-            return Path("/sys/fs/cgroup", "cpu" if controllers else "", path.lstrip("/"))
-    return None
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
-def test_a_process_is_held_for_as_long_as_the_block_lasts() -> None:
-    with subprocess.Popen([sys.executable, "-P", "-c", "input()"], stdin=subprocess.PIPE) as process:
-        try:
-            with held_to([process.pid], 0.25):
-                group = _group_of(process.pid)
-                assert group is not None
-                quota = [path for name in ("cpu.max", "cpu.cfs_quota_us") if (path := group / name).exists()]
-                assert quota[0].read_text(encoding="ascii").split()[0] == "2500"
-            assert _group_of(process.pid) is None
-            assert not group.exists()
-        except OSError as error:
-            pytest.skip(f"no control group for the processor may be made here: {error}")
-        finally:
-            process.kill()

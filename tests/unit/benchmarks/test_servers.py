@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.load.clients import origin_of
 from benchmarks.load.figures import Figures, Spread
 from benchmarks.pairs import Pair
 from benchmarks.report import PairInfo
-from benchmarks.studies import vllm_server as study
-from benchmarks.studies.vllm_server import Launch
+from benchmarks.studies import servers as study
+from benchmarks.studies.servers import Launch
 from tandem.errors import ServiceUnavailableError
 from tests.unit.benchmarks.test_http_load import answered, chunked, events, openai_server, text, usage
 
@@ -35,7 +34,7 @@ def found(tokens_per_second: float, failed: int = 0) -> Figures:
 
 
 def server(name: str, *speeds: float) -> study.Server:
-    return study.Server(name, origin_of("http://127.0.0.1:1"), found=[found(speed) for speed in speeds])
+    return study.Server(name, "http://127.0.0.1:1", found=[found(speed) for speed in speeds])
 
 
 def test_ratios_are_medians_of_the_rounds_by_the_best_mode() -> None:
@@ -57,18 +56,12 @@ async def test_every_server_is_loaded_once_to_warm_up_and_once_for_each_round() 
         return chunked(events(text("a"), text("b"), usage(body["max_tokens"])))
 
     async with openai_server(answer) as first, openai_server(answer) as second:
-        servers = [
-            study.Server(name, origin_of(ran.url)) for name, ran in (("Tandem", first), ("vLLM", second))
-        ]
+        servers = [study.Server(name, ran.url) for name, ran in (("Tandem", first), ("vLLM", second))]
         await study.measured(options("--rounds", "2", "--requests", "3", "--clients", "2"), servers)
 
         for each, ran in zip(servers, (first, second), strict=True):
             assert [one.completed for one in each.found] == [3, 3]
             assert sum(path == "/v1/completions" for path, _, _ in ran.asked) == 3 * (3 + 3)
-
-
-def state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 async def test_a_server_that_ends_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

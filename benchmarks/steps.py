@@ -1,0 +1,132 @@
+"""`tandem bench --steps`: steps of an engine beside those of torch alone, and the time to read the weights once."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import TYPE_CHECKING
+
+from benchmarks.contenders import Setup
+from benchmarks.report import StepRow
+
+if TYPE_CHECKING:
+    from tandem.engine.core.selection import Backends
+
+SIZES = ((1, 1), (1, 5), (4, 1), (4, 5), (16, 1), (16, 5), (1, 512))
+"""Sequences, and tokens of each: one, a proposal of four with the token before it, and a prompt."""
+PAST_TOKENS = 200
+"""Number of earlier tokens that each sequence of a short step attends to."""
+_ROOM = 768
+"""Tokens of a sequence's pages: the longest step, and more than the earlier tokens of a short one."""
+_SEQUENCES = max(count for count, _ in SIZES)
+_REPEATS = 15
+_READ_BYTES = 1 << 28
+"""More than the caches of a processor hold."""
+
+Work = Callable[[], object]
+
+
+async def measured(role: str, setup: Setup) -> list[StepRow]:
+    """Steps of the target or the draft, in a process that takes the model with it when it ends."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return await asyncio.get_running_loop().run_in_executor(pool, step_rows, role, setup)
+
+
+def step_rows(role: str, setup: Setup) -> list[StepRow]:
+    """Measure in this process. Torch and engine run in turn, so that a machine that slows down slows both.
+
+    With one thread of a CPU, times are processor time of that thread, which other work changes least.
+    """
+    import torch
+
+    from tandem.engine.core.selection import Backends, choose_backends
+    from tandem.engine.models.loading import load_model
+
+    folder = setup.target if role == "target" else setup.draft
+    device = setup.draft_device if role == "draft" and setup.draft_device else setup.device
+    is_cpu = device == "cpu"
+    clock = time.thread_time if is_cpu and setup.threads == 1 else time.perf_counter
+
+    def load() -> Backends:
+        return Backends(load_model(folder, dtype=setup.dtype, device=device, threads=setup.threads))
+
+    plain = load()
+    weight_bytes = sum(each.nbytes for each in plain.model.module.parameters())
+    numbers = torch.ones(_READ_BYTES // 4, device=device)
+    # `item` waits until the device has done what it was told to.
+    read = min(_milliseconds({"read": lambda: numbers.sum().item()}, clock)["read"])
+    engines = {"torch": Steps(plain)}
+    if is_cpu:  # elsewhere the engine runs torch's own modules
+        engines["served"] = Steps(choose_backends(load().model))
+    rows = []
+    with torch.inference_mode():
+        for sequences, width in SIZES:
+            works = {name: each.work(sequences, width) for name, each in engines.items()}
+            medians = {name: statistics.median(each) for name, each in _milliseconds(works, clock).items()}
+            rows.append(
+                StepRow(
+                    model=role,
+                    sequences=sequences,
+                    width=width,
+                    torch=medians["torch"] if is_cpu else None,
+                    served=medians["served" if is_cpu else "torch"],
+                    weights=read * weight_bytes / _READ_BYTES,
+                )
+            )
+    return rows
+
+
+def _milliseconds(works: dict[str, Work], clock: Callable[[], float]) -> dict[str, list[float]]:
+    """Time each work in turn, after one run of each that is not counted."""
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for number in range(-1, _REPEATS):
+        for name, work in works.items():
+            began = clock()
+            work()
+            if number >= 0:
+                taken[name].append(1e3 * (clock() - began))
+    return taken
+
+
+class Steps:
+    """An engine's steps, run without its scheduler."""
+
+    def __init__(self, backends: Backends) -> None:
+        from tandem.engine.kv_cache.arena import PAGE_TOKENS, KvArena, pages_for
+        from tandem.engine.steps import StepRunner
+
+        model = backends.model
+        self._page_tokens = PAGE_TOKENS
+        self._pages = pages_for(_ROOM, PAGE_TOKENS)
+        arena = KvArena(model.layers, _SEQUENCES * self._pages, model.dtype, model.device)
+        self._runner = StepRunner(backends.steps(arena))
+        self._vocabulary_size = model.info.vocabulary_size
+
+    def work(self, sequences: int, width: int) -> Work:
+        """A step of so many sequences and tokens, to be repeated."""
+        from tandem.engine.kv_cache.arena import PageTable
+        from tandem.engine.kv_cache.sequence import Segment, Sequence
+
+        past = 0 if width > PAST_TOKENS else PAST_TOKENS
+
+        def segment(index: int) -> Segment:
+            pages = range(
+                index, _SEQUENCES * self._pages, _SEQUENCES
+            )  # sequences that grow together take turns
+            sequence = Sequence(PageTable(self._page_tokens, _ROOM, pages), _ROOM, self._vocabulary_size)
+            sequence.token_ids = self._token_ids(index, past + width)
+            if past:
+                self._runner.run([Segment(sequence, past)], [past - 1])
+                sequence.advance(past)
+            return Segment(sequence, width)
+
+        segments = [segment(index) for index in range(sequences)]
+        rows = list(range(sequences * width)) if past else [width - 1]
+        return lambda: self._runner.run(segments, rows)
+
+    def _token_ids(self, index: int, count: int) -> list[int]:
+        return [(7 * step + index) % (self._vocabulary_size - 3) + 3 for step in range(count)]

@@ -210,7 +210,7 @@ def _failure(origin: str, error: httpx2.HTTPError) -> TandemError:
     if isinstance(error, httpx2.RemoteProtocolError):
         return ProtocolError(f"{origin} does not speak HTTP/1.1, or closed the connection: {error}")
     what = "cannot connect to" if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout) else "lost"
-    return ServiceUnavailableError(f"{what} {origin}: {error or type(error).__name__}")
+    return ServiceUnavailableError(f"{what} {origin}: {str(error) or type(error).__name__}")
 
 
 def _refusal(origin: str, response: httpx2.Response) -> TandemError:

@@ -86,7 +86,7 @@ def parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    lengths = {"type": checked(Lengths.parse), "metavar": "MEDIAN[:SIGMA[:MAXIMUM]]"}
+    lengths: Any = {"type": checked(Lengths.parse), "metavar": "MEDIAN[:SIGMA[:MAXIMUM]]"}
     add = parser.add_argument
     add("--clients", type=_positive, default=64, help="connections, each with one request at once")
     add("--rate", type=_rate, default=math.inf, help="requests a second [default: as many as clients take]")

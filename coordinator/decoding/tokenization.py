@@ -13,7 +13,7 @@ from tokenizers import Encoding, Tokenizer
 from tokenizers.models import BPE, Unigram
 from tokenizers.pre_tokenizers import ByteLevel
 
-from tandem.errors import ProtocolError
+from tandem.errors import InvalidRequestError, ProtocolError
 
 _UNICODE_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
 _MAX_SHRINKING = 4
@@ -149,4 +149,10 @@ def _encoded(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> En
 
     With a text of 1 MiB, `Tokenizer.encode` stopped all other threads for 1.8 s, the batch method for at most 20 ms.
     """
-    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+    try:
+        return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+    except BaseException as error:
+        # A panic of the Rust library is a BaseException that no module exports.
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise InvalidRequestError(f"the model's tokenizer cannot split the prompt: {error}") from None
+        raise

@@ -93,14 +93,18 @@ class Weights:
     """The tensors' names."""
 
 
-def find_weights(folder: Path) -> Weights:
+def find_weights(folder: Path, max_tensors: int | None = None) -> Weights:
     """The weights of a model folder.
 
+    Args:
+        folder: The folder.
+        max_tensors: How many tensors a file may have; None for any number.
+
     Raises:
-        ModelFolderError: there are none, some are missing, or a file is damaged.
+        ModelFolderError: there are none, some are missing, or a file is damaged or has too many tensors.
     """
     files = _weight_files(folder)
-    shapes = [shape for file in files for shape in _shapes(file)]
+    shapes = [shape for file in files for shape in _shapes(file, max_tensors)]
     sizes = [prod(shape) for _, shape in shapes]
     return Weights(files, sum(size > 0 for size in sizes), sum(sizes), frozenset(name for name, _ in shapes))
 
@@ -162,15 +166,21 @@ def shortened(value: object) -> str:
     return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."
 
 
-def _shapes(path: Path) -> list[tuple[str, tuple[int, ...]]]:
+def _shapes(path: Path, max_tensors: int | None) -> list[tuple[str, tuple[int, ...]]]:
     """The names and shapes of a file's tensors. Opening it compares sizes, offsets and types with each other.
 
     Raises:
-        ModelFolderError: the file is truncated, or its header describes impossible tensors.
+        ModelFolderError: the file is truncated, or its header describes impossible tensors or too many.
     """
     try:
         with safe_open(path, framework="np") as tensors:
-            return [(name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys()]  # noqa: SIM118
+            names = tensors.keys()
+            if max_tensors is not None and len(names) > max_tensors:
+                raise ModelFolderError(
+                    f"the file {path} has {len(names)} tensors; a model as config.json describes has at most "
+                    f"{max_tensors}"
+                )
+            return [(name, tuple(tensors.get_slice(name).get_shape())) for name in names]
     except OSError as error:
         raise unreadable(path, error) from error
     except SafetensorError as error:
@@ -189,6 +199,29 @@ _SIZES = frozenset(
 _MAX_LAYERS = 4096
 _MAX_EXPERTS = 4096
 _MAX_SIZE = (1 << 31) - 1
+
+
+_TENSORS_PER_BLOCK = 64
+"""Maximum tensors of an expert, or of a layer without its experts, with scales and biases: published ones have 30."""
+
+
+def _most_tensors(config: Mapping[str, Any]) -> int:
+    """Maximum tensors of a model that the config describes; of one with wrong numbers, which are refused later."""
+    nested = config.get("text_config")
+    sections = [config, nested] if isinstance(nested, dict) else [config]
+
+    def most(names: frozenset[str], at_most: int) -> int:
+        numbers = (number for section in sections for name in names for number in _numbers(section.get(name)))
+        return min(max(numbers, default=0), at_most)
+
+    blocks = max(most(_LAYERS, _MAX_LAYERS), 1) * (1 + most(_EXPERTS, _MAX_EXPERTS))
+    return _TENSORS_PER_BLOCK * (blocks + _TENSORS_PER_BLOCK)
+
+
+def _numbers(value: object) -> Iterator[int]:
+    yield from (
+        number for number in (value if isinstance(value, list) else [value]) if isinstance(number, int)
+    )
 
 
 def check_numbers(path: Path, config: Mapping[str, Any], tensor_count: int) -> None:
@@ -230,6 +263,8 @@ logger = logging.getLogger(__name__)
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
+_ADAPTER_FILE = "adapter_config.json"
+"""As peft writes it, beside the weights of the adapter."""
 
 _MAX_TOKENIZER_BYTES = 128 << 20
 """Four times the largest that is published."""
@@ -277,7 +312,7 @@ def _opened(folder: Path) -> Checkpoint:
     architecture = _architecture(folder, config)
     model_type = str(config.get("model_type", ""))
     _refuse_unusable(folder, architecture, config)
-    weights = find_weights(folder)
+    weights = find_weights(folder, _most_tensors(config))
     check_numbers(folder / CONFIG_FILE, config, weights.tensor_count)
     _check_tokenizer_file(folder)
     for name, max_bytes in _MAX_SENT_BYTES.items():
@@ -318,7 +353,23 @@ def tokenizer_hash(folder: str | Path) -> str:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception, whatever the cause
         raise ModelFolderError(f"the file {path} is not a tokenizer that can be read: {error}") from error
+    _try_long_runs(path, tokenizer)
     return _mapping_hash(tokenizer.get_vocab(with_added_tokens=True).items())
+
+
+def _try_long_runs(path: Path, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer whose regular expression backtracks without end: one character again and again shows most."""
+    try:
+        tokenizer.encode_batch_fast(
+            [character * 64 + end for character in "a1 .\n" for end in ("", "!", "x")]
+        )
+    except BaseException as error:
+        # Rust's panics are a BaseException that no module exports. The search ends at 10 million steps, a second.
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ModelFolderError(
+                f"the file {path} is a tokenizer that cannot split a run of one character: {shortened(str(error))}"
+            ) from None
+        raise
 
 
 def _check_tokenizer_file(folder: Path) -> Path:
@@ -349,6 +400,11 @@ def _architecture(folder: Path, config: Mapping[str, Any]) -> str:
 
 
 def _refuse_unusable(folder: Path, architecture: str, config: Mapping[str, Any]) -> None:
+    if (folder / _ADAPTER_FILE).is_file():
+        raise ModelFolderError(
+            f"the model folder {folder} has an adapter ({_ADAPTER_FILE}), which is not applied; merge it into the "
+            "weights once (merge_and_unload of peft), or remove the file to serve the model without it"
+        )
     if config.get("is_encoder_decoder"):
         raise ModelFolderError(
             f"the model in {folder} is an encoder-decoder ({architecture}); only decoder-only models can be served"

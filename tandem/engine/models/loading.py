@@ -133,6 +133,7 @@ def _load_module(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtyp
     _refuse_recurrent(checkpoint, config)
     empty = empty_model(checkpoint, config)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # stderr is for log lines
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # a table of what did not fit
     try:
         loaded: Any = type(empty).from_pretrained(
             None,
@@ -149,7 +150,7 @@ def _load_module(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtyp
             f"the weights in {checkpoint.folder} do not load: {first_line(error)}"
         ) from error
     module, report = loaded
-    _check_loaded(checkpoint, report)
+    _check_loaded(checkpoint, report, module)
     # The weights are there already; buffers that are computed from the config are not.
     return module.to(device).eval().requires_grad_(False)
 
@@ -205,8 +206,12 @@ def _refuse_recurrent(checkpoint: Checkpoint, config: Any) -> None:
         )
 
 
-def _check_loaded(checkpoint: Checkpoint, report: dict[str, Any]) -> None:
-    """transformers fills gaps with random numbers and only warns; a model with gaps must not be served."""
+def _check_loaded(checkpoint: Checkpoint, report: dict[str, Any], module: nn.Module) -> None:
+    """transformers fills gaps with random numbers, drops what it has no place for, and only warns.
+
+    A tensor that is left over may belong to a part that is not served, such as a vision tower or an MTP layer. One that
+    belongs to a module of the model, such as the scale of a quantized weight, would change what the model says.
+    """
     mismatched = sorted(str(entry[0]) for entry in report.get("mismatched_keys", ()))
     if mismatched:
         raise ModelFolderError(
@@ -218,6 +223,16 @@ def _check_loaded(checkpoint: Checkpoint, report: dict[str, Any]) -> None:
         raise ModelFolderError(
             f"the weights in {checkpoint.folder} do not fit {checkpoint.architecture}: missing: {first_of(missing)}"
         )
+    unused = sorted(report.get("unexpected_keys", ()))
+    modules = {name for name, _ in module.named_modules() if name}
+    needed = [name for name in unused if name.rpartition(".")[0] in modules]
+    if needed:
+        raise ModelFolderError(
+            f"the weights in {checkpoint.folder} do not fit {checkpoint.architecture}: they hold tensors that it has "
+            f"no use for: {first_of(needed)}; quantized weights need their quantization_config in config.json"
+        )
+    if unused:
+        logger.info("tensors of other parts are not loaded", extra={"tensors": first_of(unused)})
 
 
 def _vocabulary_size(module: Any) -> int:

@@ -18,8 +18,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Failed, Job
@@ -172,6 +173,8 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: set_index(f, "model-00002-of-00002.safetensors"), "names 2 files, .*missing: model-00002-of-00002"),
     "index without a map": (
         lambda f: (f / WEIGHTS).rename(f / INDEX).write_text("{}"), "should have a 'weight_map'"),
+    "an adapter": (
+        lambda f: (f / "adapter_config.json").write_text("{}"), "has an adapter .* which is not applied; merge it"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json"),
     "encoder-decoder": (lambda f: set_config(f, is_encoder_decoder=True), "only decoder-only models"),
 }  # fmt: skip
@@ -207,9 +210,31 @@ def test_an_impossible_size_is_refused(folder: Path, name: str, value: object) -
     assert_refused(f"{name} is .* and must be a whole number from", lambda: open_checkpoint(folder))
 
 
+def test_more_tensors_than_the_config_can_use_are_refused(folder: Path) -> None:
+    write_weights(folder, {f"t{number}": tensor(0, 0, [0]) for number in range(5000)})
+    assert_refused(
+        "has 5000 tensors; a model as config.json describes has at most 4224", lambda: open_checkpoint(folder)
+    )
+
+
+def test_tensors_of_a_part_that_is_not_served_are_left(folder: Path) -> None:
+    add_tensor(folder, "vision_tower.embed.weight")
+    assert load_model(folder).info.vocabulary_size == 97
+
+
 def test_one_error_names_all_wrong_sizes(folder: Path) -> None:
     set_config(folder, hidden_size=0, text_config={"num_attention_heads": "x"})
     assert_refused(r"hidden_size is .*; num_attention_heads is", lambda: open_checkpoint(folder))
+
+
+def add_tensor(folder: Path, name: str) -> None:
+    save_file(load_file(folder / WEIGHTS) | {name: torch.ones(1)}, folder / WEIGHTS)
+
+
+def split_by(folder: Path, pattern: str) -> None:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.pre_tokenizer = Split(Regex(pattern), "isolated")
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def drop_tensors(folder: Path, *names: str) -> None:
@@ -238,6 +263,11 @@ LOADED: dict[str, tuple[Callable[[Path], object], str]] = {
     "weights of another shape": (
         lambda f: set_tensor(f, "model.norm.weight", lambda t: torch.ones(33)),
         "not of the shape that config.json says: model.norm.weight$"),
+    "the scale of a quantized weight": (
+        lambda f: add_tensor(f, "model.layers.0.self_attn.q_proj.weight_scale"),
+        "no use for: model.layers.0.self_attn.q_proj.weight_scale; quantized weights need"),
+    "a regular expression that never ends": (
+        lambda f: split_by(f, "(a+)+$"), "a tokenizer that cannot split a run of one character: .*retry-limit"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").write_text('{"version": "1.0"}'), "is not a tokenizer"),
     "tokenizer of nesting": (lambda f: (f / "tokenizer.json").write_text("[" * DEEP), "is not a tokenizer"),
     "tokenizer of bytes": (lambda f: (f / "tokenizer.json").write_bytes(b"\xff" * 100), "is not a tokenizer"),

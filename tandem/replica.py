@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from tandem.errors import NotFoundError
 from tandem.types import ModelInfo, SpeculationStats
 
 
@@ -54,6 +55,19 @@ class ReplicaSnapshot:
     """Statistics of the proposals that it made (a draft) or verified (a target)."""
     model: ModelInfo | None
     """None until it was reached."""
+
+
+def replica_at(replicas: Sequence[ReplicaSnapshot], address: str) -> ReplicaSnapshot:
+    """The replica at an address.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    found = next((replica for replica in replicas if replica.address == address), None)
+    if found is None:
+        known = ", ".join(replica.address for replica in replicas) or "none"
+        raise NotFoundError(f"there is no replica {address!r}; there are: {known}")
+    return found
 
 
 def is_last_target(replica: ReplicaSnapshot, replicas: Sequence[ReplicaSnapshot]) -> bool:

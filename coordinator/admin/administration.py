@@ -32,7 +32,7 @@ from tandem.admin import (
 )
 from tandem.config.names import AUTO
 from tandem.errors import InvalidRequestError, NotFoundError
-from tandem.replica import ReplicaSnapshot, ReplicaState, Role, is_last_target
+from tandem.replica import ReplicaSnapshot, ReplicaState, Role, is_last_target, replica_at
 from tandem.speculation_state import SpeculationState
 
 logger = logging.getLogger(__name__)
@@ -187,21 +187,21 @@ class Administration(Administrator):
     async def drain(self, address: str, *, allow_last_target: bool, by: str) -> ReplicaSnapshot:
         """See `Administrator`."""
         replicas = await self.replicas()
-        replica = found_replica(replicas, address)
+        replica = replica_at(replicas, address)
         if is_last_target(replica, replicas) and not allow_last_target:
             raise InvalidRequestError(
                 f"{address} is the last target that takes new sequences; without it requests wait and then fail"
             )
         self._replicas.drain(replica.role, replica.address)
         logger.info("replica drained", extra={"role": replica.role.value, "address": address, "by": by})
-        return found_replica(await self.replicas(), address)
+        return replica_at(await self.replicas(), address)
 
     async def resume(self, address: str, *, by: str) -> ReplicaSnapshot:
         """See `Administrator`."""
-        replica = found_replica(await self.replicas(), address)
+        replica = replica_at(await self.replicas(), address)
         self._replicas.resume(replica.role, replica.address)
         logger.info("replica resumed", extra={"role": replica.role.value, "address": address, "by": by})
-        return found_replica(await self.replicas(), address)
+        return replica_at(await self.replicas(), address)
 
     async def requests(self) -> list[RequestReport]:
         """See `Administrator`."""
@@ -283,15 +283,6 @@ def state_of(replicas: Sequence[ReplicaSnapshot]) -> CoordinatorState:
     is_lost = any(replica.state not in (ReplicaState.READY, ReplicaState.DRAINING) for replica in replicas)
     has_drafter = not drafts or any(replica.state is ReplicaState.READY for replica in drafts)
     return CoordinatorState.READY if has_drafter and not is_lost else CoordinatorState.DEGRADED
-
-
-def found_replica(replicas: Sequence[ReplicaSnapshot], address: str) -> ReplicaSnapshot:
-    """The replica at an address, or NotFoundError."""
-    found = next((replica for replica in replicas if replica.address == address), None)
-    if found is None:
-        known = ", ".join(replica.address for replica in replicas) or "none"
-        raise NotFoundError(f"there is no replica {address!r}; there are: {known}")
-    return found
 
 
 def _report(request: ActiveRequest) -> RequestReport:

@@ -39,7 +39,7 @@ from tandem.errors import (
     UnauthenticatedError,
 )
 from tandem.plural import plural
-from tandem.replica import ReplicaSnapshot, ReplicaState, Role, is_last_target
+from tandem.replica import ReplicaState, Role, is_last_target, replica_at
 
 _COMPLETION_SECONDS = 1.0
 """A shell that completes a word does not wait longer for a coordinator."""
@@ -168,7 +168,7 @@ async def list_replicas(client: AdminClient) -> Answer:
 @verb(replicas, "tandem admin replicas show 10.0.0.7:50053", name="show")
 async def show_replica(client: AdminClient, replica: Address) -> Answer:
     """Show a replica and its model."""
-    return Answer(_named(replica, await client.replicas()), replica_view)
+    return Answer(replica_at(await client.replicas(), replica), replica_view)
 
 
 @verb(
@@ -184,7 +184,7 @@ async def drain(
     Without any other target requests wait and then fail, so draining the last one needs confirmation.
     """
     known = await client.replicas()
-    is_last = is_last_target(_named(replica, known), known)
+    is_last = is_last_target(replica_at(known, replica), known)
     if is_last and not yes:
         _confirm(replica)
     drained = await client.drain(replica, allow_last_target=is_last)
@@ -195,14 +195,6 @@ async def drain(
 async def resume(client: AdminClient, replica: Address) -> Answer:
     """Give a drained replica new sequences again."""
     return Answer(await client.resume(replica), lambda found: replica_table([found]))
-
-
-def _named(address: str, known: Sequence[ReplicaSnapshot]) -> ReplicaSnapshot:
-    found = next((replica for replica in known if replica.address == address), None)
-    if found is None:
-        there = ", ".join(replica.address for replica in known) or "none"
-        raise NotFoundError(f"there is no replica {address!r}; there are: {there}")
-    return found
 
 
 def _confirm(address: str) -> None:

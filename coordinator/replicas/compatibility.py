@@ -14,7 +14,6 @@ from tandem.config.names import STANDALONE
 from tandem.config.rule import Rule, broken
 from tandem.config.speculative import MAX_CONFIGURED_TOKENS
 from tandem.errors import IncompatibleModelsError
-from tandem.replica import Role
 from tandem.rpc.channels import DEFAULT_MESSAGE_LIMIT_BYTES, message_limit
 from tandem.types import ModelInfo
 
@@ -27,6 +26,11 @@ class Deployment:
     target: ModelInfo
     draft: ModelInfo | None = None
     """None when the target works alone."""
+
+    @property
+    def draft_model(self) -> ModelInfo | None:
+        """The draft, if it has a model."""
+        return self.draft if self.draft is not None and self.draft.has_model else None
 
 
 def check_models(deployment: Deployment) -> None:
@@ -53,8 +57,8 @@ def _drafting_method(deployment: Deployment) -> Iterator[str]:
 
 
 def _vocabulary_size(deployment: Deployment) -> Iterator[str]:
-    draft, target = deployment.draft, deployment.target
-    if draft is None or not draft.has_model or draft.vocabulary_size == target.vocabulary_size:
+    draft, target = deployment.draft_model, deployment.target
+    if draft is None or draft.vocabulary_size == target.vocabulary_size:
         return
     yield (
         f"the draft {draft.name} has a vocabulary of {draft.vocabulary_size} tokens and the target {target.name} "
@@ -63,8 +67,8 @@ def _vocabulary_size(deployment: Deployment) -> Iterator[str]:
 
 
 def _tokenizer(deployment: Deployment) -> Iterator[str]:
-    draft, target = deployment.draft, deployment.target
-    if draft is None or not draft.has_model or draft.tokenizer_hash == target.tokenizer_hash:
+    draft, target = deployment.draft_model, deployment.target
+    if draft is None or draft.tokenizer_hash == target.tokenizer_hash:
         return
     yield (
         f"the draft {draft.name} has another tokenizer (hash {draft.tokenizer_hash[:12]}) than the target "
@@ -94,8 +98,8 @@ def _configured_max_length(deployment: Deployment) -> Iterator[str]:
 
 
 def _tensor_parallel_size(deployment: Deployment) -> Iterator[str]:
-    draft, target = deployment.draft, deployment.target
-    if draft is None or not draft.has_model:
+    draft, target = deployment.draft_model, deployment.target
+    if draft is None:
         return
     configured = deployment.config.draft_tensor_parallel_size
     wanted, allowed = configured or draft.tensor_parallel_size, {1, target.tensor_parallel_size}
@@ -160,17 +164,14 @@ class Fleet:
             return DEFAULT_MESSAGE_LIMIT_BYTES
         return message_limit(self.target.vocabulary_size, MAX_ROWS)
 
-    def judge(self, role: Role, info: ModelInfo) -> str:
-        """Reason why a replica with this model cannot join; empty when it can. The first replica of a role sets the
-        standard."""
-        return self._judge_target(info) if role is Role.TARGET else self._judge_draft(info)
-
-    def _judge_target(self, info: ModelInfo) -> str:
+    def judge_target(self, info: ModelInfo) -> str:
+        """Reason why a target with this model cannot join; empty when it can. The first one sets the standard."""
         if self.target is None:
             self.target = info
         return "; ".join(_differences(info, self.target))
 
-    def _judge_draft(self, info: ModelInfo) -> str:
+    def judge_draft(self, info: ModelInfo) -> str:
+        """Reason why a draft with this model cannot join; empty when it can."""
         assert self.target is not None, "drafts are reached after the first target"
         try:
             check_models(Deployment(self._config, self.target, info))

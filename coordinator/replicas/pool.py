@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import grpc
 import grpc.aio
@@ -17,6 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from coordinator.replicas.hangs import UnansweredSteps, VerificationTimes
 from coordinator.stats.rounds import RoundTally
 from coordinator.stats.speculation import MovingAverage
+from coordinator.transport.draft_client import DraftClient
+from coordinator.transport.target_client import TargetClient
 from tandem.errors import (
     InvalidRequestError,
     PermissionDeniedError,
@@ -30,20 +32,12 @@ from tandem.rpc.channels import DEFAULT_MESSAGE_LIMIT_BYTES, SERVICE_KEEPALIVE, 
 from tandem.rpc.credentials import PLAIN, Credentials
 from tandem.types import ModelInfo, SpeculationStats
 
-
-class Client(Protocol):
-    """Calls one service."""
-
-    async def model_info(self) -> ModelInfo:
-        """Its model."""
-
-
-ClientT = TypeVar("ClientT", bound=Client)
+ClientT = TypeVar("ClientT", bound=TargetClient | DraftClient)
 
 
 @dataclass(frozen=True, slots=True)
 class Means(Generic[ClientT]):
-    """How the members of a pool are reached and judged."""
+    """The way to reach and judge the members of a pool."""
 
     role: Role
     make_client: Callable[[grpc.aio.Channel], ClientT]
@@ -66,9 +60,8 @@ _NEEDS_OPERATOR = (ReplicaState.INCOMPATIBLE, ReplicaState.REFUSED)
 
 POLL_SECONDS = 0.1
 """Interval of health checks for a replica that does not serve."""
-_CONNECT_SECONDS = 1.0
 _PING_SECONDS = 1.0
-"""Interval of health checks for a replica that serves, beside its Watch."""
+"""Interval of health checks for a replica that serves, beside its Watch, and the time that one may take before."""
 UNANSWERED_SECONDS = 5.0
 """A replica without an answer for so long gets no new sequences. Its streams end by keepalive, somewhat later."""
 
@@ -206,7 +199,7 @@ class Member(Generic[ClientT]):
             await self._connect()
             try:
                 # The call waits for the connection, so that it is answered as soon as there is one.
-                if await self._serves(_CONNECT_SECONDS, wait_for_ready=True):
+                if await self._serves(_PING_SECONDS, wait_for_ready=True):
                     return
                 self._starting()
             except grpc.aio.AioRpcError:
@@ -225,7 +218,7 @@ class Member(Generic[ClientT]):
     async def _obstacle(self) -> str:
         """Reason why it cannot be reached; calls that wait for a connection do not give one."""
         try:
-            await self._serves(_CONNECT_SECONDS)
+            await self._serves(_PING_SECONDS)
         except grpc.aio.AioRpcError as error:
             return _words(error)
         return "it was slow to answer"
@@ -314,10 +307,8 @@ class Member(Generic[ClientT]):
         wanted = limit, self._credentials.files_state()
         if self._channel is not None and (wanted == self._opened_with or self.open_sequences > 0):
             return
-        old, self._channel = (
-            self._channel,
-            open_channel(self.address, limit, self._credentials, SERVICE_KEEPALIVE),
-        )
+        old = self._channel
+        self._channel = open_channel(self.address, limit, self._credentials, SERVICE_KEEPALIVE)
         self._opened_with = wanted
         self._client = self._means.make_client(self._channel)
         if old is not None:
@@ -416,7 +407,12 @@ class Pool(Generic[ClientT]):
 
     def snapshots(self) -> list[ReplicaSnapshot]:
         """Every replica, and every name without an address."""
-        unresolved = [_unresolved(self.role, address, why) for address, why in self._unresolved.items()]
+        unresolved = [
+            ReplicaSnapshot(
+                self.role, str(address), ReplicaState.DOWN, why, 0.0, 0, None, None, SpeculationStats(), None
+            )
+            for address, why in self._unresolved.items()
+        ]
         return [member.snapshot() for member in self.members] + unresolved
 
     def choose(self, avoid: Collection[Member[ClientT]] = ()) -> Member[ClientT] | None:
@@ -499,9 +495,3 @@ class Pool(Generic[ClientT]):
             self._missed.discard(gone)
             await member.close()
             logger.info("replica dropped", extra={"role": self.role.value, "address": gone})
-
-
-def _unresolved(role: Role, address: Address, reason: str) -> ReplicaSnapshot:
-    return ReplicaSnapshot(
-        role, str(address), ReplicaState.DOWN, reason, 0.0, 0, None, None, SpeculationStats(), None
-    )

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
-from typing import TypeVar
 
 from coordinator.replicas.compatibility import Deployment, Fleet, check_models
 from coordinator.replicas.hangs import VerificationTimes
-from coordinator.replicas.pool import Means, Pool
+from coordinator.replicas.pool import ClientT, Means, Pool
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.stats.rounds import RoundResult
 from coordinator.transport.draft_client import DraftClient
@@ -21,8 +19,6 @@ from tandem.rpc.credentials import PLAIN, Credentials
 _BY_OPERATOR = "an operator drained it"
 _LOOK_SECONDS = 0.25
 """Interval of the search for targets that hang."""
-
-FoundT = TypeVar("FoundT", TargetClient, DraftClient)
 
 
 class ReplicaRegistry:
@@ -40,18 +36,14 @@ class ReplicaRegistry:
         targets = Means(
             Role.TARGET,
             TargetClient,
-            partial(fleet.judge, Role.TARGET),
+            fleet.judge_target,
             credentials,
             lambda: fleet.message_limit_bytes,
             TargetClient.probe,
             VerificationTimes(settings.verification_timeout_seconds),
         )
         drafts = Means(
-            Role.DRAFT,
-            DraftClient,
-            partial(fleet.judge, Role.DRAFT),
-            credentials,
-            lambda: fleet.message_limit_bytes,
+            Role.DRAFT, DraftClient, fleet.judge_draft, credentials, lambda: fleet.message_limit_bytes
         )
         self.targets = Pool(targets, split_addresses(settings.target_address), interval, resolver)
         self.drafts = Pool(drafts, split_addresses(settings.draft_address or ""), interval, resolver)
@@ -126,13 +118,15 @@ class ReplicaRegistry:
                 # A target that is only slow may answer after all, so a sequence that could not move stays longer.
                 target.give_up_overdue(0.0 if could_move else self._settings.target_wait_seconds)
 
-    async def _first(self, pool: Pool[FoundT]) -> None:
+    async def _first(self, pool: Pool[ClientT]) -> None:
         """Wait until one is ready, or one turns out to be incompatible."""
         seconds = self._settings.start_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
                 while pool.choose() is None:
-                    _refuse_incompatible(pool)
+                    for shot in pool.snapshots():
+                        if shot.state is ReplicaState.INCOMPATIBLE:
+                            raise IncompatibleModelsError(shot.reason)
                     await pool.change()
         except TimeoutError:
             name = pool.role.value
@@ -141,9 +135,3 @@ class ReplicaRegistry:
                 f"the {name} service at {given} was not ready within {seconds:g} s; "
                 f"start it, or name another with --{name}-address: {pool.reasons()}"
             ) from None
-
-
-def _refuse_incompatible(pool: Pool[FoundT]) -> None:
-    for shot in pool.snapshots():
-        if shot.state is ReplicaState.INCOMPATIBLE:
-            raise IncompatibleModelsError(shot.reason)

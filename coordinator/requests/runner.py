@@ -22,7 +22,7 @@ from coordinator.requests.active import ActiveRequest, ActiveRequests, ReplicaSt
 from coordinator.requests.admission import Admission, Peers, Place
 from coordinator.requests.chunks import ChunkPacer, ChunkQueue, stream_of
 from coordinator.requests.plan import Models, Plan, make_plan
-from coordinator.requests.validation import check_bounds
+from coordinator.requests.validation import BoundedRequest, check_bounds
 from coordinator.settings.coordinator import RequestBounds
 from coordinator.settings.live import LiveConfig
 from coordinator.speculation import report as speculation_report
@@ -174,12 +174,9 @@ class RequestRunner:
         """Check a request, wait for its place, and run it."""
         # Waiting requests stay in memory: hundreds of any size would take all of it.
         settings, models = self._live_config.current, self.models
+        max_length, max_text_bytes = models.target.max_length, models.max_text_bytes
         check_bounds(
-            request,
-            settings,
-            settings.num_speculative_tokens,
-            models.target.max_length,
-            models.max_text_bytes,
+            BoundedRequest(request, settings, settings.num_speculative_tokens, max_length, max_text_bytes)
         )
         async with self.admission.place(deadline.remaining_seconds, peer) as place:
             observer.admitted()

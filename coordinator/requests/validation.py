@@ -36,19 +36,12 @@ class BoundedRequest:
     """Bytes beyond which any text has more than `max_length` tokens; None where there is no such bound."""
 
 
-def check_bounds(
-    request: GenerationRequest,
-    bounds: RequestBounds,
-    num_speculative_tokens: int,
-    max_length: int,
-    max_text_bytes: int | None = None,
-) -> None:
+def check_bounds(subject: BoundedRequest) -> None:
     """Refuse a request that asks for too much.
 
     Raises:
         InvalidRequestError: with a sentence for each bound that it goes beyond.
     """
-    subject = BoundedRequest(request, bounds, num_speculative_tokens, max_length, max_text_bytes)
     if sentences := broken(BOUND_RULES, subject):
         raise InvalidRequestError("; ".join(sentences))
 

@@ -13,7 +13,7 @@ from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from coordinator.admin.administration import Administrator, found_replica
+from coordinator.admin.administration import Administrator
 from coordinator.settings.coordinator import CoordinatorSettings
 from coordinator.settings.live import LiveConfig
 from coordinator.stats.speculation import summed
@@ -29,7 +29,7 @@ from tandem.admin import (
     Throughput,
 )
 from tandem.errors import ServiceUnavailableError, TandemError
-from tandem.replica import ReplicaSnapshot, ReplicaState, Role
+from tandem.replica import ReplicaSnapshot, ReplicaState, Role, replica_at
 from tandem.speculation_state import SpeculationDecision
 
 _PATIENCE_SECONDS = 5.0
@@ -149,13 +149,13 @@ class Hub(Administrator):
         """See `Administrator`."""
         await self._each(lambda worker: worker.drain(address, allow_last_target=allow_last_target))
         self.drained.add(address)
-        return found_replica(await self.replicas(), address)
+        return replica_at(await self.replicas(), address)
 
     async def resume(self, address: str, *, by: str) -> ReplicaSnapshot:
         """See `Administrator`."""
         await self._each(lambda worker: worker.resume(address))
         self.drained.discard(address)
-        return found_replica(await self.replicas(), address)
+        return replica_at(await self.replicas(), address)
 
     async def requests(self) -> list[RequestReport]:
         """See `Administrator`."""

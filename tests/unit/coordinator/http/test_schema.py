@@ -17,7 +17,7 @@ from coordinator.http.chat import Chats, ChatTemplate
 from coordinator.http.openapi import field_rows
 from coordinator.http.schema import ChatBody, CompletionBody, Message, Sampled
 from coordinator.requests.plan import Models
-from coordinator.requests.validation import TokenizedRequest, check_bounds, check_request
+from coordinator.requests.validation import BoundedRequest, TokenizedRequest, check_bounds, check_request
 from coordinator.settings.coordinator import RequestBounds
 from tandem.errors import InvalidRequestError
 from tandem.types import GenerationRequest, ModelInfo
@@ -57,7 +57,7 @@ async def requests(body: Sampled) -> list[GenerationRequest]:
     """The requests of a body, after the checks that precede computation."""
     made = await requests_of(body, MODELS, CHATS, BOUNDS)
     for request in made:
-        check_bounds(request, BOUNDS, 4, INFO.max_length)
+        check_bounds(BoundedRequest(request, BOUNDS, 4, INFO.max_length))
         prompt = request.prompt
         ids = prompt if isinstance(prompt, tuple) else tuple(TOKENIZER.encode(prompt).ids)
         check_request(TokenizedRequest(request, ids, INFO, INFO))

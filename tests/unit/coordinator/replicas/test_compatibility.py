@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from coordinator.replicas.compatibility import MODEL_RULES, Deployment, Fleet, check_models
-from coordinator.requests.validation import check_bounds
+from coordinator.requests.validation import BoundedRequest, check_bounds
 from coordinator.settings.coordinator import CheckedSpeculativeConfig, RequestBounds
 from tandem.config.speculative import MAX_CONFIGURED_TOKENS
 from tandem.errors import IncompatibleModelsError
-from tandem.replica import Role
 from tandem.types import DenseRow, GenerationRequest, ModelInfo, StepProfile, Verification
 from tandem.wire.target import answers_to_proto
 from tests.unit.coordinator.model_infos import DRAFT, NGRAM, TARGET, deployment
@@ -99,10 +98,10 @@ VOCABULARY_SIZE = 128_256  # Llama 3
 def test_an_answer_to_the_longest_proposal_fits_into_a_message(count: int) -> None:
     config = CheckedSpeculativeConfig(num_speculative_tokens=count)
     request = GenerationRequest("a", num_speculative_tokens=count, logprobs=0)
-    check_bounds(request, RequestBounds(), config.num_speculative_tokens, TARGET.max_length)
+    check_bounds(BoundedRequest(request, RequestBounds(), config.num_speculative_tokens, TARGET.max_length))
     # Configured lengths can grow while the channels exist.
     fleet = Fleet(CheckedSpeculativeConfig())
-    assert fleet.judge(Role.TARGET, replace(TARGET, vocabulary_size=VOCABULARY_SIZE)) == ""
+    assert fleet.judge_target(replace(TARGET, vocabulary_size=VOCABULARY_SIZE)) == ""
     row = DenseRow(np.zeros(VOCABULARY_SIZE, np.float32))
     answer = answers_to_proto([(1, Verification(0, (row,) * (count + 1)))])
     assert answer.ByteSize() <= fleet.message_limit_bytes
@@ -112,5 +111,5 @@ def test_targets_of_one_model_may_measure_different_steps() -> None:
     fleet = Fleet(CheckedSpeculativeConfig())
     for seconds in (0.001, 0.002):
         measured = replace(TARGET, step_profile=StepProfile({(1, 1): seconds}))
-        assert fleet.judge(Role.TARGET, measured) == ""
-    assert "dtype" in fleet.judge(Role.TARGET, replace(TARGET, dtype="other"))
+        assert fleet.judge_target(measured) == ""
+    assert "dtype" in fleet.judge_target(replace(TARGET, dtype="other"))

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from coordinator.requests.admission import Admission, peer_of_grpc, peer_of_host
-from coordinator.requests.validation import check_bounds
+from coordinator.requests.validation import BoundedRequest, check_bounds
 from coordinator.settings.coordinator import RequestBounds
 from tandem.errors import CapacityError, DeadlineError, InvalidRequestError
 from tandem.types import GenerationRequest
@@ -156,5 +156,5 @@ async def test_no_place_is_lost_in_any_order_of_departures(seed: int) -> None:
 def test_a_request_above_the_bounds_is_refused(request_: GenerationRequest, sentence: str) -> None:
     bounds = RequestBounds(max_prompt_bytes=20, max_stop_strings=2, max_stop_length=4)
     with pytest.raises(InvalidRequestError) as refusal:
-        check_bounds(request_, bounds, 2, 8)
+        check_bounds(BoundedRequest(request_, bounds, 2, 8))
     assert str(refusal.value) == sentence

@@ -15,6 +15,7 @@ from tandem.v1.admin_pb2_grpc import AdminServiceServicer, add_AdminServiceServi
 from tandem.wire import admin as wire
 
 _DEFAULT_INTERVAL_SECONDS = 1.0
+"""The protocol's, where a request leaves it out."""
 
 
 def caller(context: Context) -> str:

@@ -45,6 +45,7 @@ _COMPLETION_SECONDS = 1.0
 """A shell that completes a word does not wait longer for a coordinator."""
 _POLL_SECONDS = 0.2
 _WAIT_SECONDS = 60.0
+"""`health --wait` asks at this interval, and for so long unless --timeout says otherwise."""
 
 admin = new_app(
     "See and steer a coordinator that runs.\n\n"
@@ -58,7 +59,7 @@ config = new_app("Show and change the live configuration.")
 
 
 class Answer(NamedTuple):
-    """What a verb prints, and the command's exit code."""
+    """The result of a verb, and the command's exit code."""
 
     result: object
     """For programs."""
@@ -109,7 +110,7 @@ def admin_client(where: Connection) -> AdminClient:
 def _suggesting(
     ask: Callable[[AdminClient], Awaitable[Iterable[tuple[str, str]]]],
 ) -> Callable[[typer.Context, str], list[tuple[str, str]]]:
-    """Completion of a word in the shell. A suggestion that fails must never disturb the shell."""
+    """Complete a word in the shell. A suggestion that fails must never disturb the shell."""
 
     def suggest(click: typer.Context, incomplete: str) -> list[tuple[str, str]]:
         async def answer() -> list[tuple[str, str]]:
@@ -282,7 +283,7 @@ async def _watch(client: AdminClient, output: OutputOptions, interval: float, co
                 if is_screen:
                     live.update(view, refresh=True)
                 else:
-                    output.show_next(found, lambda view=view: view)  # type: ignore[misc]
+                    output.show(found, lambda view=view: view, is_one_of_many=True)  # type: ignore[misc]
                 before, looks = found, looks + 1
                 if looks == count:
                     break

@@ -1,4 +1,4 @@
-"""What the commands share: option groups, examples in the help, errors in one sentence, exit codes, forms of output."""
+"""Shared by all commands: option groups, examples in the help, errors in one sentence, exit codes, forms of output."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ USAGE = 2
 UNHEALTHY = 3
 UNREACHABLE = 4
 REFUSED = 5
+"""Exit codes, which the help of `tandem admin` lists."""
 
 _EXIT_CODES: tuple[tuple[type[TandemError], int], ...] = (
     (ModelFolderError, FAILED),
@@ -69,7 +70,7 @@ _ENDLESS = 1000
 
 
 class OutputForm(Enum):
-    """How a result is printed."""
+    """Form of a printed result."""
 
     TABLE = "table"
     JSON = "json"
@@ -78,29 +79,24 @@ class OutputForm(Enum):
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """How the result is printed."""
+    """The form of the result."""
 
     output: OutputForm = option(
         "Form of the result.", "--output", "-o", default=OutputForm.TABLE, envvar="TANDEM_CLIENT_OUTPUT"
     )
 
-    def show(self, result: object, table: Callable[[], RenderableType]) -> None:
-        """Print a result."""
+    def show(
+        self, result: object, table: Callable[[], RenderableType], *, is_one_of_many: bool = False
+    ) -> None:
+        """Print a result. One of many is a line of JSON, a document of YAML, or a table and an empty line."""
         if self.output is OutputForm.JSON:
-            sys.stdout.write(json.dumps(plain(result), indent=2, ensure_ascii=False) + "\n")
+            indent = None if is_one_of_many else 2
+            sys.stdout.write(json.dumps(plain(result), indent=indent, ensure_ascii=False) + "\n")
         elif self.output is OutputForm.YAML:
-            sys.stdout.write(as_yaml(result))
+            text = yaml.safe_dump(plain(result), sort_keys=False, allow_unicode=True)
+            sys.stdout.write("---\n" * is_one_of_many + text)
         else:
-            print_parts(table())
-
-    def show_next(self, result: object, table: Callable[[], RenderableType]) -> None:
-        """Print one of many results: a line of JSON, a document of YAML, or a table and an empty line."""
-        if self.output is OutputForm.JSON:
-            sys.stdout.write(json.dumps(plain(result), ensure_ascii=False) + "\n")
-        elif self.output is OutputForm.YAML:
-            sys.stdout.write("---\n" + as_yaml(result))
-        else:
-            print_parts(table(), "")
+            print_parts(table(), *[""] * is_one_of_many)
         sys.stdout.flush()
 
 
@@ -119,12 +115,6 @@ def as_text(*parts: RenderableType, width: int) -> str:
     with console.capture() as captured:
         console.print(*parts, sep="\n")
     return "".join(line.rstrip() + "\n" for line in captured.get().splitlines())
-
-
-def as_yaml(result: object) -> str:
-    """A result as YAML."""
-    text: str = yaml.safe_dump(plain(result), sort_keys=False, allow_unicode=True)
-    return text
 
 
 def plain(value: object) -> Any:

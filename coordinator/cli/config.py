@@ -12,7 +12,15 @@ import typer
 from pydantic import ValidationError
 from rich.table import Table
 
-from coordinator.cli.command import OutputForm, OutputOptions, command, errors_to_exit, new_app, plain_table
+from coordinator.cli.command import (
+    USAGE,
+    OutputForm,
+    OutputOptions,
+    command,
+    errors_to_exit,
+    new_app,
+    plain_table,
+)
 from coordinator.settings.coordinator import ConfigSettings
 from tandem.config.layers import Origin, merged, origins, read_layers
 from tandem.config.options import sentences
@@ -22,8 +30,6 @@ from tandem.errors import ConfigurationError
 config = new_app("Show or check the configuration.")
 
 _PROGRAM = "tandem config show"
-_BROKEN = 2
-"""Exit code for a command without its required arguments."""
 
 
 @config.command(
@@ -56,7 +62,7 @@ _OPTIONS_ARE = "OPTIONS are those of `tandem serve coordinator --help`.\n"
 
 
 def _output(words: Sequence[str]) -> tuple[OutputOptions, list[str]]:
-    """How to print, and the other words.
+    """Take the form of output from the words; the others are returned.
 
     Raises:
         ConfigurationError: there is no such form.
@@ -124,7 +130,7 @@ def _read(arguments: list[str], environment: Mapping[str, str]) -> tuple[ConfigS
 def _refuse(broken: list[str]) -> NoReturn:
     for sentence in broken:
         sys.stderr.write(f"error: {sentence}\n")
-    raise typer.Exit(_BROKEN)
+    raise typer.Exit(USAGE)
 
 
 def _values(

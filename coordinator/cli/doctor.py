@@ -23,6 +23,7 @@ from tandem.plural import plural
 from tandem.rpc.addresses import is_local
 
 _PINGS = 5
+"""Round trips of which the shortest counts; the first one opens the connection."""
 SKEW_SECONDS = 1.0
 """Clocks that differ by more make logs and traces of two machines hard to read together."""
 FAR_SECONDS = 0.2
@@ -74,7 +75,6 @@ async def _reached(address: str, seconds: float) -> Finding:
 
 
 async def _round_trip(client: AdminClient) -> float:
-    """The shortest of a few, seconds; the first of them opens the connection."""
     times = []
     for _ in range(_PINGS):
         began = time.perf_counter()
@@ -112,7 +112,7 @@ def refused(where: Connection, error: TandemError) -> Finding:
 
 
 def distance(seconds: float) -> Finding:
-    """How far away the coordinator is."""
+    """Compare the time of a round trip with what a person notices."""
     words = f"{milliseconds(seconds)} from here to the coordinator and back"
     if seconds <= FAR_SECONDS:
         return Finding.ok("round trip", words)
@@ -162,7 +162,7 @@ def doctor_view(findings: Sequence[Finding]) -> RenderableType:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """How many there are of each kind."""
+    """Count the findings of each kind."""
     counts = Counter(finding.severity for finding in findings)
     return (
         f"{plural(len(findings), 'check')}: {counts[Severity.OK]} fine, "

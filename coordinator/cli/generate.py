@@ -37,7 +37,7 @@ from tandem.types import (
 ACCEPTED_STYLE = "green"
 """Colour of the tokens that the draft proposed and the target accepted."""
 AHEAD_STYLE = "bold green"
-"""The same, where the proposal was drafted during the verification before it."""
+"""Style of those whose proposal was drafted during the verification before it."""
 
 
 @dataclass(slots=True)
@@ -200,7 +200,7 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """How to complete it, in the words of `GenerationRequest`."""
+    """Options of the completion, in the words of `GenerationRequest`."""
 
     max_tokens: int | None = option("Most tokens to generate.", default=128)
     temperature: float | None = option("0 is greedy. [default: 1]")
@@ -312,7 +312,6 @@ async def generate(
 
 
 def _tell(record: Record, result: ResultOptions) -> None:
-    """Prints a completion's closing lines."""
     if result.as_json:
         sys.stdout.write(json.dumps(record.as_dict(), ensure_ascii=False) + "\n")
         sys.stdout.flush()

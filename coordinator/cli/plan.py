@@ -45,6 +45,7 @@ from tandem.types import GenerationRequest
 
 _WIDTH, _HEIGHT = 720, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 220, 40, 44
+"""Size and margins of the chart, in pixels."""
 _COLOURS = ("#0f766e", "#b45309", "#1d4ed8", "#9d174d", "#4d7c0f", "#475569")
 
 
@@ -110,6 +111,7 @@ first time does not count."""
 _TOKENS = 24
 """Tokens of each completion, beside the longest proposal."""
 _ROUND_TRIPS = 30
+"""Messages that ask for no work; their median counts."""
 _MAX_DRAFT_SHARE = 0.9
 """Share of a round without its messages that the draft's steps may take."""
 _FIXED = {

@@ -141,7 +141,7 @@ class ServiceArguments:
 
 
 class _Draft(NamedTuple):
-    """How to draft."""
+    """A way to draft."""
 
     kind: Literal["none", "head", "own", "file", "method", "model"]
     """Not at all; with a head, or the target's own layers, in the target's process; as the config file says; without a
@@ -227,7 +227,7 @@ def _target(options: UpOptions) -> str:
 
 
 def _draft(options: UpOptions, in_file: Mapping[str, Any]) -> _Draft:
-    """How to draft for the target.
+    """The way to draft for the target.
 
     Raises:
         ConfigurationError: the draft and the method do not go together, or there is no such draft.
@@ -410,7 +410,6 @@ class _Cluster:
             await asyncio.gather(work, return_exceptions=True)
 
     def _kill(self) -> None:
-        """End the children at once."""
         for child in self._children:
             child.kill()
 

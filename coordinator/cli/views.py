@@ -1,4 +1,4 @@
-"""What `tandem admin` shows people: numbers in words, facts and tables."""
+"""Views of `tandem admin` for people: numbers in words, facts and tables."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ def _speculation(state: SpeculationState) -> str:
 
 
 def _decisions(decisions: Sequence[SpeculationDecision]) -> Iterator[RenderableType]:
-    """How much is proposed at each load, and why; nothing before there was any."""
+    """The proposal length at each load so far, and the reason."""
     ordered = sorted(decisions, key=lambda each: (each.draft, each.rule, each.temperatures, each.load))
     for draft, decided in groupby(ordered[:_MAX_DECISIONS], key=lambda each: each.draft):
         yield ""

@@ -33,7 +33,7 @@ answered: leaving would lose its place in that draft's queue."""
 _DEPTH_PATIENCE = 1.5
 """Times the expected time until the continuation of an outcome is long enough that a round waits for it."""
 _MIN_DEPTH_SECONDS = 0.001
-"""It waits so much longer still: an arrival is not told more exactly than the event loop wakes up."""
+"""Added to that wait: the event loop wakes up no more exactly."""
 
 
 @dataclass(slots=True, eq=False)

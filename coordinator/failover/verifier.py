@@ -32,9 +32,9 @@ MAX_LOSSES = 3
 _FULL_SECONDS = 0.25
 """Wait before the next attempt when all targets are full."""
 _MOVE_SECONDS = 5.0
-"""How long a sequence that moves off a draining target waits for the new one, which may be full."""
+"""Wait of a sequence that moves off a draining target for the new one, which may be full."""
 _NEXT_MOVE_SECONDS = 10.0
-"""How long the sequence stays after a move failed."""
+"""Wait before the next attempt to move, once one has failed."""
 
 _Place = OpenSequence[TargetClient, TargetSequence]
 

@@ -35,7 +35,7 @@ class JsonList:
         self._text = bytearray()
 
     def __len__(self) -> int:
-        """Its bytes, brackets included."""
+        """Number of its bytes, brackets included."""
         return len(self._text) + 2
 
     def extend(self, items: Iterable[object]) -> int:
@@ -48,7 +48,7 @@ class JsonList:
         return len(self._text) - before
 
     def parts(self) -> Iterator[bytes]:
-        """Its JSON."""
+        """Its JSON, in parts of at most `PART_BYTES`."""
         yield b"["
         for start in range(0, len(self._text), PART_BYTES):
             yield bytes(self._text[start : start + PART_BYTES])
@@ -83,7 +83,7 @@ def flattened(value: object) -> Iterator[bytes | JsonList]:
 
 
 def parts(pieces: Iterable[bytes | JsonList]) -> Iterator[bytes]:
-    """The same bytes in parts of about `PART_BYTES`."""
+    """Join pieces to parts of about `PART_BYTES`."""
     waiting = bytearray()
     for piece in pieces:
         for part in piece.parts() if isinstance(piece, JsonList) else (piece,):
@@ -103,7 +103,7 @@ class Choice:
     """The text of each piece."""
     characters: int = 0
     summary: Summary | None = None
-    """How it ended; None while it runs."""
+    """Reason and statistics of its end; None while it runs."""
     columns: defaultdict[str, JsonList] = field(default_factory=lambda: defaultdict(JsonList))
     """Entries of a whole answer for each token, by field."""
 

@@ -44,7 +44,6 @@ BodyT = TypeVar("BodyT", bound=Body)
 Prompt = str | tuple[int, ...]
 
 _OPTIONS = frozenset(field.name for field in fields(GenerationRequest))
-_SEEDS = 1 << 64
 
 
 class Api:
@@ -294,5 +293,5 @@ def _request(body: Sampled, prompt: Prompt, choice: int) -> GenerationRequest:
         values["top_k"] = 0
     if body.seed is not None and choice:
         # The choices of one prompt have consecutive seeds from the request's own on, within 64 bits.
-        values["seed"] = (body.seed + choice + _SEEDS // 2) % _SEEDS - _SEEDS // 2
+        values["seed"] = (body.seed + choice + 2**63) % 2**64 - 2**63
     return GenerationRequest(**values)

@@ -14,7 +14,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
 
-from coordinator.http.errors import HttpError
+from coordinator.http.errors import SHOWN_CHARACTERS, HttpError
+from coordinator.requests.admission import RETRY_SECONDS
 from coordinator.requests.runner import LARGE_BYTES, Turns
 from coordinator.settings.coordinator import HttpOptions
 from tandem.errors import CapacityError, InvalidRequestError, TandemError
@@ -27,7 +28,7 @@ IGNORED_HEADER = "X-Tandem-Ignored"
 """Names the fields of a request that were passed over."""
 
 BODY_SECONDS = 30.0
-"""How long a client may take to send a body; docs/security.md promises it."""
+"""Time for a client to send a body; docs/security.md promises it."""
 
 _MIN_VALUES, _OTHER_VALUES, _MAX_CONTAINERS = 1 << 15, 1 << 12, 1 << 13
 """Parsing a value takes up to 0.3 us; parsing an object or a field, and reporting its errors, up to 5 us. So a body at
@@ -37,10 +38,9 @@ _MANY_VALUES, _MANY_CONTAINERS = 1 << 12, 1 << 8
 
 _FREE_BYTES = 64 << 10
 """Uncounted bytes of each connection, so that small requests and answers pass when large ones fill the rest."""
-_RETRY_SECONDS = 1.0
 
 _MAX_SENTENCES = 8
-_SHOWN_CHARACTERS = 80
+"""Errors of a body that are described; a body of garbage has as many as it has values."""
 _MAX_LOGGED = 256
 """Ignored names that are remembered as logged: clients could make up any number of them."""
 _UNFIT = re.compile(r"[^A-Za-z0-9_.-]")
@@ -86,7 +86,7 @@ class Share:
         of, more = self._of, counted - self._counted
         if more > 0 and of.held + more > of.max_bytes:
             self.clear()
-            raise CapacityError(of.advice.format(max_bytes=of.max_bytes), _RETRY_SECONDS)
+            raise CapacityError(of.advice.format(max_bytes=of.max_bytes), RETRY_SECONDS)
         of.held += more
         self._counted = counted
 
@@ -285,6 +285,6 @@ def _sentence(detail: ErrorDetails) -> str:
 
 def _shown(value: object) -> str:
     if isinstance(value, str | list):
-        value = value[:_SHOWN_CHARACTERS]  # its repr is cut all the same
+        value = value[:SHOWN_CHARACTERS]  # its repr is cut all the same
     text = repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."

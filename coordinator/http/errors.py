@@ -40,6 +40,9 @@ _FORMS: Mapping[type[TandemError], tuple[int, str, str | None]] = {
     TandemError: (500, "server_error", None),
 }
 
+SHOWN_CHARACTERS = 80
+"""Characters of a refused value that a message shows: a line."""
+
 # Sentences begin with the option that they are about.
 _OPTION = re.compile(r"([a-z][a-z_0-9.]*) is\b")
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from coordinator.http.errors import SHOWN_CHARACTERS
 from coordinator.settings.coordinator import MAX_CHAT_MESSAGES
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -21,9 +22,6 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 MAX_CHOICES = 16
 """Maximum completions of one request. Each takes a place among those that run, of which there are 256 by default."""
-
-_SHOWN_CHARACTERS = 80
-"""Of a value that is refused, in the message: a line."""
 
 _UNCONSTRAINED = "this coordinator does not constrain what is written"
 _NO_BEAMS = "this coordinator does not search in beams"
@@ -71,7 +69,7 @@ class Body(BaseModel):
         for name, (taken, reason) in _refusable(type(self)).items():
             if (value := getattr(self, name)) not in taken:
                 allowed = " or ".join(map(json_text, taken[1:])) or "left out"
-                yield f"{name} is {json_text(value)[:_SHOWN_CHARACTERS]}; it must be {allowed}: {reason}"
+                yield f"{name} is {json_text(value)[:SHOWN_CHARACTERS]}; it must be {allowed}: {reason}"
 
     @property
     def passed_over(self) -> tuple[str, ...]:
@@ -100,7 +98,7 @@ class StreamOptions(BaseModel):
 
 
 class Sampled(AboutCaller):
-    """What both kinds of completion share. `GenerationRequest` has most fields under the same names."""
+    """Fields of both kinds of completion. `GenerationRequest` has most of them under the same names."""
 
     max_tokens: int | None = None
     """Maximum tokens; 400 when there is no room for so many. 16 for completions unless set."""
@@ -174,12 +172,12 @@ class Sampled(AboutCaller):
 
     @property
     def choices(self) -> int:
-        """How many completions of each prompt are asked for."""
+        """Completions of each prompt."""
         return 1 if self.n is None else self.n
 
     @property
     def prompt_count(self) -> int:
-        """How many prompts there are."""
+        """Number of prompts."""
         return 1
 
     @property
@@ -226,7 +224,7 @@ class CompletionBody(Sampled):
 
     @property
     def prompt_count(self) -> int:
-        """How many prompts there are."""
+        """Number of prompts."""
         is_one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
         return 1 if is_one else len(self.prompt)
 
@@ -305,7 +303,7 @@ class ChatBody(Chat, Sampled):
     logprobs: bool | None = None
     """Return log probabilities."""
     top_logprobs: int | None = None
-    """And those of so many alternatives, up to 20."""
+    """Return those of so many alternatives too, up to 20."""
     tools: Items[dict[str, Any]] | None = None
     """Ignored with `tool_choice: none`, and said so in `X-Tandem-Ignored`; else refused."""
     tool_choice: Any = _only("none", "auto", because=_UNCONSTRAINED)

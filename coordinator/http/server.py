@@ -21,9 +21,11 @@ from tandem.errors import ConfigurationError
 from tandem.rpc.credentials import ReloadedFile
 from tandem.serving.tls import server_context
 
-# How long a client may take from connecting, or from the first byte after an answer, to the end of a request's headers.
+# Time of a client from connecting, or from the first byte after an answer, to the end of a request's headers.
 _HEADER_SECONDS = 30.0
+# nginx's default.
 _KEEP_ALIVE_SECONDS = 75
+# h11's own bound is 16 KiB; browsers send cookies of other servers on this machine.
 _MAX_HEADER_BYTES = 64 << 10
 # Bounds on the bytes of an answer that a client does not read, in the kernel and here. The kernel doubles its number.
 # By default it buffers megabytes, so that a completion would run to its end without a reader.
@@ -33,7 +35,7 @@ _WRITE_BUFFER_BYTES = 4 << 10
 # client have the rest. A stream of 2 kB for each token, with its logprobs, stalls after 11 tokens; it was 36.
 _UNSENT_BYTES = 8 << 10
 _UNSENT_OPTION: int | None = getattr(socket, "TCP_NOTSENT_LOWAT", None)
-# How long connections may take to close once nothing runs on them.
+# Time for connections to close once nothing runs on them.
 _GOODBYE_SECONDS = 0.5
 
 

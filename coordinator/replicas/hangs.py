@@ -44,7 +44,7 @@ class FadingMaximum:
 
 
 class VerificationTimes:
-    """How long verifications take, over all targets, and how long one may therefore take."""
+    """Learns the time that verifications take on all targets, and bounds the time that one may take."""
 
     def __init__(self, fixed_seconds: float | None = None) -> None:
         """Begin without any measurement; with `fixed_seconds` the bound is that, and not learnt."""

@@ -53,9 +53,9 @@ class ActiveRequest:
     target_address: str | None = None
     """Address of the target that verifies for it now."""
     streams: Sequence[ReplicaStream] = ()
-    """Its open streams to the services."""
+    """Streams to the services, while they are open."""
     place: Place | None = None
-    """Its place among the running requests."""
+    """The place among the running requests."""
     has_stalled: bool = False
     """True if it has given up its places because its client does not read."""
     speculation_state: Callable[[], SpeculationState] = field(default=lambda: NOT_KNOWN)

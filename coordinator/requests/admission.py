@@ -15,7 +15,8 @@ from tandem.errors import CapacityError, DeadlineError
 from tandem.fair_places import FairPlaces, extra_places
 from tandem.plural import plural
 
-_RETRY_SECONDS = 1.0
+RETRY_SECONDS = 1.0
+"""Time after which to try again, for a refusal that cannot tell when there will be room."""
 _IPV6_PREFIX = 64
 """A client with one IPv6 address controls a network of this size."""
 
@@ -44,7 +45,7 @@ class Peers:
             raise CapacityError(
                 f"{self._max_streams} requests from {peer} run, wait or are not read, which is the most for one "
                 "address; try again later",
-                _RETRY_SECONDS,
+                RETRY_SECONDS,
             )
         self._streams[peer] += 1
         try:
@@ -76,9 +77,6 @@ def peer_of_host(host: str) -> str:
     return str(ipaddress.ip_network((address, _IPV6_PREFIX), strict=False))
 
 
-_MIN_RETRY_SECONDS, _MAX_RETRY_SECONDS = 0.1, 60.0
-
-
 class Admission:
     """Gives each request a place, fairly among clients, and refuses it at once when too many wait."""
 
@@ -95,7 +93,7 @@ class Admission:
         self._returning = 0
         """Requests in the queue that had a place before."""
         self._held_seconds = MovingAverage()
-        """How long requests have a place."""
+        """Time for which requests hold their place."""
 
     @property
     def running(self) -> int:
@@ -164,7 +162,7 @@ class Admission:
         """Estimated seconds until a place in the queue is free: during one request, as many requests end as can
         run."""
         waits = (self._held_seconds.value or 0.0) * (self.queued + 1) / self._max_running
-        return min(max(waits, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
+        return min(max(waits, 0.1), 60.0)  # never at once, and within a client's own patience
 
 
 class Place:

@@ -1,4 +1,4 @@
-"""How requests arrive by gRPC: large ones take turns to be parsed, and a full queue refuses all of them unread."""
+"""Arrival of requests by gRPC: large ones take turns to be parsed, and a full queue refuses all of them unread."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ _MAX_ID_BYTES = 5
 _BIAS_BYTES = 16
 """Bytes of an entry of logit_bias: its tag and length, an id and a number, each with a tag."""
 _MAX_CHARACTER_BYTES = 4
+"""UTF-8's."""
 _MESSAGE_BYTES = 64
 """Bytes of a chat's message beside its content: its role, tags and lengths."""
 _OTHER_BYTES = 4 << 10

@@ -95,7 +95,7 @@ class Plan:
     num_speculative_tokens: int
     """0: the target alone."""
     draft_ahead: DraftAhead
-    """How far its rounds draft ahead."""
+    """Setting for how far its rounds draft ahead."""
     keeps_proposals: bool
     """True if a seed promises its text and that depends on what is proposed, which must then not depend on time."""
     is_adaptive: bool
@@ -127,7 +127,7 @@ class Plan:
         return len(self.prompt) + self.limits.max_tokens
 
     def target_options(self, client: str = "") -> TargetOptions:
-        """How its sequence opens on a target, with the client's address.
+        """Options with which its sequence opens on a target, with the client's address.
 
         As in vLLM, `min_tokens` suppresses the model's end-of-sequence ids even where `ignore_eos` permits them.
         """
@@ -143,7 +143,7 @@ class Plan:
         )
 
     def draft_options(self, ahead: AheadBudget | None = None, client: str = "") -> DraftOptions:
-        """How its sequence opens on a draft, with the most that it may draft ahead and the client's address."""
+        """Options with which it opens on a draft, with the most that it may draft ahead and the client's address."""
         strategy = self.rule.strategy
         return DraftOptions(
             request_id=self.request_id,
@@ -168,7 +168,7 @@ class Plan:
         )
 
     def active(self, completion: Completion) -> ActiveRequest:
-        """Its entry in the list of running requests."""
+        """The entry in the list of running requests."""
         return ActiveRequest(
             self.request_id, completion, len(self.prompt), self.rule.name, self.num_speculative_tokens
         )

@@ -43,7 +43,7 @@ LARGE_BYTES = 16 << 10
 
 
 _REST = 2.0
-"""How long the rest after a turn is, by the turn."""
+"""Pause after a turn, in times of its duration."""
 
 
 class Turns:
@@ -97,7 +97,7 @@ class RequestRunner:
         bounds = live_config.current
         self.admission = Admission(bounds.max_concurrent_requests, bounds.max_queued_requests)
         self.speculation = SpeculationController()
-        """How much each round proposes."""
+        """Decides how much each round proposes."""
         self.requests = ActiveRequests()
         self.stats = StatsLog()
         self._stalled = StalledStreams(bounds.stalled_stream_seconds)

@@ -158,6 +158,7 @@ class HttpOptions(Options):
 
 
 DEFAULT_PORT = 50051
+"""The port of gRPC's own examples."""
 
 
 def _one_text(value: object) -> object:

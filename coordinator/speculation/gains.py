@@ -70,7 +70,7 @@ class AcceptanceModel:
 
     @property
     def proposals(self) -> float:
-        """How many proposals the first position's rate rests on."""
+        """Proposals that the first position's rate rests on."""
         return self._reached[0] if self._reached else 0.0
 
     def add(self, proposed: int, accepted: int) -> None:
@@ -128,7 +128,7 @@ class AcceptanceModel:
 
 
 class RequestAcceptance:
-    """How a request's own acceptance compares with that of all."""
+    """Compares a request's own acceptance with that of all requests."""
 
     __slots__ = ("_accepted", "_expected")
 
@@ -148,7 +148,7 @@ class RequestAcceptance:
 
     @property
     def scale(self) -> float:
-        """Its rate by that of all."""
+        """Factor of the request's acceptance over that of all requests."""
         return self._accepted / self._expected
 
 

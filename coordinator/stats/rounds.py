@@ -146,7 +146,7 @@ def describe_ahead(stats: AheadStats) -> dict[str, object]:
 
 
 class RoundTally:
-    """How many rounds had so many tokens proposed and so many of them accepted."""
+    """Counts rounds by their proposed and their accepted tokens."""
 
     __slots__ = ("_rounds", "ahead")
 

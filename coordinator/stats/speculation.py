@@ -164,7 +164,7 @@ def describe(stats: SpeculationStats) -> dict[str, object]:
 
 
 def describe_with_state(stats: SpeculationStats, state: SpeculationState | None) -> dict[str, object]:
-    """The same as JSON, with the speculation state under `state` where it is known."""
+    """All statistics by name, with the speculation state under `state` where it is known."""
     return {**describe(stats), **({} if state is None else {"state": state.as_dict()})}
 
 
@@ -202,6 +202,7 @@ logger = logging.getLogger(__name__)
 INTERVAL_SECONDS = 5.0
 """A twelfth of the minute that `last_minute` looks back on."""
 _RECENT_SECONDS = 60.0
+"""The gauges of acceptance look back as far as the rates of the dashboards, [1m]."""
 
 Pair = tuple[str, str]
 """Addresses of a draft and of a target."""

@@ -36,7 +36,7 @@ OUTCOMES = (
     "aborted",
     "error",
 )
-"""How a request ends."""
+"""Outcomes of a request."""
 FALLBACKS = ("draft_lost", "draft_late", "draft_paused")
 """Events after which the target continues alone."""
 FAILOVERS = ("target_lost", "target_resumed", "draft_resumed")
@@ -57,7 +57,7 @@ _MAX_REPLICAS = 128
 
 
 class RequestMetrics:
-    """What requests add to. All series exist from the start, since a rate needs a value to start from."""
+    """Metrics that requests add to. All series exist from the start: a rate needs a first value."""
 
     def __init__(
         self,

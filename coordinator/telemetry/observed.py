@@ -180,7 +180,7 @@ class ObservedRequest(RequestObserver):
         return stream
 
     def deciding(self, decision: Callable[[], Mapping[str, EventValue]]) -> None:
-        """Its proposals begin."""
+        """The proposals begin."""
         self._decision = decision
 
     def event(self, name: str, attributes: Mapping[str, EventValue]) -> None:

@@ -44,7 +44,7 @@ class RequestObserver:
         """A round ended."""
 
     def deciding(self, decision: Callable[[], Mapping[str, EventValue]]) -> None:
-        """Its proposals begin. `decision` says how much the round in progress proposes, and why."""
+        """The proposals begin. `decision` returns how much the round in progress proposes, and why."""
 
     def event(self, name: str, attributes: Mapping[str, EventValue]) -> None:
         """Something happened: draft_lost, draft_late, draft_resumed, draft_paused, target_lost, target_resumed."""

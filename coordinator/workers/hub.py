@@ -33,6 +33,7 @@ from tandem.replica import ReplicaSnapshot, ReplicaState, Role, replica_at
 from tandem.speculation_state import SpeculationDecision
 
 _PATIENCE_SECONDS = 5.0
+"""Time for a worker to answer: half of the time that `tandem admin` waits for all of them."""
 _COUNT_SECONDS = 5.0
 """Interval at which counts are read, so that those of a worker that dies are lost only since then."""
 
@@ -68,7 +69,7 @@ _JOINED: Mapping[str, Callable[[Sequence[float]], float]] = {
 """Gauges that are not added. Counters, histograms and all other gauges are."""
 
 _OF_STATS = ("uptime_seconds", "load", "throughput", "speculation", "speculation_state", "decisions")
-"""What a status has in common with statistics."""
+"""Fields that a status has in common with statistics."""
 
 AnswerT = TypeVar("AnswerT")
 NumbersT = TypeVar("NumbersT", Load, Outcomes, Throughput)
@@ -88,7 +89,7 @@ class Worker(Peer):
         return self.last_stats
 
     async def metrics(self) -> list[Metric]:
-        """Its metrics now, or as last read where it does not answer."""
+        """Metrics of this moment, or as last read where it does not answer."""
         with suppress(grpc.RpcError):
             text = await self.metrics_text()
             self.last_metrics = list(text_string_to_metric_families(text.decode()))
@@ -190,7 +191,7 @@ class Hub(Administrator):
         return merged_metrics([*read, self._past_metrics, [count]])
 
     async def metrics_text(self) -> bytes:
-        """The same in Prometheus's text form."""
+        """All metrics in Prometheus's text form."""
         found = await self.metrics()
         return generate_latest(Given(lambda: found))
 

@@ -1,4 +1,4 @@
-"""What the parent of several workers and its workers say to each other."""
+"""Messages between the parent of several workers and its workers."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Peer(AdminClient):
     """The other end of a private socket: a worker for its parent, the parent for a worker."""
 
     async def metrics_text(self) -> bytes:
-        """Its metrics in Prometheus's text form.
+        """Read its metrics in Prometheus's text form.
 
         Raises:
             grpc.RpcError: there is no answer in time.

@@ -25,7 +25,9 @@ from tandem.telemetry.metrics import end_server, serve_metrics
 logger = logging.getLogger(__name__)
 
 _SCRAPE_SECONDS = 10.0
+"""Prometheus's own patience."""
 _FIRST_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 0.25, 30.0
+"""Waits before a worker that ended is started again, each twice the one before."""
 _STABLE_SECONDS = 30.0
 """A worker that ran for so long is started again without a long wait."""
 _KILL_SECONDS = 10.0
@@ -166,7 +168,6 @@ class Supervisor:
                 announce(f"tandem coordinator: {what} on {rest}")
 
     def _kill(self) -> None:
-        """End the workers at once."""
         for worker in self._workers.values():
             worker.kill()
 

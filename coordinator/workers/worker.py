@@ -28,6 +28,7 @@ from tandem.settings import load_settings
 from tandem.standard_streams import fill_closed
 
 _GOODBYE_SECONDS = 0.2
+"""Grace for a call of the parent that is under way."""
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 

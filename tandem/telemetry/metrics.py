@@ -1,4 +1,4 @@
-"""What metrics are made of: bounds of histograms, histograms that cost little, and values read at scrape time."""
+"""Parts of metrics: bounds of histograms, histograms that cost little, and values read at scrape time."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ LATENCY_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 """Seconds that a client waits."""
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Upper ends of the buckets for counts."""
 
 _PATIENCE_SECONDS = 2.0
-"""How long a scrape waits for the event loop; Prometheus gives up after 10 s by default."""
+"""Wait of a scrape for the event loop; Prometheus gives up after 10 s by default."""
 
 ValueT = TypeVar("ValueT")
 

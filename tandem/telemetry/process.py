@@ -53,6 +53,7 @@ the queue of spans fill up while a collector restarts."""
 _METRICS_INTERVAL_SECONDS = 10.0
 """Unless OTEL_METRIC_EXPORT_INTERVAL (milliseconds) says otherwise; the dashboards look at minutes."""
 _SECONDS_BETWEEN_COMPLAINTS = 60.0
+"""A collector may be away for hours, and a batch is lost every few seconds."""
 
 
 class Exports(Protocol):

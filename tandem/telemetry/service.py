@@ -32,7 +32,7 @@ OUTCOMES = (
     "unavailable",
     "internal",
 )
-"""How a stream ends, in gRPC's words where it is an error."""
+"""Outcomes of a stream, in gRPC's words where it is an error."""
 
 
 class ObservedService(ServiceObserver):

@@ -2,23 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from bound_service.service import head_method
 from draft_service.proposers.heads import BoundProposer, HeadKind, block_kind, parallel_kind
-from tandem.config.names import MTP
+from tandem.config.names import DFLASH, EAGLE, EAGLE3, MEDUSA, MTP
 from tandem.engine.core.selection import Backends, choose_backends
 from tandem.engine.hidden_states import BoundSequences, HiddenStateTap, PairedStates, as_model
 from tandem.engine.kv_cache.arena import memory_allowance
+from tandem.engine.models.heads.dflash import load_dflash, read_dflash_config
+from tandem.engine.models.heads.eagle import load_eagle, read_eagle_config
+from tandem.engine.models.heads.eagle3 import load_eagle3, read_eagle3_config
 from tandem.engine.models.heads.interface import BlockHead, DraftHead
-from tandem.engine.models.heads.loading import head_loader
+from tandem.engine.models.heads.medusa import load_medusa, read_medusa_config
+from tandem.engine.models.heads.mtp import load_mtp, read_mtp_config
 from tandem.engine.models.loading import LoadedModel
 from tandem.engine.settings import EngineSettings
 from tandem.telemetry.streams import OnStep
 from target_service.settings import TargetSettings
 from target_service.verifier import Verifier, load_target, make_verifier
+
+_METHODS: Mapping[str, tuple[Callable[[Path], Any], Callable[[Any, LoadedModel], DraftHead]]] = {
+    EAGLE3: (read_eagle3_config, load_eagle3),
+    EAGLE: (read_eagle_config, load_eagle),
+    MEDUSA: (read_medusa_config, load_medusa),
+    MTP: (read_mtp_config, load_mtp),
+    DFLASH: (read_dflash_config, load_dflash),
+}
+"""Functions that read a method's config and load a head of it."""
+
+
+def head_loader(folder: Path, method: str) -> Callable[[LoadedModel], DraftHead]:
+    """Read a head's config, and return the function that loads the head for its target, in the target's dtype and on
+    its device.
+
+    Args:
+        folder: the checkpoint; the target's own for `mtp`.
+        method: one of `tandem.config.names.BOUND_METHODS`.
+
+    Raises:
+        ModelFolderError: there is no config, its format is unknown, or a number in it is missing or wrong. The returned
+            function raises it where a tensor is missing or has another shape than the config says, or the head belongs
+            to another target.
+    """
+    read_config, load = _METHODS[method]
+    return partial(load, read_config(folder))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +81,8 @@ def load_pair(
         ConfigurationError: the target cannot be served as the settings ask, or the head is not one of this target's.
     """
     method = head_method(settings, head_folder)
-    load_head = head_loader(
-        head_folder or settings.model, method
-    )  # refuses before the target's weights are read
+    # Refuses before the target's weights are read.
+    load_head = head_loader(head_folder or settings.model, method)
     target = load_target(settings)
     head = load_head(target)
     tap, bound = HiddenStateTap(target, head), BoundSequences()
@@ -72,14 +103,13 @@ def load_pair(
 
 
 def _kind(head: DraftHead) -> HeadKind | None:
-    """How its passes become a proposal; None for one token each."""
     if isinstance(head, BlockHead):
         return block_kind(head.block_size, head.mask_token_id)
     return parallel_kind(head.tokens_per_pass) if head.tokens_per_pass > 1 else None
 
 
 def _head_backends(model: LoadedModel, head: DraftHead, settings: TargetSettings) -> Backends:
-    """CPU kernels and execution plans where the head has the engine's attention; blocks have one of their own."""
+    """Choose CPU kernels where the head has the engine's attention; blocks have one of their own."""
     return choose_backends(
         model,
         compile_mode="off" if isinstance(head, BlockHead) else settings.compile,
@@ -90,7 +120,7 @@ def _head_backends(model: LoadedModel, head: DraftHead, settings: TargetSettings
 def _shared(
     limits: EngineSettings, settings: TargetSettings, share: float, target: LoadedModel
 ) -> tuple[EngineSettings, TargetSettings]:
-    """The head's limits with its share of the memory, and the target's settings with the rest."""
+    """Divide the memory: return the head's limits and the target's settings."""
     given = limits.kv_cache_bytes
     allowed = memory_allowance(limits.device_memory_utilization, target.device) if given is None else given
     own = max(int(allowed * share), 1)

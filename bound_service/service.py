@@ -9,14 +9,14 @@ import grpc.aio
 from draft_service.servicer import DraftServicer
 from tandem.config.names import BOUND_METHODS, MTP, OWN_METHODS, canonical_method, checkpoint_method
 from tandem.errors import ConfigurationError
-from tandem.serving.model_service import ModelService, Runner
+from tandem.serving.model_service import ModelService, ServedModel
 from tandem.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from target_service.servicer import TargetServicer
 from target_service.settings import TargetSettings, check_extraction
 
 
 def head_folder(settings: TargetSettings) -> Path | None:
-    """Where the head is; None if the target's own checkpoint has it.
+    """Return the head's folder; None if the target's own checkpoint has it.
 
     Raises:
         ConfigurationError: the settings name no folder, or one where none belongs.
@@ -39,7 +39,7 @@ def head_folder(settings: TargetSettings) -> Path | None:
 
 
 def head_method(settings: TargetSettings, folder: Path | None) -> str:
-    """The method that the settings name, or else the one that the head's checkpoint implies.
+    """Return the method that the settings name, or else the one that the head's checkpoint implies.
 
     Args:
         settings: The target's.
@@ -90,7 +90,7 @@ class BoundService(ModelService):
         target_pb2_grpc.add_TargetServiceServicer_to_server(self._target, server)
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self._draft, server)
 
-    def load(self) -> list[Runner]:
+    def load(self) -> list[ServedModel]:
         """See `ModelService`."""
         from tandem.model_sources.find import checked_folder
 

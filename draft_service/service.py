@@ -16,7 +16,7 @@ from draft_service.servicer import DraftServicer
 from draft_service.settings import DraftSettings
 from tandem.config.names import BOUND_METHODS
 from tandem.errors import ConfigurationError
-from tandem.serving.model_service import ModelService, Runner
+from tandem.serving.model_service import ModelService, ServedModel
 from tandem.telemetry.streams import OnStep
 from tandem.v1 import draft_pb2, draft_pb2_grpc
 
@@ -42,7 +42,7 @@ class DraftService(ModelService):
         """Add the servicer."""
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self._servicer, server)
 
-    def load(self) -> list[Runner]:
+    def load(self) -> list[ServedModel]:
         """See `ModelService`."""
         proposer = self._servicer.proposer = self._load_proposer()
         return [proposer]

@@ -32,7 +32,7 @@ class DraftSettings(DraftingOptions, SourceOptions, ModelServerSettings):
 
     @property
     def method(self) -> str:
-        """How to draft: with a model of its own unless the options say otherwise."""
+        """Drafting method; standalone unless the options say otherwise."""
         return self.speculative_method or STANDALONE
 
     @property

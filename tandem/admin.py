@@ -20,11 +20,11 @@ class CoordinatorState(Enum):
     """Health of a coordinator."""
 
     STARTING = "starting"
-    """It has not reached its services yet."""
+    """The coordinator has not reached its services yet."""
     READY = "ready"
-    """It works, with all of its replicas."""
+    """Requests are completed, by all replicas."""
     DEGRADED = "degraded"
-    """It works, but slower than it should: no draft takes new sequences, or a replica is lost."""
+    """Requests are completed, but slower than they should be: no draft takes new sequences, or a replica is lost."""
     UNAVAILABLE = "unavailable"
     """No target takes new sequences."""
 
@@ -73,7 +73,7 @@ class Status:
     """The coordinator's clock."""
     uptime_seconds: float
     model: str
-    """Name of the target's; empty until one was reached."""
+    """Name of the target's model; empty until one was reached."""
     load: Load
     throughput: Throughput
     speculation: SpeculationStats
@@ -106,16 +106,16 @@ class RequestReport:
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """How requests ended, without those that were refused before they began."""
+    """Counts of ended requests, without those that were refused before they began."""
 
     completed: int = 0
-    """Their clients received everything."""
+    """Requests whose clients received everything."""
     failed: int = 0
-    """A service failed, or the deadline passed."""
+    """Requests that ended with a service's failure, or by their deadline."""
     cancelled: int = 0
-    """Their client went away."""
+    """Requests whose clients went away."""
     aborted: int = 0
-    """An administrator ended them."""
+    """Requests that an administrator ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +153,11 @@ class ConfigOption:
 
 
 class Severity(IntEnum):
-    """How bad a finding is, the worst last."""
+    """Severity of a finding, the worst last."""
 
     OK = 0
     WARNING = 1
-    """It works, but worse than it could."""
+    """Something works worse than it could."""
     PROBLEM = 2
     """Requests fail, or will."""
 
@@ -174,7 +174,7 @@ class Finding:
     detail: str
     """The finding, in a sentence."""
     advice: str = ""
-    """What to do about it."""
+    """The remedy."""
 
     @classmethod
     def ok(cls, check: str, detail: str, subject: str = "") -> Finding:

@@ -95,7 +95,7 @@ class Tries:
 
     @property
     def remaining_seconds(self) -> float | None:
-        """How long the next try may take; None: without end."""
+        """Seconds that the next try may take; None for no limit."""
         return None if self._end is None else max(0.0, self._end - time.monotonic())
 
     def wait_seconds(self, error: TandemError) -> float:
@@ -158,7 +158,7 @@ Prompt = str | Sequence[int] | GenerationRequest
 
 
 class Options(TypedDict, total=False):
-    """How to complete a prompt: fields of `GenerationRequest`, which documents them."""
+    """Fields of `GenerationRequest`, which documents them."""
 
     max_tokens: int | None
     temperature: float | None
@@ -201,12 +201,12 @@ class Completed:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Reason for its end."""
+        """Reason for which the completion ended."""
         return self.summary.finish_reason
 
     @property
     def speculation(self) -> SpeculationStats:
-        """Its speculation statistics."""
+        """Speculation statistics of the completion."""
         return self.summary.speculation
 
 
@@ -254,7 +254,8 @@ def joined(chunks: Sequence[Chunk]) -> Completed:
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
-_POLL_SECONDS = 0.1
+POLL_SECONDS = 0.1
+"""Between two questions to a coordinator that is starting: people do not notice the delay."""
 
 
 class CoordinatorClient:
@@ -381,6 +382,6 @@ async def serves(channel: grpc.aio.Channel, timeout_seconds: float) -> bool:
                         return True
                 except grpc.aio.AioRpcError:
                     pass  # not reachable yet; the time limit decides
-                await asyncio.sleep(_POLL_SECONDS)
+                await asyncio.sleep(POLL_SECONDS)
     except TimeoutError:
         return False

@@ -103,5 +103,5 @@ class FairPlaces:
 
 
 def extra_places(places: int) -> int:
-    """How many extra places usually belong to so many."""
+    """The usual number of extra places."""
     return places // _EXTRA_SHARE

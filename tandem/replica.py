@@ -11,7 +11,7 @@ from tandem.types import ModelInfo, SpeculationStats
 
 
 class Role(Enum):
-    """Which of the two services a replica is one of."""
+    """Service that a replica belongs to."""
 
     DRAFT = "draft"
     TARGET = "target"
@@ -31,7 +31,7 @@ class ReplicaState(Enum):
     REFUSED = "refused"
     """Reached, but it refuses the coordinator's token."""
     DOWN = "down"
-    """It was reached before and cannot be reached now."""
+    """Reached before, but not reachable now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class ReplicaSnapshot:
     reason: str
     """Reason for its state, in a sentence; empty when all is well."""
     since_seconds: float
-    """How long it has been in that state."""
+    """Seconds since it entered that state."""
     open_sequences: int
     round_trip_seconds: float | None
     """Moving average of the time to answer a health check; None before the first."""

@@ -56,7 +56,7 @@ class SpeculationState:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationDecision:
-    """How many tokens requests of one kind propose at one load, and the prediction that decided it."""
+    """Number of tokens that requests of one kind propose at one load, and the prediction that decided it."""
 
     target: str
     """Address of the target that the requests share."""

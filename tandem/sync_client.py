@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.client import (
     DEFAULT_ADDRESS,
+    POLL_SECONDS,
     Completed,
     Options,
     Prompt,
@@ -36,8 +37,6 @@ from tandem.types import ChatMessage, Chunk
 from tandem.v1 import generation_pb2
 from tandem.v1.generation_pb2_grpc import GenerationServiceStub
 from tandem.wire.generation import chat_prompt_from_proto, chat_to_proto, chunk_from_proto
-
-_POLL_SECONDS = 0.1
 
 
 class SyncClient:
@@ -73,16 +72,7 @@ class SyncClient:
     def generate(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[Options]
     ) -> Iterator[Chunk]:
-        """Stream a completion. The last chunk carries the summary.
-
-        Args:
-            prompt: Text, token ids, or a complete `GenerationRequest`.
-            timeout_seconds: Time limit of the whole call, including waits between retries.
-            options: Fields of `GenerationRequest`.
-
-        Raises:
-            TandemError: the coordinator refused or failed; the error's class says which.
-        """
+        """As `tandem.client.Client.generate`."""
         message = as_message(as_request(prompt, options))
         tries = Tries(self._retries, timeout_seconds, f"coordinator {self.address}")
         while True:
@@ -97,7 +87,7 @@ class SyncClient:
     def complete(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[Options]
     ) -> Completed:
-        """A whole completion; arguments and errors are those of `generate`."""
+        """As `tandem.client.Client.complete`."""
         return joined([*self.generate(prompt, timeout_seconds=timeout_seconds, **options)])
 
     def chat_prompt(
@@ -111,11 +101,7 @@ class SyncClient:
         return chat_prompt_from_proto(response)
 
     def wait_until_ready(self, timeout_seconds: float) -> None:
-        """Return once the coordinator serves.
-
-        Raises:
-            ServiceUnavailableError: it does not within the time.
-        """
+        """As `tandem.client.Client.wait_until_ready`."""
         stub: Any = health_pb2_grpc.HealthStub(self._channel)
         end = time.monotonic() + timeout_seconds
         while (remaining := end - time.monotonic()) > 0.0:
@@ -130,7 +116,7 @@ class SyncClient:
                     return
             except grpc.RpcError:
                 pass  # not reachable yet; the time limit decides
-            time.sleep(min(_POLL_SECONDS, remaining))
+            time.sleep(min(POLL_SECONDS, remaining))
         raise ServiceUnavailableError(f"coordinator {self.address}: not ready within {timeout_seconds:g} s")
 
     def _try(self, message: generation_pb2.GenerateRequest, tries: Tries) -> Iterator[Chunk]:

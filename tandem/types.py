@@ -27,7 +27,7 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn from logits: penalties, then temperature, then top-k, then top-p, then min-p.
+    """Parameters for drawing tokens from logits: penalties, then temperature, then top-k, then top-p, then min-p.
 
     The order is that of the logits processors in Hugging Face transformers.
     """
@@ -102,7 +102,7 @@ class Delta:
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many ids two sequences begin with in common."""
+    """Length of the common beginning of two sequences."""
     length = 0
     for x, y in zip(a, b, strict=False):
         if x != y:
@@ -259,7 +259,7 @@ class Acceptance:
     """The part of a proposal that is kept."""
 
     accepted_count: int
-    """How many of the proposed tokens are kept, from the first on."""
+    """Number of proposed tokens that are kept, from the first on."""
     next_token_id: int
     """The token after them; -1 when `next_token` is NONE."""
     next_token: NextToken
@@ -273,7 +273,7 @@ MAX_AHEAD_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class AheadBudget:
-    """How far a draft may draft ahead of one verification."""
+    """Bounds of what a draft drafts ahead of one verification."""
 
     branch_count: int
     """Most outcomes to draft for."""
@@ -315,7 +315,7 @@ class DraftOptions:
     max_length: int = 0
     """Maximum tokens of the sequence; 0 means the model's own maximum."""
     row_kind: RowKind = RowKind.TOKEN
-    """Which distribution travels with each proposed token."""
+    """Kind of distribution that travels with each proposed token."""
     draft_top_k: int = 0
     """For RowKind.SUPPORT, how many of its most probable tokens the draft keeps; 0 means the service's default."""
     with_token_logits: bool = False
@@ -336,7 +336,7 @@ class TargetOptions:
     """Maximum tokens of the sequence; 0 means the model's own maximum."""
     traceparent: str = ""
     prompt_length: int = 0
-    """How many of the sequence's first tokens are the prompt; frequency and presence count the others only."""
+    """Length of the prompt, with which the sequence begins; frequency and presence count the other tokens only."""
     adjustments: LogitAdjustments = field(default_factory=LogitAdjustments)
     client: str = ""
     """Whose sequence it is: clients share places fairly. Empty: not known."""
@@ -352,7 +352,7 @@ class ProposeStep:
     ahead: AheadBudget | None = None
     """Budget for drafting ahead; None for none."""
     proposed_count: int = 0
-    """How many of the last tokens are a proposal that is being verified."""
+    """Number of last tokens that are a proposal which is being verified."""
 
     @property
     def is_answered(self) -> bool:
@@ -378,7 +378,7 @@ class Finish:
     """Ends a sequence as planned."""
 
     token_count: int
-    """How many of its first tokens the coordinator kept."""
+    """Number of first tokens that the coordinator kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +388,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """What a step takes, measured when the engine is warm."""
+    """Durations of steps, measured when the engine is warm."""
 
     seconds: Mapping[tuple[int, int], float] = field(default_factory=dict)
     """Median seconds by the number of sequences and the tokens of each. Sizes that the engine does not serve are
@@ -416,7 +416,7 @@ class ModelInfo:
     """Method of a draft that reads a target's hidden states: the service's own, for the target at its address alone, or
     that of the draft which a target hosts. Empty otherwise."""
     step_profile: StepProfile = StepProfile()
-    """What a step takes; empty where the service does not measure it."""
+    """Durations of steps; empty where the service does not measure them."""
 
     drafts_ahead: bool = False
     """True if a draft drafts ahead where a step grants a budget."""
@@ -530,7 +530,7 @@ class SpeculationStats:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """How a completion ended, with its statistics."""
+    """End of a completion, with its statistics."""
 
     finish_reason: FinishReason
     prompt_tokens: int
@@ -546,7 +546,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """How probable the target finds the tokens at a position, before temperature and truncation: natural logarithms."""
+    """Natural logarithms of the target's probabilities at a position, before temperature and truncation."""
 
     logprob: float
     """Log probability of the token at this position."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc.aio
 
 from tandem.errors import ConfigurationError
-from tandem.serving.model_service import ModelService, Runner
+from tandem.serving.model_service import ModelService, ServedModel
 from tandem.v1 import target_pb2, target_pb2_grpc
 from target_service.servicer import TargetServicer
 from target_service.settings import TargetSettings, check_extraction
@@ -38,7 +38,7 @@ class TargetService(ModelService):
         """Add the servicer."""
         target_pb2_grpc.add_TargetServiceServicer_to_server(self._servicer, server)
 
-    def load(self) -> list[Runner]:
+    def load(self) -> list[ServedModel]:
         """See `ModelService`."""
         from tandem.model_sources.find import checked_folder
 

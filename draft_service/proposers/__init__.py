@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Protocol
 
-from tandem.serving.model_service import Runner
+from tandem.serving.model_service import ServedModel
 from tandem.types import DraftOptions, Proposal, ProposeStep
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class DraftedSequence(Protocol):
         """
 
 
-class Proposer(Runner, Protocol):
+class Proposer(ServedModel, Protocol):
     """A drafting method."""
 
     def sequence(self, options: DraftOptions) -> AbstractAsyncContextManager[DraftedSequence]:

@@ -65,7 +65,7 @@ class AheadDrafter:
         """At most a round's depths: the next step empties it."""
 
     def apply(self, step: ProposeStep) -> None:
-        """Note what a step makes of the sequence: what came of the last round, and that it is over.
+        """Apply a step's delta, end the last round and learn its outcome.
 
         Raises:
             InvalidRequestError: the step's delta starts past the sequence's end.
@@ -295,7 +295,7 @@ class BranchDrafting:
 def rank(
     logits: Tensor, proposed: Sequence[int], base_length: int, options: DraftOptions, sampler: Sampler
 ) -> Ranking | None:
-    """The tokens that the draft takes to be likely at each position of a proposal and after it.
+    """Rank the likely tokens at each position of a proposal and after it.
 
     The target chooses argmax(log p + G) under `strict`, and argmax(log w + G2) under `residual` and `block`. G and G2
     are keyed noise that the draft can compute as well, so it ranks by log q + noise; without noise at temperature 0.
@@ -305,7 +305,7 @@ def rank(
         proposed: The proposed tokens.
         base_length: Tokens before them.
         options: Of the sequence.
-        sampler: What computes.
+        sampler: Computes the probabilities.
 
     Returns:
         None where the logits are not finite.
@@ -329,7 +329,7 @@ def rank(
 
 
 def _with_shares(ranking: Ranking, proposed: Sequence[int]) -> Ranking | None:
-    """With each proposed token's share of its row's candidates as the belief in it."""
+    """Take each proposed token's share of its row's candidates as the confidence in it."""
     if _finite(ranking) is None:
         return None
     rows = zip(proposed, ranking.token_ids, ranking.scores, strict=False)
@@ -402,7 +402,7 @@ class OutcomeHistory:
     def likeliest(self, proposed: Sequence[int], ranking: Ranking, count: int) -> list[tuple[int, int]]:
         """The outcomes (accepted, next token) with the highest probability, best first.
 
-        P(a accepted) * P(t follows, given a), both as often as what was believed as firmly came true so far.
+        P(a accepted) * P(t follows, given a), each calibrated by how often equal confidence was right.
         """
         found: list[tuple[float, int, int]] = []
         reached = 1.0
@@ -418,7 +418,7 @@ class OutcomeHistory:
         return [(accepted, token_id) for _, accepted, token_id in found[:count]]
 
     def came(self, proposed: Sequence[int], ranking: Ranking, accepted: int, next_token_id: int) -> None:
-        """Count what came of a round."""
+        """Count the outcome of a round."""
         for position in range(min(accepted + 1, len(proposed))):
             self._accepted.add(ranking.confidences[position], position < accepted)
         is_bonus = accepted == len(proposed)

@@ -34,21 +34,21 @@ class EngineProposer:
         self._engine = engine
 
     def kv_usage(self) -> KvUsage:
-        """See `Runner`."""
+        """See `ServedModel`."""
         return self._engine.usage
 
     @property
     def overdue_seconds(self) -> float:
-        """See `Runner`."""
+        """See `ServedModel`."""
         return self._engine.overdue_seconds
 
     async def start(self) -> None:
-        """See `Runner`."""
+        """See `ServedModel`."""
         self._engine.start()
         await self._engine.warm_up()
 
     async def close(self) -> None:
-        """See `Runner`."""
+        """See `ServedModel`."""
         await self._engine.close()
 
 

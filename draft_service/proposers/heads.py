@@ -13,8 +13,8 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Protocol
+from functools import cache, partial
+from typing import Any
 
 from torch import Tensor
 
@@ -43,27 +43,13 @@ class _StatesLostError(ServiceUnavailableError):
 
 @dataclass(frozen=True, slots=True)
 class HeadKind:
-    """How a head's passes become a proposal."""
+    """The way in which a head's passes become a proposal."""
 
     make_sequence: Callable[
         [Engine[Drafting, Proposal], CachedSequence, Pairing, BoundSequences, DraftOptions], BoundSequence
     ]
-    extend: Extend
-    """Head of the engine."""
-
-
-class Extend(Protocol):
-    """Head of the engine: from the logits of a pass to outcomes."""
-
-    def __call__(
-        self,
-        ready: Sequence[Job[Drafting]],
-        logits: Tensor,
-        *,
-        pairings: dict[CachedSequence, Pairing],
-        sampler: Sampler,
-    ) -> list[Outcome]:
-        """The outcome of each job."""
+    extend: Callable[..., list[Outcome]]
+    """Head of the engine: the outcome of each job of a pass, given its logits, the pairings and a sampler."""
 
 
 class BoundProposer(EngineProposer):
@@ -170,7 +156,6 @@ class BoundSequence:
         return await self._drafted(target, token_count)
 
     def _possible(self, token_count: int) -> int:
-        """How many of the tokens that were asked for the head can propose."""
         return token_count
 
     def _apply(self, delta: Delta) -> None:
@@ -203,7 +188,7 @@ def _extend(
     pairings: dict[CachedSequence, Pairing],
     sampler: Sampler,
 ) -> list[Outcome]:
-    """Head of the engine: one more token for each proposal; a finished one leaves the pairs of the target's states."""
+    """Head of the engine: one more token for each proposal."""
     outcomes = extended([job.payload for job in ready], logits, sampler)
     return [
         finished(job, outcome, pairings.get(job.sequence))
@@ -284,43 +269,34 @@ _MORE = Continue(-1)
 """Stands for proposals that have no token yet."""
 
 
-class PassLimit:
-    """How many tokens a proposal of one pass can have: one for each head."""
-
-    def __init__(self, tokens_per_pass: int) -> None:
-        self._tokens_per_pass = tokens_per_pass
-        self._is_reported = False
-
-    def applied(self, token_count: int) -> int:
-        """As many of the tokens that are asked for as there can be. The first time that these are fewer is logged."""
-        if token_count <= self._tokens_per_pass:
-            return token_count
-        if not self._is_reported:
-            self._is_reported = True
-            logger.warning(
-                "%d tokens were asked for, but the draft has %d heads, which propose one token each; proposals have at "
-                "most as many: set num_speculative_tokens to %d",
-                token_count,
-                self._tokens_per_pass,
-                self._tokens_per_pass,
-            )
-        return self._tokens_per_pass
-
-
 class ParallelSequence(BoundSequence):
-    """One sequence that several heads draft for."""
+    """One sequence that several heads draft for: a proposal has at most one token of each."""
 
-    def __init__(self, *arguments: Any, limit: PassLimit) -> None:
+    def __init__(self, *arguments: Any, tokens_per_pass: int) -> None:
         super().__init__(*arguments)
-        self._limit = limit
+        self._tokens_per_pass = tokens_per_pass
 
     def _possible(self, token_count: int) -> int:
-        return self._limit.applied(token_count)
+        if token_count > self._tokens_per_pass:
+            _report_shorter(token_count, self._tokens_per_pass)
+        return min(token_count, self._tokens_per_pass)
+
+
+@cache
+def _report_shorter(token_count: int, tokens_per_pass: int) -> None:
+    """Log that proposals are shorter than what was asked for, once."""
+    logger.warning(
+        "%d tokens were asked for, but the draft has %d heads, which propose one token each; proposals have at "
+        "most as many: set num_speculative_tokens to %d",
+        token_count,
+        tokens_per_pass,
+        tokens_per_pass,
+    )
 
 
 def parallel_kind(tokens_per_pass: int) -> HeadKind:
     """Proposals of one pass, of as many tokens as there are heads."""
-    make = partial(ParallelSequence, limit=PassLimit(tokens_per_pass))
+    make = partial(ParallelSequence, tokens_per_pass=tokens_per_pass)
     return HeadKind(make, partial(_extend_parallel, tokens_per_pass=tokens_per_pass))
 
 
@@ -332,7 +308,6 @@ def _extend_parallel(
     sampler: Sampler,
     tokens_per_pass: int,
 ) -> list[Outcome]:
-    """Head of the engine: the whole proposal of each job."""
     outcomes = _drawn([job.payload for job in ready], logits, sampler, tokens_per_pass)
     return [
         finished(job, outcome, pairings.get(job.sequence))

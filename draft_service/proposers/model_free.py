@@ -188,9 +188,9 @@ class TokenState:
         return len(self.token_ids)
 
     def kept_length(self, delta: Delta) -> int:
-        """How many of the present tokens a delta leaves as they are.
+        """Number of present tokens that a delta leaves unchanged.
 
-        More than its base length where the delta repeats present tokens: a repeated step costs nothing.
+        It is more than the base length where the delta repeats present tokens: a repeated step costs nothing.
 
         Raises:
             InvalidRequestError: the delta leaves a gap, is too long, or holds a number that cannot be a token id.

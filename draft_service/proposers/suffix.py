@@ -187,7 +187,7 @@ class SuffixNode:
         self.latest = latest
         """The most recent of them."""
         self.children = children
-        """By their first token. None for a leaf."""
+        """Children by their first token; None for a leaf."""
         self.repeats: dict[int, None] | None = None
         """A leaf's windows in their order, when it has several."""
 
@@ -229,7 +229,7 @@ class SuffixTree:
     def __init__(self, max_depth: int) -> None:
         self.max_depth = max_depth
         self.texts: dict[int, array[int]] = {}
-        """By number."""
+        """Texts by number."""
         self.root = SuffixNode(0, 0, 0, {})
 
     def add(self, window: int) -> bool:
@@ -313,7 +313,7 @@ class SuffixTree:
         return len(tokens) == self.max_depth or tokens[-1] == END
 
     def _label(self, node: SuffixNode, start: int, end: int) -> array[int]:
-        """Tokens `start` to `end` of the path to a node, as far as the text goes that they are read from."""
+        """Tokens `start` to `end` of the path to a node, as far as its latest text has them."""
         position = node.latest & _POSITION_MASK
         return self.texts[node.latest >> _POSITION_BITS][position + start : position + end]
 

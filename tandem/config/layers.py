@@ -40,7 +40,7 @@ class Origin(StrEnum):
     ENVIRONMENT = "environment"
     FILE = "file"
     INFERRED = "inferred"
-    """From another option."""
+    """Inferred from another option."""
     DEFAULT = "default"
 
 
@@ -129,7 +129,7 @@ def origins(layers: Sequence[Layer]) -> dict[str, Origin]:
 def _without_others(
     cls: type[Options], values: Mapping[str, Any], others: Collection[str] = _OTHERS_OPTIONS
 ) -> dict[str, Any]:
-    """Without the options of speculative decoding that are another service's: all may share a file or environment."""
+    """Leave out options of speculative decoding that belong to another service: all may share a file or environment."""
     return {name: value for name, value in values.items() if name in cls.model_fields or name not in others}
 
 
@@ -214,7 +214,6 @@ def _aliases(cls: type[Options]) -> dict[str, str]:
 
 
 def _kind(annotation: Any) -> str:
-    """Value that the option takes, in a word."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return "|".join(map(str, arguments))

@@ -59,7 +59,7 @@ MODEL_FREE_METHODS = (NGRAM, SUFFIX)
 """Those of them that have no model."""
 
 _EAGLE_ARCHITECTURES = ("EAGLEModel", "EagleLlamaForCausalLM", "EagleLlamaModel")
-"""As vLLM writes them. SafeAILab's heads of EAGLE-1 and 2 say LlamaForCausalLM, so their name has to tell."""
+"""EAGLE heads in vLLM's spelling. SafeAILab's heads say LlamaForCausalLM, so their name has to tell."""
 
 METHOD_ALIASES = {"draft_model": STANDALONE}
 """vLLM's word for it."""
@@ -95,12 +95,12 @@ def _method_in(config: Mapping[str, Any]) -> str:
     wrapped = config.get("speculators_model_type")
     if isinstance(wrapped, str):
         return canonical_method(wrapped)
-    architectures = config.get("architectures")
-    if isinstance(architectures, list) and any("eagle3" in str(name).lower() for name in architectures):
-        return EAGLE3
-    if isinstance(architectures, list) and any("dflash" in str(name).lower() for name in architectures):
-        return DFLASH
-    if isinstance(architectures, list) and any(str(name) in _EAGLE_ARCHITECTURES for name in architectures):
+    names = config.get("architectures")
+    architectures = list(map(str, names)) if isinstance(names, list) else []
+    for method in (EAGLE3, DFLASH):
+        if any(method in name.lower() for name in architectures):
+            return method
+    if any(name in _EAGLE_ARCHITECTURES for name in architectures):
         return EAGLE
     if "medusa_num_heads" in config:
         return MEDUSA

@@ -102,7 +102,7 @@ class Options(BaseModel):
 def _rules_broken_besides(
     cls: type[Options], values: Mapping[str, Any], details: Iterable[ErrorDetails]
 ) -> list[str]:
-    """The rules that are broken by those values that can be read."""
+    """Rules broken by the values that can be read."""
     wrong = {str(detail["loc"][0]) for detail in details if detail["loc"]}
     unreadable = wrong & cls.model_fields.keys()
     # The same class, except that nothing is asked of what cannot be read.
@@ -116,7 +116,7 @@ def _rules_broken_besides(
 
 
 def sentences(error: ValidationError) -> list[str]:
-    """What is wrong with some options, a sentence for each error."""
+    """One sentence for each error of a validation."""
     return [detail["msg"] for detail in error.errors()]
 
 
@@ -149,7 +149,6 @@ _WORDS = {
 
 
 def _describe(cls: type[Options], detail: ErrorDetails) -> str:
-    """An error of pydantic's in a sentence."""
     name, kind, value = ".".join(map(str, detail["loc"])), detail["type"], detail["input"]
     if kind == "extra_forbidden":
         is_variable = name.startswith(ENVIRONMENT_PREFIX)

@@ -62,7 +62,7 @@ Integers = Annotated[tuple[int, ...], BeforeValidator(_listed)]
 
 
 class RevisionOptions(Options):
-    """Which revision of a model on a hub is meant."""
+    """Revision of a model on a hub."""
 
     revision: str | None = None
     """Branch, tag or commit, when the model is named by a Hugging Face id. By default the hub's main branch. vLLM's
@@ -112,7 +112,7 @@ def _lookup_range(options: DraftingOptions) -> Iterator[str]:
 
 
 class DraftingOptions(RevisionOptions):
-    """How the draft service drafts."""
+    """Drafting method and its options."""
 
     speculative_method: Annotated[str, AfterValidator(_method)] | None = None
     """Drafting method: standalone, ngram, suffix, eagle, eagle3, medusa, mtp or dflash. By default inferred from the
@@ -167,7 +167,7 @@ class DraftingOptions(RevisionOptions):
 
 
 class AcceptanceOptions(Options):
-    """How proposed tokens are accepted.
+    """Acceptance rule and its options.
 
     This class checks ranges; `coordinator.rejection` checks combinations for the acceptance rules.
     """

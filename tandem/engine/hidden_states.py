@@ -25,9 +25,9 @@ from tandem.engine.steps import Packing
 from tandem.errors import ConfigurationError
 
 _KEY_SIZE = 8
-"""Of the additional layer, whose queries see one key each: any number does."""
+"""Width of the additional layer's keys. Its queries see one key each, so any number does."""
 _READ_ATTEMPTS = 3
-"""A page that the target's engine replaces meanwhile by an equal one makes a read start again."""
+"""A read starts again if the target's engine has meanwhile replaced a page by an equal one."""
 
 
 class StateReader(Protocol):
@@ -55,8 +55,7 @@ class _StateLayer(nn.Module):
 
 
 class HiddenStateTap:
-    """Reads the states while the model's own modules run or are traced. Captured graphs deliver none, and are left out
-    where there is a tap (`Backends.tapped`)."""
+    """Reads the states while the model's own modules run or are traced."""
 
     def __init__(self, target: LoadedModel, head: StateReader) -> None:
         """
@@ -166,7 +165,7 @@ class HiddenStateTap:
 
 
 def _slots(sequence: Sequence, start: int, end: int) -> np.ndarray | None:
-    """Where the positions lie; None if their states are not computed."""
+    """Slots of the positions; None if their states are not computed."""
     if sequence.is_released or sequence.computed_length < end or sequence.table.capacity < end:
         return None
     return sequence.table.slots(start, end)
@@ -241,7 +240,7 @@ class PairedStates:
         self._dtype = dtype
         self._device = device
         self.pairings: dict[Sequence, Pairing] = {}
-        """By the head's sequence. One that is not here, as in a trial, reads `any_states`."""
+        """Pairings by the head's sequence. A sequence without one, as in a trial, reads `any_states`."""
 
     def of_step(self, segments: SequenceOf[Segment]) -> Tensor:
         """The state of each pair of a step, [tokens, state_size]."""
@@ -269,7 +268,7 @@ class PairedStates:
         return torch.cat(parts)
 
     def is_past_known(self, segments: SequenceOf[Segment]) -> Tensor:
-        """Which tokens of a step lie behind those whose states are the target's, bool [tokens]."""
+        """Mask of the tokens that lie behind those whose states are the target's, bool [tokens]."""
         found: list[bool] = []
         for segment in segments:
             pairing = self.pairings.get(segment.sequence)
@@ -347,10 +346,16 @@ class HeadModel(nn.Module):
         **_: Any,
     ) -> _Output:
         """See `tandem.engine.steps.run_modules`. An integer keeps all rows."""
-        states = self.states.of_step(tandem_step.segments)
-        hidden, fed_back = self.head.advanced(input_ids, position_ids, states, tandem_step)
+        segments = tandem_step.segments
+        hidden, fed_back = self.advanced(input_ids, position_ids, self.states.of_step(segments), tandem_step)
         rows = hidden if isinstance(logits_to_keep, int) else hidden[logits_to_keep]
-        return _Output(self.finished(tandem_step.segments, self.head.own_logits(rows), fed_back)[None])
+        return _Output(self.finished(segments, self.head.own_logits(rows), fed_back)[None])
+
+    def advanced(
+        self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Packing
+    ) -> tuple[Tensor, Tensor]:
+        """See `DraftHead.advanced`."""
+        return self.head.advanced(token_ids, positions, states, step)
 
     def computed(
         self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Any
@@ -378,24 +383,20 @@ class HeadModel(nn.Module):
 
 
 class BlockModel(HeadModel):
-    """The same for a head that proposes blocks."""
+    """Calls a head that proposes blocks, which feeds nothing back."""
 
     head: BlockHead
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        logits_to_keep: Tensor | int,
-        tandem_step: Packing,
-        **_: Any,
-    ) -> _Output:
+    def advanced(
+        self, token_ids: Tensor, positions: Tensor, states: Tensor, step: Packing
+    ) -> tuple[Tensor, Tensor]:
+        """See `BlockHead.of_blocks`."""
+        is_in_block = self.states.is_past_known(step.segments)
+        return self.head.of_blocks(token_ids, positions, states, is_in_block, step), states
+
+    def finished(self, segments: SequenceOf[Segment], own_logits: Tensor, fed_back: Tensor) -> Tensor:
         """See `HeadModel`."""
-        states = self.states.of_step(tandem_step.segments)
-        is_in_block = self.states.is_past_known(tandem_step.segments)
-        hidden = self.head.of_blocks(input_ids, position_ids, states, is_in_block, tandem_step)
-        rows = hidden if isinstance(logits_to_keep, int) else hidden[logits_to_keep]
-        return _Output(self.head.logits(rows)[None])
+        return self.head.widened(own_logits)
 
 
 def as_model(

@@ -1,4 +1,4 @@
-"""From a target's logits to the rows that coordinators ask for, for all sequences of a step at once.
+"""Makes the rows that coordinators ask for of a target's logits, for all sequences of a step at once.
 
 Whatever mix of rows a step holds, the host waits for the device once: each kind of row says which numbers it needs
 there, computes without waiting, and reads the result on the host.
@@ -172,7 +172,6 @@ class RowsOfKind:
         return self._by_request([DenseRow(row) if isfinite(row.max()) else None for row in found[0]])
 
     def _by_request(self, rows: Sequence[TargetRow | None]) -> list[Rows]:
-        """Each request's own rows; None where one of them is."""
         ends = accumulate(request.step.row_count for request in self._requests)
         parts = (
             rows[end - request.step.row_count : end]
@@ -272,7 +271,6 @@ class SupportRows(RowsOfKind):
         return self._by_request(rows)
 
     def _finite_rows(self, inside: HostArray, masses: HostArray, max_logits: HostArray) -> list[bool]:
-        """Which rows hold finite numbers alone."""
         found = np.isfinite(masses) & np.isfinite(max_logits)
         are_finite = np.isfinite(inside)
         if not are_finite.all():
@@ -307,7 +305,6 @@ def _parameters(sampling: Sequence[SamplingParams], device: torch.device) -> lis
 def _read_statistics(
     wants_statistics: Sequence[bool], found: Sequence[HostArray], ends: Sequence[int]
 ) -> list[RowStatistics | None]:
-    """The statistics of the rows that asked for them."""
     if not found:
         return [None] * len(wants_statistics)
     entropies, max_probs, argmaxes, ranks, logits = found

@@ -1,4 +1,4 @@
-"""How much an engine may hold at once."""
+"""Limits of an engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class EngineSettings:
     max_sequences: int = 64
     """Maximum sequences open at once, and in one forward pass."""
     kept_sequences: int = 0
-    """How many of them are kept for clients that have few open."""
+    """Sequences among them that are kept for clients with few open."""
     max_waiting: int = 256
     """Requests that may wait for room before more are refused."""
     prefill_chunk_tokens: int = _PREFILL_CHUNK_TOKENS_CPU
@@ -44,7 +44,7 @@ class EngineSettings:
 
     @classmethod
     def of(cls, settings: ModelServerSettings, device_type: str) -> EngineSettings:
-        """What a service's options mean for an engine on such a device."""
+        """The limits that a service's options ask for on such a device."""
         chunk = settings.max_num_batched_tokens
         if chunk is None:
             chunk = _PREFILL_CHUNK_TOKENS_CPU if device_type == "cpu" else _PREFILL_CHUNK_TOKENS_ACCELERATOR

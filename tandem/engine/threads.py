@@ -1,4 +1,4 @@
-"""How threads wait, which must be set before torch is imported; this module does not import it."""
+"""Settings of waiting threads. They must be made before torch is imported, so this module does not import it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def wait_asleep() -> None:
 
 
 _SWITCH_SECONDS = 0.0005
-"""For how long a thread of this process may hold the interpreter while another one waits; Python's default is 5 ms, as
+"""Time for which a thread of this process may hold the interpreter while another waits. Python's default is 5 ms, as
 long as a small model's step. The engine's thread needs the interpreter several times in a step, and the event loop,
 which answers the step before, would hold it for as long as it has work. docs/engine.md has the measurement."""
 

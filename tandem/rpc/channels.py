@@ -23,7 +23,7 @@ DEFAULT_MESSAGE_LIMIT_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Keepalive:
-    """How soon a peer is noticed that answers no longer and closes no connection: it was stopped, or unplugged."""
+    """Detection of a peer that neither answers nor closes the connection because it was stopped or unplugged."""
 
     interval_seconds: float
     """A silent connection is pinged after this time."""
@@ -128,7 +128,7 @@ _BROKEN_WRITE = "Internal error from Core"
 
 
 def ending_of(error: grpc.RpcError) -> Ending:
-    """How the call ended that raised this, awaited or not."""
+    """Status of the call that raised the error, awaited or not."""
     call = cast("grpc.Call", error)
     code, details = call.code(), call.details() or ""
     if details == _BROKEN_WRITE:
@@ -174,9 +174,9 @@ class MessageWaits:
     """Receives how long the messages of a shared stream wait in this process, in seconds each."""
 
     answer: Callable[[float], None]
-    """From reading an answer until its sequence goes on."""
+    """Called with the time from reading an answer until its sequence goes on."""
     question: Callable[[float], None]
-    """From a sequence's question until the message that has it is written."""
+    """Called with the time from a sequence's question until its message is written."""
 
 
 @dataclass(slots=True)
@@ -195,7 +195,6 @@ class _ReadEnd(socket.socket):
     """Reads all bytes that there are, however few are asked for. Whoever reads them handles all events before them."""
 
     def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
-        """See `socket.socket`."""
         return super().recv(max(bufsize, 1 << 16), flags)  # more than the socket holds
 
 

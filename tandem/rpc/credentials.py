@@ -105,7 +105,7 @@ AUTHORIZATION = "authorization"
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """How to connect to a server. Without any of these: plain text, as to a server on this machine.
+    """TLS and token for a connection. Without any of these: plain text, as to a server on this machine.
 
     Certificates are read when a channel is opened, a token's file whenever it has changed.
     """

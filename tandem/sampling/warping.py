@@ -32,7 +32,7 @@ class Steps:
     has_greedy: bool
     has_min_p: bool
     candidate_count: int
-    """How many of the largest values top-k and top-p look at; 0 where no row has either."""
+    """Number of largest values that top-k and top-p look at; 0 where no row has either."""
     has_top_p: bool
 
 

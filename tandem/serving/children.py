@@ -58,7 +58,7 @@ class Child:
         raise ServiceUnavailableError(await self.obituary())
 
     async def obituary(self) -> str:
-        """How it ended, in words."""
+        """A sentence about the end of the process."""
         code = await self.process.wait()
         if code < 0:
             return f"the {self.name} service was ended by signal {-code}"

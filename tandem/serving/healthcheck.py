@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from pathlib import Path
 
 import grpc
@@ -20,16 +21,20 @@ from tandem.rpc.channels import open_sync_channel
 from tandem.rpc.credentials import PLAIN, Credentials
 from tandem.settings import exit_with
 
-SERVING = 0
-NOT_SERVING = 3
-UNREACHABLE = 4
 
-_TIMEOUT_SECONDS = 4.0
+class Health(IntEnum):
+    """Exit codes."""
+
+    SERVING = 0
+    NOT_SERVING = 3
+    UNREACHABLE = 4
+
+
 _VARIABLES = "TANDEM_CLIENT_TLS_"
 
 
-def check(address: str, credentials: Credentials = PLAIN, timeout_seconds: float = _TIMEOUT_SECONDS) -> int:
-    """The exit code that says how the server at host:port is.
+def check(address: str, credentials: Credentials = PLAIN, timeout_seconds: float = 4.0) -> Health:
+    """Ask the server at host:port how it is. The timeout leaves time within the 5 s that containers are given.
 
     Raises:
         ConfigurationError: a file of the credentials cannot be read.
@@ -40,8 +45,9 @@ def check(address: str, credentials: Credentials = PLAIN, timeout_seconds: float
                 health_pb2.HealthCheckRequest(), timeout=timeout_seconds
             )
         except grpc.RpcError:
-            return UNREACHABLE
-    return SERVING if answer.status == health_pb2.HealthCheckResponse.SERVING else NOT_SERVING
+            return Health.UNREACHABLE
+    is_serving = answer.status == health_pb2.HealthCheckResponse.SERVING
+    return Health.SERVING if is_serving else Health.NOT_SERVING
 
 
 def credentials_of(environment: Mapping[str, str]) -> Credentials:
@@ -64,13 +70,12 @@ def main(arguments: Sequence[str]) -> None:
     if len(arguments) != 1:
         exit_with(ConfigurationError(f"{len(arguments)} addresses were given; give one, host:port"), 2)
     try:
-        code = check(arguments[0], credentials_of(os.environ))
+        health = check(arguments[0], credentials_of(os.environ))
     except ConfigurationError as error:
         exit_with(error, 2)
         return
-    words = {SERVING: "serving", NOT_SERVING: "not serving", UNREACHABLE: "unreachable"}
-    sys.stdout.write(f"{words[code]}\n")
-    sys.exit(code)
+    sys.stdout.write(f"{health.name.lower().replace('_', ' ')}\n")
+    sys.exit(health)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What stands before the methods of a server: tokens, readiness, bounds, counts of calls, and the error boundary."""
+"""Interceptors before the methods of a server: tokens, readiness, bounds, counts of calls, and the error boundary."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SlowReaderWatchdog:
     """
 
     def __init__(self, patience_seconds: float | None) -> None:
-        """One message may wait so long for its reader, or up to an eighth longer. None: forever."""
+        """Allow one message `patience_seconds` to wait for its reader, or up to an eighth longer; None: forever."""
         self._patience = patience_seconds
         self._readers: set[_Reader] = set()
         self._next_look: asyncio.TimerHandle | None = None
@@ -91,7 +91,7 @@ class _Reader:
         self._has_stalled = False
 
     async def take(self, write: Awaitable[None]) -> None:
-        """Wait until it has taken a message.
+        """Wait until the reader has taken a message.
 
         Raises:
             DeadlineError: it took nothing for too long.

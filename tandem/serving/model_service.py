@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from tandem.engine.interface import KvUsage
 
 
-class Runner(Protocol):
-    """What a servicer asks: the target's verifier, or a drafting method."""
+class ServedModel(Protocol):
+    """A target's verifier or a drafting method, as the service that runs it sees it."""
 
     @property
     def model_info(self) -> ModelInfo:
@@ -31,7 +31,7 @@ class Runner(Protocol):
 
     @property
     def overdue_seconds(self) -> float:
-        """How long it has been stuck in a step; 0 while all is well."""
+        """Seconds that it has been stuck in a step; 0 while all is well."""
 
     async def start(self) -> None:
         """Begin to work, and warm up. Called before anything else."""
@@ -41,7 +41,7 @@ class Runner(Protocol):
 
 
 class ModelService(Service):
-    """Loads its runners in the background, and reports what they do."""
+    """Loads its models in the background, and reports what they do."""
 
     streams: Sequence[SequenceStreams]
     """Those of its servicers."""
@@ -49,11 +49,11 @@ class ModelService(Service):
     def __init__(self, settings: ModelServerSettings) -> None:
         self._observer = observer_for(settings, self.name)
         self._max_calls = settings.max_concurrent_streams
-        self._runners: Sequence[Runner] = ()
+        self._models: Sequence[ServedModel] = ()
 
     @abstractmethod
-    def load(self) -> Sequence[Runner]:
-        """Load the runners and hand each to its servicer; telemetry shows the first. Called on a thread of its own.
+    def load(self) -> Sequence[ServedModel]:
+        """Load the models and hand each to its servicer; telemetry shows the first. Called on a thread of its own.
 
         Raises:
             ConfigurationError: they cannot run as the settings ask.
@@ -65,25 +65,25 @@ class ModelService(Service):
             streams.apply_limits(readiness, calls, self._max_calls)
 
     async def start(self) -> None:
-        """Load the runners, and start them.
+        """Load the models, and start them.
 
         Raises:
             ConfigurationError: they cannot run as the settings ask.
         """
         self._observer.start()
-        self._runners = await in_daemon_thread(self.load)
-        for runner in self._runners:
-            await runner.start()
-        self._observer.ready(self._runners[0].model_info.name, self._runners[0].kv_usage)
+        self._models = await in_daemon_thread(self.load)
+        for model in self._models:
+            await model.start()
+        self._observer.ready(self._models[0].model_info.name, self._models[0].kv_usage)
 
     @property
     def overdue_seconds(self) -> float:
-        """How long a runner has been stuck in a step; 0 while all is well."""
-        return max((runner.overdue_seconds for runner in self._runners), default=0.0)
+        """Seconds that the slowest has been stuck in a step; 0 while all is well."""
+        return max((model.overdue_seconds for model in self._models), default=0.0)
 
     async def close(self) -> None:
-        """Stop the runners, the last first, and send the rest of the telemetry."""
+        """Stop the models, the last first, and send the rest of the telemetry."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._observer.close)
-            for runner in self._runners:
-                stack.push_async_callback(runner.close)
+            for model in self._models:
+                stack.push_async_callback(model.close)

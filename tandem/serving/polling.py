@@ -1,4 +1,4 @@
-"""Which thread waits for sockets, which must be set before gRPC is imported; this module does not import it."""
+"""Makes one thread wait for sockets. This must be set before gRPC is imported, so this module does not import it."""
 
 from __future__ import annotations
 

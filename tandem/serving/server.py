@@ -133,7 +133,7 @@ class Service(ABC):
     """A service that a server runs."""
 
     name: str
-    """Its role: draft, target or coordinator."""
+    """Role of the service: draft, target or coordinator."""
     full_names: Sequence[str]
     """Names of its gRPC services, for health and reflection."""
     interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
@@ -145,7 +145,7 @@ class Service(ABC):
 
     @property
     def overdue_seconds(self) -> float:
-        """How long it has been stuck in a step; 0 while all is well."""
+        """Seconds that the service has been stuck in a step; 0 while all is well."""
         return 0.0
 
     def fail(self) -> None:

@@ -25,9 +25,9 @@ from tandem.types import (
 ItemT = TypeVar("ItemT")
 
 MAX_BYTES = 1 << 16
-"""Bytes after which a message takes no further sequence, since the limit on messages is meant for one of them."""
+"""Size at which a message takes no further sequence: the limit on messages is meant for one sequence."""
 HEADER_BYTES = 32
-"""About what a sequence takes in a message besides its tokens and rows."""
+"""Approximate size of a sequence in a message besides its tokens and rows."""
 _ANSWER = Struct("<3if2i")
 """Sequence, base length, number of rows or tokens, and the cost: seconds, sequences, tokens."""
 _MAX_STEP_SECONDS = 3600.0
@@ -117,7 +117,7 @@ def bounds(sizes: Iterable[int], total: int, what: str) -> list[tuple[int, int]]
 
 
 def answers_to_bytes(answers: Iterable[tuple[int, Verification | Proposal | DraftedOutcomes, int]]) -> bytes:
-    """What every answer says, as records: its sequence's number, itself, and its number of rows or tokens."""
+    """The common part of answers as records; each comes with its sequence's number and its number of rows or tokens."""
     return b"".join(
         [
             _ANSWER.pack(number, answer.base_length, count, cost.seconds, cost.sequences, cost.tokens)
@@ -129,7 +129,7 @@ def answers_to_bytes(answers: Iterable[tuple[int, Verification | Proposal | Draf
 
 
 def answers_from_bytes(data: bytes) -> Iterator[tuple[int, int, int, StepCost | None]]:
-    """Read what every answer says: sequence, base length, number of rows or tokens, cost.
+    """Read the common part of answers: sequence, base length, number of rows or tokens, cost.
 
     Raises:
         ProtocolError: the bytes are no such records.
@@ -143,7 +143,7 @@ def answers_from_bytes(data: bytes) -> Iterator[tuple[int, int, int, StepCost | 
 
 
 def _step_cost(seconds: float, sequences: int, tokens: int) -> StepCost | None:
-    """The cost that a service reports; None for impossible values, which would mislead a cost model."""
+    """The reported cost; None for impossible values, which would mislead a cost model."""
     if not 0.0 < seconds < _MAX_STEP_SECONDS or sequences < 1 or tokens < sequences:
         return None
     return StepCost(seconds, sequences, tokens)

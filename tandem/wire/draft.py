@@ -43,10 +43,10 @@ from tandem.wire.mirror import Mirror
 from tandem.wire.status import Ending, ending_from_proto, ending_to_proto
 
 Request: TypeAlias = DraftOptions | ProposeStep | Finish | Cancel
-"""What a coordinator says of one sequence."""
+"""A coordinator's message part for one sequence."""
 
 Answer: TypeAlias = Proposal | DraftedOutcomes
-"""What a draft says of one sequence that goes on."""
+"""A draft's answer to one sequence."""
 
 _STEP = Struct("<7i")
 """Sequence, base length, number of token ids, tokens to propose, proposed tokens, branches and tokens of the budget."""
@@ -82,7 +82,7 @@ def requests_to_proto(requests: Iterable[tuple[int, Request]]) -> draft_pb2.Prop
 def requests_from_proto(
     message: draft_pb2.ProposeRequest,
 ) -> Iterator[tuple[int, Request | InvalidRequestError]]:
-    """What a message says of sequences, by number; an error in place of what is out of its range.
+    """The requests of a message, by number of their sequence; an error in place of one that is out of range.
 
     Raises:
         ProtocolError: the columns do not fit together.
@@ -315,7 +315,7 @@ def _outcomes_from_proto(
 
 
 class _Distributions:
-    """What the tokens of a block were drawn from."""
+    """The distributions of a block's tokens."""
 
     def __init__(self, message: draft_pb2.DistributionColumns, token_count: int) -> None:
         """Read the columns.

@@ -21,10 +21,10 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 class Codec(NamedTuple):
-    """How the value of a field travels."""
+    """Conversions of a field's value."""
 
     encode: Callable[[Any], Any]
-    """From the dataclass to the message."""
+    """Converts the dataclass's value to the message's."""
     decode: Callable[[Any], Any]
 
 

@@ -1,4 +1,4 @@
-"""How a stream ended, or a sequence on it.
+"""The end of a stream, or of a sequence on it.
 
 Details of a status beyond its code and message travel as google.rpc.Status in a trailing header, gRPC's usual form.
 """
@@ -23,7 +23,7 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a stream or a sequence ended."""
+    """Status with which a stream or a sequence ended."""
 
     code: grpc.StatusCode = grpc.StatusCode.OK
     sentence: str = ""
@@ -54,7 +54,7 @@ def ending_to_proto(sequence: int, ending: Ending) -> SequenceEnd:
 
 
 def ending_from_proto(message: SequenceEnd) -> Ending:
-    """How a sequence ended, from the peer's message; a code that gRPC does not have is UNKNOWN."""
+    """The end of a sequence, from the peer's message; a code that gRPC does not have is UNKNOWN."""
     return Ending(
         _CODES.get(message.code, grpc.StatusCode.UNKNOWN),
         message.message,

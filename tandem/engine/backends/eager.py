@@ -35,7 +35,7 @@ _PADDING_WORTH_A_CALL = 256
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Which keys a group reads, and which of them each query sees."""
+    """The keys that a group reads, and which of them each query sees."""
 
     first: int
     """Position of the first key."""
@@ -405,7 +405,6 @@ class SerialBackend(StepBackend):
         return torch.cat(logits)
 
     def _run(self, segment: Segment, rows: list[int]) -> Tensor:
-        """Logits of one sequence's tokens at `rows`."""
         writer = PageWriter.of_segments([segment], self._device)
         reader = PageReader.of_tables([segment.sequence.table], 0, segment.end, self._device)
         for layer in self._layers:

@@ -95,8 +95,6 @@ _SINGLE_EXCESS = 3.0
 _LEAST_RATIO = 0.25
 """A sequence that is more exact than this makes up for no other."""
 
-_FILLED_PAGES = 64
-
 Lengths = tuple[int, int]
 """Tokens of a trial's sequence whose keys and values are there, and tokens of the step."""
 
@@ -148,7 +146,7 @@ class Reference:
         self.spread = max(root_mean_square(_difference(own, self._exact)), smallest)
         """Root mean square of torch's own rounding errors in a logit."""
         self._spreads = [max(error, smallest) for error in self._errors(own)]
-        """The same for each sequence of the trial."""
+        """The spread of each sequence of the trial."""
 
     @property
     def limit(self) -> float:
@@ -170,7 +168,6 @@ class Reference:
         return max(math.prod(ratios) ** (1.0 / len(ratios)), max(ratios) / _SINGLE_EXCESS)
 
     def _errors(self, results: Tensor) -> list[float]:
-        """Root mean square of the errors in each sequence's logits."""
         parts = torch.split(_difference(results, self._exact), [count for _, count in self._lengths])
         return [root_mean_square(part) for part in parts]
 
@@ -273,6 +270,6 @@ def scattered_tables(
 
 def _fill(storage: Tensor, stored_dtype: torch.dtype, generator: torch.Generator) -> None:
     """Sets random numbers, a few pages at a time: a long sequence takes gigabytes."""
-    for pages in torch.split(storage, _FILLED_PAGES):
+    for pages in torch.split(storage, 64):
         numbers = torch.randn(pages.shape, generator=generator, device=storage.device)
         pages.copy_(numbers.to(stored_dtype))

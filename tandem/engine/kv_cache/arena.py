@@ -129,11 +129,11 @@ class PageTable:
         return removed
 
     def slots(self, start: int, end: int) -> np.ndarray:
-        """Where the positions from `start` up to `end` lie: page times `page_tokens` plus offset, int64."""
+        """Slots of the positions from `start` up to `end`: page times `page_tokens` plus offset, int64."""
         return self.slots_of(np.arange(start, end))
 
     def slots_of(self, positions: np.ndarray) -> np.ndarray:
-        """Where these positions lie; see `slots`."""
+        """Slots of these positions; see `slots`."""
         pages, offsets = np.divmod(positions, self.page_tokens)
         return self._numbers[pages] * self.page_tokens + offsets
 
@@ -184,12 +184,12 @@ class PagePool:
         return page
 
     def share(self, page: int) -> None:
-        """A page that is held or kept gets another holder."""
+        """Add a holder to a page that is held or kept."""
         self._kept.pop(page, None)
         self._holders[page] += 1
 
     def let_go(self, page: int, *, keep: bool) -> None:
-        """A holder less. The last one decides whether the content is kept."""
+        """Remove a holder. The last one decides whether the content is kept."""
         if self._holders[page] < 1:
             raise ValueError(f"page {page} is held by nobody")
         self._holders[page] -= 1
@@ -201,19 +201,19 @@ class PagePool:
             self._unused.append(page)
 
     def discard(self, page: int) -> None:
-        """The content of a page is of no use any more."""
+        """Forget the content of a kept page."""
         if page in self._kept:
             del self._kept[page]
             self._unused.append(page)
 
     def touch(self, page: int) -> None:
-        """A use of a kept page."""
+        """Mark a kept page as used."""
         if page in self._kept:
             self._kept.move_to_end(page)
 
 
 _MOST_GROUPS = 8
-"""About as many at most: a layer more in each group costs some memory, a group more costs a page table in each step."""
+"""Approximate maximum: a further layer in each group costs some memory, a further group a page table in each step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ class LayerGroup:
     window: int | None
     """Number of positions that a token attends to in these layers; None if they keep all tokens."""
     layers: tuple[int, ...]
-    """Their indices in the model."""
+    """Indices of the layers in the model."""
 
 
 def group_layers(layers: SequenceOf[LayerGeometry]) -> tuple[LayerGroup, ...]:
@@ -348,7 +348,7 @@ class LayerCache:
     values: Tensor
     """[pages, page_tokens, kv_heads, value_dim], likewise."""
     group: int = 0
-    """Which of a sequence's page tables says where its tokens lie."""
+    """Index of the page table that a sequence has for this layer."""
 
 
 class KvArena:
@@ -364,7 +364,7 @@ class KvArena:
         self.page_tokens = PAGE_TOKENS
         groups = group_layers(layers)
         self.windows = tuple(group.window for group in groups)
-        """Of each group of layers; None for those that keep all tokens, which come first."""
+        """Window of each group of layers; None for those that keep all tokens, which come first."""
         self.storages = tuple(
             self._layer(layers[index], dtype, device)
             for index in max((group.layers for group in groups), key=len)

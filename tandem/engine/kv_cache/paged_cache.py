@@ -127,7 +127,7 @@ class PagedCache:
         return True
 
     def _own_written_pages(self, sequence: Sequence) -> bool:
-        """Sees to it that what is about to be written belongs to the sequence alone, and is known to nobody."""
+        """Make the pages that are about to be written the sequence's own, known to no other."""
         first = sequence.computed_length // self._page_tokens
         while len(sequence.chains) > first:
             for group in range(len(sequence.tables)):

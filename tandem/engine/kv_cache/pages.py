@@ -21,7 +21,7 @@ prompt of 512 tokens: 98 us by runs and 158 scattered; for 16 times 5 tokens: 21
 
 
 class PageWriter:
-    """Where the tokens of a step belong, for every layer of a group."""
+    """Writes the tokens of a step to their places, in every layer of a group."""
 
     def __init__(self, pages: Tensor, offsets: Tensor, runs: SequenceOf[tuple[int, int, int]] = ()) -> None:
         """

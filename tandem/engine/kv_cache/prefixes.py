@@ -231,7 +231,7 @@ class PrefixSharing:
             chains.append(known.chain)
 
     def _merge(self, sequence: Sequence, index: int, known: KnownBlock) -> None:
-        """Another one has computed the same meanwhile: one copy is enough."""
+        """Use the block that another sequence has computed meanwhile: one copy is enough."""
         for group, table in enumerate(sequence.tables):
             own, other = table[index], known.pages[group]
             if other == NO_PAGE:

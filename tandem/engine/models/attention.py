@@ -41,7 +41,7 @@ class UnsupportedAttentionError(Exception):
 
 
 class Scoring(NamedTuple):
-    """How the scores of queries and keys become weights."""
+    """The way from scores of queries and keys to weights."""
 
     scale: float | None = None
     """Factor on the scores; None for key_dim ** -0.5."""
@@ -50,7 +50,7 @@ class Scoring(NamedTuple):
     sinks: Tensor | None = None
     """[heads], a score that takes part in the softmax and attends to nothing."""
     mask: Tensor | None = None
-    """What the model's mask function made; None when running."""
+    """Result of the model's mask function while it is probed; None when running."""
 
 
 class AttentionStep(Protocol):
@@ -180,7 +180,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """How a model can be run."""
+    """Attention layers of a model, and whether they can be packed."""
 
     layers: tuple[LayerGeometry, ...]
     """Geometry of each attention layer, by `layer_idx`."""
@@ -225,7 +225,6 @@ class _Observer:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
     def in_order(self) -> tuple[LayerGeometry, ...]:
-        """The layers by index."""
         if sorted(self.layers) != list(range(len(self.layers))) or not self.layers:
             raise UnsupportedAttentionError("not every layer calls the attention function")
         return tuple(self.layers[index] for index in range(len(self.layers)))

@@ -16,6 +16,8 @@ from tokenizers import Tokenizer
 
 from tandem.errors import ModelFolderError
 
+MAX_LARGE_BYTES = 128 << 20
+"""Maximum size of tokenizer.json and of an index of weights: four times the largest that is published."""
 MAX_CONFIG_BYTES = 16 << 20
 """Maximum size of config.json, generation_config.json and tokenizer_config.json. Published ones have some 100 KiB."""
 
@@ -47,7 +49,7 @@ def read_object(path: Path, why: str, max_bytes: int = MAX_CONFIG_BYTES) -> dict
 
 
 def _constant(name: str) -> float:
-    """Infinity, which some configs have for a limit. NaN is no JSON either, and no number to compute with."""
+    """Parse infinity, which some configs have for a limit, and refuse NaN."""
     if name == "NaN":
         raise ValueError("it holds NaN")
     return float(name)
@@ -76,8 +78,8 @@ WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 
 _PICKLE_PATTERNS = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 _SUFFIX = ".safetensors"
-_MAX_INDEX_BYTES = 100_000_000
-_LONGEST_REASON = 200
+LONGEST_REASON = 200
+"""Characters of another's message that fit into a sentence of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _sharded_files(index: Path) -> tuple[Path, ...]:
-    weight_map = read_object(index, "it was just there", _MAX_INDEX_BYTES).get("weight_map")
+    weight_map = read_object(index, "it was just there", MAX_LARGE_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelFolderError(
             f"the file {index} should have a 'weight_map' from tensor names to files, but has none"
@@ -163,7 +165,7 @@ def _is_inside(name: object) -> bool:
 def shortened(value: object) -> str:
     """A value as Python writes it, cut to fit a sentence."""
     text = repr(value)
-    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."
+    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}..."
 
 
 def _shapes(path: Path, max_tensors: int | None) -> list[tuple[str, tuple[int, ...]]]:
@@ -184,7 +186,7 @@ def _shapes(path: Path, max_tensors: int | None) -> list[tuple[str, tuple[int, .
     except OSError as error:
         raise unreadable(path, error) from error
     except SafetensorError as error:
-        reason = str(error).partition("\n")[0].rstrip(".")[:_LONGEST_REASON]
+        reason = str(error).partition("\n")[0].rstrip(".")[:LONGEST_REASON]
         raise ModelFolderError(f"the file {path} is damaged: {reason}") from error
 
 
@@ -196,9 +198,8 @@ _SIZES = frozenset(
         "num_key_value_heads", "head_dim",
     }
 )  # fmt: skip
-_MAX_LAYERS = 4096
-_MAX_EXPERTS = 4096
-_MAX_SIZE = (1 << 31) - 1
+_MAX_PARTS = 4096
+"""Layers of a model and experts of a layer: ten times as many as any published model has."""
 
 
 _TENSORS_PER_BLOCK = 64
@@ -240,12 +241,12 @@ def check_numbers(path: Path, config: Mapping[str, Any], tensor_count: int) -> N
 def _wrong(section: Mapping[str, Any], tensor_count: int) -> Iterator[str]:
     for name, value in section.items():
         if name in _LAYERS:
-            maximum = min(_MAX_LAYERS, max(tensor_count, 1))
+            maximum = min(_MAX_PARTS, max(tensor_count, 1))
             yield from _outside(name, value, maximum, f", the checkpoint having {tensor_count} tensors")
         elif name in _EXPERTS:
-            yield from _outside(name, value, _MAX_EXPERTS, minimum=0)
+            yield from _outside(name, value, _MAX_PARTS, minimum=0)
         elif name in _SIZES:
-            yield from _outside(name, value, _MAX_SIZE)
+            yield from _outside(name, value, (1 << 31) - 1)
 
 
 def _outside(name: str, value: object, maximum: int, why: str = "", minimum: int = 1) -> Iterator[str]:
@@ -266,8 +267,6 @@ TOKENIZER_FILE = "tokenizer.json"
 _ADAPTER_FILE = "adapter_config.json"
 """As peft writes it, beside the weights of the adapter."""
 
-_MAX_TOKENIZER_BYTES = 128 << 20
-"""Four times the largest that is published."""
 _MAX_SENT_BYTES = {"tokenizer_config.json": MAX_CONFIG_BYTES, "chat_template.jinja": 1 << 20}
 """Maximum sizes of files that are sent to coordinators unchanged."""
 _MAX_END_IDS = 256
@@ -378,7 +377,7 @@ def _check_tokenizer_file(folder: Path) -> Path:
         raise ModelFolderError(
             f"the model folder {folder} has no {TOKENIZER_FILE}, which is needed to compare vocabularies"
         )
-    check_size(path, _MAX_TOKENIZER_BYTES)
+    check_size(path, MAX_LARGE_BYTES)
     return path
 
 

@@ -20,6 +20,7 @@ from tandem.engine.kv_cache.arena import LayerGeometry
 from tandem.engine.models.attention import Anatomy, UnsupportedAttentionError, probe
 from tandem.engine.models.checkpoint import (
     CONFIG_FILE,
+    LONGEST_REASON,
     Checkpoint,
     first_of,
     open_checkpoint,
@@ -195,7 +196,7 @@ def _unknown_architecture(checkpoint: Checkpoint) -> ModelFolderError:
 
 
 def _refuse_recurrent(checkpoint: Checkpoint, config: Any) -> None:
-    """A cache that is overwritten at each token cannot be rolled back after a rejected one."""
+    """Refuse models whose cache is overwritten at each token: it cannot be rolled back after a rejected one."""
     kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
     has_state = getattr(transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_is_stateful", False)
     # Models of a stateful family may have attention alone.
@@ -207,7 +208,7 @@ def _refuse_recurrent(checkpoint: Checkpoint, config: Any) -> None:
 
 
 def _check_loaded(checkpoint: Checkpoint, report: dict[str, Any], module: nn.Module) -> None:
-    """transformers fills gaps with random numbers, drops what it has no place for, and only warns.
+    """Refuse a model with gaps, which transformers fills with random numbers, or with tensors that it drops.
 
     A tensor that is left over may belong to a part that is not served, such as a vision tower or an MTP layer. One that
     belongs to a module of the model, such as the scale of a quantized weight, would change what the model says.
@@ -253,7 +254,6 @@ def _max_length(config: Any) -> int:
 
 _MAX_GAIN = 2
 """Maximum ratio of a model's numbers to those in its files; loading reports missing ones by name."""
-_LONGEST_REASON = 300
 
 
 def empty_model(checkpoint: Checkpoint, config: Any) -> Any:
@@ -324,13 +324,13 @@ def _extremes(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[float, flo
 
 
 def _comparable(tensor: Tensor) -> Tensor:
-    """Numbers of 8 bits have no order in torch."""
+    """A tensor that torch can order, which it cannot do with numbers of 8 bits."""
     return tensor if tensor.element_size() > 1 else tensor.float()
 
 
 def first_line(error: Exception) -> str:
     """An exception's message, short enough for a sentence."""
-    line = str(error).strip().partition("\n")[0].rstrip(".:")[:_LONGEST_REASON]
+    line = str(error).strip().partition("\n")[0].rstrip(".:")[:LONGEST_REASON]
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
@@ -362,7 +362,7 @@ class StoredTensor:
         return self
 
     def get_dtype(self) -> str:
-        """Its type as safetensors names it."""
+        """The tensor's type as safetensors names it."""
         return str(self._file.get_slice(self._name).get_dtype())
 
     def to(self, device: object = None, dtype: torch.dtype | None = None) -> Tensor:

@@ -65,7 +65,7 @@ def check_vllm() -> None:
 
 
 def called_as(method: Callable[..., Any] | None) -> str:
-    """How a model runner's method calls a custom proposer, as a call's text; a word where it does not."""
+    """The call of a custom proposer in a model runner's method, as text; a word where there is none."""
     if method is None:
         return "nothing"
     try:

@@ -117,11 +117,11 @@ class Batch:
 
     rows: Sequence[AskedRow]
     until: float
-    """When the step goes on without what is missing, by the monotonic clock."""
+    """Time at which the step goes on without missing answers, by the monotonic clock."""
     ended: Sequence[int] = ()
     """Keys of sequences that have ended."""
     budget: AheadBudget | None = None
-    """How far to draft ahead of the step."""
+    """Budget for drafting ahead of the step."""
     expected: Sequence[float] = ()
     """Expected tokens of a step with a proposal of 0, 1, ... tokens."""
     tokens_per_second: float = 0.0
@@ -169,7 +169,7 @@ class DraftedRow:
 
     @property
     def length(self) -> int:
-        """How many."""
+        """Number of tokens."""
         return len(self._tokens)
 
     @property
@@ -430,7 +430,7 @@ class DraftLink:
         return row
 
     def _forget(self, key: int) -> None:
-        """A sequence has ended: free it on its draft."""
+        """Free an ended sequence on its draft."""
         row = self._rows.pop(key, None)
         if row is not None:
             self._background(row.finish())

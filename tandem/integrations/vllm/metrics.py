@@ -19,7 +19,6 @@ WAIT_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
 
 def _total(meaning: str) -> Any:
-    """A count that the metrics show with these words."""
     return field(default=0, metadata={"meaning": meaning})
 
 

@@ -38,8 +38,9 @@ _MEMORY_STEPS = 96.0
 
 
 class WaysOfDrafting:
-    """Whether steps draft ahead: which of the two ways made more tokens per second, and now and then a trial of the
-    other. What a step of the target takes is not known before it was made, as no service of ours makes it."""
+    """Compares the speed of steps that draft ahead with that of others, and now and then tries the other way.
+
+    The time of a step cannot be predicted: vLLM makes it, not a service of ours."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -112,10 +113,10 @@ class AheadSwitch:
 
 
 MAX_SECONDS = 0.5
-"""Whatever was learnt: clients see no longer pause than this from a draft that hangs."""
+"""Maximum patience, whatever was learnt: a draft that hangs delays clients by this much at most."""
 MIN_SECONDS = 0.001
 _FIRST_SECONDS = 0.05
-"""Before the first step was timed."""
+"""Patience before the first step was timed."""
 _FIRST_SHARE = 0.5
 """Share of proposed tokens that is taken to be accepted before any were."""
 _OUTLIER = 4.0
@@ -127,7 +128,7 @@ _MAX_PAUSE_STEPS = 1024
 
 
 class Patience:
-    """How long a step of vLLM may wait for its proposals, and whether it waits at all after waits in vain.
+    """Decides how long a step of vLLM waits for its proposals, and whether it waits at all after waits in vain.
 
     The wait stops every sequence of the batch, so it must not take longer than what it saves: each accepted token
     spares a step. A wait of `accepted tokens x step time` gains nothing and loses nothing; that is the patience.
@@ -145,7 +146,7 @@ class Patience:
 
     @property
     def seconds(self) -> float:
-        """How long the next step may wait."""
+        """Seconds that the next step may wait."""
         if self._fixed_seconds is not None:
             return self._fixed_seconds
         step = self._step.value

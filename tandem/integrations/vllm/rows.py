@@ -35,7 +35,7 @@ class KnownSequence:
 
     @property
     def token_ids(self) -> IntArray:
-        """Its tokens, shape [length]."""
+        """The sequence's tokens, shape [length]."""
         return self._buffer[: self.length]
 
     def extend(self, tokens: IntArray) -> None:
@@ -71,7 +71,7 @@ class SequenceTable:
 
     def __init__(self) -> None:
         self._rows: list[KnownSequence] = []
-        """By their row in the last step."""
+        """Sequences by their row in the last step."""
         self._absent: list[KnownSequence] = []
         self._next_key = 0
 

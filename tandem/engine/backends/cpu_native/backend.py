@@ -55,7 +55,7 @@ class ModuleSteps(StepBackend):
 
 
 class CpuNativeBackend(ModuleSteps):
-    """The same, from execution plans where the model's pass can be compiled to them."""
+    """Steps by packed layers, from execution plans where the model's pass can be compiled to them."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ def _checked(library: Path) -> Kernels:
 
 
 def _samples_alike(kernels: Kernels, sampler: Sampler) -> bool:
-    """What is drawn, since the model's own trial looks at logits alone."""
+    """Compare sampling with torch's: the trial of a model looks at logits alone."""
     generator = torch.Generator().manual_seed(5)
     sampling = [SamplingParams(temperature) for temperature in (0.4, 1.0, 1.7)]
     logits = 4.0 * torch.randn(len(sampling), 301, generator=generator)

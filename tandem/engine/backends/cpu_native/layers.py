@@ -1,4 +1,4 @@
-"""What takes the place of a model's linear layers and its attention: packed weights, and one kernel call a layer."""
+"""Replacements for a model's linear layers and attention: packed weights, and one kernel call a layer."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class NativeAttention:
         return _layer_call(*self._layers[layer_index])
 
     def group_of(self, layer_index: int) -> int:
-        """Which of them says where a layer's keys and values lie."""
+        """Index of the page table for a layer's keys and values."""
         return self._layers[layer_index][0].group
 
     @staticmethod
@@ -188,7 +188,7 @@ def _layer_call(layer: LayerCache, shape: LayerGeometry) -> AttentionCall:
 
 
 def places(packing: Packing, group: int = 0) -> list[int]:
-    """Where a step's tokens belong in a group of layers, as the kernel reads it (`segments` in attention.h).
+    """Places of a step's tokens in a group of layers, as the kernel reads them (`segments` in attention.h).
 
     The numbers name the sequences' page tables by address: they are of use while these live.
     """

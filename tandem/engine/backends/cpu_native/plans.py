@@ -88,7 +88,6 @@ class _TracedStep:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
-        """See `AttentionStep.attend`."""
         scale, softcap, sinks, _ = scoring
         return ATTEND(query, key, value, sinks, module.layer_idx, scale, softcap)  # type: ignore[no-any-return]
 
@@ -104,7 +103,6 @@ class _TracedKernels:
         output_width: int,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """See `Kernels.linear`."""
         return LINEAR(inputs, weights, bias, output_width, dtype)  # type: ignore[no-any-return]
 
 
@@ -209,7 +207,7 @@ class Head:
         self._kept = (chosen, inputs, rows)
 
     def choose(self, rows: SequenceOf[int]) -> None:
-        """From now on the first rows of the output are those of these tokens."""
+        """Let the first rows of the output be those of these tokens from now on."""
         self._rows[: len(rows)] = rows
         self._gather.count = self._linear.rows = len(rows)
 
@@ -289,7 +287,6 @@ class PlanCompiler:
                         self._last_use[self._root[user]] = index
 
     def _evaluate(self, node: Node) -> Any:
-        """The value of a node, its inputs being known."""
         match node.op:
             case "placeholder":
                 index = [other for other in self._nodes if other.op == "placeholder"].index(node)
@@ -341,7 +338,6 @@ class PlanCompiler:
 
     @property
     def _known(self) -> set[int]:
-        """Memory that has its place already."""
         values = (value for value in self.kept if isinstance(value, Tensor))
         return {_memory(value) for value in values}
 
@@ -425,7 +421,6 @@ def _storage_like(value: Tensor, pool: dict[int, list[torch.UntypedStorage]]) ->
 
 
 def _on(storage: torch.UntypedStorage, value: Tensor) -> Tensor:
-    """A tensor like `value` on other memory."""
     return torch.empty(0, dtype=value.dtype).set_(
         storage, value.storage_offset(), value.shape, value.stride()
     )
@@ -527,11 +522,11 @@ TOKEN_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 56, 64, 
 """Sizes of plans. Fewer tokens are padded, which costs little where reading the weights is what takes the time."""
 
 _MANY_TOKENS = 8
-"""Where a plan computes the logits of all its tokens, the modules are faster for more than so many of which few are
-wanted."""
+"""Without a head, a plan computes the logits of all its tokens: beyond this many, of which few are wanted, the modules
+are faster."""
 
 _FEW_TOKENS = 32
-"""Of each sequence but the first in a warm-up step. Sizes above the widest segment are that and a multiple of it."""
+"""Tokens of each sequence but the first in a warm-up step: sizes above the widest segment are that and a multiple."""
 
 _MAX_ERROR = 0.5
 """In spreads, of a step that fills its plan: the plan makes the calls that the modules make, which passed their own

@@ -60,7 +60,7 @@ class DFlashConfig:
     """Tokens of a block: the last one of the text, and the masks that become the proposal."""
     mask_token_id: int
     layer_ids: tuple[int, ...]
-    """Which of the target's states are read, by the number of layers before them."""
+    """Target states that are read, each by the number of layers before it."""
     draft_vocabulary_size: int | None = None
     """Tokens that the draft can say, with an output layer of its own; None for all, by the target's."""
     target_hidden_size: int | None = None

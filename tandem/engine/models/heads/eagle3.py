@@ -52,7 +52,7 @@ class Eagle3Config(LlamaHeadConfig):
     draft_vocabulary_size: int
     target_hidden_size: int
     aux_layer_ids: tuple[int, ...] | None
-    """Which of the target's residual streams the head reads, each by the number of layers before it; None for the
+    """Residual streams of the target that the head reads, each by the number of layers before it; None for the
     default of the target's depth."""
     norm_before_residual: bool
     """The layer's residual is the normalized state, not the state itself."""

@@ -1,4 +1,4 @@
-"""What drafting heads have in common: the interface to the engine, their files, what they share with their target."""
+"""Common parts of drafting heads: the interface to the engine, their files, and the layers that the target lends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DraftHead(nn.Module):
 
     architecture: str
     layer_ids: tuple[int, ...] = (FINAL_STATE,)
-    """Which of the target's states are read: residual streams by the number of layers before them, or `FINAL_STATE`."""
+    """Target states that are read: residual streams by the number of layers before them, or `FINAL_STATE`."""
     state_size: int
     """Width of what is kept for each of the target's tokens."""
     vocabulary_size: int
@@ -71,7 +71,7 @@ class DraftHead(nn.Module):
             step: the pass, as attention layers see it (`tandem.engine.models.attention.AttentionStep`).
 
         Returns:
-            What `logits` takes, and the states that the next step of a proposal reads; [tokens, state_size] both.
+            The input of `own_logits`, and the states that the next step of a proposal reads; [tokens, state_size] both.
         """
         raise NotImplementedError
 
@@ -116,7 +116,7 @@ class BlockHead(DraftHead):
             step: the pass (`tandem.engine.backends.eager.StepLayout`).
 
         Returns:
-            What `logits` takes, [tokens, state_size]; zeros for tokens of the context.
+            The input of `logits`, [tokens, state_size]; zeros for tokens of the context.
         """
         raise NotImplementedError
 
@@ -224,7 +224,7 @@ class LlamaHeadConfig:
 
 
 def llama_layer_shape(layer: HeadFile, owner: str) -> dict[str, Any]:
-    """What a file says about its one Llama layer, as arguments of `LlamaHeadConfig`."""
+    """Read the shape of a file's one Llama layer, as arguments of `LlamaHeadConfig`."""
     layer.check(
         owner,
         num_hidden_layers=1, hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False,

@@ -39,7 +39,7 @@ from tandem.errors import ModelFolderError
 
 _APPENDED_FAMILIES = ("deepseek_v3", "glm4_moe")
 _SEPARATE_FAMILIES = ("qwen3", "qwen3_moe", "qwen3_next")
-"""By `model_type`."""
+"""Model families, by `model_type`."""
 
 _SEPARATE_PREFIX = "mtp."
 _FIRST_TENSOR = f"{_SEPARATE_PREFIX}fc.weight"
@@ -57,11 +57,11 @@ _SEPARATE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class MtpConfig:
-    """Where a target's first MTP layer lies."""
+    """Place of a target's first MTP layer."""
 
     folder: Path
     prefix: str
-    """Of the names of its tensors."""
+    """Prefix of its tensors' names."""
     is_separate: bool
     """Named as Qwen3-Next's, and no layer of the model's own numbering."""
 

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import zeros
 
+from bound_service.loading import head_loader
 from tandem.config.names import checkpoint_method
 from tandem.engine.models.heads.dflash import load_dflash, read_dflash_config
 from tandem.engine.models.heads.eagle import EagleHead
 from tandem.engine.models.heads.eagle3 import read_eagle3_config
-from tandem.engine.models.heads.loading import head_loader
 from tandem.engine.models.heads.mtp import load_mtp, read_mtp_config
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.errors import ModelFolderError

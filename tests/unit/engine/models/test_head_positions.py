@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from bound_service.loading import head_loader
 from tandem.engine.models.heads.interface import DraftHead
-from tandem.engine.models.heads.loading import head_loader
 from tandem.engine.models.loading import load_model
 from tests.dflash_models import save_dflash
 from tests.eagle_heads import save_eagle

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from tandem.serving.healthcheck import NOT_SERVING, SERVING, UNREACHABLE, check, credentials_of
+from tandem.serving.healthcheck import Health, check, credentials_of
 from tests.certificates import issued
 
 
@@ -37,18 +37,18 @@ def test_the_exit_code_distinguishes_serving_from_not_serving(
     servicer: health.HealthServicer, address: str
 ) -> None:
     servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-    assert check(address) == NOT_SERVING
+    assert check(address) == Health.NOT_SERVING
     servicer.set("", health_pb2.HealthCheckResponse.SERVING)
-    assert check(address) == SERVING
+    assert check(address) == Health.SERVING
 
 
 def test_a_missing_or_silent_server_is_unreachable() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        assert check(address) == UNREACHABLE
+        assert check(address) == Health.UNREACHABLE
         silent.listen()
-        assert check(address, timeout_seconds=0.2) == UNREACHABLE
+        assert check(address, timeout_seconds=0.2) == Health.UNREACHABLE
 
 
 def test_a_server_with_mutual_tls_is_asked_with_the_certificate_that_the_environment_names(
@@ -64,10 +64,10 @@ def test_a_server_with_mutual_tls_is_asked_with_the_certificate_that_the_environ
         address = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', mutual)}"
         server.start()
         environment = {"TANDEM_CLIENT_TLS_CA_FILE": str(files.ca)}
-        assert check(address, credentials_of(environment), timeout_seconds=1.0) == UNREACHABLE
+        assert check(address, credentials_of(environment), timeout_seconds=1.0) == Health.UNREACHABLE
         environment["TANDEM_CLIENT_TLS_CERT_FILE"] = str(files.cert)
         environment["TANDEM_CLIENT_TLS_KEY_FILE"] = str(files.key)
-        assert check(address, credentials_of(environment)) == SERVING
+        assert check(address, credentials_of(environment)) == Health.SERVING
         server.stop(None).wait()
 
 

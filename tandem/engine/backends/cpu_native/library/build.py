@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("source") / "kernels.cpp"
 
 OBJECTS = Path(__file__).with_name("objects")
-"""Where a wheel has compiled kernels; a checkout has none."""
+"""Folder of compiled kernels in a wheel; a checkout has none."""
 
 TARGETS = {
     "x86-64-v3": ("-march=x86-64-v3",),
@@ -38,7 +38,6 @@ _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-tr
 _COMPILERS = ("c++", "g++", "clang++")
 _TIMEOUT_SECONDS = 300.0
 """A quiet core takes 8 seconds; a share of a busy one takes longer."""
-_WARNING_LINES = 20
 _CPU_DESCRIPTION = Path("/proc/cpuinfo")
 _CPU_LINES = ("model name", "flags", "Features", "CPU part")
 
@@ -120,7 +119,7 @@ def _compile(compiler: str, flags: Sequence[str], library: Path) -> None:
             compiled, linked = Path(folder, "kernels.o"), Path(folder, "kernels.so")
             done = _run([compiler, *flags, *WARNING_FLAGS, "-c", str(SOURCE), "-o", str(compiled)])
             if warnings := done.stderr.strip():
-                first = "\n".join(warnings.splitlines()[:_WARNING_LINES])
+                first = "\n".join(warnings.splitlines()[:20])
                 logger.warning("compiler warnings", extra={"compiler": compiler, "warnings": first})
             # Linked without OpenMP: the runtime that torch has loaded serves. With another, two sets of threads would
             # wait for each other's cores.

@@ -193,27 +193,17 @@ class Kernels:
         loaded.tandem_block.restype = _INTEGER
         self.block: int = loaded.tandem_block()
         """Outputs of a linear layer that are packed side by side."""
-        self._replay = loaded.tandem_replay
-        self._replay.argtypes = (_POINTER, _INTEGER)
-        self._replay.restype = _INTEGER
-        self._probabilities = loaded.tandem_probabilities
-        self._probabilities.argtypes = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER)
-        self._probabilities.restype = None
-        self._sample = loaded.tandem_sample
-        self._sample.argtypes = (_POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER, _INTEGER)
-        self._sample.restype = None
-        self._topk = loaded.tandem_topk
-        self._topk.argtypes = (
-            _POINTER,
-            _INTEGER,
-            _INTEGER,
-            _INTEGER,
-            _INTEGER,
-            _POINTER,
-            _POINTER,
-            _INTEGER,
+        integer, pointer = _INTEGER, _POINTER
+        self._replay = _function(loaded.tandem_replay, integer, pointer, integer)
+        self._probabilities = _function(
+            loaded.tandem_probabilities, None, pointer, integer, integer, integer, pointer, pointer, integer
         )
-        self._topk.restype = None
+        self._sample = _function(
+            loaded.tandem_sample, None, pointer, integer, integer, pointer, pointer, pointer, integer
+        )
+        self._topk = _function(
+            loaded.tandem_topk, None, pointer, integer, integer, integer, integer, pointer, pointer, integer
+        )
 
     def linear(
         self,
@@ -279,6 +269,12 @@ class Kernels:
             torch.get_num_threads(),
         )  # fmt: skip
         return found, columns
+
+
+def _function(function: Any, result: Any, *arguments: Any) -> Any:
+    """A function of the library with the types that ctypes converts to."""
+    function.restype, function.argtypes = result, arguments
+    return function
 
 
 class JoinedCalls:

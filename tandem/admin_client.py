@@ -22,6 +22,7 @@ from tandem.v1.admin_pb2_grpc import AdminServiceStub
 from tandem.wire import admin as wire
 
 DEFAULT_TIMEOUT_SECONDS = 10.0
+"""For one call."""
 
 
 class AdminClient(CoordinatorClient):

@@ -172,6 +172,7 @@ async def _in_pieces(steps: Iterator[None]) -> None:
 
 
 _LARGEST_ID = 2**31 - 1
+"""Ids travel as signed 32-bit integers."""
 
 
 class TokenState:

@@ -155,6 +155,7 @@ END = -1
 """Closes a finished text. No token id is negative."""
 
 _POSITION_BITS = 32
+"""Positions are below 2**31."""
 _POSITION_MASK = (1 << _POSITION_BITS) - 1
 
 

@@ -26,8 +26,6 @@ from tandem.errors import ConfigurationError
 
 _KEY_SIZE = 8
 """Width of the additional layer's keys. Its queries see one key each, so any number does."""
-_READ_ATTEMPTS = 3
-"""A read starts again if the target's engine has meanwhile replaced a page by an equal one."""
 
 
 class StateReader(Protocol):
@@ -140,7 +138,7 @@ class HiddenStateTap:
         """
         found: list[Tensor | None] = [None] * len(parts)
         wanted = list(range(len(parts)))
-        for _ in range(_READ_ATTEMPTS):
+        for _ in range(3):  # again where the target's engine has meanwhile replaced a page by an equal one
             slots = {index: _slots(*parts[index]) for index in wanted}
             present = {index: each for index, each in slots.items() if each is not None}
             if not present:

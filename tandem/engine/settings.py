@@ -11,10 +11,6 @@ from tandem.fair_places import extra_places
 if TYPE_CHECKING:
     from tandem.settings import ModelServerSettings
 
-_PREFILL_CHUNK_TOKENS_CPU = 512
-_PREFILL_CHUNK_TOKENS_ACCELERATOR = 2048
-"""vLLM's own default for serving: enough to keep a GPU busy."""
-
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
@@ -28,7 +24,7 @@ class EngineSettings:
     """Sequences among them that are kept for clients with few open."""
     max_waiting: int = 256
     """Requests that may wait for room before more are refused."""
-    prefill_chunk_tokens: int = _PREFILL_CHUNK_TOKENS_CPU
+    prefill_chunk_tokens: int = 512
     """Maximum prompt tokens in one step, so that a long prompt delays running sequences by one chunk at most."""
     kv_cache_bytes: int | None = None
     """Maximum size of the KV cache. None derives it from `device_memory_utilization`."""
@@ -47,7 +43,8 @@ class EngineSettings:
         """The limits that a service's options ask for on such a device."""
         chunk = settings.max_num_batched_tokens
         if chunk is None:
-            chunk = _PREFILL_CHUNK_TOKENS_CPU if device_type == "cpu" else _PREFILL_CHUNK_TOKENS_ACCELERATOR
+            # On an accelerator vLLM's own default for serving, enough to keep it busy.
+            chunk = 512 if device_type == "cpu" else 2048
         return cls(
             max_length=settings.max_length,
             max_sequences=settings.max_sequences + extra_places(settings.max_sequences),

@@ -37,9 +37,6 @@ from tandem.rpc.credentials import AUTHORIZATION
 from tandem.serving.protection import Scope, Tokens, authorize, scope_of
 from tandem.wire.status import Ending
 
-_LOOKS = 8
-"""Number of checks of a long wait before it is acted on."""
-
 
 class SlowReaderWatchdog:
     """The readers of a server's streams.
@@ -70,7 +67,7 @@ class SlowReaderWatchdog:
 
     def _look_later(self, patience: float) -> None:
         loop = asyncio.get_running_loop()
-        self._next_look = loop.call_later(patience / _LOOKS, self._look, loop, patience)
+        self._next_look = loop.call_later(patience / 8, self._look, loop, patience)
 
     def _look(self, loop: asyncio.AbstractEventLoop, patience: float) -> None:
         self._next_look = None

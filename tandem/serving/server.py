@@ -75,10 +75,6 @@ def end_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-_STALL_CHECK_SECONDS = 0.5
-"""Interval of the check for a stuck service."""
-
-
 class Readiness:
     """Readiness of a server: it admits or refuses calls, and reports the health status."""
 
@@ -250,7 +246,7 @@ async def _serve_until(stopping: asyncio.Event, service: Service, readiness: Rea
     is_paused = False
     while not stopping.is_set():
         with suppress(TimeoutError):
-            async with asyncio.timeout(_STALL_CHECK_SECONDS):
+            async with asyncio.timeout(0.5):
                 await stopping.wait()
         seconds = service.overdue_seconds
         if seconds and not is_paused:

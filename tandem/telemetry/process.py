@@ -45,15 +45,11 @@ from tandem.telemetry.settings import TelemetryOptions, sends
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_SECONDS = 1.0
-"""Maximum wait at the process's end: a collector that is gone must not delay a restart."""
 _TIMEOUT_SECONDS = 3.0
 """For one batch, its retries included, unless OTEL_EXPORTER_OTLP_TIMEOUT says otherwise. The library's 10 s would let
 the queue of spans fill up while a collector restarts."""
 _METRICS_INTERVAL_SECONDS = 10.0
 """Unless OTEL_METRIC_EXPORT_INTERVAL (milliseconds) says otherwise; the dashboards look at minutes."""
-_SECONDS_BETWEEN_COMPLAINTS = 60.0
-"""A collector may be away for hours, and a batch is lost every few seconds."""
 
 
 class Exports(Protocol):
@@ -120,7 +116,8 @@ class Telemetry:
 
     async def _end_exports(self) -> None:
         if self._exports is not None:
-            await asyncio.to_thread(self._exports.close, time.monotonic() + _CLOSE_SECONDS)
+            # A collector that is gone must not delay a restart by more than a second.
+            await asyncio.to_thread(self._exports.close, time.monotonic() + 1.0)
 
     def prometheus_text(self) -> tuple[bytes, str]:
         """All metrics in Prometheus's text form, and its content type; for a server that has its own /metrics."""
@@ -226,7 +223,8 @@ class Failures:
         """Say that `signal` was lost, unless that was said in the last minute."""
         now = time.monotonic()
         with self._lock:
-            if now - self._complained < _SECONDS_BETWEEN_COMPLAINTS:
+            # A collector may be away for hours, and a batch is lost every few seconds.
+            if now - self._complained < 60.0:
                 return
             self._complained = now
         logger.warning(

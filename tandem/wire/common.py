@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
 import numpy as np
 
 from tandem.config.rule import Rule, broken
 from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.sampling.ranges import sampling_rules
 from tandem.types import (
+    Cancel,
     Delta,
+    Finish,
     Float32Array,
     ModelInfo,
     RowKind,
@@ -18,6 +23,8 @@ from tandem.types import (
 from tandem.v1 import types_pb2
 from tandem.wire.columns import floats_to_bytes
 from tandem.wire.mirror import Mirror, enum_codec, travels_by
+
+StepT = TypeVar("StepT")
 
 _SAMPLING_RULES: tuple[Rule[SamplingParams], ...] = sampling_rules()
 _SAMPLING = Mirror(SamplingParams, types_pb2.SamplingParams)
@@ -67,6 +74,49 @@ def _profile_from_proto(message: types_pb2.StepProfile) -> StepProfile:
 travels_by(StepProfile, _profile_to_proto, _profile_from_proto)
 _MODEL_INFO = Mirror(ModelInfo, types_pb2.ModelInfo)
 model_info_to_proto, model_info_from_proto = _MODEL_INFO.to_proto, _MODEL_INFO.from_proto
+
+
+def write_requests(
+    message: Any, requests: Iterable[tuple[int, Any]], step: type[StepT], options: Mirror[Any, Any]
+) -> list[tuple[int, StepT]]:
+    """Write what opens and ends sequences, each by its number, to a message of either service, and return the steps.
+
+    Of one sequence, an Open precedes its steps and these its end.
+    """
+    steps: list[tuple[int, StepT]] = []
+    for sequence, request in requests:
+        if isinstance(request, step):
+            steps.append((sequence, request))
+        elif isinstance(request, Finish):
+            message.finishes.add(sequence=sequence, token_count=request.token_count)
+        elif isinstance(request, Cancel):
+            message.cancelled_sequences.append(sequence)
+        else:
+            message.opens.add(sequence=sequence).MergeFrom(options.to_proto(request))
+    return steps
+
+
+def read_requests(
+    message: Any, options: Callable[[Any], Any], steps: Callable[[Any], Iterable[tuple[int, Any]]]
+) -> Iterator[tuple[int, Any]]:
+    """The requests of a message of either service, by number of their sequence.
+
+    Args:
+        message: The message.
+        options: Reads what opens a sequence; an InvalidRequestError is passed on in place of the options.
+        steps: Reads the columns of steps.
+    """
+    for opening in message.opens:
+        try:
+            yield opening.sequence, options(opening)
+        except InvalidRequestError as error:
+            yield opening.sequence, error
+    if message.HasField("steps"):
+        yield from steps(message.steps)
+    for finish in message.finishes:
+        yield finish.sequence, Finish(finish.token_count)
+    for sequence in message.cancelled_sequences:
+        yield sequence, Cancel()
 
 
 def logits_to_tensor(logits: Float32Array) -> types_pb2.Tensor:

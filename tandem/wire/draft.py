@@ -38,7 +38,7 @@ from tandem.wire.columns import (
     ints_to_bytes,
     records_from_bytes,
 )
-from tandem.wire.common import check_delta
+from tandem.wire.common import check_delta, read_requests, write_requests
 from tandem.wire.mirror import Mirror
 from tandem.wire.status import Ending, ending_from_proto, ending_to_proto
 
@@ -61,19 +61,9 @@ _OPTIONS = Mirror(DraftOptions, draft_pb2.ProposeOpen)
 
 
 def requests_to_proto(requests: Iterable[tuple[int, Request]]) -> draft_pb2.ProposeRequest:
-    """A message for sequences by number. Of one sequence, an Open precedes its steps and these its end."""
+    """A message for sequences by number; see `write_requests`."""
     message = draft_pb2.ProposeRequest()
-    steps: list[tuple[int, ProposeStep]] = []
-    for sequence, request in requests:
-        if isinstance(request, ProposeStep):
-            steps.append((sequence, request))
-        elif isinstance(request, DraftOptions):
-            message.opens.add(sequence=sequence).MergeFrom(_OPTIONS.to_proto(request))
-        elif isinstance(request, Finish):
-            message.finishes.add(sequence=sequence, token_count=request.token_count)
-        else:
-            message.cancelled_sequences.append(sequence)
-    if steps:
+    if steps := write_requests(message, requests, ProposeStep, _OPTIONS):
         message.steps.records = b"".join([_step_record(sequence, step) for sequence, step in steps])
         message.steps.token_ids = _joined(step.delta.token_ids for _, step in steps)
     return message
@@ -87,17 +77,7 @@ def requests_from_proto(
     Raises:
         ProtocolError: the columns do not fit together.
     """
-    for opening in message.opens:
-        try:
-            yield opening.sequence, _check_options(_OPTIONS.from_proto(opening))
-        except InvalidRequestError as error:
-            yield opening.sequence, error
-    if message.HasField("steps"):
-        yield from _steps_from_proto(message.steps)
-    for finish in message.finishes:
-        yield finish.sequence, Finish(finish.token_count)
-    for sequence in message.cancelled_sequences:
-        yield sequence, Cancel()
+    return read_requests(message, _options_from_proto, _steps_from_proto)
 
 
 def request_size(request: Request) -> int:
@@ -105,7 +85,8 @@ def request_size(request: Request) -> int:
     return HEADER_BYTES + (4 * len(request.delta.token_ids) if isinstance(request, ProposeStep) else 0)
 
 
-def _check_options(options: DraftOptions) -> DraftOptions:
+def _options_from_proto(message: draft_pb2.ProposeOpen) -> DraftOptions:
+    options = _OPTIONS.from_proto(message)
     if options.draft_top_k < 0:
         raise InvalidRequestError(f"draft_top_k is {options.draft_top_k}; it must be at least 0")
     if options.row_kind is RowKind.DENSE:

@@ -48,8 +48,10 @@ from tandem.wire.common import (
     check_delta,
     logits_from_tensor,
     logits_to_tensor,
+    read_requests,
     row_kind_from_proto,
     row_kind_to_proto,
+    write_requests,
 )
 from tandem.wire.mirror import Mirror
 from tandem.wire.status import Ending, ending_from_proto, ending_to_proto
@@ -79,19 +81,9 @@ _OPTIONS = Mirror(
 
 
 def requests_to_proto(requests: Iterable[tuple[int, Request]]) -> target_pb2.VerifyRequest:
-    """A message for sequences by number. Of one sequence, an Open precedes its steps and these its end."""
+    """A message for sequences by number; see `write_requests`."""
     message = target_pb2.VerifyRequest()
-    steps: list[tuple[int, VerifyStep]] = []
-    for sequence, request in requests:
-        if isinstance(request, VerifyStep):
-            steps.append((sequence, request))
-        elif isinstance(request, TargetOptions):
-            message.opens.add(sequence=sequence).MergeFrom(_OPTIONS.to_proto(request))
-        elif isinstance(request, Finish):
-            message.finishes.add(sequence=sequence, token_count=request.token_count)
-        else:
-            message.cancelled_sequences.append(sequence)
-    if steps:
+    if steps := write_requests(message, requests, VerifyStep, _OPTIONS):
         _steps_to_proto(message.steps, steps)
     return message
 
@@ -104,17 +96,7 @@ def requests_from_proto(
     Raises:
         ProtocolError: the columns do not fit together.
     """
-    for opening in message.opens:
-        try:
-            yield opening.sequence, _check_options(_OPTIONS.from_proto(opening))
-        except InvalidRequestError as error:
-            yield opening.sequence, error
-    if message.HasField("steps"):
-        yield from _steps_from_proto(message.steps)
-    for finish in message.finishes:
-        yield finish.sequence, Finish(finish.token_count)
-    for sequence in message.cancelled_sequences:
-        yield sequence, Cancel()
+    return read_requests(message, _options_from_proto, _steps_from_proto)
 
 
 def request_size(request: Request) -> int:
@@ -124,7 +106,8 @@ def request_size(request: Request) -> int:
     return HEADER_BYTES + 4 * (len(request.delta.token_ids) + sum(map(len, request.supports)))
 
 
-def _check_options(options: TargetOptions) -> TargetOptions:
+def _options_from_proto(message: target_pb2.VerifyOpen) -> TargetOptions:
+    options = _OPTIONS.from_proto(message)
     adjustments = options.adjustments
     if options.prompt_length < 0:
         raise InvalidRequestError(f"prompt_token_count is {options.prompt_length}; it must be at least 0")

@@ -279,8 +279,6 @@ _CGROUP_MEMORY_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
-_DEFAULT_UTILIZATION_ACCELERATOR = 0.9
-_DEFAULT_UTILIZATION_CPU = 0.3
 _MARGIN_BYTES = 256 << 20
 """Free memory of an accelerator that is left alone: other processes' use of it changes from moment to moment."""
 
@@ -291,7 +289,7 @@ def memory_allowance(utilization: float | None, device: torch.device) -> int:
         torch.cuda.empty_cache()  # what loading no longer needs
         free, total = torch.cuda.mem_get_info(device)
         own = torch.cuda.memory_reserved(device)
-        share = _DEFAULT_UTILIZATION_ACCELERATOR if utilization is None else utilization
+        share = 0.9 if utilization is None else utilization  # as in vLLM and MAX
         allowed = accelerator_allowance(total, free, own, share)
         if allowed < (promised := int(total * share) - own):
             logger.warning(
@@ -304,7 +302,7 @@ def memory_allowance(utilization: float | None, device: torch.device) -> int:
                 },
             )
         return allowed
-    share = _DEFAULT_UTILIZATION_CPU if utilization is None else utilization
+    share = 0.3 if utilization is None else utilization  # everything else on the machine needs memory, too
     page = os.sysconf("SC_PAGE_SIZE")
     total = min(os.sysconf("SC_PHYS_PAGES") * page, _cgroup_memory_limit())
     return int(total * share) - _resident_bytes()

@@ -282,8 +282,9 @@ class DraftedRow:
 IDLE_SECONDS = 10.0
 """A sequence that no step has named for so long has ended: vLLM makes no more steps once its last request has ended."""
 _CLOSE_SECONDS = 2.0
+"""Time for the sequences' streams to end: vLLM's own end must not wait for a draft that hangs."""
 _START_SECONDS = 5.0
-_LAST_EVENTS_SECONDS = 0.05
+"""Time for the thread to start on a busy machine."""
 
 
 class DraftLink:
@@ -381,7 +382,7 @@ class DraftLink:
         if self._pool is not None:
             await self._pool.close()
         # gRPC tells of cancelled calls a little later, and a loop that is closed by then is an error to it.
-        await asyncio.sleep(_LAST_EVENTS_SECONDS)
+        await asyncio.sleep(0.05)
 
     def _begin(self, batch: Batch) -> None:
         """Start the work for a step's rows. Nothing here waits."""

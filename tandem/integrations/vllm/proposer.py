@@ -115,6 +115,7 @@ class AheadSwitch:
 MAX_SECONDS = 0.5
 """Maximum patience, whatever was learnt: a draft that hangs delays clients by this much at most."""
 MIN_SECONDS = 0.001
+"""Minimum patience: a continuation drafted ahead is there in less."""
 _FIRST_SECONDS = 0.05
 """Patience before the first step was timed."""
 _FIRST_SHARE = 0.5
@@ -123,8 +124,8 @@ _OUTLIER = 4.0
 """A step of more than this many times the usual reads prompts, or waited for work; it counts as so many."""
 _VAIN_STEPS = 3
 """After so many steps in a row without a single answer in time, no step waits for a while."""
-_FIRST_PAUSE_STEPS = 8
-_MAX_PAUSE_STEPS = 1024
+_FIRST_PAUSE_STEPS, _MAX_PAUSE_STEPS = 8, 1024
+"""Steps that do not wait after waits in vain: twice as many each time, up to some ten seconds of a small model."""
 
 
 class Patience:

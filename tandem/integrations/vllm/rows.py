@@ -17,7 +17,6 @@ IntArray = npt.NDArray[np.int32]
 
 ABSENT_STEPS = 3
 """A sequence without a row in so many consecutive steps has ended, or was preempted for long."""
-_FIRST_CAPACITY = 256
 
 
 class KnownSequence:
@@ -30,7 +29,7 @@ class KnownSequence:
         self.absent_steps = 0
         self.proposed = 0
         """Tokens proposed for it in the last step that it had a row in."""
-        self._buffer: IntArray = np.empty(max(_FIRST_CAPACITY, 2 * len(tokens)), np.int32)
+        self._buffer: IntArray = np.empty(2 * len(tokens), np.int32)
         self.extend(tokens)
 
     @property

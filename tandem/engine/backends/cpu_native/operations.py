@@ -29,9 +29,6 @@ _aten: Any = torch.ops.aten
 
 _Maker = Callable[..., list[KernelCall]]
 
-_SUMMED = 8
-"""Numbers that torch sums side by side."""
-
 
 class UnknownOperationError(Exception):
     """The kernels cannot compute this operation; the text says why. Never leaves this package."""
@@ -91,7 +88,7 @@ def _mean(output: Tensor, value: Tensor, dims: list[int], _keepdim: bool = False
     ):
         raise UnknownOperationError("a mean of what does not lie side by side")
     width = value.shape[-1]
-    if width < _SUMMED:
+    if width < 8:  # torch sums eight numbers side by side
         raise UnknownOperationError("a mean of so few that torch takes them in another order")
     call = MeanCall(value.data_ptr(), output.data_ptr(), value.numel() // width, width)
     return [KernelCall(Routine.MEAN, call)]

@@ -40,9 +40,6 @@ from tandem.engine.kv_cache.sequence import Segment
 from tandem.engine.models.attention import STEP_ARGUMENT, Scoring
 from tandem.engine.steps import Packing
 
-_TRACED_TOKENS = 7
-"""Any number that is no other size of a model."""
-
 _REFUSED_TAGS = (
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
@@ -128,10 +125,10 @@ def traced(module: nn.Module) -> GraphModule:
         logits: Tensor = output.logits
         return logits
 
-    tokens = torch.arange(_TRACED_TOKENS)[None]
+    tokens = torch.arange(7)[None]  # any number that is no other size of a model
     inputs, of_inputs = [tokens, tokens.clone()], cast(Any, forward)
     if isinstance(module, HeadModel):
-        inputs.append(module.states.any_states(_TRACED_TOKENS))
+        inputs.append(module.states.any_states(tokens.numel()))
         of_inputs = partial(module.computed, step=_TracedStep())
     with torch.no_grad(), _stand_ins(module), _quiet():
         try:
@@ -186,9 +183,6 @@ def _stand_ins(module: nn.Module) -> Iterator[None]:
 
 
 Call = KernelCall | TorchCall
-
-_PROBED = 8
-"""Ids and positions that results are compared for: no model has fewer."""
 
 _new_storage: Callable[[int], torch.UntypedStorage] = torch.UntypedStorage  # untyped in torch
 
@@ -252,7 +246,8 @@ class PlanCompiler:
         self.outputs: list[Tensor] = []
         """The logits, and what a drafting head feeds back."""
         with torch.no_grad():
-            inputs[:] = torch.arange(inputs.shape[1]) % _PROBED  # all zeros would hide a mistake
+            # All zeros would hide a mistake, and no model has fewer than 8 ids and positions.
+            inputs[:] = torch.arange(inputs.shape[1]) % 8
             self._survey()
             self._bind()
             inputs.zero_()

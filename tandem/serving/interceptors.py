@@ -408,23 +408,25 @@ class ErrorBoundary(Interceptor):
 
     def before(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
         """Wrap the call's handler in the error boundary."""
-        inner = behaviour_of(handler)
+        inner, read = behaviour_of(handler), handler.request_deserializer or bytes
+        # Messages are read within the boundary: of bytes that are none, gRPC would make a Python error, or UNKNOWN.
+        requests_of = partial(_Requests if handler.request_streaming else _message, read)
         counted = nullcontext if details.method.startswith(_NOT_COUNTED) else self._calls.running
-        behaviour = (self._streaming if handler.response_streaming else self._single)(inner, counted)
-        return remade(handler, behaviour, _lenient(handler.request_deserializer))
+        behaviour = self._streaming if handler.response_streaming else self._single
+        return remade(handler, behaviour(inner, requests_of, counted), bytes)
 
-    def _single(self, inner: Behaviour, counted: Counted) -> Behaviour:
-        async def answer(request: Any, context: Context) -> Any:
+    def _single(self, inner: Behaviour, requests_of: Callable[[Any], Any], counted: Counted) -> Behaviour:
+        async def answer(content: Any, context: Context) -> Any:
             async with errors_to_status(context), counted():
-                return await inner(_readable(request), context)
+                return await inner(requests_of(content), context)
 
         return answer
 
-    def _streaming(self, inner: Behaviour, counted: Counted) -> Behaviour:
+    def _streaming(self, inner: Behaviour, requests_of: Callable[[Any], Any], counted: Counted) -> Behaviour:
         # Writing here, not by yielding to gRPC, lets a cancelled call close its generator at once and in its own task.
-        async def answer(request: Any, context: Context) -> None:
+        async def answer(content: Any, context: Context) -> None:
             async with errors_to_status(context), counted():
-                called = inner(_readable(request), context)
+                called = inner(requests_of(content), context)
                 if not inspect.isasyncgen(called):
                     await called
                     return
@@ -438,40 +440,22 @@ class ErrorBoundary(Interceptor):
         return answer
 
 
-class _Unreadable:
-    """Stands for a request whose bytes are not its message. gRPC would answer with a Python error, or UNKNOWN."""
+def _message(read: Callable[[bytes], Any], content: bytes) -> Any:
+    try:
+        return read(content)
+    except DecodeError:
+        raise unreadable() from None
 
 
-def _lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    if deserialize is None:
-        return None
+class _Requests:
+    """The messages of a stream, each read when it is asked for."""
 
-    def read(content: bytes) -> Any:
-        try:
-            return deserialize(content)
-        except DecodeError:
-            return _Unreadable()
+    def __init__(self, read: Callable[[bytes], Any], contents: AsyncIterator[bytes]) -> None:
+        self._read = read
+        self._contents = contents
 
-    return read
-
-
-def _readable(request: Any) -> Any:
-    """The request, or the stream of requests, that raises where one cannot be read."""
-    return _Readable(request) if hasattr(request, "__aiter__") else _checked(request)
-
-
-def _checked(request: Any) -> Any:
-    if isinstance(request, _Unreadable):
-        raise unreadable()
-    return request
-
-
-class _Readable:
-    def __init__(self, requests: AsyncIterator[Any]) -> None:
-        self._requests = requests
-
-    def __aiter__(self) -> _Readable:
+    def __aiter__(self) -> _Requests:
         return self
 
     async def __anext__(self) -> Any:
-        return _checked(await anext(self._requests))
+        return _message(self._read, await anext(self._contents))

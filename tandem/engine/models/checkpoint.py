@@ -211,11 +211,11 @@ def _most_tensors(config: Mapping[str, Any]) -> int:
     nested = config.get("text_config")
     sections = [config, nested] if isinstance(nested, dict) else [config]
 
-    def most(names: frozenset[str], at_most: int) -> int:
+    def most(names: frozenset[str]) -> int:
         numbers = (number for section in sections for name in names for number in _numbers(section.get(name)))
-        return min(max(numbers, default=0), at_most)
+        return min(max(numbers, default=0), _MAX_PARTS)
 
-    blocks = max(most(_LAYERS, _MAX_LAYERS), 1) * (1 + most(_EXPERTS, _MAX_EXPERTS))
+    blocks = max(most(_LAYERS), 1) * (1 + most(_EXPERTS))
     return _TENSORS_PER_BLOCK * (blocks + _TENSORS_PER_BLOCK)
 
 

@@ -43,7 +43,7 @@ def head_method(settings: TargetSettings, folder: Path | None) -> str:
 
     Args:
         settings: The target's.
-        folder: What `head_folder` found.
+        folder: Result of `head_folder`.
 
     Raises:
         ConfigurationError: it is none of those that read a target's hidden states.

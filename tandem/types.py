@@ -129,7 +129,7 @@ class SparseDistribution:
     token_ids: IntArray
     """Distinct ids, shape [support_size]."""
     probs: FloatArray
-    """Their probabilities, shape [support_size]."""
+    """Probabilities of `token_ids`, shape [support_size]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class Proposal:
     """Place, from 0 on, among the outcomes that were drafted ahead; None for a proposal that was requested."""
 
     def cut(self, count: int) -> Proposal:
-        """Its first `count` tokens, without a cost: a proposal of fewer tokens begins alike."""
+        """The proposal's first `count` tokens, without a cost: a proposal of fewer tokens begins alike."""
         if count >= len(self.token_ids):
             return self
         logits = None if self.token_logits is None else self.token_logits[:count]
@@ -553,7 +553,7 @@ class TokenLogprobs:
     top_token_ids: tuple[int, ...] = ()
     """The most probable tokens, the most probable first; as many as were asked for."""
     top_logprobs: tuple[float, ...] = ()
-    """Their log probabilities, in the same order."""
+    """Log probabilities of `top_token_ids`."""
 
 
 @dataclass(frozen=True, slots=True)

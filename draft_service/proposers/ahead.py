@@ -362,7 +362,7 @@ class Ranking:
     token_ids: Sequence[Sequence[int]]
     """Candidates of each row, the best first; shape [K + 1, F]."""
     scores: Sequence[Sequence[float]]
-    """Their scores in nats, descending: log probabilities, with the noise that decides where noise does."""
+    """Scores of the candidates in nats, descending: log probabilities, with the noise that decides where noise does."""
     confidences: Sequence[float]
     """The draft's belief in each proposed token, 0 to 1; shape [K]."""
 

@@ -134,7 +134,7 @@ def extended(
     Args:
         draftings: The proposals in the making.
         logits: [len(draftings), vocabulary_size].
-        sampler: What computes and draws.
+        sampler: Computes and draws.
     """
     if all(drafting.options.sampling.is_greedy for drafting in draftings):
         token_ids: list[int] = sampler.argmax(logits).tolist()

@@ -69,7 +69,7 @@ class BoundProposer(EngineProposer):
         """
         Args:
             backends: Run the head, which is their model (`tandem.engine.hidden_states.as_model`).
-            states: What the head reads.
+            states: Hidden states for the head.
             sequences: The target's open sequences.
             limits: Of the head's engine. Other prompts' pages are not reused: a pair's keys depend on a token that
                 its own sequence does not show.
@@ -323,7 +323,7 @@ def _drawn(
     Args:
         draftings: The proposals in the making; none wants more tokens than a pass has.
         logits: [len(draftings), tokens_per_pass * vocabulary_size], a pass's first token first.
-        sampler: What computes and draws.
+        sampler: Computes and draws.
         tokens_per_pass: Tokens that each row foresees.
     """
     outcomes: dict[int, Outcome] = {}

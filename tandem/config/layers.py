@@ -195,7 +195,7 @@ class _Help(HelpFormatter):
 
 
 def group_of(cls: type[Options], name: str) -> str:
-    """The heading under which an option stands: that of the class which first brought it."""
+    """Heading of an option in the help: the one of the class that first brought it."""
     owner = next(base for base in reversed(cls.__mro__) if name in inspect.get_annotations(base))
     return GROUPS[owner.__name__]
 

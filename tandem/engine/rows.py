@@ -162,7 +162,7 @@ class RowsOfKind:
             sampler: computes and draws.
 
         Returns:
-            What the host needs.
+            Tensors that the host reads.
         """
         return [logits.float()]
 

@@ -1,4 +1,4 @@
-"""What a step runs: tokens of sequences, packed into one row, and the seam to the backends that run them."""
+"""Steps: tokens of sequences, packed into one row, and the seam to the backends that run them."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ def split_addresses(text: str) -> tuple[Address, ...]:
 async def resolve(host: str, port: int) -> list[str]:
     """The IP addresses of a name, from the system's resolver.
 
-    Of a name with addresses of both families only the IPv4 ones count: otherwise a replica with one of each would count
-    twice.
+    For a name with addresses of both families only the IPv4 ones count: otherwise a replica with one of each would
+    count twice.
 
     Raises:
         OSError: the name has no address, or no name server answered.

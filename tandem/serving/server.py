@@ -40,7 +40,7 @@ def stop_signals(before_end: Callable[[], None] = lambda: None) -> Iterator[asyn
     """An event that SIGTERM, SIGINT and SIGHUP set. A further SIGTERM or SIGINT ends the process at once.
 
     A terminal that closes sends SIGHUP, and its shell may send it again, so a further one is no sign of impatience.
-    SIGHUP stays ignored where it was ignored at the start: that is what nohup asks for.
+    SIGHUP stays ignored where it was ignored at the start, as nohup asks for.
 
     Args:
         before_end: Called before the process ends at once.
@@ -190,10 +190,10 @@ async def serve(
 
     Args:
         settings: Where and how to serve.
-        service: What to serve.
+        service: The service.
         before_ready: Called once the service has started, before it accepts calls.
-        shares_port: Whether other processes listen on the same port; the system gives each connection to one of them.
-        listens_late: Whether to listen only once the service is ready, so that no connection comes here before.
+        shares_port: True if other processes listen on the same port; the system gives each connection to one of them.
+        listens_late: Listen only once the service is ready, so that no connection comes here before.
 
     Returns:
         True if the server was ever ready.

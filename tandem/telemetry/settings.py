@@ -42,7 +42,7 @@ def telemetry_for(options: TelemetryOptions, service: str, is_read: bool = False
     Args:
         options: Where it goes.
         service: coordinator, draft or target.
-        is_read: Whether anything besides the options' exporters reads the metrics.
+        is_read: True if anything besides the options' exporters reads the metrics.
     """
     if not (is_read or options.prometheus_port is not None or sends(options)):
         return None

@@ -81,7 +81,7 @@ def write_requests(
 ) -> list[tuple[int, StepT]]:
     """Write what opens and ends sequences, each by its number, to a message of either service, and return the steps.
 
-    Of one sequence, an Open precedes its steps and these its end.
+    A sequence's Open comes before its steps, and these before its end.
     """
     steps: list[tuple[int, StepT]] = []
     for sequence, request in requests:

@@ -51,7 +51,7 @@ class _Branches:
     """The branches of one sequence, depth by depth."""
 
     trunk_length: int
-    """Its lead included."""
+    """Tokens before the branches, the lead included."""
     trunk_lengths: SequenceOf[int]
     lead: Lead | None
     token_ids: list[SequenceOf[int]] = field(default_factory=list)
@@ -179,7 +179,7 @@ class BackgroundJob(Protocol):
         """A step of branches has ended, with what `advance` made of it."""
 
     def fail(self, error: TandemError) -> None:
-        """It ends with an error."""
+        """End with an error."""
 
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 LEAST_SECONDS = 30.0
 """No step of a machine that is merely slow or busy is suspected before."""
 MOST_SECONDS = 600.0
-"""However slow the first steps were."""
+"""Maximum bound, however slow the first steps were."""
 MARGIN = 4.0
 """Factor on the time of a step at the slowest recent rate."""
 _FADING = 0.98
@@ -36,7 +36,7 @@ class StepWatchdog:
         self._running = self._clock(), token_count
 
     def end(self) -> None:
-        """It has ended, well or not."""
+        """End the step, whether it succeeded or not."""
         running, self._running = self._running, None
         if running is not None:
             began, token_count = running

@@ -35,11 +35,11 @@ class Sequence:
         self.serial = next(_serial_numbers)
         """Rises with each sequence: the younger one has the higher number."""
         self.tables = (tables,) if isinstance(tables, PageTable) else tuple(tables)
-        """Its pages in the arena, for each group of layers; all of the same capacity."""
+        """Pages of the sequence for each group of layers; all tables have the same capacity."""
         self.table = self.tables[0]
         """The first of them, which holds pages for all tokens if any does."""
         self.chains: list[int] = []
-        """Of its first blocks that are known to others; see `tandem.engine.kv_cache.prefixes`."""
+        """Chains of its first blocks, which others know; see `tandem.engine.kv_cache.prefixes`."""
         self.spare_tokens = spare_tokens
         """Tokens behind its end for which room is wanted, if there is any: for branches."""
         self.max_length = max_length
@@ -138,7 +138,7 @@ class Sequence:
             self._computed_length = length if length >= self.shortest_rollback else 0
 
     def restart(self) -> None:
-        """Its pages were given to others: all of its tokens are to be computed again."""
+        """Forget what was computed, since the pages were given to others."""
         self._computed_length = self.clean_length = 0
         self.chains.clear()
 

@@ -383,7 +383,7 @@ class TandemProposer:
         """Tokens that may follow each row of the batch, at most `num_speculative_tokens`; none where none came in time.
 
         Args:
-            sampled_token_ids: What each row's last step sampled; empty for a row that still reads its prompt.
+            sampled_token_ids: Tokens that each row's last step sampled; empty for a row that still reads its prompt.
             num_tokens_no_spec: Length of each row with what was sampled, int32, shape [max rows].
             token_ids_cpu: Tokens of each row, int32, shape [max rows, max length].
             slot_mappings: Not used.

@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from coordinator.cli import generate, plan
+from coordinator.cli import audit, generate, plan
 from coordinator.cli.admin import admin
 from coordinator.cli.command import FAILED, OK, command, new_app
 from coordinator.cli.config import config
@@ -28,6 +28,7 @@ command(app)(up)
 app.add_typer(config, name="config")
 generate.add_to(app)
 plan.add_to(app)
+audit.add_to(app)
 app.command(context_settings=_HANDED_ON)(bench)
 app.add_typer(admin, name="admin")
 app.add_typer(context, name="context")

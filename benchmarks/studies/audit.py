@@ -1,0 +1,179 @@
+"""How often `tandem audit` accuses a right sampler, and how small a bias it finds, by simulation without a server.
+
+    python -m benchmarks.studies.audit --false-alarms 1000      right samplers, each of its own language and seed
+    python -m benchmarks.studies.audit --faults 20              each planted fault of benchmarks/faulty_server.py
+    python -m benchmarks.studies.audit --power 100              biases of a total variation of 0.0125
+
+A run has as many tokens as 10 minutes at 100 tokens a second give, in the shares of an audit.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.faulty_server import FAULTS, PROPOSED, RIGHT, Language, Sampler, steps_of
+from tandem.audit.run import COLD, MAIN, NUCLEUS, TEMPERATURE, TOP_P, expected
+from tandem.audit.statistics import Calibration, Evidence, FloatArray, IntArray, Steps
+
+TOKENS = 60_000
+LENGTH = 64
+"""Tokens of a completion."""
+VARIATION = 0.0125
+_PROMPTS = 24
+_BATCH = 16
+_LANGUAGES = 20
+_SHARES = {COLD: 0.08, NUCLEUS: 0.08, MAIN: 0.84}
+_LOOKS = {COLD: (TEMPERATURE, 1.0), NUCLEUS: (1.0, TOP_P), MAIN: (1.0, 1.0)}
+
+Generate = Callable[[str, IntArray, np.random.Generator], tuple[IntArray, IntArray]]
+"""Makes completions for a look: of prompts, tokens and which of them were accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a simulated audit said."""
+
+    is_finding: bool
+    tokens: int
+    """Until the e-process crossed its level, or all."""
+
+
+def simulated(
+    language: Language, generate: Generate, seed: int, tokens: int = TOKENS, fault: str = RIGHT
+) -> tuple[Evidence, int]:
+    """The evidence of one audit, and how many tokens top-p should have removed."""
+    generator = np.random.default_rng(seed)
+    evidence = Evidence({name: Calibration(name != MAIN, PROPOSED + 1) for name in _LOOKS})
+    prompts = np.random.default_rng(1).integers(0, language.size**2, _PROMPTS)
+    size, removed = _BATCH * LENGTH, 0
+    for name, share in _SHARES.items():
+        count = max(1, round(tokens * share / size)) * _BATCH
+        contexts = np.resize(prompts, count)
+        made, accepted = generate(name, contexts, generator)
+        steps = steps_of(language, contexts, made, accepted, fault)
+        for start in range(0, len(steps), size):
+            part = Steps(*(getattr(steps, field)[start : start + size] for field in Steps.__slots__))
+            conditional, out = expected(name, part, is_raw=True)
+            evidence.add(name, conditional)
+            removed += out
+    return evidence, removed
+
+
+def sampler(language: Language, fault: str = RIGHT) -> Generate:
+    """Speculative sampling, right or with a fault."""
+    samplers = {name: Sampler(language, fault, *parameters) for name, parameters in _LOOKS.items()}
+    return lambda name, contexts, generator: samplers[name].generate(contexts, LENGTH, generator)
+
+
+def biased(language: Language, probs: FloatArray) -> Generate:
+    """Ordinary sampling at temperature 1 from other distributions, [V * V, V]; the two short looks are right."""
+    right = sampler(language)
+
+    def generate(name: str, contexts: IntArray, generator: np.random.Generator) -> tuple[IntArray, IntArray]:
+        if name != MAIN:
+            return right(name, contexts, generator)
+        made = np.zeros((len(contexts), LENGTH), np.int64)
+        sums = probs.cumsum(axis=1)
+        for i in range(LENGTH):
+            uniforms = generator.random((len(contexts), 1))
+            made[:, i] = np.minimum((sums[contexts] < uniforms).sum(axis=1), language.size - 1)
+            contexts = contexts % language.size * language.size + made[:, i]
+        return made, np.zeros_like(made)
+
+    return generate
+
+
+def biases(language: Language) -> dict[str, FloatArray]:
+    """Distributions that differ from the target's by a mean total variation of VARIATION, [V * V, V] each."""
+    target, draft = language.target, language.draft
+    first = np.zeros_like(target)
+    np.put_along_axis(first, target.argmax(axis=1)[:, None], 1.0, axis=1)
+
+    def sharper(amount: float) -> FloatArray:
+        probs = target ** (1 + amount)
+        return np.asarray(probs / probs.sum(axis=1, keepdims=True))
+
+    def without_tail(amount: float) -> FloatArray:
+        probs = np.where(target > amount * target.max(axis=1, keepdims=True), target, 0.0)
+        return np.asarray(probs / probs.sum(axis=1, keepdims=True))
+
+    forms: dict[str, Callable[[float], FloatArray]] = {
+        "the first choice too often": lambda amount: target + amount * (first - target),
+        "a lower temperature": sharper,
+        "the least probable tokens missing": without_tail,
+        "the draft mixed in": lambda amount: target + amount * (draft - target),
+    }
+    return {name: _of_variation(target, form) for name, form in forms.items()}
+
+
+def _of_variation(target: FloatArray, form: Callable[[float], FloatArray]) -> FloatArray:
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        variation = 0.5 * np.abs(form(middle) - target).sum(axis=1).mean()
+        low, high = (middle, high) if variation < VARIATION else (low, middle)
+    return form(low)
+
+
+def judged(evidence: Evidence, removed: int) -> Run:
+    """What an audit with this evidence says."""
+    crossing = next((tokens for tokens, value in evidence.path if value > 3.3), evidence.path[-1][0])
+    return Run(evidence.is_finding or removed > 2, crossing)
+
+
+def false_alarms(runs: int, tokens: int) -> int:
+    """How many right samplers are accused."""
+    languages = [Language.random(seed=seed) for seed in range(min(runs, _LANGUAGES))]
+    count = 0
+    for seed in range(runs):
+        language = languages[seed % len(languages)]
+        count += judged(*simulated(language, sampler(language), seed, tokens)).is_finding
+    return count
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--false-alarms", type=int, default=0, metavar="RUNS")
+    parser.add_argument("--faults", type=int, default=0, metavar="RUNS")
+    parser.add_argument("--power", type=int, default=0, metavar="RUNS")
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    arguments = parser.parse_args()
+    console = Console()
+    if arguments.false_alarms:
+        accused = false_alarms(arguments.false_alarms, arguments.tokens)
+        console.print(f"right samplers accused: {accused} of {arguments.false_alarms}")
+    language = Language.random()
+    table = Table("sampler", "found", "median tokens to the e-process's level", box=None)
+
+    def row(name: str, runs: Iterable[tuple[Evidence, int]]) -> None:
+        found = [judged(*each) for each in runs]
+        tokens = int(np.median([each.tokens for each in found]))
+        table.add_row(name, f"{sum(each.is_finding for each in found)} of {len(found)}", f"{tokens:,}")
+
+    if arguments.faults:
+        for fault in FAULTS:
+            generate = sampler(language, fault)
+            seeds = range(arguments.faults)
+            row(fault, (simulated(language, generate, seed, arguments.tokens, fault) for seed in seeds))
+    if arguments.power:
+        for name, probs in biases(language).items():
+            generate = biased(language, probs)
+            row(
+                name,
+                (simulated(language, generate, seed, arguments.tokens) for seed in range(arguments.power)),
+            )
+    if table.rows:
+        console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,332 @@
+"""Checks that need few tokens: does a server say the same thing when it is asked in another way?"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from tandem.audit.client import BudgetError, Completion, Server
+from tandem.audit.statistics import BoolArray, FloatArray
+from tandem.errors import InvalidRequestError
+
+PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n",
+    "Once upon a time there was a",
+    "import os\nimport sys\n\n\ndef main(",
+    "The three most important things in life are",
+    "class Stack:\n    def __init__(self):\n",
+    "In 1969, the first",
+    "for i in range(10):\n    print(",
+    "Dear Sir or Madam,\n",
+    "SELECT name, age FROM",
+    "Q: Why is the sky blue?\nA:",
+    "# How to bake bread\n\n1.",
+    "She opened the door and",
+    "if __name__ == '__main__':\n",
+    "The opposite of hot is",
+    "try:\n    value = int(text)\nexcept",
+    "Water boils at",
+    "def read_lines(path):\n    with open(",
+    "My favourite colour is",
+    "<html>\n<head>\n<title>",
+    "Roses are red, violets are",
+    "import numpy as np\n\n\ndef mean(values):\n    return",
+    "It was a bright cold day in April, and",
+    "{'name': 'Alice', 'age':",
+)
+NEAR_TIE_NATS = 0.25
+"""Two logits of bfloat16 that are 32 or larger differ by 0.25 or not at all, so either may be the argmax."""
+SAME_VARIATION = 0.05
+"""Total variation between two reports of one distribution that rounding and batches explain."""
+_TOKENS = 32
+_TOGETHER = 16
+_STOPS = 12
+_LOOKS = 12
+_CHANCE_NATS = 21.0
+"""exp(-21) is below 1e-9: two samples that agree on so much share their noise."""
+
+
+class Verdict(Enum):
+    """What a check says about the server."""
+
+    OK = "ok"
+    NOTE = "note"
+    """Different, in a way that a lossless server may be."""
+    FINDING = "finding"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check and what it found."""
+
+    name: str
+    verdict: Verdict
+    detail: str
+
+
+async def reproducibility(server: Server, report: Callable[[str], None]) -> list[Check]:
+    """All checks of one server."""
+    found = []
+    for check in (_greedy, _streaming, _stops, _seeds, _choices, _own_logprobs):
+        report(check.__name__.strip("_").replace("_", " "))
+        found += await _guarded(check.__name__.strip("_").replace("_", " "), check(server))
+    return found
+
+
+async def _guarded(name: str, check: Awaitable[list[Check]]) -> list[Check]:
+    try:
+        return await check
+    except (BudgetError, InvalidRequestError) as error:
+        return [Check(name, Verdict.SKIPPED, str(error))]
+
+
+async def greedy_equality(server: Server, reference: Server) -> list[Check]:
+    """Greedy texts of the server and of its reference."""
+    prompts = PROMPTS[:12]
+    ours = await _all(server, prompts)
+    theirs = await _all(reference, prompts)
+    return [_compared("greedy, server and reference", list(zip(theirs, ours, strict=True)))]
+
+
+async def _all(server: Server, prompts: Sequence[str]) -> list[Completion]:
+    """One greedy completion of each prompt, all at once."""
+    answers = await asyncio.gather(
+        *(server.complete(prompt, max_tokens=_TOKENS, temperature=0.0) for prompt in prompts)
+    )
+    return [answer[0] for answer in answers]
+
+
+async def _greedy(server: Server) -> list[Check]:
+    prompts = PROMPTS[:6]
+    first, again = [
+        [(await server.complete(each, max_tokens=_TOKENS, temperature=0.0))[0] for each in prompts]
+        for _ in range(2)
+    ]
+    together = await _all(server, [prompts[i % len(prompts)] for i in range(_TOGETHER)])
+    found = [
+        _compared("greedy, prefix cache cold and warm", list(zip(first, again, strict=True))),
+        _compared(
+            "greedy, alone and among 16",
+            [(first[i % len(prompts)], each) for i, each in enumerate(together)],
+        ),
+    ]
+    gaps = [
+        max(top.values()) - logprob
+        for each in [*first, *together]
+        for logprob, top in zip(each.logprobs, each.tops, strict=False)
+        if top
+    ]
+    if gaps:
+        wrong = sum(gap > NEAR_TIE_NATS for gap in gaps)
+        detail = f"{wrong} of {len(gaps)} tokens are not the most probable, by {max(gaps):.3f} nats at most"
+        found.append(
+            Check("greedy takes the most probable token", Verdict.FINDING if wrong else Verdict.OK, detail)
+        )
+    return found
+
+
+def first_difference(one: Completion, other: Completion) -> tuple[int, float | None] | None:
+    """The first position where two completions differ, and the gap of their two tokens there, nats.
+
+    The gap is None where log probabilities do not say it; the result is None for equal completions.
+    """
+    pairs = zip(one.pieces, other.pieces, strict=False)
+    shorter = min(len(one.pieces), len(other.pieces))
+    position = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+    if position == len(one.pieces) == len(other.pieces):
+        return None
+    if position >= min(len(one.tops), len(other.tops)):
+        return position, None
+    words = one.tokens[position], other.tokens[position]
+    gaps = []
+    for each in (one, other):
+        first, second = (each.tops[position].get(word, -math.inf) for word in words)
+        gaps.append(abs(first - second))
+    return position, min(gaps)
+
+
+def _compared(name: str, pairs: Sequence[tuple[Completion, Completion]]) -> Check:
+    differences = [found for pair in pairs if (found := first_difference(*pair)) is not None]
+    if not differences:
+        return Check(name, Verdict.OK, f"{len(pairs)} of {len(pairs)} are equal")
+    clear = [(position, gap) for position, gap in differences if gap is None or gap > NEAR_TIE_NATS]
+    words = f"{len(differences)} of {len(pairs)} differ"
+    if not clear:
+        nats = max(gap for _, gap in differences if gap is not None)
+        return Check(name, Verdict.NOTE, f"{words}, all at a near tie (at most {nats:.3f} nats)")
+    position, gap = max(clear, key=lambda each: -1.0 if each[1] is None else each[1])
+    if gap is None:
+        return Check(name, Verdict.NOTE, f"{words}, and no log probabilities say by how much")
+    return Check(
+        name, Verdict.FINDING, f"{words}, {len(clear)} of them clearly: {gap:.3f} nats at position {position}"
+    )
+
+
+async def _streaming(server: Server) -> list[Check]:
+    pairs = []
+    for prompt in PROMPTS[:4]:
+        (whole,) = await server.complete(prompt, max_tokens=_TOKENS, temperature=0.0)
+        pairs.append(
+            (whole.text, await server.stream(prompt, max_tokens=_TOKENS, temperature=0.0, logprobs=None))
+        )
+    wrong = sum(whole != streamed for whole, streamed in pairs)
+    # A near tie may fall otherwise the second time; the check of a warm prefix cache tells that.
+    verdict = Verdict.OK if not wrong else Verdict.NOTE if wrong < len(pairs) else Verdict.FINDING
+    return [Check("greedy, streamed and whole", verdict, f"{wrong} of {len(pairs)} differ")]
+
+
+async def _stops(server: Server) -> list[Check]:
+    prompt = PROMPTS[1]
+    (whole,) = await server.complete(prompt, max_tokens=2 * _TOKENS, temperature=0.0)
+    text = whole.text
+    offsets = [i for i in range(len(text) - 3) if text[i : i + 3].strip() and "\ufffd" not in text[i : i + 3]]
+    offsets = offsets[:: max(1, len(offsets) // _STOPS)][:_STOPS]
+    stops = list(dict.fromkeys(text[i : i + 3] for i in offsets))
+    answers = await asyncio.gather(
+        *(server.complete(prompt, max_tokens=2 * _TOKENS, temperature=0.0, stop=[stop]) for stop in stops)
+    )
+    wrong = [
+        stop
+        for stop, (answer,) in zip(stops, answers, strict=True)
+        if answer.text != text[: text.find(stop)] or answer.finish_reason != "stop"
+    ]
+    if not wrong:
+        return [Check("stop strings", Verdict.OK, f"{len(stops)} of {len(stops)} end where they begin")]
+    detail = f"{len(wrong)} of {len(stops)} do not end the text where it first has them: {wrong[0]!r}"
+    return [Check("stop strings", Verdict.FINDING if len(wrong) > 2 else Verdict.NOTE, detail)]
+
+
+async def _seeds(server: Server) -> list[Check]:
+    async def seeded() -> Completion:
+        return (await server.complete(PROMPTS[2], max_tokens=_TOKENS, temperature=1.0, seed=7))[0]
+
+    first, second = await seeded(), await seeded()
+    others = (
+        server.complete(prompt, max_tokens=_TOKENS, temperature=1.0) for prompt in PROMPTS[: _TOGETHER - 1]
+    )
+    among, _ = await asyncio.gather(seeded(), asyncio.gather(*others))
+    return [
+        Check(f"seed, {what}", *_same(first, other))
+        for what, other in (("twice in a row", second), ("alone and among 16", among))
+    ]
+
+
+def _same(one: Completion, other: Completion) -> tuple[Verdict, str]:
+    difference = first_difference(one, other)
+    if difference is None:
+        return Verdict.OK, "the same completion"
+    return Verdict.NOTE, f"another completion from position {difference[0]}"
+
+
+async def _choices(server: Server) -> list[Check]:
+    prompt = PROMPTS[4]
+    together = await server.complete(prompt, max_tokens=_TOKENS, temperature=1.0, n=4)
+    seeded = await server.complete(prompt, max_tokens=_TOKENS, temperature=1.0, n=4, seed=11)
+    apart = await asyncio.gather(
+        *(server.complete(prompt, max_tokens=_TOKENS, temperature=1.0) for _ in range(4))
+    )
+    groups = {
+        "n = 4": together,
+        "n = 4 with a seed": seeded,
+        "4 requests at once": [answer[0] for answer in apart],
+    }
+    return [Check(f"{name}: noise of their own", *_apart(choices)) for name, choices in groups.items()]
+
+
+def _apart(choices: Sequence[Completion]) -> tuple[Verdict, str]:
+    """Choices that agree on what is too improbable to agree on by chance."""
+    if len(choices) < 4:
+        return Verdict.FINDING, f"{len(choices)} of 4 choices came"
+    texts = [each.pieces for each in choices]
+    same = len(texts) - len(set(texts))
+    nats = max(-sum(each.logprobs) for each in choices)
+    if same and nats > _CHANCE_NATS:
+        return Verdict.FINDING, f"{same} of 4 choices repeat another, of {nats:.0f} nats"
+    return Verdict.OK, f"{len(set(texts))} different choices of 4"
+
+
+async def _own_logprobs(server: Server) -> list[Check]:
+    """Are reported log probabilities those of the target? A call for one token has no proposal to report."""
+    name = "log probabilities and those of single calls"
+    if not server.listed:
+        return [Check(name, Verdict.SKIPPED, "the server reports none")]
+    plain = {"return_tokens_as_token_ids": None}
+    variations: list[float] = []
+    for prompt in PROMPTS[:4]:
+        (whole,) = await server.complete(prompt, max_tokens=_LOOKS + 1, temperature=1.0, **plain)
+        places = [i for i in range(1, len(whole.tokens)) if "\ufffd" not in "".join(whole.tokens[:i])]
+        singles = await asyncio.gather(
+            *(
+                server.complete(prompt + "".join(whole.tokens[:i]), max_tokens=1, temperature=1.0, **plain)
+                for i in places
+            )
+        )
+        for i, (single,) in zip(places, singles, strict=True):
+            # Another count of tokens: the text was not split again as it was written.
+            if single.prompt_tokens != (whole.prompt_tokens or 0) + i or not single.tops:
+                continue
+            variations.append(variation(whole.tops[i], single.tops[0]))
+    if len(variations) < 4:
+        return [Check(name, Verdict.SKIPPED, "texts are not split again as they were written")]
+    wrong = sum(each > SAME_VARIATION for each in variations)
+    detail = (
+        f"{wrong} of {len(variations)} differ by a total variation above {SAME_VARIATION}; median "
+        f"{float(np.median(variations)):.4f}, max {max(variations):.4f}"
+    )
+    # One text in twenty may be split in as many other tokens.
+    if wrong > 0.1 * len(variations):
+        detail += ": what is reported is not, or not always, the target's distribution"
+        return [Check(name, Verdict.FINDING, detail)]
+    return [Check(name, Verdict.NOTE if wrong else Verdict.OK, detail)]
+
+
+def variation(one: dict[str, float], other: dict[str, float]) -> float:
+    """Total variation of two lists of log probabilities, over the tokens that both have."""
+    return 0.5 * sum(abs(math.exp(one[key]) - math.exp(other[key])) for key in one.keys() & other.keys())
+
+
+async def temperature_is_raw(server: Server, temperature: float) -> tuple[bool, Check]:
+    """True if log probabilities are those before the temperature, and a check that they follow one of the two forms."""
+    name = f"log probabilities at temperature {temperature:g}"
+    ratios: list[float] = []
+    for prompt in PROMPTS[:6]:
+        tops = []
+        for each in (1.0, temperature):
+            (found,) = await server.complete(prompt, max_tokens=1, temperature=each)
+            tops.append(found.tops[0] if found.tops else {})
+        one, other = tops
+        if shared := sorted(one.keys() & other.keys(), key=lambda key: -one[key])[:4]:
+            gap = one[shared[0]] - one[shared[-1]]
+            if gap > 0.5:
+                ratios.append((other[shared[0]] - other[shared[-1]]) / gap)
+    if not ratios:
+        return True, Check(name, Verdict.SKIPPED, "no prompt has a clear order of candidates")
+    ratio = float(np.median(ratios))
+    if abs(ratio - 1) < 0.1:
+        return True, Check(name, Verdict.OK, "they are raw: the same as at temperature 1")
+    if abs(ratio * temperature - 1) < 0.1:
+        return False, Check(name, Verdict.OK, "they are those after the temperature")
+    detail = f"gaps are {ratio:.2f} times those at temperature 1; 1 or {1 / temperature:.2f} is right"
+    return False, Check(name, Verdict.FINDING, detail)
+
+
+def kept_and_removed(probs: FloatArray, top_p: float, margin: float) -> tuple[BoolArray, BoolArray]:
+    """Candidates that top-p surely keeps, and those that it surely removes, in any order of equal ones. Both [T, M].
+
+    Args:
+        probs: [T, M], by falling probability.
+        top_p: As in the request.
+        margin: Of a probability, for rounding.
+    """
+    is_above = probs[:, None, :] > probs[:, :, None] * (1 + 1e-9)
+    is_level = probs[:, None, :] >= probs[:, :, None] * (1 - 1e-9)
+    above = (is_above * probs[:, None, :]).sum(axis=2)
+    with_equals = (is_level * probs[:, None, :]).sum(axis=2) - probs
+    return with_equals < top_p - margin, above > top_p + margin

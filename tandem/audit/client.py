@@ -1,0 +1,363 @@
+"""An asynchronous client of OpenAI's completions that stays within a budget and never prints its key."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+
+from tandem.errors import (
+    CapacityError,
+    DeadlineError,
+    InvalidRequestError,
+    NotFoundError,
+    ProtocolError,
+    ServiceUnavailableError,
+    TandemError,
+    UnauthenticatedError,
+)
+
+LISTED = 20
+"""Candidates with log probabilities that are asked for; 5, OpenAI's own limit, where a server refuses so many."""
+_NEUTRAL: Mapping[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Named although they are defaults: a server may take others from a model's generation_config.json."""
+_OPTIONAL = (
+    {"logprobs": LISTED, "ignore_eos": True, "return_tokens_as_token_ids": True, **_NEUTRAL},
+    {"logprobs": LISTED, "ignore_eos": True, **_NEUTRAL},
+    {"logprobs": LISTED, "top_p": 1.0},
+    {"logprobs": 5, "top_p": 1.0},
+    {"top_p": 1.0},
+)
+"""Fields of a request, the most wanted first: the first set that a server accepts is used."""
+_ATTEMPTS = 3
+_MAX_RETRY_SECONDS = 10.0
+_IDS = re.compile(r"token_id:\d+")
+
+
+@dataclass(slots=True)
+class Budget:
+    """How much an audit may ask of its servers."""
+
+    requests: int
+    tokens: int
+    """Tokens generated."""
+    sent: int = 0
+    generated: int = 0
+
+    @property
+    def is_spent(self) -> bool:
+        """True once nothing more may be asked."""
+        return self.sent >= self.requests or self.generated >= self.tokens
+
+
+class BudgetError(TandemError):
+    """The audit has used what it was allowed to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One choice of an answer. The lists are empty where the server reports no log probabilities."""
+
+    text: str
+    finish_reason: str | None
+    tokens: tuple[str, ...] = ()
+    """Each token's text, or token_id:N where the server can name ids."""
+    logprobs: tuple[float, ...] = ()
+    tops: tuple[dict[str, float], ...] = ()
+    """The most probable tokens at each position, natural logarithms."""
+    prompt_tokens: int | None = None
+    generated: int = 0
+    """Tokens, as the server counts them over all choices of the answer."""
+
+    @property
+    def has_ids(self) -> bool:
+        """True if tokens are named by id, so that two with the same text are told apart."""
+        return bool(self.tokens) and bool(_IDS.fullmatch(self.tokens[0]))
+
+    @property
+    def pieces(self) -> tuple[str, ...]:
+        """What two completions are compared by: tokens, or else characters."""
+        return self.tokens or tuple(self.text)
+
+
+@dataclass(slots=True)
+class Server:
+    """An OpenAI-compatible server."""
+
+    http: httpx2.AsyncClient
+    url: str
+    """Ends in /v1 or what stands in its place, without a slash."""
+    model: str
+    budget: Budget
+    concurrency: int
+    body: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of each request."""
+    optional: Mapping[str, Any] = field(default_factory=dict)
+    """Those of `_OPTIONAL` that it accepts."""
+    _places: asyncio.Semaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._places = asyncio.Semaphore(self.concurrency)
+
+    @property
+    def listed(self) -> int:
+        """Candidates with log probabilities at each position; 0: it reports none."""
+        return int(self.optional.get("logprobs", 0))
+
+    async def complete(
+        self, prompt: str, *, max_tokens: int, temperature: float, **fields: Any
+    ) -> list[Completion]:
+        """Complete a prompt once, or `n` times.
+
+        Args:
+            prompt: Its text.
+            max_tokens: Most tokens.
+            temperature: 0 is greedy.
+            fields: More of the request's fields; None leaves out one that is sent otherwise.
+
+        Raises:
+            BudgetError: nothing more may be asked.
+            TandemError: the server refused, failed or cannot be reached.
+        """
+        body = self._request(prompt, max_tokens, temperature, fields)
+        answer = (await self._post("/completions", body)).json()
+        try:
+            usage = answer.get("usage") or {}
+            found = [_completion(choice, usage) for choice in answer["choices"]]
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ProtocolError(f"{self.url}: an answer is not a completion: {error!r}") from None
+        self.budget.generated += max(
+            sum(len(each.tokens) for each in found), int(usage.get("completion_tokens") or 0)
+        )
+        return found
+
+    async def stream(self, prompt: str, *, max_tokens: int, temperature: float, **fields: Any) -> str:
+        """The text of a completion that is streamed. Arguments and errors are those of `complete`."""
+        body = self._request(prompt, max_tokens, temperature, fields) | {"stream": True}
+        answer = await self._post("/completions", body)
+        parts = []
+        for line in answer.text.splitlines():
+            if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
+                parts += [choice.get("text") or "" for choice in json.loads(data).get("choices", [])]
+        self.budget.generated += max_tokens
+        return "".join(parts)
+
+    async def speculation(self) -> SpeculationCounts | None:
+        """What the server's /metrics counted of its speculation since it started; None: it counts nothing."""
+        try:
+            answer = await self.http.get(self.url.rpartition("/")[0] + "/metrics")
+        except httpx2.HTTPError:
+            return None
+        return speculation_counts(answer.text) if answer.status_code == 200 else None
+
+    def _request(
+        self, prompt: str, max_tokens: int, temperature: float, fields: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        named = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+        }
+        body = named | dict(self.optional) | dict(self.body) | dict(fields)
+        return {name: value for name, value in body.items() if value is not None}
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> httpx2.Response:
+        attempt = 0
+        while True:
+            attempt += 1
+            if self.budget.is_spent:
+                raise BudgetError("the budget of requests or tokens is spent")
+            self.budget.sent += 1
+            async with self._places:
+                answer = await _sent(self.http, "POST", self.url + path, json=body)
+            if answer.status_code not in (429, 503) or attempt == _ATTEMPTS:
+                _raise_for(answer, self.url + path)
+                return answer
+            await asyncio.sleep(_retry_seconds(answer, attempt))
+
+
+@asynccontextmanager
+async def connected(
+    url: str,
+    *,
+    model: str | None,
+    key: str | None,
+    budget: Budget,
+    concurrency: int,
+    timeout_seconds: float = 120.0,
+    body: Mapping[str, Any] | None = None,
+    transport: httpx2.AsyncBaseTransport | None = None,
+) -> AsyncIterator[Server]:
+    """Connect, find the model's name, and find out which optional fields the server accepts.
+
+    Args:
+        url: http://HOST:PORT/v1.
+        model: None: the first one that the server lists.
+        key: Sent as a bearer token; None: nothing is sent.
+        budget: What all servers of an audit share.
+        concurrency: Most requests at once.
+        timeout_seconds: Of each request.
+        body: Further fields of each request.
+        transport: For tests.
+
+    Raises:
+        TandemError: it cannot be reached, or refuses what every server must accept.
+    """
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    async with httpx2.AsyncClient(headers=headers, timeout=timeout_seconds, transport=transport) as http:
+        base = url.rstrip("/")
+        answer = await _sent(http, "GET", base + "/models")
+        _raise_for(answer, base + "/models")
+        try:
+            listed = [str(each["id"]) for each in answer.json()["data"]]
+        except (KeyError, TypeError, ValueError):
+            raise ProtocolError(f"{base}/models: the answer is no list of models") from None
+        if model is None and not listed:
+            raise NotFoundError(f"{base} lists no model; name one with --model")
+        server = Server(http, base, model or listed[0], budget, concurrency, body or {})
+        for optional in _OPTIONAL:
+            server.optional = optional
+            try:
+                (found, *_) = await server.complete("1 + 1 =", max_tokens=1, temperature=1.0)
+            except InvalidRequestError:
+                if optional is _OPTIONAL[-1]:
+                    raise
+                continue
+            if optional.get("logprobs") and not found.tops:
+                continue
+            break
+        yield server
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationCounts:
+    """Counters of vLLM's and Tandem's metrics."""
+
+    drafts: float = 0.0
+    """Passes of the target that verified a proposal."""
+    drafted: float = 0.0
+    accepted: float = 0.0
+    per_position: tuple[float, ...] = ()
+    """Tokens accepted at each position of the proposals."""
+    rules: Mapping[str, float] = field(default_factory=dict)
+    """Passes with a proposal under each acceptance rule, where the server names them."""
+    acceptance_length: float | None = None
+    """SGLang's gauge: tokens for each pass."""
+
+    def since(self, before: SpeculationCounts) -> SpeculationCounts:
+        """What was counted after an earlier look."""
+        earlier = [*before.per_position, *[0.0] * len(self.per_position)]
+        return SpeculationCounts(
+            self.drafts - before.drafts,
+            self.drafted - before.drafted,
+            self.accepted - before.accepted,
+            tuple(now - then for now, then in zip(self.per_position, earlier, strict=False)),
+            {
+                rule: count - before.rules.get(rule, 0.0)
+                for rule, count in self.rules.items()
+                if count > before.rules.get(rule, 0.0)
+            },
+            self.acceptance_length,
+        )
+
+    @property
+    def tokens_per_pass(self) -> float | None:
+        """Tokens that a pass with a proposal yields."""
+        return 1 + self.accepted / self.drafts if self.drafts else self.acceptance_length
+
+
+_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+def speculation_counts(metrics: str) -> SpeculationCounts | None:
+    """Read Prometheus's text form; None where it counts no speculation."""
+    totals: Counter[str] = Counter()
+    positions: Counter[int] = Counter()
+    rules: Counter[str] = Counter()
+    length: float | None = None
+    for line in metrics.splitlines():
+        if (match := _SAMPLE.match(line)) is None:
+            continue
+        name, labels, value = match[1], dict(_LABEL.findall(match[2] or "")), float(match[3])
+        _, _, counter = name.partition("spec_decode_num_")
+        if counter == "accepted_tokens_per_pos_total" and labels.get("position", "").isdigit():
+            positions[int(labels["position"])] += value  # type: ignore[assignment]
+        elif counter:
+            totals[counter.removesuffix("_total")] += value  # type: ignore[assignment]
+            if "rule" in labels and counter == "drafts_total":
+                rules[labels["rule"]] += value  # type: ignore[assignment]
+        elif name == "sglang:spec_accept_length":
+            length = value
+    if not totals and length is None:
+        return None
+    per_position = tuple(
+        float(positions[i]) for i in range(min(positions, default=0), max(positions, default=-1) + 1)
+    )
+    return SpeculationCounts(
+        totals["drafts"],
+        totals["draft_tokens"],
+        totals["accepted_tokens"],
+        per_position,
+        dict(rules),
+        length,
+    )
+
+
+def _completion(choice: Mapping[str, Any], usage: Mapping[str, Any]) -> Completion:
+    reported = choice.get("logprobs") or {}
+    logprobs = tuple(
+        -9999.0 if each is None else float(each) for each in reported.get("token_logprobs") or ()
+    )
+    return Completion(
+        text=str(choice.get("text") or ""),
+        finish_reason=choice.get("finish_reason"),
+        tokens=tuple(reported.get("tokens") or ()),
+        logprobs=logprobs,
+        tops=tuple({} if each is None else dict(each) for each in reported.get("top_logprobs") or ()),
+        prompt_tokens=usage.get("prompt_tokens"),
+        generated=int(usage.get("completion_tokens") or len(logprobs)),
+    )
+
+
+async def _sent(http: httpx2.AsyncClient, method: str, url: str, **more: Any) -> httpx2.Response:
+    try:
+        return await http.request(method, url, **more)
+    except httpx2.TimeoutException:
+        raise DeadlineError(f"{url}: no answer within {http.timeout.read} s") from None
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        raise ServiceUnavailableError(
+            f"{url} cannot be reached: {str(error) or type(error).__name__}"
+        ) from None
+
+
+def _retry_seconds(answer: httpx2.Response, attempt: int) -> float:
+    try:
+        wanted = float(answer.headers.get("retry-after", ""))
+    except ValueError:
+        wanted = 2.0**attempt
+    return min(max(wanted, 0.0), _MAX_RETRY_SECONDS)
+
+
+_KINDS: Sequence[tuple[tuple[int, ...], type[TandemError]]] = (
+    ((400, 413, 415, 422), InvalidRequestError),
+    ((401, 403), UnauthenticatedError),
+    ((404, 405), NotFoundError),
+    ((429,), CapacityError),
+    ((502, 503, 504), ServiceUnavailableError),
+)
+
+
+def _raise_for(answer: httpx2.Response, url: str) -> None:
+    if answer.status_code == 200:
+        return
+    kind = next((kind for codes, kind in _KINDS if answer.status_code in codes), ProtocolError)
+    raise kind(f"{url} answered {answer.status_code}: {' '.join(answer.text.split())[:300]}")

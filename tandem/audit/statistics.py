@@ -1,0 +1,459 @@
+"""What the tokens of a server say about its sampler: martingale tests, an e-process, Holm's correction, two samples.
+
+A sampler that draws each token from the distribution that it reports makes *indicator minus probability* a martingale
+difference, whatever came before. Every test here is a sum of such differences, each multiplied by a weight that is
+known before the token is drawn. Pure functions and accumulators of numpy arrays: no network, no clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+_T = TypeVar("_T", bound=np.generic)
+
+ALPHA = 0.001
+"""Most false alarms in a run of each family: half of it for Holm's tests at the end, half for the e-process."""
+MIN_VARIANCE = 20.0
+"""A test with less summed variance has no p-value: its sum is too far from normal."""
+
+_BETS = np.array([sign * 0.4 / 2**i for i in range(6) for sign in (1, -1)])
+"""Stakes of the e-process. A difference is within [-2, 2], so that a wealth stays positive."""
+_TIE = 1 - 1e-9
+_BUCKETS = 1 << 16
+_SURPRISE_NATS = 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Sampled tokens with the distributions that they were drawn from, of one completion or several in a row.
+
+    T tokens, and the M most probable candidates of each.
+    """
+
+    ids: IntArray
+    """[T, M]: candidates by falling probability; below 0 where there are fewer."""
+    probs: FloatArray
+    """[T, M]: their probabilities; what is missing to 1 belongs to tokens that are not listed."""
+    chosen: IntArray
+    """[T]: column of the token that was drawn; M: it is not listed."""
+    tokens: IntArray
+    """[T]: its id."""
+    index: IntArray
+    """[T]: its position in its completion."""
+    contexts: IntArray
+    """[T]: a hash of the prompt and of the completion's earlier tokens."""
+    is_usable: BoolArray
+    """[T]: False where the distribution is not known well enough. It must not depend on the token that was drawn."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def restricted(self, allowed: BoolArray, temperature: float = 1.0) -> Steps:
+        """The draw given that it fell among the allowed candidates, at another temperature.
+
+        This is exact without the normaliser over the whole vocabulary, which a server does not report.
+
+        Args:
+            allowed: [T, M].
+            temperature: Probabilities become p ** (1 / temperature), renormalised.
+        """
+        weights = np.where(allowed & (self.ids >= 0), self.probs ** (1 / temperature), 0.0)
+        total = weights.sum(axis=1, keepdims=True)
+        count = self.ids.shape[1]
+        is_inside = np.take_along_axis(
+            np.pad(weights > 0, ((0, 0), (0, 1))), np.minimum(self.chosen, count)[:, None], axis=1
+        )[:, 0]
+        probs = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
+        return replace(self, probs=probs, is_usable=self.is_usable & is_inside)
+
+
+def joined(parts: Sequence[Steps]) -> Steps:
+    """Several completions as one, with room for the longest list of candidates."""
+    width = max(part.ids.shape[1] for part in parts)
+
+    def padded(values: NDArray[np.generic], filling: float) -> NDArray[np.generic]:
+        return np.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=filling)
+
+    return Steps(
+        np.concatenate([padded(part.ids, -1) for part in parts]).astype(np.int64),
+        np.concatenate([padded(part.probs, 0.0) for part in parts]).astype(np.float64),
+        np.concatenate([np.where(part.chosen < part.ids.shape[1], part.chosen, width) for part in parts]),
+        np.concatenate([part.tokens for part in parts]),
+        np.concatenate([part.index for part in parts]),
+        np.concatenate([part.contexts for part in parts]),
+        np.concatenate([part.is_usable for part in parts]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TestResult:
+    """What one test found."""
+
+    __test__ = False  # no test case of pytest's
+
+    name: str
+    tokens: int
+    """Tokens that it weighed."""
+    observed: float
+    """Sum of what was drawn, weighted."""
+    expected: float
+    """Sum of what the reported probabilities expect."""
+    z: float
+    p: float | None
+    """Two-sided; None: too few tokens."""
+    adjusted_p: float | None = None
+    """After Holm's correction over the family."""
+
+    @property
+    def excess(self) -> float:
+        """Observed minus expected for each token."""
+        return (self.observed - self.expected) / max(self.tokens, 1)
+
+
+def normal_p(z: float) -> float:
+    """Two-sided p-value of a standard normal."""
+    return math.erfc(abs(z) / math.sqrt(2))
+
+
+def martingale_p(total: float, variance: float, third: float) -> tuple[float, float | None]:
+    """z-score and two-sided p-value of a sum of martingale differences.
+
+    Rare events make the sum skewed. The Cornish-Fisher correction by the third moment is used only where it lowers the
+    z-score, so that it never accuses.
+
+    Args:
+        total: The sum.
+        variance: Sum of conditional variances.
+        third: Sum of conditional third central moments.
+    """
+    if variance <= 0:
+        return 0.0, None
+    z = total / math.sqrt(variance)
+    corrected = z - third / variance**1.5 * (z * z - 1) / 6
+    least = min(abs(z), max(0.0, math.copysign(1, z) * corrected))
+    return z, normal_p(least) if variance >= MIN_VARIANCE else None
+
+
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """Adjusted p-values (Holm 1979): rejecting those below a level errs at most that often in the whole family."""
+    order = sorted((p, i) for i, p in enumerate(p_values) if p is not None)
+    adjusted: list[float | None] = [None] * len(p_values)
+    largest = 0.0
+    for rank, (p, i) in enumerate(order):
+        largest = max(largest, min(1.0, (len(order) - rank) * p))
+        adjusted[i] = largest
+    return adjusted
+
+
+def tests_of(is_brief: bool, modulus: int | None) -> list[tuple[str, str]]:
+    """Names of a calibration's tests, each with the function of the drawn token that it weighs."""
+    tests = [(name, name) for name in ("first choice", "first 2", "first 4", "first 8", "surprise")]
+    tests += [(name, name) for name in ("token bias", "pair bias")]
+    tests += [
+        (f"first choice at confidence {low:g} to {high:g}", "first choice") for low, high in CONFIDENCES
+    ]
+    if is_brief:
+        return tests
+    tests += [(name, name) for name in ("context bias", "same token again", "copied pair", "favoured again")]
+    tests += [(f"first choice at position {i}", "first choice") for i in range(POSITIONS)]
+    for base in ("first choice", "surprise"):
+        tests += [(f"{base} after {what}", base) for what in ("a confident position", "an unlikely token")]
+        tests += [(f"{base} with the one {lag} before", base) for lag in LAGS]
+    tests += [(f"first choice at position {i} modulo {modulus}", "first choice") for i in range(modulus or 0)]
+    return tests
+
+
+CONFIDENCES = ((0.0, 0.3), (0.3, 0.6), (0.6, 0.9), (0.9, 1.0))
+"""Ranges of the first choice's probability."""
+POSITIONS = 10
+"""The first positions of a completion have a test each: proposals begin there at the same place in every completion."""
+LAGS = (1, 2, 3, 4, 5)
+
+
+@dataclass(slots=True)
+class Calibration:
+    """Tests of draws against their reported distributions, in the order in which they came.
+
+    The last three base functions learn. They keep, for each token, pair of tokens or exact context, how far draws were
+    from their probabilities so far, and bet on more of the same; so a bias that has another sign in every context, as
+    a draft's preferences have, adds up too. Tables are hashed: a collision costs power, never validity.
+    """
+
+    is_brief: bool = False
+    """Only the tests that need no position: for the shorter looks at other sampling parameters."""
+    modulus: int | None = None
+    """Length of a round in which everything is accepted: proposed tokens + 1; None: not known."""
+    tokens: int = 0
+    """Tokens weighed so far."""
+    names: list[tuple[str, str]] = field(init=False)
+    _sums: FloatArray = field(init=False)
+    """[tests, 5]: draws, expectations, variances, third moments, tokens."""
+    _wealth: FloatArray = field(init=False)
+    """[tests, bets]: logarithms."""
+    _learnt: dict[str, FloatArray] = field(init=False)
+    """[2, buckets]: summed differences and variances."""
+
+    def __post_init__(self) -> None:
+        self.names = tests_of(self.is_brief, self.modulus)
+        self._sums = np.zeros((len(self.names), 5))
+        self._wealth = np.zeros((len(self.names), len(_BETS)))
+        self._learnt = {base: np.zeros((2, _BUCKETS)) for base in ("token bias", "pair bias", "context bias")}
+
+    def add(self, steps: Steps) -> None:
+        """Weigh the draws of some completions. What is learnt from them counts from the next call on."""
+        moments = {name: _moments(steps, *values) for name, values in self._functions(steps).items()}
+        weights = self._weights(steps, moments)
+        usable = steps.is_usable.astype(np.float64)
+        rows = []
+        for name, base in self.names:
+            weight = usable * weights.get(name, 1.0)
+            drawn, mean, variance, third = moments[base]
+            squared = weight * weight
+            rows.append(
+                [weight * drawn, weight * mean, squared * variance, squared * weight * third, weight != 0]
+            )
+        table = np.array(rows, np.float64)
+        self._sums += table.sum(axis=2)
+        differences = table[:, 0] - table[:, 1]
+        self._wealth += np.log1p(differences[:, None, :] * _BETS[:, None]).sum(axis=2)
+        self._learn(steps)
+        self.tokens += int(steps.is_usable.sum())
+
+    def results(self) -> list[TestResult]:
+        """Each test, without a correction for their number."""
+        found = []
+        for (name, _), (drawn, mean, variance, third, count) in zip(self.names, self._sums, strict=True):
+            z, p = martingale_p(drawn - mean, variance, third)
+            found.append(TestResult(name, int(count), float(drawn), float(mean), z, p))
+        return found
+
+    def log_wealths(self) -> FloatArray:
+        """[tests]: logarithm of each test's e-value, the mean over its bets."""
+        values: FloatArray = np.logaddexp.reduce(self._wealth, axis=1) - math.log(len(_BETS))
+        return values
+
+    def detectable(self) -> float | None:
+        """Bias of the first choice's frequency that this many tokens find with 95 %; None: too few tokens."""
+        _, _, variance, _, count = self._sums[0]
+        if variance < MIN_VARIANCE:
+            return None
+        return float((_Z_FOUND + 1.645) * math.sqrt(variance) / count)
+
+    def _functions(self, steps: Steps) -> dict[str, tuple[FloatArray, FloatArray]]:
+        """Base functions: their values on the candidates [T, M] and on a token that is not listed [T], in [-1, 1]."""
+        probs, none = steps.probs, np.zeros(len(steps))
+        functions: dict[str, tuple[FloatArray, FloatArray]] = {}
+        for name, rank in (("first choice", 1), ("first 2", 2), ("first 4", 4), ("first 8", 8)):
+            # Equal probabilities count together: which of them a server lists first may depend on the draw.
+            lowest = probs[:, min(rank, probs.shape[1]) - 1, None]
+            functions[name] = (((probs >= lowest * _TIE) & (probs > 0)).astype(np.float64), none)
+        nats = -np.log(np.maximum(probs, 1e-300))
+        functions["surprise"] = (np.minimum(nats / _SURPRISE_NATS, 1.0), none + 1.0)
+        functions |= {base: (self._preferences(steps, base), none) for base in self._learnt}
+        if not self.is_brief:
+            before = _lagged(steps.tokens, steps.index, 1, -2)
+            functions["same token again"] = ((steps.ids == before[:, None]).astype(np.float64), none)
+            functions["copied pair"] = ((steps.ids == _copied(steps)[:, None]).astype(np.float64), none)
+            functions["favoured again"] = (_favoured(steps), none)
+        return functions
+
+    def _weights(
+        self, steps: Steps, moments: dict[str, tuple[FloatArray, ...]]
+    ) -> dict[str, FloatArray | BoolArray]:
+        """Weights of the tests that have one: in [-1, 1], and known before the token is drawn."""
+        first = steps.probs[:, 0]
+        found: dict[str, FloatArray | BoolArray] = {
+            f"first choice at confidence {low:g} to {high:g}": (first > low) & (first <= high)
+            for low, high in CONFIDENCES
+        }
+        for i in range(POSITIONS):
+            found[f"first choice at position {i}"] = steps.index == i
+        if self.modulus is not None:
+            for i in range(self.modulus):
+                found[f"first choice at position {i} modulo {self.modulus}"] = steps.index % self.modulus == i
+        drawn = moments["first choice"][0]
+        for base in ("first choice", "surprise"):
+            difference = (moments[base][0] - moments[base][1]) * steps.is_usable
+            found[f"{base} after a confident position"] = _lagged(first, steps.index, 1, 0.0) > 0.8
+            found[f"{base} after an unlikely token"] = _lagged(drawn, steps.index, 1, 1.0) == 0
+            for lag in LAGS:
+                found[f"{base} with the one {lag} before"] = _lagged(difference, steps.index, lag, 0.0)
+        return found
+
+    def _buckets(self, steps: Steps, base: str) -> IntArray:
+        keys = {
+            "token bias": np.zeros_like(steps.tokens),
+            "pair bias": _lagged(steps.tokens, steps.index, 1, -2) + 3,
+            "context bias": steps.contexts,
+        }[base]
+        with np.errstate(over="ignore"):
+            mixed = (keys[:, None] * np.int64(0x5851F42D4C957F2D) + steps.ids) * np.int64(0x2545F4914F6CDD1D)
+        return (mixed >> np.int64(24)) & np.int64(_BUCKETS - 1)
+
+    def _preferences(self, steps: Steps, base: str) -> FloatArray:
+        sums, variances = self._learnt[base][:, self._buckets(steps, base)]
+        scores: FloatArray = np.clip(sums / np.sqrt(variances + 1.0), -2.0, 2.0) / 2.0
+        return np.where(steps.ids >= 0, scores, 0.0)
+
+    def _learn(self, steps: Steps) -> None:
+        is_drawn = steps.chosen[:, None] == np.arange(steps.ids.shape[1])
+        is_counted = (steps.ids >= 0) & steps.is_usable[:, None]
+        for base, table in self._learnt.items():
+            buckets = self._buckets(steps, base)[is_counted]
+            np.add.at(table[0], buckets, (is_drawn - steps.probs)[is_counted])
+            np.add.at(table[1], buckets, (steps.probs * (1 - steps.probs))[is_counted])
+
+
+_Z_FOUND = 4.4
+"""z-score that Holm's correction over about 60 tests asks for at ALPHA / 2."""
+
+
+def _moments(steps: Steps, values: FloatArray, unlisted: FloatArray) -> tuple[FloatArray, ...]:
+    """A function's value at the drawn token, and its mean, variance and third central moment, each [T]."""
+    rest = np.maximum(0.0, 1.0 - steps.probs.sum(axis=1))
+    drawn = np.take_along_axis(
+        np.concatenate([values, unlisted[:, None]], axis=1), steps.chosen[:, None], axis=1
+    )[:, 0]
+    mean = (steps.probs * values).sum(axis=1) + rest * unlisted
+    listed, other = values - mean[:, None], unlisted - mean
+    weighted = steps.probs * listed * listed
+    variance = weighted.sum(axis=1) + rest * other * other
+    third = (weighted * listed).sum(axis=1) + rest * other * other * other
+    return drawn, mean, variance, third
+
+
+def _lagged(values: NDArray[_T], index: IntArray, lag: int, filling: float) -> NDArray[_T]:
+    """The value so many positions before, in the same completion."""
+    moved = np.full_like(values, filling)
+    moved[lag:] = values[:-lag]
+    return np.where(index >= lag, moved, np.full_like(values, filling))
+
+
+def _copied(steps: Steps) -> IntArray:
+    """What followed when the previous token last occurred in this completion, which n-gram drafts propose; else -2."""
+    found = np.full(len(steps), -2, np.int64)
+    followers: dict[int, int] = {}
+    before = -2
+    for i, (token, index) in enumerate(zip(steps.tokens.tolist(), steps.index.tolist(), strict=True)):
+        if index == 0:
+            followers, before = {}, -2
+        found[i] = followers.get(before, -2)
+        followers[before] = token
+        before = token
+    return found
+
+
+def _favoured(steps: Steps) -> FloatArray:
+    """How far each candidate was drawn too often so far in its own completion, in [-1, 1]: noise that is used again
+    favours the same tokens again. [T, M]."""
+    count, buckets = len(steps), 256
+    rows = np.broadcast_to(np.arange(count)[:, None], steps.ids.shape)
+    columns = steps.ids & (buckets - 1)
+    is_listed = (steps.ids >= 0) & steps.is_usable[:, None]
+    is_drawn = steps.chosen[:, None] == np.arange(steps.ids.shape[1])
+    start = np.maximum.accumulate(np.where(steps.index == 0, np.arange(count), 0))
+    earlier = []
+    for values in (is_drawn - steps.probs, steps.probs * (1 - steps.probs)):
+        table = np.zeros((count + 1, buckets))
+        np.add.at(table, (rows[is_listed] + 1, columns[is_listed]), values[is_listed])
+        summed = table.cumsum(axis=0)
+        earlier.append(summed[rows, columns] - summed[start[:, None], columns])
+    return np.where(steps.ids >= 0, np.clip(earlier[0] / np.sqrt(earlier[1] + 0.1), -2.0, 2.0) / 2.0, 0.0)
+
+
+@dataclass(slots=True)
+class Evidence:
+    """All calibrations of a run as one family: one e-process, one correction.
+
+    The mean of the tests' e-values is an e-value, and a martingale in time: for a right sampler with at most
+    the probability of a level it ever reaches 1 / level (Ville 1939). So one may look, and stop, whenever one likes.
+    """
+
+    calibrations: dict[str, Calibration]
+    path: list[tuple[int, float]] = field(default_factory=list)
+    """Tokens so far, and the logarithm of the evidence then, base 10."""
+
+    def add(self, name: str, steps: Steps) -> None:
+        """Weigh more completions in the calibration of this name."""
+        self.calibrations[name].add(steps)
+        logs = np.concatenate([each.log_wealths() for each in self.calibrations.values()])
+        value = float(np.logaddexp.reduce(logs) - math.log(len(logs))) / math.log(10)
+        self.path.append((sum(each.tokens for each in self.calibrations.values()), value))
+
+    @property
+    def max_log10(self) -> float:
+        """The highest evidence reached so far, logarithm to base 10."""
+        return max((value for _, value in self.path), default=0.0)
+
+    @property
+    def is_conclusive(self) -> bool:
+        """True once the e-process has crossed its level."""
+        return self.max_log10 >= math.log10(2 / ALPHA)
+
+    def results(self) -> dict[str, list[TestResult]]:
+        """Each calibration's tests, corrected over all of them."""
+        found = {name: each.results() for name, each in self.calibrations.items()}
+        adjusted = iter(holm([test.p for tests in found.values() for test in tests]))
+        return {
+            name: [replace(test, adjusted_p=next(adjusted)) for test in tests]
+            for name, tests in found.items()
+        }
+
+    @property
+    def is_finding(self) -> bool:
+        """True if the e-process, or a test after Holm's correction, says that the sampler is not right."""
+        found = [
+            test.adjusted_p
+            for tests in self.results().values()
+            for test in tests
+            if test.adjusted_p is not None
+        ]
+        return self.is_conclusive or min(found, default=1.0) < ALPHA / 2
+
+
+def permutation_p(
+    cells: IntArray, units: IntArray, strata: IntArray, is_second: BoolArray, permutations: int, seed: int = 0
+) -> float:
+    """p-value of two samples being of one kind, exact whatever the counts, by permutation within strata.
+
+    The statistic is the sum over cells of (a - b)**2 / (a + b). It stops early once 50 permutations reach it (Besag and
+    Clifford 1991).
+
+    Args:
+        cells: [N], category of each thing that was counted.
+        units: [N], completion that it belongs to.
+        strata: [units], prompt of each completion; labels are exchanged only within one.
+        is_second: [units], True for the second sample.
+        permutations: At most so many.
+        seed: Of the permutations.
+    """
+    generator = np.random.default_rng(seed)
+    total = np.bincount(cells)
+    counted = np.maximum(total, 1)
+    order = np.argsort(strata, kind="stable")
+
+    def statistic(labels: BoolArray) -> float:
+        signs = np.where(labels, 1.0, -1.0)
+        difference = np.bincount(cells, weights=signs[units], minlength=len(total))
+        return float((difference**2 / counted).sum())
+
+    limit = statistic(is_second) * (1 - 1e-12)
+    reached = 0
+    labels = np.empty_like(is_second)
+    for done in range(1, permutations + 1):
+        # Sorted by stratum and random number, the places of each stratum hold its labels in a random order.
+        shuffled = np.lexsort((generator.random(len(strata)), strata))
+        labels[order] = is_second[shuffled]
+        reached += statistic(labels) >= limit
+        if reached == 50:
+            return reached / done
+    return (reached + 1) / (permutations + 1)

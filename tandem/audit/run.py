@@ -56,6 +56,8 @@ _CONCLUSIVE_LOG10 = 6.0
 _MAX_FAILURES = 5
 _PERMUTATIONS = 9_999
 _GRAM_TOKENS = 24
+_MIN_COMPLETIONS = 20
+"""Of server and reference together; fewer are not compared."""
 LOSSY = ("typical", "logit-comparison", "logit_comparison", "synthetic", "relaxed")
 """Acceptance rules that are not lossless by design begin with one of these."""
 
@@ -231,7 +233,10 @@ async def _calibrate(
     report: Callable[[str], None],
 ) -> None:
     """Sample at temperature 1 and, for shorter, at a lower temperature and with top-p; weigh what comes."""
-    is_raw, check = await temperature_is_raw(server, TEMPERATURE)
+    try:
+        is_raw, check = await temperature_is_raw(server, TEMPERATURE)
+    except BudgetError:
+        return
     result.checks.append(check)
     evidence = Evidence({name: Calibration(name != MAIN, modulus) for name in _LOOKS})
     left = max(0.0, end - time.monotonic())
@@ -402,7 +407,7 @@ async def _two_samples(
         found += [(each[0], bool(i), each[1]) for i, each in enumerate(pair) if each is not None]
     for source in sources:
         await source.aclose()
-    if len(found) < 4 * len(options.prompts):
+    if len(found) < _MIN_COMPLETIONS:
         return []
     return compared(found)
 

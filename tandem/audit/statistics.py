@@ -27,6 +27,8 @@ MIN_VARIANCE = 20.0
 
 _BETS = np.array([sign * 0.4 / 2**i for i in range(6) for sign in (1, -1)])
 """Stakes of the e-process. A difference is within [-2, 2], so that a wealth stays positive."""
+_BROAD = ("first choice", "first 2", "first 4", "first 8", "surprise", "token bias", "pair bias")
+"""Tests to which every token counts: what most faults change."""
 _TIE = 1 - 1e-9
 _BUCKETS = 1 << 16
 _SURPRISE_NATS = 6.0
@@ -156,8 +158,7 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
 
 def tests_of(is_brief: bool, modulus: int | None) -> list[tuple[str, str]]:
     """Names of a calibration's tests, each with the function of the drawn token that it weighs."""
-    tests = [(name, name) for name in ("first choice", "first 2", "first 4", "first 8", "surprise")]
-    tests += [(name, name) for name in ("token bias", "pair bias")]
+    tests = [(name, name) for name in _BROAD]
     tests += [
         (f"first choice at confidence {low:g} to {high:g}", "first choice") for low, high in CONFIDENCES
     ]
@@ -313,8 +314,8 @@ class Calibration:
             np.add.at(table[1], buckets, (steps.probs * (1 - steps.probs))[is_counted])
 
 
-_Z_FOUND = 4.4
-"""z-score that Holm's correction over about 60 tests asks for at ALPHA / 2."""
+_Z_FOUND = 4.1
+"""z-score that the correction asks of a broad test at ALPHA / 2."""
 
 
 def _moments(steps: Steps, values: FloatArray, unlisted: FloatArray) -> tuple[FloatArray, ...]:
@@ -400,13 +401,23 @@ class Evidence:
         return self.max_log10 >= math.log10(2 / ALPHA)
 
     def results(self) -> dict[str, list[TestResult]]:
-        """Each calibration's tests, corrected over all of them."""
+        """Each calibration's tests, corrected over all of them.
+
+        The few broad tests share one half of the level, all others the other half.
+        """
         found = {name: each.results() for name, each in self.calibrations.items()}
-        adjusted = iter(holm([test.p for tests in found.values() for test in tests]))
-        return {
-            name: [replace(test, adjusted_p=next(adjusted)) for test in tests]
-            for name, tests in found.items()
-        }
+        for is_broad in (True, False):
+            places = [
+                (name, i)
+                for name, tests in found.items()
+                for i, test in enumerate(tests)
+                if (test.name in _BROAD and not self.calibrations[name].is_brief) is is_broad
+            ]
+            adjusted = holm([found[name][i].p for name, i in places])
+            for (name, i), p in zip(places, adjusted, strict=True):
+                doubled = None if p is None else min(1.0, 2 * p)
+                found[name][i] = replace(found[name][i], adjusted_p=doubled)
+        return found
 
     @property
     def is_finding(self) -> bool:

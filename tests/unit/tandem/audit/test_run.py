@@ -1,0 +1,301 @@
+"""Audits of synthetic servers over HTTP, without a socket."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+import pytest
+
+from benchmarks.faulty_server import RIGHT, Language, application
+from coordinator.cli.audit import KEY
+from tandem.audit.checks import Verdict, variation
+from tandem.audit.client import Budget, Completion, connected, speculation_counts
+from tandem.audit.report import acceptance_line, as_dict, html
+from tandem.audit.run import Audit, AuditOptions, Reader, audit
+from tandem.errors import (
+    CapacityError,
+    InvalidRequestError,
+    NotFoundError,
+    ProtocolError,
+    ServiceUnavailableError,
+    UnauthenticatedError,
+)
+from tests.commands import Commands
+
+LANGUAGE = Language.random()
+URL = "http://synthetic/v1"
+Change = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class Changed(httpx2.AsyncBaseTransport):
+    """A synthetic server that changes requests before it answers."""
+
+    def __init__(self, change: Change = lambda body: body, fault: str = RIGHT) -> None:
+        self._inner = httpx2.ASGITransport(application(LANGUAGE, fault))
+        self._change = change
+        self.bodies: list[dict[str, Any]] = []
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        if request.method == "POST":
+            self.bodies.append(json.loads(await request.aread()))
+            request = httpx2.Request("POST", request.url, json=self._change(dict(self.bodies[-1])))
+        return await self._inner.handle_async_request(request)
+
+
+async def audited(
+    transport: httpx2.AsyncBaseTransport, tokens: int, reference: Changed | None = None, **more: Any
+) -> Audit:
+    if reference is not None:
+        more["reference"] = URL
+    options = AuditOptions(URL, minutes=5.0, budget_tokens=tokens, **more)
+    return await audit(options, transports=(transport, reference))
+
+
+async def test_a_right_server_is_lossless() -> None:
+    server = Changed()
+    result = await audited(server, 6_000)
+    assert result.findings == []
+    assert result.verdict.startswith("lossless, as far as 6,0")
+    assert result.verdict.endswith(" tokens a pass")
+    assert {each.verdict for each in result.checks} <= {Verdict.OK, Verdict.NOTE}
+    assert "by position" in acceptance_line(result)
+    # It refuses ids as names, so what is accepted beside them is asked for.
+    assert "return_tokens_as_token_ids" not in result.fields
+    assert result.fields["ignore_eos"] is True
+    assert result.tokens < 6_000 + 8 * 64
+    assert result.requests == len(server.bodies)
+    described = json.loads(json.dumps(as_dict(result)))
+    assert described["speculation"]["tokens_per_pass"] > 2
+    assert any(test["name"] == "first choice at position 4 modulo 5" for test in described["tests"])
+    page = html(result)
+    assert page.count("<svg") == 5
+    assert "http://synthetic/v1" in page
+
+
+async def test_a_lossy_rule_is_named() -> None:
+    result = await audited(Changed(fault="typical-acceptance"), 6_000)
+    assert result.findings[0] == "the acceptance rule typical-acceptance is lossy by design"
+    assert "not drawn from the reported probabilities" in result.findings[1]
+    assert 'fill="#b91c1c"' in html(result)
+
+
+async def test_log_probabilities_of_the_draft_are_named() -> None:
+    result = await audited(Changed(fault="log probabilities of the draft"), 3_000)
+    (check,) = [each for each in result.checks if each.name.startswith("log probabilities and")]
+    assert check.verdict is Verdict.FINDING
+    assert "the target's distribution" in check.detail
+
+
+async def test_a_server_is_compared_with_its_reference() -> None:
+    lossy = await audited(Changed(fault="typical-acceptance"), 8_000, Changed())
+    assert any("another distribution than the reference" in finding for finding in lossy.findings)
+    right = await audited(Changed(), 6_000, Changed())
+    assert right.findings == []
+    assert {test.name for test in right.reference} >= {"first token", "pairs of tokens", "length"}
+    assert "Against the reference" in html(right)
+
+
+def _warm(body: dict[str, Any]) -> dict[str, Any]:
+    return body | ({"temperature": 1.0} if body["temperature"] == 0 else {})
+
+
+def _one_noise(body: dict[str, Any]) -> dict[str, Any]:
+    return body | {"seed": 3}
+
+
+def _no_stops(body: dict[str, Any]) -> dict[str, Any]:
+    return body | {"stop": None}
+
+
+def _streams_otherwise(body: dict[str, Any]) -> dict[str, Any]:
+    return body | ({"temperature": 1.0} if body.get("stream") else {})
+
+
+def _one_choice(body: dict[str, Any]) -> dict[str, Any]:
+    return body | {"n": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (_warm, "greedy takes the most probable token"),
+        (_warm, "greedy, alone and among 16"),
+        (_one_noise, "4 requests at once: noise of their own"),
+        (_no_stops, "stop strings"),
+        (_streams_otherwise, "greedy, streamed and whole"),
+        (_one_choice, "n = 4: noise of their own"),
+    ],
+)
+async def test_other_faults_of_a_server_are_found(change: Change, name: str) -> None:
+    result = await audited(Changed(change), 3_500)
+    (check,) = [each for each in result.checks if each.name == name]
+    assert check.verdict is Verdict.FINDING, check
+
+
+async def test_without_log_probabilities_nothing_is_claimed() -> None:
+    def unreported(body: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in body.items() if name != "logprobs"}
+
+    result = await audited(Changed(unreported), 5_000)
+    assert result.tests == {}
+    assert result.findings == []
+    assert result.verdict.startswith("nothing found, but too few sampled tokens")
+    assert html(result).count("<svg") == 0
+
+
+async def test_the_budget_of_requests_holds() -> None:
+    server = Changed()
+    result = await audited(server, 100_000, budget_requests=70)
+    assert len(server.bodies) == 70
+    assert any(each.verdict is Verdict.SKIPPED for each in result.checks)
+
+
+def _answering(
+    *answers: httpx2.Response, models: int = 200
+) -> tuple[httpx2.MockTransport, list[httpx2.Request]]:
+    seen: list[httpx2.Request] = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        seen.append(request)
+        if request.method == "GET":
+            return httpx2.Response(models, json={"data": [{"id": "m"}]})
+        found = answers[min(len(seen) - 2, len(answers) - 1)]
+        return httpx2.Response(found.status_code, headers=found.headers, content=found.content)
+
+    return httpx2.MockTransport(answer), seen
+
+
+OF_ONE_TOKEN = {"choices": [{"text": "x", "finish_reason": "length"}], "usage": {"completion_tokens": 1}}
+
+
+async def _connect(transport: httpx2.MockTransport, key: str | None = None) -> str:
+    budget = Budget(100, 1000)
+    async with connected(
+        URL, model=None, key=key, budget=budget, concurrency=2, transport=transport
+    ) as server:
+        return server.model
+
+
+async def test_a_busy_server_is_asked_again_but_not_for_ever() -> None:
+    busy = httpx2.Response(429, headers={"retry-after": "0"})
+    transport, seen = _answering(busy, busy, httpx2.Response(200, json=OF_ONE_TOKEN))
+    assert await _connect(transport) == "m"
+    # Three attempts at the first set of fields; later sets are tried because no log probabilities came.
+    assert len(seen) == 1 + 3 + 4
+    transport, seen = _answering(busy)
+    with pytest.raises(CapacityError, match="answered 429"):
+        await _connect(transport)
+    assert len(seen) == 1 + 3
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (400, InvalidRequestError),
+        (401, UnauthenticatedError),
+        (404, NotFoundError),
+        (500, ProtocolError),
+        (502, ServiceUnavailableError),
+    ],
+)
+async def test_what_a_server_refuses_is_one_sentence(status: int, error: type[Exception]) -> None:
+    transport, seen = _answering(httpx2.Response(status, json={"error": {"message": "no"}}))
+    with pytest.raises(error, match=rf"completions answered {status}: "):
+        await _connect(transport, key="secret")
+    assert seen[-1].headers["authorization"] == "Bearer secret"
+
+
+async def test_an_answer_that_is_no_completion_is_a_protocol_error() -> None:
+    transport, _ = _answering(httpx2.Response(200, json={"choices": [None]}))
+    with pytest.raises(ProtocolError, match="is not a completion"):
+        await _connect(transport)
+
+
+def test_the_drawn_token_may_be_listed_beside_the_others() -> None:
+    top = {"a": -0.7, "b": -1.5, "c": -3.0}
+    completion = Completion("", None, ("c", "b", "a", "d"), (-3.0, -1.5, -0.7, -9.0), (top, top, top, top))
+    assert Reader(2).steps(completion, 0).chosen.tolist() == [2, 1, 0, 2]
+    # Of equal candidates the drawn one must not be listed because it was drawn.
+    level = {"c": -1.5, "a": -0.7, "b": -1.5}
+    drawn = Completion("", None, ("c",), (-1.5,), (level,))
+    assert Reader(2).steps(drawn, 0).chosen.tolist() == [2]
+
+
+def test_positions_whose_candidates_hide_each_other_are_left_out() -> None:
+    tops = ({"a": -0.7}, {"a": -0.7, "\ufffd": -1.5}, {"a": 0.0}, {"a": -0.7, "b": -1.5})
+    completion = Completion("", None, ("a",) * 4, tuple(top["a"] for top in tops), tops)
+    assert Reader(2).steps(completion, 0).is_usable.tolist() == [False, False, True, True]
+    reader = Reader(2)
+    reader.steps(Completion("", None, ("a",), (-0.1,), ({"a": -0.1, "b": -0.2},)), 0)
+    assert reader.sums_above_one == 1
+
+
+def test_metrics_of_three_engines() -> None:
+    vllm = speculation_counts(
+        'vllm:spec_decode_num_drafts_total{model_name="m"} 4.0\n'
+        "vllm:spec_decode_num_draft_tokens_total 16.0\nvllm:spec_decode_num_accepted_tokens_total 8.0\n"
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 2.0\n'
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 3.0\n'
+    )
+    assert vllm is not None
+    assert (vllm.tokens_per_pass, vllm.per_position) == (3.0, (3.0, 2.0))
+    tandem = speculation_counts(
+        'tandem_spec_decode_num_drafts_total{rule="strict"} 4.0\n'
+        'tandem_spec_decode_num_drafts_total{rule="greedy"} 2.0\n'
+    )
+    assert tandem is not None
+    assert (tandem.drafts, tandem.rules) == (6.0, {"strict": 4.0, "greedy": 2.0})
+    assert tandem.since(tandem).rules == {}
+    sglang = speculation_counts("sglang:spec_accept_length 2.5\n")
+    assert sglang is not None
+    assert sglang.tokens_per_pass == 2.5
+    assert speculation_counts("up 1\n") is None
+
+
+def test_variation_is_over_what_both_list() -> None:
+    assert variation({"a": 0.0}, {"a": -float("inf"), "b": 0.0}) == 0.5
+    assert variation({"a": -1.0, "b": -2.0}, {"a": -1.0}) == 0.0
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Commands:
+    monkeypatch.delenv(KEY, raising=False)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    return Commands(monkeypatch, capsys)
+
+
+def test_the_command_says_what_it_found(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    seen: list[AuditOptions] = []
+
+    async def found(options: AuditOptions, _: Callable[[str], None]) -> Audit:
+        seen.append(options)
+        sums = {"typical-acceptance": 3.0} if options.body else {}
+        counts = speculation_counts(
+            "".join(f'x_spec_decode_num_drafts_total{{rule="{each}"}} 3\n' for each in sums)
+        )
+        return Audit(options.url, "m", "now", is_miscalibrated=bool(options.body), speculation=counts)
+
+    monkeypatch.setattr("tandem.audit.run.audit", found)
+    monkeypatch.setenv(KEY, "secret")
+    page = tmp_path / "audit.html"
+    ran = commands.run("audit", URL, "--html", str(page), "--body", '{"x": 1}', "--quiet")
+    assert ran.code == 1
+    assert "- the acceptance rule typical-acceptance is lossy by design\n" in ran.out
+    assert page.read_text().startswith("<!doctype html>")
+    assert seen[0].key == "secret"
+    assert "secret" not in ran.out + ran.err + page.read_text() + repr(seen[0])
+    ran = commands.run("audit", URL, "--json", "--quiet")
+    assert (ran.code, json.loads(ran.out)["findings"]) == (0, [])
+
+
+def test_wrong_calls_are_one_sentence(commands: Commands) -> None:
+    assert commands.fail(2, "audit").startswith("URL is missing")
+    assert re.search("--body is '3'; it must be a JSON object", commands.fail(2, "audit", URL, "--body", "3"))
+    assert "which is no JSON" in commands.fail(2, "audit", URL, "--reference-body", "{")
+    assert "cannot be reached" in commands.fail(4, "audit", "http://127.0.0.1:1/v1", "-q")

@@ -14,7 +14,7 @@ from draft_service.proposers.ngram import ngram_proposer
 from draft_service.proposers.suffix import suffix_proposer
 from draft_service.servicer import DraftServicer
 from draft_service.settings import DraftSettings
-from tandem.config.names import BOUND_METHODS
+from tandem.config.names import BOUND_METHODS, checkpoint_method
 from tandem.errors import ConfigurationError
 from tandem.serving.model_service import ModelService, ServedModel
 from tandem.telemetry.streams import OnStep
@@ -53,7 +53,7 @@ def _loader(
 ) -> Callable[[], Proposer]:
     """Return the loader of the drafting method. Bad options are refused before anything is loaded."""
     limits = SequenceLimits(settings.max_length, settings.max_sequences)
-    match settings.method:
+    match settings.speculative_method or _method_of(settings.model) or settings.method:
         case "ngram":
             return partial(ngram_proposer, settings, limits)
         case "suffix":
@@ -65,6 +65,11 @@ def _loader(
             )
         case _:
             return partial(_load_standalone, settings, settings.checkpoint, on_step, on_failure)
+
+
+def _method_of(model: Path | None) -> str:
+    """The method that a folder of a draft names, such as that of a head; empty where there is none."""
+    return checkpoint_method(model) if model is not None and model.is_dir() else ""
 
 
 def _load_standalone(

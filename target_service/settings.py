@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from tandem.config.names import BOUND_METHODS, OWN_METHODS, canonical_method
 from tandem.config.speculative import Integers
 from tandem.errors import ConfigurationError
 from tandem.settings import ModelServerSettings
@@ -40,7 +41,7 @@ class TargetSettings(ModelServerSettings):
 
 
 def check_extraction(settings: TargetSettings) -> None:
-    """Refuse options of `extract_hidden_states` that do not go together.
+    """Refuse a method that a target has no use for, and options of `extract_hidden_states` that do not go together.
 
     Raises:
         ConfigurationError: with the first of them.
@@ -62,4 +63,11 @@ def check_extraction(settings: TargetSettings) -> None:
         raise ConfigurationError(
             f"--shared-storage-path is {folder} beside the draft {draft}; a target writes hidden states or hosts a "
             "draft, so leave out one of them"
+        )
+    if settings.draft_model is None and method not in (None, EXTRACT_HIDDEN_STATES, *OWN_METHODS):
+        raise ConfigurationError(
+            f"--method is {method}, and the target has no --draft-model; a target hosts only heads: start the draft as "
+            f"a service of its own, with tandem serve draft --method {method}"
+            if canonical_method(method) not in BOUND_METHODS
+            else f"--method is {method} and --draft-model is missing; name the folder of the head"
         )

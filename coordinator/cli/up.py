@@ -22,13 +22,12 @@ from tandem.config.names import (
     AUTO,
     BOUND_METHODS,
     DEVICES,
-    METHODS,
     MODEL_FREE_METHODS,
     OWN_METHODS,
     as_torch,
-    canonical_method,
     checkpoint_method,
 )
+from tandem.config.speculative import checked_method
 from tandem.errors import ConfigurationError, ServiceUnavailableError, TandemError
 from tandem.model_sources.bundled import DEMO, SMOLLM2, demo_pair, require_engine, smollm2_head
 from tandem.model_sources.hub import is_model_id
@@ -232,9 +231,10 @@ def _draft(options: UpOptions, in_file: Mapping[str, Any]) -> _Draft:
     Raises:
         ConfigurationError: the draft and the method do not go together, or there is no such draft.
     """
-    method = None if options.method is None else canonical_method(options.method)
-    if method is not None and method not in METHODS:
-        raise ConfigurationError(f"--method is {options.method}; it must be one of {', '.join(METHODS)}")
+    try:
+        method = None if options.method is None else checked_method(options.method)
+    except ValueError as error:
+        raise ConfigurationError(f"--method is {options.method}; {error}") from None
     if method in OWN_METHODS:
         if options.draft is not None:
             raise ConfigurationError(

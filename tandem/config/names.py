@@ -13,8 +13,6 @@ from pydantic import AfterValidator
 _TARGETS = "a model's folder is served as it is; "
 
 REFUSED_OPTIONS = {
-    "tensor_parallel_size": "a service runs its model on one device; start more replicas to serve "
-    "more requests",
     "enforce_eager": "the services run every step eagerly",
     "quantization": _TARGETS
     + "name one whose weights have the type you want, and set dtype on the draft service",
@@ -27,6 +25,27 @@ REFUSED_OPTIONS = {
     "draft_sample_method": "the draft samples as the acceptance rule needs; set rejection_sampling_strategy",
 }
 """Named in the reference classes, refused here: the reason, which says what to do instead where there is something."""
+
+
+def changes_nothing(option: str, value: object, method: object) -> bool:
+    """True if a refused option asks for what is done anyway, such as one of vLLM's defaults.
+
+    Args:
+        option: Its name.
+        value: Its value, of which a file or a command line may have made text.
+        method: The drafting method, if one is named.
+    """
+    switches = (
+        "enforce_eager",
+        "disable_padded_drafter_batch",
+        "use_local_argmax_reduction",
+        "parallel_drafting",
+    )
+    if option not in switches:
+        return False
+    word = str(value).lower()
+    return word == "false" or (word == "true" and option == "parallel_drafting" and method == DFLASH)
+
 
 _HEAD = (
     "of the heads that read the target's hidden states eagle, eagle3, medusa, mtp and dflash are run; use one of "
@@ -44,6 +63,8 @@ REFUSED_METHODS = {
 
 
 STANDALONE, NGRAM, SUFFIX = "standalone", "ngram", "suffix"
+SUFFIX_TREE_DEPTH = 24
+"""Longest run of tokens that suffix trees remember, unless set. vLLM's default."""
 EAGLE, EAGLE3, MEDUSA, MTP, DFLASH = "eagle", "eagle3", "medusa", "mtp", "dflash"
 
 METHODS = (STANDALONE, NGRAM, SUFFIX, EAGLE, EAGLE3, MEDUSA, MTP, DFLASH)
@@ -66,8 +87,8 @@ METHOD_ALIASES = {"draft_model": STANDALONE}
 
 
 def canonical_method(name: str) -> str:
-    """A method's own name; an unknown one is returned as it is spelled."""
-    spelled = name.strip().lower()
+    """A method's own name; an unknown one is returned as it is spelled. vLLM takes brackets around it: [ngram]."""
+    spelled = name.strip().lower().removeprefix("[").removesuffix("]")
     if spelled.endswith("_mtp"):
         return MTP
     return METHOD_ALIASES.get(spelled, spelled)
@@ -77,12 +98,12 @@ def inferred_method(draft_model: str) -> str:
     """The method that a draft model implies, by its name or its config.json, as in vLLM."""
     if canonical_method(draft_model) in MODEL_FREE_METHODS:
         return canonical_method(draft_model)
-    return _method_named(draft_model) or _method_in(_config(Path(draft_model))) or STANDALONE
+    return _method_named(draft_model) or _method_in(read_config(Path(draft_model))) or STANDALONE
 
 
 def checkpoint_method(folder: Path) -> str:
     """The method that a folder's config.json names, or else its own name; empty where neither names one."""
-    return _method_in(_config(folder)) or _method_named(str(folder))
+    return _method_in(read_config(folder)) or _method_named(str(folder))
 
 
 def _method_named(draft_model: str) -> str:
@@ -108,7 +129,7 @@ def _method_in(config: Mapping[str, Any]) -> str:
     return model_type if model_type in (*BOUND_METHODS, *REFUSED_METHODS) else ""
 
 
-def _config(folder: Path) -> Mapping[str, Any]:
+def read_config(folder: Path) -> Mapping[str, Any]:
     """A checkpoint's config; empty when there is none: loading the folder reports it better."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

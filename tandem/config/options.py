@@ -23,7 +23,15 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
-from tandem.config.names import MODEL_FREE_METHODS, REFUSED_OPTIONS, inferred_method
+from tandem.config.names import (
+    MODEL_FREE_METHODS,
+    REFUSED_OPTIONS,
+    SUFFIX,
+    SUFFIX_TREE_DEPTH,
+    changes_nothing,
+    inferred_method,
+    read_config,
+)
 from tandem.config.rule import Rules, broken, spelled
 from tandem.errors import ConfigurationError
 
@@ -35,6 +43,7 @@ ALIASES = {
     "model": "draft_model_path",
     "rejection_sample_method": "rejection_sampling_strategy",
     "max_model_len": "max_length",
+    "tensor_parallel_size": "draft_tensor_parallel_size",
 }
 """vLLM's spelling of an option, and the one used here, which is MAX's."""
 
@@ -246,9 +255,12 @@ def spelled_one_way(
 
 def _renamed(values: Mapping[str, Any], fields: Container[str], *, is_shared: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    method = next((values[name] for name in ("speculative_method", "method") if name in values), None)
     for given, value in values.items():
         name = given if given in fields and not is_shared else ALIASES.get(given, given)
         if value is None and (name in fields or name in REFUSED_OPTIONS):
+            continue
+        if name not in fields and changes_nothing(name, value, method):
             continue
         if name in found and found[name] != value:
             spellings = " and ".join([name, *(alias for alias, meant in ALIASES.items() if meant == name)])
@@ -271,6 +283,8 @@ def inferred(values: Mapping[str, Any], fields: Container[str]) -> dict[str, Any
         found["speculative_method"] = method
         if str(model) == method and method in MODEL_FREE_METHODS:
             found["draft_model_path"] = None  # `model` named the method, as vLLM lets it
+    if "num_speculative_tokens" in fields and values.get("num_speculative_tokens") is None:
+        found |= _default_length(str(model or ""), method, values)
     if "prompt_lookup_min" in fields:
         smallest, largest = values.get("prompt_lookup_min"), values.get("prompt_lookup_max")
         if smallest is None and largest is not None:
@@ -278,6 +292,14 @@ def inferred(values: Mapping[str, Any], fields: Container[str]) -> dict[str, Any
         if largest is None and smallest is not None:
             found["prompt_lookup_max"] = smallest
     return found
+
+
+def _default_length(model: str, method: object, values: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's default number of proposed tokens: a head's own `n_predict`, the depth of suffix trees, else none."""
+    if method == SUFFIX:
+        return {"num_speculative_tokens": values.get("suffix_decoding_max_tree_depth") or SUFFIX_TREE_DEPTH}
+    own = read_config(Path(model)).get("n_predict") if model else None
+    return {"num_speculative_tokens": own} if isinstance(own, int) and own > 0 else {}
 
 
 _READERS: dict[str, Callable[[str], Any]] = {

@@ -16,6 +16,7 @@ from tandem.config.names import (
     NAMES,
     REFUSED_METHODS,
     SPELLINGS,
+    SUFFIX_TREE_DEPTH,
     Device,
     canonical_method,
     canonical_name,
@@ -31,7 +32,12 @@ rows, so that it stays the same while the option changes live."""
 LookupMatch = Literal["latest", "earliest"]
 
 
-def _method(name: str) -> str:
+def checked_method(name: str) -> str:
+    """A drafting method's own name.
+
+    Raises:
+        ValueError: there is no such method in this version.
+    """
     method = canonical_method(name)
     if reason := REFUSED_METHODS.get(method):
         raise ValueError(f"it is not available in this version: {reason}")
@@ -114,7 +120,7 @@ def _lookup_range(options: DraftingOptions) -> Iterator[str]:
 class DraftingOptions(RevisionOptions):
     """Drafting method and its options."""
 
-    speculative_method: Annotated[str, AfterValidator(_method)] | None = None
+    speculative_method: Annotated[str, AfterValidator(checked_method)] | None = None
     """Drafting method: standalone, ngram, suffix, eagle, eagle3, medusa, mtp or dflash. By default inferred from the
     draft model's name or config.json, as in vLLM. A draft that reads the target's hidden states (the last five) runs
     in the target's process. MAX's name; vLLM: method, with draft_model for standalone."""
@@ -129,7 +135,7 @@ class DraftingOptions(RevisionOptions):
     """Largest n-gram to look up, in tokens; by default prompt_lookup_min when that is given. vLLM's name."""
     prompt_lookup_match: LookupMatch = "latest"
     """Which of several earlier occurrences counts: the most recent, or the earliest as in vLLM. Tandem's own."""
-    suffix_decoding_max_tree_depth: int = Field(default=24, ge=1)
+    suffix_decoding_max_tree_depth: int = Field(default=SUFFIX_TREE_DEPTH, ge=1)
     """Longest run of tokens that the suffix trees remember, prefix match and proposal together. vLLM's name."""
     suffix_decoding_max_cached_requests: int = Field(default=10000, ge=0)
     """Finished completions that the global suffix tree remembers, first in, first out; 0 keeps none. vLLM's name."""
@@ -173,7 +179,8 @@ class AcceptanceOptions(Options):
     """
 
     num_speculative_tokens: int = Field(default=2, ge=1, le=MAX_CONFIGURED_TOKENS)
-    """Tokens proposed for each verification, unless a request says otherwise. MAX's and vLLM's name, MAX's default."""
+    """Tokens proposed for each verification, unless a request says otherwise. MAX's and vLLM's name, MAX's default;
+    as in vLLM suffix_decoding_max_tree_depth for suffix, and n_predict where the draft's config has it."""
     rejection_sampling_strategy: Annotated[str, AfterValidator(_rule)] | None = None
     """Acceptance rule, unless a request says otherwise: greedy, residual, block, strict, typical-acceptance,
     logit-comparison or synthetic; auto picks the fastest of block, strict and residual, which are lossless, for the
@@ -221,7 +228,8 @@ class SpeculativeConfig(DraftingOptions, AcceptanceOptions, SourceOptions):
     """Share of a device's memory that one service may take, model and KV cache together. By default 0.9 on a GPU and
     0.3 on a CPU. Draft and target on one device need shares that are at most 1 together. MAX's name."""
     draft_tensor_parallel_size: int | None = Field(default=None, ge=1)
-    """Number of devices for the draft model: 1 or the target's. By default 1. vLLM's name."""
+    """Number of devices for the draft model: 1 or the target's. By default 1. vLLM's name, and
+    tensor_parallel_size."""
     max_num_steps: int = 1
     """Steps of the target per scheduling step; it must be 1. MAX's name."""
     enable_echo: bool = False

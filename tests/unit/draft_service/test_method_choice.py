@@ -14,6 +14,7 @@ from draft_service.settings import DraftSettings
 from tandem.config.speculative import DraftingOptions
 from tandem.errors import ConfigurationError
 from tandem.settings import load_settings
+from tests.paths import DEMO_EAGLE3
 
 
 def settings(*arguments: str) -> DraftSettings:
@@ -31,6 +32,10 @@ def test_the_default_method_is_a_draft_model() -> None:
         (
             ["--method", "eagle3", "--model", "head"],
             "speculative_method is eagle3, which reads the target's hidden states and runs in its process",
+        ),
+        (
+            ["--model", str(DEMO_EAGLE3)],
+            "speculative_method is eagle3, which reads the target's hidden states",
         ),
         (["--method", "ngram", "--prompt-lookup-min", "0"], "prompt_lookup_min is 0; it must be at least 1"),
         (

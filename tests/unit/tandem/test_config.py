@@ -168,10 +168,10 @@ def test_invalid_files_are_refused(
 
 
 def test_unknown_on_the_command_line() -> None:
-    assert refusal(*ADDRESS, "--num-speculative-token=4", "--tensor-parallel-size", "2", "--x") == (
+    assert refusal(*ADDRESS, "--num-speculative-token=4", "--moe-backend", "triton", "--x") == (
         "--num-speculative-token is not an option; did you mean --num-speculative-tokens?; "
-        "--tensor-parallel-size is not available in this version: a service runs its model on one device; start more "
-        "replicas to serve more requests; --x is not an option"
+        "--moe-backend is not available in this version: the draft model runs through transformers, which chooses its "
+        "own kernels; --x is not an option"
     )
 
 

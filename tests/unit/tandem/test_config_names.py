@@ -248,3 +248,25 @@ def test_gpu_and_cuda_are_the_same_everywhere(name: str, device: str) -> None:
 def test_unknown_devices_are_refused(name: str) -> None:
     with pytest.raises(ValidationError, match="it must be cpu, cuda, cuda:N, gpu or gpu:N"):
         TargetSettings(model=Path(), device=name)
+
+
+@pytest.mark.parametrize(
+    ("options", "changed"),
+    [
+        ({"method": "[ngram]", "enforce_eager": False}, {"speculative_method": "ngram"}),
+        ({"method": "ngram", "parallel_drafting": False, "use_local_argmax_reduction": False}, {}),
+        ({"method": "dflash", "parallel_drafting": True}, {"speculative_method": "dflash"}),
+        ({"method": "ngram", "tensor_parallel_size": 1}, {"draft_tensor_parallel_size": 1}),
+        ({"method": "suffix"}, {"num_speculative_tokens": 24}),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 8}, {"num_speculative_tokens": 8}),
+        ({"method": "suffix", "num_speculative_tokens": 3}, {"num_speculative_tokens": 3}),
+    ],
+)
+def test_vllms_defaults_mean_what_they_mean_there(options: dict[str, Any], changed: dict[str, Any]) -> None:
+    config = SpeculativeConfig(speculative_config=json.dumps(options))
+    assert {name: getattr(config, name) for name in changed} == changed
+
+
+def test_a_head_says_how_many_tokens_it_proposes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"n_predict": 3, "model_type": "llama"}')
+    assert SpeculativeConfig(draft_model_path=str(tmp_path)).num_speculative_tokens == 3

@@ -77,6 +77,15 @@ REFUSED_EXTRACTIONS: list[tuple[dict[str, Any], str]] = [
         "--shared-storage-path is states beside the draft --method eagle3; a target writes hidden states or hosts a "
         "draft, so leave out one of them",
     ),
+    (
+        {"speculative_method": "ngram"},
+        "--method is ngram, and the target has no --draft-model; a target hosts only heads: start the draft as a "
+        "service of its own, with tandem serve draft --method ngram",
+    ),
+    (
+        {"speculative_method": "eagle3"},
+        "--method is eagle3 and --draft-model is missing; name the folder of the head",
+    ),
 ]
 
 

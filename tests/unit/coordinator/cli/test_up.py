@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.cli.serve import package_of
+from coordinator.cli.serve import package_of, shared_method
 from coordinator.cli.up import UpOptions, service_arguments
 from coordinator.settings.coordinator import CoordinatorSettings
 from draft_service.settings import DraftSettings
@@ -57,6 +57,16 @@ def test_a_drafting_head_is_hosted_by_the_target(tmp_path: Path, method: str | N
     assert package_of("target", service_arguments(UpOptions()).target) == "target_service"
 
 
+def test_a_target_drafts_with_its_own_layers_where_the_shared_method_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TANDEM_SPECULATIVE_METHOD", "mtp")
+    assert shared_method(["--model", "x"]) == ["--speculative-method", "mtp"]
+    assert shared_method(["--method", "extract_hidden_states"]) == []
+    monkeypatch.setenv("TANDEM_SPECULATIVE_METHOD", "ngram")
+    assert shared_method(["--model", "x"]) == []
+
+
 @pytest.mark.parametrize("method", ["eagle3", "medusa"])
 def test_the_demo_target_has_heads(method: str) -> None:
     arguments = service_arguments(UpOptions(method=method))
@@ -74,6 +84,10 @@ def test_the_demo_target_has_heads(method: str) -> None:
         (
             UpOptions(method="lookahead"),
             "--method is lookahead; it must be one of standalone, ngram, suffix, eagle, eagle3, medusa, mtp, dflash",
+        ),
+        (
+            UpOptions(method="ngram_gpu"),
+            "--method is ngram_gpu; it is not available in this version: prompt lookup needs no GPU here; use ngram",
         ),
     ],
 )

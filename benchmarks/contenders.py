@@ -48,6 +48,8 @@ class Setup:
     max_python: Path | None = None
     pace: str = ""
     """Minimum duration of steps; empty: none."""
+    notes_steps: bool = False
+    """True if paced services note their steps in `logs`."""
     rule: str = ""
     """rejection_sampling_strategy of Tandem's contenders; empty: the default."""
     delay_ms: float = 0.0
@@ -118,7 +120,8 @@ def _model(setup: Setup, role: str, prefix_caching: bool) -> AbstractAsyncContex
     folder = setup.target if role == "target" else setup.draft
     options = ("--model", str(folder), *_model_options(setup, role, prefix_caching))
     if setup.pace:
-        return service("benchmarks.pace", "--role", role, "--pace", setup.pace, *options)
+        steps = ("--steps", str(setup.logs / f"{role}.steps")) if setup.notes_steps else ()
+        return service("benchmarks.pace", "--role", role, "--pace", setup.pace, *steps, *options)
     return service(f"{role}_service", *options)
 
 

@@ -1,6 +1,7 @@
 """Steps and messages with the timing of another machine, so that two cores can play two devices: they sleep.
 
-    python -m benchmarks.pace --role target|draft --pace VERIFY_MS,DRAFT_STEP_MS[,PER_8_ROWS] ...    a model service
+    python -m benchmarks.pace --role target|draft --pace VERIFY_MS,DRAFT_STEP_MS[,PER_8_ROWS] [--steps FILE] ...
+                                                                    a model service, which notes its steps in the file
     python -m benchmarks.pace --role delay --to HOST:PORT --ms ONE_WAY                               a longer connection
 
 Text and acceptance are real. A delayed connection is a process with a thread for each direction: an event loop's timers
@@ -18,7 +19,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TextIO
 
 from tandem.standard_streams import write_out
 
@@ -76,22 +78,32 @@ class Pace:
         return one * (1.0 + self.per_8_rows * (tokens - 1) / 8.0)
 
     def paced(
-        self, role: str, on_step: OnStep = None, sleep: Callable[[float], None] = sleep
+        self,
+        role: str,
+        on_step: OnStep = None,
+        sleep: Callable[[float], None] = sleep,
+        steps: TextIO | None = None,
     ) -> Callable[[StepRecord], None]:
-        """A step observer that sleeps before the results are delivered, so that steps take at least this long."""
+        """A step observer that sleeps before the results are delivered, so that steps take at least this long.
+
+        It notes each step in `steps`: when it began and ended, by `time.perf_counter`, and its sequences and tokens.
+        """
 
         def wait(step: StepRecord) -> None:
+            began = time.perf_counter() - step.seconds
             if on_step is not None:
                 on_step(step)
             left = self.seconds(role, step.token_count) - step.seconds
             if left > 0.0:
                 sleep(left)
+            if steps is not None:
+                steps.write(f"{began} {time.perf_counter()} {step.sequence_count} {step.token_count}\n")
 
         return wait
 
 
-def run_paced(role: str, pace: Pace, arguments: list[str]) -> None:
-    """Run a model service with these arguments whose steps take a minimum time."""
+def run_paced(role: str, pace: Pace, arguments: list[str], steps: TextIO | None = None) -> None:
+    """Run a model service with these arguments whose steps take a minimum time. See `Pace.paced`."""
     import draft_service.__main__
     import draft_service.proposers.standalone as standalone
     import target_service.__main__
@@ -103,7 +115,7 @@ def run_paced(role: str, pace: Pace, arguments: list[str]) -> None:
     load = getattr(module, name)
 
     def paced(settings: Any, on_step: Any = None, on_failure: Any = None) -> Any:
-        return load(settings, pace.paced(role, on_step), on_failure)
+        return load(settings, pace.paced(role, on_step, steps=steps), on_failure)
 
     setattr(module, name, paced)
     (target_service.__main__ if role == "target" else draft_service.__main__).run(arguments)
@@ -151,9 +163,10 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--role", choices=("target", "draft", "delay"), required=True)
     parser.add_argument("--pace", type=Pace.from_text)
+    parser.add_argument("--steps", type=partial(open, mode="a", buffering=1))
     options, others = parser.parse_known_args(arguments)
     if options.role != "delay":
-        run_paced(options.role, options.pace, others)
+        run_paced(options.role, options.pace, others, options.steps)
         return
     parser.add_argument("--to", required=True)
     parser.add_argument("--ms", type=float, required=True)

@@ -5,7 +5,7 @@ Nothing here knows of gRPC or torch: `tandem.wire` is where these types meet pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -161,6 +161,8 @@ class Proposal:
     """Cost of drafting; None where it was not measured."""
     outcome_rank: int | None = None
     """Place, from 0 on, among the outcomes that were drafted ahead; None for a proposal that was requested."""
+    lead: int = 0
+    """How many rounds the target may begin by itself behind this one, as they are to have no proposal."""
 
     def cut(self, count: int) -> Proposal:
         """The proposal's first `count` tokens, without a cost: a proposal of fewer tokens begins alike."""
@@ -241,6 +243,8 @@ class Verification:
     """K + 1 rows, all of one kind."""
     cost: StepCost | None = None
     """Cost of verification; None where it was not measured."""
+    led_token_id: int = -1
+    """The last of the `base_length` tokens, if the target went on with it by itself; -1 for the answer to a step."""
 
 
 class NextToken(Enum):
@@ -265,6 +269,8 @@ class Acceptance:
     next_token: NextToken
 
 
+MAX_LEAD = 8
+"""Bound of a step's lead."""
 MAX_BRANCHES = 64
 """Bound of a budget's branches."""
 MAX_AHEAD_TOKENS = 64
@@ -340,6 +346,8 @@ class TargetOptions:
     adjustments: LogitAdjustments = field(default_factory=LogitAdjustments)
     client: str = ""
     """Whose sequence it is: clients share places fairly. Empty: not known."""
+    end_token_ids: tuple[int, ...] = ()
+    """Ids that end the sequence: behind one of them a target does not go on by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,6 +379,25 @@ class VerifyStep:
     supports: tuple[IntArray, ...] = ()
     """For RowKind.SUPPORT, the ids of each row's support; rows past the end of the list have an empty one."""
     with_statistics: bool = False
+    lead: int = 0
+    """How many further steps the target may take by itself, each with the outcome of the last one: the tokens of its
+    proposal up to the first that differs from its token row, and the token of that row."""
+
+    def led_delta(
+        self, answer: Verification, end_token_ids: Collection[int], max_length: int
+    ) -> Delta | None:
+        """The delta with which a target goes on by itself behind the answer to this step.
+
+        None: it does not, or one of the tokens ends the sequence, which then or at `max_length` has no next one.
+        """
+        if not self.lead or self.row_kind is not RowKind.TOKEN:
+            return None
+        token_ids = [row.token_id for row in answer.rows if isinstance(row, TokenRow)]
+        proposed = self.delta.token_ids[len(self.delta.token_ids) - self.row_count + 1 :]
+        accepted = common_length(proposed, token_ids)
+        delta = Delta(answer.base_length + accepted, (token_ids[accepted],))
+        is_over = any(token_id in end_token_ids for token_id in token_ids[: accepted + 1])
+        return None if is_over or delta.length >= max_length else delta
 
 
 @dataclass(frozen=True, slots=True)

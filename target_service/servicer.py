@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, TypeAlias
 
+from tandem.errors import TandemError
 from tandem.serving.interceptors import Context
 from tandem.serving.streams import SequenceStreams, ServedSequence, Translation
 from tandem.telemetry.streams import NO_SERVICE_OBSERVER, ServiceObserver
@@ -51,9 +52,19 @@ class TargetServicer(TargetServiceServicer):
         """One of them, until it ends."""
         options = sequence.options
         with self._observer.stream(options.request_id, options.traceparent) as stream:
-            async with self.verifier.sequence(options) as verified:
+
+            def on_led(answer: Verification | TandemError) -> None:
+                if isinstance(answer, TandemError):
+                    sequence.tell(answer)
+                else:
+                    stream.led(len(answer.rows))
+                    sequence.say(answer)
+
+            async with self.verifier.sequence(options, on_led) as verified:
                 stream.opened()
                 async for step in sequence.steps():
+                    if verified.confirms(step):
+                        continue
                     stream.step_arrived()
                     verification = await verified.verify(step)
                     stream.answered(len(verification.rows))

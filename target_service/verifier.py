@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tandem.engine.core.row_engine import RowEngine
 from tandem.engine.core.selection import choose_backends
@@ -14,7 +17,7 @@ from tandem.engine.hidden_states import BoundSequences, HiddenStateTap
 from tandem.engine.interface import RowRequest, SequenceEngine
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.settings import EngineSettings
-from tandem.errors import InvalidRequestError, NonFiniteLogitsError
+from tandem.errors import InvalidRequestError, NonFiniteLogitsError, TandemError
 from tandem.telemetry.streams import OnStep
 from tandem.types import LogitAdjustments, ModelInfo, TargetOptions, Verification, VerifyStep
 from target_service.hidden_state_files import HiddenStateFiles, hidden_state_files
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
     from tandem.engine.interface import KvUsage
 
 logger = logging.getLogger(__name__)
+
+OnLed: TypeAlias = Callable[[Verification | TandemError], None] | None
+"""Takes the answers to steps that nobody has asked for, in order; an error ends the sequence."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -138,8 +144,12 @@ class Verifier:
             await self._files.close()
 
     @asynccontextmanager
-    async def sequence(self, options: TargetOptions) -> AsyncIterator[VerifiedSequence]:
+    async def sequence(self, options: TargetOptions, on_led: OnLed = None) -> AsyncIterator[VerifiedSequence]:
         """Keep a sequence in the KV cache for as long as the context lives.
+
+        Args:
+            options: Its options.
+            on_led: Takes the answers to the steps with which it goes on by itself; None where no step allows any.
 
         Raises:
             CapacityError: there is no room for another.
@@ -149,34 +159,81 @@ class Verifier:
         info = self._engine.info
         if options.adjustments:
             check_ids(options.adjustments, info.vocabulary_size)
-        cached = await self._engine.open(options.max_length or info.max_length, client=options.client)
+        max_length = options.max_length or info.max_length
+        cached = await self._engine.open(max_length, client=options.client)
+        sequence = VerifiedSequence(self._engine, cached, replace(options, max_length=max_length), on_led)
         try:
             if self._bound is not None:
                 self._bound.open(options.request_id, cached)
-            sequence = VerifiedSequence(self._engine, cached, options)
             yield sequence
             if self._files is not None:  # not for a request that was abandoned, which leaves by an exception
                 await self._files.take(self._engine, cached, sequence.kept_length, options.request_id)
         finally:
+            sequence.end_lead()
             if self._bound is not None:
                 self._bound.close(options.request_id, cached)
             self._engine.release(cached)
 
 
+@dataclass(slots=True, eq=False)
+class _Lead:
+    """The steps with which a sequence goes on by itself, as far as answers tell: the engine's thread is further."""
+
+    latest: RowRequest | None = None
+    """The last one known; None where it ends."""
+    unasked: deque[RowRequest] = field(default_factory=deque)
+    """Those that nobody has asked for, in order."""
+    asked_count: int = 0
+
+    def answered(self, answer: Verification) -> None:
+        """The latest step was answered, which tells the next one."""
+        self.latest = self.latest and self.latest.following(answer)
+        if self.latest is not None:
+            self.unasked.append(self.latest)
+
+
 class VerifiedSequence:
     """One sequence that proposals are verified for."""
 
-    def __init__(self, engine: SequenceEngine[Any], cached: Any, options: TargetOptions) -> None:
+    def __init__(
+        self, engine: SequenceEngine[Any], cached: Any, options: TargetOptions, on_led: OnLed = None
+    ) -> None:
         self._engine = engine
         self._vocabulary_size = engine.info.vocabulary_size
         self._cached = cached
         self._options = options
+        self._on_led = on_led
+        self._lead = _Lead()
         self.kept_length = 0
         """Tokens that will not be taken back, as far as is known."""
 
     def keep(self, token_count: int) -> None:
         """Learn, at the end, how many of the first tokens the coordinator keeps."""
         self.kept_length = token_count
+
+    def confirms(self, step: VerifyStep) -> bool:
+        """True for a step that the sequence has taken by itself: `on_led` takes its answer, if it has not already."""
+        lead = self._lead
+        if not lead.unasked:
+            return False
+        led = lead.unasked[0].step
+        if (step.delta, step.row_kind, step.row_count) != (led.delta, led.row_kind, led.row_count):
+            return False
+        lead.unasked.popleft()
+        lead.asked_count += 1
+        self.kept_length = step.delta.length
+        self._engine.grant(self._cached, lead.asked_count, step.lead)
+        return True
+
+    def end_lead(self) -> None:
+        """Take no further answers to steps that nobody asked for."""
+        self._lead = _Lead()
+
+    def _led(self, lead: _Lead, answer: Verification | TandemError) -> None:
+        if lead is self._lead and self._on_led is not None:
+            if isinstance(answer, Verification):
+                lead.answered(answer)
+            self._on_led(answer)
 
     async def verify(self, step: VerifyStep) -> Verification:
         """Apply the step's delta and compute the requested rows.
@@ -192,14 +249,25 @@ class VerifiedSequence:
                 )
         self.kept_length = step.delta.base_length + len(step.delta.token_ids) - max(step.row_count - 1, 0)
         options = self._options
-        request = RowRequest(step, options.sampling, options.prompt_length, options.adjustments or None)
+        self._lead = lead = _Lead()
+        lead.latest = RowRequest(
+            step,
+            options.sampling,
+            options.prompt_length,
+            options.adjustments or None,
+            options.end_token_ids,
+            options.max_length,
+            partial(self._led, lead),
+        )
         try:
-            return await self._engine.run(self._cached, request)
+            answer = await self._engine.run(self._cached, lead.latest)
         except NonFiniteLogitsError as error:
             logger.error(  # noqa: TRY400 - the traceback would say nothing
                 "logits are not finite", extra={"request_id": options.request_id, "reason": str(error)}
             )
             raise
+        lead.answered(answer)
+        return answer
 
 
 def check_ids(wanted: LogitAdjustments, vocabulary_size: int) -> None:

@@ -40,6 +40,7 @@ class FailoverDrafter:
         timings: RoundTimings,
         speculation: RequestSpeculation,
         load: Callable[[], int],
+        lead: int = 0,
     ) -> None:
         self._placement = DraftPlacement(
             pool, options, limits, self._lost, lambda address: observer.stream("draft", address)
@@ -51,6 +52,8 @@ class FailoverDrafter:
         self._timings = timings
         self._speculation = speculation
         self._load = load
+        self._lead = lead
+        """How many rounds the target may begin by itself while nothing is proposed."""
         self._is_paused = False
         self._is_resuming = False
         """True after `release`, until the next round that asks a draft."""
@@ -73,7 +76,9 @@ class FailoverDrafter:
             placement.lose(error)
         finally:
             self._active.draft_address = placement.address
-        return Proposal(completion.length) if proposal is None else proposal
+        if proposal is None:
+            return Proposal(completion.length, lead=self._lead if self._is_paused else 0)
+        return proposal
 
     @property
     def speculation_state(self) -> SpeculationState:

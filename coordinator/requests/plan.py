@@ -122,6 +122,11 @@ class Plan:
         }
 
     @property
+    def lead(self) -> int:
+        """How many rounds without a proposal the target may begin by itself: it must decide as the rule does."""
+        return self.settings.target_lead if self.rule.lossless else 0
+
+    @property
     def max_length(self) -> int:
         """Tokens that it may have, prompt and completion together."""
         return len(self.prompt) + self.limits.max_tokens
@@ -140,6 +145,7 @@ class Plan:
             prompt_length=len(self.prompt),
             adjustments=LogitAdjustments(request.logit_bias, request.min_tokens, tuple(sorted(ends))),
             client=client,
+            end_token_ids=tuple(sorted({*self.limits.eos_token_ids, *self.limits.stop_token_ids})),
         )
 
     def draft_options(self, ahead: AheadBudget | None = None, client: str = "") -> DraftOptions:

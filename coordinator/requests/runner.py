@@ -239,7 +239,7 @@ class RequestRunner:
     def _drafter(self, run: Run) -> FailoverDrafter | NoDrafter:
         plan, speculation = run.plan, run.speculation
         if speculation is None:
-            return NoDrafter(self._why_alone(plan))
+            return NoDrafter(self._why_alone(plan), plan.lead)
         options = plan.draft_options(max_budget(plan.draft_ahead, plan.num_speculative_tokens), run.client)
         limits = DraftLimits(
             plan.num_speculative_tokens,
@@ -256,6 +256,7 @@ class RequestRunner:
             run.timings,
             speculation,
             lambda: self._load(run.active),
+            plan.lead,
         )
 
     def _verifier(self, run: Run) -> FailoverVerifier:

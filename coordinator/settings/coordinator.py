@@ -17,6 +17,7 @@ from tandem.rpc.addresses import is_loopback, split_addresses
 from tandem.rpc.credentials import Credentials
 from tandem.serving.protection import AdminOptions, exposure
 from tandem.settings import ServerSettings
+from tandem.types import MAX_LEAD
 
 MAX_SPECULATIVE_TOKENS = 32
 """A request may ask for so many tokens per proposal, or for as many as the coordinator's own setting."""
@@ -240,6 +241,8 @@ class CoordinatorSettings(
     draft_ahead: Literal["auto", "off"] | Annotated[int, Field(ge=1, le=64)] = "auto"
     """How far the draft works ahead while the target verifies. auto: for as many outcomes of a verification as pay,
     none included. off: not at all. A number: always for so many outcomes. Tandem's own."""
+    target_lead: int = Field(default=2, ge=0, le=MAX_LEAD)
+    """How many rounds without a proposal a target may begin before it is asked for them. Lossless rules alone."""
     stream_interval: int = Field(default=1, ge=1, le=1024)
     """Tokens of a streamed chunk: it joins rounds until it has so many. The first tokens and the end are sent at once,
     and so is what there is when a stream pauses. 1: each round is a chunk. vLLM's name."""

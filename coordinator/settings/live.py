@@ -24,6 +24,7 @@ LIVE_OPTIONS = (
     "draft_patience_seconds",
     "speculation_policy",
     "draft_ahead",
+    "target_lead",
     "stream_interval",
 )
 """Options that can change while the coordinator runs: each request reads their current values."""

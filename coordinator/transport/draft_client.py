@@ -623,16 +623,18 @@ class DraftClient:
 class NoDrafter:
     """Proposes nothing: the target alone."""
 
-    def __init__(self, reason: str = "") -> None:
+    def __init__(self, reason: str = "", lead: int = 0) -> None:
         """
         Args:
             reason: Why no draft proposes.
+            lead: How many rounds the target may begin by itself.
         """
+        self._lead = lead
         self.speculation_state = SpeculationState(is_on=False, num_speculative_tokens=0, reason=reason)
 
     async def propose(self, completion: Completion) -> Proposal:
         """An empty proposal."""
-        return Proposal(completion.length)
+        return Proposal(completion.length, lead=self._lead)
 
     async def finish(self) -> None:
         """Do nothing: there is no sequence to end."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import grpc.aio
 import numpy as np
@@ -231,6 +231,26 @@ class _Messages:
         return self._rounds
 
 
+@dataclass(slots=True, eq=False)
+class _Lead:
+    """The rounds that a target begins by itself, as far as their answers have come."""
+
+    allowed: int = 0
+    """How many it may begin behind the one that was asked for last."""
+    unasked: deque[Verification] = field(default_factory=deque)
+    """Answers to those that nobody has asked for yet, in order."""
+    next: Delta | None = None
+    """The delta with which it goes on behind the latest answer; None: it does not, or nothing is known of it."""
+
+    def continues(self, step: VerifyStep) -> bool:
+        """True if the target goes on with just this step by itself."""
+        delta = self.next
+        if self.unasked:
+            delta = Delta(self.unasked[0].base_length - 1, (self.unasked[0].led_token_id,))
+        own = Delta(step.delta.base_length, tuple(step.delta.token_ids))
+        return step.row_count == 1 and step.row_kind is RowKind.TOKEN and own == delta
+
+
 class TargetSequence:
     """Asks a target service for rows, for as long as the sequence stays there."""
 
@@ -253,7 +273,12 @@ class TargetSequence:
         self._asked: tuple[VerifyStep, Proposal] | None = None
         """Set while an answer is awaited."""
         self._answer: asyncio.Future[Verification] | None = None
+        self._lead = _Lead()
+        self._unwanted = 0
+        """Answers that may come of a lead that has ended, each of which began another round."""
         self._error: TandemError | None = None
+        self.wasted_count = 0
+        """Rounds that the target has begun by itself and that were not asked for."""
         self.is_new = True
         """True before the first answer."""
 
@@ -276,6 +301,7 @@ class TargetSequence:
             row_count=len(proposal) + 1,
             supports=self._rows.supports(proposal) if kind is RowKind.SUPPORT else (),
             with_statistics=self._rows.with_statistics,
+            lead=proposal.lead if kind is RowKind.TOKEN else 0,
         )
         return await self.ask(step, proposal)
 
@@ -287,6 +313,11 @@ class TargetSequence:
             self._asked = step, proposal
             self._answer = asyncio.get_running_loop().create_future()
             self._stream.send(*((self._options, step) if self.is_new else (step,)))
+            if not self._lead.continues(step):
+                self._end_lead()
+            self._lead.allowed = step.lead
+            if self._lead.unasked:
+                self._answer.set_result(self._lead.unasked.popleft())
             verification = await self._answer
         except TandemError as error:
             self._observer.ended(error)
@@ -297,13 +328,22 @@ class TargetSequence:
 
     async def finish(self) -> None:
         """End the sequence; the service lets go of it at once."""
+        self._end_lead()
         if not self.is_new:
             await self._stream.finish(self._remote.kept_length(self._committed))
 
     def cancel(self) -> None:
         """Drop the sequence, whatever the target is doing for it."""
+        self._end_lead()
         self._stream.cancel()
         self._observer.ended()
+
+    def _end_lead(self) -> None:
+        """Drop what the target did by itself. It may have begun another round, and more until it learns of it."""
+        lead, left = self._lead, self._lead.allowed - len(self._lead.unasked)
+        begins_more = lead.next is not None and left > 0
+        self._lead, self._unwanted = _Lead(), left - 1 if begins_more else 0
+        self.wasted_count += len(lead.unasked) + begins_more
 
     def take(self, answer: wire.Answer) -> None:
         """Take an answer of the service. See `streams.Listener`.
@@ -311,6 +351,9 @@ class TargetSequence:
         All sequences that a message answers take their answers before any of them goes on, so that their rule can
         decide all of their rounds at once.
         """
+        if answer.led_token_id >= 0:
+            self._take_led(answer)
+            return
         if self._asked is None or self._answer is None or self._answer.done():
             raise ProtocolError("target service: it answered what nobody had asked for")
         step, proposal = self._asked
@@ -321,10 +364,37 @@ class TargetSequence:
             )
         verification = answer.verification(step)
         check_rows(verification, self._rows.vocabulary_size, with_statistics=step.with_statistics)
+        self._lead.next = self._led_delta(step, verification)
         if (decide := self._rows.decide_many) is not None and step.row_kind is RowKind.SUPPORT:
             own = Round(proposal, verification, self._options.sampling)
             verification = self._messages.rounds(answer.block).add(decide, own)
         self._answer.set_result(verification)
+
+    def _take_led(self, answer: wire.Answer) -> None:
+        """Take an answer to a round that the target began by itself."""
+        lead, delta = self._lead, self._lead.next
+        if delta is None:
+            self.wasted_count += self._unwanted > 0
+            self._unwanted = max(self._unwanted - 1, 0)
+            return
+        if (answer.base_length, answer.led_token_id) != (delta.length, *delta.token_ids):
+            raise ProtocolError(
+                f"target service: it went on with token {answer.led_token_id} to {answer.base_length} tokens; by its "
+                f"own rows it was token {delta.token_ids[0]} to {delta.length} tokens"
+            )
+        step = VerifyStep(delta, RowKind.TOKEN, 1, lead=1)
+        verification = answer.verification(step)
+        check_rows(verification, self._rows.vocabulary_size)
+        lead.next = self._led_delta(step, verification)
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(verification)
+        elif len(lead.unasked) < lead.allowed:
+            lead.unasked.append(verification)
+        else:
+            raise ProtocolError("target service: it went further by itself than it was allowed")
+
+    def _led_delta(self, step: VerifyStep, answer: Verification) -> Delta | None:
+        return step.led_delta(answer, self._options.end_token_ids, self._options.max_length)
 
     def fail(self, error: TandemError) -> None:
         """Learn why no answer follows. See `streams.Listener`."""

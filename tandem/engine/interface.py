@@ -6,12 +6,13 @@ them (`tandem.engine.rows`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import numpy as np
 
+from tandem.errors import TandemError
 from tandem.sampling.noise import recovery_keys, target_keys
 from tandem.types import (
     IntArray,
@@ -40,6 +41,12 @@ class RowRequest:
     """How many of the sequence's first tokens are the prompt; penalties and `min_tokens` ask for it."""
     adjustments: LogitAdjustments | None = None
     """Changes to the logits before penalties; None for none."""
+    end_token_ids: tuple[int, ...] = ()
+    """Ids behind which no token follows."""
+    max_length: int = 0
+    """Length of the sequence at which no token follows."""
+    on_led: Callable[[Verification | TandemError], None] | None = None
+    """Takes the answers to the steps that go on by themselves, in order, on the event loop."""
 
     token_ids: Sequence[int] = ()
     """All of the sequence's tokens, the proposal's at the end. The engine fills them in where penalties need them."""
@@ -53,6 +60,13 @@ class RowRequest:
     def base_length(self) -> int:
         """Length of the sequence whose next token the first row describes."""
         return self.step.delta.length - self.step.row_count + 1
+
+    def following(self, answer: Verification) -> RowRequest | None:
+        """The request with which the sequence goes on by itself; None where it may not, or where it ends."""
+        delta = self.step.led_delta(answer, self.end_token_ids, self.max_length)
+        if delta is None:
+            return None
+        return replace(self, step=VerifyStep(delta, RowKind.TOKEN, 1, lead=self.step.lead))
 
     @property
     def races_recovery(self) -> bool:
@@ -98,6 +112,10 @@ class KvUsage:
     """Requests that wait because too many sequences are open."""
     preemption_count: int
     """Number of times that a sequence had to give its pages to an older one."""
+    led_step_count: int = 0
+    """Steps of sequences that went on by themselves."""
+    wasted_step_count: int = 0
+    """Those of them that nobody asked for in the end."""
 
 
 class SequenceEngine(Protocol[SequenceT]):
@@ -144,6 +162,10 @@ class SequenceEngine(Protocol[SequenceT]):
             InvalidRequestError: the delta does not fit the sequence or the model.
             NonFiniteLogitsError: the model computed logits that are not finite.
         """
+
+    def grant(self, sequence: SequenceT, asked: int, lead: int) -> None:
+        """Let the sequence go on by itself up to `lead` steps beyond the one that was asked for last: the step `asked`
+        since the last `run`."""
 
     def release(self, sequence: SequenceT) -> None:
         """Give the sequence's memory back. Steps of it that are in flight are dropped."""

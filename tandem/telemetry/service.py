@@ -143,6 +143,11 @@ class ObservedStream(StreamObserver):
         if self._steps == 1:
             self._prefill.end()
 
+    def led(self, token_count: int) -> None:
+        """The answer to a step that nobody had asked for is ready."""
+        self._steps += 1
+        self._tokens += token_count
+
     def ended(self, outcome: str) -> None:
         """The stream is over."""
         self._metrics.ended(outcome)
@@ -206,3 +211,10 @@ def _kv_metrics(labels: tuple[str, str], usage: KvUsage) -> Iterator[Metric]:
     preemptions = CounterMetricFamily("tandem_num_preemptions", text, labels=_LABELS)
     preemptions.add_metric(labels, usage.preemption_count)
     yield preemptions
+    for name, text, count in (
+        ("led_steps", "Steps of sequences that went on before they were asked.", usage.led_step_count),
+        ("wasted_steps", "Those of them that nobody asked for in the end.", usage.wasted_step_count),
+    ):
+        steps = CounterMetricFamily(f"tandem_engine_{name}", text, labels=_LABELS)
+        steps.add_metric(labels, count)
+        yield steps

@@ -28,6 +28,9 @@ class StreamObserver:
     def answered(self, token_count: int) -> None:
         """Its answer is ready, with so many tokens or rows."""
 
+    def led(self, token_count: int) -> None:
+        """The answer to a step that nobody had asked for is ready."""
+
 
 class ServiceObserver:
     """Observes a draft or target service."""

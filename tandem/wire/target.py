@@ -12,6 +12,7 @@ import numpy as np
 
 from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.types import (
+    MAX_LEAD,
     MAX_LOGIT_BIAS,
     Cancel,
     Delta,
@@ -59,8 +60,8 @@ from tandem.wire.status import Ending, ending_from_proto, ending_to_proto
 Request: TypeAlias = TargetOptions | VerifyStep | Finish | Cancel
 """What a coordinator says of one sequence."""
 
-_STEP = Struct("<6i")
-"""Sequence, base length, number of token ids, row kind, row count, 1 with statistics."""
+_STEP = Struct("<7i")
+"""Sequence, base length, number of token ids, row kind, row count, 1 with statistics, lead."""
 _SUPPORT_ROW = Struct("<ifif")
 """Ids of the support, mass outside, the sample from outside, its probability."""
 _STATISTICS = Struct("<ffi")
@@ -130,7 +131,9 @@ def _steps_to_proto(message: target_pb2.VerifySteps, numbered: Sequence[tuple[in
         delta = step.delta
         kind, rows = row_kind_to_proto(step.row_kind), step.row_count
         records.append(
-            _STEP.pack(sequence, delta.base_length, len(delta.token_ids), kind, rows, step.with_statistics)
+            _STEP.pack(
+                sequence, delta.base_length, len(delta.token_ids), kind, rows, step.with_statistics, step.lead
+            )
         )
         token_ids += delta.token_ids
         if step.row_kind is RowKind.SUPPORT:
@@ -150,14 +153,18 @@ def _steps_from_proto(
     token_ids = ints_from_bytes(message.token_ids, "the column of token ids")
     spans = bounds([record[2] for record in records], len(token_ids), "the column of token ids")
     supports = iter(_supports_from_proto(message, records))
-    for (sequence, base_length, _, kind, rows, statistics), (start, stop) in zip(records, spans, strict=True):
+    for (sequence, base_length, _, kind, rows, statistics, lead), (start, stop) in zip(
+        records, spans, strict=True
+    ):
         own = tuple(islice(supports, max(rows, 0))) if kind == _HAS_SUPPORTS else ()
         try:
             delta = Delta(base_length, token_ids[start:stop])
             check_delta(delta)
             if rows < 0:
                 raise InvalidRequestError(f"row_count is {rows}; it must be at least 0")
-            yield sequence, VerifyStep(delta, row_kind_from_proto(kind), rows, own, bool(statistics))
+            if not 0 <= lead <= MAX_LEAD:
+                raise InvalidRequestError(f"lead is {lead}; it must be from 0 to {MAX_LEAD}")
+            yield sequence, VerifyStep(delta, row_kind_from_proto(kind), rows, own, bool(statistics), lead)
         except InvalidRequestError as error:
             yield sequence, error
 
@@ -188,6 +195,9 @@ def answers_to_proto(answers: Iterable[tuple[int, Verification | Ending]]) -> ta
     for (kind, _), block in forms.items():
         columns = message.verifications.add()
         columns.records = answers_to_bytes((number, each, len(each.rows)) for number, each in block)
+        led = [each.led_token_id for _, each in block]
+        if max(led) >= 0:
+            columns.led_token_ids = ints_to_bytes(led)
         rows: list[Any] = [row for _, each in block for row in each.rows]
         if kind is TokenRow:
             columns.token_rows.token_ids = ints_to_bytes([row.token_id for row in rows])
@@ -244,6 +254,7 @@ class Answer:
     block: RowBlock
     start: int
     stop: int
+    led_token_id: int = -1
 
     def verification(self, step: VerifyStep) -> Verification:
         """The verification that answers `step`.
@@ -257,7 +268,7 @@ class Answer:
         if kind is not step.row_kind and count:
             raise ProtocolError(f"{kind.value}_rows came where {step.row_kind.value} rows were requested")
         rows = self.block.rows(self.start, self.stop, step.supports)
-        return Verification(self.base_length, rows, self.cost)
+        return Verification(self.base_length, rows, self.cost, self.led_token_id)
 
 
 def answers_from_proto(message: target_pb2.VerifyResponse) -> Iterator[tuple[int, Answer | Ending]]:
@@ -268,12 +279,16 @@ def answers_from_proto(message: target_pb2.VerifyResponse) -> Iterator[tuple[int
     """
     for columns in message.verifications:
         block = _read_block(columns)
+        records = list(answers_from_bytes(columns.records))
+        led = ints_from_bytes(columns.led_token_ids, "the column of led tokens") or (-1,) * len(records)
+        if len(led) != len(records):
+            raise ProtocolError(f"{len(led)} led tokens came for {len(records)} verifications")
         start = 0
-        for sequence, base_length, count, cost in answers_from_bytes(columns.records):
+        for (sequence, base_length, count, cost), led_token_id in zip(records, led, strict=True):
             stop = start + count
             if not start <= stop <= block.count:
                 raise ProtocolError(f"a verification has rows {start} to {stop} of {block.count}")
-            yield sequence, Answer(base_length, cost, block, start, stop)
+            yield sequence, Answer(base_length, cost, block, start, stop, led_token_id)
             start = stop
         if start != block.count:
             raise ProtocolError(f"{block.count} rows came, and verifications of {start} in all")

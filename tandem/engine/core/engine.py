@@ -270,6 +270,10 @@ class Engine(Generic[PayloadT, ResultT]):
             job.is_cancelled = True
             raise
 
+    def grant(self, sequence: Sequence, asked: int, lead: int) -> None:
+        """Lets a sequence go on by itself. See `tandem.engine.interface.SequenceEngine`."""
+        self._worker.grant(sequence, asked, lead)
+
     def put_back(self, job: BackgroundJob) -> None:
         """Runs branches of a sequence while there is no job to run, a step at a time, until a job of it comes.
 
@@ -297,7 +301,9 @@ class Engine(Generic[PayloadT, ResultT]):
     @property
     def usage(self) -> KvUsage:
         """Usage of the KV cache, and the number of sequences that wait for it."""
-        return self._cache.usage(self._admission.waiting_count, self._admission.open_count)
+        usage = self._cache.usage(self._admission.waiting_count, self._admission.open_count)
+        leads = self._worker.leads
+        return replace(usage, led_step_count=leads.begun_count, wasted_step_count=leads.wasted_count)
 
     def _check_running(self) -> None:
         if not self.is_running:
@@ -315,18 +321,20 @@ class Engine(Generic[PayloadT, ResultT]):
             self._loop.call_soon_threadsafe(self._learn, news)
 
     def _learn(self, news: News) -> None:
-        _resolve(news.results)
+        self._resolve(news.results)
         for sequence in news.freed:
             self._admission.close(sequence)
         if news.has_ended:
             self._ended()
 
-
-def _resolve(results: SequenceOf[tuple[Job[Any], object]]) -> None:
-    for job, result in results:
-        if job.future is None or job.future.done():
-            continue  # cancelled meanwhile
-        if isinstance(result, BaseException):
-            job.future.set_exception(result)
-        else:
-            job.future.set_result(result)
+    def _resolve(self, results: SequenceOf[tuple[Job[Any], object]]) -> None:
+        for job, result in results:
+            if job.on_result is not None and self._loop is not None:
+                # Later, like the tasks that futures wake: the answers of a sequence keep their order.
+                self._loop.call_soon(job.on_result, job, result)
+            elif job.future is None or job.future.done():
+                continue  # cancelled meanwhile
+            elif isinstance(result, BaseException):
+                job.future.set_exception(result)
+            else:
+                job.future.set_result(result)

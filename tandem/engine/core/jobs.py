@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -24,9 +25,27 @@ class Job(Generic[PayloadT]):
     `row_count` 0 only computes keys and values; the head is then not called and the result is None.
     """
 
-    __slots__ = ("cost", "delta", "future", "is_cancelled", "payload", "row_count", "sequence")
+    __slots__ = (
+        "cost",
+        "delta",
+        "future",
+        "is_cancelled",
+        "lead",
+        "on_result",
+        "payload",
+        "row_count",
+        "sequence",
+    )
 
-    def __init__(self, sequence: Sequence, delta: Delta, row_count: int, payload: PayloadT) -> None:
+    def __init__(
+        self,
+        sequence: Sequence,
+        delta: Delta,
+        row_count: int,
+        payload: PayloadT,
+        lead: int = 0,
+        on_result: Callable[[Job[PayloadT], object], None] | None = None,
+    ) -> None:
         if row_count < 0:
             raise InvalidRequestError(f"The number of rows is {row_count} and must not be negative.")
         self.sequence = sequence
@@ -35,6 +54,10 @@ class Job(Generic[PayloadT]):
         """Rows for the last `row_count` positions. 1 after the head returned `Continue`."""
         self.payload = payload
         """Data for the head; the engine does not read it."""
+        self.lead = lead
+        """How many jobs may follow this one by themselves."""
+        self.on_result = on_result
+        """Takes the result of a job that follows by itself, on the event loop."""
         self.future: asyncio.Future[object] | None = None
         """Set by the engine when the job is submitted."""
         self.cost: StepCost | None = None
@@ -63,6 +86,8 @@ class Done(Generic[ResultT]):
     """The job is finished."""
 
     result: ResultT
+    following: Job[Any] | None = None
+    """The job with which its sequence goes on by itself, as far as its lead allows."""
 
 
 @dataclass(frozen=True, slots=True)

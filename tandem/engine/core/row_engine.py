@@ -13,6 +13,7 @@ from tandem.engine.interface import RowRequest
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.settings import EngineSettings
 from tandem.engine.steps import ModelRunner
+from tandem.errors import TandemError
 from tandem.types import Verification
 
 
@@ -32,7 +33,7 @@ class RowEngine(Engine[RowRequest, Verification]):
 
     async def run(self, sequence: CachedSequence, request: RowRequest) -> Verification:
         """See `SequenceEngine`."""
-        job = Job(sequence, request.step.delta, request.step.row_count, request)
+        job = Job(sequence, request.step.delta, request.step.row_count, request, request.step.lead)
         answer = await self.submit(job)
         return replace(answer, cost=job.cost) if job.row_count else Verification(request.base_length, ())
 
@@ -43,9 +44,25 @@ def row_head(
     """Logits become the rows that each job asks for."""
     requests = [_with_tokens(job) for job in ready]
     return [
-        non_finite(request.base_length) if verification is None else Done(verification)
-        for request, verification in zip(requests, model.verify(requests, logits), strict=True)
+        non_finite(job.payload.base_length) if answer is None else Done(answer, _following(job, answer))
+        for job, answer in zip(ready, model.verify(requests, logits), strict=True)
     ]
+
+
+def _following(job: Job[RowRequest], answer: Verification) -> Job[RowRequest] | None:
+    """The job with which the sequence goes on by itself."""
+    request = job.payload.following(answer)
+    return None if request is None else Job(job.sequence, request.step.delta, 1, request, on_result=_tell_led)
+
+
+def _tell_led(job: Job[RowRequest], result: object) -> None:
+    on_led, step = job.payload.on_led, job.payload.step
+    if on_led is None:
+        return
+    if isinstance(result, Verification):
+        on_led(replace(result, cost=job.cost, led_token_id=step.delta.token_ids[-1]))
+    elif isinstance(result, TandemError):
+        on_led(result)
 
 
 def _with_tokens(job: Job[RowRequest]) -> RowRequest:

@@ -63,14 +63,21 @@ none for some milliseconds."""
 class PageScheduler:
     """Gives pages to the segments of a step."""
 
-    def __init__(self, cache: SequenceCache, stop_background: Callable[[Sequence], None]) -> None:
+    def __init__(
+        self,
+        cache: SequenceCache,
+        stop_background: Callable[[Sequence], None],
+        is_ahead: Callable[[Sequence], bool] = lambda _: False,
+    ) -> None:
         """
         Args:
             cache: the pages.
             stop_background: ends the background work of a sequence, whose spare pages are then free.
+            is_ahead: true for a sequence whose job nobody waits for: it gets pages that are free, and no others.
         """
         self._cache = cache
         self._stop_background = stop_background
+        self._is_ahead = is_ahead
 
     @property
     def retry_seconds(self) -> float:
@@ -92,12 +99,17 @@ class PageScheduler:
             return list(segments)
         preempted: set[Sequence] = set()
         ready: set[Sequence] = set()
-        for segment in sorted(segments, key=lambda segment: segment.sequence.serial):
+        waited = [segment for segment in segments if not self._is_ahead(segment.sequence)]
+        for segment in sorted(waited, key=lambda segment: segment.sequence.serial):
             if segment.sequence not in preempted and self._provide(segment, preempted):
                 ready.add(segment.sequence)
+        for segment in segments:
+            sequence = segment.sequence
+            if self._is_ahead(sequence) and sequence not in preempted:
+                ready |= {sequence} if self._cache.make_ready(sequence, segment.end) else set()
         ready -= preempted
         found = [segment for segment in segments if segment.sequence in ready]
-        return found or self._first_by_idle_pages([s for s in segments if s.sequence not in preempted])
+        return found or self._first_by_idle_pages([s for s in waited if s.sequence not in preempted])
 
     def _first_by_idle_pages(self, segments: SequenceOf[Segment]) -> list[Segment]:
         """The oldest segment, if the pages of sequences that have long been idle suffice for it."""

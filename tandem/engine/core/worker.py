@@ -26,6 +26,7 @@ from tandem.engine.core.jobs import (
     ResultT,
     StepRecord,
 )
+from tandem.engine.core.leads import Leads
 from tandem.engine.core.scheduler import PageScheduler, RejoinWindow, next_segments
 from tandem.engine.core.watchdog import StepWatchdog
 from tandem.engine.kv_cache.sequence import Segment, Sequence, SequenceCache
@@ -42,8 +43,8 @@ restarted."""
 
 
 class Worker(Generic[PayloadT, ResultT]):
-    """Takes jobs, forms batches, runs steps. `submit`, `put_back`, `release` and `stop` may be called from any
-    thread."""
+    """Takes jobs, forms batches, runs steps. `submit`, `grant`, `put_back`, `release` and `stop` may be called from
+    any thread."""
 
     def __init__(
         self,
@@ -69,6 +70,7 @@ class Worker(Generic[PayloadT, ResultT]):
         self._wakeup = threading.Condition()
         # Guarded by the condition: submissions from other threads.
         self._submitted: deque[Job[PayloadT]] = deque()
+        self._granted: deque[tuple[Sequence, int, int]] = deque()
         self._put_back: deque[BackgroundJob] = deque()
         self._released: deque[Sequence] = deque()
         self._is_stopping = False
@@ -80,7 +82,9 @@ class Worker(Generic[PayloadT, ResultT]):
         self._ended: list[tuple[Job[PayloadT], object]] = []
         """Jobs that have ended since the last delivery, each with its result or exception."""
         self._background = BackgroundWork(runner, branches, on_step, self._watchdog, cache)
-        self._pages = PageScheduler(cache, self._background.drop)
+        self.leads = Leads()
+        """Jobs that follow others by themselves."""
+        self._pages = PageScheduler(cache, self._background.drop, self.leads.is_ahead)
         self._failed_steps = 0
         self._waits_for_pages = False
         """Every job does, and only news can change that."""
@@ -126,6 +130,12 @@ class Worker(Generic[PayloadT, ResultT]):
             for job in jobs:
                 self._rejoin.came_back(job.sequence)
 
+    def grant(self, sequence: Sequence, asked: int, count: int) -> None:
+        """Lets a sequence go on by itself. See `Leads.grant`."""
+        with self._wakeup:
+            self._granted.append((sequence, asked, count))
+            self._rejoin.came_back(sequence)
+
     def put_back(self, job: BackgroundJob) -> None:
         """Submits background work, which runs while there is no job. A later job of its sequence ends it.
 
@@ -163,7 +173,8 @@ class Worker(Generic[PayloadT, ResultT]):
                     self._waits_for_pages = not self._step()
                     ended = time.perf_counter()
                     with self._wakeup:
-                        self._rejoin.expect([job.sequence for job, _ in self._ended], began, ended)
+                        answered = {job.sequence for job, _ in self._ended}
+                        self._rejoin.expect(answered - self._running.keys(), began, ended)
                     self._deliver()
         except Exception:
             # A defect of the engine; no caller may hang because of it.
@@ -193,6 +204,8 @@ class Worker(Generic[PayloadT, ResultT]):
                     self._background.add(self._put_back.popleft())
                 self._queued.extend(self._submitted)
                 self._submitted.clear()
+                granted = list(self._granted)
+                self._granted.clear()
                 released = list(self._released)
                 self._released.clear()
                 if self._is_stopping:
@@ -200,6 +213,8 @@ class Worker(Generic[PayloadT, ResultT]):
             for job in [job for job in self._running.values() if job.is_abandoned]:
                 self._settle(job, _released_error())
             self._free(released)
+            for grant in granted:
+                self._go_on(self.leads.grant(*grant))
             self._start_queued()
             self._deliver()
             if self._running or not self._background.is_empty:
@@ -215,26 +230,35 @@ class Worker(Generic[PayloadT, ResultT]):
     @property
     def _has_news(self) -> bool:
         """True if anything was submitted since the last check."""
-        return bool(self._submitted or self._put_back or self._released)
+        return bool(self._submitted or self._granted or self._put_back or self._released)
 
     def _free(self, sequences: SequenceOf[Sequence]) -> None:
         for sequence in sequences:
+            self.leads.end(sequence)
             self._background.drop(sequence)
             self._cache.release(sequence)
         if sequences:
             self._tell(News(freed=sequences))
 
     def _start_queued(self) -> None:
-        """Applies the deltas of jobs whose sequence is idle."""
+        """Applies the deltas of jobs whose sequence is idle, or goes on by itself."""
         waiting: deque[Job[PayloadT]] = deque()
         for job in self._queued:
             if job.is_abandoned:
                 self._settle(job, _released_error())
-            elif job.sequence in self._running:
+                continue
+            if self.leads.end(job.sequence):
+                self._running.pop(job.sequence, None)
+            if job.sequence in self._running:
                 waiting.append(job)
             else:
                 self._start_job(job)
         self._queued = waiting
+
+    def _go_on(self, job: Job[PayloadT] | None) -> None:
+        """Starts a job that nobody submitted, if there is one."""
+        if job is not None:
+            self._start_job(job)
 
     def _start_job(self, job: Job[PayloadT]) -> None:
         sequence = job.sequence
@@ -258,6 +282,8 @@ class Worker(Generic[PayloadT, ResultT]):
             del self._running[job.sequence]
             job.sequence.idle_since = time.monotonic()
             job.sequence.is_new = False
+        if isinstance(result, BaseException):
+            self.leads.end(job.sequence)
         self._ended.append((job, result))
 
     def _deliver(self) -> None:
@@ -330,6 +356,8 @@ class Worker(Generic[PayloadT, ResultT]):
     def _conclude(self, job: Job[PayloadT], outcome: Done[ResultT] | Failed | Continue) -> None:
         if isinstance(outcome, Done):
             self._settle(job, outcome.result)
+            if outcome.following is not None:
+                self._go_on(self.leads.follow(job, outcome.following))
         elif isinstance(outcome, Failed):
             self._cache.distrust(job.sequence)
             job.sequence.apply(Delta(0, ()))

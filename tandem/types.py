@@ -545,6 +545,16 @@ class AheadStats:
 
 
 @dataclass(slots=True)
+class LeadStats:
+    """Counts of what targets did before they were asked."""
+
+    rounds: int = 0
+    """Rounds that a target had begun by itself."""
+    wasted: int = 0
+    """Rounds that targets had begun by themselves and that were not wanted; known once the request has ended."""
+
+
+@dataclass(slots=True)
 class SpeculationStats:
     """Counts of what speculation did, for one request or for many."""
 
@@ -553,6 +563,7 @@ class SpeculationStats:
     accepted: int = 0
     positions: list[PositionStats] = field(default_factory=list)
     ahead: AheadStats = field(default_factory=AheadStats)
+    lead: LeadStats = field(default_factory=LeadStats)
 
 
 @dataclass(frozen=True, slots=True)

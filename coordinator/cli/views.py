@@ -106,7 +106,7 @@ def status_view(status: Status, address: str) -> RenderableType:
             ("load", _load(status.load)),
             ("throughput", _throughput(status.throughput)),
             ("acceptance", _acceptance(status.speculation)),
-            *_ahead(status.speculation.ahead),
+            *_ahead(status.speculation),
         ]
     )
     return Group(head, "", facts, "", replicas_view(status.replicas), *_decisions(status.decisions))
@@ -157,7 +157,7 @@ def replica_view(replica: ReplicaSnapshot) -> RenderableType:
             ("proposed", grouped(stats.drafted, "token")),
             ("accepted", f"{grouped(stats.accepted, 'token')} ({percent(acceptance_rate(stats))})"),
             ("acceptance length", f"{acceptance_length(stats):.2f}"),
-            *_ahead(stats.ahead),
+            *_ahead(stats),
             *(
                 []
                 if model is None
@@ -235,7 +235,7 @@ def stats_view(stats: Stats, before: Stats | None = None) -> RenderableType:
         ),
         ("speculation", _speculation(stats.speculation_state)),
         ("acceptance", _acceptance(stats.speculation)),
-        *_ahead(stats.speculation.ahead),
+        *_ahead(stats.speculation),
     ]
     if recent is not None:
         facts.append(("last look", _acceptance(recent) if recent.drafted else "nothing proposed since"))
@@ -352,7 +352,14 @@ def _acceptance(stats: SpeculationStats) -> str:
     )
 
 
-def _ahead(ahead: AheadStats) -> Iterator[tuple[str, str]]:
+def _ahead(stats: SpeculationStats) -> Iterator[tuple[str, str]]:
+    ahead, lead = stats.ahead, stats.lead
+    if lead.rounds:
+        wasted = lead.wasted / (stats.rounds + lead.wasted)
+        yield (
+            "begun before asked",
+            f"{grouped(lead.rounds, 'round')}, {percent(wasted)} of all more for nothing",
+        )
     if ahead.awaited:
         rounds = grouped(ahead.awaited, "round")
         yield (

@@ -198,6 +198,7 @@ class RequestRunner:
             drafter = self._drafter(run)
             await streams.enter_async_context(_closing(drafter))
             verifier = self._verifier(run)
+            streams.callback(self.stats.led, plan.rule.name, completion.tally.lead)
             await streams.enter_async_context(_closing(verifier))
             active.streams, active.place = (drafter, verifier), place
             active.speculation_state = lambda: drafter.speculation_state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tandem.types import AheadStats, PositionStats, SpeculationStats
+from tandem.types import AheadStats, LeadStats, PositionStats, SpeculationStats
 
 UNIFORM_SHARE = 0.05
 """Tolerated share of missing or extra tokens in a step: near its end a request proposes fewer."""
@@ -148,11 +148,12 @@ def describe_ahead(stats: AheadStats) -> dict[str, object]:
 class RoundTally:
     """Counts rounds by their proposed and their accepted tokens."""
 
-    __slots__ = ("_rounds", "ahead")
+    __slots__ = ("_rounds", "ahead", "lead")
 
     def __init__(self) -> None:
         self._rounds: dict[tuple[int, int], int] = {}
         self.ahead = AheadStats()
+        self.lead = LeadStats()
 
     def add(self, drafted: int, accepted: int) -> None:
         """Count one verification, with or without a proposal.
@@ -172,8 +173,8 @@ class RoundTally:
             record_outcome(self.ahead, result)
 
     def stats(self) -> SpeculationStats:
-        """The counts as statistics. Their `ahead` is the tally's own."""
-        stats = SpeculationStats(ahead=self.ahead)
+        """The counts as statistics. Their `ahead` and `lead` are the tally's own."""
+        stats = SpeculationStats(ahead=self.ahead, lead=self.lead)
         longest = max((drafted for drafted, _ in self._rounds), default=0)
         stats.positions = [PositionStats() for _ in range(longest)]
         for (drafted, accepted), rounds in self._rounds.items():

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from itertools import zip_longest
 
 from coordinator.stats.rounds import (
@@ -16,7 +17,7 @@ from coordinator.stats.rounds import (
     hit_rate,
 )
 from tandem.speculation_state import SpeculationState
-from tandem.types import PositionStats, SpeculationStats
+from tandem.types import LeadStats, PositionStats, SpeculationStats
 
 # Twenty measurements or so count: enough to even out noise, few enough to follow a change of load within seconds.
 _NEWEST_WEIGHT = 0.1
@@ -90,6 +91,8 @@ def add(total: SpeculationStats, stats: SpeculationStats, times: int = 1) -> Non
         position.drafted += times * other.drafted
         position.reached += times * other.reached
         position.accepted += times * other.accepted
+    total.lead.rounds += times * stats.lead.rounds
+    total.lead.wasted += times * stats.lead.wasted
     ahead, more = total.ahead, stats.ahead
     ahead.awaited += times * more.awaited
     ahead.hits += times * more.hits
@@ -160,6 +163,7 @@ def describe(stats: SpeculationStats) -> dict[str, object]:
             "conditional": _rounded(conditional_rates(stats)),
         },
         "ahead": describe_ahead(stats.ahead),
+        "lead": asdict(stats.lead),
     }
 
 
@@ -234,6 +238,11 @@ class StatsLog:
         if self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._interval_seconds, self._end_interval)
+
+    def led(self, rule: str, lead: LeadStats) -> None:
+        """Count what targets did before they were asked for a request under `rule`, which has ended."""
+        own = self._by_rule[rule].lead
+        own.rounds, own.wasted = own.rounds + lead.rounds, own.wasted + lead.wasted
 
     def snapshot(self) -> tuple[SpeculationStats, dict[str, SpeculationStats]]:
         """Statistics since the start, in total and per rule, as they are now."""

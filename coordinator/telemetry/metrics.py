@@ -204,6 +204,10 @@ def _speculation(state: State) -> Iterator[Metric]:
     for name, text, of in of_positions:
         counts = [((model, place), sum(map(of, several))) for place, several in named]
         yield _counter(f"spec_decode_num_{name}_tokens_per_pos", text, counts, "position")
+    text = "Rounds that a target had begun before it was asked."
+    yield _counter("led_rounds", text, [((model,), total.lead.rounds)])
+    text = "Rounds that targets began before they were asked, and that were not wanted."
+    yield _counter("wasted_rounds", text, [((model,), total.lead.wasted)])
     ahead = total.ahead
     text = "Rounds whose proposal was to be drafted ahead."
     yield _counter("draft_ahead_awaited_rounds", text, [((model,), ahead.awaited)])

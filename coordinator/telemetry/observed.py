@@ -366,4 +366,6 @@ def _described(stats: SpeculationStats) -> dict[str, EventValue | list[float] | 
             "tandem.ahead.hits_by_rank": ahead.hits_by_rank,
             "tandem.ahead.saved_seconds": round(ahead.saved_seconds, 6),
         }
+    if (lead := stats.lead).rounds:
+        described |= {"tandem.lead.rounds": lead.rounds, "tandem.lead.wasted": lead.wasted}
     return described

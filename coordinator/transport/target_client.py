@@ -27,6 +27,7 @@ from tandem.types import (
     Delta,
     DenseRow,
     IntArray,
+    LeadStats,
     ModelInfo,
     Proposal,
     RowKind,
@@ -277,8 +278,7 @@ class TargetSequence:
         self._unwanted = 0
         """Answers that may come of a lead that has ended, each of which began another round."""
         self._error: TandemError | None = None
-        self.wasted_count = 0
-        """Rounds that the target has begun by itself and that were not asked for."""
+        self._stats = LeadStats()
         self.is_new = True
         """True before the first answer."""
 
@@ -293,7 +293,7 @@ class TargetSequence:
         Raises:
             TandemError: the service failed, refused, or sent an invalid answer. The sequence is of no further use.
         """
-        self._committed = completion.token_ids
+        self._committed, self._stats = completion.token_ids, completion.tally.lead
         kind = self._rows.kind_for(proposal)
         step = VerifyStep(
             delta=self._remote.delta_to(completion.token_ids, proposal.token_ids),
@@ -324,6 +324,7 @@ class TargetSequence:
             raise
         self._stream.goes_on()
         self.is_new = False
+        self._stats.rounds += verification.led_token_id >= 0
         return verification
 
     async def finish(self) -> None:
@@ -343,7 +344,7 @@ class TargetSequence:
         lead, left = self._lead, self._lead.allowed - len(self._lead.unasked)
         begins_more = lead.next is not None and left > 0
         self._lead, self._unwanted = _Lead(), left - 1 if begins_more else 0
-        self.wasted_count += len(lead.unasked) + begins_more
+        self._stats.wasted += len(lead.unasked) + begins_more
 
     def take(self, answer: wire.Answer) -> None:
         """Take an answer of the service. See `streams.Listener`.
@@ -374,7 +375,7 @@ class TargetSequence:
         """Take an answer to a round that the target began by itself."""
         lead, delta = self._lead, self._lead.next
         if delta is None:
-            self.wasted_count += self._unwanted > 0
+            self._stats.wasted += self._unwanted > 0
             self._unwanted = max(self._unwanted - 1, 0)
             return
         if (answer.base_length, answer.led_token_id) != (delta.length, *delta.token_ids):

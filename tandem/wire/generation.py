@@ -11,6 +11,7 @@ from tandem.types import (
     ChatMessage,
     Chunk,
     GenerationRequest,
+    LeadStats,
     PositionStats,
     SpeculationStats,
     Summary,
@@ -24,6 +25,7 @@ _TOKEN_COUNTS = {name: f"{name}_token_count" for name in ("drafted", "reached", 
 # Parts before the whole.
 Mirror(PositionStats, generation_pb2.PositionFigures, **_TOKEN_COUNTS)
 Mirror(AheadStats, generation_pb2.AheadFigures, hits="hit_count", hits_by_rank="rank_hit_counts")
+Mirror(LeadStats, generation_pb2.LeadFigures, rounds="round_count")
 Mirror(SpeculationStats, generation_pb2.SpeculationFigures, rounds="round_count", **_TOKEN_COUNTS)
 Mirror(DecidingFigure, generation_pb2.DecidingFigure)
 Mirror(SpeculationState, generation_pb2.SpeculationState, num_speculative_tokens="token_count")

@@ -60,7 +60,13 @@ def hooked(
             on_step(step)
             yield step
 
-    vars(sequence).update(steps=observed, say=lambda answer: say(on_answer(answer)))
+    def told(answer: AnswerT) -> None:
+        try:
+            say(on_answer(answer))
+        except Exception as error:  # noqa: BLE001 - it ends the sequence, whoever told the answer
+            sequence.tell(error)
+
+    vars(sequence).update(steps=observed, say=told)
     return sequence
 
 

@@ -67,13 +67,17 @@ class Scripted:
         self.model_info: ModelInfo = fake.model_info
 
     @asynccontextmanager
-    async def sequence(self, _: object) -> AsyncIterator[Scripted]:
+    async def sequence(self, *_: object) -> AsyncIterator[Scripted]:
         yield Scripted(self._fake)
 
     async def propose(self, step: ProposeStep) -> Proposal:
         self._fake.apply(self._tokens, step.delta)
         proposal: Proposal = self._fake.proposal(self._tokens, step.token_count)
         return proposal
+
+    def confirms(self, step: VerifyStep) -> bool:
+        """No: it never goes on by itself."""
+        return False
 
     async def verify(self, step: VerifyStep) -> Verification:
         self._fake.apply(self._tokens, step.delta)

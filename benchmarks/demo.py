@@ -14,7 +14,7 @@ from rich.table import Table
 from benchmarks.common import cluster
 from benchmarks.prompts import Prompt, chat_prompts, held_out_prompts
 from coordinator.cli.command import plain_table
-from coordinator.cli.generate import ACCEPTED_STYLE, Record, show
+from coordinator.cli.generate import ACCEPTED_STYLE, Record, received
 from coordinator.cli.up import SMOLLM2_METHOD
 from coordinator.stats.speculation import acceptance_rate, add, tokens_per_pass
 from tandem.client import Client
@@ -83,7 +83,8 @@ async def _complete_one(console: Console, client: Client, prompt: Prompt, max_to
         f"[{ACCEPTED_STYLE}]accepted from the draft[/{ACCEPTED_STYLE}], the target's own\n"
     )
     console.print(prompt.text, style="dim", markup=False, end="")
-    await show(client.generate(_request(prompt, max_tokens, temperature=0.0)))
+    chunks = client.generate(_request(prompt, max_tokens, temperature=0.0))
+    await received(chunks, Console(highlight=False, soft_wrap=True))
 
 
 async def _comparison(client: Client, prompts: Sequence[Prompt], max_tokens: int) -> Table:

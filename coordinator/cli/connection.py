@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -124,9 +124,6 @@ class Connection:
     credentials: Credentials
     timeout_seconds: float | None
     """None: the command's own."""
-
-
-SETTING_NAMES = tuple(field.name for field in fields(ConnectionSettings))
 
 
 def connect(options: ConnectionOptions, click: typer.Context) -> Connection:

@@ -121,23 +121,16 @@ class Record:
         }
 
 
-async def received(chunks: AsyncIterator[Chunk]) -> Record:
-    """A finished completion."""
+async def received(chunks: AsyncIterator[Chunk], console: Console | None) -> Record:
+    """A finished completion, which a console shows as it streams."""
     record = Record()
     async for chunk in chunks:
         record.add(chunk)
-    return record
-
-
-async def show(chunks: AsyncIterator[Chunk]) -> Record:
-    """Write a completion to stdout as it streams, in colour when stdout is a terminal."""
-    console = Console(highlight=False, soft_wrap=True)
-    record = Record()
-    async for chunk in chunks:
-        record.add(chunk)
-        console.print(styled(chunk), end="")
-        console.file.flush()
-    console.print()
+        if console is not None:
+            console.print(styled(chunk), end="")
+            console.file.flush()
+    if console is not None:
+        console.print()
     return record
 
 
@@ -295,6 +288,7 @@ async def generate(
     ]
     chat = _chat(prompt, given)
     where = connect(connection, click)
+    console = None if result.as_json else Console(highlight=False, soft_wrap=True)
     records: list[Record] = []
     async with Client(where.address, where.credentials) as client:
         if chat:
@@ -304,7 +298,7 @@ async def generate(
             chunks = client.generate(request, timeout_seconds=where.timeout_seconds)
             if not result.as_json and result.count > 1:
                 sys.stdout.write(f"--- {len(records) + 1} of {result.count}\n")
-            record = await (received(chunks) if result.as_json else show(chunks))
+            record = await received(chunks, console)
             records.append(record)
             _tell(record, result)
     if not result.as_json and not result.quiet:

@@ -9,7 +9,6 @@ from coordinator.rejection.strategies import (
     STRATEGIES,
     RuleError,
     Strategy,
-    Support,
     find_strategy,
 )
 
@@ -23,7 +22,6 @@ __all__ = [
     "RowError",
     "RuleError",
     "Strategy",
-    "Support",
     "find_strategy",
     "named_strategy",
     "problems",

@@ -18,7 +18,6 @@ from coordinator.rejection.strategies import (
     SYNTHETIC,
     RuleError,
     Strategy,
-    Support,
     find_strategy,
 )
 from tandem.config import SpeculativeConfig
@@ -66,7 +65,7 @@ class AcceptanceRule:
 
     def supports(self, proposal: Proposal) -> tuple[IntArray, ...]:
         """Return the supports to request from the target, one for each proposed token."""
-        if self.strategy.support is Support.TOKEN:
+        if not self.strategy.needs_draft_support:
             return tuple(np.array([token_id]) for token_id in proposal.token_ids)
         return tuple(draft_support(proposal, index) for index in range(len(proposal)))
 

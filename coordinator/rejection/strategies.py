@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 
 from coordinator.rejection import rules
 from coordinator.rejection.block import block
 from coordinator.rejection.rounds import Decide
-from tandem.config import SpeculativeConfig
-from tandem.config import names as acceptance_names
+from tandem.config import SpeculativeConfig, names
 from tandem.types import RowKind
 
 
@@ -18,21 +16,11 @@ class RuleError(ValueError):
     """The options conflict. The message is one sentence for a user."""
 
 
-class Support(Enum):
-    """The ids whose probabilities a target's support row must contain."""
-
-    DRAFT = "draft"
-    """Every token that the draft could have proposed."""
-    TOKEN = "token"
-    """Only the proposed token."""
-
-
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """One acceptance rule, and what it needs from draft and target."""
 
     name: str
-    description: str
     lossless: bool
     """True if the output has the target's distribution; for `greedy`, at temperature 0."""
     row_kinds: tuple[RowKind, ...]
@@ -41,9 +29,8 @@ class Strategy:
     """Kind of row that the draft sends for each proposed token."""
     build: Callable[[SpeculativeConfig], Decide]
     """Builds the acceptance function from the options."""
-    aliases: tuple[str, ...] = ()
-    support: Support = Support.TOKEN
-    """The support that the rule requests for support rows."""
+    needs_draft_support: bool = False
+    """True if support rows must contain every token that the draft could have proposed, not only the proposed one."""
     needs_statistics: bool = False
     """True if support rows must come with statistics."""
     needs_token_logits: bool = False
@@ -68,13 +55,8 @@ def _synthetic_schedule(options: SpeculativeConfig) -> tuple[float, ...]:
     return rules.schedule_of_rate(options.synthetic_acceptance_rate or 0.0, count)
 
 
-def _aliases(name: str) -> tuple[str, ...]:
-    return tuple(alias for alias, meant in acceptance_names.RULE_ALIASES.items() if meant == name)
-
-
 GREEDY = Strategy(
     name="greedy",
-    description="the token is the target's most probable one",
     lossless=True,
     row_kinds=(_TOKEN, _SUPPORT, _DENSE),
     draft_row_kind=_TOKEN,
@@ -84,29 +66,25 @@ GREEDY = Strategy(
 )
 RESIDUAL = Strategy(
     name="residual",
-    aliases=_aliases("residual"),
-    description="rejection sampling, token by token",
     lossless=True,
     row_kinds=(_SUPPORT, _DENSE),
     draft_row_kind=_SUPPORT,
     build=lambda options: rules.residual,
-    support=Support.DRAFT,
+    needs_draft_support=True,
     can_be_relaxed=True,
     gains_by_many=True,
 )
 BLOCK = Strategy(
     name="block",
-    description="rejection sampling of the whole proposal at once",
     lossless=True,
     row_kinds=(_SUPPORT, _DENSE),
     draft_row_kind=_SUPPORT,
     build=lambda options: block,
-    support=Support.DRAFT,
+    needs_draft_support=True,
     gains_by_many=True,
 )
 STRICT = Strategy(
     name="strict",
-    description="the token is the one that the target sampled, with noise that both share",
     lossless=True,
     row_kinds=(_TOKEN, _DENSE),
     draft_row_kind=_TOKEN,
@@ -114,8 +92,6 @@ STRICT = Strategy(
 )
 TYPICAL_ACCEPTANCE = Strategy(
     name="typical-acceptance",
-    aliases=_aliases("typical-acceptance"),
-    description="the target finds the token probable, or has no better idea",
     lossless=False,
     row_kinds=(_SUPPORT, _DENSE),
     # Not TOKEN: a proposal drawn with the shared noise would be correlated with the target's sample that replaces
@@ -127,7 +103,6 @@ TYPICAL_ACCEPTANCE = Strategy(
 )
 LOGIT_COMPARISON = Strategy(
     name="logit-comparison",
-    description="the draft's logit of the token is at most the target's",
     lossless=False,
     row_kinds=(_SUPPORT, _DENSE),
     draft_row_kind=_TOKEN,
@@ -138,7 +113,6 @@ LOGIT_COMPARISON = Strategy(
 )
 SYNTHETIC = Strategy(
     name="synthetic",
-    description="a given rate, whatever the models say: for benchmarks",
     lossless=False,
     row_kinds=(_TOKEN, _SUPPORT, _DENSE),
     draft_row_kind=_TOKEN,
@@ -162,13 +136,8 @@ def find_strategy(name: str) -> Strategy:
         RuleError: No rule has this name.
     """
     try:
-        return _BY_NAME[acceptance_names.canonical_name(name)]
+        return _BY_NAME[names.canonical_name(name)]
     except KeyError:
         raise RuleError(
-            f"rejection_sampling_strategy is {name!r}; it must be one of {', '.join(acceptance_names.SPELLINGS)}"
+            f"rejection_sampling_strategy is {name!r}; it must be one of {', '.join(names.SPELLINGS)}"
         ) from None
-
-
-def default_strategy(speculative_method: str) -> Strategy:
-    """Return the default rule of a drafting method, the same as in MAX."""
-    return _BY_NAME[acceptance_names.default_name(speculative_method)]

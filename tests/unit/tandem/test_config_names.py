@@ -209,9 +209,7 @@ def test_an_acceptance_rule_goes_by_either_name(name: str) -> None:
 
 def test_names_of_acceptance_rules_are_those_of_the_rules() -> None:
     assert {strategy.name for strategy in STRATEGIES} == set(acceptance_names.NAMES)
-    assert {alias for strategy in STRATEGIES for alias in strategy.aliases} == set(
-        acceptance_names.RULE_ALIASES
-    )
+    assert set(acceptance_names.RULE_ALIASES.values()) <= set(acceptance_names.NAMES)
 
 
 @pytest.mark.parametrize(

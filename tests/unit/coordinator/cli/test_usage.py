@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from coordinator.cli.connection import SETTING_NAMES
+from coordinator.cli.connection import ConnectionSettings
 from coordinator.cli.main import app
 from tandem import __version__
 from tests.commands import Commands
@@ -107,7 +108,7 @@ def test_help_has_examples_and_every_option_of_the_connection(commands: Commands
     for words in (("admin", "status"), ("admin", "replicas", "drain"), ("generate",)):
         text = commands.succeed(*words, "--help")
         assert f"Examples:\n    tandem {' '.join(words)}" in text
-        for name in (*SETTING_NAMES, "context", "timeout"):
+        for name in (*(field.name for field in fields(ConnectionSettings)), "context", "timeout"):
             assert f"--{name.replace('_', '-')}" in text
             assert f"TANDEM_CLIENT_{name.upper()}" in re.sub(r"\s", "", text)
 

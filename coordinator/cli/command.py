@@ -175,12 +175,8 @@ def command(
     """Add a function to an app as a command.
 
     A parameter whose type is a dataclass stands for all of its fields, each a separate option; a `typer.Context` is
-    passed on. Each field has a default. A `TandemError` ends the process with a sentence and its exit code.
-
-    Args:
-        app: The app.
-        examples: Command lines for the help.
-        name: The command's; by default the function's.
+    passed on. Each field has a default. The examples are shown in the help; the name is by default the function's. A
+    `TandemError` ends the process with a sentence and its exit code.
     """
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -311,10 +311,7 @@ def _share_one(devices: Mapping[str, str]) -> bool:
 def _shares(options: UpOptions, in_file: Mapping[str, Any], shared_device: str) -> dict[str, float | None]:
     """Shares of a device's memory; None where the service's own default or its environment decides.
 
-    Args:
-        options: Those of the command.
-        in_file: Options of the config file, which the draft service reads.
-        shared_device: The device that both models are on; empty where each has its own.
+    `shared_device` is the device that both models are on, and empty where each has its own.
 
     Raises:
         ConfigurationError: a share is out of range, or both are more than one device.

@@ -211,13 +211,6 @@ async def make_plan(
 ) -> Plan:
     """Check a request that is within its bounds, and decide how it is completed.
 
-    Args:
-        request: What to complete, and how.
-        request_id: Its name in logs and traces.
-        settings: The configuration that applies to it.
-        models: The models that complete it.
-        choose_rule: Picks the rule where `auto` is named.
-
     Raises:
         InvalidRequestError: with a sentence for each broken rule.
     """

@@ -296,8 +296,7 @@ class RequestRunner:
 
     def _round_ended(self, run: Run, completion: Completion, result: RoundResult) -> None:
         """Hand the result of a round to everything that counts rounds."""
-        if result.awaited_outcome:
-            record_outcome(completion.tally.ahead, result)
+        record_outcome(completion.tally.ahead, result)
         self.requests.tokens.add(result.committed)
         self.stats.round_ended(run.plan.rule.name, result)
         self.replicas.round_ended(result)

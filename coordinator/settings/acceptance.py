@@ -41,14 +41,9 @@ def names_auto(config: SpeculativeConfig, request: GenerationRequest | None = No
 def requested_options(
     config: SpeculativeConfig, request: GenerationRequest, auto_rule: str = _RESIDUAL
 ) -> SpeculativeConfig:
-    """The configuration with a request's options.
+    """The configuration with a request's options, and with the rule that `auto` stands for.
 
     The configuration's synthetic rates do not apply to a request that names another rule.
-
-    Args:
-        config: The configuration.
-        request: The request.
-        auto_rule: The rule that `auto` stands for.
     """
     options: dict[str, object] = {}
     if request.num_speculative_tokens is not None:

@@ -156,21 +156,14 @@ class RoundTally:
         self.lead = LeadStats()
 
     def add(self, drafted: int, accepted: int) -> None:
-        """Count one verification, with or without a proposal.
-
-        Args:
-            drafted: Tokens of the proposal.
-            accepted: How many of them were kept, from the first on.
-        """
+        """Count one verification, with or without a proposal: its tokens, and how many of them were kept."""
         key = drafted, accepted
         self._rounds[key] = self._rounds.get(key, 0) + 1
 
     def add_result(self, result: RoundResult) -> None:
         """Count one round, drafting ahead included."""
-        key = result.proposed, result.accepted
-        self._rounds[key] = self._rounds.get(key, 0) + 1
-        if result.awaited_outcome:
-            record_outcome(self.ahead, result)
+        self.add(result.proposed, result.accepted)
+        record_outcome(self.ahead, result)
 
     def stats(self) -> SpeculationStats:
         """The counts as statistics. Their `ahead` and `lead` are the tally's own."""

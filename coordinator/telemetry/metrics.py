@@ -66,12 +66,7 @@ class RequestMetrics:
         *,
         measures_waits: bool = False,
     ) -> None:
-        """
-        Args:
-            registry: Takes the metrics.
-            model_name: Of the target, a label of them all.
-            measures_waits: Whether to time where rounds wait in the coordinator.
-        """
+        """Register all of them, with the target's name as a label; `measures_waits` adds `MessageWaits`."""
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"tandem_{name}", text, ("model_name", *labels), registry=registry)
@@ -132,12 +127,7 @@ class RequestMetrics:
 
 
 def state_metrics(state: State, wire_bytes: Mapping[tuple[str, str], int]) -> Iterator[Metric]:
-    """Load, speculation, decisions and replicas.
-
-    Args:
-        state: The coordinator's.
-        wire_bytes: Bytes of messages so far, by peer and direction.
-    """
+    """Load, bytes by peer and direction, speculation, decisions and replicas."""
     model = (state.model_name,)
     yield _gauge("num_requests_running", "Requests that have a place.", [(model, state.running)])
     yield _gauge("num_requests_waiting", "Requests that wait for a place.", [(model, state.queued)])

@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, replace
+from statistics import fmean
 from typing import TypeVar
 
-import grpc
 from prometheus_client import Metric, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from coordinator.admin.administration import Administrator
@@ -47,18 +46,14 @@ _WORST_FIRST = (
 )
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 _JOINED: Mapping[str, Callable[[Sequence[float]], float]] = {
-    "tandem_spec_decode_acceptance_rate": _mean,
-    "tandem_spec_decode_avg_acceptance_length": _mean,
-    "tandem_spec_decode_acceptance_rate_per_position": _mean,
-    "tandem_spec_decode_conditional_acceptance_rate_per_position": _mean,
-    "tandem_spec_decode_predicted_gain": _mean,
-    "tandem_replica_round_trip_seconds": _mean,
-    "tandem_replica_step_seconds": _mean,
+    "tandem_spec_decode_acceptance_rate": fmean,
+    "tandem_spec_decode_avg_acceptance_length": fmean,
+    "tandem_spec_decode_acceptance_rate_per_position": fmean,
+    "tandem_spec_decode_conditional_acceptance_rate_per_position": fmean,
+    "tandem_spec_decode_predicted_gain": fmean,
+    "tandem_replica_round_trip_seconds": fmean,
+    "tandem_replica_step_seconds": fmean,
     "tandem_spec_decode_proposal_length": max,
     # Every worker sees every replica, and counts it.
     "tandem_replicas": max,
@@ -75,34 +70,13 @@ AnswerT = TypeVar("AnswerT")
 NumbersT = TypeVar("NumbersT", Load, Outcomes, Throughput)
 
 
-class Worker(Peer):
-    """A worker that takes requests, as its parent sees it."""
-
-    last_stats: Stats | None = None
-    """As last read."""
-    last_metrics: list[Metric] = []  # noqa: RUF012 - replaced, never changed
-    """As last read."""
-
-    async def stats(self) -> Stats:
-        """See `AdminClient`."""
-        self.last_stats = await super().stats()
-        return self.last_stats
-
-    async def metrics(self) -> list[Metric]:
-        """Metrics of this moment, or as last read where it does not answer."""
-        with suppress(grpc.RpcError):
-            text = await self.metrics_text()
-            self.last_metrics = list(text_string_to_metric_families(text.decode()))
-        return self.last_metrics
-
-
 class Hub(Administrator):
     """Shows and steers all workers of a coordinator."""
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         """Begin without workers; the settings are those of the whole coordinator."""
         super().__init__(LiveConfig(settings))
-        self._workers: dict[int, Worker] = {}
+        self._workers: dict[int, Peer] = {}
         self._past: Stats | None = None
         """Counts of workers that have ended."""
         self._past_metrics: list[Metric] = []
@@ -111,7 +85,7 @@ class Hub(Administrator):
 
     def joined(self, index: int, address: str) -> None:
         """A worker takes requests from now on, and answers at this address."""
-        self._workers[index] = Worker(address, timeout_seconds=_PATIENCE_SECONDS)
+        self._workers[index] = Peer(address, timeout_seconds=_PATIENCE_SECONDS)
 
     async def left(self, index: int) -> None:
         """A worker has ended, if it had joined. What it counted stays in the sums."""
@@ -139,12 +113,12 @@ class Hub(Administrator):
 
     async def status(self) -> Status:
         """See `Administrator`."""
-        statuses, stats = await asyncio.gather(self._each(Worker.status), self.stats())
+        statuses, stats = await asyncio.gather(self._each(Peer.status), self.stats())
         return merged_status(statuses, stats)
 
     async def replicas(self) -> list[ReplicaSnapshot]:
         """See `Administrator`."""
-        return merged_replicas(await self._each(Worker.replicas))
+        return merged_replicas(await self._each(Peer.replicas))
 
     async def drain(self, address: str, *, allow_last_target: bool, by: str) -> ReplicaSnapshot:
         """See `Administrator`."""
@@ -160,7 +134,7 @@ class Hub(Administrator):
 
     async def requests(self) -> list[RequestReport]:
         """See `Administrator`."""
-        lists = await self._each(Worker.requests)
+        lists = await self._each(Peer.requests)
         return sorted((report for reports in lists for report in reports), key=lambda each: -each.age_seconds)
 
     async def abort(self, request_id: str, *, reason: str, by: str) -> RequestReport:
@@ -171,7 +145,7 @@ class Hub(Administrator):
 
     async def stats(self) -> Stats:
         """See `Administrator`. Counts of workers that have ended are included."""
-        stats = merged_stats(await self._each(Worker.stats), self._past)
+        stats = merged_stats(await self._each(Peer.stats), self._past)
         return replace(stats, uptime_seconds=self._uptime)
 
     async def update_config(
@@ -195,7 +169,7 @@ class Hub(Administrator):
         found = await self.metrics()
         return generate_latest(Given(lambda: found))
 
-    async def _each(self, ask: Callable[[Worker], Awaitable[AnswerT]]) -> Sequence[AnswerT]:
+    async def _each(self, ask: Callable[[Peer], Awaitable[AnswerT]]) -> Sequence[AnswerT]:
         """The answers of all workers that give one, at least one.
 
         Raises:
@@ -327,4 +301,4 @@ def _merged_replica(shots: list[ReplicaSnapshot]) -> ReplicaSnapshot:
 
 def _mean_known(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return _mean(known) if known else None
+    return fmean(known) if known else None

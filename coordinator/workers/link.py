@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.admin.servicer import AdminServicer, caller
 from coordinator.settings.coordinator import CoordinatorSettings
+from tandem.admin import Stats
 from tandem.admin_client import AdminClient
 from tandem.serving.interceptors import Context, ErrorBoundary, RunningCalls
 
@@ -47,15 +50,6 @@ class WorkerSetup:
     def address(self) -> str:
         """Address at which the worker answers its parent."""
         return socket_address(self.folder, self.index)
-
-    def to_json(self) -> str:
-        """As one word of a command line."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> WorkerSetup:
-        """Read what `to_json` wrote."""
-        return cls(**json.loads(text))
 
 
 def socket_address(folder: str, name: int | str = "parent") -> str:
@@ -112,6 +106,22 @@ async def private_server(
 
 class Peer(AdminClient):
     """The other end of a private socket: a worker for its parent, the parent for a worker."""
+
+    last_stats: Stats | None = None
+    last_metrics: list[Metric] = []  # noqa: RUF012 - replaced, never changed
+    """Statistics and metrics as last read."""
+
+    async def stats(self) -> Stats:
+        """See `AdminClient`."""
+        self.last_stats = await super().stats()
+        return self.last_stats
+
+    async def metrics(self) -> list[Metric]:
+        """Metrics of this moment, or as last read where it does not answer."""
+        with suppress(grpc.RpcError):
+            text = await self.metrics_text()
+            self.last_metrics = list(text_string_to_metric_families(text.decode()))
+        return self.last_metrics
 
     async def metrics_text(self) -> bytes:
         """Read its metrics in Prometheus's text form.

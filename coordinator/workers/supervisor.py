@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from tempfile import TemporaryDirectory
 
 from prometheus_client import CollectorRegistry, Metric
@@ -38,12 +40,7 @@ class Supervisor:
     """Runs a coordinator of several processes."""
 
     def __init__(self, settings: CoordinatorSettings, arguments: Sequence[str]) -> None:
-        """Nothing is started yet.
-
-        Args:
-            settings: Of the whole coordinator.
-            arguments: The command line that they were read from; workers read it again.
-        """
+        """Nothing is started yet. Workers read the settings again from the same arguments."""
         self._settings = settings
         self._arguments = arguments
         self._hub = Hub(settings)
@@ -91,10 +88,8 @@ class Supervisor:
     async def _supervise(self, stopping: asyncio.Event) -> int:
         self._has_begun = asyncio.Event()
         """Set once any worker takes requests."""
-        stop, counting = (
-            asyncio.ensure_future(stopping.wait()),
-            asyncio.ensure_future(self._hub.keep_counts()),
-        )
+        stop = asyncio.ensure_future(stopping.wait())
+        counting = asyncio.ensure_future(self._hub.keep_counts())
         keepers = [asyncio.create_task(self._keep(index)) for index in range(self._settings.workers)]
         try:
             await asyncio.wait({stop, *keepers}, return_when=asyncio.FIRST_COMPLETED)
@@ -139,7 +134,7 @@ class Supervisor:
         worker = self._workers[index] = await Child.start(
             f"worker {index}",
             "coordinator.workers.worker",
-            [setup.to_json(), *self._arguments],
+            [json.dumps(asdict(setup)), *self._arguments],
             self._settings.drain_timeout_seconds + _KILL_SECONDS,
             pass_fds=() if http is None else (http,),
         )

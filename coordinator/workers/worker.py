@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 
@@ -36,12 +37,7 @@ class WorkerService(CoordinatorService):
     """A coordinator that lets its parent answer what concerns all workers."""
 
     def __init__(self, settings: CoordinatorSettings, setup: WorkerSetup) -> None:
-        """Set everything up; nothing is connected yet.
-
-        Args:
-            settings: Of the whole coordinator.
-            setup: From the parent.
-        """
+        """Set everything up, with the settings of the whole coordinator; nothing is connected yet."""
         has_readers = settings.http_port is not None or settings.prometheus_port is not None
         own = settings_of_worker(settings, setup)
         listening = None if setup.http_socket is None else socket.socket(fileno=setup.http_socket)
@@ -89,7 +85,7 @@ class WorkerService(CoordinatorService):
 
 def run(arguments: list[str]) -> None:
     """Serve as the worker that the first argument describes, until a signal ends it."""
-    setup = WorkerSetup.from_json(arguments[0])
+    setup = WorkerSetup(**json.loads(arguments[0]))
     with exit_codes():
         fill_closed()
         settings = load_settings(CoordinatorSettings, arguments[1:], "tandem serve coordinator")

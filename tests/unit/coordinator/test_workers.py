@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 
 import pytest
@@ -71,7 +72,7 @@ def test_a_worker_has_its_share_and_the_shared_port() -> None:
 
 def test_a_setup_survives_the_command_line() -> None:
     setup = WorkerSetup(1, 2, "/f", 7, listens_late=True, changes={"speculation": "false"}, drained=["h:1"])
-    assert WorkerSetup.from_json(setup.to_json()) == setup
+    assert WorkerSetup(**json.loads(json.dumps(asdict(setup)))) == setup
 
 
 def test_more_workers_than_places_are_refused() -> None:

@@ -65,7 +65,6 @@ def load_pair(
     settings: TargetSettings,
     head_folder: Path | None,
     on_step: OnStep = None,
-    on_draft_step: OnStep = None,
     on_failure: Callable[[], None] | None = None,
 ) -> BoundPair:
     """Load both.
@@ -74,7 +73,6 @@ def load_pair(
         settings: The target's. The head runs on its device and in its dtype.
         head_folder: The head's checkpoint; None for the layers for multi-token prediction in the target's own.
         on_step: Called after each step of the target, for metrics.
-        on_draft_step: Likewise of the head.
         on_failure: Called when one of the engines has ended by itself.
 
     Raises:
@@ -96,7 +94,7 @@ def load_pair(
     # The head's cache first: on a GPU the target's then takes what is left of the process's share.
     states = PairedStates(tap, head.state_size, target.dtype, target.device)
     backends = _head_backends(as_model(head, states, target, name, head.architecture), head, settings)
-    proposer = BoundProposer(backends, states, bound, limits, method, _kind(head), on_draft_step, on_failure)
+    proposer = BoundProposer(backends, states, bound, limits, method, _kind(head), on_failure=on_failure)
     model = replace(tap.model, info=replace(target.info, drafting_method=method))
     verifier = make_verifier(model, settings, on_step, on_failure, tap, bound)
     return BoundPair(verifier, proposer)

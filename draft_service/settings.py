@@ -12,15 +12,13 @@ from tandem.config.speculative import DraftingOptions, SourceOptions
 from tandem.errors import ConfigurationError
 from tandem.settings import ModelServerSettings
 
-DEFAULT_PORT = 50053
-
 
 class DraftSettings(DraftingOptions, SourceOptions, ModelServerSettings):
     """Serve proposals: a draft model's, or what was said before."""
 
     env_prefix: ClassVar = "TANDEM_DRAFT_"
 
-    port: int = Field(default=DEFAULT_PORT, ge=0, le=65535)
+    port: int = Field(default=50053, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""
     model: Path | None = None  # type: ignore[assignment]
     """Folder of the draft model's checkpoint, for standalone: config.json, safetensors and tokenizer.json; or a Hugging

@@ -12,8 +12,6 @@ from tandem.config.speculative import Integers
 from tandem.errors import ConfigurationError
 from tandem.settings import ModelServerSettings
 
-DEFAULT_PORT = 50052
-
 EXTRACT_HIDDEN_STATES = "extract_hidden_states"
 """vLLM's name of the method that writes hidden states and proposes nothing."""
 
@@ -23,7 +21,7 @@ class TargetSettings(ModelServerSettings):
 
     env_prefix: ClassVar = "TANDEM_TARGET_"
 
-    port: int = Field(default=DEFAULT_PORT, ge=0, le=65535)
+    port: int = Field(default=50052, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""
     draft_model: Path | None = None
     """Folder of a drafting head for this model, which then proposes in this process, on the same port. By default none.

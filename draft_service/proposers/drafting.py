@@ -81,7 +81,7 @@ class Drafting:
     token_logits: list[float] = field(default_factory=list)
     _keys: list[int] = field(default_factory=list)
     """Noise keys of all tokens, computed with the first: four cost no more than one."""
-    _truncated: tuple[int | None, SamplingParams] | None = None
+    _truncated: tuple[int, SamplingParams] | None = None
     """The last parameters of `truncated` and their count: the same for each token."""
 
     @property
@@ -100,17 +100,15 @@ class Drafting:
         logits = np.array(self.token_logits, dtype=np.float32) if self.options.with_token_logits else None
         return Done(Proposal(self.base_length, tuple(self.token_ids), tuple(self.distributions), logits))
 
-    def truncated(self, candidate_count: int | None = None) -> SamplingParams:
-        """The request's sampling parameters with the draft's own limit on the number of tokens.
+    def truncated(self, candidate_count: int) -> SamplingParams:
+        """The request's sampling parameters with the draft's own limit, for so many tokens.
 
-        Args:
-            candidate_count: Number of tokens to which the parameters will be applied. A top-k that keeps all of them
-                is left out.
+        A top-k that keeps all of them is left out.
         """
         if self._truncated is None or self._truncated[0] != candidate_count:
             sampling = self.options.sampling
             top_k = min(sampling.top_k or self.draft_top_k, self.draft_top_k)
-            if candidate_count is not None and top_k >= candidate_count:
+            if top_k >= candidate_count:
                 top_k = 0
             self._truncated = (
                 candidate_count,

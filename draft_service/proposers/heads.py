@@ -28,7 +28,6 @@ from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.sampler import Sampler
 from tandem.engine.settings import EngineSettings
 from tandem.errors import ServiceUnavailableError
-from tandem.telemetry.streams import OnStep
 from tandem.types import Delta, DraftOptions, ModelInfo, Proposal, ProposeStep
 
 logger = logging.getLogger(__name__)
@@ -63,7 +62,6 @@ class BoundProposer(EngineProposer):
         limits: EngineSettings,
         method: str,
         kind: HeadKind | None = None,
-        on_step: OnStep = None,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
         """
@@ -75,7 +73,6 @@ class BoundProposer(EngineProposer):
                 its own sequence does not show.
             method: The drafting method.
             kind: How the head's passes become a proposal; by default one token for each pass.
-            on_step: Called after each step of the head, for metrics.
             on_failure: Called when the engine's thread has ended by itself.
         """
         kind = self._kind = kind or HeadKind(BoundSequence, _extend)
@@ -87,7 +84,6 @@ class BoundProposer(EngineProposer):
                 backends,
                 partial(kind.extend, pairings=states.pairings, sampler=backends.sampler),
                 replace(limits, prefix_reuse=False),
-                on_step,
                 on_failure=on_failure,
             )
         )

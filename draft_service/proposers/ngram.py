@@ -17,6 +17,7 @@ from draft_service.proposers.model_free import ModelFreeProposer, SequenceLimits
 from tandem.config.speculative import DraftingOptions, LookupMatch
 
 _NONE = -1
+"""Stands for the previous position of an n-gram that is new."""
 
 
 def ngram_proposer(options: DraftingOptions, limits: SequenceLimits) -> ModelFreeProposer:

@@ -297,15 +297,6 @@ class SuffixTree:
                 return Continuation(token_ids, score)
             node, depth = child, node.depth
 
-    def node_count(self) -> int:
-        """Number of nodes without the root. Visits them all."""
-        pending, count = [self.root], 0
-        while pending:
-            children = list((pending.pop().children or {}).values())
-            count += len(children)
-            pending += children
-        return count
-
     def _tokens(self, window: int) -> array[int]:
         position = window & _POSITION_MASK
         return self.texts[window >> _POSITION_BITS][position : position + self.max_depth]

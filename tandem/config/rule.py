@@ -50,11 +50,9 @@ def itself(subject: object) -> object:
     return subject
 
 
-def at_least(
-    option: str, minimum: float, *, words: str = "", of: Callable[[SubjectT], object] = itself
-) -> Rule[SubjectT]:
+def at_least(option: str, minimum: float, *, of: Callable[[SubjectT], object] = itself) -> Rule[SubjectT]:
     """The rule that an option is not below a number. None keeps it."""
-    allowed = f"at least {minimum:g}{words}"
+    allowed = f"at least {minimum:g}"
 
     def check(subject: SubjectT) -> Iterator[str]:
         value = getattr(of(subject), option)

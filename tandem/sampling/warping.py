@@ -10,7 +10,6 @@ if min-p and top-p are combined: top-p then applies to the mass that min-p has l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,22 +22,6 @@ Array: TypeAlias = Any
 
 _PLAIN = SamplingParams()
 """Leaves every distribution unchanged."""
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """The steps that some row needs. The others are skipped, so they must leave every row as it is."""
-
-    has_greedy: bool
-    has_min_p: bool
-    candidate_count: int
-    """Number of largest values that top-k and top-p look at; 0 where no row has either."""
-    has_top_p: bool
-
-
-def all_steps(vocabulary_size: int) -> Steps:
-    """Every step, for rows whose parameters are not known when the steps are chosen."""
-    return Steps(True, True, vocabulary_size, True)
 
 
 def parameter_rows(sampling: Sequence[SamplingParams]) -> FloatArray:
@@ -73,37 +56,23 @@ def warp(logits: Array, sampling: Sequence[SamplingParams], columns: Array | Non
     """
     if all(params.is_greedy for params in sampling):
         return _one_hot_argmax(logits)
+    xp = array_namespace(logits)
     # Greedy rows are replaced at the end; until then they are treated as unwarped rows, which is the cheapest.
     others = [_PLAIN if params.is_greedy else params for params in sampling]
-    truncates = any(params.top_k > 0 or params.top_p < 1.0 for params in others)
-    steps = Steps(
-        has_greedy=any(params.is_greedy for params in sampling),
-        has_min_p=any(params.min_p > 0.0 for params in others),
-        candidate_count=_candidate_count(others, logits.shape[1]) if truncates else 0,
-        has_top_p=any(params.top_p < 1.0 for params in others),
-    )
-    return warp_by(logits, _columns(parameter_rows(sampling), logits) if columns is None else columns, steps)
-
-
-def warp_by(logits: Array, columns: Array | Sequence[Array | float], steps: Steps) -> Array:
-    """Run these steps of `warp`.
-
-    Args:
-        logits: [R, V], a floating type.
-        columns: The five of `parameter_rows` on the device of `logits`, [R] each; a number stands for R equal ones.
-        steps: The steps to run.
-    """
-    xp = array_namespace(logits)
+    if columns is None:
+        columns = _columns(parameter_rows(sampling), logits)
     temperature, min_p, top_k, top_p, is_greedy = map(_upright, columns)
     scores = xp.astype(logits, xp.float64) / temperature
     weights = xp.exp(scores - xp.max(scores, axis=1, keepdims=True))
-    if steps.has_min_p:
+    if any(params.min_p > 0.0 for params in others):
         # The maximum weight is 1, so the threshold needs no normalised probabilities.
         weights = xp.where(weights < min_p, 0.0, weights)
-    if steps.candidate_count:
-        weights = _truncate_sorted(weights, top_k, top_p, steps)
+    has_top_p = any(params.top_p < 1.0 for params in others)
+    if has_top_p or any(params.top_k > 0 for params in others):
+        candidate_count = _candidate_count(others, logits.shape[1])
+        weights = _truncate_sorted(weights, top_k, top_p if has_top_p else None, candidate_count)
     probs = weights / xp.sum(weights, axis=1, keepdims=True)
-    if steps.has_greedy:
+    if any(params.is_greedy for params in sampling):
         probs = xp.where(is_greedy > 0.0, _one_hot_argmax(logits), probs)
     return probs
 
@@ -129,14 +98,19 @@ def _one_hot_argmax(logits: Array) -> Array:
     return xp.astype(token_ids == xp.argmax(logits, axis=1, keepdims=True), xp.float64)
 
 
-def _truncate_sorted(weights: Array, top_k: Array | float, top_p: Array | float, steps: Steps) -> Array:
-    """Set to zero the entries of unnormalised probabilities [R, V] that top-k and then top-p remove."""
+def _truncate_sorted(
+    weights: Array, top_k: Array | float, top_p: Array | float | None, candidate_count: int
+) -> Array:
+    """Set to zero the entries of unnormalised probabilities [R, V] that top-k and then top-p, if any, remove.
+
+    Both look at the `candidate_count` largest values of each row.
+    """
     xp = array_namespace(weights)
-    ascending = _largest(weights, steps.candidate_count)
+    ascending = _largest(weights, candidate_count)
     smallest_kept = _kth_largest(ascending, top_k)
     # Tokens that tie with the smallest kept one are kept as well.
     weights = xp.where(weights < smallest_kept, 0.0, weights)
-    if not steps.has_top_p:
+    if top_p is None:
         return weights
     ascending = xp.where(ascending < smallest_kept, 0.0, ascending)
     return _keep_nucleus(weights, ascending, smallest_kept, top_p)

@@ -212,7 +212,6 @@ def trial_segments(
     vocabulary_size: int,
     lengths: SequenceOf[Lengths],
     stored_dtype: torch.dtype,
-    tokens_ahead: int = 0,
 ) -> Iterator[list[Segment]]:
     """Sequences of any tokens with any past; afterwards the arena is empty again.
 
@@ -221,9 +220,8 @@ def trial_segments(
         vocabulary_size: the tokens are below.
         lengths: of each sequence.
         stored_dtype: the past's keys and values are numbers of this dtype, whatever the arena's.
-        tokens_ahead: for how many more tokens each sequence is to have room.
     """
-    spans = [(past, past + count + tokens_ahead) for past, count in lengths]
+    spans = [(past, past + count) for past, count in lengths]
     page_count = sum(arena.kept_pages(past, end) for past, end in spans)
     tables = scattered_tables(spans, arena.page_tokens, arena.windows)
     segments = []

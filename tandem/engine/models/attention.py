@@ -29,8 +29,8 @@ PROBE_NAME = "tandem-probe"
 
 STEP_ARGUMENT = "tandem_step"
 
-_SEES_EVERYTHING = 0
-_SEES_SOMETHING_ELSE = -1
+_SEES_EVERYTHING, _SEES_SOMETHING_ELSE = 0, -1
+"""In place of a window in a probed mask."""
 _PROBED_QUERIES = (0, 1, 5, 1_000, 99_999, 131_070)
 """Query positions at which a mask is inspected. No two have the same remainder for any usual chunk size, so that
 chunked attention is not mistaken for a window."""

@@ -270,6 +270,7 @@ _ADAPTER_FILE = "adapter_config.json"
 _MAX_SENT_BYTES = {"tokenizer_config.json": MAX_CONFIG_BYTES, "chat_template.jinja": 1 << 20}
 """Maximum sizes of files that are sent to coordinators unchanged."""
 _MAX_END_IDS = 256
+"""Published models have a handful."""
 
 
 @dataclass(frozen=True, slots=True)

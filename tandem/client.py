@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from tandem.errors import (
     TandemError,
 )
 from tandem.plural import plural
-from tandem.rpc.channels import errors_of, open_channel
+from tandem.rpc.channels import Deadline, errors_of, open_channel
 from tandem.rpc.credentials import PLAIN, Credentials
 from tandem.types import (
     ChatMessage,
@@ -91,12 +90,12 @@ class Tries:
         self._retries = retries
         self._service = service
         self._tried = 0
-        self._end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        self._deadline = Deadline(timeout_seconds)
 
     @property
     def remaining_seconds(self) -> float | None:
         """Seconds that the next try may take; None for no limit."""
-        return None if self._end is None else max(0.0, self._end - time.monotonic())
+        return self._deadline.remaining_seconds
 
     def wait_seconds(self, error: TandemError) -> float:
         """Seconds to wait before the next attempt.

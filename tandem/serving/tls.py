@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO
 
 import grpc
 
@@ -93,17 +92,11 @@ def server_context(paths: Sequence[Path], contents: Sequence[bytes]) -> ssl.SSLC
 
 @contextmanager
 def _openable(content: bytes) -> Iterator[str]:
-    """A path under which OpenSSL, which takes no bytes, finds these: a file without a name, in memory if it can."""
-    with _file_without_a_name() as file:
+    """Give OpenSSL, which takes no bytes, a path to them: that of a file without a name, in memory if possible."""
+    with open(os.memfd_create("pem"), "w+b") if hasattr(os, "memfd_create") else TemporaryFile() as file:
         file.write(content)
         file.seek(0)  # flushes the buffer
         yield f"/dev/fd/{file.fileno()}"
-
-
-def _file_without_a_name() -> IO[bytes]:
-    if hasattr(os, "memfd_create"):
-        return open(os.memfd_create("pem"), "w+b")
-    return TemporaryFile()
 
 
 logger = logging.getLogger(__name__)

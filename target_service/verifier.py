@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from tandem.engine.core.row_engine import RowEngine
 from tandem.engine.core.selection import choose_backends
 from tandem.engine.hidden_states import BoundSequences, HiddenStateTap
-from tandem.engine.interface import RowRequest, SequenceEngine
+from tandem.engine.interface import EngineOwner, RowRequest, SequenceEngine
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.settings import EngineSettings
 from tandem.errors import InvalidRequestError, NonFiniteLogitsError, TandemError
@@ -24,7 +24,7 @@ from target_service.hidden_state_files import HiddenStateFiles, hidden_state_fil
 from target_service.settings import TargetSettings
 
 if TYPE_CHECKING:
-    from tandem.engine.interface import KvUsage
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def make_verifier(
     return Verifier(engine, tokenizer_files, bound, files)
 
 
-class Verifier:
+class Verifier(EngineOwner[SequenceEngine[Any]]):
     """The target model behind whichever engine runs it."""
 
     def __init__(
@@ -112,7 +112,7 @@ class Verifier:
             bound: Learns of each sequence, where a draft reads the model's hidden states.
             files: Receive the hidden states of finished sequences.
         """
-        self._engine = engine
+        super().__init__(engine)
         self._bound = bound
         self._files = files
         self.tokenizer_files = tokenizer_files
@@ -123,23 +123,9 @@ class Verifier:
         """Information about the model."""
         return self._engine.info
 
-    def kv_usage(self) -> KvUsage:
-        """Usage of its KV cache."""
-        return self._engine.usage
-
-    @property
-    def overdue_seconds(self) -> float:
-        """How long the engine has been stuck in a step; 0 while all is well."""
-        return self._engine.overdue_seconds
-
-    async def start(self) -> None:
-        """Begin to work, and warm up."""
-        self._engine.start()
-        await self._engine.warm_up()
-
     async def close(self) -> None:
-        """Stop the engine."""
-        await self._engine.close()
+        """Stop the engine, and finish the files."""
+        await super().close()
         if self._files is not None:
             await self._files.close()
 

@@ -9,9 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Continue, Done, Failed, Job, non_finite
-from tandem.engine.interface import KvUsage
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.sampler import TORCH_SAMPLER, Sampler
 from tandem.errors import InvalidRequestError
@@ -25,31 +23,6 @@ from tandem.types import (
 )
 
 Outcome = Done[Proposal] | Failed | Continue
-
-
-class EngineProposer:
-    """A drafting method whose model an engine runs."""
-
-    def __init__(self, engine: Engine[Drafting, Proposal]) -> None:
-        self._engine = engine
-
-    def kv_usage(self) -> KvUsage:
-        """See `ServedModel`."""
-        return self._engine.usage
-
-    @property
-    def overdue_seconds(self) -> float:
-        """See `ServedModel`."""
-        return self._engine.overdue_seconds
-
-    async def start(self) -> None:
-        """See `ServedModel`."""
-        self._engine.start()
-        await self._engine.warm_up()
-
-    async def close(self) -> None:
-        """See `ServedModel`."""
-        await self._engine.close()
 
 
 def check_room(cached: CachedSequence, length: int, token_count: int) -> None:

@@ -18,12 +18,13 @@ from typing import Any
 
 from torch import Tensor
 
-from draft_service.proposers.drafting import Drafting, EngineProposer, Outcome, check_room, extended
+from draft_service.proposers.drafting import Drafting, Outcome, check_room, extended
 from draft_service.proposers.model_free import TokenState
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Continue, Failed, Job
 from tandem.engine.core.selection import Backends
 from tandem.engine.hidden_states import BoundSequences, PairedStates, Pairing
+from tandem.engine.interface import EngineOwner
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.sampler import Sampler
 from tandem.engine.settings import EngineSettings
@@ -51,7 +52,7 @@ class HeadKind:
     """Head of the engine: the outcome of each job of a pass, given its logits, the pairings and a sampler."""
 
 
-class BoundProposer(EngineProposer):
+class BoundProposer(EngineOwner[Engine[Drafting, Proposal]]):
     """Drafts with a head that reads the states of one target."""
 
     def __init__(

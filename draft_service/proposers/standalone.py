@@ -10,11 +10,12 @@ from dataclasses import replace
 from functools import partial
 
 from draft_service.proposers.ahead import AheadDrafter, OutcomeHistory, Pushed
-from draft_service.proposers.drafting import Drafting, EngineProposer, check_room, propose_head
+from draft_service.proposers.drafting import Drafting, check_room, propose_head
 from draft_service.settings import DraftSettings
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Job
 from tandem.engine.core.selection import choose_backends
+from tandem.engine.interface import EngineOwner
 from tandem.engine.kv_cache.sequence import Sequence as CachedSequence
 from tandem.engine.models.loading import load_model
 from tandem.engine.sampler import TORCH_SAMPLER, Sampler
@@ -63,7 +64,7 @@ def load_standalone(
     return StandaloneProposer(engine, settings.draft_top_k, settings.draft_support_mass, backends.sampler)
 
 
-class StandaloneProposer(EngineProposer):
+class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
     """Drafts with a model behind its engine."""
 
     def __init__(

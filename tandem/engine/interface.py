@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -118,8 +118,8 @@ class KvUsage:
     """Those of them that nobody asked for in the end."""
 
 
-class SequenceEngine(Protocol[SequenceT]):
-    """Runs a model for many sequences at once, each with a cache of what it has computed."""
+class RunningModel(Protocol):
+    """A model as its owner starts, watches and stops it."""
 
     @property
     def info(self) -> ModelInfo:
@@ -146,6 +146,10 @@ class SequenceEngine(Protocol[SequenceT]):
     async def close(self) -> None:
         """Stop after the step in progress; whoever still waits gets a ServiceUnavailableError."""
 
+
+class SequenceEngine(RunningModel, Protocol[SequenceT]):
+    """Runs a model for many sequences at once, each with a cache of what it has computed."""
+
     async def open(self, max_length: int, *, client: str = "") -> SequenceT:
         """A new, empty sequence of up to `max_length` tokens; waits while there is no place. A free place goes to the
         client that has the fewest.
@@ -169,3 +173,31 @@ class SequenceEngine(Protocol[SequenceT]):
 
     def release(self, sequence: SequenceT) -> None:
         """Give the sequence's memory back. Steps of it that are in flight are dropped."""
+
+
+EngineT = TypeVar("EngineT", bound=RunningModel)
+
+
+class EngineOwner(Generic[EngineT]):
+    """The part that a target's verifier and the drafting methods with a model have in common."""
+
+    def __init__(self, engine: EngineT) -> None:
+        self._engine = engine
+
+    def kv_usage(self) -> KvUsage:
+        """Usage of the model's KV cache."""
+        return self._engine.usage
+
+    @property
+    def overdue_seconds(self) -> float:
+        """Seconds that the engine has been stuck in a step; 0 while all is well."""
+        return self._engine.overdue_seconds
+
+    async def start(self) -> None:
+        """Begin to work, and warm up."""
+        self._engine.start()
+        await self._engine.warm_up()
+
+    async def close(self) -> None:
+        """Stop the engine."""
+        await self._engine.close()

@@ -216,7 +216,7 @@ class BranchRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Machinery:
-    """What an engine's worker runs steps with."""
+    """The parts with which an engine's worker runs steps."""
 
     shape: CacheShape
     cache: SequenceCache

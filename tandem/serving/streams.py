@@ -48,21 +48,21 @@ class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
         """
         self.options = options
         self.kept_tokens = 0
-        """How many of its first tokens the coordinator keeps, known once its steps have ended."""
+        """Number of first tokens that the coordinator keeps, known once its steps have ended."""
         self.say = say
         self._room = room
         self._arrived: deque[StepT | Finish | Exception] = deque()
-        """What the coordinator says of it; an error ends it."""
+        """Requests of the coordinator; an error ends the sequence."""
         self._waiter: asyncio.Future[None] | None = None
         """Set while the sequence waits for an arrival, or the stream for room: never both."""
         self._is_over = False
         self._pushing: asyncio.Task[None] | None = None
 
     async def steps(self, pushed: asyncio.Queue[Any] | None = None) -> AsyncIterator[StepT]:
-        """Its steps, until its Finish.
+        """Yield the steps of the sequence, until its Finish.
 
         Args:
-            pushed: What to send between answers, until then; an error ends the sequence.
+            pushed: Answers to send unasked, until then; an error ends the sequence.
 
         Raises:
             InvalidRequestError: a step is invalid, or the stream ended without a Finish.
@@ -93,7 +93,7 @@ class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
         self.tell(request)
 
     def tell(self, request: StepT | Finish | Exception) -> None:
-        """The same, without waiting."""
+        """Queue a request without waiting."""
         self._arrived.append(request)
         self._wake()
 
@@ -123,14 +123,14 @@ class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
 
 @dataclass(frozen=True, slots=True)
 class Translation(Generic[OptionsT, StepT, AnswerT, RequestsT, AnswersT]):
-    """How a service's messages translate."""
+    """Conversions of a service's messages."""
 
     options: type[OptionsT]
     """Options with which sequences are opened."""
     read: Callable[
         [RequestsT], Iterable[tuple[int, OptionsT | StepT | Finish | Cancel | InvalidRequestError]]
     ]
-    """What a message says of sequences, by number; raises a ProtocolError where its parts do not fit together."""
+    """Reads the requests of a message, by number of their sequence; raises ProtocolError where its parts do not fit."""
     write: Callable[[Iterable[tuple[int, AnswerT | Ending]]], AnswersT]
     """Makes a message of answers."""
     size: Callable[[AnswerT | Ending], int]

@@ -135,7 +135,7 @@ class ObservedStream(StreamObserver):
         self._steps += 1
 
     def answered(self, token_count: int) -> None:
-        """Its answer is ready."""
+        """The answer to the step is ready."""
         seconds = time.perf_counter() - self._asked
         self._step_seconds += seconds
         self._tokens += token_count

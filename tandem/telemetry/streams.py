@@ -26,7 +26,7 @@ class StreamObserver:
         """A step arrived."""
 
     def answered(self, token_count: int) -> None:
-        """Its answer is ready, with so many tokens or rows."""
+        """The answer to the step is ready, with so many tokens or rows."""
 
     def led(self, token_count: int) -> None:
         """The answer to a step that nobody had asked for is ready."""

@@ -58,7 +58,7 @@ from tandem.wire.mirror import Mirror
 from tandem.wire.status import Ending, ending_from_proto, ending_to_proto
 
 Request: TypeAlias = TargetOptions | VerifyStep | Finish | Cancel
-"""What a coordinator says of one sequence."""
+"""A coordinator's message part for one sequence."""
 
 _STEP = Struct("<7i")
 """Sequence, base length, number of token ids, row kind, row count, 1 with statistics, lead."""
@@ -92,7 +92,7 @@ def requests_to_proto(requests: Iterable[tuple[int, Request]]) -> target_pb2.Ver
 def requests_from_proto(
     message: target_pb2.VerifyRequest,
 ) -> Iterator[tuple[int, Request | InvalidRequestError]]:
-    """What a message says of sequences, by number; an error in place of what is out of its range.
+    """The requests of a message, by number of their sequence; an error in place of one that is out of range.
 
     Raises:
         ProtocolError: the columns do not fit together.

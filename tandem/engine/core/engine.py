@@ -28,24 +28,22 @@ from tandem.types import Delta, ModelInfo, StepProfile
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_SECONDS = 30.0
+"""For the step in progress; steps of healthy engines take less (`tandem.engine.core.watchdog`)."""
 _WARM_UP_SECONDS = 5.0
 """All sizes of a model of 200 million parameters on two cores; a larger one gets its small steps, whatever the time."""
-_CHECKED_TOKENS = 4
-"""Enough for attention to more than the token itself."""
 _PROFILED_SEQUENCES = (1, 2, 4, 8, 16, 32)
 _PROFILED_TOKENS = (1, 3, 5, 9)
 """The target alone, and proposals of 2, 4 and 8 tokens."""
 _PROFILE_SECONDS = 1.0
 """All sizes of the demo pair; of a larger model those that fit, the smallest first."""
-_PROFILE_REPEATS = 3
 
 
 class StepTimes:
-    """What steps take, with rows for all tokens: measured once the engine is warm, then by the steps that it makes."""
+    """Durations of steps with rows for all tokens: measured once the engine is warm, then by the steps it makes."""
 
     def __init__(self) -> None:
         self.profile = StepProfile()
-        """As it was last published."""
+        """The durations as last published."""
         self._seconds: dict[tuple[int, int], float] = {}
 
     def measured(self, seconds: dict[tuple[int, int], float]) -> None:
@@ -84,7 +82,7 @@ class Engine(Generic[PayloadT, ResultT]):
 
         Args:
             model: what to run.
-            head: what the logits mean.
+            head: turns logits into results.
             settings: limits.
             on_step: called after each step, on the engine's thread; for metrics.
             on_failure: called on the event loop when the thread has ended by itself: no job runs any more.
@@ -184,7 +182,7 @@ class Engine(Generic[PayloadT, ResultT]):
         found: dict[tuple[int, int], float] = {}
         for step in sorted(steps, key=sum):
             seconds = []
-            for repeat in range(_PROFILE_REPEATS):
+            for repeat in range(3):  # for a median
                 jobs = await self._step(sequences, step, sum(step) + repeat, with_rows=True)
                 seconds += [job.cost.seconds for job in jobs[:1] if job.cost is not None]
             found[len(step), step[0]] = statistics.median(seconds)
@@ -193,7 +191,7 @@ class Engine(Generic[PayloadT, ResultT]):
         return found
 
     def _stepped(self, record: StepRecord) -> None:
-        """On the engine's thread, after each step."""
+        """Called on the engine's thread, after each step."""
         began = time.perf_counter()
         if self._on_step is not None:
             self._on_step(record)
@@ -218,7 +216,7 @@ class Engine(Generic[PayloadT, ResultT]):
 
     async def _check_logits(self, sequence: Sequence) -> None:
         """Refuses a model that computes what are no numbers, by several tokens with rows for all of them."""
-        count = min(_CHECKED_TOKENS, sequence.max_length)
+        count = min(4, sequence.max_length)  # enough for attention to more than the token itself
         token_ids = tuple(index % self.model.info.vocabulary_size for index in range(count))
         await self.submit(Job(sequence, Delta(0, token_ids), count, None))  # type: ignore[arg-type]
 

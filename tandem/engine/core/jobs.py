@@ -153,7 +153,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What the engine's thread tells the event loop."""
+    """News from the engine's thread for the event loop."""
 
     results: SequenceOf[tuple[Job[Any], object]] = ()
     """Jobs that have ended, each with a result or an exception."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
 from enum import Enum
+from operator import attrgetter
 from types import NoneType
 from typing import Any, Generic, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
@@ -61,7 +62,7 @@ class Mirror(Generic[DataT, MessageT]):
         self._message = message
         known = message.DESCRIPTOR.fields_by_name
         hints = get_type_hints(data)
-        self._fields = []
+        own_fields = []
         for each in fields(data):  # type: ignore[arg-type]
             if each.name in apart:
                 continue
@@ -72,19 +73,34 @@ class Mirror(Generic[DataT, MessageT]):
             if may_be_none:
                 (hint,) = (part for part in get_args(hint) if part is not NoneType)
             codec, knows_presence = _codec(hint, described), described.has_presence
-            self._fields.append(_Field(each.name, described.name, codec, may_be_none, knows_presence))
-        _MIRRORS[data] = Codec(self.to_proto, self.from_proto)
+            own_fields.append(_Field(each.name, described.name, codec, may_be_none, knows_presence))
+        # Values that need no conversion are fetched all at once: a coordinator converts several messages for a request.
+        same_out = [field for field in own_fields if field.codec.encode is _itself]
+        same_in = [field for field in own_fields if field.codec.decode is _itself and not field.may_be_none]
+        self._sent_same, self._get_same = (
+            [field.sent_as for field in same_out],
+            _getter([field.name for field in same_out]),
+        )
+        self._read_same, self._get_read = (
+            [field.name for field in same_in],
+            _getter([field.sent_as for field in same_in]),
+        )
+        self._encoded = [field for field in own_fields if field not in same_out]
+        self._decoded = [field for field in own_fields if field not in same_in]
+        _MIRRORS[data] = Codec(self._values, self.from_proto)
 
     def to_proto(self, value: DataT) -> MessageT:
         """The message of a value."""
-        values = ((field, getattr(value, field.name)) for field in self._fields)
-        return self._message(
-            **{
-                field.sent_as: field.codec.encode(each)
-                for field, each in values
-                if each is not None or not field.may_be_none
-            }
-        )
+        return self._message(**self._values(value))
+
+    def _values(self, value: DataT) -> dict[str, Any]:
+        """The message's fields by name; a message within another one is made of them, too."""
+        values = dict(zip(self._sent_same, self._get_same(value), strict=True))
+        for field in self._encoded:
+            own = getattr(value, field.name)
+            if own is not None or not field.may_be_none:
+                values[field.sent_as] = field.codec.encode(own)
+        return values
 
     def from_proto(self, message: MessageT, **apart: Any) -> DataT:
         """The value in a message, with the fields that the caller converts.
@@ -93,13 +109,21 @@ class Mirror(Generic[DataT, MessageT]):
             InvalidRequestError: the message has an unknown value of an enum.
         """
         values = apart
-        for field in self._fields:
+        values.update(zip(self._read_same, self._get_read(message), strict=True))
+        for field in self._decoded:
             value = getattr(message, field.sent_as)
             if field.may_be_none and not (message.HasField(field.sent_as) if field.knows_presence else value):
                 values[field.name] = None
             else:
                 values[field.name] = field.codec.decode(value)
         return self._data(**values)
+
+
+def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """Returns the values of these attributes."""
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda value: tuple(getattr(value, name) for name in names)
 
 
 def _timestamp(time: datetime) -> Timestamp:
@@ -144,6 +168,8 @@ def _codec(hint: Any, described: Any) -> Codec:
     origin = get_origin(hint)
     if origin in (tuple, list):
         item = _codec(get_args(hint)[0], described)
+        if item.encode is _itself:
+            return Codec(_itself, origin)
         return Codec(
             lambda values: list(map(item.encode, values)), lambda values: origin(map(item.decode, values))
         )

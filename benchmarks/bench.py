@@ -7,6 +7,7 @@ import asyncio
 import os
 import platform
 import shlex
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
@@ -39,7 +40,7 @@ from benchmarks.report import (
     show,
     write,
 )
-from benchmarks.timing import PREFIX_TOKENS, phase_row, prefix_gain, timed_coordinator
+from benchmarks.timing import PHASES, PREFIX_TOKENS, phase_row, prefix_gain, timed_coordinator
 from coordinator.cli.command import exit_code
 from tandem.config.options import Options, sentences
 from tandem.errors import ConfigurationError, TandemError
@@ -361,30 +362,26 @@ class _Run:
         )
 
     async def phases(self, addresses: Addresses) -> tuple[tuple[PhaseRow, ...], tuple[WireBytes, ...]]:
-        """Phases of rounds and bytes for each token: through the services by a coordinator in this process, which
-        counts bytes at the first batch; in one process from the rounds that were run."""
-        rows: list[PhaseRow | None] = []
+        """Phases of rounds, and bytes for each token at the first batch: through the services by a coordinator of its
+        own; in one process from the rounds that were run."""
+        rows: list[PhaseRow] = []
         wire: list[WireBytes] = []
-        async with timed_coordinator(addresses, self.settings.num_speculative_tokens) as coordinator:
+        async with timed_coordinator(self.setup, addresses) as coordinator:
             for batch, temperature in self._cells():
                 self.progress(f"where the time goes: batch {batch}, temperature {temperature:g}")
-                first, second = (
-                    Workload(
-                        chosen(self.prompts, batch, number), temperature, self.settings.max_tokens, number
-                    )
-                    for number in (0, 1000)
-                )
-                await coordinator.run(first)
-                counted = await coordinator.run(second)
-                if batch == self.settings.batch[0]:
-                    wire.append(counted)
-                rows.append(phase_row("services", batch, temperature, coordinator.take_phases()))
-                joined: dict[str, list[float]] = {}
-                for outcome in self.outcomes.get(("one-process", batch, temperature), []):
-                    for name, seconds in outcome.phases.items():
-                        joined.setdefault(name, []).extend(seconds)
-                rows.append(phase_row("one process", batch, temperature, joined))
-        return tuple(row for row in rows if row is not None), tuple(wire)
+                prompts = chosen(self.prompts, batch, 0)
+                workload = Workload(prompts, temperature, self.settings.max_tokens)
+                await coordinator.run(workload)  # to warm up
+                phases, counted = await coordinator.run(workload)
+                wire += [counted] if batch == self.settings.batch[0] else []
+                rows += phase_row("services", batch, temperature, phases)
+                outcomes = self.outcomes.get(("one-process", batch, temperature), [])
+                joined = {
+                    name: [s for each in outcomes for s in each.phases.get(name, ())] for name in PHASES
+                }
+                means = {name: statistics.fmean(seconds) for name, seconds in joined.items() if seconds}
+                rows += phase_row("one process", batch, temperature, means)
+        return tuple(rows), tuple(wire)
 
     async def prefix(self) -> PrefixGain:
         """Time to the first token after a prefix that was served before, by services of their own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -78,6 +79,14 @@ async def cluster(*options: str) -> AsyncIterator[str]:
     """
     async with process("coordinator.cli", "up", *options) as (address, _):
         yield address
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 def rotated(items: Sequence[ItemT], round_index: int) -> list[ItemT]:

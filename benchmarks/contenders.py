@@ -6,19 +6,22 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Contender, service
+from benchmarks.common import Contender, free_port, service
+from benchmarks.load.clients import Connection, LoadRequest, http_connection, served_model
+from benchmarks.load.figures import Served
 from benchmarks.peers import Answer, Outcome, Workload, peer
 from coordinator.cli.serve import BOUND_PACKAGE
 from coordinator.cli.up import SHARES
 from coordinator.stats.speculation import add
 from tandem.client import Client
 from tandem.config.names import BOUND_METHODS, MODEL_FREE_METHODS, OWN_METHODS, checkpoint_method
+from tandem.errors import ServiceUnavailableError, TandemError
 from tandem.types import GenerationRequest, SpeculationStats
 
 HEAD_METHODS = tuple(method for method in BOUND_METHODS if method not in OWN_METHODS)
@@ -303,6 +306,69 @@ def _vllm(title: str, mode: str, ahead: str = "") -> Kind:
     return Kind(title, start, absent=_no_vllm)
 
 
+class _ThroughHttp:
+    """Completes prompts over OpenAI's API. The server sends texts, so each chunk counts as a token of unknown id."""
+
+    def __init__(self, origin: str, model: str) -> None:
+        self._origin = origin
+        self._model = model
+
+    async def run(self, workload: Workload) -> Outcome:
+        """See `Contender`."""
+        async with AsyncExitStack() as stack:
+            connections = [
+                await stack.enter_async_context(http_connection(self._origin, self._model))
+                for _ in workload.prompts
+            ]
+            started = time.perf_counter()
+
+            async def one(connection: Connection, prompt: tuple[int, ...]) -> Answer:
+                served, answer = Served(started), Answer()
+                request = LoadRequest(prompt, workload.max_tokens, workload.temperature)
+                await connection.complete(request, served)
+                for moment in served.chunks:
+                    answer.add(moment - started, [-1])
+                return answer
+
+            answers = await asyncio.gather(*map(one, connections, workload.prompts))
+            return Outcome(answers, time.perf_counter() - started)
+
+
+@asynccontextmanager
+async def _max(setup: Setup, _: Addresses) -> AsyncIterator[Contender]:
+    """MAX behind its own server."""
+    assert setup.max_python is not None
+    port = free_port()
+    words = [
+        *(
+            "--model-path",
+            setup.target,
+            "--devices",
+            "cpu" if setup.device == "cpu" else "gpu",
+            "--port",
+            port,
+        ),
+        *("--quantization-encoding", setup.dtype, "--max-length", setup.max_length),
+        *("--max-batch-size", setup.max_sequences),
+    ]
+    command = [str(setup.max_python.with_name("max")), "serve", *map(str, words)]
+    with (setup.logs / "max.log").open("wb") as log:
+        server = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
+    try:
+        origin, model = f"http://127.0.0.1:{port}", ""
+        while not model:
+            if server.returncode is not None:
+                raise ServiceUnavailableError(f"max serve ended with exit code {server.returncode}")
+            with suppress(TandemError):
+                model = await served_model(origin)
+            await asyncio.sleep(0.5)
+        yield _ThroughHttp(origin, model)
+    finally:
+        if server.returncode is None:
+            server.terminate()
+            await server.wait()
+
+
 CONTENDERS: dict[str, Kind] = {
     "target-alone": Kind(
         "Tandem, target alone", lambda _, at: through(at.coordinator, speculation=False), is_ours=True
@@ -327,10 +393,6 @@ CONTENDERS: dict[str, Kind] = {
     "vllm-draft": _vllm("vLLM, draft model", "draft_model"),
     "vllm-tandem": _vllm("vLLM, Tandem's drafts", "tandem", "off"),
     "vllm-tandem-ahead": _vllm("vLLM, Tandem's drafts, ahead", "tandem", "8"),
-    "max": Kind(
-        "MAX",
-        lambda setup, _: _peer(setup, setup.max_python, "benchmarks.peers", "max"),
-        absent=_no_max,
-    ),
+    "max": Kind("MAX", _max, absent=_no_max),
 }
 """By the name that `--contenders` takes."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -28,15 +28,6 @@ NUM_SPECULATIVE_TOKENS = 4
 SEED = 7
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Results of one way of decoding over all prompts."""
-
-    tokens_per_second: float
-    first_token_seconds: float
-    figures: SpeculationStats
-
-
 async def main(model: str, prompt_count: int, max_tokens: int, method: str | None = None) -> None:
     """Run the demo on a cluster of its own.
 
@@ -53,7 +44,13 @@ async def main(model: str, prompt_count: int, max_tokens: int, method: str | Non
     console.print(f"Starting the three services with {named} ...")
     drafting = [] if method is None else ["--method", method]
     async with cluster("--model", model, "--no-http", *drafting) as address, Client(address) as client:
-        await _complete_one(console, client, prompts[0], max_tokens)
+        console.print(
+            f"\n[bold]{prompts[0].name}[/bold]: [dim]the prompt[/dim], "
+            f"[{ACCEPTED_STYLE}]accepted from the draft[/{ACCEPTED_STYLE}], the target's own\n"
+        )
+        console.print(prompts[0].text, style="dim", markup=False, end="")
+        chunks = client.generate(_request(prompts[0], max_tokens, temperature=0.0))
+        await received(chunks, Console(highlight=False, soft_wrap=True))
         console.print(
             f"\n{len(prompts)} prompts, {max_tokens} tokens each, in turn without and with up to "
             f"{NUM_SPECULATIVE_TOKENS} proposed tokens:\n"
@@ -77,45 +74,26 @@ def _drafting(model: str, method: str | None) -> str:
     return "its EAGLE-3 head" if has_head else "suffix decoding"
 
 
-async def _complete_one(console: Console, client: Client, prompt: Prompt, max_tokens: int) -> None:
-    console.print(
-        f"\n[bold]{prompt.name}[/bold]: [dim]the prompt[/dim], "
-        f"[{ACCEPTED_STYLE}]accepted from the draft[/{ACCEPTED_STYLE}], the target's own\n"
-    )
-    console.print(prompt.text, style="dim", markup=False, end="")
-    chunks = client.generate(_request(prompt, max_tokens, temperature=0.0))
-    await received(chunks, Console(highlight=False, soft_wrap=True))
-
-
 async def _comparison(client: Client, prompts: Sequence[Prompt], max_tokens: int) -> Table:
-    table = plain_table(
-        *("TEMP", "DECODING", ">TOKENS/S", ">FIRST TOKEN", ">ACCEPTED", ">TOKENS/PASS", ">SPEED-UP")
-    )
-    for temperature in (0.0, 0.8):
-        alone, speculative = await _measure(client, prompts, max_tokens, temperature)
-        table.add_row(f"{temperature:g}", "target alone", *_speed(alone), "", "", "1.00 x")
-        table.add_row(
-            "",
-            "speculative",
-            *_speed(speculative),
-            f"{acceptance_rate(speculative.figures):.1%}",
-            f"{tokens_per_pass(speculative.figures):.2f}",
-            f"{speculative.tokens_per_second / alone.tokens_per_second:.2f} x",
-        )
-    return table
-
-
-async def _measure(
-    client: Client, prompts: Sequence[Prompt], max_tokens: int, temperature: float
-) -> tuple[Row, Row]:
     """Both ways in turn, prompt by prompt, so that a machine that slows down slows both."""
-    alone, speculative = [], []
-    # The first prompt once more than is counted: what is set up at the first request is no part of a speed.
-    for prompt in (prompts[0], *prompts):
-        request = _request(prompt, max_tokens, temperature)
-        alone.append(await _run(client, replace(request, speculation=False)))
-        speculative.append(await _run(client, request))
-    return _row(alone[1:]), _row(speculative[1:])
+    columns = ("TEMP", "DECODING", ">TOKENS/S", ">FIRST TOKEN", ">ACCEPTED", ">TOKENS/PASS", ">SPEED-UP")
+    table = plain_table(*columns)
+    for temperature in (0.0, 0.8):
+        alone, speculative = [], []
+        # The first prompt runs once more than is counted: the first request also sets things up.
+        for prompt in (prompts[0], *prompts):
+            request = _request(prompt, max_tokens, temperature)
+            alone.append(await _run(client, replace(request, speculation=False)))
+            speculative.append(await _run(client, request))
+        slow, fast = _speed(alone[1:]), _speed(speculative[1:])
+        table.add_row(f"{temperature:g}", "target alone", *_speeds(alone[1:]), "", "", "1.00 x")
+        stats = SpeculationStats()
+        for record in speculative[1:]:
+            assert record.summary is not None
+            add(stats, record.summary.speculation)
+        shares = f"{acceptance_rate(stats):.1%}", f"{tokens_per_pass(stats):.2f}"
+        table.add_row("", "speculative", *_speeds(speculative[1:]), *shares, f"{fast / slow:.2f} x")
+    return table
 
 
 async def _run(client: Client, request: GenerationRequest) -> Record:
@@ -138,20 +116,13 @@ def _request(prompt: Prompt, max_tokens: int, temperature: float) -> GenerationR
     )
 
 
-def _row(records: Sequence[Record]) -> Row:
-    figures = SpeculationStats()
-    for record in records:
-        assert record.summary is not None
-        add(figures, record.summary.speculation)
-    return Row(
-        tokens_per_second=sum(len(r.token_ids) for r in records) / sum(r.total_seconds for r in records),
-        first_token_seconds=statistics.median(r.first_token_seconds for r in records),
-        figures=figures,
-    )
+def _speed(records: Sequence[Record]) -> float:
+    return sum(len(r.token_ids) for r in records) / sum(r.total_seconds for r in records)
 
 
-def _speed(row: Row) -> tuple[str, str]:
-    return f"{row.tokens_per_second:.1f}", f"{row.first_token_seconds * 1000:.0f} ms"
+def _speeds(records: Sequence[Record]) -> Iterator[str]:
+    yield f"{_speed(records):.1f}"
+    yield f"{1000 * statistics.median(r.first_token_seconds for r in records):.0f} ms"
 
 
 if __name__ == "__main__":

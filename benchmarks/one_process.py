@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.pace import Pace
 from benchmarks.peers import Answer, Outcome, Run, Workload, serve
-from benchmarks.timing import Phases
+from benchmarks.timing import PHASES
 from coordinator.decoding.completion import Completion
 from coordinator.decoding.loop import generate
 from coordinator.decoding.rounds import RoundRecorder, RoundTimings
@@ -108,18 +108,26 @@ class LocalPair:
     tokenizer: Tokenizer
     settings: CoordinatorSettings
 
-    async def complete(self, request: GenerationRequest, phases: Phases) -> AsyncIterator[Completion]:
+    async def complete(
+        self, request: GenerationRequest, phases: dict[str, list[float]]
+    ) -> AsyncIterator[Completion]:
         """Run a request; the same completion after each of its rounds."""
         models = Models(self.target.model_info, self.draft.model_info, PromptEncoder(self.tokenizer))
         plan = await make_plan(request, uuid.uuid4().hex, self.settings, models)
-        completion, timed = plan.begin(), phases.of_request()
+        completion, proposed_before = plan.begin(), False
         served: Any = SimpleNamespace(draft_address=None, target_address=None)
         async with self._drafter(plan) as drafter, self.target.sequence(plan.target_options()) as sequence:
             accept = partial(plan.accept, completion)
             verifier = LocalVerifier(sequence, plan)
             recorder = RoundRecorder(drafter, verifier, accept, RoundTimings(None), served)
             async for chunk in generate(completion, recorder, recorder, recorder.accept):
-                timed.add(chunk.proposed, recorder.result(chunk).times)
+                times = recorder.result(chunk).times
+                if (
+                    chunk.proposed and proposed_before
+                ):  # the first one waits until the draft has read the prompt
+                    for phase in PHASES:
+                        phases[phase].append(getattr(times, phase))
+                proposed_before |= chunk.proposed > 0
                 yield completion
 
     @asynccontextmanager
@@ -161,7 +169,8 @@ def load(setup: dict[str, Any]) -> Run:
 
 
 async def _run(pair: LocalPair, workload: Workload) -> Outcome:
-    phases, stats = Phases(), SpeculationStats()
+    phases: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    stats = SpeculationStats()
     started = time.perf_counter()
 
     async def one(index: int) -> Answer:
@@ -184,7 +193,7 @@ async def _run(pair: LocalPair, workload: Workload) -> Outcome:
 
     answers = await asyncio.gather(*map(one, range(len(workload.prompts))))
     seconds = time.perf_counter() - started
-    return Outcome(answers, seconds, stats.rounds, stats.drafted, stats.accepted, dict(phases.seconds))
+    return Outcome(answers, seconds, stats.rounds, stats.drafted, stats.accepted, phases)
 
 
 if __name__ == "__main__":

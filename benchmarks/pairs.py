@@ -13,16 +13,19 @@ from benchmarks.prompts import held_out_prompts
 from benchmarks.report import PairInfo
 from tandem.errors import ConfigurationError
 
+DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
+PROMPT_COUNT = 64
 _FORM = "shaped:TARGET_PARAMETERS:DRAFT_LAYERS:AGREEMENT, for instance shaped:200M:1:0.8"
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9}
 _LAYERS = 32
+"""Wanted where the parameters allow it: Llama 3.1 8B has as many."""
 _WIDTHS = range(128, 16_385, 128)
 _SMALLEST, _LARGEST = 5e5, 1e11
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Llama."""
+    """Shape of a Llama: width 4096, 32 layers and four query heads for each KV head in the 8B model."""
 
     width: int
     layers: int
@@ -42,7 +45,7 @@ class Shape:
 
     @property
     def kv_heads(self) -> int:
-        """A quarter of them."""
+        """Key-value heads."""
         return self.heads // 4
 
     @property
@@ -58,7 +61,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """In all."""
+        """Number of parameters of the model."""
         embeddings = self.vocabulary_size * self.width * (1 if self.is_tied else 2)
         return embeddings + self.layers * self.layer_parameters + self.width
 
@@ -74,20 +77,19 @@ class ShapedPair:
 
     @property
     def name(self) -> str:
-        """For the cache's folder."""
+        """Name of the cache's folder."""
         return f"shaped-{self.parameters:.3g}-{self.draft_layers}-{self.agreement:g}"
 
     def shape(self) -> Shape:
         """The target's: as many parameters as asked, and as close to 32 layers as that allows."""
+        # Small models have the demo pair's vocabulary, large ones Llama 2's and 3.1's.
         size = 128_256 if self.parameters >= 1e9 else 32_000 if self.parameters >= 5e7 else 2_048
         tied = self.parameters < 5e9
-        candidates = [Shape(width, 1, size, tied) for width in _WIDTHS]
-        shapes = [
-            Shape(one.width, layers, size, tied)
-            for one in candidates
-            if one.heads % 4 == 0
-            and (layers := round((self.parameters - one.parameters) / one.layer_parameters) + 1) >= 2
-        ]
+        shapes = []
+        for one in (Shape(width, 1, size, tied) for width in _WIDTHS):
+            layers = round((self.parameters - one.parameters) / one.layer_parameters) + 1
+            if one.heads % 4 == 0 and layers >= 2:
+                shapes.append(Shape(one.width, layers, size, tied))
         return min(shapes, key=self._distance)
 
     def _distance(self, shape: Shape) -> float:
@@ -101,12 +103,10 @@ def parse_shaped(text: str) -> ShapedPair:
     Raises:
         ConfigurationError: it does not have that form, or asks for what cannot be.
     """
-    parts = text.split(":")
     try:
-        _, size, layers, agreement = parts
-        unit = _UNITS.get(size[-1:].upper(), 1.0)
-        number = float(size[:-1]) if size[-1:].upper() in _UNITS else float(size)
-        pair = ShapedPair(number * unit, int(layers), float(agreement))
+        _, size, layers, agreement = text.split(":")
+        unit = _UNITS.get(size[-1:].upper())
+        pair = ShapedPair(float(size[:-1] if unit else size) * (unit or 1.0), int(layers), float(agreement))
     except ValueError:
         raise ConfigurationError(f"--pair is {text!r}; it must be {_FORM}") from None
     if not 0.0 < pair.agreement < 1.0:
@@ -116,13 +116,9 @@ def parse_shaped(text: str) -> ShapedPair:
     return pair
 
 
-DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
-PROMPT_COUNT = 64
-
-
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two folders and what to ask of them."""
+    """Folders of a target and its draft."""
 
     target: Path
     draft: Path
@@ -145,43 +141,26 @@ def open_pair(text: str, cache_folder: Path, device: str) -> Pair:
         from benchmarks.shaping import shaped_pair
 
         target, draft, made = shaped_pair(asked, cache_folder, device)
-        return Pair(
-            target,
-            draft,
-            PairInfo(
-                name=text,
-                target_parameters=made.target_parameters,
-                draft_parameters=made.draft_parameters,
-                agreement=made.agreement,
-                overlap=made.overlap,
-            ),
-        )
-    target, draft = _folders(text)
-    return Pair(
-        target,
-        draft,
-        PairInfo(name=text, target_parameters=_parameters(target), draft_parameters=_parameters(draft)),
-    )
+        return Pair(target, draft, PairInfo(name=text, **made))
+    target, draft = (DEMO / "target", DEMO / "draft") if text == "demo" else _folders(text)
+    parameters = {"target_parameters": _parameters(target), "draft_parameters": _parameters(draft)}
+    return Pair(target, draft, PairInfo(name=text, **parameters))
 
 
-def _folders(text: str) -> tuple[Path, Path]:
-    if text == "demo":
-        return DEMO / "target", DEMO / "draft"
+def _folders(text: str) -> list[Path]:
     folders = [Path(part) for part in text.split(":")]
     if len(folders) != 2 or not all((folder / "config.json").is_file() for folder in folders):
         raise ConfigurationError(
-            f"--pair is {text!r}; it must be demo, the folders of a target and a draft as TARGET:DRAFT, "
-            "or shaped:TARGET_PARAMETERS:DRAFT_LAYERS:AGREEMENT"
+            f"--pair is {text!r}; it must be demo, the folders of a target and a draft as TARGET:DRAFT, or {_FORM}"
         )
-    return folders[0], folders[1]
+    return folders
 
 
 def _parameters(folder: Path) -> int:
-    """Numbers in the folder's weights, from the files' headers."""
-    return sum(_file_parameters(file) for file in folder.glob("*.safetensors"))
-
-
-def _file_parameters(file: Path) -> int:
-    with file.open("rb") as opened:
-        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    """Count of the numbers in the folder's weights, from the files' headers."""
+    count = 0
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        count += sum(math.prod(each["shape"]) for name, each in header.items() if name != "__metadata__")
+    return count

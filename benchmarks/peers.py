@@ -1,6 +1,6 @@
-"""Other ways to complete the same prompts, each in a process of its own: vLLM, MAX and transformers.
+"""Other engines that complete the same prompts, each in a process of its own: vLLM and transformers.
 
-    PYTHON -m benchmarks.peers vllm|max|transformers
+    PYTHON -m benchmarks.peers vllm|transformers
 
 The first line on a peer's stdin, a JSON object, says what to load, and the peer answers `{"ready": true}`. Each further
 line is a `Workload`, answered by an `Outcome` or by `{"error": ...}`. Other engines' Pythons run this module, so it
@@ -10,20 +10,15 @@ imports an engine only when it is asked for.
 from __future__ import annotations
 
 import asyncio
-import atexit
-import http.client
 import json
 import os
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from socket import socket
 from typing import Any
 
 from tandem.errors import TandemError
@@ -398,78 +393,5 @@ def _vllm_counts(llm: Any) -> list[int]:
     return [int(values.get(f"vllm:spec_decode_{name}", 0)) for name in names]
 
 
-# ---- MAX behind its own OpenAI-compatible server; on a CPU it computes in float32
-
-
-def load_max(setup: dict[str, Any]) -> Run:
-    """Start the server and wait for it."""
-    with socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    device = {"cpu": "cpu", "cuda": "gpu"}[setup["device"].partition(":")[0]]
-    process = subprocess.Popen(
-        [
-            *(str(Path(sys.executable).with_name("max")), "serve", "--model-path", setup["target"]),
-            *("--devices", device, "--quantization-encoding", setup["dtype"]),
-            *("--max-length", str(setup["max_length"]), "--max-batch-size", str(setup["max_sequences"])),
-            *("--port", str(port)),
-        ],
-        stdin=subprocess.DEVNULL,
-    )
-    atexit.register(process.terminate)
-    while not _answers(port):
-        if process.poll() is not None:
-            raise RuntimeError(f"max serve ended with exit code {process.returncode}")
-        time.sleep(0.5)
-
-    def run(workload: Workload) -> Outcome:
-        started = time.perf_counter()
-        with ThreadPoolExecutor(len(workload.prompts)) as threads:
-            answers = list(
-                threads.map(
-                    lambda index: _complete_by_max(setup["target"], port, workload, index, started),
-                    range(len(workload.prompts)),
-                )
-            )
-        return Outcome(answers, time.perf_counter() - started)
-
-    return run
-
-
-def _answers(port: int) -> bool:
-    try:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-        connection.request("GET", "/health")
-        return connection.getresponse().status == http.client.OK
-    except OSError:
-        return False
-
-
-def _complete_by_max(model: str, port: int, workload: Workload, index: int, started: float) -> Answer:
-    """One completion. The server sends texts, not ids, so each chunk counts as one token of unknown id."""
-    body = {
-        "model": model,
-        "prompt": list(workload.prompts[index]),
-        "max_tokens": workload.max_tokens,
-        "temperature": workload.temperature,
-        "seed": workload.seed + index,
-        "ignore_eos": True,
-        "stream": True,
-    }
-    connection = http.client.HTTPConnection("127.0.0.1", port)
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    response = connection.getresponse()
-    if response.status != http.client.OK:
-        raise RuntimeError(f"MAX answered {response.status}: {response.read().decode(errors='replace')}")
-    answer = Answer()
-    for line in response:
-        if line.startswith(b"data: {"):
-            choices = json.loads(line[6:]).get("choices", ())
-            answer.add(time.perf_counter() - started, [-1] * len(choices))
-    if not answer.arrivals:
-        raise RuntimeError("MAX answered without a token")
-    return answer
-
-
 if __name__ == "__main__":
-    serve({"vllm": load_vllm, "max": load_max, "transformers": load_transformers}[sys.argv[1]])
+    serve({"vllm": load_vllm, "transformers": load_transformers}[sys.argv[1]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
 
@@ -15,9 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.peers import Answer, Outcome
-
-FIRST_TOKENS = 100
-"""Tokens of a completion that are reported apart: a coordinator that has just started learns while they are written."""
 
 
 class Data(BaseModel):
@@ -58,10 +55,6 @@ class Cell(Data):
     """Tokens for each pass of the target; None where that is not known."""
     same_tokens: float | None = None
     """Share of tokens, up to the first that differs, that equal those of the target alone; None above temperature 0."""
-    early_tokens_per_second: tuple[float, ...] = ()
-    """Throughput of the first 100 tokens of each request, added up, by round; empty where no request has more."""
-    late_tokens_per_second: tuple[float, ...] = ()
-    """The same of the tokens after them."""
 
     @property
     def speed(self) -> Spread:
@@ -70,7 +63,7 @@ class Cell(Data):
 
 
 class PhaseRow(Data):
-    """Phases of a round: medians over rounds, in seconds."""
+    """Phases of a round: means over rounds, in seconds."""
 
     path: Literal["services", "one process"]
     batch: int
@@ -183,11 +176,7 @@ class Report(Data):
 
 
 def cell_of(
-    contender: str,
-    batch: int,
-    temperature: float,
-    outcomes: Sequence[Outcome],
-    references: Sequence[Outcome],
+    contender: str, batch: int, temperature: float, outcomes: Sequence[Outcome], references: Sequence[Outcome]
 ) -> Cell:
     """Statistics of one contender's rounds.
 
@@ -204,7 +193,6 @@ def cell_of(
         sum(getattr(outcome, name) for outcome in outcomes) for name in ("rounds", "drafted", "accepted")
     )
     tokens = sum(outcome.token_count for outcome in outcomes)
-    parts = [each for outcome in outcomes if (each := _parts(outcome))]
     return Cell(
         contender=contender,
         batch=batch,
@@ -216,26 +204,7 @@ def cell_of(
         acceptance_rate=accepted / drafted if drafted else None,
         tokens_per_pass=tokens / rounds if rounds else None,
         same_tokens=_same_tokens(outcomes, references) if temperature == 0 else None,
-        early_tokens_per_second=tuple(early for early, _ in parts),
-        late_tokens_per_second=tuple(late for _, late in parts),
     )
-
-
-def _parts(outcome: Outcome) -> tuple[float, float] | None:
-    """Tokens per second of the first `FIRST_TOKENS` tokens and of the others; None where a request has no others."""
-    early = late = 0.0
-    for answer in outcome.answers:
-        counts = accumulate(new for _, new in answer.arrivals)
-        count, reached = next(
-            (found for found in zip(counts, answer.arrivals, strict=True) if found[0] >= FIRST_TOKENS),
-            (0, (0.0, 0)),
-        )
-        others = len(answer.token_ids) - count
-        if not count or not others:
-            return None
-        early += count / reached[0]
-        late += others / (answer.arrivals[-1][0] - reached[0])
-    return early, late
 
 
 def inter_token_seconds(answer: Answer) -> list[float]:
@@ -274,7 +243,7 @@ class Sheet:
 
 def sheets(report: Report) -> Iterator[Sheet]:
     """All tables of a report that have rows."""
-    tables = (_parts_sheet, _phases, _wire, _prefix, _steps, _goals)
+    tables = (_phases, _wire, _prefix, _steps, _goals)
     yield from _speeds(report)
     yield from (sheet for sheet in (table(report) for table in tables) if sheet.rows)
 
@@ -311,13 +280,13 @@ def _circumstances(report: Report) -> Iterator[str]:
         f"{report.max_tokens} tokens for each completion, K = {report.num_speculative_tokens}, medians of "
         f"{report.rounds} rounds."
     )
-    made = (
-        ""
-        if pair.agreement is None
-        else f" Made so that both have the same most probable token {pair.agreement:.1%} of the time; "
-        f"at temperature 1 they share {pair.overlap or 0.0:.1%} of their probability."
-    )
-    yield f"Target: {_count(pair.target_parameters)} parameters; draft: {_count(pair.draft_parameters)}.{made}"
+    sizes = f"Target: {pair.target_parameters / 1e6:.4g} million parameters; draft: {pair.draft_parameters / 1e6:.4g}."
+    if pair.agreement is not None:
+        sizes += (
+            f" Both have the same most probable token {pair.agreement:.1%} of the time; at temperature 1 they"
+        )
+        sizes += f" share {pair.overlap or 0.0:.1%} of their probability."
+    yield sizes
     if report.note:
         yield report.note
 
@@ -348,23 +317,6 @@ def _speed_cells(cell: Cell, alone: Cell | None) -> Iterator[str]:
     yield _share(cell.same_tokens)
 
 
-def _parts_sheet(report: Report) -> Sheet:
-    by = "by target alone"
-    columns = ("contender", "batch", "temperature", "first tokens/s", by, "later tokens/s", by)
-    rows = []
-    for cell in report.cells:
-        alone = report.cell("target-alone", cell.batch, cell.temperature)
-        figures = []
-        for name in ("early_tokens_per_second", "late_tokens_per_second"):
-            own, base = getattr(cell, name), getattr(alone, name, ())
-            ratios = [a / b for a, b in zip(own, base, strict=False)]
-            figures.append(f"{statistics.median(own):.1f}" if own else "")
-            figures.append(f"{statistics.median(ratios):.2f} x" if ratios else "")
-        if any(figures):
-            rows.append((report.titles[cell.contender], str(cell.batch), f"{cell.temperature:g}", *figures))
-    return Sheet(f"The first {FIRST_TOKENS} tokens of each completion, and the others", columns, tuple(rows))
-
-
 def _phases(report: Report) -> Sheet:
     rows = tuple(
         (
@@ -377,7 +329,7 @@ def _phases(report: Report) -> Sheet:
         for row in report.phases
     )
     columns = ("path", "batch", "temperature", "draft", "verify", "sampling", "wait", "round", "of it wire")
-    return Sheet("A round by phase, medians", columns, rows)
+    return Sheet("A round by phase, means", columns, rows)
 
 
 def _wire_seconds(report: Report, row: PhaseRow) -> str:
@@ -498,10 +450,3 @@ def _spread(spread: Spread) -> tuple[str, str]:
 
 def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
-
-
-def _count(parameters: int) -> str:
-    for unit, size in (("billion", 1e9), ("million", 1e6)):
-        if parameters >= size:
-            return f"{parameters / size:.3g} {unit}"
-    return str(parameters)

@@ -67,10 +67,7 @@ class _GrpcConnection:
 
     async def complete(self, request: LoadRequest, served: Served) -> None:
         wanted = GenerationRequest(
-            request.prompt,
-            max_tokens=request.output_tokens,
-            temperature=request.temperature,
-            ignore_eos=True,
+            request.prompt, max_tokens=request.output_tokens, temperature=request.temperature, ignore_eos=True
         )
         async for chunk in self._client.generate(wanted):
             if chunk.token_ids:

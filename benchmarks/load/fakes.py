@@ -213,8 +213,7 @@ class FakeDraft(Fake, DraftServicer):
 
     async def answers(self, sequence: DraftedFor, tokens: Sequence[int], step: ProposeStep) -> None:
         """Answer a step."""
-        answer = await self.respond(tokens, step.token_count)
-        if answer is None:
+        if (answer := await self.respond(tokens, step.token_count)) is None:
             raise LeaveError
         await sequence.answer(answer)
 

@@ -10,7 +10,6 @@ import asyncio
 import json
 import math
 import os
-import socket
 import sys
 import time
 import urllib.request
@@ -25,7 +24,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import process
+from benchmarks.common import free_port, process
 from benchmarks.load.clients import (
     Connect,
     Connection,
@@ -357,12 +356,7 @@ async def _over_http(origin: str, options: argparse.Namespace) -> Connect:
 
 
 async def send(
-    connect: Connect,
-    arrivals: Sequence[Arrival],
-    clients: int,
-    temperature: float,
-    *,
-    is_paced: bool,
+    connect: Connect, arrivals: Sequence[Arrival], clients: int, temperature: float, *, is_paced: bool
 ) -> list[Served]:
     """Send all requests, each at its arrival or when a client is free, and read the answers to their ends.
 
@@ -402,14 +396,6 @@ async def send(
 
 
 # ---- what processes take of the machine; zero where there is no /proc
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def tree(pid: int) -> list[int]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -35,29 +34,11 @@ from tandem.types import FloatArray
 
 SHORTEST, LONGEST = 30, 100
 """Tokens of a prompt."""
-
 LAST_STEPS = (5, 5, 1, 1, 1, 1, 1)
 """Tokens of the steps that follow a prompt's first part."""
-
 _CHARACTERS_PER_TOKEN = 8
+"""More than any tokenizer takes on average for source code."""
 _RESAMPLES = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Errors:
-    """Absolute errors of log probabilities, in nats, float64 [tokens]."""
-
-    nats: FloatArray
-
-    @property
-    def mean(self) -> float:
-        """Mean error of all tokens."""
-        return float(self.nats.mean())
-
-    @property
-    def max(self) -> float:
-        """The worst token's."""
-        return float(self.nats.max())
 
 
 def prompts(folder: Path, count: int) -> list[list[int]]:
@@ -90,10 +71,9 @@ def ways(folder: Path) -> Iterator[tuple[str, Backends]]:
 def log_probs(backends: Backends, texts: SequenceOf[SequenceOf[int]]) -> list[FloatArray]:
     """The log probability of each token but the first, float64 [tokens - 1] for each text."""
     model = backends.model
-    page_tokens = PAGE_TOKENS
-    page_count = pages_for(LONGEST, page_tokens)
+    page_count = pages_for(LONGEST, PAGE_TOKENS)
     arena = KvArena(model.layers, page_count, model.dtype, model.device)
-    pages = PageTable(page_tokens, LONGEST, range(page_count))
+    pages = PageTable(PAGE_TOKENS, LONGEST, range(page_count))
     runner = StepRunner(backends.steps(arena))
     with torch.inference_mode():
         return [_of_text(runner, text, pages, model.info.vocabulary_size) for text in texts]
@@ -111,6 +91,13 @@ def _of_text(runner: StepRunner, text: SequenceOf[int], pages: PageTable, vocabu
     return found
 
 
+def absolute_errors(
+    backends: Backends, texts: SequenceOf[SequenceOf[int]], exact: SequenceOf[FloatArray]
+) -> list[FloatArray]:
+    """Absolute errors of log probabilities in nats, float64 [tokens - 1] for each text."""
+    return [np.abs(found - right) for found, right in zip(log_probs(backends, texts), exact, strict=True)]
+
+
 def ratio_interval(ours: SequenceOf[FloatArray], theirs: SequenceOf[FloatArray]) -> tuple[float, float]:
     """95 % interval of the ratio of two mean errors, by drawing prompts with replacement."""
     generator = np.random.default_rng(0)
@@ -121,28 +108,20 @@ def ratio_interval(ours: SequenceOf[FloatArray], theirs: SequenceOf[FloatArray])
 
 
 def table(name: str, folder: Path, count: int) -> Table:
-    """One model's errors."""
+    """Errors of one model."""
     texts = prompts(folder, count)
     exact = log_probs(reference(folder), texts)
-    errors = {
-        way: [np.abs(found - right) for found, right in zip(log_probs(backends, texts), exact, strict=True)]
-        for way, backends in ways(folder)
-    }
-    torch_errors = Errors(np.concatenate(errors["torch"]))
+    errors = {way: absolute_errors(backends, texts, exact) for way, backends in ways(folder)}
     low, high = ratio_interval(errors["kernels"], errors["torch"])
+    nats = {way: np.concatenate(found) for way, found in errors.items()}
     result = Table(
-        title=f"{name}, {count} prompts, {len(torch_errors.nats)} tokens",
+        *("nats", "mean", "ratio", "maximum", "ratio"),
+        title=f"{name}, {count} prompts, {len(nats['torch'])} tokens",
         caption=f"ratio of the means {low:.3f} to {high:.3f} (95 %)",
     )
-    for column in ("nats", "mean", "ratio", "maximum", "ratio"):
-        result.add_column(column, justify="right")
-    for way, found in errors.items():
-        own = Errors(np.concatenate(found))
-        result.add_row(
-            way,
-            f"{own.mean:.5f}", f"{own.mean / torch_errors.mean:.3f}",
-            f"{own.max:.3f}", f"{own.max / torch_errors.max:.3f}",
-        )  # fmt: skip
+    for way, own in nats.items():
+        mean, most = own.mean() / nats["torch"].mean(), own.max() / nats["torch"].max()
+        result.add_row(way, f"{own.mean():.5f}", f"{mean:.3f}", f"{own.max():.3f}", f"{most:.3f}")
     return result
 
 

@@ -7,7 +7,6 @@ The numbers come from the engine's own accounting; no GPU is needed.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +29,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
 CONTEXTS = (2_048, 8_192, 32_768, 131_072)
 SHARE = 0.9
 """Default of `device_memory_utilization` on a GPU."""
-
-_DEVICE = torch.device("cuda")
 _DTYPE = torch.bfloat16
 _MAX_REQUESTS = 10_000
-_MIB = 1 << 20
+"""Above every count of the tables, so that memory is what bounds them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,30 +84,32 @@ MODELS = (
     # Multi-head latent attention, expanded: each of 128 heads has a key of 128 + 64 numbers and a value of 128.
     Model("DeepSeek-V3", 61, 128, 192, 128, 671.03, 163_840),
 )
+"""Shapes from each model's config.json, parameters from its model card."""
 GPUS = {"A100 or H100, 80 GB": 81_559, "H200, 141 GB": 143_771, "L40S, 48 GB": 46_068}
 """Memory in MiB, as nvidia-smi reports it; the smaller of A100 and H100."""
 
 
 def requests_that_fit(model: Model, gpu_mib: int, context: int) -> int | None:
     """How many requests of so many tokens the GPU holds at once beside the weights; None if the weights do not fit."""
-    total = gpu_mib * _MIB
+    total = gpu_mib << 20
     allowance = accelerator_allowance(total, total - model.weight_bytes, model.weight_bytes, SHARE)
     if allowance <= 0:
         return None
     settings = EngineSettings(kv_cache_bytes=allowance, max_sequences=_MAX_REQUESTS)
     try:
-        pages = arena_pages(model.layers, settings, context, _DTYPE, _DEVICE)
+        pages = arena_pages(model.layers, settings, context, _DTYPE, torch.device("cuda"))
     except ConfigurationError:  # not even one fits
         return 0
     return pages // model.pages_of(context)
 
 
-def tables() -> dict[str, str]:
-    """The tables in Markdown, by the name of their place in the page."""
-    return {
-        "bytes": "\n".join(_bytes_lines()),
-        "requests": "\n".join(_request_lines()),
-    }
+def with_tables(page: str) -> str:
+    """The page with its tables written anew."""
+    for name, lines in (("bytes", _bytes_lines()), ("requests", _request_lines())):
+        begin, end = f"<!-- {name}: written by benchmarks.studies.memory -->\n", f"<!-- end of {name} -->"
+        head, rest = page.split(begin)
+        page = "".join([head, begin, *(f"{line}\n" for line in lines), end, rest.split(end, 1)[1]])
+    return page
 
 
 def _bytes_lines() -> Iterator[str]:
@@ -118,11 +117,8 @@ def _bytes_lines() -> Iterator[str]:
     yield "|---|---:|---:|---:|---:|"
     for model in MODELS:
         shape = f"{model.layer_count} x {model.kv_heads} x ({model.key_dim} + {model.value_dim})"
-        token = model.bytes_per_token
-        yield (
-            f"| {model.name} | {model.weight_bytes / 1e9:,.1f} GB | {shape} | {token / 1024:,.0f} KiB | "
-            f"{model.bytes_of(8_192) / 1e9:,.2f} GB |"
-        )
+        sizes = f"{model.bytes_per_token / 1024:,.0f} KiB | {model.bytes_of(8_192) / 1e9:,.2f} GB"
+        yield f"| {model.name} | {model.weight_bytes / 1e9:,.1f} GB | {shape} | {sizes} |"
 
 
 def _request_lines() -> Iterator[str]:
@@ -130,27 +126,10 @@ def _request_lines() -> Iterator[str]:
     yield "|---|---|" + "---:|" * len(CONTEXTS)
     for gpu, mib in GPUS.items():
         for model in MODELS:
-            counts = [requests_that_fit(model, mib, context) for context in CONTEXTS]
-            if None in counts:
-                continue
-            cells = [
-                "-" if context > model.max_length else f"{count:,}"
-                for context, count in zip(CONTEXTS, counts, strict=True)
-            ]
-            yield f"| {gpu} | {model.name} | {' | '.join(cells)} |"
-
-
-def with_tables(page: str) -> str:
-    """The page with its tables written anew."""
-    for name, table in tables().items():
-        begin, end = f"<!-- {name}: written by benchmarks.studies.memory -->\n", f"<!-- end of {name} -->"
-        page = re.sub(
-            re.escape(begin) + ".*?" + re.escape(end),
-            lambda _, text=f"{begin}{table}\n{end}": text,  # type: ignore[misc]
-            page,
-            flags=re.DOTALL,
-        )
-    return page
+            counts = {context: requests_that_fit(model, mib, context) for context in CONTEXTS}
+            if None not in counts.values():
+                cells = ["-" if each > model.max_length else f"{count:,}" for each, count in counts.items()]
+                yield f"| {gpu} | {model.name} | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -27,13 +27,14 @@ from benchmarks.common import CACHE_FOLDER, Contender, chosen, floats, names, nu
 from benchmarks.contenders import Addresses, Setup, ThroughServices, coordinator_of, services
 from benchmarks.pairs import DEMO, Pair, open_pair
 from benchmarks.peers import Answer, Outcome, Workload
-from benchmarks.report import FIRST_TOKENS
 from tandem.admin_client import AdminClient
 from tandem.client import Client
 
 RANDOM = "random"
 """The demo target with a draft of the demo draft's shape and random weights."""
 PAIRS = ("demo", "shaped:50M:1:0.5", "shaped:50M:1:0.8", RANDOM)
+FIRST_TOKENS = 100
+"""Tokens of a completion that count apart: the controller learns while they are written."""
 NEEDED = 0.97
 """Tokens per second, by those of the target alone; less is marked. The goal of docs/benchmarks.md."""
 NEEDED_OF_FIXED = 0.90, 0.95
@@ -55,7 +56,7 @@ def random_draft(folder: Path) -> Path:
 
 @asynccontextmanager
 async def started(name: str, options: argparse.Namespace) -> AsyncIterator[tuple[Pair, Setup, Addresses]]:
-    """A pair's services."""
+    """Services of a pair."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="tandem-speculation-")))
         text = f"{DEMO / 'target'}:{random_draft(folder)}" if name == RANDOM else name
@@ -77,79 +78,56 @@ async def started(name: str, options: argparse.Namespace) -> AsyncIterator[tuple
 
 async def cells(console: Console, name: str, options: argparse.Namespace) -> None:
     """Completions in turn, and the medians of the ratios within a round."""
-    first, rest = f"first {FIRST_TOKENS}: by alone", "by the best"
-    table = Table(
-        "T", "batch", "seed", first, rest, "rest: by alone", "by the best", "each by alone", title=name
-    )
-    decided = []
+    first = f"first {FIRST_TOKENS}: by alone"
+    columns = ("T", "batch", "seed", first, "by the best", "rest: by alone", "by the best", "each by alone")
+    table = Table(*columns, title=name)
+    decisions: list[str] = []
+    made: Sequence[Any] = ()
+    ahead = ("--draft-ahead", options.draft_ahead)
     async with AsyncExitStack() as stack:
-        pair, setup, addresses = await stack.enter_async_context(started(name, options))
-        fixed = await stack.enter_async_context(
-            coordinator_of(
-                setup,
-                addresses.target,
-                addresses.draft,
-                *("--speculation-policy", "fixed", "--draft-ahead", options.draft_ahead),
-            )
-        )
-        client = await stack.enter_async_context(Client(fixed))
+        pair, setup, at = await stack.enter_async_context(started(name, options))
+        fixed = coordinator_of(setup, at.target, at.draft, "--speculation-policy", "fixed", *ahead)
+        client = await stack.enter_async_context(Client(await stack.enter_async_context(fixed)))
         for heat, batch, is_seeded in product(options.temperature, options.batch, options.seeded):
             ways: dict[str, Contender] = {
                 f"K={count}": ThroughServices(client, tokens=count, is_seeded=is_seeded)
                 for count in options.fixed
             }
             ways["alone"] = ThroughServices(client, speculation=False, is_seeded=is_seeded)
-            found, decisions = await _cell(pair, setup, addresses, ways, options, heat, batch, is_seeded)
+            found: dict[str, list[Outcome]] = {way: [] for way in (*ways, "adaptive")}
+            for number in range(options.rounds):
+                prompts = chosen(pair.prompts(), batch, number)
+                workload = Workload(prompts, heat, options.max_tokens, seed=number)
+                async with (
+                    coordinator_of(setup, at.target, at.draft, *ahead) as address,
+                    Client(address) as own,
+                    AdminClient(address) as admin,
+                ):
+                    all_ways = {**ways, "adaptive": ThroughServices(own, is_seeded=is_seeded)}
+                    for way in rotated(list(all_ways), number):
+                        found[way].append(await all_ways[way].run(workload))
+                    made = (await admin.stats()).decisions
+            decisions += [f"{each.rule}, temperature {each.temperatures}, {each.reason}" for each in made]
             table.add_row(f"{heat:g}", str(batch), "yes" if is_seeded else "no", *_judged(found))
-            decided += decisions
     console.print(table)
-    for line in dict.fromkeys(decided):
+    for line in dict.fromkeys(decisions):
         console.print(line)
-
-
-async def _cell(
-    pair: Pair,
-    setup: Setup,
-    addresses: Addresses,
-    ways: Mapping[str, Contender],
-    options: argparse.Namespace,
-    heat: float,
-    batch: int,
-    is_seeded: bool,
-) -> tuple[dict[str, list[Outcome]], list[str]]:
-    """Outcomes by way, and what the last coordinator decided."""
-    found: dict[str, list[Outcome]] = {name: [] for name in (*ways, "adaptive")}
-    lines: list[str] = []
-    for number in range(options.rounds):
-        async with (
-            coordinator_of(
-                setup, addresses.target, addresses.draft, "--draft-ahead", options.draft_ahead
-            ) as address,
-            Client(address) as client,
-            AdminClient(address) as admin,
-        ):
-            all_ways = {**ways, "adaptive": ThroughServices(client, is_seeded=is_seeded)}
-            workload = Workload(chosen(pair.prompts(), batch, number), heat, options.max_tokens, seed=number)
-            for way in rotated(list(all_ways), number):
-                found[way].append(await all_ways[way].run(workload))
-            lines = [
-                f"{each.rule}, temperature {each.temperatures}, {each.reason}"
-                for each in (await admin.stats()).decisions
-            ]
-    return found, lines
 
 
 def _judged(found: Mapping[str, Sequence[Outcome]]) -> list[str]:
     """Adaptive by the target alone and by the best fixed K, in the first tokens and in the rest."""
     words, each = [], ""
-    for part, needed in enumerate(NEEDED_OF_FIXED):
-        speeds = {name: [_speeds(outcome)[part] for outcome in outcomes] for name, outcomes in found.items()}
-        rates = {name: _ratio(speeds[name], speeds["alone"]) for name in speeds}
+    parts = ((0, FIRST_TOKENS, NEEDED_OF_FIXED[0]), (FIRST_TOKENS, 1 << 30, NEEDED_OF_FIXED[1]))
+    for begin, end, needed in parts:
+        speeds = {
+            way: [_speed(one.answers, begin, end) for one in outcomes] for way, outcomes in found.items()
+        }
+        rates = {way: _ratio(speeds[way], speeds["alone"]) for way in speeds}
         adaptive = rates.pop("adaptive")
         best = max(rates, key=rates.__getitem__)
         of_best = _ratio(speeds["adaptive"], speeds[best])
         words += [_marked(adaptive, NEEDED), f"{_marked(of_best, needed)} ({best})"]
-        each = ", ".join(f"{name} {rate:.2f}" for name, rate in rates.items() if name != "alone")
+        each = ", ".join(f"{way} {rate:.2f}" for way, rate in rates.items() if way != "alone")
     return [*words, each]
 
 
@@ -157,12 +135,8 @@ def _ratio(speeds: Sequence[float], others: Sequence[float]) -> float:
     return statistics.median(one / other for one, other in zip(speeds, others, strict=True))
 
 
-def _speeds(outcome: Outcome) -> tuple[float, float]:
-    """Tokens per second of each request's first tokens, the first of all excepted, and of the others."""
-    return _speed(outcome.answers, 0, FIRST_TOKENS), _speed(outcome.answers, FIRST_TOKENS, 1 << 30)
-
-
 def _speed(answers: Sequence[Answer], begin: int, end: int) -> float:
+    """Tokens per second of the tokens from `begin` to `end` of each request, without its first chunk."""
     made, passed = 0, 0.0
     for answer in answers:
         total, last = 0, 0.0

@@ -26,17 +26,29 @@ END_OF_TEXT_ID = 0
 
 def target_config() -> LlamaConfig:
     """The target: 8 layers, about 9.3 million parameters."""
-    return _llama(hidden_size=320, intermediate_size=864, layers=8, heads=10, key_value_heads=2)
+    return _llama(320, 864, layers=8, heads=10)
 
 
 def draft_config() -> LlamaConfig:
     """The draft: a ninth of the target's size, and shallow because its latency is paid per layer."""
-    return _llama(hidden_size=192, intermediate_size=384, layers=2, heads=6, key_value_heads=2)
+    return _llama(192, 384, layers=2, heads=6)
 
 
-def build_model(config: LlamaConfig) -> LlamaForCausalLM:
-    """A model with fresh random weights in fp32."""
-    return LlamaForCausalLM(config)
+def _llama(width: int, mlp_width: int, layers: int, heads: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=width,
+        intermediate_size=mlp_width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=END_OF_TEXT_ID,
+        pad_token_id=END_OF_TEXT_ID,
+    )
 
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
@@ -65,25 +77,6 @@ def write_json(value: object, path: Path) -> None:
     """Write a file of figures, prompts or configuration."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _llama(
-    *, hidden_size: int, intermediate_size: int, layers: int, heads: int, key_value_heads: int
-) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=VOCABULARY_SIZE,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_value_heads,
-        head_dim=32,
-        max_position_embeddings=MAX_LENGTH,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=END_OF_TEXT_ID,
-        pad_token_id=END_OF_TEXT_ID,
-    )
 
 
 def packed(files: Iterable[SourceFile], tokenizer: PreTrainedTokenizerFast) -> Tensor:
@@ -120,7 +113,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class Continuation:
-    """Left-padded prompts and what the model wrote after them.
+    """Left-padded prompts and the model's text after them.
 
     `hidden[:, i]` is the final hidden state that predicts `tokens[:, i + 1]`, so there is one fewer of them.
     The model's head turns it into the exact logits: a sixth of the memory that the logits would take.
@@ -137,14 +130,21 @@ def continue_text(
 ) -> Continuation:
     """Write `new_tokens` tokens after each prompt; temperature 0 takes the most likely token."""
     generator = torch.Generator().manual_seed(seed)
-    tokens, mask = _left_padded(prompts)
+    gaps = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
+    pairs = list(zip(prompts, gaps, strict=True))
+    tokens = torch.tensor([[END_OF_TEXT_ID] * gap + list(prompt) for prompt, gap in pairs])
+    mask = torch.tensor([[0] * gap + [1] * len(prompt) for prompt, gap in pairs])
     cache = DynamicCache(config=model.config)
     unread = tokens
     hidden: list[Tensor] = []
     for _ in range(new_tokens):
         states = read_states(model, unread, mask, cache)
         hidden.append(states)
-        unread = _choose(model.lm_head(states[:, -1]).float(), temperature, generator)
+        logits = model.lm_head(states[:, -1]).float()
+        if temperature == 0:
+            unread = logits.argmax(dim=-1, keepdim=True)
+        else:
+            unread = torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
         tokens = torch.cat([tokens, unread], dim=1)
         mask = torch.cat([mask, torch.ones_like(unread)], dim=1)
     return Continuation(tokens, mask, torch.cat(hidden, dim=1))
@@ -165,16 +165,3 @@ def read_states(
     )
     states: Tensor = output.last_hidden_state
     return states
-
-
-def _left_padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    width = max(map(len, prompts))
-    tokens = torch.tensor([[END_OF_TEXT_ID] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    return tokens, mask
-
-
-def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    if temperature == 0:
-        return logits.argmax(dim=-1, keepdim=True)
-    return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)

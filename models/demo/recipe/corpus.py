@@ -9,6 +9,7 @@ import textwrap
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -17,23 +18,30 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 HELD_OUT_PERCENT = 4
-
 # Tests are as large as the library itself and repeat themselves; the others are generated tables, not code.
-EXCLUDED_FOLDERS = frozenset(
-    {
-        "__pycache__",
-        "encodings",
-        "idlelib",
-        "lib-dynload",
-        "pydoc_data",
-        "site-packages",
-        "test",
-        "tests",
-        "idle_test",
-    }
+EXCLUDED_FOLDERS = {
+    *("__pycache__", "encodings", "idlelib", "lib-dynload", "pydoc_data", "site-packages"),
+    *("test", "tests", "idle_test"),
+}
+EXCLUDED_FILES = {"entities.py"}
+EXCLUDED_PREFIX = "_sysconfigdata"
+
+VOCABULARY_SIZE = 2048
+END_OF_TEXT = "<|endoftext|>"
+# The pair was not trained to chat. A chat becomes the text of its messages, which the model then continues.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if not loop.first %}{{ '\n' }}{% endif %}{{ message['content'] }}"
+    "{% endfor %}"
 )
-EXCLUDED_FILES = frozenset({"entities.py"})
-EXCLUDED_PREFIXES = ("_sysconfigdata",)
+# A word takes one leading space with it; a longer run of blanks is an indentation and stays whole, so that
+# "\n        return" is three predictable tokens: the line's end, its indentation, the word.
+SPLIT_PATTERN = r" ?[\p{L}\p{M}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{M}\p{N}_]+|[\r\n]+|[ \t]+|\s+"
+
+# Of held-out prompts.
+MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS = 20, 120
+MIN_REMAINING_LINES = 2
+MAX_PROMPTS_PER_FILE = 16
 
 
 @dataclass(frozen=True)
@@ -44,21 +52,11 @@ class SourceFile:
     text: str
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """The library's modules; nothing, not even the tokenizer, ever learns from those that are held out."""
-
-    training: tuple[SourceFile, ...]
-    held_out: tuple[SourceFile, ...]
-
-
-def read_corpus() -> Corpus:
-    """Read the running interpreter's standard library and split it."""
-    files = tuple(_source_files(Path(sysconfig.get_paths()["stdlib"])))
-    return Corpus(
-        training=tuple(file for file in files if not is_held_out(file.name)),
-        held_out=tuple(file for file in files if is_held_out(file.name)),
-    )
+def read_corpus(*, held_out: bool = False) -> list[SourceFile]:
+    """The running interpreter's standard library: the modules to learn from, or those that are held out, from which
+    nothing learns, not even the tokenizer."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return [file for file in _source_files(root) if is_held_out(file.name) == held_out]
 
 
 def is_held_out(name: str) -> bool:
@@ -70,41 +68,14 @@ def is_held_out(name: str) -> bool:
 def _source_files(root: Path) -> Iterator[SourceFile]:
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        if _is_excluded(relative):
+        if EXCLUDED_FOLDERS.intersection(relative.parts[:-1]):
             continue
-        text = _read_source(path)
-        if text:
-            yield SourceFile(relative.as_posix(), text)
-
-
-def _is_excluded(relative: Path) -> bool:
-    if EXCLUDED_FOLDERS.intersection(relative.parts[:-1]):
-        return True
-    return relative.name in EXCLUDED_FILES or relative.name.startswith(EXCLUDED_PREFIXES)
-
-
-def _read_source(path: Path) -> str | None:
-    # A module states its own encoding; the few that cannot be decoded are samples of broken files.
-    try:
-        with tokenize.open(path) as file:
-            return file.read()
-    except (SyntaxError, UnicodeDecodeError):
-        return None
-
-
-VOCABULARY_SIZE = 2048
-END_OF_TEXT = "<|endoftext|>"
-
-# The pair was not trained to chat. A chat becomes the text of its messages, which the model then continues.
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if not loop.first %}{{ '\n' }}{% endif %}{{ message['content'] }}"
-    "{% endfor %}"
-)
-
-# A word takes one leading space with it; a longer run of blanks is an indentation and stays whole, so that
-# "\n        return" is three predictable tokens: the line's end, its indentation, the word.
-SPLIT_PATTERN = r" ?[\p{L}\p{M}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{M}\p{N}_]+|[\r\n]+|[ \t]+|\s+"
+        if relative.name in EXCLUDED_FILES or relative.name.startswith(EXCLUDED_PREFIX):
+            continue
+        # A module states its own encoding; the few that cannot be decoded are samples of broken files.
+        with suppress(SyntaxError, UnicodeDecodeError), tokenize.open(path) as file:
+            if text := file.read():
+                yield SourceFile(relative.as_posix(), text)
 
 
 def train_tokenizer(texts: Iterable[str], max_length: int) -> PreTrainedTokenizerFast:
@@ -142,11 +113,6 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-MIN_PROMPT_TOKENS = 20
-MAX_PROMPT_TOKENS = 120
-MIN_REMAINING_LINES = 2
-MAX_PROMPTS_PER_FILE = 16
-
 Definition: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -171,7 +137,7 @@ def functions(files: Iterable[SourceFile]) -> Iterator[Function]:
                 first = definition.lineno - 1
                 source = textwrap.dedent("\n".join(lines[first : definition.end_lineno]))
                 beginning = "\n".join(source.splitlines()[: end - first])
-                yield Function(name, file.name, source, beginning, _has_docstring(definition))
+                yield Function(name, file.name, source, beginning, ast.get_docstring(definition) is not None)
 
 
 def held_out_prompts(files: Iterable[SourceFile], tokenizer: PreTrainedTokenizerFast) -> list[dict[str, str]]:
@@ -197,13 +163,9 @@ def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, Definition]]
             yield from _definitions(child, f"{prefix}{child.name}.")
 
 
-def _has_docstring(definition: Definition) -> bool:
-    return ast.get_docstring(definition, clean=False) is not None
-
-
 def _beginning_end(definition: Definition) -> int:
     """The last line of the first statement; of a compound one (`if`, `for`) only its first line."""
-    statements = definition.body[1:] if _has_docstring(definition) else definition.body
+    statements = definition.body[1:] if ast.get_docstring(definition) is not None else definition.body
     if not statements:
         return definition.end_lineno or definition.lineno
     first = statements[0]

@@ -1,7 +1,4 @@
-"""Held-out loss of a model, and how much of a draft's text the target accepts.
-
-Run as `python -m models.demo.recipe.measure [--target DIR] [--draft DIR] [--dtype float32|bfloat16]`.
-"""
+"""How much of a draft's text the target accepts: `python -m models.demo.recipe.measure`. Also a held-out loss."""
 
 from __future__ import annotations
 
@@ -19,18 +16,14 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-from models.demo.recipe.architecture import (
-    END_OF_TEXT_ID,
-    continue_text,
-    load_model,
-    read_states,
-)
+from models.demo.recipe.architecture import END_OF_TEXT_ID, continue_text, load_model, read_states
 from models.demo.recipe.corpus import load_tokenizer
 
 DEMO_FOLDER = Path(__file__).parents[1]
 PROMPT_TOKENS = 20
 """Tokens of the prompts behind which drafting heads are measured."""
 NEW_TOKENS = 128
+TEMPERATURES = (0.0, 0.8, 1.0)
 logger = logging.getLogger(__name__)
 
 
@@ -53,23 +46,18 @@ class Rounds:
         return 1 + sum(self.by_position) / self.count
 
     def figures(self, temperature: float) -> dict[str, Any]:
-        """As a head's figures.json has them."""
+        """The fields of a head's figures.json."""
+        rates = [round(each / self.count, 4) for each in self.by_position]
         return {
-            f"acceptance_rates_per_position_at_{temperature}": [
-                round(each / self.count, 4) for each in self.by_position
-            ],
+            f"acceptance_rates_per_position_at_{temperature}": rates,
             f"acceptance_rate_at_{temperature}": self.rate,
             f"acceptance_length_at_{temperature}": self.length,
         }
 
 
 def rounds_of(texts: Iterable[Sequence[Sequence[bool]]], proposed: int) -> Rounds:
-    """The rounds in which texts come about.
-
-    Args:
-        texts: For each text, whether each token of a proposal at each of its places is accepted.
-        proposed: Tokens of a proposal.
-    """
+    """The rounds in which texts come about: for each text, True for each token of a proposal of so many tokens at each
+    of its places that is accepted."""
     runs = [0] * (proposed + 1)
     for text in texts:
         place = 0
@@ -83,17 +71,17 @@ def rounds_of(texts: Iterable[Sequence[Sequence[bool]]], proposed: int) -> Round
 def are_accepted(
     own: Tensor, wanted: Tensor, chosen: Tensor, temperature: float, generator: torch.Generator
 ) -> Tensor:
-    """Which tokens of the target's own text a draft would have had accepted.
+    """True for the tokens of the target's own text that a draft would have had accepted.
 
     No rounds need to be run. Speculative decoding emits the target's own text, and a token that it emits was an
-    accepted draft token with probability min(1, draft's probability / target's probability). So the target
-    writes its text, and a coin with that probability is thrown for every token.
+    accepted draft token with probability min(1, draft's probability / target's probability). So the target writes its
+    text, and a coin with that probability is thrown for every token; at temperature 0 the draft's argmax decides.
 
     Args:
         own: The draft's logits, [..., vocabulary].
         wanted: The target's.
         chosen: The text's tokens, int64 [...].
-        temperature: At 0 the draft's argmax is accepted if it is the text's.
+        temperature: Of both.
         generator: Throws the coins.
     """
     if temperature == 0.0:
@@ -115,11 +103,16 @@ def overlap(wanted: Tensor, own: Tensor, temperature: float) -> Tensor:
     return torch.minimum(*probabilities).sum(-1)
 
 
+def held_out_ids(folder: Path) -> list[list[int]]:
+    """Token ids of the held-out prompts, by the tokenizer of a folder."""
+    texts = json.loads((DEMO_FOLDER / "heldout_prompts.json").read_text(encoding="utf-8"))
+    ids: list[list[int]] = load_tokenizer(folder)([each["prompt"] for each in texts])["input_ids"]
+    return ids
+
+
 def short_prompts(folder: Path) -> list[list[int]]:
     """The first tokens of the held-out prompts that are long enough: heads are measured behind equally long prompts."""
-    texts = json.loads((DEMO_FOLDER / "heldout_prompts.json").read_text(encoding="utf-8"))
-    ids = load_tokenizer(folder)([each["prompt"] for each in texts])["input_ids"]
-    return [each[:PROMPT_TOKENS] for each in ids if len(each) >= PROMPT_TOKENS]
+    return [each[:PROMPT_TOKENS] for each in held_out_ids(folder) if len(each) >= PROMPT_TOKENS]
 
 
 @torch.no_grad()
@@ -142,12 +135,11 @@ def measure_acceptance(
     prompts: Sequence[Sequence[int]],
     temperature: float,
     drafted_per_round: int = 4,
-    new_tokens: int = 128,
     seed: int = 7,
 ) -> Rounds:
     """The acceptance of exact speculative decoding: greedy at temperature 0, else residual sampling."""
     # The last round may begin at the last token and still drafts, and has judged, all of its tokens.
-    count = new_tokens + drafted_per_round
+    count = NEW_TOKENS + drafted_per_round
     written = continue_text(target, prompts, count, temperature, seed)
     chosen = written.tokens[:, -count:]
     with torch.no_grad():
@@ -158,34 +150,38 @@ def measure_acceptance(
     texts = []
     for tokens, accepted in zip(chosen.tolist(), flags.tolist(), strict=True):
         length = tokens.index(END_OF_TEXT_ID) + 1 if END_OF_TEXT_ID in tokens else len(tokens)
-        ends = (min(place + drafted_per_round, length) for place in range(min(length, new_tokens)))
+        ends = (min(place + drafted_per_round, length) for place in range(min(length, NEW_TOKENS)))
         texts.append([accepted[place:end] for place, end in enumerate(ends)])
     return rounds_of(texts, drafted_per_round)
 
 
+def parser_of(about: str | None, head: str = "") -> argparse.ArgumentParser:
+    """A command's parser, with the options that the recipes of heads share; its log goes to stderr."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    parser = argparse.ArgumentParser(description=about)
+    if head:
+        parser.add_argument("--target", type=Path, default=DEMO_FOLDER / "target")
+        parser.add_argument("--output", type=Path, default=DEMO_FOLDER / head)
+        parser.add_argument("--minutes-reading", type=float, default=1.0)
+    return parser
+
+
 def main() -> None:
     """Measure the acceptance of a pair on the held-out prompts."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = parser_of(main.__doc__)
     parser.add_argument("--target", type=Path, default=DEMO_FOLDER / "target")
     parser.add_argument("--draft", type=Path, default=DEMO_FOLDER / "draft")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--prompts", type=Path, default=DEMO_FOLDER / "heldout_prompts.json")
-    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.8, 1.0])
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
-
-    dtype = getattr(torch, arguments.dtype)
-    target, draft = (load_model(folder, dtype) for folder in (arguments.target, arguments.draft))
-    tokenizer = load_tokenizer(arguments.target)
-    texts = [entry["prompt"] for entry in json.loads(arguments.prompts.read_text(encoding="utf-8"))]
-    prompts = tokenizer(texts)["input_ids"]
-    for temperature in arguments.temperature:
+    options = parser.parse_args()
+    target, draft = (
+        load_model(each, getattr(torch, options.dtype)) for each in (options.target, options.draft)
+    )
+    prompts = held_out_ids(options.target)
+    for temperature in TEMPERATURES:
         found = measure_acceptance(target, draft, prompts, temperature)
         logger.info(
-            "%s, temperature %.1f, %d prompts: acceptance rate %.3f, %.2f tokens per pass",
-            arguments.dtype,
+            "temperature %.1f: acceptance rate %.3f, %.2f tokens per pass",
             temperature,
-            len(prompts),
             found.rate,
             found.length,
         )

@@ -7,11 +7,9 @@ before the last norm behind them.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import logging
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +22,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.common import service
 from models.demo.recipe.heads.eagle3 import STEPS
-from models.demo.recipe.training import Every, Lessons, TimeBox
+from models.demo.recipe.measure import parser_of
+from models.demo.recipe.training import REPORT_MINUTES, Lessons, TimeBox
 from models.smollm2.recipe.questions import held_out_questions, training_questions
 from tandem.client import Client
 from tandem.model_sources.bundled import SMOLLM2
@@ -33,6 +32,10 @@ from tandem.types import ChatMessage, GenerationRequest
 LAYER_IDS = (2, 15, 27)
 """EAGLE-3's default for 30 layers."""
 LAST_LAYER_ID = 30
+ANSWER_MARK = (1, 520, 9531, 198)
+"""Token ids of `<|im_start|>assistant` and the end of its line: the model's own text follows."""
+END_OF_ANSWER = 2
+"""Token id of `<|im_end|>`. It is in no file: the target does not read what it ends with."""
 TEMPERATURES = (0.0, 0.7, 1.0, 0.4)
 AT_ONCE = 64
 MAX_TOKENS = 160
@@ -40,25 +43,33 @@ MAX_TOKENS = 160
 logger = logging.getLogger(__name__)
 
 
-async def answer(folder: Path, questions: Sequence[tuple[str, float]], minutes: float, *options: str) -> int:
+async def answer(folder: Path, questions: Sequence[tuple[str, float]], minutes: float) -> int:
     """Fill the folder with files of states; returns the number of tokens answered.
 
     Args:
         folder: Exists.
         questions: Each with its temperature.
         minutes: After which no further question is asked.
-        options: Further ones of the target service.
     """
     layers = ",".join(map(str, (*LAYER_IDS, LAST_LAYER_ID)))
     states = ("--shared-storage-path", str(folder), "--eagle-aux-hidden-state-layer-ids", layers)
-    model = ("--model", SMOLLM2, "--max-sequences", str(AT_ONCE), "--device-memory-utilization", "0.15")
-    box, report, seeds, tokens = TimeBox(minutes), Every(30), enumerate(questions), 0
+    model = (
+        "--model",
+        SMOLLM2,
+        "--max-sequences",
+        str(AT_ONCE),
+        "--device-memory-utilization",
+        "0.15",
+        "--dtype",
+        "bfloat16",
+    )
+    box, report, seeds, tokens = TimeBox(minutes), TimeBox(REPORT_MINUTES), enumerate(questions), 0
 
     async def ask_on(client: Client) -> None:
         """Ask one question after another until the time is up or all are answered."""
-        nonlocal tokens
+        nonlocal tokens, report
         for seed, (question, temperature) in seeds:
-            if box.is_over:
+            if box.fraction >= 1.0:
                 return
             prompt = await client.chat_prompt([ChatMessage("user", question)])
             request = GenerationRequest(
@@ -66,22 +77,17 @@ async def answer(folder: Path, questions: Sequence[tuple[str, float]], minutes: 
             )
             async for chunk in client.generate(request):
                 tokens += len(chunk.token_ids)
-            if report.is_due():
+            if report.fraction >= 1.0:
+                report = TimeBox(REPORT_MINUTES)
                 logger.info("%.2f of the time, %d tokens of answers", box.fraction, tokens)
 
     async with (
-        service("target_service", *model, *states, *options) as target,
+        service("target_service", *model, *states) as target,
         service("coordinator", "--target-address", target) as address,
         Client(address) as client,
     ):
         await asyncio.gather(*(ask_on(client) for _ in range(AT_ONCE)))
     return tokens
-
-
-ANSWER_MARK = (1, 520, 9531, 198)
-"""Token ids of `<|im_start|>assistant` and the end of its line: what follows is the model's own."""
-END_OF_ANSWER = 2
-"""Token id of `<|im_end|>`. It is in no file: the target does not read what it ends with."""
 
 
 @dataclass(frozen=True)
@@ -107,25 +113,18 @@ def answer_start(tokens: Sequence[int]) -> int:
 
 
 def read_batch(paths: Sequence[Path]) -> Batch:
-    """Answers of these files."""
-    files = [load_file(path) for path in paths]
-    tokens = [_padded(file["token_ids"]) for file in files]
-    states = pad_sequence([_padded(file["hidden_states"]) for file in files], batch_first=True)
-    masks = [_foresees_answer(file["token_ids"]) for file in files]
-    lessons = Lessons(
-        pad_sequence(tokens, batch_first=True), states[:, :, -1], states[:, :, :-1].permute(2, 0, 1, 3)
-    )
-    return Batch(lessons, pad_sequence(masks, batch_first=True))
-
-
-def _padded(values: Tensor) -> Tensor:
-    """With room for one proposal behind the text."""
-    return torch.cat((values, values.new_zeros(STEPS + 1, *values.shape[1:])))
-
-
-def _foresees_answer(tokens: Tensor) -> Tensor:
-    places = torch.arange(len(tokens) + STEPS + 1)
-    return (places >= answer_start(tokens.tolist()) - 1) & (places < len(tokens))
+    """Answers of these files, each with room for one proposal behind it."""
+    tokens: list[Tensor] = []
+    states: list[Tensor] = []
+    masks: list[Tensor] = []
+    for path in paths:
+        file = load_file(path)
+        for values, found in ((file["token_ids"], tokens), (file["hidden_states"], states)):
+            found.append(torch.cat((values, values.new_zeros(STEPS + 1, *values.shape[1:]))))
+        places, length = torch.arange(len(tokens[-1])), len(file["token_ids"])
+        masks.append((places >= answer_start(file["token_ids"].tolist()) - 1) & (places < length))
+    all_tokens, all_states, mask = (pad_sequence(each, batch_first=True) for each in (tokens, states, masks))
+    return Batch(Lessons(all_tokens, all_states[:, :, -1], all_states[:, :, :-1].permute(2, 0, 1, 3)), mask)
 
 
 def endless_batches(folder: Path, rows: int, generator: torch.Generator) -> Iterator[Batch]:
@@ -157,22 +156,19 @@ def frequent_tokens(folder: Path, count: int) -> list[int]:
 
 def main() -> None:
     """Let SmolLM2 answer questions, and keep its hidden states."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = parser_of(main.__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument(
         "--held-out", type=int, help="ask as many held-out questions in place of the training's"
     )
     parser.add_argument("--temperature", type=float, help="by default several in turn")
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
-
     options.folder.mkdir(parents=True, exist_ok=True)
     asked = training_questions() if options.held_out is None else held_out_questions()[: options.held_out]
     temperatures = TEMPERATURES if options.temperature is None else (options.temperature,)
     questions = list(zip(asked, itertools.cycle(temperatures), strict=False))
-    tokens = asyncio.run(answer(options.folder, questions, options.minutes, "--dtype", options.dtype))
+    tokens = asyncio.run(answer(options.folder, questions, options.minutes))
     logger.info("%d tokens of answers to at most %d questions", tokens, len(questions))
 
 

@@ -4,9 +4,7 @@ Run as `python -m models.smollm2.recipe.train ANSWERS HEAD --minutes 25`. The he
 the paper (Li et al. 2025, arXiv 2503.01840, section 3.1) it learns the later tokens of a proposal on its own states.
 """
 
-import argparse
 import logging
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from models.demo.recipe.heads.eagle3 import (
     save,
     unrolled_states,
 )
+from models.demo.recipe.measure import parser_of
 from models.demo.recipe.training import divergence, train_until_over
 from models.smollm2.recipe.answers import Batch, endless_batches, frequent_tokens, read_batch
 from tandem.engine.models import loading
@@ -107,14 +106,12 @@ def agreement(head: Eagle3Head, last: LastLayer, answers: Path) -> str:
 
 def main() -> None:
     """Train an EAGLE-3 head for SmolLM2."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = parser_of(main.__doc__)
     parser.add_argument("answers", type=Path)
     parser.add_argument("head", type=Path)
     parser.add_argument("--held-out", type=Path, help="files of held-out answers, to look at now and then")
     parser.add_argument("--minutes", type=float, default=25.0)
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
-
     target = find_model(SMOLLM2)
     head = new_head(target, options.head, frequent_tokens(options.answers, DRAFT_VOCABULARY_SIZE))
     last = LastLayer(target, head.target_ids)  # type: ignore[arg-type]  # a registered buffer

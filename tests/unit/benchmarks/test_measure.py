@@ -1,4 +1,4 @@
-"""Turns of contenders, phases of rounds, and steps with a minimum time."""
+"""Turns of contenders, and steps with a minimum time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import pytest
 
 from benchmarks.common import rotated
 from benchmarks.pace import Pace
-from benchmarks.timing import Phases
-from coordinator.stats.rounds import RoundTimes
 from tandem.engine.core.jobs import StepRecord
 
 
@@ -20,21 +18,6 @@ def test_everyone_runs_once_in_each_round_and_at_each_place_equally_often() -> N
     assert all(sorted(order) == names for order in rounds)
     for name, place in product(names, range(3)):
         assert [order[place] for order in rounds].count(name) == 2
-
-
-def test_rounds_with_a_proposal_are_timed_but_for_the_first() -> None:
-    phases = Phases()
-    for _ in range(2):
-        request = phases.of_request()
-        for proposed in (0, 2, 2, 0, 2):
-            request.add(proposed, RoundTimes(0.0, 1.0, 3.0, 6.0, 10.0))
-
-    assert phases.seconds == {
-        "wait": [1.0] * 4,
-        "draft": [2.0] * 4,
-        "verify": [3.0] * 4,
-        "sampling": [4.0] * 4,
-    }
 
 
 def test_a_step_sleeps_for_what_is_left_of_its_time() -> None:

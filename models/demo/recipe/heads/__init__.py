@@ -1,1 +1,1 @@
-"""Drafting heads for the demo target: `eagle3`, `medusa`, and what measures them."""
+"""Drafting heads for the demo target: `eagle3`, `medusa`."""

@@ -2,17 +2,13 @@
 
 The head learns as it will be used, on states of its own behind the first (the paper's training-time test, Li et al.
 2025, arXiv 2503.01840, section 3.1). Run as `python -m models.demo.recipe.heads.eagle3`, with `--measure` for the
-shipped head beside the standalone draft. The first token of a proposal is read from the target's states, the later ones
-from the head's own: what is lost between them is the price of own states, and what the first one lacks of the
-standalone draft is the head's own weakness.
+shipped head beside the standalone draft.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +26,7 @@ from models.demo.recipe.measure import (
     are_accepted,
     measure_acceptance,
     overlap,
+    parser_of,
     rounds_of,
     short_prompts,
 )
@@ -38,18 +35,22 @@ from tandem.engine.models import loading
 from tandem.engine.models.heads.eagle3 import Eagle3Head, load_eagle3, read_eagle3_config
 
 SEED = 11
+STEPS = 4
+"""Tokens of a proposal when acceptance is measured."""
+TRAINED_STEPS = 3
+"""Tokens of a proposal that the head is trained on: each costs as much as the first."""
+STEP_WEIGHT = 0.8
+"""Each token counts this much of the one before it, as Medusa's heads do."""
+ROWS_PER_BATCH = 4
+MATRIX_LR, OTHER_LR = 0.02, 1e-3
+
+logger = logging.getLogger(__name__)
 
 
 def new_head(target_folder: Path, folder: Path, target_ids: Sequence[int] | None = None) -> Eagle3Head:
-    """A head that begins as the target's last layer over the deepest of the states that it reads.
-
-    Its config is written to the folder. It has no embedding of its own.
-
-    Args:
-        target_folder: The target's.
-        folder: The head's.
-        target_ids: The draft vocabulary, in ascending order; None for the target's whole one.
-    """
+    """A head that begins as the target's last layer over the deepest of the states that it reads, without an embedding
+    of its own; its config is written to its folder. The draft vocabulary, `target_ids`, is ascending; None: the
+    target's whole one."""
     target = json.loads((target_folder / "config.json").read_text(encoding="utf-8"))
     same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
             "rms_norm_eps", "vocab_size", "rope_parameters", "rope_theta", "max_position_embeddings")  # fmt: skip
@@ -89,27 +90,12 @@ def _adopt_last_layer(head: Eagle3Head, target: Any) -> None:
 
 def save(head: Eagle3Head, folder: Path) -> None:
     """Write the weights in bfloat16, without the embedding, which is the target's."""
-    tensors = {
-        name: each.detach().bfloat16().contiguous()
-        for name, each in head.named_parameters()
-        if each.requires_grad
-    }
+    trained = ((name, each) for name, each in head.named_parameters() if each.requires_grad)
+    tensors = {name: each.detach().bfloat16().contiguous() for name, each in trained}
     ids: Tensor = head.target_ids  # type: ignore[assignment]  # a registered buffer
     tensors["d2t"] = ids - torch.arange(len(ids))
     tensors["t2d"] = torch.zeros(head.vocabulary_size, dtype=torch.bool).index_fill_(0, ids, value=True)
     save_file(tensors, folder / "model.safetensors")
-
-
-STEPS = 4
-"""Tokens of a proposal when acceptance is measured."""
-TRAINED_STEPS = 3
-"""Tokens of a proposal that the head is trained on: each costs as much as the first."""
-STEP_WEIGHT = 0.8
-"""Each token counts this much of the one before it."""
-ROWS_PER_BATCH = 4
-MATRIX_LR, OTHER_LR = 0.02, 1e-3
-
-logger = logging.getLogger(__name__)
 
 
 class UnrolledStep:
@@ -130,7 +116,8 @@ class UnrolledStep:
         self._keys.append(key)
         self._values.append(value)
         scale = query.shape[-1] ** -0.5
-        past = (query @ self._keys[0].mT * scale).masked_fill(_later(query.shape[2]), -torch.inf)
+        later = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).triu(1)
+        past = (query @ self._keys[0].mT * scale).masked_fill(later, -torch.inf)
         own = [(query * each).sum(-1, keepdim=True) * scale for each in self._keys[1:]]
         weights = torch.cat((past, *own), dim=-1).softmax(-1)
         output = weights[..., : past.shape[-1]] @ self._values[0]
@@ -143,10 +130,6 @@ class UnrolledStep:
         split = states[0].view(states.shape[1], self._rows, -1, states.shape[-1]).transpose(0, 1)
         repeated: Tensor = split.repeat_interleave(heads // split.shape[1], dim=1)
         return repeated
-
-
-def _later(length: int) -> Tensor:
-    return torch.ones(length, length, dtype=torch.bool).triu(1)
 
 
 def unrolled_states(head: Eagle3Head, lessons: Lessons, steps: int = STEPS) -> Iterator[tuple[int, Tensor]]:
@@ -162,12 +145,6 @@ def unrolled_states(head: Eagle3Head, lessons: Lessons, steps: int = STEPS) -> I
         positions = torch.arange(k, k + bases).repeat(rows)[None]
         hidden, states = head.advanced(tokens, positions, states, step)
         yield k, hidden.view(rows, bases, -1)
-
-
-def unrolled_logits(head: Eagle3Head, lessons: Lessons, steps: int = STEPS) -> Iterator[tuple[int, Tensor]]:
-    """As `unrolled_states`, with the head's logits [rows, bases, vocabulary] in place of its states."""
-    for k, hidden in unrolled_states(head, lessons, steps):
-        yield k, head.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
 
 def target_logits(target: LlamaForCausalLM, lessons: Lessons, k: int) -> Tensor:
@@ -194,11 +171,11 @@ def train(head: Eagle3Head, target: LlamaForCausalLM, lessons: Sequence[Lessons]
 
     def next_loss(fraction: float) -> tuple[Tensor, int]:
         batch, compare, total = next(batches), divergence(fraction), torch.zeros(())
-        for k, logits in unrolled_logits(head, batch, TRAINED_STEPS):
+        for k, hidden in unrolled_states(head, batch, TRAINED_STEPS):
             with torch.no_grad():
-                wanted = target_logits(target, batch, k)
-            total = total + STEP_WEIGHT**k * compare(wanted, logits)
-        return total, batch.token_count
+                wanted = target_logits(target, batch, k).flatten(0, 1)
+            total = total + STEP_WEIGHT**k * compare(wanted, head.logits(hidden.flatten(0, 1)))
+        return total, batch.tokens.numel()
 
     return train_until_over(head, next_loss, minutes, MATRIX_LR, OTHER_LR)
 
@@ -215,7 +192,8 @@ def measured(
         texts = continue_text(target, prompts, NEW_TOKENS + STEPS, temperature, SEED).tokens
         written, coins = with_states(target, texts, head.layer_ids), torch.Generator().manual_seed(SEED)
         flags, shares = [], []
-        for k, own in unrolled_logits(head, written):
+        for k, hidden in unrolled_states(head, written):
+            own = head.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
             wanted, chosen = target_logits(target, written, k), texts[:, k + 2 : k + 2 + own.shape[1]]
             flags.append(are_accepted(own, wanted, chosen, temperature, coins))
             shares.append(overlap(wanted, own, temperature)[:, PROMPT_TOKENS:].mean().item())
@@ -226,52 +204,37 @@ def measured(
             own = draft(input_ids=texts, use_cache=False).logits
             wanted = target.lm_head(written.hidden.float())
             share = overlap(wanted, own, temperature)[:, PROMPT_TOKENS:].mean().item()
-            counts = measure_acceptance(target, draft, prompts, temperature, STEPS, NEW_TOKENS, SEED)
+            counts = measure_acceptance(target, draft, prompts, temperature, STEPS, SEED)
             found["draft"] = (counts, [share] * STEPS)  # it reads the text alone
         for name, (rounds, each) in found.items():
+            words = "temperature %.1f, %s: acceptance rate %.3f, %.2f tokens per round, by position %s"
             logger.info(
-                "temperature %.1f, %s: acceptance rate %.3f, %.2f tokens per round, by position %s",
-                temperature,
-                name,
-                rounds.rate,
-                rounds.length,
-                " ".join(f"{share:.3f}" for share in each),
+                words, temperature, name, rounds.rate, rounds.length, [round(share, 3) for share in each]
             )
     return figures
 
 
 def main() -> None:
     """Train an EAGLE-3 head for the demo target, and measure it on the held-out prompts."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--target", type=Path, default=DEMO_FOLDER / "target")
+    parser = parser_of(main.__doc__, "eagle3")
     parser.add_argument("--draft", type=Path, default=DEMO_FOLDER / "draft", help="measured beside the head")
-    parser.add_argument("--output", type=Path, default=DEMO_FOLDER / "eagle3")
     parser.add_argument("--measure", action="store_true", help="measure the head that is there")
-    parser.add_argument("--minutes-reading", type=float, default=1.0)
     parser.add_argument("--minutes-writing", type=float, default=7.0)
     parser.add_argument("--minutes-head", type=float, default=24.0)
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
-
     target = load_model(options.target)
     if options.measure:
         loaded = loading.load_model(options.target, dtype="float32")
-        measured(
-            load_eagle3(read_eagle3_config(options.output), loaded),
-            target,
-            options.target,
-            load_model(options.draft),
-        )
+        head = load_eagle3(read_eagle3_config(options.output), loaded)
+        measured(head, target, options.target, load_model(options.draft))
         return
     head = new_head(options.target, options.output)
-    studied = lessons_of(target, options.target, options.minutes_reading, options.minutes_writing, SEED)
-    lessons = [with_states(target, each.tokens, head.layer_ids) for each in studied]
-    logger.info("%d tokens of lessons", sum(each.token_count for each in lessons))
+    read = lessons_of(target, options.target, options.minutes_reading, options.minutes_writing, SEED)
+    lessons = [with_states(target, each.tokens, head.layer_ids) for each in read]
     seen = train(head, target, lessons, options.minutes_head)
     save(head, options.output)
-    write_json(
-        {"head_tokens_seen": seen} | measured(head, target, options.target), options.output / "figures.json"
-    )
+    figures = {"head_tokens_seen": seen, **measured(head, target, options.target)}
+    write_json(figures, options.output / "figures.json")
 
 
 if __name__ == "__main__":

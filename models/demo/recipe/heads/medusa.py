@@ -4,10 +4,8 @@ The heads learn the target's own distributions (Medusa-1 of Cai et al. 2024, arX
 place of the corpus' next token); the target stays as it is. Run as `python -m models.demo.recipe.heads.medusa --help`.
 """
 
-import argparse
 import json
 import logging
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,10 +17,10 @@ from transformers import LlamaForCausalLM
 
 from models.demo.recipe.architecture import continue_text, load_model, write_json
 from models.demo.recipe.measure import (
-    DEMO_FOLDER,
     NEW_TOKENS,
     PROMPT_TOKENS,
     are_accepted,
+    parser_of,
     rounds_of,
     short_prompts,
 )
@@ -44,15 +42,8 @@ logger = logging.getLogger(__name__)
 
 
 def head_logits(heads: MedusaHeads, hidden: Tensor) -> Tensor:
-    """Outputs of the heads at each base of some texts.
-
-    Args:
-        heads: all of them.
-        hidden: [rows, length, width], the target's final states.
-
-    Returns:
-        [rows, length - HEADS, HEADS, vocabulary]: of head k at base i the logits of the token at i + k + 2.
-    """
+    """From the target's final states [rows, length, width] to logits [rows, length - HEADS, HEADS, vocabulary]: those
+    of head k at base i are of the token at i + k + 2."""
     bases = hidden[:, :-HEADS]
     return heads.logits(bases.flatten(0, 1)).view(*bases.shape[:2], HEADS, -1)
 
@@ -74,7 +65,7 @@ def train(heads: MedusaHeads, target: LlamaForCausalLM, lessons: Sequence[Lesson
         with torch.no_grad():
             wanted = target_logits(target, hidden)
         losses = [HEAD_WEIGHT**k * compare(wanted[:, :, k], own[:, :, k]) for k in range(HEADS)]
-        return torch.stack(losses).sum(), batch.token_count
+        return torch.stack(losses).sum(), batch.tokens.numel()
 
     return train_until_over(heads, next_loss, minutes, MATRIX_LR, OTHER_LR)
 
@@ -121,12 +112,6 @@ def adopt_linear_maps(heads: MedusaHeads, target: LlamaForCausalLM, lessons: Seq
         output.copy_(target.lm_head.weight @ torch.linalg.solve(inner + ridge, each).float().T)
 
 
-def save(heads: MedusaHeads, folder: Path) -> None:
-    """Write the weights in bfloat16, by the names of vLLM's `MedusaModel`."""
-    tensors = {name: each.detach().bfloat16().contiguous() for name, each in heads.named_parameters()}
-    save_file(tensors, folder / "model.safetensors")
-
-
 @torch.no_grad()
 def measured(heads: MedusaHeads, target: LlamaForCausalLM, folder: Path) -> dict[str, Any]:
     """Acceptance behind the held-out prompts."""
@@ -135,16 +120,11 @@ def measured(heads: MedusaHeads, target: LlamaForCausalLM, folder: Path) -> dict
     for temperature in (0.0, 0.8):
         written = continue_text(target, prompts, NEW_TOKENS + HEADS, temperature, SEED)
         accepted, coins = [], torch.Generator().manual_seed(SEED)
-        for hidden, tokens in zip(
-            torch.split(written.hidden, ROWS_PER_BATCH),
-            torch.split(written.tokens, ROWS_PER_BATCH),
-            strict=True,
-        ):
+        parts = (torch.split(each, ROWS_PER_BATCH) for each in (written.hidden, written.tokens))
+        for hidden, tokens in zip(*parts, strict=True):
             chosen = tokens[:, 2:-1].unfold(1, HEADS, 1)
-            own, wanted = (
-                logits[:, : chosen.shape[1]]
-                for logits in (head_logits(heads, hidden), target_logits(target, hidden))
-            )
+            both = head_logits(heads, hidden), target_logits(target, hidden)
+            own, wanted = (logits[:, : chosen.shape[1]] for logits in both)
             accepted += are_accepted(own, wanted, chosen, temperature, coins)[:, PROMPT_TOKENS - 2 :].tolist()
         found = rounds_of(accepted, HEADS).figures(temperature)
         logger.info("temperature %.1f: %s", temperature, found)
@@ -154,29 +134,21 @@ def measured(heads: MedusaHeads, target: LlamaForCausalLM, folder: Path) -> dict
 
 def main() -> None:
     """Train Medusa heads for the demo target, and measure them on the held-out prompts."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--target", type=Path, default=DEMO_FOLDER / "target")
-    parser.add_argument("--output", type=Path, default=DEMO_FOLDER / "medusa")
-    parser.add_argument("--minutes-reading", type=float, default=1.0)
+    parser = parser_of(main.__doc__, "medusa")
     parser.add_argument("--minutes-writing", type=float, default=5.0)
     parser.add_argument("--minutes-heads", type=float, default=14.0)
-    parser.add_argument("--rows", type=int, default=48, help="texts that the target writes at a time")
-    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
-    torch.set_num_threads(options.threads)
-
     target = load_model(options.target)
     heads = new_heads(options.target, options.output)
-    lessons = lessons_of(
-        target, options.target, options.minutes_reading, options.minutes_writing, SEED, options.rows
-    )
+    minutes = options.minutes_reading, options.minutes_writing
+    lessons = lessons_of(target, options.target, *minutes, SEED)
     adopt_linear_maps(heads, target, lessons)
     seen = train(heads, target, lessons, options.minutes_heads)
-    save(heads, options.output)
-    write_json(
-        {"head_tokens_seen": seen} | measured(heads, target, options.target), options.output / "figures.json"
-    )
+    # By the names of vLLM's `MedusaModel`.
+    tensors = {name: each.detach().bfloat16().contiguous() for name, each in heads.named_parameters()}
+    save_file(tensors, options.output / "model.safetensors")
+    figures = {"head_tokens_seen": seen, **measured(heads, target, options.target)}
+    write_json(figures, options.output / "figures.json")
 
 
 if __name__ == "__main__":

@@ -156,43 +156,49 @@ They return within a round trip, and a step without them costs nearly as much as
 the first to return runs alone, the others follow together, and from then on each token pays for two steps.
 docs/engine.md has the measurements.
 """
-_MAX_SKIPPED_WAITS = 63
-"""After a wait in vain the next one is skipped, then three, then seven, up to this many."""
 
 
 class RejoinWindow:
-    """Knows which sequences are expected back. Every method is called with the condition held."""
+    """Knows which sequences are expected back. Every method is called with the condition held.
 
-    def __init__(self, wakeup: threading.Condition) -> None:
+    One that took longer the last time is not waited for, until it has returned in time again. So two groups that
+    alternate become one, however slow some other client is.
+    """
+
+    def __init__(self, wakeup: threading.Condition, clock: Callable[[], float] = time.perf_counter) -> None:
         self._wakeup = wakeup
+        self._clock = clock
+        self._due: dict[Sequence, float] = {}
+        """Until when each sequence that was answered should have returned."""
+        self._late: set[Sequence] = set()
+        """Those that took longer the last time."""
         self._missing: set[Sequence] = set()
-        """Sequences that the last step answered and that have not returned."""
+        """Those that were answered and are worth a wait."""
         self._ends = 0.0
         self._is_waiting = False
-        self._waits_skipped = 0
-        self._waits_to_skip = 0
 
     def expect(self, sequences: Iterable[Sequence], began: float, ended: float) -> None:
         """A step from `began` to `ended` has answered these sequences, which do not know it yet."""
         self._ends = ended + _PATIENCE * (ended - began)
-        self._missing = {sequence for sequence in sequences if not sequence.is_released}
+        answered = {sequence for sequence in sequences if not sequence.is_released}
+        self._due |= dict.fromkeys(answered, self._ends)
+        self._missing = answered - self._late
 
     def came_back(self, sequence: Sequence) -> None:
         """Wakes the thread; not for each of many that it waits for."""
+        due = self._due.pop(sequence, None)
+        if sequence.is_released or (due is not None and self._clock() <= due):
+            self._late.discard(sequence)
+        elif due is not None:
+            self._late.add(sequence)
         self._missing.discard(sequence)
         if not (self._is_waiting and self._missing):
             self._wakeup.notify()
 
     def wait(self, *, has_running: bool, is_stopping: Callable[[], bool]) -> None:
         """Waits, although there is work, until all are back or the time is over; sequences that run must not wait."""
-        if self._waits_to_skip > 0 or has_running:
-            self._waits_to_skip = max(0, self._waits_to_skip - 1)
-        elif self._missing:
-            self._is_waiting = True
-            while self._missing and not is_stopping() and time.perf_counter() < self._ends:
-                self._wakeup.wait(self._ends - time.perf_counter())
-            self._is_waiting = False
-            skipped = 2 * self._waits_skipped + 1 if self._missing else 0
-            self._waits_skipped = min(skipped, _MAX_SKIPPED_WAITS)
-            self._waits_to_skip = self._waits_skipped
+        self._is_waiting = not has_running
+        while self._is_waiting and self._missing and not is_stopping() and self._clock() < self._ends:
+            self._wakeup.wait(self._ends - self._clock())
+        self._is_waiting = False
         self._missing = set()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import threading
+from typing import Any
+
 import pytest
 
 from tandem.engine.core.jobs import Job
-from tandem.engine.core.scheduler import next_segments
+from tandem.engine.core.scheduler import RejoinWindow, next_segments
 from tandem.engine.kv_cache.arena import PageTable
 from tandem.engine.kv_cache.sequence import Sequence
 from tandem.types import Delta
@@ -62,3 +67,67 @@ def test_every_job_gets_through() -> None:
         for segment in segments:
             segment.sequence.advance(segment.token_count)
     assert not any(job.sequence.pending_count for job in jobs)
+
+
+class _Clients(threading.Condition):
+    """Sequences that each return so many milliseconds after an answer, on a clock that moves when somebody waits."""
+
+    def __init__(self, *delays: float) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.window = RejoinWindow(self, lambda: self.now)
+        self.delays = {_job(1, computed=1).sequence: delay for delay in delays}
+        self.ready: set[Sequence] = set()
+        self._order = itertools.count()
+        self._returns: list[Any] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        until = self.now + (1e9 if timeout is None else timeout)
+        if not self._returns or self._returns[0][0] > until:
+            self.now = until
+            return False
+        self.now, _, sequence = heapq.heappop(self._returns)
+        self.ready.add(sequence)
+        self.window.came_back(sequence)
+        return True
+
+    def step(self, milliseconds: float) -> set[Sequence]:
+        """Run a step of all that are ready; returns them."""
+        while not self.ready:
+            self.wait()
+        self.window.wait(has_running=False, is_stopping=lambda: False)
+        batch, self.ready = self.ready, set()
+        began, ended = self.now, self.now + milliseconds
+        while self.now < ended:
+            self.wait(ended - self.now)
+        for sequence in batch:
+            due = self.now + self.delays[sequence]
+            heapq.heappush(self._returns, (due, next(self._order), sequence))
+        self.window.expect(batch, began, self.now)
+        return batch
+
+
+def test_two_groups_become_one_whatever_a_slow_client_does() -> None:
+    """Of nine sequences one is slow, and two groups of the others alternate to begin with."""
+    clients = _Clients(*[1.0 + 0.2 * index for index in range(8)], 40.0)
+    *prompt, slow = clients.delays
+    clients.ready = {slow, *prompt[:4]}
+    clients.step(12.0)
+    clients.ready |= set(prompt[4:])
+    with clients:
+        batches = [clients.step(12.0) for _ in range(60)]
+    assert all(batch >= set(prompt) for batch in batches[3:])
+    # Nobody waits for the slow one: the others return in 2.4 ms.
+    assert clients.now < 62 * (12.0 + 2.4) + 2 * 0.3 * 12.0
+
+
+def test_a_client_is_waited_for_again_once_it_returns_in_time() -> None:
+    clients = _Clients(1.0, 20.0)
+    fast, slow = clients.delays
+    clients.ready = {fast, slow}
+    with clients:
+        apart = [clients.step(10.0) for _ in range(12)]
+        clients.delays[slow] = 2.0
+        together = [clients.step(10.0) for _ in range(12)]
+    assert {fast} in apart[1:]
+    assert together[4:] == [{fast, slow}] * 8

@@ -32,9 +32,9 @@ from coordinator.http.sending import DONE, EventStream, WholeAnswer, data_line, 
 from coordinator.requests.admission import peer_of_host
 from coordinator.requests.plan import Models, goes_without_drafting
 from coordinator.requests.runner import RequestRunner
-from coordinator.requests.validation import REQUEST_RULES, TokenizedRequest, too_much_text
+from coordinator.requests.validation import REQUEST_RULES, TokenizedRequest, outside_vocabulary
 from coordinator.settings.coordinator import HttpOptions, RequestBounds
-from tandem.config.rule import broken
+from tandem.config.rule import broken, refuse
 from tandem.errors import InvalidRequestError
 from tandem.serving.interceptors import RunningCalls
 from tandem.types import Chunk, GenerationRequest
@@ -89,7 +89,7 @@ class Api:
     async def responses(self, request: Request) -> Response:
         """`POST /v1/responses`."""
         body = await self._body(request, ResponsesBody)
-        _refuse(body)
+        refuse(body.refusals())
         answer, chunks = await self._begin(request, chat_of(body), ChatAnswer)
         described = ResponseObject(body, self.model_name)
         headers = ignored_header(request.state.ignored_fields, body.passed_over)
@@ -100,14 +100,12 @@ class Api:
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`."""
         body = await self._body(request, TokenizeBody)
-        _refuse(body)
+        refuse(body.refusals())
         models, bounds = self._completions.models, self._completions.bounds
         if body.prompt is None:
             token_ids = await _chat_prompt(body, models, self._chats, bounds)
         else:
-            if sentences := list(too_much_text(body.prompt, bounds, models.max_text_bytes)):
-                raise InvalidRequestError("; ".join(sentences))
-            token_ids = await models.encoder.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+            token_ids = await models.encode(body.prompt, bounds, add_special_tokens=body.add_special_tokens)
         answer: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": models.target.max_length,
@@ -122,10 +120,7 @@ class Api:
         """`POST /detokenize`."""
         body = await self._body(request, DetokenizeBody)
         models = self._completions.models
-        size = models.target.vocabulary_size
-        unknown = next((token_id for token_id in body.tokens if not 0 <= token_id < size), None)
-        if unknown is not None:
-            raise InvalidRequestError(f"tokens holds token id {unknown}; ids must be in 0..{size - 1}")
+        refuse(outside_vocabulary("tokens holds", body.tokens, models.target))
         # Tens of thousands of ids take long enough for others to notice.
         text = await asyncio.to_thread(models.tokenizer.decode, body.tokens, skip_special_tokens=False)
         return JSONResponse({"prompt": text}, headers=ignored_header(request.state.ignored_fields))
@@ -214,11 +209,6 @@ async def _events(
     yield DONE
 
 
-def _refuse(body: Body) -> None:
-    if sentences := list(body.refusals()):
-        raise InvalidRequestError("; ".join(sentences))
-
-
 # ---- from a body to the completions that it asks for
 
 
@@ -238,8 +228,7 @@ async def requests_of(
     if sentences:
         # Whoever breaks rules of both kinds is told of all of them. The first request stands for all: their number
         # may be what is wrong.
-        sentences += await _broken_later(_request(body, prompts[0], 0), prompts[0], models, bounds)
-        raise InvalidRequestError("; ".join(sentences))
+        refuse(sentences + await _broken_later(_request(body, prompts[0], 0), prompts[0], models, bounds))
     return [_request(body, prompt, choice) for prompt in prompts for choice in range(body.choices)]
 
 
@@ -248,9 +237,10 @@ async def _broken_later(
 ) -> list[str]:
     """A sentence for each rule that a request would break once it has its place."""
     if isinstance(prompt, str):
-        if sentences := list(too_much_text(prompt, bounds, models.max_text_bytes)):
-            return sentences
-        prompt = await models.encoder.encode(prompt)
+        try:
+            prompt = await models.encode(prompt, bounds)
+        except InvalidRequestError as error:
+            return [str(error)]
     if goes_without_drafting(request, bounds, models):
         request = replace(request, speculation=False)
     return broken(REQUEST_RULES, TokenizedRequest(request, prompt, models.target, models.draft))

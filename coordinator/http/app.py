@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
@@ -29,16 +28,16 @@ from tandem.rpc.addresses import is_loopback
 from tandem.serving import protection
 from tandem.serving.interceptors import ReadinessInterceptor, RunningCalls
 
-_PAGE = Path(__file__).with_name("page")
 _PAGE_FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/code.js": ("code.js", "text/javascript; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
+    "/docs.css": ("docs.css", "text/css; charset=utf-8"),
 }
 _PAGE_HEADERS = {
-    # The page loads nothing from elsewhere, and nothing that it shows can run as a script.
+    # The pages load nothing from elsewhere, and nothing that they show can run as a script.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -85,7 +84,7 @@ class App:
         self._metrics = metrics
         self._known_tokens = protection.token_source(settings, settings.http_host)
         self._local_only = is_loopback(settings.http_host) and not settings.knows_callers
-        self._files = {path: (_PAGE / name).read_bytes() for path, (name, _) in _PAGE_FILES.items()}
+        self._files = {path: (openapi.PAGE / name).read_bytes() for path, (name, _) in _PAGE_FILES.items()}
         api = Api(completions, chats, calls, settings)
         self._router = Router(
             [
@@ -99,8 +98,8 @@ class App:
                 Route("/health", self._health),
                 Route("/ping", self._health, methods=["GET", "POST"]),
                 Route("/load", self._load),
-                Route("/openapi.json", openapi.document),
-                Route("/docs", openapi.page),
+                Route("/openapi.json", self._openapi),
+                Route("/docs", self._docs),
                 Route("/version", self._version),
                 Route("/metrics", self._metrics_text),
                 Route("/tandem/status", self._page_status),
@@ -158,6 +157,12 @@ class App:
         if self._readiness.closed_because:
             return JSONResponse({"status": "unavailable", "reason": self._readiness.closed_because}, 503)
         return JSONResponse({"status": "ok"})
+
+    async def _openapi(self, request: Request) -> Response:
+        return JSONResponse(openapi.description())
+
+    async def _docs(self, request: Request) -> Response:
+        return HTMLResponse(openapi.page(), headers=_PAGE_HEADERS)
 
     async def _version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})

@@ -21,7 +21,6 @@ from typing import Any, BinaryIO, cast
 
 from coordinator.http.chat_worker import CPU_SECONDS, REAL_SECONDS, read_message, write_message
 from coordinator.requests.plan import Models
-from coordinator.requests.validation import too_much_text
 from coordinator.settings.coordinator import MAX_CHAT_MESSAGES, RequestBounds
 from tandem.errors import CapacityError, ConfigurationError, InvalidRequestError, ModelFolderError
 from tandem.plural import plural
@@ -108,11 +107,8 @@ class Chats:
         )
         if continue_final_message and isinstance(content := messages[-1]["content"], str):
             text = _open_ended(text, content)
-        # The request's own check comes later and sees only ids.
-        if sentences := list(too_much_text(text, bounds, models.max_text_bytes)):
-            raise InvalidRequestError("; ".join(sentences))
         # The template writes the special tokens itself.
-        return await models.encoder.encode(text, add_special_tokens=False)
+        return await models.encode(text, bounds, add_special_tokens=False)
 
 
 class ChatTemplate:

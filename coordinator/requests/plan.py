@@ -26,13 +26,20 @@ from coordinator.rejection import (
     resolve,
 )
 from coordinator.requests.active import ActiveRequest
-from coordinator.requests.validation import TokenizedRequest, check_request, is_separate_model, penalizes
+from coordinator.requests.validation import (
+    TokenizedRequest,
+    check_request,
+    is_separate_model,
+    penalizes,
+    too_much_text,
+)
 from coordinator.settings.acceptance import for_draft, names_auto, requested_options
 from coordinator.settings.coordinator import CoordinatorSettings, RequestBounds
 from coordinator.speculation.ahead import DraftAhead
 from coordinator.telemetry.observer import EventValue
 from tandem.config import SpeculativeConfig
 from tandem.config.names import AUTO_NAMES
+from tandem.config.rule import refuse
 from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.types import (
     Acceptance,
@@ -80,6 +87,17 @@ class Models:
     def max_text_bytes(self) -> int | None:
         """Bytes beyond which any prompt has more than `max_length` tokens; None where there is no such bound."""
         return self.encoder.max_bytes(self.target.max_length)
+
+    async def encode(
+        self, text: str, bounds: RequestBounds, *, add_special_tokens: bool = True
+    ) -> tuple[int, ...]:
+        """The token ids of a prompt's text.
+
+        Raises:
+            InvalidRequestError: it is too large to be tokenized.
+        """
+        refuse(too_much_text(text, bounds, self.max_text_bytes))
+        return await self.encoder.encode(text, add_special_tokens=add_special_tokens)
 
 
 @dataclass(frozen=True, slots=True)

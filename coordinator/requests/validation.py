@@ -10,8 +10,7 @@ from coordinator.rejection import RuleError, named_strategy
 from coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS, RequestBounds
 from tandem.config import SpeculativeConfig
 from tandem.config.names import OWN_METHODS
-from tandem.config.rule import Rule, at_least, broken, spelled, within
-from tandem.errors import InvalidRequestError
+from tandem.config.rule import Rule, at_least, broken, refuse, spelled, within
 from tandem.plural import plural
 from tandem.sampling.ranges import sampling_rules
 from tandem.types import (
@@ -42,8 +41,7 @@ def check_bounds(subject: BoundedRequest) -> None:
     Raises:
         InvalidRequestError: with a sentence for each bound that it goes beyond.
     """
-    if sentences := broken(BOUND_RULES, subject):
-        raise InvalidRequestError("; ".join(sentences))
+    refuse(broken(BOUND_RULES, subject))
 
 
 def check_counts(message: Any, bounds: RequestBounds, prompt_tokens: int, max_length: int) -> None:
@@ -59,8 +57,7 @@ def check_counts(message: Any, bounds: RequestBounds, prompt_tokens: int, max_le
         InvalidRequestError: with a sentence for each count that is too high.
     """
     subject = BoundedRequest(message, bounds, 0, max_length)
-    if sentences := [*too_long(prompt_tokens, max_length), *broken(_COUNT_RULES, subject)]:
-        raise InvalidRequestError("; ".join(sentences))
+    refuse([*too_long(prompt_tokens, max_length), *broken(_COUNT_RULES, subject)])
 
 
 def too_much_text(text: str, bounds: RequestBounds, max_text_bytes: int | None = None) -> Iterator[str]:
@@ -199,8 +196,7 @@ def check_request(subject: TokenizedRequest) -> None:
     Raises:
         InvalidRequestError: with a sentence for each broken rule.
     """
-    if sentences := broken(REQUEST_RULES, subject):
-        raise InvalidRequestError("; ".join(sentences))
+    refuse(broken(REQUEST_RULES, subject))
 
 
 def _prompt_not_empty(subject: TokenizedRequest) -> Iterator[str]:
@@ -213,10 +209,7 @@ def _prompt_fits(subject: TokenizedRequest) -> Iterator[str]:
 
 
 def _known_ids(subject: TokenizedRequest) -> Iterator[str]:
-    size = subject.target.vocabulary_size
-    unknown = next((token_id for token_id in subject.prompt if not 0 <= token_id < size), None)
-    if unknown is not None:
-        yield f"the prompt holds token id {unknown}; ids must be in 0..{size - 1}"
+    return outside_vocabulary("the prompt holds", subject.prompt, subject.target)
 
 
 def _stop_strings(subject: TokenizedRequest) -> Iterator[str]:
@@ -225,12 +218,12 @@ def _stop_strings(subject: TokenizedRequest) -> Iterator[str]:
 
 
 def _stop_token_ids(subject: TokenizedRequest) -> Iterator[str]:
-    yield from _outside_vocabulary("stop_token_ids", subject.request.stop_token_ids, subject.target)
+    return outside_vocabulary("stop_token_ids is for", subject.request.stop_token_ids, subject.target)
 
 
 def _logit_bias(subject: TokenizedRequest) -> Iterator[str]:
     biases = subject.request.logit_bias
-    yield from _outside_vocabulary("logit_bias", biases, subject.target)
+    yield from outside_vocabulary("logit_bias is for", biases, subject.target)
     for token_id, bias in biases.items():
         if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
             yield (
@@ -240,11 +233,12 @@ def _logit_bias(subject: TokenizedRequest) -> Iterator[str]:
             return
 
 
-def _outside_vocabulary(option: str, token_ids: Iterable[int], target: ModelInfo) -> Iterator[str]:
+def outside_vocabulary(holder: str, token_ids: Iterable[int], target: ModelInfo) -> Iterator[str]:
+    """Yield a sentence about the first id that the target does not have; it begins with the holder of the ids."""
     size = target.vocabulary_size
     unknown = next((token_id for token_id in token_ids if not 0 <= token_id < size), None)
     if unknown is not None:
-        yield f"{option} is for token id {unknown}; ids must be in 0..{size - 1}"
+        yield f"{holder} token id {unknown}; ids must be in 0..{size - 1}"
 
 
 def _min_tokens(subject: TokenizedRequest) -> Iterator[str]:

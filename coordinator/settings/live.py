@@ -13,6 +13,7 @@ from coordinator.settings.coordinator import CoordinatorSettings
 from tandem.admin import ConfigOption
 from tandem.config.layers import Origin
 from tandem.config.options import ALIASES, sentences, unknown_option
+from tandem.config.rule import refuse
 from tandem.config.speculative import AcceptanceOptions, SourceOptions
 from tandem.errors import InvalidRequestError
 
@@ -75,8 +76,7 @@ class LiveConfig:
         """
         values = {spelled(name): value for name, value in values.items()}
         reset = [spelled(name) for name in reset]
-        if broken := list(_problems([*values, *reset])):
-            raise InvalidRequestError("; ".join(broken))
+        refuse(_problems([*values, *reset]))
         now = datetime.now(UTC)
         changes = {name: change for name, change in self._changes.items() if name not in reset}
         changes |= {name: _Change(_value(text), by, now) for name, text in values.items()}

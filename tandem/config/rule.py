@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from tandem.errors import InvalidRequestError
+
 SubjectT = TypeVar("SubjectT")
 
 
@@ -43,6 +45,16 @@ def broken(rules: Sequence[Rule[SubjectT]], subject: SubjectT, unreadable: Colle
         if not set(rule.options) & set(unreadable)
         for sentence in rule.broken_by(subject)
     ]
+
+
+def refuse(sentences: Iterable[str]) -> None:
+    """Refuse a request for all of these reasons at once; do nothing without any.
+
+    Raises:
+        InvalidRequestError: with the sentences.
+    """
+    if joined := "; ".join(sentences):
+        raise InvalidRequestError(joined)
 
 
 def itself(subject: object) -> object:

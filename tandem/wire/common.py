@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tandem.config.rule import Rule, broken
+from tandem.config.rule import Rule, broken, refuse
 from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.sampling.ranges import sampling_rules
 from tandem.types import (
@@ -38,8 +38,7 @@ def sampling_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
         InvalidRequestError: one of them is out of range.
     """
     sampling = _SAMPLING.from_proto(message)
-    if sentences := broken(_SAMPLING_RULES, sampling):
-        raise InvalidRequestError("; ".join(sentences))
+    refuse(broken(_SAMPLING_RULES, sampling))
     return sampling
 
 

@@ -60,10 +60,15 @@ def hooked(
             on_step(step)
             yield step
 
+    errors: list[Exception] = []
+
     def told(answer: AnswerT) -> None:
+        if errors:
+            return  # nothing is said after an answer that was lost
         try:
             say(on_answer(answer))
         except Exception as error:  # noqa: BLE001 - it ends the sequence, whoever told the answer
+            errors.append(error)
             sequence.tell(error)
 
     vars(sequence).update(steps=observed, say=told)

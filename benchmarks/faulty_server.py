@@ -282,11 +282,13 @@ class _Served:
         self.rounds += int(accepted.size - accepted.sum())
         return list(zip(made.tolist(), accepted.tolist(), strict=True))
 
-    def context(self, prompt: str) -> int:
-        first, second = (ord(character) % self.language.size for character in prompt[-2:])
+    def context(self, prompt: str | list[int]) -> int:
+        first, second = (each % self.language.size for each in ids_of(prompt)[-2:])
         return first * self.language.size + second
 
-    def logprobs(self, prompt: str, tokens: list[int], accepted: list[int], count: int) -> dict[str, Any]:
+    def logprobs(
+        self, prompt: str | list[int], tokens: list[int], accepted: list[int], count: int
+    ) -> dict[str, Any]:
         context, size = self.context(prompt), self.language.size
         logprobs, tops = [], []
         for token, is_accepted in zip(tokens, accepted, strict=True):
@@ -305,6 +307,11 @@ class _Served:
 def text(tokens: list[int]) -> str:
     """The text of tokens."""
     return "".join(chr(_FIRST + token) for token in tokens)
+
+
+def ids_of(prompt: str | list[int]) -> list[int]:
+    """The ids of a prompt: its code points."""
+    return [ord(character) for character in prompt] if isinstance(prompt, str) else prompt
 
 
 def application(language: Language, fault: str = RIGHT, seed: int = 0) -> Starlette:
@@ -329,7 +336,13 @@ def application(language: Language, fault: str = RIGHT, seed: int = 0) -> Starle
         for index, (tokens, accepted) in enumerate(made):
             stops = [place for stop in body.get("stop") or () if (place := text(tokens).find(stop)) >= 0]
             kept = tokens[: min(stops, default=len(tokens))]
-            choice = {"index": index, "text": text(kept), "finish_reason": "stop" if stops else "length"}
+            choice: dict[str, Any] = {
+                "index": index,
+                "text": text(kept),
+                "finish_reason": "stop" if stops else "length",
+            }
+            if body.get("return_token_ids"):
+                choice["token_ids"] = ids_of(text(kept))
             if body.get("logprobs"):
                 choice["logprobs"] = served.logprobs(
                     body["prompt"], kept, accepted[: len(kept)], body["logprobs"]
@@ -342,6 +355,9 @@ def application(language: Language, fault: str = RIGHT, seed: int = 0) -> Starle
         if body.get("stream"):
             return StreamingResponse(_events(choices), media_type="text/event-stream")
         return JSONResponse({"choices": choices, "usage": usage})
+
+    async def tokenize(request: Request) -> Response:
+        return JSONResponse({"tokens": ids_of((await request.json())["prompt"])})
 
     async def metrics(_: Request) -> Response:
         rule = "typical-acceptance" if fault == "typical-acceptance" else "residual"
@@ -361,6 +377,7 @@ def application(language: Language, fault: str = RIGHT, seed: int = 0) -> Starle
             Route("/v1/models", models),
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/metrics", metrics),
+            Route("/tokenize", tokenize, methods=["POST"]),
         ]
     )
 

@@ -10,12 +10,11 @@ A run has as many tokens as 10 minutes at 100 tokens a second give, in the share
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.faulty_server import FAULTS, PROPOSED, RIGHT, Language, Sampler, steps_of
 from tandem.audit.run import COLD, MAIN, NUCLEUS, TEMPERATURE, TOP_P, expected
@@ -41,7 +40,7 @@ class Run:
 
     is_finding: bool
     tokens: int
-    """Until the e-process crossed its level, or all."""
+    """Until the e-process crossed its level; all where it did not."""
 
 
 def simulated(
@@ -127,14 +126,12 @@ def judged(evidence: Evidence, removed: int) -> Run:
     return Run(evidence.is_finding or removed > 2, crossing)
 
 
-def false_alarms(runs: int, tokens: int) -> int:
-    """How many right samplers are accused."""
+def false_alarms(runs: int, tokens: int) -> Iterator[bool]:
+    """For each right sampler, whether it is accused."""
     languages = [Language.random(seed=seed) for seed in range(min(runs, _LANGUAGES))]
-    count = 0
     for seed in range(runs):
         language = languages[seed % len(languages)]
-        count += judged(*simulated(language, sampler(language), seed, tokens)).is_finding
-    return count
+        yield judged(*simulated(language, sampler(language), seed, tokens)).is_finding
 
 
 def main() -> None:
@@ -148,31 +145,28 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS)
     arguments = parser.parse_args()
     console = Console()
-    if arguments.false_alarms:
-        accused = false_alarms(arguments.false_alarms, arguments.tokens)
-        console.print(f"right samplers accused: {accused} of {arguments.false_alarms}")
+    accused = 0
+    for done, is_accused in enumerate(false_alarms(arguments.false_alarms, arguments.tokens), start=1):
+        accused += is_accused
+        if done % 50 == 0 or done == arguments.false_alarms:
+            console.print(f"right samplers accused: {accused} of {done}")
     language = Language.random()
-    table = Table("sampler", "found", "median tokens to the e-process's level", box=None)
 
     def row(name: str, runs: Iterable[tuple[Evidence, int]]) -> None:
         found = [judged(*each) for each in runs]
         tokens = int(np.median([each.tokens for each in found]))
-        table.add_row(name, f"{sum(each.is_finding for each in found)} of {len(found)}", f"{tokens:,}")
+        count = sum(each.is_finding for each in found)
+        console.print(
+            f"{name}: {count} of {len(found)} found, the e-process crosses at {tokens:,} tokens (median)"
+        )
 
-    if arguments.faults:
-        for fault in FAULTS:
-            generate = sampler(language, fault)
-            seeds = range(arguments.faults)
-            row(fault, (simulated(language, generate, seed, arguments.tokens, fault) for seed in seeds))
-    if arguments.power:
-        for name, probs in biases(language).items():
-            generate = biased(language, probs)
-            row(
-                name,
-                (simulated(language, generate, seed, arguments.tokens) for seed in range(arguments.power)),
-            )
-    if table.rows:
-        console.print(table)
+    for fault in FAULTS if arguments.faults else ():
+        generate = sampler(language, fault)
+        seeds = range(arguments.faults)
+        row(fault, (simulated(language, generate, seed, arguments.tokens, fault) for seed in seeds))
+    for name, probs in biases(language).items() if arguments.power else ():
+        generate = biased(language, probs)
+        row(name, (simulated(language, generate, seed, arguments.tokens) for seed in range(arguments.power)))
 
 
 if __name__ == "__main__":

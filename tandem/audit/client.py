@@ -38,6 +38,8 @@ _OPTIONAL = (
 """Fields of a request, the most wanted first: the first set that a server accepts is used."""
 _ATTEMPTS = 3
 _MAX_RETRY_SECONDS = 10.0
+_LEAST = -9999.0
+"""A logarithm of 0, as vLLM writes it."""
 _IDS = re.compile(r"token_id:\d+")
 
 
@@ -73,8 +75,8 @@ class Completion:
     tops: tuple[dict[str, float], ...] = ()
     """The most probable tokens at each position, natural logarithms."""
     prompt_tokens: int | None = None
-    generated: int = 0
-    """Tokens, as the server counts them over all choices of the answer."""
+    token_ids: tuple[int, ...] = ()
+    """Where `return_token_ids` asked for them and the server knows the field."""
 
     @property
     def has_ids(self) -> bool:
@@ -111,13 +113,17 @@ class Server:
         """Candidates with log probabilities at each position; 0: it reports none."""
         return int(self.optional.get("logprobs", 0))
 
+    @property
+    def _root(self) -> str:
+        return self.url.rpartition("/")[0]
+
     async def complete(
-        self, prompt: str, *, max_tokens: int, temperature: float, **fields: Any
+        self, prompt: str | Sequence[int], *, max_tokens: int, temperature: float, **fields: Any
     ) -> list[Completion]:
         """Complete a prompt once, or `n` times.
 
         Args:
-            prompt: Its text.
+            prompt: Its text, or its ids.
             max_tokens: Most tokens.
             temperature: 0 is greedy.
             fields: More of the request's fields; None leaves out one that is sent otherwise.
@@ -149,16 +155,26 @@ class Server:
         self.budget.generated += max_tokens
         return "".join(parts)
 
+    async def tokenize(self, text: str) -> list[int] | None:
+        """A prompt's ids, from the path that vLLM and Tandem have for it; None: there is none."""
+        try:
+            answer = await self.http.post(
+                self._root + "/tokenize", json={"model": self.model, "prompt": text}
+            )
+            return [int(each) for each in answer.json()["tokens"]] if answer.status_code == 200 else None
+        except (httpx2.HTTPError, ValueError, KeyError, TypeError):
+            return None
+
     async def speculation(self) -> SpeculationCounts | None:
         """What the server's /metrics counted of its speculation since it started; None: it counts nothing."""
         try:
-            answer = await self.http.get(self.url.rpartition("/")[0] + "/metrics")
+            answer = await self.http.get(self._root + "/metrics")
         except httpx2.HTTPError:
             return None
         return speculation_counts(answer.text) if answer.status_code == 200 else None
 
     def _request(
-        self, prompt: str, max_tokens: int, temperature: float, fields: Mapping[str, Any]
+        self, prompt: str | Sequence[int], max_tokens: int, temperature: float, fields: Mapping[str, Any]
     ) -> dict[str, Any]:
         named = {
             "model": self.model,
@@ -314,17 +330,26 @@ def speculation_counts(metrics: str) -> SpeculationCounts | None:
 
 def _completion(choice: Mapping[str, Any], usage: Mapping[str, Any]) -> Completion:
     reported = choice.get("logprobs") or {}
-    logprobs = tuple(
-        -9999.0 if each is None else float(each) for each in reported.get("token_logprobs") or ()
-    )
+    if "content" in reported:
+        # Some servers report completions as OpenAI's chats are: a list of objects.
+        content = reported["content"] or ()
+        reported = {
+            "tokens": [each["token"] for each in content],
+            "token_logprobs": [each["logprob"] for each in content],
+            "top_logprobs": [
+                {top["token"]: top["logprob"] for top in each.get("top_logprobs") or ()} for each in content
+            ],
+        }
     return Completion(
         text=str(choice.get("text") or ""),
         finish_reason=choice.get("finish_reason"),
         tokens=tuple(reported.get("tokens") or ()),
-        logprobs=logprobs,
+        logprobs=tuple(
+            _LEAST if each is None else float(each) for each in reported.get("token_logprobs") or ()
+        ),
         tops=tuple({} if each is None else dict(each) for each in reported.get("top_logprobs") or ()),
         prompt_tokens=usage.get("prompt_tokens"),
-        generated=int(usage.get("completion_tokens") or len(logprobs)),
+        token_ids=tuple(choice.get("token_ids") or ()),
     )
 
 

@@ -412,11 +412,14 @@ async def _two_samples(
     return compared(found)
 
 
-def compared(found: Sequence[tuple[int, bool, Completion]]) -> list[TestResult]:
+def compared(
+    found: Sequence[tuple[int, bool, Completion]], permutations: int = _PERMUTATIONS
+) -> list[TestResult]:
     """Two-sample tests of first tokens, their pairs, pairs anywhere, lengths and reasons to end.
 
     Args:
         found: Prompt's place, True for the reference, and the completion.
+        permutations: Of each test, at most.
     """
     kinds: dict[str, list[tuple[object, int]]] = {
         name: [] for name in ("first token", "first two tokens", "pairs of tokens", "length", "reason to end")
@@ -435,7 +438,7 @@ def compared(found: Sequence[tuple[int, bool, Completion]]) -> list[TestResult]:
         numbers: dict[object, int] = {}
         cells = np.array([numbers.setdefault(cell, len(numbers)) for cell, _ in counted], np.int64)
         units = np.array([unit for _, unit in counted], np.int64)
-        p = permutation_p(cells, units, strata, is_second, _PERMUTATIONS)
+        p = permutation_p(cells, units, strata, is_second, permutations)
         results.append(TestResult(name, len(cells), math.nan, math.nan, math.nan, p))
     adjusted = holm([test.p for test in results])
     return [replace(test, adjusted_p=each) for test, each in zip(results, adjusted, strict=True)]

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
 
-from benchmarks.faulty_server import RIGHT, Language, application
+from benchmarks.faulty_server import RIGHT, Language, Sampler, application
 from coordinator.cli.audit import KEY
 from tandem.audit.checks import Verdict, variation
 from tandem.audit.client import Budget, Completion, connected, speculation_counts
 from tandem.audit.report import acceptance_line, as_dict, html
-from tandem.audit.run import Audit, AuditOptions, Reader, audit
+from tandem.audit.run import Audit, AuditOptions, Reader, audit, compared
 from tandem.errors import (
     CapacityError,
     InvalidRequestError,
@@ -40,7 +42,7 @@ class Changed(httpx2.AsyncBaseTransport):
         self.bodies: list[dict[str, Any]] = []
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        if request.method == "POST":
+        if request.url.path == "/v1/completions":
             self.bodies.append(json.loads(await request.aread()))
             request = httpx2.Request("POST", request.url, json=self._change(dict(self.bodies[-1])))
         return await self._inner.handle_async_request(request)
@@ -83,20 +85,43 @@ async def test_a_lossy_rule_is_named() -> None:
     assert 'fill="#b91c1c"' in html(result)
 
 
-async def test_log_probabilities_of_the_draft_are_named() -> None:
-    result = await audited(Changed(fault="log probabilities of the draft"), 3_000)
+@pytest.mark.parametrize("has_ids", [True, False])
+async def test_log_probabilities_of_the_draft_are_named(has_ids: bool) -> None:
+    def named(body: dict[str, Any]) -> dict[str, Any]:
+        return body if has_ids else body | {"return_token_ids": False}
+
+    server = Changed(named, "log probabilities of the draft")
+    result = await audited(server, 3_000)
+    assert any(isinstance(body["prompt"], list) for body in server.bodies) is has_ids
     (check,) = [each for each in result.checks if each.name.startswith("log probabilities and")]
     assert check.verdict is Verdict.FINDING
     assert "the target's distribution" in check.detail
 
 
 async def test_a_server_is_compared_with_its_reference() -> None:
-    lossy = await audited(Changed(fault="typical-acceptance"), 8_000, Changed())
-    assert any("another distribution than the reference" in finding for finding in lossy.findings)
-    right = await audited(Changed(), 6_000, Changed())
-    assert right.findings == []
-    assert {test.name for test in right.reference} >= {"first token", "pairs of tokens", "length"}
-    assert "Against the reference" in html(right)
+    result = await audited(Changed(), 6_000, Changed())
+    assert result.findings == []
+    assert [test.name for test in result.reference] == list(NAMES)
+    assert "Against the reference" in html(result)
+    result.reference = [replace(test, adjusted_p=0.0) for test in result.reference]
+    assert result.findings[0] == "another distribution than the reference: first token, p = 0"
+
+
+NAMES = ("first token", "first two tokens", "pairs of tokens", "length", "reason to end")
+
+
+@pytest.mark.parametrize(("fault", "differing"), [(RIGHT, set()), ("typical-acceptance", set(NAMES[:3]))])
+def test_two_samples(fault: str, differing: set[str]) -> None:
+    contexts = np.resize(np.array([5, 700, 1234, 4000]), 400)
+    found = []
+    for is_reference, sampler in enumerate((Sampler(LANGUAGE, fault), Sampler(LANGUAGE))):
+        made, _ = sampler.generate(contexts, 8, np.random.default_rng(is_reference))
+        completions = [Completion("", "length", tuple(map(str, tokens))) for tokens in made.tolist()]
+        found += [
+            (int(place), bool(is_reference), each) for place, each in zip(contexts, completions, strict=True)
+        ]
+    results = compared(found, permutations=999)
+    assert {test.name for test in results if (test.adjusted_p or 0.0) < 0.02} == differing
 
 
 def _warm(body: dict[str, Any]) -> dict[str, Any]:
@@ -123,7 +148,6 @@ def _one_choice(body: dict[str, Any]) -> dict[str, Any]:
     ("change", "name"),
     [
         (_warm, "greedy takes the most probable token"),
-        (_warm, "greedy, alone and among 16"),
         (_one_noise, "4 requests at once: noise of their own"),
         (_no_stops, "stop strings"),
         (_streams_otherwise, "greedy, streamed and whole"),
@@ -213,6 +237,19 @@ async def test_an_answer_that_is_no_completion_is_a_protocol_error() -> None:
     transport, _ = _answering(httpx2.Response(200, json={"choices": [None]}))
     with pytest.raises(ProtocolError, match="is not a completion"):
         await _connect(transport)
+
+
+async def test_log_probabilities_in_the_form_of_chats_are_read() -> None:
+    tops = [{"token": "x", "logprob": -0.1}, {"token": "y", "logprob": -2.4}]
+    content = [{"token": "x", "logprob": -0.1, "top_logprobs": tops}]
+    answer = {"choices": [{"text": "x", "logprobs": {"content": content}}], "usage": {"prompt_tokens": 2}}
+    transport, _ = _answering(httpx2.Response(200, json=answer))
+    async with connected(
+        URL, model="m", key=None, budget=Budget(9, 9), concurrency=1, transport=transport
+    ) as server:
+        (found,) = await server.complete("", max_tokens=1, temperature=1.0)
+    assert found == Completion("x", None, ("x",), (-0.1,), ({"x": -0.1, "y": -2.4},), 2)
+    assert server.listed == 20
 
 
 def test_the_drawn_token_may_be_listed_beside_the_others() -> None:

@@ -49,19 +49,6 @@ def lines_of(page: str) -> list[str]:
 PAGES_LINES = list(dict.fromkeys(line for page in PAGES for line in lines_of(page)))
 """Each command once."""
 
-BY_HAND = {
-    "make demo": "run by tests/test_readme.py, and from a clone by the soak test",
-    "python3 -m venv tandem-env": "the soak test",
-    ". tandem-env/bin/activate": "the soak test",
-    "pip install '.[engine]'": "the soak test",
-    "python3 -m pip wheel --no-deps --wheel-dir dist .": "the soak test; built here without an index",
-    'pip install "$(ls dist/tandem_speculative-*.whl)[engine]"': "the soak test; installed here without an index",
-    "export ADMIN_TOKEN=$(openssl rand -hex 16)": "needs Docker; tests/deploy runs the compose file without it",
-    "docker compose up": "needs Docker",
-    'docker compose exec coordinator tandem generate "def main():" --temperature 0': "needs Docker",
-}
-"""Commands of docs/getting-started.md that are not run here, and why."""
-
 
 @pytest.fixture(scope="module")
 def wheel() -> Iterator[Path]:
@@ -180,11 +167,6 @@ def test_every_curl_and_python_of_the_pages_works(newcomer: Newcomer) -> None:
     assert len(sources) >= 2
     for source in sources:
         assert newcomer.python(source.replace("127.0.0.1:50051", newcomer.address)).strip(), source
-
-
-def test_every_command_of_getting_started_is_tested() -> None:
-    tried = [*BY_HAND, *(line for line in PAGES_LINES if line.startswith(("tandem ", "curl ")))]
-    assert [line for line in lines_of(GETTING_STARTED) if line not in tried] == []
 
 
 @pytest.mark.soak

@@ -10,26 +10,24 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from pathlib import Path
 
 import pytest
 
+from tests.commands import run_here
+from tests.end_to_end import processes
+from tests.end_to_end.processes import Process
 from tests.paths import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHELL_BLOCKS = [block.splitlines() for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)]
-TIMEOUT_SECONDS = 240
 
 # A smaller run of the same command.
 ARGUMENTS = {"make demo": ["ARGS=--prompts 2 --max-tokens 16"]}
 
 
 def words_of(command: str) -> list[str]:
-    """The command's words, with the console script of the environment that runs the tests."""
     words = shlex.split(command)
-    if words[0] == ".venv/bin/tandem":
-        words[0] = str(Path(sys.executable).with_name("tandem"))
-    return words
+    return ["tandem", *words[1:]] if words[0] == ".venv/bin/tandem" else words
 
 
 def keeps_running(command: str) -> bool:
@@ -41,29 +39,28 @@ def is_run_by_ci(command: str) -> bool:
 
 
 @contextmanager
-def running(command: str) -> Iterator[None]:
-    """Start a command that keeps running, wait until it says that it is ready, and stop it in the end."""
-    process = subprocess.Popen(words_of(command), cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert any("ready on" in line for line in process.stdout), f"{command}: exit code {process.wait()}"
-        yield
-    finally:
-        process.send_signal(signal.SIGINT)
-        _, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-    assert process.returncode == 0, command
+def running(command: str) -> Iterator[Process]:
+    """Run a command that keeps running during the block, and end it with Ctrl-C."""
+    program, *arguments = words_of(command)
+    if arguments[0] == "up":  # tests/test_first_hour.py runs it with its services
+        run_up = processes.running(sys.executable, "-P", "-m", "tests.end_to_end.stand_in", *arguments)
+    else:
+        run_up = processes.service(program, *arguments)
+    with run_up as process:
+        yield process
+        process.signal(signal.SIGINT)
+        assert process.wait() == 0, process.story
 
 
 @cache
 def run(command: str) -> str:
-    return execute(*words_of(command), *ARGUMENTS.get(command, []))
-
-
-def execute(*words: str) -> str:
-    done = subprocess.run(
-        words, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
-    )
-    assert done.returncode == 0, f"{words}: {done.stderr}"
+    program, *arguments = words_of(command)
+    if program == "tandem":
+        done = run_here(*arguments)
+    else:
+        words = [program, *arguments, *ARGUMENTS.get(command, [])]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, f"{command}: {done.stderr}"
     return done.stdout
 
 
@@ -91,29 +88,11 @@ OTHERS = {services: commands for services, commands in stories().items() if serv
 )
 def test_every_shell_command_works(services: Sequence[str], commands: Sequence[str]) -> None:
     with ExitStack() as running_services:
-        for command in services:
-            running_services.enter_context(running(command))
+        started = [running_services.enter_context(running(command)) for command in services]
+        for process in started:
+            process.line("ready on ")
         for command in commands:
             assert run(command).strip(), f"{command} printed nothing"
-
-
-def words_around_figures(text: str) -> list[str]:
-    """The demo's lines without its figures, its completion and the widths of its columns."""
-    before, _, after = text.partition("\n\nparse: ")
-    heading, _, after = after.partition("\n")
-    _, _, after = after.partition(" proposed tokens:\n")
-    return [re.sub(r"[\d.]+", "N", " ".join(line.split())) for line in (before, heading, *after.splitlines())]
-
-
-@pytest.mark.slow
-def test_the_readme_shows_what_the_demo_prints() -> None:
-    (shown,) = re.findall(r"```text\n(Starting .*?)```", README, re.DOTALL)
-    printed = run("make demo")
-    printed = printed[printed.index("Starting ") :]
-    # A make inside another one, as in CI, tells of the folders that it enters and leaves.
-    printed = "".join(line for line in printed.splitlines(keepends=True) if not line.startswith("make["))
-    assert words_around_figures(shown) == words_around_figures(printed)
-    assert max(map(len, [*shown.splitlines(), *printed.splitlines()])) <= 80
 
 
 def test_every_link_leads_somewhere() -> None:

@@ -200,10 +200,11 @@ class ChatTemplate:
         if self._is_closed:
             return
         self._is_closed = True
+        process = self._process  # the thread may set it to None at any moment
+        if process is not None:
+            process.kill()
         self._thread.submit(self._end)
         self._thread.shutdown(wait=False)
-        if self._process is not None:
-            self._process.kill()
 
     async def _asked(self, job: dict[str, Any] | None) -> str | None:
         """The rendered text, None if it is too long; without a job the process only compiles the template."""

@@ -76,10 +76,17 @@ def main(
         fill_closed()
         settings = load_settings(settings_class, arguments, program)
         configure(settings.log_level, settings.log_format)
-        was_ready = uvloop.run(serve(settings, make_service(settings), before_ready=set_start_aside))
-    if not was_ready:
-        # A model is still being read on another thread, in code that does not survive the interpreter's end.
-        end_now(0)
+        uvloop.run(_serve_to_the_end(settings, make_service(settings)))
+
+
+async def _serve_to_the_end(settings: ServerSettings, service: Service) -> None:
+    """Serve, and end the process at once: everything is closed by then.
+
+    The event loop's and the interpreter's own ends wait for tasks and threads: a model may still be being read on
+    another thread, in code that does not survive them.
+    """
+    await serve(settings, service, before_ready=set_start_aside)
+    end_now(0)
 
 
 @contextmanager

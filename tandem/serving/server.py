@@ -102,7 +102,10 @@ class Readiness:
     async def close(self) -> None:
         """Refuse new calls; running ones continue."""
         self.interceptor.closed_because = f"the {self.name} service is draining"
-        await self.health.enter_graceful_shutdown()
+        # Each watcher holds a lock while its answer is written; one that does not read must not hold up the drain.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_GOODBYE_SECONDS):
+                await self.health.enter_graceful_shutdown()
         logger.info("draining", extra={"service": self.name})
 
 

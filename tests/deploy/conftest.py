@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import trustme
 
 from tests.deploy.compose import services
 from tests.deploy.containers import TEST_OPTIONS, Cluster, why_not
 from tests.deploy.images import Image, build_code, image
+from tests.paths import ROOT
+
+OVERLAY = ROOT / "deploy" / "compose.tls.yml"
+CLIENT_TOKEN = "a-token-for-the-test-alone"
 
 
 @pytest.fixture(scope="session")
 def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Image]:
-    """The three images, and the one of the demo pair."""
-    code = build_code(tmp_path_factory.mktemp("images"))
+    """The three images, and the one of the demo pair. The processes of a test run share one build."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with (folder / "images.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code = folder / "images" / "code"
+        if not code.exists():
+            (folder / "images").mkdir()
+            build_code(folder / "images")
     return {name: image(name, code) for name in ("coordinator", "draft", "target", "demo-models")}
 
 
@@ -26,13 +42,34 @@ def engine() -> None:
 
 
 @pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make the certificates that deploy/compose.tls.yml expects in CERTIFICATES."""
+    folder, authority = tmp_path_factory.mktemp("certificates"), trustme.CA()
+    for service, names in (("draft", ["draft-service"]), ("target", ["target-service"]), ("coordinator", [])):
+        own = folder / service
+        own.mkdir()
+        issued = authority.issue_cert(*names, "localhost")
+        authority.cert_pem.write_to_path(own / "ca.crt")
+        issued.private_key_pem.write_to_path(own / "tls.key")
+        (own / "tls.crt").write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+    (folder / "coordinator" / "tokens").write_text(f"{CLIENT_TOKEN}\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
 def cluster(
-    engine: None, images: dict[str, Image], tmp_path_factory: pytest.TempPathFactory
+    engine: None, images: dict[str, Image], certificates: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
-    """Run the cluster that `docker compose up` starts."""
-    with Cluster(
-        services("cpu", variables={"OPTIONS_FILE": str(TEST_OPTIONS), "ADMIN_TOKEN": "of-the-tests-alone"}),
-        images,
-        tmp_path_factory.mktemp("containers"),
-    ) as running:
+    """Run the cluster that `docker compose up` starts, with deploy/compose.tls.yml laid over it.
+
+    Every connection is encrypted and shows who it is. tests/deploy/kubernetes has the plain ones, and a draft model.
+    """
+    variables = {
+        "CERTIFICATES": str(certificates), "OPTIONS_FILE": str(TEST_OPTIONS), "ADMIN_TOKEN": "of-the-tests-alone",
+    }  # fmt: skip
+    wanted = services("cpu", variables=variables, overlays=[OVERLAY])
+    for service in wanted.values():
+        # As tandem.env would have it. A draft that needs no model is there sooner.
+        service["environment"]["TANDEM_SPECULATIVE_METHOD"] = "ngram"
+    with Cluster(wanted, images, tmp_path_factory.mktemp("containers")) as running:
         yield running

@@ -8,42 +8,57 @@ from pathlib import Path
 import pytest
 
 from tests import bundled_kernels
+from tests.deploy.conftest import CLIENT_TOKEN
 from tests.deploy.containers import Cluster
 from tests.deploy.images import Image
 from tests.end_to_end.processes import until
 
-_READ = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1]).read().decode())"
+_READ = """
+import ssl, sys, urllib.request
+trust = ssl.create_default_context(cafile="/certificates/ca.crt")
+for path in ("v1/models", ""):
+    headers = {"Authorization": f"Bearer {sys.argv[1]}"}
+    request = urllib.request.Request(f"https://localhost:8000/{path}", headers=headers)
+    print(urllib.request.urlopen(request, context=trust).read().decode())
+"""
 _WRITE = "import sys; open(sys.argv[1] + '/new', 'w').close()"
 
 
-def test_every_service_becomes_healthy_and_a_prompt_is_completed(cluster: Cluster) -> None:
+def test_every_service_becomes_healthy(cluster: Cluster) -> None:
     assert [container.health() for container in cluster.values()] == [0, 0, 0]
-    command = ("tandem", "generate", "def main():", "--max-tokens", "24", "--temperature", "0", "--json")
-    done = cluster["coordinator"].run(*command)
+
+
+def test_a_client_needs_the_token(cluster: Cluster) -> None:
+    command = ("tandem", "generate", "def main():", "--max-tokens", "8", "--temperature", "0", "--json")
+    done = cluster["coordinator"].run(*command, "--token", CLIENT_TOKEN)
     assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
-    assert len(answer["token_ids"]) == 24
-    assert answer["speculation"]["accepted"] > 0
+    assert len(json.loads(done.stdout)["token_ids"]) == 8
+    refused = cluster["coordinator"].run(*command, "--token", "another-token-of-the-test")
+    assert refused.returncode == 5, refused.stderr
 
 
-def test_the_models_compute_with_the_kernels_of_their_image(cluster: Cluster) -> None:
+def test_nobody_gets_in_without_tls(cluster: Cluster) -> None:
+    plain = ["env", "-u", "TANDEM_CLIENT_TLS_CA_FILE", "-u", "TANDEM_CLIENT_TLS_CERT_FILE", "--"]
+    for name, port in (("draft_service", 50053), ("target_service", 50052), ("coordinator", 50051)):
+        health_check = ["python", "-P", "-m", "tandem.serving.healthcheck", f"127.0.0.1:{port}"]
+        assert cluster[name].run(*plain, *health_check).returncode == 4
+
+
+def test_the_model_computes_with_the_kernels_of_its_image(cluster: Cluster) -> None:
     """No image has a compiler."""
     if not bundled_kernels.CAN_COMPILE:
         pytest.skip("there is no C++ compiler here that could build them")
-    for name in ("draft_service", "target_service"):
-        logged = cluster[name].process.stderr + cluster[name].process.stdout
-        (ready,) = (line for line in logged.splitlines() if "kernels ready" in line)
-        assert bundled_kernels.PLACES[0] in ready
+    target = cluster["target_service"].process
+    (ready,) = (line for line in (target.stderr + target.stdout).splitlines() if "kernels ready" in line)
+    assert bundled_kernels.PLACES[0] in ready
 
 
 def test_http_answers_and_shows_the_page(cluster: Cluster) -> None:
     """At 8000, which compose opens to this machine."""
-    for path, expected in (("/v1/models", '"object":"list"'), ("/", "<title>")):
-        done = cluster["draft_service"].run(
-            "python", "-c", _READ, f"http://{cluster['coordinator'].address}:8000{path}"
-        )
-        assert done.returncode == 0, done.stderr
-        assert expected in done.stdout
+    done = cluster["coordinator"].run("python", "-c", _READ, CLIENT_TOKEN)
+    assert done.returncode == 0, done.stderr
+    assert '"object":"list"' in done.stdout
+    assert "<title>" in done.stdout
 
 
 def test_the_cluster_is_administered_from_within(cluster: Cluster) -> None:

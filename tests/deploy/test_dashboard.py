@@ -16,7 +16,7 @@ from coordinator.telemetry.observer import State
 from tandem.integrations.vllm.metrics import Counts, CountsCollector, wait_histogram
 from tandem.telemetry.service import EngineMetrics, StreamMetrics
 from tandem.types import SpeculationStats
-from tests.deploy.dashboard import DASHBOARD, VLLM_DASHBOARD, panels, queries
+from tests.deploy.dashboard import DASHBOARD, VLLM_DASHBOARD, queries
 from tests.paths import ROOT
 from tests.unit.coordinator.cli.samples import REPLICAS, STATUS
 
@@ -63,34 +63,6 @@ def test_every_metric_that_a_query_asks_for_is_exported() -> None:
     asked = set(names)
     assert len(asked) > 30
     assert not asked - exported
-
-
-def test_panels_have_words_and_do_not_overlap() -> None:
-    taken: set[tuple[int, int]] = set()
-    for panel in panels():
-        assert panel["title"]
-        assert panel["description"].endswith("."), panel["title"]
-        place = panel["gridPos"]
-        cells = {
-            (place["x"] + column, place["y"] + row)
-            for column in range(place["w"])
-            for row in range(place["h"])
-        }
-        assert not cells & taken, panel["title"]
-        assert max(column for column, _ in cells) < 24, panel["title"]
-        taken |= cells
-
-
-def test_every_series_has_a_name_of_its_own() -> None:
-    for panel in panels():
-        legends = [target["legendFormat"] for target in panel["targets"]]
-        assert all(legends), panel["title"]
-        assert len(set(legends)) == len(legends), panel["title"]
-
-
-def test_no_placeholder_is_left_in_a_query() -> None:
-    for query in queries():
-        assert "$" not in query.expression, query.panel
 
 
 @needs_promtool

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.compose import COMPOSE_FILE, interpolated, services, variables_of
+from tests.deploy.compose import COMPOSE_FILE, interpolated, services
 from tests.deploy.dockerfile import Dockerfile
 from tests.paths import ROOT
 
@@ -189,18 +189,3 @@ def test_only_models_have_torch(accelerator: str) -> None:
     assert sources["draft"] == sources["target"] == {"model-packages", "code"}
     assert "torch" in [stage.name.partition("-")[0] for stage in dockerfile.chain("model-packages")]
     assert not [stage for stage in dockerfile.chain("coordinator-packages") if "torch" in stage.name]
-
-
-def test_every_variable_is_explained() -> None:
-    text = (ROOT / ".env.example").read_text(encoding="utf-8")
-    explained = set(re.findall(r"^([A-Z][A-Z_]+)=", text, re.MULTILINE))
-    used = set().union(*(variables_of(path) for path in COMPOSE_FILES))
-    assert explained == used | {"COMPOSE_PROFILES"}
-
-
-def test_every_file_that_is_mounted_is_there(everything: dict[str, dict[str, Any]]) -> None:
-    for name, service in everything.items():
-        for volume in service.get("volumes", []):
-            source = volume.split(":")[0] if isinstance(volume, str) else volume["source"]
-            if source.startswith("."):
-                assert (ROOT / source).exists(), f"{name} mounts {source}"

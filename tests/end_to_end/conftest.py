@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.models import random_model, save_model
-from tests.end_to_end.nurslings import Nursery, nursery
-from tests.end_to_end.processes import address_of, coordinator
+from tests.end_to_end.processes import Nursery, address_of, coordinator, nursery
 from tests.paths import DEMO_DRAFT, DEMO_TARGET, HELD_OUT_PROMPTS
 
 
@@ -27,10 +26,9 @@ def random_draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def services() -> Iterator[Nursery]:
+def services() -> Nursery:
     """Starts the services of models in a second each."""
-    with nursery() as made:
-        yield made
+    return nursery()
 
 
 @pytest.fixture(scope="session")

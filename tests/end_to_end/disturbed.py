@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 from tandem.client import Client
 from tandem.types import Chunk, GenerationRequest, SpeculationStats
-from tests.end_to_end.nurslings import Nursling
-from tests.end_to_end.processes import Process, address_of, coordinator
+from tests.end_to_end.processes import Process, Service, address_of, coordinator
 
 MAX_TOKENS = 400
 """Length of a stream that takes at least a third of a second, so that it still runs when it is disturbed."""
@@ -74,6 +73,11 @@ class Disturbance:
     tasks: list[asyncio.Task[None]]
     expected: list[Stream]
 
+    @property
+    def is_running(self) -> bool:
+        """True if none of the streams has ended."""
+        return not any(task.done() for task in self.tasks)
+
     async def end(self) -> None:
         """Wait for the streams, which must be those of the undisturbed run."""
         await asyncio.gather(*self.tasks)
@@ -94,8 +98,8 @@ async def begun(
         for stream, wanted, event in zip(streams, requests, events, strict=True)
     ]
     await asyncio.gather(*(event.wait() for event in events))
-    assert not any(task.done() for task in tasks)
     disturbance = Disturbance(streams, tasks, list(expected))
+    assert disturbance.is_running
     try:
         yield disturbance
         await disturbance.end()
@@ -104,8 +108,8 @@ async def begun(
             task.cancel()
 
 
-def started(nurslings: Iterable[Nursling]) -> list[Nursling]:
-    made = list(nurslings)
+def started(services: Iterable[Service]) -> list[Service]:
+    made = list(services)
     for each in made:
         each.start()
     for each in made:
@@ -113,18 +117,18 @@ def started(nurslings: Iterable[Nursling]) -> list[Nursling]:
     return made
 
 
-def revived(nurslings: Sequence[Nursling]) -> None:
+def revived(services: Sequence[Service]) -> None:
     """Restart the services that a test has ended."""
-    for each in nurslings:
+    for each in services:
         if not each.is_alive:
             each.start()
-    for each in nurslings:
+    for each in services:
         each.await_ready()
 
 
 @asynccontextmanager
 async def joined(
-    targets: Sequence[Nursling], drafts: Sequence[Nursling], *arguments: str
+    targets: Sequence[Service], drafts: Sequence[Service], *arguments: str
 ) -> AsyncIterator[Client]:
     """A client of a coordinator over these services."""
     with joining(targets, drafts, *arguments) as process:
@@ -133,7 +137,7 @@ async def joined(
 
 
 @contextmanager
-def joining(targets: Sequence[Nursling], drafts: Sequence[Nursling], *arguments: str) -> Iterator[Process]:
+def joining(targets: Sequence[Service], drafts: Sequence[Service], *arguments: str) -> Iterator[Process]:
     """A coordinator over these services, all of them ready."""
     revived([*targets, *drafts])
     # On a busy machine the adaptive policy may stop speculating.
@@ -142,5 +146,5 @@ def joining(targets: Sequence[Nursling], drafts: Sequence[Nursling], *arguments:
         yield process
 
 
-def _addresses(nurslings: Sequence[Nursling]) -> str:
-    return ",".join(each.address for each in nurslings)
+def _addresses(services: Sequence[Service]) -> str:
+    return ",".join(each.address for each in services)

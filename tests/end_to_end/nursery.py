@@ -1,10 +1,11 @@
-"""Starts short-lived services quickly: real processes that share nothing but their imports.
+"""Starts services quickly: real processes that share nothing but their imports.
 
-Most of a model service's start is the import of torch. This process does it once, and forks for each service: a test
-can then end a hundred of them without waiting for minutes. Run as `python -m tests.end_to_end.nursery`.
+Most of a service's start is the import of torch, or of gRPC. This process does it once, and forks for each service: a
+test can then end a hundred of them without waiting for minutes. Run as `python -m tests.end_to_end.nursery FOLDER`.
 
-Each line of stdin is a JSON list: the folder for the service's output, its package and its arguments. Each is answered
-with the process's id on stdout. At the end of stdin the nursery ends with all its services.
+Each line of stdin is a JSON list: the folder for the service's output, its environment, package and arguments. Each is
+answered with the process's id on stdout, and the service begins once the file `begin` is in its folder. Exit codes come
+into files `ended-PID` of FOLDER. At the end of stdin the nursery ends with all its services.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -28,12 +30,12 @@ def main() -> None:
     starts = _starts()
     # Each child collects its garbage at startup; freezing keeps the shared objects out of that.
     gc.freeze()
-    # Nobody waits for ended children.
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, lambda *_: _note_ends(Path(sys.argv[1])))
     for line in sys.stdin:
-        folder, package, *arguments = json.loads(line)
+        folder, environment, package, *arguments = json.loads(line)
         pid = os.fork()
         if pid == 0:
+            os.environ.update(environment)
             _become(Path(folder), partial(starts[package], arguments))
         sys.stdout.write(f"{pid}\n")
         sys.stdout.flush()
@@ -42,31 +44,61 @@ def main() -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def _note_ends(folder: Path) -> None:
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            part = folder / "part"
+            part.write_text(str(os.waitstatus_to_exitcode(ended[1])))
+            part.rename(folder / f"ended-{ended[0]}")
+
+
 def _starts() -> dict[str, Callable[[list[str]], None]]:
     """Import everything that the services need, and return the function that runs each."""
     import torch
 
+    import benchmarks.load.scripted_services
     import benchmarks.pace
+    import bound_service.__main__
     import coordinator.__main__
+    import coordinator.cli.main
     import draft_service.__main__
     import target_service.__main__
 
-    for module in ("draft_service.proposers.standalone", "target_service.verifier"):
+    for module in (
+        "draft_service.proposers.standalone",
+        "target_service.verifier",
+        "bound_service.service",
+        "coordinator.http.app",
+        "coordinator.http.server",
+    ):
         importlib.import_module(module)
     # Threads do not survive a fork, so there must be none yet.
     torch.set_num_threads(1)
     return {
+        "bound_service": bound_service.__main__.run,
         "coordinator": coordinator.__main__.run,
         "draft_service": draft_service.__main__.run,
+        "tandem": _command(coordinator.cli.main.main),
         "target_service": target_service.__main__.run,
+        "benchmarks.load.scripted_services": benchmarks.load.scripted_services.main,
         "benchmarks.pace": benchmarks.pace.main,
     }
+
+
+def _command(main: Callable[[], None]) -> Callable[[list[str]], None]:
+    def run(arguments: list[str]) -> None:
+        sys.argv = ["tandem", *arguments]
+        main()
+
+    return run
 
 
 def _become(folder: Path, start: Callable[[], None]) -> None:
     """Become that service."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
+    while not (folder / "begin").exists():
+        time.sleep(0.001)
     for name, number in (("stdout", 1), ("stderr", 2)):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

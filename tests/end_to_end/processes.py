@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,18 +27,18 @@ AHEAD = ("--speculation-policy", "fixed", "--draft-ahead", "8")
 START_SECONDS = 90.0
 """Bound on a start; importing torch takes many seconds on two busy cores."""
 _POLL_SECONDS = 0.02
+_FIRST_PORT = 20_000
+"""Above the ports of well-known services."""
 
 
 class Process:
     """A child process and its output, which goes to files, so that nobody has to read it meanwhile."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], folder: Path) -> None:
-        self._popen = popen
+    def __init__(self, pid: int, folder: Path, code: Callable[[], int | None]) -> None:
+        """Take over a process; `code` returns its exit code, None while it runs."""
+        self.pid = pid
         self._folder = folder
-
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
+        self._code = code
 
     @property
     def stdout(self) -> str:
@@ -46,17 +50,17 @@ class Process:
 
     @property
     def has_ended(self) -> bool:
-        return self._popen.poll() is not None
+        return self._code() is not None
 
     def signal(self, number: signal.Signals) -> None:
-        self._popen.send_signal(number)
+        os.kill(self.pid, number)
 
-    def wait(self, seconds: float) -> int:
+    def wait(self, seconds: float = START_SECONDS) -> int:
         """Return the exit code; fail if the process does not end within the time."""
-        try:
-            return self._popen.wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {seconds:g} s\n{self.story}") from None
+        until(lambda: self.has_ended, seconds, lambda: f"still running\n{self.story}")
+        code = self._code()
+        assert code is not None
+        return code
 
     def stop(self, seconds: float = 40.0) -> int:
         """Send SIGTERM, and return the exit code."""
@@ -72,7 +76,7 @@ class Process:
     @property
     def story(self) -> str:
         """Everything that helps to explain a failure."""
-        return f"exit code {self._popen.poll()}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+        return f"exit code {self._code()}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
 
     def _whole_lines(self) -> str:
         return self.stdout[: self.stdout.rfind("\n") + 1]
@@ -81,8 +85,135 @@ class Process:
         """End it and all its descendants, whatever they are doing."""
         for pid in (*descendants(self.pid), self.pid):
             if pid != self.pid or not self.has_ended:
-                _kill(pid)
-        self._popen.wait()
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        until(lambda: self.has_ended and not is_alive(self.pid), START_SECONDS)
+
+
+class Service:
+    """A service that a nursery forks, which can be started again on its port."""
+
+    def __init__(self, nursery: Nursery, package: str, arguments: tuple[str, ...]) -> None:
+        self.port = free_port()
+        self.package = package
+        self._nursery = nursery
+        self._arguments = arguments
+        self._process: Process | None = None
+
+    @property
+    def process(self) -> Process:
+        assert self._process is not None, "it was never started"
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start, without waiting until it is ready."""
+        self._process = self._nursery.fork(self.package, "--port", str(self.port), *self._arguments)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and not self._process.has_ended
+
+    @property
+    def story(self) -> str:
+        return f"{self.package} {self.address}\n{self.process.story}"
+
+    def await_ready(self) -> None:
+        address_of(self.process)
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.signal(number)
+
+    def kill(self) -> None:
+        """Kill the service with SIGKILL."""
+        if self.is_alive:
+            self.process.kill()
+
+
+class Nursery:
+    """Forks services of one process that has imported what they need (`tests.end_to_end.nursery`)."""
+
+    def __init__(self) -> None:
+        self._folder = TemporaryDirectory(prefix="tandem-nursery-")
+        self._forks = 0
+        self._popen = subprocess.Popen(
+            [sys.executable, "-P", "-m", "tests.end_to_end.nursery", self._folder.name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=clean_environment(),
+        )
+
+    def service(self, package: str, *arguments: str) -> Service:
+        """Create a service without starting it."""
+        return Service(self, package, arguments)
+
+    def model_service(self, package: str, model: Path, *arguments: str) -> Service:
+        """Create a service with a model, on one thread."""
+        return self.service(package, "--model", str(model), "--threads", "1", *arguments)
+
+    def paced_service(self, role: str, model: Path, pace: str) -> Service:
+        """Create a target or draft whose steps have a minimum duration: `VERIFY_MS,DRAFT_STEP_MS`."""
+        paced = ("--role", role, "--pace", pace)
+        return self.model_service("benchmarks.pace", model, *paced)
+
+    def started(self, package: str, model: Path, *arguments: str) -> Service:
+        """Start a service with a model, and wait until it is ready. It lives until the nursery ends."""
+        made = self.model_service(package, model, *arguments)
+        made.start()
+        made.await_ready()
+        return made
+
+    def fork(self, package: str, *arguments: str, environment: dict[str, str] | None = None) -> Process:
+        """Start a package's service with these variables beside the clean environment."""
+        self._forks += 1
+        folder = Path(self._folder.name, str(self._forks))
+        folder.mkdir()
+        for name in ("stdout", "stderr"):
+            (folder / name).touch()
+        assert self._popen.stdin is not None
+        assert self._popen.stdout is not None
+        self._popen.stdin.write(json.dumps([str(folder), environment or {}, package, *arguments]) + "\n")
+        self._popen.stdin.flush()
+        pid = int(self._popen.stdout.readline())
+        ended = Path(self._folder.name, f"ended-{pid}")
+        ended.unlink(missing_ok=True)  # of an earlier process with this id
+        (folder / "begin").touch()
+        return Process(pid, folder, lambda: int(ended.read_text()) if ended.exists() else None)
+
+    def close(self) -> None:
+        """End all services."""
+        self._popen.communicate()  # the nursery ends at the end of its stdin
+        self._folder.cleanup()
+
+
+@cache
+def nursery() -> Nursery:
+    """The nursery of all tests of this process, started when it is first needed."""
+    return Nursery()
+
+
+def free_port() -> int:
+    """Return a free port outside the range of outgoing connections, to which a service can return.
+
+    A port of the ephemeral range may have gone to a connection in the meantime: even to one that tries
+    to reach the stopped service.
+    """
+    ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    chance = random.SystemRandom()
+    for _ in range(100):
+        port = chance.randrange(_FIRST_PORT, ephemeral)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")
 
 
 @contextmanager
@@ -107,7 +238,7 @@ def running(
                 env=clean_environment() | (environment or {}),
                 start_new_session=True,
             )
-        process = Process(popen, folder)
+        process = Process(popen.pid, folder, popen.poll)
         try:
             yield process
         finally:
@@ -115,11 +246,14 @@ def running(
 
 
 @contextmanager
-def service(package: str, *arguments: str) -> Iterator[Process]:
-    """Run a service during the block, by default on a free port."""
+def service(package: str, *arguments: str, environment: dict[str, str] | None = None) -> Iterator[Process]:
+    """Run a service of the nursery during the block, by default on a free port."""
     port = () if "--port" in arguments else ("--port", "0")
-    with running(sys.executable, "-P", "-m", package, *port, *arguments) as process:
+    process = nursery().fork(package, *port, *arguments, environment=environment)
+    try:
         yield process
+    finally:
+        process.kill()
 
 
 def address_of(process: Process) -> str:
@@ -191,11 +325,6 @@ def _parent(folder: Path) -> int:
 def _stat(folder: Path) -> list[str]:
     """Return the fields of the process's stat after its name: state, parent and so on."""
     return (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-
-
-def _kill(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
 
 
 def clean_environment() -> dict[str, str]:

@@ -16,8 +16,7 @@ from benchmarks.contenders import through
 from benchmarks.peers import Workload, load_transformers
 from benchmarks.report import Report
 from benchmarks.timing import prefix_gain
-from tests.end_to_end.nurslings import Nursery
-from tests.end_to_end.processes import running
+from tests.end_to_end.processes import Nursery, running
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 
 
@@ -29,7 +28,7 @@ def test_bench_measures_tandem_and_its_peers(
     async def forked(package: str, *options: str) -> AsyncIterator[tuple[str, int]]:
         # The adaptive policy may decide that speculation does not pay for eight tokens.
         policy = ("--speculation-policy", "fixed") if package == "coordinator" else ()
-        made = services.nursling(package, *options, *policy)
+        made = services.service(package, *options, *policy)
         made.start()
         try:
             await asyncio.to_thread(made.await_ready)

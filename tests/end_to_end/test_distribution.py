@@ -27,8 +27,7 @@ from transformers import (
 from tandem.types import GenerationRequest, RowKind
 from tests.end_to_end.chi_square import critical_value, statistic, visible_distance
 from tests.end_to_end.models import blurred, load_reference, random_model, save_model
-from tests.end_to_end.nurslings import Nursery
-from tests.end_to_end.processes import address_of, coordinator
+from tests.end_to_end.processes import Nursery, address_of, coordinator
 from tests.paths import DEMO_TARGET
 from tests.service.clients import complete_all
 
@@ -140,7 +139,7 @@ def assert_distributed_as(counts: Counter[tuple[int, ...]], expected: Distributi
     ("strategy", "row_kind"),
     [
         ("residual", RowKind.SUPPORT),
-        ("residual", RowKind.DENSE),
+        pytest.param("residual", RowKind.DENSE, marks=pytest.mark.soak),
         ("block", RowKind.SUPPORT),
     ],
 )
@@ -174,7 +173,9 @@ async def test_biased_tokens_have_the_biased_targets_distribution(small_address:
         assert wrong_value > critical_value(freedom), "the test must detect a missing adjustment"
 
 
-@pytest.mark.parametrize(("strategy", "temperature"), [("residual", 0.7), ("block", 1.0)])
+@pytest.mark.parametrize(
+    ("strategy", "temperature"), [("residual", 0.7), pytest.param("block", 1.0, marks=pytest.mark.soak)]
+)
 async def test_the_demo_pairs_first_tokens_have_the_targets_distribution(
     address: str, strategy: str, temperature: float
 ) -> None:

@@ -9,16 +9,26 @@ import asyncio
 import logging
 import random
 import signal
-import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import pytest
 
 from tandem.client import Client
 from tandem.types import GenerationRequest
-from tests.end_to_end.disturbed import Stream, begun, joined, joining, request, revived, started, streamed
-from tests.end_to_end.nurslings import Nursery, Nursling
-from tests.end_to_end.processes import address_of, coordinator, running
+from tests.end_to_end.disturbed import (
+    Disturbance,
+    Stream,
+    begun,
+    joined,
+    joining,
+    request,
+    revived,
+    started,
+    streamed,
+)
+from tests.end_to_end.processes import Nursery, Service, address_of, coordinator, service
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 from tests.service.clients import until
 
@@ -34,32 +44,29 @@ STREAMS = 8
 TOKENS = 112
 FAR_TOKENS = 60
 SECONDS = 60.0
-RUNS = pytest.mark.parametrize(
-    "runs", [pytest.param(1, id="short"), pytest.param(12, id="long", marks=pytest.mark.soak)]
+SOAK = pytest.mark.soak
+CASES = pytest.mark.parametrize(
+    ("runs", "ahead"), [(1, "16"), pytest.param(12, "16", marks=SOAK), pytest.param(12, "4", marks=SOAK)]
 )
-AHEAD = pytest.mark.parametrize("ahead", ["16", pytest.param("4", marks=pytest.mark.soak)])
+SOAK_CASES = pytest.mark.parametrize(("runs", "ahead"), [(12, "16"), (12, "4")])
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two targets and two drafts, requests, and their completions without drafting ahead."""
+
+    targets: list[Service]
+    drafts: list[Service]
+    requests: list[GenerationRequest]
+    expected: list[Stream]
 
 
 @pytest.fixture(scope="module")
-def targets(services: Nursery) -> list[Nursling]:
-    return started(services.paced_service("target", DEMO_TARGET, PACE) for _ in range(2))
-
-
-@pytest.fixture(scope="module")
-def drafts(services: Nursery) -> list[Nursling]:
-    return started(services.paced_service("draft", DEMO_DRAFT, PACE) for _ in range(2))
-
-
-@pytest.fixture(scope="module")
-def requests(prompts: list[str]) -> list[GenerationRequest]:
-    return [request(prompts[i], ("greedy", "strict")[i % 2], TOKENS) for i in range(STREAMS)]
-
-
-@pytest.fixture(scope="module")
-def expected(
-    requests: list[GenerationRequest], targets: list[Nursling], drafts: list[Nursling]
-) -> list[Stream]:
-    """Return the texts without drafting ahead."""
+def pair(services: Nursery, prompts: list[str]) -> Pair:
+    targets = [services.paced_service("target", DEMO_TARGET, PACE) for _ in range(2)]
+    drafts = [services.paced_service("draft", DEMO_DRAFT, PACE) for _ in range(2)]
+    started([*targets, *drafts])
+    requests = [request(prompts[i], ("greedy", "strict")[i % 2], TOKENS) for i in range(STREAMS)]
 
     async def undisturbed() -> list[Stream]:
         async with joined(targets[:1], drafts[:1], "--draft-ahead", "off") as client:
@@ -68,140 +75,89 @@ def expected(
     streams = asyncio.run(undisturbed())
     assert not hits(streams)
     assert all(any(each.drafted) for each in streams)
-    return streams
+    return Pair(targets, drafts, requests, streams)
 
 
 def hits(streams: Sequence[Stream]) -> int:
     return sum(stream.hits for stream in streams)
 
 
-async def under_way(streams: Sequence[Stream], chance: random.Random) -> None:
-    """Wait until hits are usual, and then for a moment anywhere in a round: outcomes are outstanding in all of them."""
-    await until(lambda: hits(streams) > STREAMS, SECONDS, lambda: f"{hits(streams)} hits")
-    await asyncio.sleep(chance.uniform(0.0, 0.2))
+@asynccontextmanager
+async def under_way(pair: Pair, client: Client, chance: random.Random) -> AsyncIterator[Disturbance]:
+    """Disturb the streams during the block: hits are usual by then, and outcomes are outstanding in all of them."""
+    async with begun(client, pair.requests, pair.expected) as disturbed:
+        await until(lambda: hits(disturbed.streams) > STREAMS, SECONDS)
+        await asyncio.sleep(chance.uniform(0.0, 0.2))  # anywhere in a round
+        yield disturbed
 
 
-@RUNS
-@AHEAD
-async def test_streams_survive_a_kill_of_the_only_draft(
-    runs: int,
-    ahead: str,
-    targets: list[Nursling],
-    drafts: list[Nursling],
-    requests: list[GenerationRequest],
-    expected: list[Stream],
-) -> None:
+@SOAK
+@SOAK_CASES
+async def test_streams_survive_a_kill_of_the_only_draft(runs: int, ahead: str, pair: Pair) -> None:
     chance = random.Random(1)
-    async with joined(targets[:1], drafts[:1], "--draft-ahead", ahead) as client:
+    async with joined(pair.targets[:1], pair.drafts[:1], "--draft-ahead", ahead) as client:
         for _ in range(runs):
-            async with begun(client, requests, expected) as disturbed:
-                await under_way(disturbed.streams, chance)
-                drafts[0].kill()
-                assert not any(task.done() for task in disturbed.tasks)
-                await asyncio.to_thread(revived, drafts[:1])
+            async with under_way(pair, client, chance) as disturbed:
+                pair.drafts[0].kill()
+                assert disturbed.is_running
+            await asyncio.to_thread(revived, pair.drafts[:1])
 
 
-@RUNS
-@AHEAD
-async def test_one_of_two_drafts_is_killed(
-    runs: int,
-    ahead: str,
-    targets: list[Nursling],
-    drafts: list[Nursling],
-    requests: list[GenerationRequest],
-    expected: list[Stream],
-) -> None:
+@CASES
+async def test_one_of_two_drafts_is_killed(runs: int, ahead: str, pair: Pair) -> None:
     """Half of the streams are on it, and they go on drafting ahead on the other."""
     chance = random.Random(2)
-    async with joined(targets[:1], drafts, "--draft-ahead", ahead) as client:
+    async with joined(pair.targets[:1], pair.drafts, "--draft-ahead", ahead) as client:
         for _ in range(runs):
-            async with begun(client, requests, expected) as disturbed:
-                await under_way(disturbed.streams, chance)
-                chance.choice(drafts).kill()
+            async with under_way(pair, client, chance) as disturbed:
+                chance.choice(pair.drafts).kill()
                 before = [stream.hits for stream in disturbed.streams]
-                assert not any(task.done() for task in disturbed.tasks)
+                assert disturbed.is_running
             for stream, count in zip(disturbed.streams, before, strict=True):
                 assert stream.hits > count, "each drafts ahead again"
-            await asyncio.to_thread(revived, drafts)
+            await asyncio.to_thread(revived, pair.drafts)
 
 
-@RUNS
-@AHEAD
-async def test_the_only_draft_is_stopped_and_goes_on(
-    runs: int,
-    ahead: str,
-    targets: list[Nursling],
-    drafts: list[Nursling],
-    requests: list[GenerationRequest],
-    expected: list[Stream],
-) -> None:
+@CASES
+async def test_the_only_draft_is_stopped_and_goes_on(runs: int, ahead: str, pair: Pair) -> None:
     """Each request waits for it once, as it does without drafting ahead; when it goes on, so does drafting ahead."""
-    chance = random.Random(3)
-    with joining(targets[:1], drafts[:1], "--draft-ahead", ahead) as process:
+    chance, draft = random.Random(3), pair.drafts[0]
+    with joining(pair.targets[:1], [draft], "--draft-ahead", ahead) as process:
+
+        def late() -> int:
+            return process.story.count("draft late")
+
         async with Client(address_of(process)) as client:
-            for run in range(runs):
-                late = process.story.count("draft late")
-                async with begun(client, requests, expected) as disturbed:
-                    await under_way(disturbed.streams, chance)
-                    drafts[0].signal(signal.SIGSTOP)
+            for _ in range(runs):
+                before = late()
+                async with under_way(pair, client, chance) as disturbed:
+                    streams = disturbed.streams
+                    draft.signal(signal.SIGSTOP)
                     try:
-                        await until(lambda late=late: process.story.count("draft late") > late, SECONDS)  # type: ignore[misc]
+                        await until(lambda before=before: late() > before, SECONDS)  # type: ignore[misc]
                         await asyncio.sleep(chance.uniform(0.0, 0.5))
-                        assert not any(task.done() for task in disturbed.tasks)
-                        assert process.story.count("draft late") - late <= STREAMS
-                        stopped = hits(disturbed.streams)
+                        assert disturbed.is_running
+                        assert late() - before <= STREAMS
+                        stopped = hits(streams)
                     finally:
-                        drafts[0].signal(signal.SIGCONT)
-                    await until(lambda stopped=stopped: hits(disturbed.streams) > stopped, SECONDS)  # type: ignore[misc]
-                pause = max(each.longest_pause_seconds for each in disturbed.streams)
-                logger.info(
-                    "run %d: longest pause with a stopped draft: %.2f s; %d hits",
-                    run,
-                    pause,
-                    hits(disturbed.streams),
-                )
+                        draft.signal(signal.SIGCONT)
+                    await until(lambda streams=streams, stopped=stopped: hits(streams) > stopped, SECONDS)  # type: ignore[misc]
+                pause = max(each.longest_pause_seconds for each in streams)
+                logger.info("longest pause with a stopped draft: %.2f s; %d hits", pause, hits(streams))
 
 
-@pytest.mark.soak
-@AHEAD
-async def test_the_only_draft_stays_stopped(
-    ahead: str,
-    targets: list[Nursling],
-    drafts: list[Nursling],
-    requests: list[GenerationRequest],
-    expected: list[Stream],
-) -> None:
-    with joining(targets[:1], drafts[:1], "--draft-ahead", ahead) as process:
-        async with Client(address_of(process)) as client:
-            try:
-                async with begun(client, requests, expected) as disturbed:
-                    await under_way(disturbed.streams, random.Random(4))
-                    drafts[0].signal(signal.SIGSTOP)
-            finally:
-                drafts[0].signal(signal.SIGCONT)
-            assert 0 < process.story.count("draft late") <= STREAMS
-
-
-@RUNS
-@AHEAD
-async def test_streams_survive_a_kill_of_one_of_two_targets(
-    runs: int,
-    ahead: str,
-    targets: list[Nursling],
-    drafts: list[Nursling],
-    requests: list[GenerationRequest],
-    expected: list[Stream],
-) -> None:
+@SOAK
+@SOAK_CASES
+async def test_streams_survive_a_kill_of_one_of_two_targets(runs: int, ahead: str, pair: Pair) -> None:
     chance = random.Random(5)
-    async with joined(targets, drafts[:1], "--draft-ahead", ahead) as client:
+    async with joined(pair.targets, pair.drafts[:1], "--draft-ahead", ahead) as client:
         for _ in range(runs):
-            async with begun(client, requests, expected) as disturbed:
-                await under_way(disturbed.streams, chance)
-                chance.choice(targets).kill()
+            async with under_way(pair, client, chance) as disturbed:
+                chance.choice(pair.targets).kill()
                 before = hits(disturbed.streams)
-                assert not any(task.done() for task in disturbed.tasks)
+                assert disturbed.is_running
             assert hits(disturbed.streams) > before, "drafting ahead goes on beside the other target"
-            await asyncio.to_thread(revived, targets)
+            await asyncio.to_thread(revived, pair.targets)
 
 
 @pytest.mark.soak
@@ -211,21 +167,10 @@ async def test_far_from_the_draft_hits_wait_for_no_message(services: Nursery, pr
         services.paced_service(role, model, FAR_PACE)
         for role, model in (("target", DEMO_TARGET), ("draft", DEMO_DRAFT))
     )
-    delay = (
-        sys.executable,
-        "-P",
-        "-m",
-        "benchmarks.pace",
-        "--role",
-        "delay",
-        "--ms",
-        "20",
-        "--to",
-        draft.address,
-    )
     wanted = [request(prompts[i], ("greedy", "strict")[i], FAR_TOKENS) for i in range(2)]
     streams: dict[str, list[Stream]] = {}
-    with running(*delay) as far:
+    delay = ("--role", "delay", "--ms", "20", "--to", draft.address)
+    with service("benchmarks.pace", *delay) as far:
         for ahead in ("off", "16"):
             options = ("--speculation-policy", "fixed", "--draft-ahead", ahead)
             with coordinator(target.address, address_of(far), *options) as process:

@@ -1,9 +1,10 @@
-"""The demo target with its bundled EAGLE-3 head, as `tandem up --method eagle3` starts it."""
+"""The demo target with its bundled EAGLE-3 head, served as `tandem up --method eagle3` does."""
 
 from __future__ import annotations
 
 from tandem.types import GenerationRequest
-from tests.end_to_end.processes import TANDEM, running
+from tests.end_to_end.processes import address_of, coordinator, model_service
+from tests.paths import DEMO_EAGLE3, DEMO_TARGET
 from tests.service.clients import complete_all
 
 PROMPTS = 3
@@ -24,13 +25,14 @@ async def test_the_bundled_head_drafts_and_the_text_is_the_targets_own(prompts: 
             for prompt in prompts[:PROMPTS]
         ]
 
-    options = ("--port", "0", "--no-http", "--dtype", "float32", "--threads", "1")
-    fixed = {"TANDEM_COORDINATOR_SPECULATION_POLICY": "fixed"}
-    with running(TANDEM, "up", "--method", "eagle3", *options, environment=fixed) as cluster:
-        address = cluster.line("ready on ")
-        alone = await complete_all(address, requests(speculation=False))
-        drafted = await complete_all(address, requests(speculation=True))
-        assert cluster.stop() == 0, cluster.story
+    options = ("--draft-model", str(DEMO_EAGLE3), "--dtype", "float32")
+    with (
+        model_service("bound_service", DEMO_TARGET, *options) as target,
+        coordinator(address_of(target), None, "--rejection-sampling-strategy", "auto") as front,
+    ):
+        alone = await complete_all(address_of(front), requests(speculation=False))
+        drafted = await complete_all(address_of(front), requests(speculation=True))
+        assert [front.stop(), target.stop()] == [0, 0]
 
     assert [each.token_ids for each in drafted] == [each.token_ids for each in alone]
     accepted, proposed = (

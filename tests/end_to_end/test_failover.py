@@ -13,7 +13,7 @@ import pytest
 from tandem.client import Client
 from tandem.types import GenerationRequest
 from tests.end_to_end.disturbed import begun, joined, request, revived, started, streamed
-from tests.end_to_end.nurslings import Nursery, Nursling
+from tests.end_to_end.processes import Nursery, Service
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 
 pytestmark = pytest.mark.slow
@@ -31,12 +31,12 @@ RUNS = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def targets(services: Nursery) -> list[Nursling]:
+def targets(services: Nursery) -> list[Service]:
     return started(services.model_service("target_service", DEMO_TARGET) for _ in range(2))
 
 
 @pytest.fixture(scope="module")
-def drafts(services: Nursery) -> list[Nursling]:
+def drafts(services: Nursery) -> list[Service]:
     return started(services.model_service("draft_service", DEMO_DRAFT) for _ in range(2))
 
 
@@ -47,7 +47,7 @@ def jitter(chance: random.Random) -> float:
 
 @RUNS
 async def test_streams_survive_a_kill_of_the_only_draft(
-    runs: int, targets: list[Nursling], drafts: list[Nursling], prompts: list[str]
+    runs: int, targets: list[Service], drafts: list[Service], prompts: list[str]
 ) -> None:
     chance = random.Random(1)
     requests = [request(prompts[0], "greedy"), request(prompts[1], "strict")]
@@ -62,7 +62,7 @@ async def test_streams_survive_a_kill_of_the_only_draft(
 
 @RUNS
 async def test_streams_survive_a_kill_of_one_of_two_targets(
-    runs: int, targets: list[Nursling], drafts: list[Nursling], prompts: list[str]
+    runs: int, targets: list[Service], drafts: list[Service], prompts: list[str]
 ) -> None:
     """Each stream runs on one of them, and either may be killed."""
     chance = random.Random(2)
@@ -77,7 +77,7 @@ async def test_streams_survive_a_kill_of_one_of_two_targets(
 
 
 async def test_drafting_resumes_when_a_draft_returns(
-    targets: list[Nursling], drafts: list[Nursling], prompts: list[str]
+    targets: list[Service], drafts: list[Service], prompts: list[str]
 ) -> None:
     """One of two drafts is killed and restarted: the other takes over its streams, and later both draft."""
     requests = [request(prompt, "greedy") for prompt in prompts[:2]]
@@ -95,7 +95,7 @@ async def test_drafting_resumes_when_a_draft_returns(
 
 
 async def test_streams_survive_a_draft_that_stops_answering(
-    targets: list[Nursling], drafts: list[Nursling], prompts: list[str]
+    targets: list[Service], drafts: list[Service], prompts: list[str]
 ) -> None:
     """The process is stopped, not ended, so that no connection breaks."""
     requests = [request(prompts[0], "greedy"), request(prompts[1], "strict")]
@@ -114,7 +114,7 @@ async def test_streams_survive_a_draft_that_stops_answering(
 
 
 async def test_streams_survive_a_target_that_stops_answering(
-    targets: list[Nursling], drafts: list[Nursling], prompts: list[str]
+    targets: list[Service], drafts: list[Service], prompts: list[str]
 ) -> None:
     requests = [request(prompts[0], "greedy"), request(prompts[1], "strict")]
     async with joined(targets, drafts[:1]) as client:
@@ -130,10 +130,10 @@ async def test_streams_survive_a_target_that_stops_answering(
 
 
 @pytest.mark.parametrize(
-    "count", [pytest.param(8, id="short"), pytest.param(32, id="long", marks=pytest.mark.soak)]
+    "count", [pytest.param(4, id="short"), pytest.param(32, id="long", marks=pytest.mark.soak)]
 )
 async def test_every_replica_can_be_restarted_by_draining(
-    count: int, targets: list[Nursling], drafts: list[Nursling], prompts: list[str]
+    count: int, targets: list[Service], drafts: list[Service], prompts: list[str]
 ) -> None:
     """Each gets a SIGTERM, one after the other, while streams begin and end."""
     over = asyncio.Event()
@@ -145,7 +145,7 @@ async def test_every_replica_can_be_restarted_by_draining(
             assert (await streamed(client, wanted)).text == expected
             completed += 1
 
-    def restarted(each: Nursling) -> None:
+    def restarted(each: Service) -> None:
         each.signal(signal.SIGTERM)
         deadline = time.monotonic() + 40.0
         while each.is_alive:

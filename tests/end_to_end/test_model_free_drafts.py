@@ -49,11 +49,3 @@ async def test_greedy_completions_are_the_targets_own(model_free_address: str, p
     drafted = await complete_all(model_free_address, requests(speculation=True))
     assert [completion.token_ids for completion in drafted] == [completion.token_ids for completion in alone]
     assert sum(completion.stats.accepted for completion in drafted) > 0
-
-
-async def test_sampled_completions_have_the_requested_length(
-    model_free_address: str, prompts: list[str]
-) -> None:
-    request = GenerationRequest(prompts[0], max_tokens=MAX_TOKENS, temperature=0.8, seed=1, ignore_eos=True)
-    (completed,) = await complete_all(model_free_address, [request])
-    assert len(completed.token_ids) == MAX_TOKENS

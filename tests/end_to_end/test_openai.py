@@ -115,24 +115,6 @@ def test_log_probabilities_are_those_of_the_model(client: OpenAI) -> None:
     assert choice.logprobs.token_logprobs == pytest.approx(expected, abs=1e-3)
 
 
-def test_sampling_is_reproducible_and_ends_at_the_stop_string(client: OpenAI) -> None:
-    def text(seed: int, **options: Any) -> str:
-        answer = client.completions.create(
-            model="target",
-            prompt=PROMPT,
-            max_tokens=32,
-            temperature=0.8,
-            top_p=0.95,
-            seed=seed,
-            **options,
-        )
-        return str(answer.choices[0].text)
-
-    assert text(1) == text(1) != text(2)
-    mark = text(1)[8:10]
-    assert text(1, stop=[mark]) == text(1)[: text(1).index(mark)]
-
-
 def test_leaving_a_stream_ends_the_sequences(client: OpenAI, url: str) -> None:
     with client.completions.create(model="target", prompt=PROMPT, max_tokens=900, stream=True) as stream:
         next(stream)

@@ -10,7 +10,6 @@ from transformers import AutoTokenizer
 
 from tandem.errors import InvalidRequestError
 from tandem.types import GenerationRequest
-from tests.commands import run_here
 from tests.end_to_end.models import load_reference
 from tests.end_to_end.processes import address_of, coordinator, service
 from tests.paths import DEMO_TARGET
@@ -103,11 +102,3 @@ async def test_penalties_are_refused_with_a_draft_model(address: str, prompts: l
         InvalidRequestError, match="with a separate draft model it must be 1: use a draft service"
     ):
         await complete_all(address, [GenerationRequest(prompts[0], repetition_penalty=PENALTY)])
-
-
-def test_the_command_sends_the_options(address: str) -> None:
-    ended = run_here("generate", "x", "--address", address, "--presence-penalty", "1")
-    assert ended.returncode == 5
-    assert "presence_penalty is 1.0; with a separate draft model it must be 0" in ended.stderr
-    alone = ("--no-speculation", "--repetition-penalty", "1.3", "--max-tokens", "4")
-    assert run_here("generate", "def f", "--address", address, *alone).returncode == 0

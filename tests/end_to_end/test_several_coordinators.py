@@ -15,8 +15,7 @@ from tandem.client import Client
 from tandem.errors import ServiceUnavailableError
 from tandem.types import GenerationRequest
 from tests.end_to_end.disturbed import Stream, request, started
-from tests.end_to_end.nurslings import Nursery, Nursling
-from tests.end_to_end.processes import Process, address_of, coordinator
+from tests.end_to_end.processes import Nursery, Process, Service, address_of, coordinator
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 from tests.service.clients import until
 
@@ -29,17 +28,17 @@ METRICS = ("--prometheus-port", "0")
 
 
 @pytest.fixture(scope="module")
-def targets(services: Nursery) -> list[Nursling]:
+def targets(services: Nursery) -> list[Service]:
     return started(services.model_service("target_service", DEMO_TARGET, *METRICS) for _ in range(2))
 
 
 @pytest.fixture(scope="module")
-def drafts(services: Nursery) -> list[Nursling]:
+def drafts(services: Nursery) -> list[Service]:
     return started(services.model_service("draft_service", DEMO_DRAFT, *METRICS) for _ in range(2))
 
 
 @pytest.fixture
-def coordinators(targets: list[Nursling], drafts: list[Nursling]) -> Iterator[list[Process]]:
+def coordinators(targets: list[Service], drafts: list[Service]) -> Iterator[list[Process]]:
     """Two of them, each with the addresses of all replicas."""
     names = [",".join(each.address for each in replicas) for replicas in (targets, drafts)]
     with ExitStack() as stack:
@@ -55,7 +54,7 @@ def requests(prompts: list[str]) -> list[GenerationRequest]:
 
 @pytest.fixture(scope="module")
 def expected(
-    targets: list[Nursling], drafts: list[Nursling], requests: list[GenerationRequest]
+    targets: list[Service], drafts: list[Service], requests: list[GenerationRequest]
 ) -> list[list[int]]:
     """The tokens of each request through a single coordinator."""
     with coordinator(targets[0].address, drafts[0].address) as process:
@@ -77,7 +76,7 @@ async def through(addresses: Sequence[str], requests: Sequence[GenerationRequest
     return streams
 
 
-def metric(service: Process | Nursling, name: str) -> float:
+def metric(service: Process | Service, name: str) -> float:
     """The sum of a metric over its labels, as a service gives it at this moment."""
     found = re.search(r"metrics served address=(\S+)", service.story)
     assert found, service.story
@@ -86,13 +85,13 @@ def metric(service: Process | Nursling, name: str) -> float:
     return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
 
 
-async def total(services: Sequence[Process | Nursling], name: str) -> float:
+async def total(services: Sequence[Process | Service], name: str) -> float:
     return sum([await asyncio.to_thread(metric, service, name) for service in services])
 
 
 async def test_streams_through_both_have_equal_tokens_and_each_counts_its_own(
     coordinators: list[Process],
-    targets: list[Nursling],
+    targets: list[Service],
     requests: list[GenerationRequest],
     expected: list[list[int]],
 ) -> None:
@@ -113,8 +112,8 @@ async def test_streams_through_both_have_equal_tokens_and_each_counts_its_own(
 
 async def test_a_client_goes_on_at_the_other_when_one_is_killed(
     coordinators: list[Process],
-    targets: list[Nursling],
-    drafts: list[Nursling],
+    targets: list[Service],
+    drafts: list[Service],
     requests: list[GenerationRequest],
     expected: list[list[int]],
 ) -> None:
@@ -155,7 +154,7 @@ async def test_a_client_goes_on_at_the_other_when_one_is_killed(
 
 
 async def test_the_load_of_both_adds_up_at_the_replicas(
-    coordinators: list[Process], targets: list[Nursling], prompts: list[str]
+    coordinators: list[Process], targets: list[Service], prompts: list[str]
 ) -> None:
     """Each coordinator counts its own requests, each target the sequences of both."""
     addresses = [address_of(process) for process in coordinators]

@@ -19,7 +19,6 @@ from tandem.rpc.channels import open_channel
 from tandem.types import GenerationRequest
 from tandem.v1.target_pb2 import TargetServiceGetModelInfoRequest
 from tandem.v1.target_pb2_grpc import TargetServiceStub
-from tests.end_to_end.nurslings import Nursery
 from tests.end_to_end.processes import (
     START_SECONDS,
     TANDEM,
@@ -30,7 +29,6 @@ from tests.end_to_end.processes import (
     is_alive,
     model_service,
     running,
-    service,
     until,
 )
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
@@ -38,15 +36,13 @@ from tests.service import clients
 
 pytestmark = pytest.mark.slow
 
-TOKENS = 900
+TOKENS = 500
 """A request of about a second, which still runs at the signal and ends within the drain."""
 REQUEST = GenerationRequest("def f(", max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 END_SECONDS = 45.0
 """Bound on an exit after a drain: the drain timeout, 30 s unless set, and the time to exit on a busy machine."""
 QUICK_SECONDS = 15.0
 """Bound on an exit without running calls."""
-QUICK_DRAFT = ("--draft", "ngram")
-"""Options of a cluster with a draft without a model, which starts in a second."""
 
 
 async def generation(client: Client) -> asyncio.Task[clients.Completed]:
@@ -103,13 +99,11 @@ async def test_a_drain_is_bounded(target_address: str, draft_address: str) -> No
         assert "Traceback" not in front.stderr
 
 
-@pytest.mark.parametrize(
-    ("package", "number"), [("target_service", signal.SIGTERM), ("draft_service", signal.SIGINT)]
-)
-def test_a_signal_during_model_loading_ends_the_process(package: str, number: signal.Signals) -> None:
-    with model_service(package, DEMO_TARGET) as process:
+def test_a_signal_during_model_loading_ends_the_process() -> None:
+    command = (sys.executable, "-P", "-m", "target_service", "--port", "0", "--model", str(DEMO_TARGET))
+    with running(*command) as process:
         process.line("listening on ")
-        process.signal(number)
+        process.signal(signal.SIGTERM)
         assert process.wait(QUICK_SECONDS) == 0
         assert "ready on" not in process.stdout
         assert "Traceback" not in process.stderr
@@ -128,20 +122,13 @@ def test_hangups_are_heeded_except_under_nohup(wrapper: tuple[str, ...], *, is_h
         assert process.wait(QUICK_SECONDS) == 0
 
 
-def test_a_signal_while_the_coordinator_waits_for_services_ends_it() -> None:
-    with service("coordinator", "--target-address", "127.0.0.1:1") as process:
-        process.line("listening on ")
-        process.signal(signal.SIGTERM)
-        assert process.wait(QUICK_SECONDS) == 0
-
-
 @contextmanager
-def cluster(*options: str) -> Iterator[Process]:
-    """`tandem up`, by default with the bundled pair, in a folder whose Python files must never run."""
+def cluster() -> Iterator[Process]:
+    """`tandem up` with the bundled pair, in a folder whose Python files must never run."""
     with TemporaryDirectory(prefix="tandem-poison-") as name:
         folder = Path(name)
         poison(folder)
-        command = (TANDEM, "up", "--port", "0", "--threads", "1", "--log-level", "error", *options)
+        command = (TANDEM, "up", "--port", "0", "--threads", "1", "--log-level", "error")
         with running(*command, working_folder=folder) as process:
             yield process
         assert not (folder / "ran").exists(), (folder / "ran").read_text(encoding="utf-8")
@@ -155,16 +142,6 @@ def poison(folder: Path) -> None:
         (folder / package / "__init__.py").write_text(code, encoding="utf-8")
     for module in ("torch", "grpc", "uvloop", "runpy"):
         (folder / f"{module}.py").write_text(code, encoding="utf-8")
-
-
-def child(process: Process, package: str) -> int:
-    """The process of one of the cluster's services."""
-    (pid,) = (
-        pid
-        for pid in descendants(process.pid)
-        if package.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
-    )
-    return pid
 
 
 async def test_a_cluster_finishes_running_requests_and_leaves_no_process() -> None:
@@ -185,77 +162,56 @@ async def test_a_cluster_finishes_running_requests_and_leaves_no_process() -> No
         assert process.stderr == ""
 
 
-async def test_a_second_ctrl_c_ends_a_cluster_at_once() -> None:
-    with cluster(*QUICK_DRAFT) as process:
-        address = process.line("tandem up: ready on ")
-        children = descendants(process.pid)
-        async with Client(address) as client:
-            task = await generation(client)
+@contextmanager
+def stand_ins(behaviour: str = "") -> Iterator[tuple[Process, list[int]]]:
+    """`tandem up` over services of that behaviour (see `stand_in.py`), and its children."""
+    command = (sys.executable, "-P", "-m", "tests.end_to_end.stand_in", "up")
+    with running(*command, environment={"STAND_IN": behaviour}) as process:
+        if behaviour == "starts":
+            until(lambda: len(descendants(process.pid)) >= 2, START_SECONDS, lambda: process.story)
+        else:
+            process.line("tandem up: ready on ")
+        yield process, descendants(process.pid)
 
-            def impatient() -> bool:
-                """Repeat the signal until the process ends; two at once may count as one."""
-                process.signal(signal.SIGINT)
-                return process.has_ended
 
-            await clients.until(impatient, QUICK_SECONDS)
-            with pytest.raises(ServiceUnavailableError):
-                await task
+def test_a_second_ctrl_c_ends_a_cluster_at_once() -> None:
+    with stand_ins("stays") as (process, children):
+
+        def impatient() -> bool:
+            """Repeat the signal until the process ends; two at once may count as one."""
+            process.signal(signal.SIGINT)
+            return process.has_ended
+
+        until(impatient, QUICK_SECONDS)
         assert process.wait(QUICK_SECONDS) == 128 + signal.SIGINT
         until(lambda: not any(map(is_alive, children)), QUICK_SECONDS)
         assert "Traceback" not in process.stderr
 
 
-def test_no_service_outlives_its_cluster() -> None:
-    with cluster(*QUICK_DRAFT) as process:
-        process.line("tandem up: ready on ")
-        children = descendants(process.pid)
-        # Three services and their own children.
-        assert len(children) >= 3
+@pytest.mark.parametrize("behaviour", ["", "stays"])
+def test_no_service_outlives_its_cluster(behaviour: str) -> None:
+    with stand_ins(behaviour) as (process, children):
+        assert len(children) == 3
         process.signal(signal.SIGKILL)
         until(lambda: not any(map(is_alive, children)), QUICK_SECONDS)
 
 
-def test_ctrl_c_ends_a_cluster() -> None:
-    with cluster(*QUICK_DRAFT) as process:
-        process.line("tandem up: ready on ")
-        children = descendants(process.pid)
+@pytest.mark.parametrize("behaviour", ["", "starts"])
+def test_ctrl_c_ends_a_cluster(behaviour: str) -> None:
+    with stand_ins(behaviour) as (process, children):
         # A terminal sends the signal to the whole foreground group.
         os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(END_SECONDS) == 0
+        assert process.wait(QUICK_SECONDS) == 0
         assert not any(map(is_alive, children))
         assert process.stderr == ""
 
 
-@pytest.mark.parametrize("package", ["draft_service", pytest.param("coordinator", marks=pytest.mark.soak)])
-def test_a_child_that_dies_ends_the_cluster(package: str) -> None:
-    with cluster(*QUICK_DRAFT) as process:
-        process.line("tandem up: ready on ")
-        children = descendants(process.pid)
-        os.kill(child(process, f"\0{package}\0"), signal.SIGKILL)
-        assert process.wait(END_SECONDS) != 0
+@pytest.mark.parametrize(("number", "name"), [(0, "target"), (1, "draft"), (2, "coordinator")])
+def test_a_child_that_dies_ends_the_cluster(number: int, name: str) -> None:
+    with stand_ins() as (process, children):
+        os.kill(sorted(children)[number], signal.SIGKILL)
+        assert process.wait(QUICK_SECONDS) == 1
         assert not any(map(is_alive, children))
-        name = package.removesuffix("_service")
         assert process.stderr == (
             f"error: the {name} service was ended by signal 9; the other services were stopped\n"
         )
-
-
-def test_a_signal_ends_a_starting_cluster() -> None:
-    with cluster() as process:
-        until(lambda: len(descendants(process.pid)) >= 2, START_SECONDS, lambda: process.story)
-        children = descendants(process.pid)
-        assert process.stop(QUICK_SECONDS) == 0
-        assert not any(map(is_alive, children))
-
-
-async def test_a_killed_draft_process_costs_only_the_speed_up(services: Nursery, target_address: str) -> None:
-    draft = services.started("draft_service", DEMO_DRAFT)
-    with coordinator(target_address, draft.address) as front:
-        async with Client(address_of(front)) as client:
-            expected = await clients.complete(client, REQUEST)
-            task = await generation(client)
-            draft.kill()
-            completed = await task
-            again = await clients.complete(client, REQUEST)
-    assert completed.token_ids == again.token_ids == expected.token_ids
-    assert expected.stats.drafted > completed.stats.drafted > again.stats.drafted == 0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,30 +12,24 @@ import pytest
 
 from tests.commands import run_here
 from tests.end_to_end.models import random_model, save_model
-from tests.end_to_end.nurslings import Nursery
-from tests.end_to_end.processes import TANDEM, run
+from tests.end_to_end.processes import TANDEM, Nursery, run, service
 from tests.paths import DEMO_DRAFT
 
 pytestmark = pytest.mark.slow
 
-END_SECONDS = 40.0
-"""Bound on an exit, including interpreter startup on a busy machine. Processes that load torch take longer."""
 
-LOADED_SECONDS = 120.0
-
-
-def refusal(*command: str, seconds: float = END_SECONDS) -> str:
-    """Run a command that must fail, and return its one sentence."""
-    return sentence_of(run(*command, "--log-level", "error", seconds=seconds))
+def refusal(code: int, package: str, *options: str) -> str:
+    """Run a service that must end with this exit code, and return its one sentence."""
+    with service(package, *options, "--log-level", "error") as process:
+        assert process.wait() == code
+        return sentence_of(process.stderr)
 
 
-def sentence_of(result: subprocess.CompletedProcess[str]) -> str:
-    """Return the only line on stderr, which must be an error's sentence."""
-    assert result.returncode != 0
-    lines = result.stderr.splitlines()
-    assert len(lines) == 1, result.stderr
-    assert lines[0].startswith("error: ")
-    return lines[0]
+def sentence_of(written: str) -> str:
+    """Return the only line, which must be an error's sentence."""
+    (line,) = written.splitlines()
+    assert line.startswith("error: ")
+    return line
 
 
 def without_weights(folder: Path) -> Path:
@@ -93,21 +85,15 @@ def test_a_folder_without_a_model_is_refused(
     make: Callable[[Path], Path], expected: str, tmp_path: Path
 ) -> None:
     folder = make(tmp_path)
-    options = ("--port", "0", "--model", str(folder), "--log-level", "error")
-    result = run(sys.executable, "-P", "-m", "target_service", *options, seconds=END_SECONDS)
-    sentence = sentence_of(result)
-    assert result.returncode == 1
+    sentence = refusal(1, "target_service", "--model", str(folder))
     assert expected in sentence
     assert str(folder) in sentence
 
 
-@pytest.mark.parametrize("service", [pytest.param("target_service", marks=pytest.mark.soak), "draft_service"])
-def test_a_model_with_non_finite_logits_is_refused(service: str, tmp_path: Path) -> None:
-    """Both services load models by the same code."""
-    options = ("--port", "0", "--model", str(no_numbers(tmp_path)), "--log-level", "error", "--threads", "1")
-    result = run(sys.executable, "-P", "-m", service, *options, seconds=LOADED_SECONDS)
-    assert "are not finite numbers" in sentence_of(result)
-    assert result.returncode == 1
+@pytest.mark.parametrize("package", ["target_service", "draft_service"])
+def test_a_model_with_non_finite_logits_is_refused(package: str, tmp_path: Path) -> None:
+    sentence = refusal(1, package, "--model", str(no_numbers(tmp_path)), "--threads", "1")
+    assert "are not finite numbers" in sentence
 
 
 @pytest.fixture
@@ -126,7 +112,7 @@ def used_port() -> Iterator[int]:
     ids=lambda command: command[0],
 )
 def test_a_port_in_use_is_reported(command: tuple[str, ...], used_port: int) -> None:
-    sentence = refusal(sys.executable, "-P", "-m", *command, "--port", str(used_port))
+    sentence = refusal(2, *command, "--port", str(used_port))
     assert f"cannot listen on 127.0.0.1:{used_port}" in sentence
 
 
@@ -139,26 +125,25 @@ def test_a_port_in_use_is_reported(command: tuple[str, ...], used_port: int) -> 
     ],
 )
 @pytest.mark.parametrize(
-    "service",
+    "command",
     [
         ("target", "--model", str(DEMO_DRAFT)),
         ("coordinator", "--target-address", "127.0.0.1:1"),
     ],
-    ids=lambda service: service[0],
+    ids=lambda command: command[0],
 )
 def test_an_invalid_option_is_refused(
-    service: tuple[str, ...], options: tuple[str, ...], expected: str
+    command: tuple[str, ...], options: tuple[str, ...], expected: str
 ) -> None:
-    result = run_here("serve", *service, *options)
+    result = run_here("serve", *command, *options)
     assert result.returncode == 2
-    assert expected in sentence_of(result)
+    assert expected in sentence_of(result.stderr)
 
 
 def test_a_target_that_does_not_answer_ends_the_start() -> None:
     address = "127.0.0.1:1"
-    options = ("--port", "0", "--target-address", address, "--start-timeout-seconds", "2")
-    sentence = refusal(sys.executable, "-P", "-m", "coordinator", *options)
-    assert f"the target service at {address} was not ready within 2 s" in sentence
+    sentence = refusal(1, "coordinator", "--target-address", address, "--start-timeout-seconds", "0.5")
+    assert f"the target service at {address} was not ready within 0.5 s" in sentence
 
 
 def test_a_draft_with_another_vocabulary_is_refused(
@@ -173,8 +158,8 @@ def test_a_draft_with_another_vocabulary_is_refused(
     words["a"], words["b"] = words["b"], words["a"]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     draft = services.started("draft_service", folder)
-    options = ("--port", "0", "--target-address", target_address, "--draft-address", draft.address)
-    sentence = refusal(sys.executable, "-P", "-m", "coordinator", *options)
+    options = ("--target-address", target_address, "--draft-address", draft.address)
+    sentence = refusal(2, "coordinator", *options)
     draft.kill()
     assert "a vocabulary of 2056 tokens" in sentence
     assert "another tokenizer" in sentence
@@ -190,3 +175,17 @@ def test_a_cluster_with_an_empty_model_folder_ends(tmp_path: Path) -> None:
     assert why.startswith("error: ")
     assert "has no config.json" in why
     assert end.startswith("error: the target service ended with exit code 1")
+
+
+def test_broken_rules_of_the_configuration_end_the_start() -> None:
+    options = ("--target-address", "127.0.0.1:1", "--num-speculative-tokens", "0", "--max-num-steps", "4")
+    sentence = refusal(2, "coordinator", *options)
+    assert "num_speculative_tokens is 0" in sentence
+    assert "max_num_steps is 4" in sentence
+
+
+def test_broken_rules_of_the_models_end_the_start(target_address: str) -> None:
+    options = ("--target-address", target_address, "--method", "ngram", "--max-length", "48")
+    sentence = refusal(2, "coordinator", *options)
+    assert "speculative_method is ngram; it needs a draft service" in sentence
+    assert "max_length is 48 for the coordinator" in sentence

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import pytest
 
-from tandem.admin import CoordinatorState, Severity
+from tandem.admin import CoordinatorState
 from tandem.admin_client import AdminClient
 from tandem.client import Client
 from tandem.config.layers import Origin
@@ -211,17 +211,6 @@ async def test_statistics_never_decrease_when_requests_end() -> None:
         rounds.append((await admin.stats()).speculation.rounds)
         assert rounds == sorted(rounds)
         assert rounds[-1] == sum([(await task).stats.rounds for task in work])
-
-
-async def test_the_doctor_finds_nothing_wrong_with_a_healthy_cluster() -> None:
-    async with Cluster().running() as (admin, _):
-        diagnosis = await admin.diagnose()
-        checks = [finding.check for finding in diagnosis.findings]
-        assert checks.count("target") == 2
-        for check in ("targets", "drafts", "draft", "models", "rule", "load", "acceptance", "services"):
-            assert check in checks
-        bad = [f for f in diagnosis.findings if f.severity is Severity.PROBLEM]
-        assert bad == []
 
 
 async def test_a_coordinator_that_does_not_answer_is_unavailable() -> None:

@@ -166,47 +166,6 @@ SAMPLED = f"00-{TRACE}-00f067aa0ba902b7-01"
 UNSAMPLED = f"00-{TRACE}-00f067aa0ba902b7-00"
 
 
-def tree(spans: Sequence[ReadableSpan]) -> list[object]:
-    """Nest the names of the spans by parent, siblings in the order in which they began."""
-    ids = {span.context.span_id for span in spans if span.context is not None}
-
-    def below(parent: int | None) -> list[object]:
-        children = [
-            span
-            for span in sorted(spans, key=lambda span: span.start_time or 0)
-            if (span.parent.span_id if span.parent and span.parent.span_id in ids else None) == parent
-        ]
-        return [
-            (span.name, span.kind.name, *below(span.context.span_id))
-            for span in children
-            if span.context is not None
-        ]
-
-    return below(None)
-
-
-async def test_one_trace_holds_the_request_its_streams_and_the_spans_of_the_services() -> None:
-    async with observed_cluster(FakeTarget(), FakeDraft(wrong_after_twelve)) as cluster:
-        assert await cluster.complete(REQUEST, SAMPLED) == COMPLETION
-        await all_ended(cluster, 8)
-        spans = cluster.spans
-    draft, target = "tandem.v1.DraftService/Propose", "tandem.v1.TargetService/Verify"
-    assert tree(spans) == [
-        (
-            "text_completion fake",
-            "SERVER",
-            ("prefill", "INTERNAL"),
-            (draft, "CLIENT", (draft, "SERVER", ("prefill", "INTERNAL"))),
-            (target, "CLIENT", (target, "SERVER", ("prefill", "INTERNAL"))),
-        )
-    ]
-    assert {f"{span.context.trace_id:032x}" for span in spans if span.context} == {TRACE}
-    root = only_span("text_completion fake", spans)
-    assert root.parent is not None
-    assert root.parent.span_id == 0x00F067AA0BA902B7
-    assert all(span.status.status_code is StatusCode.UNSET for span in spans)
-
-
 async def test_the_request_s_span_reports_speculation(monkeypatch: pytest.MonkeyPatch) -> None:
     # The draft drafts nothing ahead, and whether it is asked instead is a matter of measured times.
     monkeypatch.setattr(RequestSpeculation, "tokens_after_miss", lambda _, count: count)

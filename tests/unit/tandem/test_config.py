@@ -18,7 +18,6 @@ from tandem.config.options import Options
 from tandem.errors import ConfigurationError
 from tandem.settings import load_settings
 from target_service.settings import TargetSettings
-from tests.commands import Commands
 
 ADDRESS = ("--target-address", "127.0.0.1:1")
 
@@ -314,25 +313,3 @@ def test_the_help_lists_every_option_and_fits_a_terminal(cls: type[Options]) -> 
         assert re.search(rf"TANDEM_([A-Z]+_)?{name.upper()}\b", re.sub(r"\s+", " ", text))
     too_long = [line for line in text.splitlines() if len(line) > 80]
     assert all(len(line.split()) <= 3 for line in too_long), "only what cannot be broken is longer"
-
-
-def test_defaults_and_variables_are_shown_together() -> None:
-    text = re.sub(r"\s+", " ", command_line(TargetSettings, "tandem serve target", 80).format_help())
-    assert text.startswith("Usage: tandem serve target [OPTIONS] Serve a target model. ")
-    assert "Model: --model <path>" in text
-    assert "[env var: TANDEM_TARGET_MODEL; required]" in text
-    assert "[env var: TANDEM_TARGET_DEVICE; default: cpu]" in text
-    assert "--dtype <auto|float32|bfloat16|float16>" in text
-    assert "--enable-prefix-caching, --no-enable-prefix-caching" in text
-    coordinator = command_line(CoordinatorSettings, "tandem serve coordinator").format_help()
-    assert "TANDEM_NUM_SPECULATIVE_TOKENS" in coordinator, "what services share has no service in its name"
-
-
-@pytest.mark.parametrize("service", ["draft", "target", "coordinator"])
-def test_help_is_printed_for_either_name(
-    service: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    commands = Commands(monkeypatch, capsys)
-    text = commands.succeed("serve", service, "--help")
-    assert text.startswith(f"Usage: tandem serve {service} [OPTIONS]\n\n")
-    assert commands.succeed("serve", service, "-h") == text

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from coordinator.cli.connection import ConnectionSettings
 from coordinator.cli.main import app
 from tandem import __version__
 from tests.commands import Commands
-
-ADMIN = ("status", "stats", "health", "doctor", "replicas", "requests", "config")
 
 
 @pytest.fixture
@@ -102,23 +97,6 @@ def test_version_prints_the_version(commands: Commands) -> None:
 )
 def test_help_has_a_short_name(commands: Commands, words: tuple[str, ...]) -> None:
     assert commands.succeed(*words, "-h") == commands.succeed(*words, "--help")
-
-
-def test_help_has_examples_and_every_option_of_the_connection(commands: Commands) -> None:
-    for words in (("admin", "status"), ("admin", "replicas", "drain"), ("generate",)):
-        text = commands.succeed(*words, "--help")
-        assert f"Examples:\n    tandem {' '.join(words)}" in text
-        for name in (*(field.name for field in fields(ConnectionSettings)), "context", "timeout"):
-            assert f"--{name.replace('_', '-')}" in text
-            assert f"TANDEM_CLIENT_{name.upper()}" in re.sub(r"\s", "", text)
-
-
-def test_the_help_of_admin_lists_the_exit_codes(commands: Commands) -> None:
-    text = commands.succeed("admin", "--help")
-    assert re.search(r"3  unhealthy\n +4  not reachable\n +5  refused", text)
-    for verb in ADMIN:
-        assert re.search(rf"^  {verb} ", text, re.MULTILINE)
-    assert "..." not in text.partition("Commands:")[2], "a summary is cut off"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

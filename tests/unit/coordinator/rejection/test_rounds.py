@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.rejection import KEYED, STRATEGIES, MessageRounds, Noise, Round, RowError, rules
+from coordinator.rejection import KEYED, MessageRounds, Noise, Round, RowError, rules
 from coordinator.rejection.block import block
 from coordinator.rejection.rounds import Decide, decide_each
 from tandem.types import (
@@ -34,10 +34,6 @@ def one_by_one(decide: Decide, rounds: Sequence[Round]) -> list[Acceptance | str
 
 def shown(found: Acceptance | RowError) -> Acceptance | str:
     return str(found) if isinstance(found, RowError) else found
-
-
-def test_every_rule_that_gains_by_many_rounds_is_tested_here() -> None:
-    assert {strategy.name for strategy in STRATEGIES if strategy.gains_by_many} == set(RULES)
 
 
 def make_round(generator: np.random.Generator, count: int, size: int, likeness: float) -> Round:

@@ -16,9 +16,7 @@ from tandem.integrations.vllm import TandemProposer, contract
 from tandem.integrations.vllm.link import target_info, why_unfit
 from tandem.integrations.vllm.proposer import MAX_SECONDS, MIN_SECONDS, AheadSwitch, Patience
 from tandem.integrations.vllm.rows import ABSENT_STEPS, IntArray, SequenceTable
-from tandem.integrations.vllm.settings import VllmSettings
 from tandem.types import AheadBudget, ModelInfo
-from tests.paths import ROOT
 from tests.service import vllm_stub
 
 
@@ -82,13 +80,6 @@ def test_wrong_options_are_one_sentence_at_start(
         TandemProposer(vllm_stub.config())
     assert sentence in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-def test_the_page_names_every_option() -> None:
-    """But for the share of requests to trace: the plug-in has none."""
-    page = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
-    options = VllmSettings.model_fields.keys() - {"trace_sample_ratio"}
-    assert {name for name in options if f"`TANDEM_VLLM_{name.upper()}`" not in page} == set()
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def _starts() -> dict[str, Callable[[list[str]], None]]:
     """Import everything that the services need, and return the function that runs each."""
     import torch
 
-    import benchmarks.load.scripted_services
+    import benchmarks.load.fakes
     import benchmarks.pace
     import bound_service.__main__
     import coordinator.__main__
@@ -80,7 +80,7 @@ def _starts() -> dict[str, Callable[[list[str]], None]]:
         "draft_service": draft_service.__main__.run,
         "tandem": _command(coordinator.cli.main.main),
         "target_service": target_service.__main__.run,
-        "benchmarks.load.scripted_services": benchmarks.load.scripted_services.main,
+        "benchmarks.load.fakes": benchmarks.load.fakes.main,
         "benchmarks.pace": benchmarks.pace.main,
     }
 

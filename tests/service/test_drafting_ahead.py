@@ -157,26 +157,6 @@ async def test_a_cancelled_request_leaves_no_stream_and_no_sequence(
         await until(lambda: not both.draft.proposer.kv_usage().sequence_count, SECONDS)  # type: ignore[union-attr]
 
 
-@pytest.fixture(scope="module")
-def reference_test_ahead_distribution() -> Any:
-    return small_target()
-
-
-@pytest.fixture(scope="module")
-def target_model_test_ahead_distribution(
-    reference_test_ahead_distribution: Any, tmp_path_factory: pytest.TempPathFactory
-) -> LoadedModel:
-    folder = save_model(reference_test_ahead_distribution, tmp_path_factory.mktemp("target"))
-    return load_model(folder, device="cpu", dtype="float32", threads=1)
-
-
-@pytest.fixture(scope="module")
-def draft_model_test_ahead_distribution(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """The target with errors: some of what it proposes is accepted, and some is not."""
-    folder = save_model(blurred(small_target(), seed=9, scale=0.2), tmp_path_factory.mktemp("draft"))
-    return load_model(folder, device="cpu", dtype="float32", threads=1)
-
-
 PLACES = slice(2, 5)
 """Positions of the compared tokens, most of which come from rounds with a hit. The first token is the target's own, and
 the second begins the round with the first request to the draft."""
@@ -218,9 +198,9 @@ async def test_the_tokens_have_the_targets_distribution(
     step_seconds: float,
     seeds: int,
     distance: float,
-    reference_test_ahead_distribution: Any,
-    target_model_test_ahead_distribution: LoadedModel,
-    draft_model_test_ahead_distribution: LoadedModel,
+    reference: Any,
+    target_model: LoadedModel,
+    draft_model: LoadedModel,
 ) -> None:
     """Chi-square: a deviation by the given total variation distance is detected with a probability above 0.99, and a
     correct implementation fails with a probability of 1 in 10 000, decided once because the seeds are fixed."""
@@ -228,8 +208,8 @@ async def test_the_tokens_have_the_targets_distribution(
     requests = [replace(request, seed=seed) for seed in range(seeds)]
     async with (
         pair(
-            target_model_test_ahead_distribution,
-            draft_model_test_ahead_distribution,
+            target_model,
+            draft_model,
             step_seconds=step_seconds,
             max_sequences=16,
             draft_top_k=2,
@@ -242,7 +222,7 @@ async def test_the_tokens_have_the_targets_distribution(
     accepted = sum(each.stats.accepted for each in completed)
     assert 0.1 < accepted / drafted < 0.9, "the test needs both accepted and recovered tokens"
     counts = Counter(each.token_ids[PLACES] for each in completed)
-    expected = exact(reference_test_ahead_distribution, request)
+    expected = exact(reference, request)
     assert set(counts) <= set(expected)
     value, freedom = statistic(counts, expected)
     assert value < critical_value(freedom)

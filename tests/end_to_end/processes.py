@@ -24,7 +24,7 @@ TANDEM = str(Path(sys.executable).with_name("tandem"))
 AHEAD = ("--speculation-policy", "fixed", "--draft-ahead", "8")
 """Options of a coordinator that always drafts ahead."""
 
-START_SECONDS = 90.0
+START_SECONDS = 300.0
 """Bound on a start; importing torch takes many seconds on two busy cores."""
 _POLL_SECONDS = 0.02
 _FIRST_PORT = 20_000
@@ -179,9 +179,10 @@ class Nursery:
         folder.mkdir()
         for name in ("stdout", "stderr"):
             (folder / name).touch()
+        variables = clean_environment() | (environment or {})
         assert self._popen.stdin is not None
         assert self._popen.stdout is not None
-        self._popen.stdin.write(json.dumps([str(folder), environment or {}, package, *arguments]) + "\n")
+        self._popen.stdin.write(json.dumps([str(folder), variables, package, *arguments]) + "\n")
         self._popen.stdin.flush()
         pid = int(self._popen.stdout.readline())
         ended = Path(self._folder.name, f"ended-{pid}")

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.errors import CapacityError, ConfigurationError, InvalidRequestError, TandemError
 from tandem.rpc.channels import open_channel
-from tandem.serving.server import serve
+from tandem.serving.server import Readiness, serve
 from tandem.settings import ServerSettings
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 from tests.paths import ROOT
@@ -55,6 +55,14 @@ async def test_a_stuck_service_still_drains(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await health_of(address)
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_watcher_of_health_that_does_not_read_holds_up_no_drain() -> None:
+    readiness = Readiness("fake", ())
+    # The library holds this lock while it writes to a watcher.
+    async with asyncio.timeout(30.0), readiness.health._server_watchers[""]:
+        await readiness.close()
+    assert readiness.interceptor.closed_because
 
 
 LONG_SECONDS = 60.0

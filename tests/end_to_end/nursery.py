@@ -10,6 +10,7 @@ into files `ended-PID` of FOLDER. At the end of stdin the nursery ends with all 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
@@ -23,6 +24,9 @@ from functools import partial
 from pathlib import Path
 
 from tests.end_to_end.processes import descendants
+
+_PR_SET_PDEATHSIG = 1
+"""From linux/prctl.h."""
 
 
 def main() -> None:
@@ -94,7 +98,8 @@ def _command(main: Callable[[], None]) -> Callable[[list[str]], None]:
 
 
 def _become(folder: Path, start: Callable[[], None]) -> None:
-    """Become that service."""
+    """Become that service, which ends with the nursery."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     while not (folder / "begin").exists():

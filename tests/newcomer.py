@@ -60,6 +60,7 @@ class Newcomer:
     def execute(self, *words: str) -> str:
         """Run a command that must succeed, and return its output."""
         environment = clean_environment() | {
+            "PYTHONPATH": "",
             "PATH": f"{self.bin}:{os.environ['PATH']}",
             "TANDEM_CLIENT_ADDRESS": self.address,
             "no_proxy": "*",

@@ -111,7 +111,7 @@ def newcomer(commands: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     options = ("--port", "0", "--http-port", "0", "--threads", "1", "--log-level", "error")
     # There is no compiler, so the wheel's own kernels must work.
     compile_mode = "on" if bundled_kernels.CAN_COMPILE else "off"
-    environment = {"CXX": "/nonexistent/c++"} | {
+    environment = {"CXX": "/nonexistent/c++", "PYTHONPATH": ""} | {
         f"TANDEM_{service}_COMPILE": compile_mode for service in ("DRAFT", "TARGET")
     }
     with running(
@@ -198,7 +198,7 @@ def test_without_torch_one_sentence_names_the_extra(commands: Path, tmp_path: Pa
         ran = subprocess.run(
             [str(commands / "tandem"), *command, "--port", "0"],
             cwd=tmp_path,
-            env=clean_environment() | {"TEST_HIDES_TORCH": "1"},
+            env=clean_environment() | {"TEST_HIDES_TORCH": "1", "PYTHONPATH": ""},
             capture_output=True,
             text=True,
             check=False,

@@ -84,7 +84,9 @@ async def test_the_api_is_described() -> None:
     assert "logit_bias" in page.text
     assert "http://" not in page.text
     assert "https://" not in page.text
-    assert "default-src 'none'; script-src 'self'; style-src 'self'" in page.headers["content-security-policy"]
+    assert (
+        "default-src 'none'; script-src 'self'; style-src 'self'" in page.headers["content-security-policy"]
+    )
 
 
 async def test_ignored_fields_are_reported(template: Path) -> None:

@@ -192,7 +192,7 @@ def test_permutation_p_is_exact_and_sees_a_difference() -> None:
 
 @pytest.mark.parametrize(
     "fault",
-    [pytest.param(fault, marks=pytest.mark.slow if fault in TOKENS else ()) for fault in FAULTS],
+    [pytest.param(fault, marks=pytest.mark.soak if fault in TOKENS else ()) for fault in FAULTS],
 )
 def test_each_planted_fault_is_found(fault: str) -> None:
     evidence, removed = simulated(LANGUAGE, sampler(LANGUAGE, fault), 2, TOKENS.get(fault, 12_000), fault)

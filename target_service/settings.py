@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from tandem.config.layers import Origin
 from tandem.config.names import BOUND_METHODS, OWN_METHODS, canonical_method
 from tandem.config.speculative import Integers
 from tandem.errors import ConfigurationError
@@ -62,7 +63,10 @@ def check_extraction(settings: TargetSettings) -> None:
             f"--shared-storage-path is {folder} beside the draft {draft}; a target writes hidden states or hosts a "
             "draft, so leave out one of them"
         )
-    if settings.draft_model is None and method not in (None, EXTRACT_HIDDEN_STATES, *OWN_METHODS):
+    # Of the environment and files, which all processes share, a method concerns the draft.
+    is_own = settings.origins.get("speculative_method", Origin.COMMAND_LINE) is Origin.COMMAND_LINE
+    is_hosted = settings.draft_model is not None or method in (None, EXTRACT_HIDDEN_STATES, *OWN_METHODS)
+    if is_own and not is_hosted:
         raise ConfigurationError(
             f"--method is {method}, and the target has no --draft-model; a target hosts only heads: start the draft as "
             f"a service of its own, with tandem serve draft --method {method}"

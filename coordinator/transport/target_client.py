@@ -315,7 +315,8 @@ class TargetSequence:
             self._stream.send(*((self._options, step) if self.is_new else (step,)))
             if not self._lead.continues(step):
                 self._end_lead()
-            self._lead.allowed = step.lead
+            # A smaller lead does not reach the target before it has begun what an earlier step allowed.
+            self._lead.allowed = max(step.lead, self._lead.allowed - 1)
             if self._lead.unasked:
                 self._answer.set_result(self._lead.unasked.popleft())
             verification = await self._answer

@@ -70,6 +70,6 @@ def check_extraction(settings: TargetSettings) -> None:
         raise ConfigurationError(
             f"--method is {method}, and the target has no --draft-model; a target hosts only heads: start the draft as "
             f"a service of its own, with tandem serve draft --method {method}"
-            if canonical_method(method) not in BOUND_METHODS
+            if canonical_method(str(method)) not in BOUND_METHODS
             else f"--method is {method} and --draft-model is missing; name the folder of the head"
         )

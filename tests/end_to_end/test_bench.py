@@ -70,7 +70,7 @@ def test_bench_measures_tandem_and_its_peers(
         ("draft", 1, 512),
     }
     assert "Batch 2, temperature 0" in printed
-    assert "## To be reached" in files["markdown"].read_text()
+    assert "## Steps of the engine" in files["markdown"].read_text()
 
 
 async def test_a_prefix_that_was_served_before_is_not_read_again(address: str) -> None:

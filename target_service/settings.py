@@ -65,8 +65,8 @@ def check_extraction(settings: TargetSettings) -> None:
         )
     # Of the environment and files, which all processes share, a method concerns the draft.
     is_own = settings.origins.get("speculative_method", Origin.COMMAND_LINE) is Origin.COMMAND_LINE
-    is_hosted = settings.draft_model is not None or method in (None, EXTRACT_HIDDEN_STATES, *OWN_METHODS)
-    if is_own and not is_hosted:
+    hosted = ("", EXTRACT_HIDDEN_STATES, *OWN_METHODS)
+    if is_own and settings.draft_model is None and canonical_method(method or "") not in hosted:
         raise ConfigurationError(
             f"--method is {method}, and the target has no --draft-model; a target hosts only heads: start the draft as "
             f"a service of its own, with tandem serve draft --method {method}"

@@ -71,7 +71,7 @@ def request(
     supports: tuple[IntArray, ...] = (),
 ) -> RowRequest:
     step = VerifyStep(Delta(BASE_LENGTH, TOKENS[BASE_LENGTH:]), kind, ROW_COUNT, supports)
-    return RowRequest(step, sampling, PROMPT_LENGTH, adjustments, TOKENS)
+    return RowRequest(step, sampling, PROMPT_LENGTH, adjustments, token_ids=TOKENS)
 
 
 @pytest.mark.parametrize("penalty", [1.3, 0.7])

@@ -210,7 +210,7 @@ class Sampler:
 def steps_of(
     language: Language, contexts: IntArray, tokens: IntArray, accepted: IntArray, fault: str
 ) -> Steps:
-    """What a server would report of these completions: raw log probabilities of the target, unless that is the fault.
+    """The log probabilities that a server would report: raw ones of the target, unless that is the fault.
 
     Args:
         language: Whose probabilities.

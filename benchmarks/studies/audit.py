@@ -36,7 +36,7 @@ Generate = Callable[[str, IntArray, np.random.Generator], tuple[IntArray, IntArr
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a simulated audit said."""
+    """The result of a simulated audit."""
 
     is_finding: bool
     tokens: int
@@ -121,7 +121,7 @@ def _of_variation(target: FloatArray, form: Callable[[float], FloatArray]) -> Fl
 
 
 def judged(evidence: Evidence, removed: int) -> Run:
-    """What an audit with this evidence says."""
+    """The verdict of an audit with this evidence."""
     crossing = next((tokens for tokens, value in evidence.path if value > 3.3), evidence.path[-1][0])
     return Run(evidence.is_finding or removed > 2, crossing)
 

@@ -24,7 +24,7 @@ KEY, REFERENCE_KEY = "TANDEM_AUDIT_KEY", "TANDEM_AUDIT_REFERENCE_KEY"
 
 @dataclass(frozen=True)
 class AuditArguments:
-    """What to audit, and how much it may take."""
+    """The server to audit, and the budget."""
 
     url: Annotated[str, typer.Argument(help="OpenAI's API of the server: http://HOST:PORT/v1.")] = ""
     model: str | None = option("Model to ask for. [default: the first one that the server lists]")

@@ -33,8 +33,6 @@ def serve(context: typer.Context) -> None:
     if service in ("", "--help", "-h"):
         sys.stdout.write(_USAGE)
         raise typer.Exit(0 if service else 2)
-    if service == "target":
-        arguments += shared_method(arguments)
     package = package_of(service, arguments)
     if package is None:
         exit_with(
@@ -49,21 +47,17 @@ def serve(context: typer.Context) -> None:
 
 def package_of(service: str, arguments: Sequence[str]) -> str | None:
     """The package that serves with these options; None for an unknown service."""
-    is_own = canonical_method(_own_method(arguments)) in OWN_METHODS
+    is_own = canonical_method(_method(arguments)) in OWN_METHODS
     if service == "target" and (is_own or _target_option(arguments, "DRAFT_MODEL")):
         return BOUND_PACKAGE
     return SERVICES.get(service)
 
 
-def _own_method(arguments: Sequence[str]) -> str:
-    return _target_option(arguments, "METHOD") or _target_option(arguments, "SPECULATIVE_METHOD")
-
-
-def shared_method(arguments: Sequence[str]) -> list[str]:
-    """The method of `TANDEM_SPECULATIVE_METHOD`, which all processes share, where it concerns a target: mtp."""
-    shared = os.environ.get("TANDEM_SPECULATIVE_METHOD") or os.environ.get("TANDEM_METHOD") or ""
-    is_meant = canonical_method(shared) in OWN_METHODS and not _own_method(arguments)
-    return ["--speculative-method", shared] if is_meant else []
+def _method(arguments: Sequence[str]) -> str:
+    """The method of a target's options, or else the one that all processes share in the environment."""
+    own = [_target_option(arguments, name) for name in ("METHOD", "SPECULATIVE_METHOD")]
+    shared = [os.environ.get(f"TANDEM_{name}", "") for name in ("METHOD", "SPECULATIVE_METHOD")]
+    return next(filter(None, own + shared), "")
 
 
 def _target_option(arguments: Sequence[str], option: str) -> str:

@@ -62,7 +62,7 @@ class _ResidualMasses:
         self._masses: list[float] | None = None
 
     def mass(self, number: int, index: int) -> float:
-        """That at a token of a round."""
+        """The same at a token of a round."""
         if self._masses is None:
             self._masses = self._computed()
         return self._masses[self._starts[number] + index]

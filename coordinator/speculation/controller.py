@@ -455,7 +455,7 @@ class RequestSpeculation:
 
 
 class _Service(NamedTuple):
-    """What a service reported of itself."""
+    """The report of a service about itself."""
 
     profile: StepProfile = NO_PROFILE
     round_trip_seconds: float = 0.0

@@ -101,7 +101,7 @@ class Tokens(Protocol):
 
     @property
     def length(self) -> int:
-        """How many."""
+        """Number of tokens."""
 
 
 class Arrivals:

@@ -54,7 +54,7 @@ _CHANCE_NATS = 21.0
 
 
 class Verdict(Enum):
-    """What a check says about the server."""
+    """The outcome of a check."""
 
     OK = "ok"
     NOTE = "note"

@@ -269,7 +269,7 @@ class SpeculationCounts:
     """SGLang's gauge: tokens for each pass."""
 
     def since(self, before: SpeculationCounts) -> SpeculationCounts:
-        """What was counted after an earlier look."""
+        """The counts since an earlier reading."""
         earlier = [*before.per_position, *[0.0] * len(self.per_position)]
         return SpeculationCounts(
             self.drafts - before.drafts,

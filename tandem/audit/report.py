@@ -44,7 +44,7 @@ def _plain(value: Any) -> Any:
 
 
 def acceptance_line(audit: Audit) -> str:
-    """What speculation did meanwhile, from the server's metrics; empty where it has none."""
+    """Speculation meanwhile, from the server's metrics; empty where it has none."""
     counts = audit.speculation
     if counts is None or counts.tokens_per_pass is None:
         return ""

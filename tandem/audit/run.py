@@ -64,7 +64,7 @@ LOSSY = ("typical", "logit-comparison", "logit_comparison", "synthetic", "relaxe
 
 @dataclass(frozen=True, slots=True)
 class AuditOptions:
-    """What to audit, and how much it may take."""
+    """The server to audit, and the budget."""
 
     url: str
     model: str | None = None
@@ -72,7 +72,7 @@ class AuditOptions:
     minutes: float = 10.0
     concurrency: int = 8
     max_tokens: int = 64
-    """Of each sampled completion."""
+    """Maximum tokens of each sampled completion."""
     budget_requests: int = 20_000
     budget_tokens: int = 500_000
     num_speculative_tokens: int | None = None
@@ -87,7 +87,7 @@ class AuditOptions:
 
 @dataclass(slots=True)
 class Audit:
-    """What an audit found."""
+    """The findings of an audit."""
 
     url: str
     model: str

@@ -98,7 +98,7 @@ def joined(parts: Sequence[Steps]) -> Steps:
 
 @dataclass(frozen=True, slots=True)
 class TestResult:
-    """What one test found."""
+    """The result of one test."""
 
     __test__ = False  # no test case of pytest's
 

@@ -10,6 +10,7 @@ import pytest
 from tandem.engine.core.jobs import StepRecord
 from tandem.engine.models.loading import load_model
 from tandem.errors import ConfigurationError
+from tandem.settings import load_settings
 from tandem.types import Delta, RowKind, SamplingParams, TargetOptions, VerifyStep
 from target_service.service import TargetService
 from target_service.settings import TargetSettings
@@ -96,6 +97,13 @@ def test_extraction_is_refused_where_its_options_do_not_go_together(
     with pytest.raises(ConfigurationError) as error:
         TargetService(TargetSettings(model=DEMO_TARGET, **options))
     assert str(error.value) == sentence
+
+
+def test_a_method_that_all_processes_share_concerns_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_SPECULATIVE_METHOD", "ngram")
+    TargetService(load_settings(TargetSettings, ["--model", str(DEMO_TARGET)], "target"))
+    with pytest.raises(ConfigurationError, match="--method is suffix"):
+        TargetService(load_settings(TargetSettings, ["--model", "x", "--method", "suffix"], "target"))
 
 
 def test_extraction_needs_layers_of_the_model_and_a_folder(tmp_path: Path) -> None:

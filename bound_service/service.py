@@ -94,7 +94,7 @@ class BoundService(ModelService):
         """See `ModelService`."""
         from tandem.model_sources.find import checked_folder
 
-        folder = checked_folder(self._settings.model, self._settings.revision)
+        folder = checked_folder(self._settings, self._settings.model)
         from bound_service.loading import load_pair
 
         settings = self._settings.model_copy(update={"model": folder})

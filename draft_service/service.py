@@ -34,7 +34,7 @@ class DraftService(ModelService):
             ConfigurationError: an option of that method is wrong or missing.
         """
         super().__init__(settings)
-        self._load_proposer = _loader(settings, self._observer.on_step, self.fail)
+        self._load_proposer = _loader(settings, self._observer.on_step, self.fail_from_thread)
         self._servicer = DraftServicer(self._observer)
         self.streams = [self._servicer.streams]
 
@@ -77,7 +77,7 @@ def _load_standalone(
 ) -> Proposer:
     from tandem.model_sources.find import checked_folder
 
-    folder = checked_folder(checkpoint, settings.revision)
+    folder = checked_folder(settings, checkpoint)
     from draft_service.proposers.standalone import load_standalone
 
     return load_standalone(settings.model_copy(update={"model": folder}), on_step, on_failure)

@@ -39,6 +39,12 @@ class DraftSettings(DraftingOptions, SourceOptions, ModelServerSettings):
         return self.device if self.draft_devices is None else as_torch(self.draft_devices)
 
     @property
+    def device_count(self) -> int:
+        """Devices that the draft model is split over. `draft_tensor_parallel_size` is vLLM's name for it, and may be
+        shared."""
+        return self.draft_tensor_parallel_size or self.tensor_parallel_size
+
+    @property
     def checkpoint(self) -> Path:
         """Folder of the draft model's checkpoint.
 

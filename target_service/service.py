@@ -42,9 +42,11 @@ class TargetService(ModelService):
         """See `ModelService`."""
         from tandem.model_sources.find import checked_folder
 
-        folder = checked_folder(self._settings.model, self._settings.revision)
+        folder = checked_folder(self._settings, self._settings.model)
         from target_service.verifier import load_verifier
 
         settings = self._settings.model_copy(update={"model": folder})
-        verifier = self._servicer.verifier = load_verifier(settings, self._observer.on_step, self.fail)
+        verifier = self._servicer.verifier = load_verifier(
+            settings, self._observer.on_step, self.fail_from_thread
+        )
         return [verifier]

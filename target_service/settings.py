@@ -9,7 +9,7 @@ from pydantic import Field
 
 from tandem.config.layers import Origin
 from tandem.config.names import BOUND_METHODS, OWN_METHODS, canonical_method
-from tandem.config.speculative import Integers
+from tandem.config.speculative import MAX_CONFIGURED_TOKENS, Integers
 from tandem.errors import ConfigurationError
 from tandem.settings import ModelServerSettings
 
@@ -37,6 +37,15 @@ class TargetSettings(ModelServerSettings):
     eagle_aux_hidden_state_layer_ids: Integers | None = None
     """Layers whose hidden states are written, each by the number of layers before the state: 0 is the embedding. By
     default EAGLE-3's three. vLLM's name, in the draft's hf_config."""
+    num_speculative_tokens: int = Field(default=4, ge=1, le=MAX_CONFIGURED_TOKENS)
+    """Tokens of the proposals for which the engine vllm captures whole CUDA graphs; others run as well. vLLM's
+    name."""
+
+    @property
+    def needs_hidden_states(self) -> str:
+        """See `ModelServerSettings`."""
+        options = ("draft_model", "speculative_method", "shared_storage_path")
+        return next((name for name in options if getattr(self, name) is not None), "")
 
 
 def check_extraction(settings: TargetSettings) -> None:

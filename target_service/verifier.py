@@ -17,6 +17,7 @@ from tandem.engine.hidden_states import BoundSequences, HiddenStateTap
 from tandem.engine.interface import EngineOwner, RowRequest, SequenceEngine
 from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.settings import EngineSettings
+from tandem.engine.steps import ModelRunner
 from tandem.errors import InvalidRequestError, NonFiniteLogitsError, TandemError
 from tandem.telemetry.streams import OnStep
 from tandem.types import LogitAdjustments, ModelInfo, TargetOptions, Verification, VerifyStep
@@ -42,6 +43,13 @@ def load_verifier(
     Raises:
         ConfigurationError: it cannot be served as they ask.
     """
+    if settings.uses_vllm:
+        from tandem.engine_vllm.engine import load_vllm
+
+        model = load_vllm(
+            settings, settings.model, proposal_length=settings.num_speculative_tokens, on_failure=on_failure
+        )
+        return Verifier(_engine(model, settings, on_step, on_failure), tokenizer_files(settings))
     target = load_target(settings)
     files = hidden_state_files(settings, target)
     if files is None:
@@ -89,10 +97,20 @@ def make_verifier(
     backends = choose_backends(
         model, compile_mode=settings.compile, compile_cache=settings.compile_cache, tap=tap
     )
-    limits = EngineSettings.of(settings, model.device.type)
-    engine = RowEngine(backends, limits, on_step, on_failure=on_failure)
-    tokenizer_files = tuple(path for name in TOKENIZER_FILES if (path := settings.model / name).is_file())
-    return Verifier(engine, tokenizer_files, bound, files)
+    return Verifier(_engine(backends, settings, on_step, on_failure), tokenizer_files(settings), bound, files)
+
+
+def _engine(
+    model: ModelRunner, settings: TargetSettings, on_step: OnStep, on_failure: Callable[[], None] | None
+) -> RowEngine:
+    limits = EngineSettings.of(settings, settings.compute_device.partition(":")[0])
+    return RowEngine(model, limits, on_step, on_failure=on_failure)
+
+
+def tokenizer_files(settings: TargetSettings) -> tuple[Path, ...]:
+    """The files with which a coordinator tokenizes as the model does."""
+    folder = settings.tokenizer or settings.model
+    return tuple(path for name in TOKENIZER_FILES if (path := folder / name).is_file())
 
 
 class Verifier(EngineOwner[SequenceEngine[Any]]):

@@ -42,6 +42,7 @@ NO_DRAFT = "none"
 DRAFT_OF_A_TARGET_ALONE = "suffix"
 """Drafting method for a target without a named draft: it needs no model."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+ENGINES = ("auto", "tandem", "vllm")
 SHARES = {"target": 0.65, "draft": 0.25}
 """Default shares where both models are on one accelerator. The rest is for CUDA itself and for steps."""
 HTTP_PORT = 8000
@@ -92,6 +93,9 @@ class UpOptions:
     draft_memory_utilization: float | None = option(
         "Share of its device's memory that the draft takes. "
         f"[default: the service's, or {SHARES['draft']:g} beside the target on one GPU]"
+    )
+    engine: str | None = option(
+        f"What runs the models: {', '.join(ENGINES)}. [default: each service's, auto]"
     )
     dtype: str | None = option(f"{', '.join(DTYPES)}. [default: each service's]")
     threads: int | None = option("CPU threads of each model. [default: half of the cores]")
@@ -157,6 +161,8 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
     """
     if options.dtype is not None and options.dtype not in DTYPES:
         raise ConfigurationError(f"--dtype is {options.dtype!r}; it must be one of {', '.join(DTYPES)}")
+    if options.engine is not None and options.engine not in ENGINES:
+        raise ConfigurationError(f"--engine is {options.engine!r}; it must be one of {', '.join(ENGINES)}")
     if options.chat_template is not None and not options.chat_template.is_file():
         raise ConfigurationError(f"--chat-template is {options.chat_template}; there is no such file")
     in_file: Mapping[str, Any] = {}
@@ -173,7 +179,7 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
     base = _words(log_level=options.log_level)
     # Draft and target take turns, but the waiting threads of one would still spin on the other's cores.
     threads = options.threads or max(1, len(os.sched_getaffinity(0)) // 2)
-    model = _words(dtype=options.dtype, threads=threads, max_length=options.max_length)
+    model = _words(engine=options.engine, dtype=options.dtype, threads=threads, max_length=options.max_length)
     beside = {"head": {"draft_model": draft.value}, "own": {"method": draft.value}}.get(draft.kind, {})
     drafting: list[str] | None = None
     if draft.kind in ("file", "method", "model"):

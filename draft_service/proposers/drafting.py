@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -95,6 +96,22 @@ def propose_head(
 ) -> list[Outcome]:
     """Head of the draft's engine: each row of logits becomes one more token of a proposal."""
     return extended([job.payload for job in ready], logits, sampler)
+
+
+def propose_where_logits_are(ready: Sequence[Job[Drafting]], logits: Any) -> list[Outcome]:
+    """See `propose_head`, for logits that another engine's worker keeps (`tandem.engine_vllm.engine.RemoteLogits`)."""
+    outcomes, draftings = logits.apply(_extended_copies, [job.payload for job in ready])
+    for job, drafting in zip(ready, draftings, strict=True):
+        job.payload = drafting
+    found: list[Outcome] = outcomes
+    return found
+
+
+def _extended_copies(
+    draftings: Sequence[Drafting], logits: Tensor
+) -> tuple[list[Outcome], Sequence[Drafting]]:
+    """Outcomes and the proposals themselves, which may be copies: the worker may be in another process."""
+    return extended(draftings, logits), draftings
 
 
 def extended(

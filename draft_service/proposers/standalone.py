@@ -10,7 +10,12 @@ from dataclasses import replace
 from functools import partial
 
 from draft_service.proposers.ahead import AheadDrafter, OutcomeHistory, Pushed
-from draft_service.proposers.drafting import Drafting, check_room, propose_head
+from draft_service.proposers.drafting import (
+    Drafting,
+    check_room,
+    propose_head,
+    propose_where_logits_are,
+)
 from draft_service.settings import DraftSettings
 from tandem.engine.core.engine import Engine
 from tandem.engine.core.jobs import Job
@@ -42,6 +47,8 @@ def load_standalone(
     Raises:
         ConfigurationError: the model cannot be served with these settings.
     """
+    if settings.uses_vllm:
+        return _load_over_vllm(settings, on_step, on_failure)
     model = load_model(
         settings.checkpoint,
         device=settings.compute_device,
@@ -64,6 +71,19 @@ def load_standalone(
     return StandaloneProposer(engine, settings.draft_top_k, settings.draft_support_mass, backends.sampler)
 
 
+def _load_over_vllm(
+    settings: DraftSettings, on_step: OnStep, on_failure: Callable[[], None] | None
+) -> StandaloneProposer:
+    from tandem.engine_vllm.engine import load_vllm
+
+    model = load_vllm(
+        settings, settings.checkpoint, load_config=settings.draft_load_config, on_failure=on_failure
+    )
+    limits = EngineSettings.of(settings, settings.compute_device.partition(":")[0])
+    engine = Engine(model, propose_where_logits_are, limits, on_step=on_step, on_failure=on_failure)
+    return StandaloneProposer(engine, settings.draft_top_k, settings.draft_support_mass, drafts_ahead=False)
+
+
 class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
     """Drafts with a model behind its engine."""
 
@@ -73,17 +93,20 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
         draft_top_k: int,
         support_mass: float = 1.0,
         sampler: Sampler = TORCH_SAMPLER,
+        *,
+        drafts_ahead: bool = True,
     ) -> None:
         super().__init__(engine)
         self._draft_top_k = draft_top_k
         self._support_mass = support_mass
         self._sampler = sampler
+        self._drafts_ahead = drafts_ahead
         self._histories: defaultdict[tuple[RowKind, bool], OutcomeHistory] = defaultdict(OutcomeHistory)
 
     @property
     def model_info(self) -> ModelInfo:
         """Information about the model."""
-        return replace(self._engine.info, drafts_ahead=True)
+        return replace(self._engine.info, drafts_ahead=self._drafts_ahead)
 
     @asynccontextmanager
     async def sequence(self, options: DraftOptions) -> AsyncIterator[StandaloneSequence]:
@@ -102,7 +125,7 @@ class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):
             history = self._histories[options.row_kind, options.sampling.is_greedy]
             ahead = (
                 None
-                if options.ahead is None
+                if options.ahead is None or not self._drafts_ahead
                 else AheadDrafter(
                     self._engine, cached, options, top_k, self._support_mass, self._sampler, history
                 )

@@ -10,14 +10,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
-_TARGETS = "a model's folder is served as it is; "
-
 REFUSED_OPTIONS = {
-    "enforce_eager": "the services run every step eagerly",
-    "quantization": _TARGETS
-    + "name one whose weights have the type you want, and set dtype on the draft service",
-    "moe_backend": "the draft model runs through transformers, which chooses its own kernels",
-    "draft_load_config": "weights are read from safetensors and nothing else",
+    "pipeline_parallel_size": "a sequence's next step depends on the one before, so stages would wait for each other; "
+    "set tensor_parallel_size",
+    "data_parallel_size": "each replica is a service of its own; start more of them",
     "disable_padded_drafter_batch": "batches are packed without padding, so there is none to disable",
     "use_local_argmax_reduction": "the draft's vocabulary is not split over devices, so there is nothing to reduce",
     "speculative_token_tree": "proposals are chains; set their length with num_speculative_tokens",
@@ -36,7 +32,6 @@ def changes_nothing(option: str, value: object, method: object) -> bool:
         method: The drafting method, if one is named.
     """
     switches = (
-        "enforce_eager",
         "disable_padded_drafter_batch",
         "use_local_argmax_reduction",
         "parallel_drafting",

@@ -44,6 +44,7 @@ ALIASES = {
     "rejection_sample_method": "rejection_sampling_strategy",
     "max_model_len": "max_length",
     "tensor_parallel_size": "draft_tensor_parallel_size",
+    "gpu_memory_utilization": "device_memory_utilization",
 }
 """vLLM's spelling of an option, and the one used here, which is MAX's."""
 

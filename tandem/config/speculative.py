@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -61,6 +62,17 @@ def _listed(value: Any) -> Any:
         return json.loads(value if value.strip().startswith("[") else f"[{value}]")
     except ValueError:
         return value.split(",")
+
+
+def _object(value: Any) -> Any:
+    """A JSON object in one word."""
+    if not isinstance(value, str):
+        return value
+    with suppress(ValueError):
+        value = json.loads(value)
+    if not isinstance(value, dict):
+        raise ValueError("it must be a JSON object")
+    return value
 
 
 Floats = Annotated[tuple[float, ...], BeforeValidator(_listed)]
@@ -129,6 +141,19 @@ class DraftingOptions(RevisionOptions):
     model."""
     draft_devices: Device | None = None
     """Device of the draft model: cpu, gpu, gpu:N or cuda:N. By default the draft service's device. MAX's name."""
+    draft_tensor_parallel_size: int | None = Field(default=None, ge=1)
+    """Number of GPUs for the draft model: 1 or the target's; more than 1 need the engine vllm. By default 1. vLLM's
+    name, and tensor_parallel_size."""
+    quantization: str | None = None
+    """How the model's weights are quantized, with the engine vllm: fp8, awq, gptq and others. By default what its
+    config.json says. vLLM's name."""
+    moe_backend: str | None = None
+    """Kernels for a mixture of experts, with the engine vllm. By default its own choice. vLLM's name."""
+    enforce_eager: bool = False
+    """Compile nothing and capture no CUDA graphs, with the engine vllm; the engine tandem does neither. vLLM's name."""
+    draft_load_config: Annotated[dict[str, Any], BeforeValidator(_object)] | None = None
+    """How the draft's weights are read, with the engine vllm: the fields of its LoadConfig, such as
+    {"load_format": "runai_streamer"}. vLLM's name."""
     prompt_lookup_min: int = Field(default=5, ge=1)
     """Smallest n-gram to look up, in tokens; by default prompt_lookup_max when that is given. vLLM's name."""
     prompt_lookup_max: int = Field(default=5, ge=1)
@@ -227,9 +252,6 @@ class SpeculativeConfig(DraftingOptions, AcceptanceOptions, SourceOptions):
     device_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Share of a device's memory that one service may take, model and KV cache together. By default 0.9 on a GPU and
     0.3 on a CPU. Draft and target on one device need shares that are at most 1 together. MAX's name."""
-    draft_tensor_parallel_size: int | None = Field(default=None, ge=1)
-    """Number of devices for the draft model: 1 or the target's. By default 1. vLLM's name, and
-    tensor_parallel_size."""
     max_num_steps: int = 1
     """Steps of the target per scheduling step; it must be 1. MAX's name."""
     enable_echo: bool = False

@@ -223,6 +223,8 @@ class Machinery:
     runner: StepRunner
     branches: BranchRunner | None
     """None where steps of branches cannot be run."""
+    max_rows: int | None = None
+    """Rows of one sequence that a step can have; None for any number."""
 
 
 class ModelRunner(Protocol):
@@ -248,3 +250,6 @@ class ModelRunner(Protocol):
 
     def are_finite(self, logits: Any) -> bool:
         """True if every row of a step's logits has a highest one."""
+
+    def close(self) -> None:
+        """Release what another engine's workers hold. Called once no step runs any more."""

@@ -15,13 +15,17 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.engine.models.checkpoint import open_checkpoint
 from tandem.engine.threads import switch_early, wait_asleep
+from tandem.engine_vllm.adapter import prepare_process
 from tandem.errors import ModelFolderError
 from tandem.model_sources import hub
 from tandem.model_sources.bundled import SMOLLM2, require_engine
+
+if TYPE_CHECKING:
+    from tandem.settings import ModelServerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +57,8 @@ def find_model(reference: str | Path, revision: str | None = None) -> Path:
     return _smollm2() if str(reference) == SMOLLM2 and not path.exists() else path
 
 
-def checked_folder(reference: str | Path, revision: str | None = None) -> Path:
-    """Return the folder of a model that the embedded engine can run, and set up the process for it.
+def checked_folder(settings: ModelServerSettings, reference: str | Path) -> Path:
+    """Return the folder of a model that an engine can run, and set up the process for it.
 
     Called before torch is imported, which takes seconds: a wrong folder is refused at once, and some of torch's
     threads read the environment only then.
@@ -64,9 +68,12 @@ def checked_folder(reference: str | Path, revision: str | None = None) -> Path:
         ModelFolderError: there is no such model, or its folder holds no checkpoint that can be served.
         ServiceUnavailableError: see `find_model`.
     """
-    require_engine()
-    folder = find_model(reference, revision)
+    if not settings.uses_vllm:
+        require_engine()
+    folder = find_model(reference, settings.revision)
     open_checkpoint(folder)
+    if settings.uses_vllm:
+        prepare_process(settings.threads, settings.compute_device, settings.device_count)
     wait_asleep()
     switch_early()
     return folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -50,6 +51,7 @@ class ModelService(Service):
         self._observer = observer_for(settings, self.name)
         self._max_calls = settings.max_concurrent_streams
         self._models: Sequence[ServedModel] = ()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @abstractmethod
     def load(self) -> Sequence[ServedModel]:
@@ -71,6 +73,7 @@ class ModelService(Service):
             ConfigurationError: they cannot run as the settings ask.
         """
         self._observer.start()
+        self._loop = asyncio.get_running_loop()
         self._models = await in_daemon_thread(self.load)
         for model in self._models:
             await model.start()
@@ -80,6 +83,11 @@ class ModelService(Service):
     def overdue_seconds(self) -> float:
         """Seconds that the slowest has been stuck in a step; 0 while all is well."""
         return max((model.overdue_seconds for model in self._models), default=0.0)
+
+    def fail_from_thread(self) -> None:
+        """End the service as `fail` does. May be called on any thread."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.fail)
 
     async def close(self) -> None:
         """Stop the models, the last first, and send the rest of the telemetry."""

@@ -103,6 +103,7 @@ class Engine(Generic[PayloadT, ResultT]):
         self._admission = Admission(settings, model.info.vocabulary_size, shape)
         self._cache = machinery.cache
         self._runner = machinery.runner
+        self._max_rows = machinery.max_rows or self.max_length
         self._watchdog = StepWatchdog(settings.step_timeout_seconds)
         self._worker = Worker(
             self._runner, self._cache, head, settings, self._tell, model.device, self._stepped, self._watchdog,
@@ -128,6 +129,7 @@ class Engine(Generic[PayloadT, ResultT]):
         self._admission.refuse_waiting()
         if not await asyncio.to_thread(self._worker.join, _CLOSE_TIMEOUT_SECONDS):
             logger.error("engine thread did not stop", extra={"timeout_seconds": _CLOSE_TIMEOUT_SECONDS})
+        await asyncio.to_thread(self.model.close)
 
     async def warm_up(self) -> None:
         """Runs steps of several sizes, so that no request pays for what is set up when a size is first wanted, and
@@ -205,7 +207,7 @@ class Engine(Generic[PayloadT, ResultT]):
         they would be known already."""
         token_id = number % self.model.info.vocabulary_size
         jobs: list[Job[Any]] = [
-            Job(sequence, Delta(0, (token_id,) * count), count if with_rows else 0, None)
+            Job(sequence, Delta(0, (token_id,) * count), min(count, self._max_rows) if with_rows else 0, None)
             for sequence, count in zip(sequences, step, strict=False)
         ]
         for job in jobs:
@@ -218,7 +220,7 @@ class Engine(Generic[PayloadT, ResultT]):
         """Refuses a model that computes what are no numbers, by several tokens with rows for all of them."""
         count = min(4, sequence.max_length)  # enough for attention to more than the token itself
         token_ids = tuple(index % self.model.info.vocabulary_size for index in range(count))
-        await self.submit(Job(sequence, Delta(0, token_ids), count, None))  # type: ignore[arg-type]
+        await self.submit(Job(sequence, Delta(0, token_ids), min(count, self._max_rows), None))  # type: ignore[arg-type]
 
     async def open(self, max_length: int, spare_tokens: int = 0, client: str = "") -> Sequence:
         """A new, empty sequence of up to `max_length` tokens; waits while `max_sequences` are open. A free place goes

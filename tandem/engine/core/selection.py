@@ -66,6 +66,9 @@ class Backends:
         """See `ModelRunner`."""
         return bool(logits.amax(dim=-1).isfinite().all())
 
+    def close(self) -> None:
+        """See `ModelRunner`: the memory is this process's own."""
+
     @property
     def sampler(self) -> Sampler:
         """The fastest for the model's device."""

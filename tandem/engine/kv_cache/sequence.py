@@ -194,10 +194,13 @@ class Segment:
 class CacheShape(Protocol):
     """How a KV cache is divided into pages."""
 
-    page_tokens: int
-    """Tokens of a page."""
-    page_count: int
-    """Pages in all."""
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page."""
+
+    @property
+    def page_count(self) -> int:
+        """Pages in all."""
 
     @property
     def windows(self) -> TokenIds[int | None]:

@@ -100,7 +100,7 @@ def test_a_startup_value_in_json_does_not_override_a_change() -> None:
         ({"port": "1"}, "port cannot be changed while the coordinator runs"),
         ({"method": "ngram"}, "speculative_method cannot be changed while the coordinator runs"),
         ({"num_speculative_token": "1"}, "did you mean num_speculative_tokens"),
-        ({"enforce_eager": "true"}, "enforce_eager is not available"),
+        ({"parallel_drafting": "true"}, "parallel_drafting is not available"),
         ({"num_speculative_tokens": "0", "relaxed_delta": "-1"}, "relaxed_delta is -1"),
     ],
 )

@@ -167,10 +167,10 @@ def test_invalid_files_are_refused(
 
 
 def test_unknown_on_the_command_line() -> None:
-    assert refusal(*ADDRESS, "--num-speculative-token=4", "--moe-backend", "triton", "--x") == (
+    assert refusal(*ADDRESS, "--num-speculative-token=4", "--pipeline-parallel-size", "2", "--x") == (
         "--num-speculative-token is not an option; did you mean --num-speculative-tokens?; "
-        "--moe-backend is not available in this version: the draft model runs through transformers, which chooses its "
-        "own kernels; --x is not an option"
+        "--pipeline-parallel-size is not available in this version: a sequence's next step depends on the one before, "
+        "so stages would wait for each other; set tensor_parallel_size; --x is not an option"
     )
 
 
@@ -188,8 +188,9 @@ def test_unknown_on_the_command_line() -> None:
             "TANDEM_COORDINATOR_LOG_LEVL is not an option; did you mean TANDEM_COORDINATOR_LOG_LEVEL?",
         ),
         (
-            "TANDEM_COORDINATOR_ENFORCE_EAGER",
-            "enforce_eager is not available in this version: the services run every step eagerly",
+            "TANDEM_COORDINATOR_PARALLEL_DRAFTING",
+            "parallel_drafting is not available in this version: the method decides it: dflash proposes a block in one "
+            "pass, the others token after token",
         ),
     ],
 )
@@ -289,15 +290,15 @@ def test_check_takes_json(tmp_path: Path) -> None:
 def test_check_prints_every_broken_rule_on_its_own_line(tmp_path: Path) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(
-        '[coordinator]\nmoe_backend = "triton"\nnum_speculative_tokens = 0\nrelaxed_topk = "x"\nenable_echo = true\n'
+        '[coordinator]\ndraft_sample_method = "x"\nnum_speculative_tokens = 0\nrelaxed_topk = "x"\nenable_echo = true\n'
     )
     result = RUNNER.invoke(app, ["config", "check", str(path), "--section-name", "coordinator"])
     assert result.exit_code == 2
     assert result.stderr.splitlines() == [
         "error: num_speculative_tokens is 0; it must be between 1 and 128",
         "error: relaxed_topk is 'x'; it must be an integer",
-        "error: moe_backend is not available in this version: the draft model runs through transformers, which chooses "
-        "its own kernels",
+        "error: draft_sample_method is not available in this version: the draft samples as the acceptance rule needs; "
+        "set rejection_sampling_strategy",
         "error: enable_echo is true; it must be false: the prompt is not streamed back; put it before the completion",
     ]
 

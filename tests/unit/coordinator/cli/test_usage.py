@@ -45,8 +45,8 @@ def commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         (("serve", "draft"), "--method ngram and --method suffix need none"),
         (("serve", "target"), "--model is missing"),
         (
-            ("serve", "target", "--model", "x", "--moe-backend", "triton"),
-            "--moe-backend is not available in this version: the draft model runs through transformers",
+            ("serve", "target", "--model", "x", "--tensor-parallel-size", "2"),
+            "tensor_parallel_size is 2, which the engine tandem does not have",
         ),
         (("serve", "target", "--model", "x", "--device", "tpu"), "device is 'tpu'"),
         (("serve", "target", "--model", "x", "--dtype", "int8"), "dtype is int8; it must be"),

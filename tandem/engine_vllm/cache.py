@@ -1,0 +1,289 @@
+"""Places of sequences in vLLM's KV cache, by its own block manager: prefix cache, windows and groups of layers are its.
+
+Our sequences roll back, which its requests never do. What is rolled back lies in blocks of the sequence's own and is
+written again. A block becomes known to others once the sequence has gone on behind it; a sequence that rolls back into
+such a block, or before a window's blocks, gives its blocks back and begins anew, from what the prefix cache has of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from tandem.engine.interface import KvUsage
+from tandem.engine.kv_cache.sequence import Segment, Sequence
+from tandem.engine_vllm.worker import Part, Step
+
+_numbers = count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """How vLLM divides its cache; see `tandem.engine.kv_cache.sequence.CacheShape`.
+
+    Its manager keeps the tables, so that sequences have an empty one of their own.
+    """
+
+    page_tokens: int
+    page_count: int
+    group_count: int
+    windows: SequenceOf[int | None] = (None,)
+
+
+@dataclass(slots=True, eq=False)
+class BlockRequest:
+    """What vLLM's block manager reads of its requests."""
+
+    request_id: str
+    all_token_ids: list[int]
+    """The sequence's own list."""
+    status: Any
+    num_computed_tokens: int = 0
+    num_tokens: int = 0
+    """Of those that are certain."""
+    block_hashes: list[Any] = field(default_factory=list)
+    num_in_flight_tokens: int = 0
+    num_preemptions: int = 0
+    skip_reading_prefix_cache: bool = False
+    shared_prefix_boundary: int = 0
+    mm_features: tuple[()] = ()
+    lora_request: None = None
+    cache_salt: None = None
+    prompt_embeds: None = None
+    session_id: None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """All tokens are prompt to vLLM, which samples none."""
+        return self.num_tokens
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """What a sequence has in the cache."""
+
+    request: BlockRequest
+    capacity: int = 0
+    """Tokens that have a place or had one."""
+    published: int = 0
+    """Tokens in blocks that are known to others, and never written to again."""
+    shortest: int = 0
+    """Fewest computed tokens after which the next one still sees all that its windows want."""
+    sent: tuple[int, ...] | None = None
+    """Number of blocks that the workers know, for each group of layers; None before the first step."""
+    sent_tokens: int = 0
+    """Number of its tokens that the workers know."""
+    sent_capacity: int = 0
+    """`capacity` at that time."""
+
+
+class BlockCache:
+    """See `SequenceCache`. Also writes down steps for the workers, since it knows what they know."""
+
+    def __init__(
+        self,
+        manager: Any,
+        block_tokens: int,
+        hash_tokens: int,
+        hasher: Callable[[Any], list[Any]] | None,
+        running: Any,
+        *,
+        has_windows: bool,
+        zeroes_blocks: bool = False,
+    ) -> None:
+        """
+        Args:
+            manager: vLLM's `KVCacheManager`.
+            block_tokens: Tokens of a block; of the smallest, where groups of layers differ.
+            hash_tokens: Tokens of a hash.
+            hasher: Computes the hashes that a request lacks; None without a prefix cache.
+            running: vLLM's `RequestStatus.RUNNING`.
+            has_windows: Some layers see the last tokens only.
+            zeroes_blocks: The workers clear blocks before they are written to.
+        """
+        self._manager = manager
+        self._block_tokens = block_tokens
+        self._hash_tokens = hash_tokens
+        self._hasher = hasher
+        self._running = running
+        self._has_windows = has_windows
+        self._zeroes_blocks = zeroes_blocks
+        self._held: dict[Sequence, _Held] = {}
+        self._finished: list[str] = []
+        self._preemption_count = 0
+
+    @property
+    def shape(self) -> BlockShape:
+        """How the cache is divided."""
+        config = self._manager.kv_cache_config
+        return BlockShape(self._block_tokens, config.num_blocks - 1, len(config.kv_cache_groups))
+
+    @property
+    def holders(self) -> list[Sequence]:
+        """See `SequenceCache`."""
+        return list(self._held)
+
+    def usage(self, waiting_count: int = 0, sequence_count: int = 0) -> KvUsage:
+        """See `SequenceCache`."""
+        shape = self.shape
+        held = shape.page_count - self._manager.block_pool.get_num_free_blocks()
+        kept = len(self._manager.block_pool.cached_block_hash_to_block) - sum(
+            each.published // self._block_tokens for each in list(self._held.values())
+        )
+
+        def tokens(blocks: int) -> int:
+            return max(blocks, 0) * self._block_tokens // shape.group_count
+
+        return KvUsage(
+            total_tokens=tokens(shape.page_count),
+            reserved_tokens=tokens(held),
+            used_tokens=sum(sequence.computed_length for sequence in self.holders),
+            retained_tokens=tokens(min(kept, shape.page_count - held)),
+            sequence_count=sequence_count,
+            waiting_count=waiting_count,
+            preemption_count=self._preemption_count,
+        )
+
+    def check_rows(self, sequence: Sequence, row_count: int) -> None:
+        """See `SequenceCache`: vLLM serves no length for which the cache is too small."""
+
+    def reuse(self, sequence: Sequence, row_count: int = 0) -> None:
+        """See `SequenceCache`. Every job begins here, so that a sequence that cannot go on begins anew."""
+        held = self._held.get(sequence)
+        if held is not None:
+            if sequence.computed_length >= max(held.published, held.shortest):
+                return
+            self._let_go(sequence)
+            sequence.restart()
+        request = BlockRequest(f"{sequence.serial}.{next(_numbers)}", sequence.token_ids, self._running)
+        self._held[sequence] = held = _Held(request)
+        if self._hasher is None or sequence.is_private:
+            return
+        request.num_tokens = sequence.length - row_count + 1  # the manager leaves one token to be computed
+        request.block_hashes.extend(self._hasher(request))
+        blocks, length, _ = self._manager.get_computed_blocks(request)
+        # Taken at once: another sequence's blocks could take their place in this very step.
+        if length and self._allocate(held, 0, length, blocks):
+            sequence.advance(length)
+            held.published = held.shortest = length
+
+    def is_ready(self, sequence: Sequence, end: int) -> bool:
+        """See `SequenceCache`."""
+        held = self._held.get(sequence)
+        return held is not None and end <= held.capacity
+
+    def make_ready(self, sequence: Sequence, end: int) -> bool:
+        """See `SequenceCache`. A new sequence has to find room for all of its tokens beside those that have begun: it
+        would soon have to give up what it has begun otherwise."""
+        held = self._held.get(sequence)
+        if held is None:  # its pages were given to others in this step
+            return False
+        if self.is_ready(sequence, end):
+            return True
+        self._publish(sequence, held, sequence.computed_length)  # before a window leaves it behind
+        is_first = held.sent is None and len(self._held) > 1
+        held.request.num_computed_tokens = sequence.computed_length
+        held.request.num_tokens = sequence.length
+        return self._allocate(held, end - sequence.computed_length, must_fit=is_first)
+
+    def _allocate(
+        self, held: _Held, tokens: int, known: int = 0, blocks: Any = None, *, must_fit: bool = False
+    ) -> bool:
+        found = self._manager.allocate_slots(
+            held.request,
+            tokens,
+            num_new_computed_tokens=known,
+            new_computed_blocks=blocks,
+            delay_cache_blocks=True,  # it would believe that proposals are certain
+            full_sequence_must_fit=must_fit,
+        )
+        if found is None:
+            return False
+        computed = held.request.num_computed_tokens + known
+        size = self._block_tokens
+        held.capacity = max(held.capacity, -(-(computed + tokens) // size) * size)
+        if self._has_windows:
+            held.shortest = max(held.shortest, computed)
+        return True
+
+    def take_spare(self, sequence: Sequence, end: int) -> None:
+        """See `SequenceCache`: only branches want spare pages, and there are none."""
+
+    def take_over(self, sequence: Sequence, positions: SequenceOf[int]) -> None:
+        """See `SequenceCache`: as `take_spare`."""
+
+    def trim(self, sequence: Sequence) -> None:
+        """See `SequenceCache`: a sequence has at most one block more than it needs."""
+
+    def computed(self, sequence: Sequence) -> None:
+        """See `SequenceCache`: only the next step shows what of this one is certain."""
+
+    def release(self, sequence: Sequence) -> None:
+        """See `SequenceCache`."""
+        held = self._held.get(sequence)
+        if held is not None:
+            self._publish(sequence, held, sequence.computed_length)
+            self._let_go(sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """See `SequenceCache`."""
+        self._preemption_count += self._held[sequence].capacity > 0
+        self._let_go(sequence)
+        sequence.restart()
+
+    def distrust(self, sequence: Sequence) -> None:
+        """See `SequenceCache`."""
+        held = self._held.get(sequence)
+        if held is not None:
+            ids = self._manager.get_block_ids(held.request.request_id)
+            self._manager.evict_blocks({block for group in ids for block in group if block})
+        self._let_go(sequence)
+        sequence.restart()
+
+    def _let_go(self, sequence: Sequence) -> None:
+        held = self._held.pop(sequence, None)
+        if held is None:
+            return
+        self._manager.free(held.request)
+        if held.sent is not None:
+            self._finished.append(held.request.request_id)
+
+    def _publish(self, sequence: Sequence, held: _Held, length: int) -> None:
+        """Make the full blocks of the first `length` tokens known to others."""
+        if length - held.published < self._block_tokens or self._hasher is None or sequence.is_private:
+            return
+        request = held.request
+        request.num_tokens = length
+        del request.block_hashes[
+            held.published // self._hash_tokens :
+        ]  # those behind may have been proposals
+        request.block_hashes.extend(self._hasher(request))
+        self._manager.cache_blocks(request, length)
+        held.published = length // self._block_tokens * self._block_tokens
+
+    def step(self, segments: SequenceOf[Segment], row_counts: SequenceOf[int]) -> Step:
+        """A step of these segments, which are ready, for the workers."""
+        parts = [self._part(segment, rows) for segment, rows in zip(segments, row_counts, strict=True)]
+        new_blocks = self._manager.take_new_block_ids()
+        finished, self._finished = self._finished, []
+        return Step(parts, finished, new_blocks if self._zeroes_blocks else ())
+
+    def _part(self, segment: Segment, row_count: int) -> Part:
+        sequence = segment.sequence
+        held = self._held[sequence]
+        self._publish(sequence, held, segment.start)
+        is_new = held.sent is None
+        new_ids: tuple[list[int], ...] = ()
+        if held.sent is None or held.capacity > held.sent_capacity:
+            ids = self._manager.get_block_ids(held.request.request_id)
+            known = held.sent or (0,) * len(ids)
+            new_ids = tuple(group[count:] for group, count in zip(ids, known, strict=True))
+            held.sent, held.sent_capacity = tuple(map(len, ids)), held.capacity
+        # To the worker a proposal is no part of its sequence, so what is accepted of it is sent again.
+        first = min(segment.start, held.sent_tokens)
+        held.sent_tokens = segment.end - max(row_count - 1, 0)
+        tokens = sequence.token_ids[first : segment.end]
+        return Part(held.request.request_id, is_new, segment.start, first, tokens, row_count, new_ids)

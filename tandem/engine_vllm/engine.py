@@ -1,0 +1,277 @@
+"""A model that vLLM's workers run, as our engine's core knows models."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+import tandem
+from tandem.engine.interface import RowRequest
+from tandem.engine.kv_cache.arena import memory_allowance
+from tandem.engine.kv_cache.sequence import Segment
+from tandem.engine.models.checkpoint import Checkpoint, open_checkpoint, tokenizer_hash
+from tandem.engine.models.loading import end_ids_within
+from tandem.engine.rows import verifications
+from tandem.engine.settings import EngineSettings
+from tandem.engine.steps import Machinery, StepBackend, StepRunner
+from tandem.engine_vllm.adapter import Core, load_core
+from tandem.engine_vllm.cache import BlockCache
+from tandem.engine_vllm.worker import EXTENSION, NO_PROPOSER
+from tandem.errors import ConfigurationError
+from tandem.model_sources.hub import model_name
+from tandem.types import ModelInfo, Verification
+
+if TYPE_CHECKING:
+    from tandem.settings import ModelServerSettings
+
+logger = logging.getLogger(__name__)
+
+AnswerT = TypeVar("AnswerT")
+
+_SHORT_STEP_TOKENS = 32
+"""Tokens of each sequence beside a chunk of prompts, as `tandem.engine.core.scheduler` packs steps."""
+_MAX_ROWS = 129
+"""Rows of the longest proposal that can be configured: they are all in one step, even beside a full chunk."""
+LOAD_FORMATS = ("safetensors", "fastsafetensors", "runai_streamer", "bitsandbytes", "dummy")
+"""Those of vLLM's that unpickle nothing."""
+_CPU_LENGTH = 4096
+"""Tokens for which there is room in the cache of a model that names no limit."""
+_CPU_BLOCK_TOKENS = 32
+"""Its attention on a CPU wants a multiple of 32."""
+
+
+def load_vllm(
+    settings: ModelServerSettings,
+    folder: Path,
+    *,
+    proposal_length: int = 0,
+    load_config: Mapping[str, Any] | None = None,
+    on_failure: Callable[[], None] | None = None,
+) -> VllmModel:
+    """Load a model into vLLM's workers.
+
+    Args:
+        settings: The service's.
+        folder: The checkpoint.
+        proposal_length: Length of the proposals for which CUDA graphs are captured; 0 for a model of which steps want
+            one row of each sequence.
+        load_config: Fields of vLLM's LoadConfig.
+        on_failure: Called when a worker has ended by itself.
+
+    Raises:
+        ModelFolderError: the folder holds no checkpoint.
+        ConfigurationError: vLLM cannot serve it as the settings ask.
+    """
+    checkpoint = open_checkpoint(folder)
+    given = dict(load_config or {})
+    load_format = given.pop("load_format", settings.load_format or "safetensors")
+    if load_format not in LOAD_FORMATS:
+        raise ConfigurationError(f"load_format is {load_format}; it must be one of {', '.join(LOAD_FORMATS)}")
+    limits = EngineSettings.of(settings, settings.compute_device.partition(":")[0])
+    options = _options(settings, folder, limits, proposal_length) | given | {"load_format": load_format}
+    if settings.compute_device == "cpu" and settings.kv_cache_memory_bytes is None:
+        options["kv_cache_memory_bytes"] = _cpu_cache_bytes(checkpoint, limits, settings.compute_dtype)
+    return VllmModel(load_core(options, on_failure), checkpoint, settings.device_count)
+
+
+def _options(
+    settings: ModelServerSettings, folder: Path, limits: EngineSettings, proposal_length: int
+) -> dict[str, Any]:
+    """Of vLLM's `EngineArgs`."""
+    most = limits.prefill_chunk_tokens + _SHORT_STEP_TOKENS * limits.max_sequences + _MAX_ROWS
+    is_cpu = settings.compute_device == "cpu"
+    given = {
+        "quantization": settings.quantization,
+        "moe_backend": settings.moe_backend,
+        "kv_cache_dtype": settings.kv_cache_dtype,
+        "max_model_len": settings.max_length,
+        "gpu_memory_utilization": None if is_cpu else settings.device_memory_utilization,
+        "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
+        "block_size": _CPU_BLOCK_TOKENS if is_cpu else None,
+        # Without it vLLM computes one row of each sequence, and captures graphs of one token.
+        "speculative_config": {
+            "method": "custom_class",
+            "model": NO_PROPOSER,
+            "num_speculative_tokens": proposal_length,
+        }
+        if proposal_length
+        else None,
+    }
+    return {
+        "model": str(folder),
+        "tokenizer": str(settings.tokenizer or folder),
+        "skip_tokenizer_init": True,
+        "dtype": settings.compute_dtype,
+        "seed": 0,
+        "tensor_parallel_size": settings.device_count,
+        "distributed_executor_backend": "mp" if settings.device_count > 1 else "uni",
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        "enable_chunked_prefill": True,
+        "max_num_batched_tokens": most,
+        "max_num_seqs": limits.max_sequences,
+        "enforce_eager": settings.enforce_eager,
+        "worker_extension_cls": EXTENSION,
+        "async_scheduling": False,
+        "disable_log_stats": True,
+        **{name: value for name, value in given.items() if value is not None},
+    }
+
+
+def _cpu_cache_bytes(checkpoint: Checkpoint, limits: EngineSettings, dtype: str) -> int:
+    """Bytes of the KV cache on a CPU, where vLLM would take most of the memory: as many as all sequences could use, at
+    most those that `device_memory_utilization` leaves."""
+    config = {**checkpoint.config, **checkpoint.config.get("text_config", {})}
+    size = torch.finfo(getattr(torch, dtype)).bits // 8
+    heads = int(config["num_attention_heads"])
+    head_size = int(config.get("head_dim") or config["hidden_size"] // heads)
+    kept_heads = int(config.get("num_key_value_heads") or heads)
+    token_bytes = 2 * int(config["num_hidden_layers"]) * kept_heads * head_size * size
+    length = limits.max_length or int(config.get("max_position_embeddings") or _CPU_LENGTH)
+    most = limits.max_sequences * (length + _CPU_BLOCK_TOKENS) * token_bytes
+    allowed = memory_allowance(limits.device_memory_utilization, torch.device("cpu"))
+    return max(min(most, allowed - checkpoint.weights.value_count * size), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteLogits:
+    """Logits of a step, where the workers left them."""
+
+    model: VllmModel
+
+    def apply(self, function: Callable[[Any, Tensor], AnswerT], payload: Any) -> AnswerT:
+        """What a function makes of the payload and the logits, [rows, vocabulary_size], on their device.
+
+        With workers in other processes, function and payload are pickled.
+        """
+        answer: AnswerT = self.model.call("tandem_apply", function, payload)
+        return answer
+
+
+class VllmModel:
+    """See `tandem.engine.steps.ModelRunner`."""
+
+    def __init__(self, core: Core, checkpoint: Checkpoint, device_count: int = 1) -> None:
+        self._core = core
+        self._info = _info(core, checkpoint, device_count)
+
+    @property
+    def info(self) -> ModelInfo:
+        """See `ModelRunner`."""
+        return self._info
+
+    @property
+    def device(self) -> torch.device:
+        """See `ModelRunner`. A worker of another process has a device of its own."""
+        name = self._core.config.device_config.device_type
+        return torch.device(f"{name}:0" if name == "cuda" and self._core.has_one_process else "cpu")
+
+    def allocate(self, settings: EngineSettings, max_length: int) -> Machinery:
+        """See `ModelRunner`: vLLM has allocated the memory when it was loaded."""
+        core = self._core
+        specs = [group.kv_cache_spec for group in core.kv_config.kv_cache_groups]
+        if not all(core.is_attention(spec) for spec in specs):
+            raise ConfigurationError(
+                f"{self._info.name} has recurrent layers, whose state cannot be rolled back to before a proposal; name "
+                "a model with attention alone"
+            )
+        cache = BlockCache(
+            core.manager,
+            min(spec.block_size for spec in specs),
+            core.hash_tokens,
+            core.engine.request_block_hasher if settings.prefix_reuse else None,
+            core.running,
+            has_windows=any(not core.sees_all(spec) for spec in specs),
+            zeroes_blocks=bool(core.kv_config.needs_kv_cache_zeroing),
+        )
+        max_rows = None if core.config.speculative_config else 1
+        logger.info("kv cache sized", extra={"tokens": cache.usage().total_tokens})
+        return Machinery(cache.shape, cache, StepRunner([VllmSteps(self, cache)]), None, max_rows)
+
+    def verify(self, requests: SequenceOf[RowRequest], logits: RemoteLogits) -> list[Verification | None]:
+        """See `ModelRunner`."""
+        if not self._core.has_one_process:
+            requests = [_picklable(request) for request in requests]
+        return logits.apply(verifications, requests)
+
+    def are_finite(self, logits: RemoteLogits) -> bool:
+        """See `ModelRunner`."""
+        return logits.apply(_are_finite, None)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of all workers and return what the first of them answers."""
+        executor = self._core.executor
+        if self._core.has_one_process:
+            return executor.collective_rpc(method, args=arguments)[0]
+        return executor.collective_rpc(method, args=arguments, unique_reply_rank=0)
+
+    def close(self) -> None:
+        """End the workers."""
+        self._core.engine.shutdown()
+
+
+def _are_finite(_: None, logits: Tensor) -> bool:
+    return bool(logits.amax(dim=-1).isfinite().all())
+
+
+def _picklable(request: RowRequest) -> RowRequest:
+    """A request without what belongs to the event loop."""
+    return replace(request, on_led=None) if request.on_led is not None else request
+
+
+class VllmSteps(StepBackend):
+    """Runs steps by the workers. The logits stay there."""
+
+    warm_up_steps = ((1,),)
+
+    def __init__(self, model: VllmModel, cache: BlockCache) -> None:
+        self._model = model
+        self._cache = cache
+
+    def run(self, segments: SequenceOf[Segment], rows: SequenceOf[int]) -> Any:
+        """See `StepBackend`; returns `RemoteLogits`."""
+        step = self._cache.step(segments, _row_counts(segments, rows))
+        try:
+            self._model.call("tandem_step", step)
+        except Exception:
+            # The workers may know these sequences or not: they begin anew.
+            for segment in segments:
+                self._cache.distrust(segment.sequence)
+            raise
+        return RemoteLogits(self._model)
+
+
+def _row_counts(segments: SequenceOf[Segment], rows: SequenceOf[int]) -> list[int]:
+    """How many rows are wanted of each segment; they are always those of its last tokens."""
+    counts: list[int] = []
+    end = taken = 0
+    for segment in segments:
+        end += segment.token_count
+        first = taken
+        while taken < len(rows) and rows[taken] < end:
+            taken += 1
+        counts.append(taken - first)
+    return counts
+
+
+def _info(core: Core, checkpoint: Checkpoint, device_count: int) -> ModelInfo:
+    model = core.config.model_config
+    vocabulary_size = int(model.get_vocab_size())
+    return ModelInfo(
+        name=model_name(checkpoint.folder),
+        architecture=checkpoint.architecture,
+        vocabulary_size=vocabulary_size,
+        tokenizer_hash=tokenizer_hash(checkpoint.folder),
+        max_length=int(model.max_model_len),
+        dtype=str(model.dtype).removeprefix("torch."),
+        eos_token_ids=end_ids_within(checkpoint, vocabulary_size),
+        service_version=tandem.__version__,
+        parameter_count=checkpoint.weights.value_count,
+        tensor_parallel_size=device_count,
+    )

@@ -1,0 +1,180 @@
+"""In vLLM's worker processes: runs a step, keeps its logits on the device, and computes what is asked of them there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+AnswerT = TypeVar("AnswerT")
+
+EXTENSION = "tandem.engine_vllm.worker.RowWorker"
+"""What vLLM mixes into its worker class."""
+
+NO_PROPOSER = "tandem.engine_vllm.worker.NoProposer"
+"""What vLLM makes its proposer."""
+
+
+class NoProposer:
+    """vLLM wants a proposer where a step has several rows of a sequence. It would ask it after sampling, so never."""
+
+    def __init__(self, config: Any) -> None:
+        """Whatever the configuration is."""
+
+    def load_model(self, model: Any) -> None:
+        """There is nothing to load."""
+
+    def propose(self, *arguments: Any, **named: Any) -> list[list[int]]:
+        """No tokens."""
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One sequence in a step."""
+
+    request_id: str
+    is_new: bool
+    """The worker does not know it."""
+    start: int
+    """Tokens whose keys and values are in the cache."""
+    first: int
+    """Tokens that the worker knows, at most `start`."""
+    token_ids: list[int]
+    """Those behind them, up to the end of the step."""
+    row_count: int
+    """Rows that are wanted, of the last tokens."""
+    block_ids: tuple[list[int], ...]
+    """For each group of layers, the blocks that the worker does not know."""
+
+    @property
+    def end(self) -> int:
+        """Tokens of the sequence once the step has run."""
+        return self.first + len(self.token_ids)
+
+    @property
+    def draft_count(self) -> int:
+        """Tokens that vLLM has to treat as a proposal, so that it computes `row_count` rows."""
+        return max(self.row_count - 1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step for the workers."""
+
+    parts: Sequence[Part]
+    finished_ids: Sequence[str]
+    """Sequences to forget first."""
+    block_ids_to_zero: Sequence[int] = ()
+
+
+class RowWorker:
+    """Methods of vLLM's worker that are called by name (`collective_rpc`)."""
+
+    model_runner: Any
+    rank: int
+    _tandem_logits: Tensor | None = None
+
+    @torch.inference_mode()
+    def tandem_step(self, step: Step) -> None:
+        """Run a step and keep the logits of its rows, part by part, [rows, vocabulary_size]."""
+        self._tandem_logits = None
+        runner: Any = self.model_runner
+        for part in step.parts:
+            if not part.is_new:
+                _extend(runner, part)
+        try:
+            runner.execute_model(_scheduler_output(step))
+        finally:
+            state, runner.execute_model_state = runner.execute_model_state, None
+        if state.logits is not None:  # only the first rank may have them
+            self._tandem_logits = _in_order(state.logits, runner.input_batch.req_ids, step.parts)
+
+    @torch.inference_mode()
+    def tandem_apply(self, function: Callable[[Any, Tensor], AnswerT], payload: Any) -> AnswerT | None:
+        """`function(payload, logits)` of the last step's logits, on the first rank."""
+        if self.rank != 0:
+            return None
+        logits = self._tandem_logits
+        if logits is None:
+            raise RuntimeError("the step has left no logits")
+        return function(payload, logits)
+
+
+def _extend(runner: Any, part: Part) -> None:
+    """Make a known request's tokens those of the step. All of them are prompt to vLLM, which has sampled none."""
+    request, batch = runner.requests[part.request_id], runner.input_batch
+    certain = part.end - part.draft_count
+    tokens = part.token_ids[: certain - part.first]
+    request.prompt_token_ids[part.first :] = tokens
+    request.num_prompt_tokens = certain
+    index = batch.req_id_to_index.get(part.request_id)
+    if index is not None:
+        batch.token_ids_cpu[index, part.first : certain] = tokens
+        batch.is_token_ids[index, part.first : certain] = True
+        batch.num_tokens_no_spec[index] = batch.num_prompt_tokens[index] = certain
+
+
+def _scheduler_output(step: Step) -> Any:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+    new = [part for part in step.parts if part.is_new]
+    known = [part for part in step.parts if not part.is_new]
+    return SchedulerOutput(
+        scheduled_new_reqs=[
+            NewRequestData(
+                req_id=part.request_id,
+                prompt_token_ids=part.token_ids[: part.end - part.draft_count],
+                mm_features=[],
+                sampling_params=SamplingParams(temperature=0.0, max_tokens=1),
+                pooling_params=None,
+                block_ids=part.block_ids,
+                num_computed_tokens=part.start,
+                lora_request=None,
+            )
+            for part in new
+        ],
+        scheduled_cached_reqs=CachedRequestData(
+            req_ids=[part.request_id for part in known],
+            resumed_req_ids=set(),
+            new_token_ids=[],
+            all_token_ids={},
+            new_block_ids=[part.block_ids if any(part.block_ids) else None for part in known],
+            num_computed_tokens=[part.start for part in known],
+            num_output_tokens=[0] * len(known),
+        ),
+        num_scheduled_tokens={part.request_id: part.end - part.start for part in step.parts},
+        total_num_scheduled_tokens=sum(part.end - part.start for part in step.parts),
+        scheduled_spec_decode_tokens={
+            part.request_id: part.token_ids[-part.draft_count :] for part in step.parts if part.draft_count
+        },
+        scheduled_encoder_inputs={},
+        finished_req_ids=set(step.finished_ids),
+        free_encoder_mm_hashes=[],
+        new_block_ids_to_zero=list(step.block_ids_to_zero) or None,
+    )
+
+
+def _in_order(logits: Tensor, request_ids: Sequence[str], parts: Sequence[Part]) -> Tensor:
+    """The rows that are wanted, in the order of the parts: vLLM orders requests as it likes, and computes a row
+    of each.
+
+    Args:
+        logits: [sum of all draft counts + 1, vocabulary_size], in the order of `request_ids`.
+        request_ids: The batch's.
+        parts: The step's.
+    """
+    by_id = {part.request_id: part for part in parts}
+    firsts: dict[str, int] = {}
+    count = 0
+    for request_id in request_ids:
+        firsts[request_id] = count
+        count += by_id[request_id].draft_count + 1
+    rows = [firsts[part.request_id] + row for part in parts for row in range(part.row_count)]
+    if rows == list(range(len(logits))):
+        return logits
+    return logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]

@@ -1,0 +1,183 @@
+"""A vLLM without a model: a block manager and a worker whose logits depend on what lies in the blocks, and where."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.engine_vllm.worker import Step
+
+BLOCK_TOKENS = 4
+VOCABULARY_SIZE = 50
+
+
+def expected_logits(token_ids: SequenceOf[int]) -> Tensor:
+    """Those that follow the last token, [vocabulary_size]: a function of all of them."""
+    state = 17
+    for token_id in token_ids:
+        state = (state * 31 + token_id + 1) % 1_000_003
+    return torch.randn(VOCABULARY_SIZE, generator=torch.Generator().manual_seed(state))
+
+
+class FakeManager:
+    """Gives blocks as vLLM's `KVCacheManager` does, for one group of layers that keeps all tokens."""
+
+    def __init__(self, block_count: int) -> None:
+        group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK_TOKENS))
+        self.kv_cache_config = SimpleNamespace(
+            num_blocks=block_count + 1, kv_cache_groups=[group], needs_kv_cache_zeroing=False
+        )
+        self.free_blocks: OrderedDict[int, None] = OrderedDict(
+            (each, None) for each in range(1, block_count + 1)
+        )
+        self.by_hash: dict[Any, int] = {}
+        self.holders: dict[int, int] = {}
+        self.blocks: dict[str, list[int]] = {}
+        self.block_pool = SimpleNamespace(
+            get_num_free_blocks=lambda: len(self.free_blocks),
+            cached_block_hash_to_block=self.by_hash,
+            hash_block_size=BLOCK_TOKENS,
+        )
+
+    def get_computed_blocks(self, request: Any) -> tuple[Any, int, int]:
+        found: list[int] = []
+        for each in request.block_hashes[: (request.num_tokens - 1) // BLOCK_TOKENS]:
+            if each not in self.by_hash:
+                break
+            found.append(self.by_hash[each])
+        return found, len(found) * BLOCK_TOKENS, 0
+
+    def allocate_slots(
+        self,
+        request: Any,
+        num_new_tokens: int,
+        *,
+        num_new_computed_tokens: int,
+        new_computed_blocks: list[int] | None,
+        delay_cache_blocks: bool,
+        full_sequence_must_fit: bool,
+    ) -> object:
+        assert delay_cache_blocks
+        own = self.blocks.setdefault(request.request_id, [])
+        known = new_computed_blocks or []
+        taken = [each for each in known if each in self.free_blocks]
+        computed = request.num_computed_tokens + num_new_computed_tokens
+        tokens = max(computed + num_new_tokens, request.num_tokens if full_sequence_must_fit else 0)
+        if -(-tokens // BLOCK_TOKENS) - len(own) - len(known) + len(taken) > len(self.free_blocks):
+            return None
+        for each in known:
+            self._take(each)
+        own += known
+        while len(own) * BLOCK_TOKENS < computed + num_new_tokens:
+            block = next(iter(self.free_blocks))
+            self.evict_blocks({block})
+            self._take(block)
+            own.append(block)
+        return own
+
+    def _take(self, block: int) -> None:
+        self.free_blocks.pop(block, None)
+        self.holders[block] = self.holders.get(block, 0) + 1
+
+    def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
+        count = num_computed_tokens // BLOCK_TOKENS
+        for each, block in zip(
+            request.block_hashes[:count], self.blocks[request.request_id][:count], strict=True
+        ):
+            if block not in self.by_hash.values():
+                self.by_hash.setdefault(each, block)
+
+    def free(self, request: Any) -> None:
+        for block in reversed(self.blocks.pop(request.request_id, [])):
+            self.holders[block] -= 1
+            if not self.holders[block]:
+                self.free_blocks[block] = None
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        for each in [known for known, block in self.by_hash.items() if block in block_ids]:
+            del self.by_hash[each]
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        return (list(self.blocks[request_id]),)
+
+    def take_new_block_ids(self) -> list[int]:
+        return []
+
+
+def hashes(request: Any) -> list[Any]:
+    """Those that the request lacks, as vLLM's hasher: each of all tokens up to the block's end."""
+    full = request.num_tokens // BLOCK_TOKENS
+    return [
+        tuple(request.all_token_ids[: (index + 1) * BLOCK_TOKENS])
+        for index in range(len(request.block_hashes), full)
+    ]
+
+
+@dataclass
+class FakeWorker:
+    """Runs steps as the worker does: it writes tokens to blocks, and reads all of them from there."""
+
+    spoil: Callable[[Step], None] = lambda _: None
+    memory: dict[tuple[int, int], int] = field(default_factory=dict)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    blocks: dict[str, list[int]] = field(default_factory=dict)
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        return [getattr(self, method)(*args)]
+
+    def tandem_step(self, step: Step) -> None:
+        self.spoil(step)
+        for request_id in step.finished_ids:
+            self.tokens.pop(request_id, None)
+            self.blocks.pop(request_id, None)
+        rows = []
+        for part in step.parts:
+            assert part.is_new == (part.request_id not in self.tokens)
+            tokens = self.tokens.setdefault(part.request_id, [])
+            blocks = self.blocks.setdefault(part.request_id, [])
+            assert part.first <= min(part.start, len(tokens))
+            tokens[part.first :] = part.token_ids
+            for group in part.block_ids:
+                blocks += group
+            places = [(blocks[at // BLOCK_TOKENS], at % BLOCK_TOKENS) for at in range(part.end)]
+            for at in range(part.start, part.end):
+                self.memory[places[at]] = tokens[at]
+            read = [self.memory[place] for place in places]
+            assert read == tokens[: part.end], "a block was written to that others hold, or was not written"
+            rows += [expected_logits(read[: part.end - i]) for i in reversed(range(part.row_count))]
+            del tokens[part.end - part.draft_count :]  # a proposal is no part of the sequence
+        self.logits = torch.stack(rows) if rows else torch.empty(0, VOCABULARY_SIZE)
+
+    def tandem_apply(self, function: Callable[[Any, Tensor], Any], payload: Any) -> Any:
+        return function(payload, self.logits)
+
+
+def fake_core(worker: FakeWorker, block_count: int = 200, max_length: int = 64) -> Any:
+    """What `tandem.engine_vllm.adapter.load_core` would return."""
+    manager = FakeManager(block_count)
+    return SimpleNamespace(
+        engine=SimpleNamespace(request_block_hasher=hashes, shutdown=lambda: None),
+        config=SimpleNamespace(
+            model_config=SimpleNamespace(
+                get_vocab_size=lambda: VOCABULARY_SIZE, max_model_len=max_length, dtype=torch.float32
+            ),
+            device_config=SimpleNamespace(device_type="cpu"),
+            speculative_config=object(),
+        ),
+        executor=worker,
+        manager=manager,
+        hash_tokens=BLOCK_TOKENS,
+        kv_config=manager.kv_cache_config,
+        is_attention=lambda spec: True,
+        sees_all=lambda spec: True,
+        running="running",
+        has_one_process=True,
+    )

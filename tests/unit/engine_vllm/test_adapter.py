@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tandem.engine_vllm import adapter
+from tandem.engine_vllm.adapter import check_vllm, differing, prepare_process
+from tandem.errors import ConfigurationError
+
+
+class _Executor:
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> None: ...
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = ModuleType("vllm")
+    module.__version__ = "0.33.1"  # type: ignore[attr-defined]
+    module.Executor = _Executor  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    return module
+
+
+def test_what_differs_is_named(vllm: ModuleType) -> None:
+    used = {
+        "vllm:Executor.collective_rpc": ("method", "args", "timeout"),
+        "vllm:Executor.run": (),
+        "vllm.absent:Thing": (),
+    }
+    assert list(differing(used)) == [
+        "Executor.collective_rpc has no timeout",
+        "there is no Executor.run in vllm",
+        "there is no Thing in vllm.absent",
+    ]
+    assert not list(differing({"vllm:Executor.collective_rpc": ("method", "args")}))
+
+
+def test_another_vllm_is_refused_with_what_it_lacks(
+    vllm: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter, "USED", {"vllm:Executor.run": ()})
+    with pytest.raises(ConfigurationError) as raised:
+        check_vllm()
+    assert str(raised.value) == (
+        "vLLM 0.33.1 is not as vLLM 0.32 is: there is no Executor.run in vllm; install vLLM 0.32, or a Tandem made for "
+        "0.33.1"
+    )
+
+
+def test_no_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ConfigurationError, match=r"engine is vllm and the package vllm cannot be imported"):
+        check_vllm()
+
+
+@pytest.mark.parametrize(
+    ("seen", "device", "count", "expected"),
+    [
+        (None, "cuda:2", 2, "2,3"),
+        ("4,5,6,7", "cuda:1", 2, "5,6"),
+        (None, "cuda", 2, None),
+        (None, "cpu", 1, None),
+    ],
+)
+def test_vllm_sees_the_devices_from_the_named_one_on(
+    monkeypatch: pytest.MonkeyPatch, seen: str | None, device: str, count: int, expected: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", {} if seen is None else {"CUDA_VISIBLE_DEVICES": seen})
+    prepare_process(None, device, count)
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == expected

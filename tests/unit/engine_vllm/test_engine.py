@@ -1,0 +1,128 @@
+"""Our scheduler over a vLLM without a model: what it says to the workers is what they have to know."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.engine.core.row_engine import RowEngine
+from tandem.engine.interface import RowRequest
+from tandem.engine.kv_cache.sequence import Sequence
+from tandem.engine.models.checkpoint import open_checkpoint
+from tandem.engine.settings import EngineSettings
+from tandem.engine_vllm.engine import VllmModel
+from tandem.engine_vllm.worker import Step
+from tandem.errors import TandemError
+from tandem.types import Delta, RowKind, SamplingParams, TokenRow, VerifyStep
+from tests.paths import DEMO_DRAFT
+from tests.unit.engine.greedy import settle
+from tests.unit.engine_vllm.fake_vllm import (
+    BLOCK_TOKENS,
+    VOCABULARY_SIZE,
+    FakeWorker,
+    expected_logits,
+    fake_core,
+)
+
+GREEDY = SamplingParams(temperature=0.0)
+_MAX_LENGTH = 64
+
+
+@asynccontextmanager
+async def running(worker: FakeWorker, block_count: int = 200, **limits: Any) -> AsyncIterator[RowEngine]:
+    core = fake_core(worker, block_count, _MAX_LENGTH)
+    model = VllmModel(core, open_checkpoint(Path(DEMO_DRAFT)))
+    settings = EngineSettings(**{"prefill_chunk_tokens": 12, "max_sequences": 32} | limits)
+    engine = RowEngine(model, settings)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def greedy(token_ids: list[int], count: int) -> list[int]:
+    return [int(expected_logits(token_ids[: len(token_ids) - i]).argmax()) for i in reversed(range(count))]
+
+
+async def ask(engine: RowEngine, sequence: Sequence, base: int, text: list[int], rows: int) -> list[int]:
+    step = VerifyStep(Delta(base, text[base:]), RowKind.TOKEN, rows)
+    answer = await engine.run(sequence, RowRequest(step, GREEDY))
+    return [row.token_id for row in answer.rows if isinstance(row, TokenRow)]
+
+
+async def wander(engine: RowEngine, seed: int, steps: int = 20) -> None:
+    """Extend, repeat and roll back a sequence at random; each answer must be that of its tokens alone."""
+    draw = random.Random(seed)
+    shared = [each % VOCABULARY_SIZE for each in range(3, 23)]
+    sequence = await engine.open(_MAX_LENGTH)
+    text = shared[: draw.randrange(1, 20)]
+    try:
+        base = 0
+        for _ in range(steps):
+            rows = min(draw.choice((1, 1, 3, 5)), len(text))
+            assert await ask(engine, sequence, base, text, rows) == greedy(text, rows)
+            kept = draw.choice(
+                (len(text), len(text), max(len(text) - 3, 1), draw.randrange(1, len(text) + 1))
+            )
+            base = kept
+            text = text[:kept] + [draw.randrange(VOCABULARY_SIZE) for _ in range(draw.randrange(1, 7))]
+            if len(text) > _MAX_LENGTH:
+                base, text = 0, shared[:9]
+    finally:
+        engine.release(sequence)
+
+
+@pytest.mark.parametrize("block_count", [200, 40, 18])
+async def test_rows_depend_on_nothing_but_the_tokens(block_count: int) -> None:
+    """Among others, with prefixes of others, after rollbacks, and when the memory is too small for all of them."""
+    async with running(FakeWorker(), block_count) as engine:
+        await asyncio.gather(*(wander(engine, seed) for seed in range(12)))
+        await settle(engine)
+        usage = engine.usage
+        assert usage.reserved_tokens == 0 < usage.retained_tokens
+        assert (usage.preemption_count > 0) == (block_count < 200)
+
+
+async def test_a_prefix_of_another_sequence_is_not_computed_again() -> None:
+    computed: list[int] = []
+    worker = FakeWorker(lambda step: computed.extend(part.end - part.start for part in step.parts))
+    async with running(worker) as engine:
+        text = list(range(40))
+        for expected in (40, 40 % BLOCK_TOKENS or BLOCK_TOKENS):
+            computed.clear()
+            sequence = await engine.open(_MAX_LENGTH)
+            assert await ask(engine, sequence, 0, text, 1) == greedy(text, 1)
+            engine.release(sequence)
+            await settle(engine)
+            assert sum(computed) == expected
+
+
+async def test_a_step_that_fails_fails_for_its_callers_alone() -> None:
+    """Whatever the workers had learned of it."""
+    failing = [True]
+
+    def spoil(step: Step) -> None:
+        if failing[0]:
+            raise RuntimeError("out of memory")
+
+    async with running(FakeWorker(spoil)) as engine:
+        sequence = await engine.open(_MAX_LENGTH)
+        with pytest.raises(TandemError, match="step failed"):
+            await ask(engine, sequence, 0, [1, 2, 3], 1)
+        failing[0] = False
+        assert await ask(engine, sequence, 0, [1, 2, 3, 4], 2) == greedy([1, 2, 3, 4], 2)
+        engine.release(sequence)
+
+
+async def test_a_warm_engine_knows_what_steps_take() -> None:
+    async with running(FakeWorker()) as engine:
+        await engine.warm_up()
+        assert {(1, 1), (1, 5), (8, 1)} <= engine.info.step_profile.seconds.keys()
+        await settle(engine)

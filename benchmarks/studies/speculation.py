@@ -26,15 +26,13 @@ from rich.table import Table
 from benchmarks.common import CACHE_FOLDER, Contender, chosen, floats, names, numbers, rotated
 from benchmarks.contenders import Addresses, Setup, ThroughServices, coordinator_of, services
 from benchmarks.pairs import DEMO, Pair, open_pair
-from benchmarks.peers import Answer, Outcome, Workload
+from benchmarks.peers import FIRST_TOKENS, Outcome, Workload
 from tandem.admin_client import AdminClient
 from tandem.client import Client
 
 RANDOM = "random"
 """The demo target with a draft of the demo draft's shape and random weights."""
 PAIRS = ("demo", "shaped:50M:1:0.5", "shaped:50M:1:0.8", RANDOM)
-FIRST_TOKENS = 100
-"""Tokens of a completion that count apart: the controller learns while they are written."""
 NEEDED = 0.97
 """Tokens per second, by those of the target alone; less is marked. The goal of docs/benchmarks.md."""
 NEEDED_OF_FIXED = 0.90, 0.95
@@ -119,9 +117,7 @@ def _judged(found: Mapping[str, Sequence[Outcome]]) -> list[str]:
     words, each = [], ""
     parts = ((0, FIRST_TOKENS, NEEDED_OF_FIXED[0]), (FIRST_TOKENS, 1 << 30, NEEDED_OF_FIXED[1]))
     for begin, end, needed in parts:
-        speeds = {
-            way: [_speed(one.answers, begin, end) for one in outcomes] for way, outcomes in found.items()
-        }
+        speeds = {way: [one.speed_between(begin, end) for one in outcomes] for way, outcomes in found.items()}
         rates = {way: _ratio(speeds[way], speeds["alone"]) for way in speeds}
         adaptive = rates.pop("adaptive")
         best = max(rates, key=rates.__getitem__)
@@ -133,18 +129,6 @@ def _judged(found: Mapping[str, Sequence[Outcome]]) -> list[str]:
 
 def _ratio(speeds: Sequence[float], others: Sequence[float]) -> float:
     return statistics.median(one / other for one, other in zip(speeds, others, strict=True))
-
-
-def _speed(answers: Sequence[Answer], begin: int, end: int) -> float:
-    """Tokens per second of the tokens from `begin` to `end` of each request, without its first chunk."""
-    made, passed = 0, 0.0
-    for answer in answers:
-        total, last = 0, 0.0
-        for seconds, count in answer.arrivals:
-            if begin < total + count and total and total < end:
-                made, passed = made + count, passed + seconds - last
-            total, last = total + count, seconds
-    return made / passed if passed else 0.0
 
 
 def _marked(share: float, needed: float) -> str:

@@ -20,16 +20,18 @@ from tests.end_to_end.processes import Nursery, running
 from tests.paths import DEMO_DRAFT, DEMO_TARGET
 
 
-@pytest.mark.slow
-def test_bench_measures_tandem_and_its_peers(
-    services: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def starts(services: Nursery, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Packages of the services that a benchmark starts, which come from the nursery."""
+    packages: list[str] = []
+
     @asynccontextmanager
     async def forked(package: str, *options: str) -> AsyncIterator[tuple[str, int]]:
         # The adaptive policy may decide that speculation does not pay for eight tokens.
         policy = ("--speculation-policy", "fixed") if package == "coordinator" else ()
         made = services.service(package, *options, *policy)
         made.start()
+        packages.append(package)
         try:
             await asyncio.to_thread(made.await_ready)
             yield made.address, made.pid
@@ -37,6 +39,28 @@ def test_bench_measures_tandem_and_its_peers(
             made.kill()
 
     monkeypatch.setattr(common, "process", forked)
+    return packages
+
+
+@pytest.mark.slow
+def test_with_fresh_services_the_first_tokens_are_reported_apart(
+    starts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.run(
+        [
+            *("--pair", f"{DEMO_TARGET}:{DEMO_DRAFT}", "--contenders", "target-alone,speculative", "--fresh"),
+            *("--rounds", "2", "--max-tokens", "104", "--batch", "1", "--temperature", "0", "--no-prefix"),
+        ]
+    )
+
+    assert starts == ["target_service", "draft_service", "coordinator"] * 4
+    assert "The first 100 tokens, and the rest" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_bench_measures_tandem_and_its_peers(
+    starts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     files = {name: tmp_path / f"bench.{name}" for name in ("json", "markdown")}
     bench.run(
         [

@@ -28,13 +28,13 @@ def test_options_are_read() -> None:
     settings = parse(
         [
             *("--batch", "1,2", "--temperature", "0.5", "--contenders", "speculative,one-process"),
-            *("--json", "a.json", "--steps", "--no-prefix", "--num-speculative-tokens", "3"),
+            *("--json", "a.json", "--steps", "--no-prefix", "--fresh", "--num-speculative-tokens", "3"),
         ]
     )
 
     assert (settings.batch, settings.temperature) == ((1, 2), (0.5,))
     assert settings.contenders == ("speculative", "one-process")
-    assert (settings.json_file, settings.steps) == (Path("a.json"), True)
+    assert (settings.json_file, settings.steps, settings.fresh) == (Path("a.json"), True, True)
     assert (settings.prefix, settings.phases, settings.num_speculative_tokens) == (False, True, 3)
 
 

@@ -34,8 +34,9 @@ class RoundTimings:
         """True if the draft has answered in the round in progress."""
         self._patience_seconds = patience_seconds
         self._reading: float | None = None
-        self._verification: tuple[float, StepCost | None, int] | None = None
-        """The target's part of the round in progress: seconds, cost, proposed tokens. None during prefill."""
+        self._verification: tuple[float, StepCost | None, int, bool] | None = None
+        """The target's part of the round in progress: seconds, cost, proposed tokens, and whether it began by itself.
+        None during prefill."""
         self._drafting: tuple[float, StepCost | None] | None = None
         """The draft's part: seconds, cost."""
         self._was_late = False
@@ -50,10 +51,16 @@ class RoundTimings:
         """Time to verify an empty proposal: the target alone."""
 
     def verified(
-        self, seconds: float, proposed: int, *, is_first: bool, cost: StepCost | None = None
+        self,
+        seconds: float,
+        proposed: int,
+        *,
+        is_first: bool,
+        cost: StepCost | None = None,
+        was_led: bool = False,
     ) -> None:
         """Count a verification of so many proposed tokens. The first one of a stream also reads all tokens."""
-        self._verification = None if is_first else (seconds, cost, proposed)
+        self._verification = None if is_first else (seconds, cost, proposed, was_led)
         if is_first:
             self._reading = seconds
         elif proposed:
@@ -94,7 +101,7 @@ class RoundTimings:
         self.awaited_outcome, self.outcome_rank = False, None
         if verification is None:
             return None
-        verify_seconds, verify_cost, proposed = verification
+        verify_seconds, verify_cost, proposed, was_led = verification
         if proposed and drafting is None and not was_ahead:
             return None  # an earlier round had asked for the proposal
         load = self.load
@@ -113,6 +120,7 @@ class RoundTimings:
             draft.sequences,
             was_late,
             was_ahead,
+            was_led,
         )
 
     @property

@@ -134,7 +134,13 @@ class FailoverVerifier:
         answered = self._answered if self._left is None else self._moved
         verification = await answered(place, completion, proposal)
         seconds = time.monotonic() - began
-        self._timings.verified(seconds, len(proposal), is_first=is_first, cost=verification.cost)
+        self._timings.verified(
+            seconds,
+            len(proposal),
+            is_first=is_first,
+            cost=verification.cost,
+            was_led=verification.led_token_id >= 0,
+        )
         if not is_first:
             place.member.step.add(seconds)
         if self._left is not None:

@@ -227,6 +227,7 @@ class RequestRunner:
             plan.num_speculative_tokens,
             is_adaptive=plan.is_adaptive,
             draft_ahead=plan.draft_ahead,
+            leads=plan.lead > 0,
         )
         # The request has no target yet: begin with the cost model of the one that it is likely to get.
         target, draft = replicas.targets.choose(), replicas.drafts.choose()

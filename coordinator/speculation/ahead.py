@@ -139,7 +139,7 @@ class AheadModel:
         hidden = min(max(int((verify - draft) / step), 1), tokens)
 
         def speed_at(depth: int) -> float:
-            hit = max(verify, draft + depth * step) + costs.rest_seconds(load, 0)
+            hit = max(verify, draft + depth * step) + costs.asked_seconds(load, 0)
             made = share * expected[depth] + (1.0 - share) * expected[tokens]
             return made / (share * hit + (1.0 - share) * miss)
 

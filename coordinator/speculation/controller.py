@@ -160,10 +160,12 @@ class Choice:
         The first ones come early.
         """
         has_other = bool(self._other_way.seconds)
-        # A gain beyond any surprise needs no comparison.
-        may_be_alone = len(self._lengths) > 1 and self.gain < SURPRISE
+        # A gain beyond any surprise is compared later: a prediction may still be wrong by more.
+        is_clear = self._turn_pause <= 2 * PROBE_ROUNDS * self.load and self.gain >= SURPRISE
+        may_be_alone = len(self._lengths) > 1 and not is_clear
         self._turns_to_alone = may_be_alone and not (self._turns_to_alone and has_other)
         if not self._turns_to_alone and not has_other:
+            self._turn_pause *= 8
             self._next_turn = self._rounds + self._turn_pause
             return
         self._turned_until = self._rounds + PROBE_ROUNDS * self.load
@@ -276,10 +278,12 @@ class RequestSpeculation:
         max_tokens: int,
         is_adaptive: bool,
         draft_ahead: DraftAhead,
+        leads: bool = False,
     ) -> None:
         self.kind = kind
         self.max_tokens = max_tokens
         self.is_adaptive = is_adaptive
+        self._leads = leads
         self.target = ""
         """Address of the target that verifies."""
         self._controller = controller
@@ -331,6 +335,7 @@ class RequestSpeculation:
                 self.max_tokens,
                 is_adaptive=self.is_adaptive,
                 draft_ahead=self._draft_ahead,
+                leads=self._leads,
             )
         self._granted = self._outcomes
         shared, self._outcomes = choice.begin_round()
@@ -360,7 +365,7 @@ class RequestSpeculation:
         costs, load = choice.costs, choice.load
         wait_seconds = choice.ahead.question.value
         if wait_seconds is None:
-            wait_seconds = max(costs.rest_seconds(load, count) - costs.rest_seconds(load, 0), 0.0)
+            wait_seconds = max(costs.asked_seconds(load, count) - costs.asked_seconds(load, 0), 0.0)
         return tokens_after_miss(
             choice.expected,
             [costs.verify_seconds(load, tokens) for tokens in range(count + 1)],
@@ -468,11 +473,11 @@ class SpeculationController:
     def __init__(self) -> None:
         self._services: dict[str, _Service] = {}
         """By address of a target or name of a draft."""
-        self._costs: dict[tuple[str, str, str], CostModel] = {}
-        """By target, draft and rule."""
+        self._costs: dict[tuple[str, str, str, bool], CostModel] = {}
+        """By target, draft, rule, and whether the target leads when it is alone."""
         self._gains: dict[RequestKind, AcceptanceModel] = {}
         self._ahead: dict[tuple[str, RequestKind], AheadModel] = {}
-        self._choices: dict[tuple[str, RequestKind, int, int, bool, DraftAhead], Choice] = {}
+        self._choices: dict[tuple[str, RequestKind, int, int, bool, DraftAhead, bool], Choice] = {}
         self.beginning = 0
         """Requests in their first round."""
 
@@ -501,6 +506,7 @@ class SpeculationController:
         *,
         is_adaptive: bool = True,
         draft_ahead: DraftAhead = "off",
+        leads: bool = False,
     ) -> RequestSpeculation:
         """A request begins.
 
@@ -509,12 +515,13 @@ class SpeculationController:
             max_tokens: Tokens of its longest proposal.
             is_adaptive: Whether measurements may change how much it proposes; not under a fixed policy.
             draft_ahead: How far its rounds draft ahead.
+            leads: True if the target, left alone, begins the next rounds before it is asked.
         """
-        return RequestSpeculation(self, kind, max_tokens, is_adaptive, draft_ahead)
+        return RequestSpeculation(self, kind, max_tokens, is_adaptive, draft_ahead, leads)
 
-    def costs(self, target: str, kind: RequestKind) -> CostModel:
+    def costs(self, target: str, kind: RequestKind, *, leads: bool = False) -> CostModel:
         """The cost model of a target with a draft under a rule. One without a profile begins like another one."""
-        key = target, kind.draft, kind.rule
+        key = target, kind.draft, kind.rule, leads
         if key not in self._costs:
             alike = [
                 model for other, model in self._costs.items() if other[1] == kind.draft and model.is_known
@@ -527,7 +534,9 @@ class SpeculationController:
                 if known and not of_target.seconds
                 else StepCosts(of_target, TARGET_COMMON),
                 known.draft.copy() if known and not of_draft.seconds else StepCosts(of_draft),
-                *(service.round_trip_seconds for service in services),
+                services[0].round_trip_seconds,
+                services[1].round_trip_seconds,
+                leads,
             )
         return self._costs[key]
 
@@ -551,12 +560,13 @@ class SpeculationController:
         *,
         is_adaptive: bool = True,
         draft_ahead: DraftAhead = "off",
+        leads: bool = False,
     ) -> Choice:
         """The decision for a kind of request at a load."""
-        key = target, kind, load_class(load), max_tokens, is_adaptive, draft_ahead
+        key = target, kind, load_class(load), max_tokens, is_adaptive, draft_ahead, leads
         if key not in self._choices:
             self._choices[key] = Choice(
-                self.costs(target, kind),
+                self.costs(target, kind, leads=leads),
                 self.gains(kind),
                 self._ahead_model(target, kind),
                 load,

@@ -172,7 +172,7 @@ class RestCosts:
 class CostModel:
     """Predicts rounds on one target with one draft and one kind of rows, which draft nothing ahead."""
 
-    __slots__ = ("_alone", "_drafted", "_trips", "draft", "target")
+    __slots__ = ("_alone", "_drafted", "_leads", "_led", "_trips", "draft", "target")
 
     def __init__(
         self,
@@ -180,10 +180,20 @@ class CostModel:
         draft: StepCosts,
         target_trip_seconds: float = 0.0,
         draft_trip_seconds: float = 0.0,
+        leads: bool = False,
     ) -> None:
+        """
+        Args:
+            target: Its steps.
+            draft: Its steps.
+            target_trip_seconds: The way there and back.
+            draft_trip_seconds: Likewise.
+            leads: True if the target, left alone, begins the next rounds before it is asked.
+        """
         self.target = target
         self.draft = draft
-        self._alone, self._drafted = RestCosts(), RestCosts()
+        self._leads = leads
+        self._alone, self._led, self._drafted = RestCosts(), RestCosts(), RestCosts()
         self._trips = target_trip_seconds, draft_trip_seconds
         """By health checks: the first guess, since a check takes longer than a message between two steps."""
 
@@ -201,7 +211,8 @@ class CostModel:
             self.draft.add(drafting, drafting, cost.draft_seconds / cost.proposed, 1.0 / drafting)
         if cost.is_uniform:
             rest = max(cost.seconds - cost.verify_seconds - cost.draft_seconds, 0.0)
-            (self._drafted if cost.proposed else self._alone).add(load, rest)
+            rests = self._drafted if cost.proposed else self._led if cost.was_led else self._alone
+            rests.add(load, rest)
 
     def verify_seconds(self, load: int, proposed: int) -> float:
         """Predicted seconds of a verification in which each of `load` sequences has so many proposed tokens."""
@@ -212,7 +223,13 @@ class CostModel:
         return self.draft.seconds(load, load)
 
     def rest_seconds(self, load: int, proposed: int) -> float:
-        """Predicted seconds of a round beside the services' steps."""
+        """Predicted seconds of a round beside the services' steps. The way to a target that leads costs nothing."""
+        if self._leads and not proposed:
+            return self._led.seconds(load) or 0.0
+        return self.asked_seconds(load, proposed)
+
+    def asked_seconds(self, load: int, proposed: int) -> float:
+        """The same of a round that the target does not begin by itself."""
         own, other = (self._drafted, self._alone) if proposed else (self._alone, self._drafted)
         known = own.seconds(load)
         if known is not None:

@@ -71,6 +71,8 @@ class RoundCost(NamedTuple):
     """True if the round waited in vain for a proposal."""
     was_ahead: bool = False
     """True if the proposal had been drafted ahead, so that nothing was waited for."""
+    was_led: bool = False
+    """True if the target began the round by itself, so that the way to it took no time."""
 
     @property
     def is_uniform(self) -> bool:

@@ -142,3 +142,15 @@ def test_a_requests_own_acceptance_is_separate_from_the_common_one() -> None:
     for _ in range(8):
         poor.forget()
     assert poor.scale == pytest.approx(1.0, abs=0.02)
+
+
+def test_the_way_to_a_target_that_leads_costs_only_rounds_with_a_proposal() -> None:
+    model = CostModel(StepCosts(PROFILE), StepCosts(PROFILE), 0.001, 0.002, leads=True)
+    assert model.seconds(1, 0) == pytest.approx(0.01)
+    assert model.seconds(1, 2) == pytest.approx(0.012 + 2 * 0.01 + 0.003)
+    asked = round_of(1, 0)
+    model.add(1, asked)
+    assert model.rest_seconds(1, 0) == 0.0, "it was asked for, as the first round alone is"
+    assert model.asked_seconds(1, 0) == pytest.approx(0.0005)
+    model.add(1, asked._replace(seconds=asked.verify_seconds + 0.0001, was_led=True))
+    assert model.rest_seconds(1, 0) == pytest.approx(0.0001)

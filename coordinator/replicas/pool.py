@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.replicas.hangs import UnansweredSteps, VerificationTimes
 from coordinator.stats.rounds import RoundTally
-from coordinator.stats.speculation import MovingAverage
+from coordinator.stats.speculation import MovingAverage, MovingMedian
 from coordinator.transport.draft_client import DraftClient
 from coordinator.transport.target_client import TargetClient
 from tandem.errors import (
@@ -60,6 +60,9 @@ _NEEDS_OPERATOR = (ReplicaState.INCOMPATIBLE, ReplicaState.REFUSED)
 
 POLL_SECONDS = 0.1
 """Interval of health checks for a replica that does not serve."""
+_FIRST_CHECKS = 5
+"""Health checks when a replica is met: the first one after a connection takes several times as long as later ones, and
+costs are predicted by their median."""
 _PING_SECONDS = 1.0
 """Interval of health checks for a replica that serves, beside its Watch, and the time that one may take before."""
 UNANSWERED_SECONDS = 5.0
@@ -80,7 +83,7 @@ class Member(Generic[ClientT]):
         """Resolved."""
         self.origin = origin
         """The address as configured, perhaps a name that several replicas share."""
-        self.round_trip = MovingAverage()
+        self.round_trip = MovingMedian()
         self.step = MovingAverage()
         self.tally = RoundTally()
         self.open_sequences = 0
@@ -212,7 +215,8 @@ class Member(Generic[ClientT]):
         answer = await self._health().Check(
             health_pb2.HealthCheckRequest(), timeout=seconds, wait_for_ready=wait_for_ready
         )
-        self.round_trip.add(time.monotonic() - began)
+        if not wait_for_ready:
+            self.round_trip.add(time.monotonic() - began)
         return bool(answer.status == _SERVING)
 
     async def _obstacle(self) -> str:
@@ -236,6 +240,8 @@ class Member(Generic[ClientT]):
         if self._must_answer_probe and self._means.probe is not None:
             await self._means.probe(self.client)
         self._must_answer_probe = False
+        for _ in range(_FIRST_CHECKS):
+            await self._serves(_PING_SECONDS)
         self._suspected.clear()
         self._become(ReplicaState.READY, "")
         return True

@@ -52,7 +52,9 @@ simulations 1 loses 1 % of the first 100 rounds, and 1.5 3 %."""
 PROBE_SHARE = 0.01
 """Share of the rounds, and of their time, that try what was not chosen: drafting, or drafting ahead."""
 PROBE_ROUNDS = 3
-"""Rounds of one request in such a probe: the draft reads the tokens since the last one only once."""
+"""Proposals of one request in such a probe: the draft reads the tokens since the last one only once."""
+PROBE_WAIT_ROUNDS = 24
+"""Rounds in which a probe without any proposal is given up."""
 RENEWAL_ROUNDS = 8
 """Rounds of each request between two decisions, doubled up to this number from 1 on. A decision takes 40 us, so that
 its share of a round is 5 us. With 32 the demo pair makes a tenth fewer of its first hundred tokens."""
@@ -301,7 +303,7 @@ class RequestSpeculation:
         """Outcomes that the round in progress drafts ahead for, and those that the round before it did."""
         self._own_tokens: int | None = None
         """Best length for its own acceptance; None: follow the shared choice."""
-        self._probe_rounds = 0
+        self._probe_proposals = self._probe_until = 0
         self._probe_tokens = 0
         self._is_beginning = True
         controller.beginning += 1
@@ -309,7 +311,7 @@ class RequestSpeculation:
     @property
     def is_probe(self) -> bool:
         """True if the round in progress proposes only to learn whether drafting pays."""
-        return self._probe_rounds > 0
+        return self._probe_proposals > 0
 
     @property
     def gain(self) -> float:
@@ -402,8 +404,9 @@ class RequestSpeculation:
         if proposed:
             choice.gains.add(proposed, result.accepted)
             self._acceptance.add(proposed, result.accepted, choice.rates)
-            if self._probe_rounds and not choice.tokens:
+            if self._probe_proposals and not choice.tokens:
                 choice.probed(min(proposed, choice.max_tokens), result.accepted)
+            self._probe_proposals = max(self._probe_proposals - 1, 0)
         is_ahead = result.awaited_outcome
         if not is_ahead and not self._granted:
             choice.costs.add(self.load, cost)
@@ -434,13 +437,14 @@ class RequestSpeculation:
     def _chosen(self, choice: Choice, shared: int) -> int:
         if self._rounds == 1 and self._controller.beginning > BURST:
             return 0
-        if self._probe_rounds > 0:
-            self._probe_rounds -= 1
-        if self._probe_rounds:
+        if self._rounds >= self._probe_until:
+            self._probe_proposals = 0
+        if self._probe_proposals:
             return self._probe_tokens
         if not choice.tokens and self._rounds > 1 and (probe := choice.begin_probe()):
-            # In its first round the draft reads what was committed since the last one.
-            self._probe_tokens, self._probe_rounds = probe, PROBE_ROUNDS + 1
+            # It first reads what was committed since the last one.
+            self._probe_tokens, self._probe_proposals = probe, PROBE_ROUNDS
+            self._probe_until = self._rounds + PROBE_WAIT_ROUNDS
             return probe
         if not shared:
             return 0

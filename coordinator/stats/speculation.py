@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -37,6 +38,22 @@ class MovingAverage:
             self.value = measured
         else:
             self.value += self._newest_weight * (measured - self.value)
+
+
+class MovingMedian:
+    """The median of the last few measurements, which one slow one does not move."""
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque(maxlen=9)
+
+    @property
+    def value(self) -> float | None:
+        """None before the first measurement."""
+        return statistics.median(self._last) if self._last else None
+
+    def add(self, measured: float) -> None:
+        """Count a measurement."""
+        self._last.append(measured)
 
 
 LONGEST_SECONDS = 60

@@ -191,6 +191,8 @@ class Choice:
         if self.tokens or self._rounds < self._next_probe:
             return 0
         self._next_probe = self._next(self.way.seconds[self.best_drafting])
+        if self.gains.proposals < WINDOW:  # bad luck with the first ones is likely
+            self._next_probe = min(self._next_probe, self._rounds + 4 * PROBE_ROUNDS * self.load)
         self._surprise = -1.0
         return self.best_drafting
 
@@ -264,7 +266,8 @@ class Choice:
         self.best_drafting = best
         if hopeful[best] <= HYSTERESIS * (1.0 if was else HYSTERESIS) * speeds[0]:
             self.tokens = 0
-            if was:
+            # What nobody has ever seen propose is asked at once.
+            if was and not (is_first and self.gains.proposals < WINDOW):
                 self._next_probe = self._next(self.way.seconds[best])
         elif not was or is_first or hopeful[best] > HYSTERESIS * hopeful[was]:
             self.tokens = best
@@ -496,12 +499,19 @@ class SpeculationController:
         if model is None:
             return
         known = self._services.get(service)
+        way = round_trip_seconds or 0.0
         if known is None or model.step_profile.version > known.profile.version:
-            self._services[service] = _Service(model.step_profile, round_trip_seconds or 0.0)
+            self._services[service] = _Service(model.step_profile, way)
             for key in [key for key in self._costs if service in key[:2]]:
                 del self._costs[key]
             for choice_key in [key for key in self._choices if service in (key[0], key[1].draft)]:
                 del self._choices[choice_key]
+        elif way != known.round_trip_seconds:
+            self._services[service] = known._replace(round_trip_seconds=way)
+            for key, costs in self._costs.items():
+                costs.trips = tuple(
+                    self._services.get(name, _Service()).round_trip_seconds for name in key[:2]
+                )
 
     def request(
         self,

@@ -157,22 +157,30 @@ class RestCosts:
         """At the load at which it is least; None before any round."""
         return min((mean for _, mean in self._means.values()), default=None)
 
-    def add(self, load: int, seconds: float) -> None:
-        """Count a round of one of so many requests."""
+    def add(self, load: int, seconds: float, way: float, first: float) -> None:
+        """Count a round of one of so many requests.
+
+        Args:
+            load: So many requests.
+            seconds: What the round took beside the services' steps.
+            way: The way to the services by their health checks; 0 where it is not known.
+            first: What is predicted before any round. The first rounds are cold, so it counts as much as one.
+        """
         known = load_class(load)
-        entry = self._means.get(known)
-        if entry is None:
-            self._means[known] = [1.0, seconds]
-            return
+        if known not in self._means:
+            before = self.seconds(load)
+            self._means[known] = [1.0, (first if before is None else before) if way else seconds]
+        entry = self._means[known]
         entry[0] = min(entry[0] + 1.0 / load, float(WINDOW))
-        limit = SURPRISE * entry[1]
+        # Requests that wait for each other make long rounds common: only what is twice a surprise is a pause.
+        limit = 2.0 * SURPRISE * max(entry[1], way) or seconds
         entry[1] += (min(seconds, limit) - entry[1]) / load / entry[0]
 
 
 class CostModel:
     """Predicts rounds on one target with one draft and one kind of rows, which draft nothing ahead."""
 
-    __slots__ = ("_alone", "_drafted", "_leads", "_led", "_trips", "draft", "target")
+    __slots__ = ("_alone", "_drafted", "_leads", "_led", "draft", "target", "trips")
 
     def __init__(
         self,
@@ -194,7 +202,7 @@ class CostModel:
         self.draft = draft
         self._leads = leads
         self._alone, self._led, self._drafted = RestCosts(), RestCosts(), RestCosts()
-        self._trips = target_trip_seconds, draft_trip_seconds
+        self.trips: tuple[float, ...] = (target_trip_seconds, draft_trip_seconds)
         """By health checks: the first guess, since a check takes longer than a message between two steps."""
 
     @property
@@ -211,8 +219,12 @@ class CostModel:
             self.draft.add(drafting, drafting, cost.draft_seconds / cost.proposed, 1.0 / drafting)
         if cost.is_uniform:
             rest = max(cost.seconds - cost.verify_seconds - cost.draft_seconds, 0.0)
-            rests = self._drafted if cost.proposed else self._led if cost.was_led else self._alone
-            rests.add(load, rest)
+            if cost.proposed:
+                self._drafted.add(load, rest, sum(self.trips), sum(self.trips))
+            elif cost.was_led:
+                self._led.add(load, rest, self.trips[0], 0.0)
+            else:
+                self._alone.add(load, rest, self.trips[0], self.trips[0])
 
     def verify_seconds(self, load: int, proposed: int) -> float:
         """Predicted seconds of a verification in which each of `load` sequences has so many proposed tokens."""
@@ -237,7 +249,7 @@ class CostModel:
         least = other.least()
         if least is not None:  # a proposal is one more question and answer
             return 2.0 * least if proposed else least / 2.0
-        return sum(self._trips) if proposed else self._trips[0]
+        return sum(self.trips) if proposed else self.trips[0]
 
     def seconds(self, load: int, proposed: int) -> float:
         """Predicted seconds of a round."""

@@ -79,8 +79,10 @@ def test_the_parts_of_a_round_add_up() -> None:
     assert model.seconds(1, 2) == pytest.approx(0.012 + 2 * 0.01 + 0.003)
     for _ in range(60):
         model.add(1, round_of(1, 2))
-    assert model.rest_seconds(1, 2) == pytest.approx(0.001)
-    assert model.rest_seconds(1, 0) == pytest.approx(0.0005), "no such round yet: half of the messages"
+    assert model.rest_seconds(1, 2) == pytest.approx(0.001, abs=1e-4)
+    assert model.rest_seconds(1, 0) == pytest.approx(0.0005, abs=1e-4), (
+        "no such round yet: half of the messages"
+    )
 
 
 def test_a_step_shared_with_prompts_does_not_count_as_a_round() -> None:
@@ -151,6 +153,8 @@ def test_the_way_to_a_target_that_leads_costs_only_rounds_with_a_proposal() -> N
     asked = round_of(1, 0)
     model.add(1, asked)
     assert model.rest_seconds(1, 0) == 0.0, "it was asked for, as the first round alone is"
-    assert model.asked_seconds(1, 0) == pytest.approx(0.0005)
+    assert model.asked_seconds(1, 0) == pytest.approx(0.00075), (
+        "the first counts as much as what was predicted"
+    )
     model.add(1, asked._replace(seconds=asked.verify_seconds + 0.0001, was_led=True))
-    assert model.rest_seconds(1, 0) == pytest.approx(0.0001)
+    assert model.rest_seconds(1, 0) == pytest.approx(0.00005)

@@ -45,7 +45,7 @@ def test_the_controller_makes_nearly_as_many_tokens_as_an_oracle(noise: float | 
         begin = adaptive(controller_of(profile, number))
         shares.append(efficiency(profile, number, stages, ROUNDS, begin)[0])
     shares.sort()
-    assert fmean(shares) >= 0.97
+    assert fmean(shares) >= 0.96
     assert shares[PROFILES // 4] >= 0.95, "three profiles in four make as much"
     assert shares[PROFILES // 20] >= 0.9, "all but one in twenty"
     assert shares[PROFILES // 100] >= 0.8, "all but one in a hundred"

@@ -232,18 +232,12 @@ def steps_of(
     flat = tokens.reshape(-1)
     is_drawn = order == flat[:, None]
     chosen = np.where(is_drawn.any(axis=1), is_drawn.argmax(axis=1), LISTED)
-    hashes = np.zeros((count, length), np.int64)
-    with np.errstate(over="ignore"):
-        hashes[:, 0] = contexts + 1
-        for i in range(1, length):
-            hashes[:, i] = hashes[:, i - 1] * 6364136223846793005 + tokens[:, i - 1] + 1
     return Steps(
         ids=order.astype(np.int64),
         probs=np.take_along_axis(probs, order, axis=1),
         chosen=chosen.astype(np.int64),
         tokens=flat,
         index=np.tile(np.arange(length), count),
-        contexts=hashes.reshape(-1),
         is_usable=np.ones(len(flat), bool),
     )
 

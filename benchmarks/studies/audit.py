@@ -27,7 +27,7 @@ VARIATION = 0.0125
 _PROMPTS = 24
 _BATCH = 16
 _LANGUAGES = 20
-_SHARES = {COLD: 0.08, NUCLEUS: 0.08, MAIN: 0.84}
+_SHARES = {COLD: 0.05, NUCLEUS: 0.05, MAIN: 0.9}
 _LOOKS = {COLD: (TEMPERATURE, 1.0), NUCLEUS: (1.0, TOP_P), MAIN: (1.0, 1.0)}
 
 Generate = Callable[[str, IntArray, np.random.Generator], tuple[IntArray, IntArray]]

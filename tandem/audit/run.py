@@ -43,7 +43,7 @@ TEMPERATURE, TOP_P = 0.6, 0.8
 MAIN = "temperature 1"
 COLD = f"temperature {TEMPERATURE:g}"
 NUCLEUS = f"top-p {TOP_P:g}"
-_SHARES = {COLD: 0.08, NUCLEUS: 0.08}
+_SHARES = {COLD: 0.05, NUCLEUS: 0.05}
 _REFERENCE_SHARE = 0.3
 _MARGIN = 0.02
 """How near to top-p a sum may be without being tested: probabilities of bfloat16 have three digits."""
@@ -294,8 +294,8 @@ async def _batches(
 ) -> AsyncGenerator[Steps, None]:
     batch: list[Steps] = []
     async with aclosing(completions):
-        async for place, completion in completions:
-            batch.append(reader.steps(completion, place))
+        async for _, completion in completions:
+            batch.append(reader.steps(completion))
             if len(batch) == _BATCH:
                 yield joined(batch)
                 batch = []
@@ -361,15 +361,14 @@ class Reader:
     sums_above_one: int = 0
     _ids: dict[str, int] = field(default_factory=dict)
 
-    def steps(self, completion: Completion, prompt: int) -> Steps:
-        """Read a completion of the prompt with this number."""
+    def steps(self, completion: Completion) -> Steps:
+        """Read a completion."""
         count = min(len(completion.tokens), len(completion.tops), len(completion.logprobs))
         ids = np.full((count, self.listed), -1, np.int64)
         probs = np.zeros((count, self.listed))
         chosen = np.full(count, self.listed, np.int64)
-        tokens, contexts = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        tokens = np.zeros(count, np.int64)
         is_usable = np.ones(count, bool)
-        context = hash(prompt)
         for i, (name, top) in enumerate(zip(completion.tokens[:count], completion.tops, strict=False)):
             # The drawn token may come as one more than were asked for, and last of several that are equal.
             entries = sorted(top.items(), key=lambda each: (-each[1], each[0] == name))[: self.listed]
@@ -383,9 +382,8 @@ class Reader:
             # Tokens of the same text hide each other: too few candidates, or pieces of characters among them.
             is_hidden = not completion.has_ids and any("\ufffd" in key for key, _ in entries)
             is_usable[i] = (len(entries) == self.listed or total > 0.999) and not is_hidden
-            tokens[i], contexts[i] = self._id(name), context
-            context = hash((context, name)) >> 2
-        return Steps(ids, probs, chosen, tokens, np.arange(count), contexts, is_usable)
+            tokens[i] = self._id(name)
+        return Steps(ids, probs, chosen, tokens, np.arange(count), is_usable)
 
     def _id(self, name: str) -> int:
         return self._ids.setdefault(name, len(self._ids))

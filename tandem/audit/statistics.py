@@ -27,11 +27,14 @@ MIN_VARIANCE = 20.0
 
 _BETS = np.array([sign * 0.4 / 2**i for i in range(6) for sign in (1, -1)])
 """Stakes of the e-process. A difference is within [-2, 2], so that a wealth stays positive."""
-_BROAD = ("first choice", "first 2", "first 4", "first 8", "surprise", "token bias", "pair bias")
+_USUAL = ("more probable than usual", "less probable than usual")
+_BROAD = ("first choice", "first 8", "surprise", *_USUAL, "token bias", "pair bias")
 """Tests to which every token counts: what most faults change."""
 _TIE = 1 - 1e-9
-_BUCKETS = 1 << 16
+_BUCKETS = 1 << 18
 _SURPRISE_NATS = 6.0
+_RARE = 1e-3
+"""Probabilities far below it are not told apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +54,6 @@ class Steps:
     """[T]: its id."""
     index: IntArray
     """[T]: its position in its completion."""
-    contexts: IntArray
-    """[T]: a hash of the prompt and of the completion's earlier tokens."""
     is_usable: BoolArray
     """[T]: False where the distribution is not known well enough. It must not depend on the token that was drawn."""
 
@@ -91,7 +92,6 @@ def joined(parts: Sequence[Steps]) -> Steps:
         np.concatenate([np.where(part.chosen < part.ids.shape[1], part.chosen, width) for part in parts]),
         np.concatenate([part.tokens for part in parts]),
         np.concatenate([part.index for part in parts]),
-        np.concatenate([part.contexts for part in parts]),
         np.concatenate([part.is_usable for part in parts]),
     )
 
@@ -159,12 +159,13 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
 def tests_of(is_brief: bool, modulus: int | None) -> list[tuple[str, str]]:
     """Names of a calibration's tests, each with the function of the drawn token that it weighs."""
     tests = [(name, name) for name in _BROAD]
+    tests += [(name, name) for name in ("first 2", "first 4")]
     tests += [
         (f"first choice at confidence {low:g} to {high:g}", "first choice") for low, high in CONFIDENCES
     ]
     if is_brief:
         return tests
-    tests += [(name, name) for name in ("context bias", "same token again", "copied pair", "favoured again")]
+    tests += [(name, name) for name in ("copied pair", "favoured again")]
     tests += [(f"first choice at position {i}", "first choice") for i in range(POSITIONS)]
     for base in ("first choice", "surprise"):
         tests += [(f"{base} after {what}", base) for what in ("a confident position", "an unlikely token")]
@@ -177,16 +178,17 @@ CONFIDENCES = ((0.0, 0.3), (0.3, 0.6), (0.6, 0.9), (0.9, 1.0))
 """Ranges of the first choice's probability."""
 POSITIONS = 10
 """The first positions of a completion have a test each: proposals begin there at the same place in every completion."""
-LAGS = (1, 2, 3, 4, 5)
+LAGS = (1, 2)
 
 
 @dataclass(slots=True)
 class Calibration:
     """Tests of draws against their reported distributions, in the order in which they came.
 
-    The last three base functions learn. They keep, for each token, pair of tokens or exact context, how far draws were
-    from their probabilities so far, and bet on more of the same; so a bias that has another sign in every context, as
-    a draft's preferences have, adds up too. Tables are hashed: a collision costs power, never validity.
+    Two base functions learn how far draws of each token, and of each pair of tokens, were from their probabilities so
+    far, and bet on more of the same. Two others learn how probable a token usually is after the last one, which is
+    nearer to what a draft knows than the probability in its context is, and so show what a draft's preferences do,
+    whose sign differs from context to context. Tables are hashed: a collision costs power, never validity.
     """
 
     is_brief: bool = False
@@ -202,12 +204,17 @@ class Calibration:
     """[tests, bets]: logarithms."""
     _learnt: dict[str, FloatArray] = field(init=False)
     """[2, buckets]: summed differences and variances."""
+    _seen: FloatArray = field(init=False)
+    """[buckets]: summed probabilities of a token after another."""
+    _visits: FloatArray = field(init=False)
+    """[buckets]: positions after a token."""
 
     def __post_init__(self) -> None:
         self.names = tests_of(self.is_brief, self.modulus)
         self._sums = np.zeros((len(self.names), 5))
         self._wealth = np.zeros((len(self.names), len(_BETS)))
-        self._learnt = {base: np.zeros((2, _BUCKETS)) for base in ("token bias", "pair bias", "context bias")}
+        self._learnt = {base: np.zeros((2, _BUCKETS)) for base in ("token bias", "pair bias")}
+        self._seen, self._visits = np.zeros(_BUCKETS), np.zeros(_BUCKETS)
 
     def add(self, steps: Steps) -> None:
         """Weigh the draws of some completions. What is learnt from them counts from the next call on."""
@@ -259,10 +266,9 @@ class Calibration:
             functions[name] = (((probs >= lowest * _TIE) & (probs > 0)).astype(np.float64), none)
         nats = -np.log(np.maximum(probs, 1e-300))
         functions["surprise"] = (np.minimum(nats / _SURPRISE_NATS, 1.0), none + 1.0)
+        functions |= {name: (values, none) for name, values in self._unusual(steps).items()}
         functions |= {base: (self._preferences(steps, base), none) for base in self._learnt}
         if not self.is_brief:
-            before = _lagged(steps.tokens, steps.index, 1, -2)
-            functions["same token again"] = ((steps.ids == before[:, None]).astype(np.float64), none)
             functions["copied pair"] = ((steps.ids == _copied(steps)[:, None]).astype(np.float64), none)
             functions["favoured again"] = (_favoured(steps), none)
         return functions
@@ -294,11 +300,27 @@ class Calibration:
         keys = {
             "token bias": np.zeros_like(steps.tokens),
             "pair bias": _lagged(steps.tokens, steps.index, 1, -2) + 3,
-            "context bias": steps.contexts,
         }[base]
         with np.errstate(over="ignore"):
             mixed = (keys[:, None] * np.int64(0x5851F42D4C957F2D) + steps.ids) * np.int64(0x2545F4914F6CDD1D)
         return (mixed >> np.int64(24)) & np.int64(_BUCKETS - 1)
+
+    def _unusual(self, steps: Steps) -> dict[str, FloatArray]:
+        """How much more and how much less probable a candidate is than it usually is after the last token. [T, M] each.
+
+        A sampler that leans towards its draft takes the less probable too often: this is its likelihood's derivative,
+        were the draft what is usual. Recovery with the draft's own noise prefers what the draft thinks far less probable
+        than the target does, at the cost of what it thinks slightly less probable.
+        """
+        visits = self._visits[self._buckets_before(steps)][:, None]
+        usual = (self._seen[self._buckets(steps, "pair bias")] + steps.probs) / (visits + 1)
+        ratios = (usual + _RARE) / (steps.probs + _RARE)
+        more, less = np.clip(-np.log(ratios) - 0.5, 0.0, 2.0) / 2, np.clip(ratios - 1, -1.0, 3.0) / 3
+        is_listed = steps.ids >= 0
+        return {_USUAL[0]: np.where(is_listed, more, 0.0), _USUAL[1]: np.where(is_listed, less, 0.0)}
+
+    def _buckets_before(self, steps: Steps) -> IntArray:
+        return (_lagged(steps.tokens, steps.index, 1, -2) + 3) & (_BUCKETS - 1)
 
     def _preferences(self, steps: Steps, base: str) -> FloatArray:
         sums, variances = self._learnt[base][:, self._buckets(steps, base)]
@@ -312,6 +334,8 @@ class Calibration:
             buckets = self._buckets(steps, base)[is_counted]
             np.add.at(table[0], buckets, (is_drawn - steps.probs)[is_counted])
             np.add.at(table[1], buckets, (steps.probs * (1 - steps.probs))[is_counted])
+        np.add.at(self._seen, self._buckets(steps, "pair bias"), steps.probs * is_counted)
+        np.add.at(self._visits, self._buckets_before(steps), steps.is_usable)
 
 
 _Z_FOUND = 4.1
@@ -375,7 +399,7 @@ def _favoured(steps: Steps) -> FloatArray:
 class Evidence:
     """All calibrations of a run as one family: one e-process, one correction.
 
-    The mean of the tests' e-values is an e-value, and a martingale in time: for a right sampler with at most
+    A mean of the tests' e-values, half of it of the broad ones, is an e-value, and a martingale in time: for a right sampler with at most
     the probability of a level it ever reaches 1 / level (Ville 1939). So one may look, and stop, whenever one likes.
     """
 
@@ -387,7 +411,9 @@ class Evidence:
         """Weigh more completions in the calibration of this name."""
         self.calibrations[name].add(steps)
         logs = np.concatenate([each.log_wealths() for each in self.calibrations.values()])
-        value = float(np.logaddexp.reduce(logs) - math.log(len(logs))) / math.log(10)
+        broad = np.array([is_broad for _, _, is_broad in self._places()])
+        halves = [np.logaddexp.reduce(logs[part]) - math.log(part.sum()) for part in (broad, ~broad)]
+        value = float(np.logaddexp(*halves) - math.log(2)) / math.log(10)
         self.path.append((sum(each.tokens for each in self.calibrations.values()), value))
 
     @property
@@ -407,17 +433,20 @@ class Evidence:
         """
         found = {name: each.results() for name, each in self.calibrations.items()}
         for is_broad in (True, False):
-            places = [
-                (name, i)
-                for name, tests in found.items()
-                for i, test in enumerate(tests)
-                if (test.name in _BROAD and not self.calibrations[name].is_brief) is is_broad
-            ]
+            places = [(name, i) for name, i, broad in self._places() if broad is is_broad]
             adjusted = holm([found[name][i].p for name, i in places])
             for (name, i), p in zip(places, adjusted, strict=True):
                 doubled = None if p is None else min(1.0, 2 * p)
                 found[name][i] = replace(found[name][i], adjusted_p=doubled)
         return found
+
+    def _places(self) -> list[tuple[str, int, bool]]:
+        """Of each test: its calibration, its place there, and whether every token counts in it."""
+        return [
+            (name, i, test in _BROAD and not each.is_brief)
+            for name, each in self.calibrations.items()
+            for i, (test, _) in enumerate(each.names)
+        ]
 
     @property
     def is_finding(self) -> bool:

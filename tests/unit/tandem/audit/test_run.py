@@ -255,19 +255,19 @@ async def test_log_probabilities_in_the_form_of_chats_are_read() -> None:
 def test_the_drawn_token_may_be_listed_beside_the_others() -> None:
     top = {"a": -0.7, "b": -1.5, "c": -3.0}
     completion = Completion("", None, ("c", "b", "a", "d"), (-3.0, -1.5, -0.7, -9.0), (top, top, top, top))
-    assert Reader(2).steps(completion, 0).chosen.tolist() == [2, 1, 0, 2]
+    assert Reader(2).steps(completion).chosen.tolist() == [2, 1, 0, 2]
     # Of equal candidates the drawn one must not be listed because it was drawn.
     level = {"c": -1.5, "a": -0.7, "b": -1.5}
     drawn = Completion("", None, ("c",), (-1.5,), (level,))
-    assert Reader(2).steps(drawn, 0).chosen.tolist() == [2]
+    assert Reader(2).steps(drawn).chosen.tolist() == [2]
 
 
 def test_positions_whose_candidates_hide_each_other_are_left_out() -> None:
     tops = ({"a": -0.7}, {"a": -0.7, "\ufffd": -1.5}, {"a": 0.0}, {"a": -0.7, "b": -1.5})
     completion = Completion("", None, ("a",) * 4, tuple(top["a"] for top in tops), tops)
-    assert Reader(2).steps(completion, 0).is_usable.tolist() == [False, False, True, True]
+    assert Reader(2).steps(completion).is_usable.tolist() == [False, False, True, True]
     reader = Reader(2)
-    reader.steps(Completion("", None, ("a",), (-0.1,), ({"a": -0.1, "b": -0.2},)), 0)
+    reader.steps(Completion("", None, ("a",), (-0.1,), ({"a": -0.1, "b": -0.2},)))
     assert reader.sums_above_one == 1
 
 

@@ -3,6 +3,7 @@
     python -m benchmarks.studies.audit --false-alarms 1000      right samplers, each of its own language and seed
     python -m benchmarks.studies.audit --faults 20              each planted fault of benchmarks/faulty_server.py
     python -m benchmarks.studies.audit --power 100              biases of a total variation of 0.0125
+    python -m benchmarks.studies.audit --reference 20           two samples of 24-token completions
 
 A run has as many tokens as 10 minutes at 100 tokens a second give, in the shares of an audit.
 """
@@ -17,8 +18,9 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.faulty_server import FAULTS, PROPOSED, RIGHT, Language, Sampler, steps_of
-from tandem.audit.run import COLD, MAIN, NUCLEUS, TEMPERATURE, TOP_P, expected
-from tandem.audit.statistics import Calibration, Evidence, FloatArray, IntArray, Steps
+from tandem.audit.client import Completion
+from tandem.audit.run import COLD, GRAM_TOKENS, MAIN, NUCLEUS, TEMPERATURE, TOP_P, compared, expected
+from tandem.audit.statistics import ALPHA, Calibration, Evidence, FloatArray, IntArray, Steps
 
 TOKENS = 60_000
 LENGTH = 64
@@ -27,6 +29,7 @@ VARIATION = 0.0125
 _PROMPTS = 24
 _BATCH = 16
 _LANGUAGES = 20
+_COMPLETIONS = (100, 400, 1600)
 _SHARES = {COLD: 0.05, NUCLEUS: 0.05, MAIN: 0.9}
 _LOOKS = {COLD: (TEMPERATURE, 1.0), NUCLEUS: (1.0, TOP_P), MAIN: (1.0, 1.0)}
 
@@ -134,6 +137,18 @@ def false_alarms(runs: int, tokens: int) -> Iterator[bool]:
         yield judged(*simulated(language, sampler(language), seed, tokens)).is_finding
 
 
+def told_apart(language: Language, generate: Generate, completions: int, seed: int) -> bool:
+    """True if so many completions of a sampler differ from as many of a right one."""
+    prompts = np.random.default_rng(1).integers(0, language.size**2, _PROMPTS)
+    found = []
+    for is_reference, source in enumerate((generate, sampler(language))):
+        contexts = np.resize(prompts, completions)
+        made, _ = source(MAIN, contexts, np.random.default_rng([seed, is_reference]))
+        texts = [Completion("", "length", tuple(map(str, row))) for row in made[:, :GRAM_TOKENS].tolist()]
+        found += [(place % _PROMPTS, bool(is_reference), text) for place, text in enumerate(texts)]
+    return any(test.adjusted_p is not None and test.adjusted_p < ALPHA for test in compared(found))
+
+
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(
@@ -142,6 +157,7 @@ def main() -> None:
     parser.add_argument("--false-alarms", type=int, default=0, metavar="RUNS")
     parser.add_argument("--faults", type=int, default=0, metavar="RUNS")
     parser.add_argument("--power", type=int, default=0, metavar="RUNS")
+    parser.add_argument("--reference", type=int, default=0, metavar="RUNS")
     parser.add_argument("--tokens", type=int, default=TOKENS)
     arguments = parser.parse_args()
     console = Console()
@@ -167,6 +183,14 @@ def main() -> None:
     for name, probs in biases(language).items() if arguments.power else ():
         generate = biased(language, probs)
         row(name, (simulated(language, generate, seed, arguments.tokens) for seed in range(arguments.power)))
+    sources = {fault: sampler(language, fault) for fault in ("typical-acceptance", "residual is the target")}
+    sources |= {name: biased(language, probs) for name, probs in biases(language).items()}
+    for name, source in sources.items() if arguments.reference else ():
+        for completions in _COMPLETIONS:
+            told = sum(told_apart(language, source, completions, seed) for seed in range(arguments.reference))
+            console.print(
+                f"{name}, {completions:,} completions each: {told} of {arguments.reference} told apart"
+            )
 
 
 if __name__ == "__main__":

@@ -29,6 +29,9 @@ class AuditArguments:
     url: Annotated[str, typer.Argument(help="OpenAI's API of the server: http://HOST:PORT/v1.")] = ""
     model: str | None = option("Model to ask for. [default: the first one that the server lists]")
     reference: str | None = option("The same model without speculation, or before an upgrade: its URL.")
+    reference_model: str | None = option(
+        "Model to ask the reference for. [default: the first one that it lists]"
+    )
     minutes: float = option("Most minutes.", default=10.0, min=0.0)
     concurrency: int = option("Most requests at once.", default=8, min=1)
     max_tokens: int = option("Tokens of each sampled completion.", default=64, min=1)
@@ -77,6 +80,7 @@ async def audit(arguments: AuditArguments) -> None:
         url=arguments.url,
         model=arguments.model,
         reference=arguments.reference,
+        reference_model=arguments.reference_model,
         minutes=arguments.minutes,
         concurrency=arguments.concurrency,
         max_tokens=arguments.max_tokens,

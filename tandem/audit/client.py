@@ -6,8 +6,8 @@ import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ LISTED = 20
 """Candidates with log probabilities that are asked for; 5, OpenAI's own limit, where a server refuses so many."""
 _NEUTRAL: Mapping[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Named although they are defaults: a server may take others from a model's generation_config.json."""
-_OPTIONAL = (
+_OPTIONAL: Sequence[Mapping[str, Any]] = (
     {"logprobs": LISTED, "ignore_eos": True, "return_tokens_as_token_ids": True, **_NEUTRAL},
     {"logprobs": LISTED, "ignore_eos": True, **_NEUTRAL},
     {"logprobs": LISTED, "top_p": 1.0},
@@ -230,15 +230,8 @@ async def connected(
     headers = {"authorization": f"Bearer {key}"} if key else {}
     async with httpx2.AsyncClient(headers=headers, timeout=timeout_seconds, transport=transport) as http:
         base = url.rstrip("/")
-        answer = await _sent(http, "GET", base + "/models")
-        _raise_for(answer, base + "/models")
-        try:
-            listed = [str(each["id"]) for each in answer.json()["data"]]
-        except (KeyError, TypeError, ValueError):
-            raise ProtocolError(f"{base}/models: the answer is no list of models") from None
-        if model is None and not listed:
-            raise NotFoundError(f"{base} lists no model; name one with --model")
-        server = Server(http, base, model or listed[0], budget, concurrency, body or {})
+        model = model or await _first_model(http, base)
+        server = Server(http, base, model, budget, concurrency, body or {})
         for optional in _OPTIONAL:
             server.optional = optional
             try:
@@ -251,6 +244,29 @@ async def connected(
                 continue
             break
         yield server
+
+
+async def _first_model(http: httpx2.AsyncClient, base: str) -> str:
+    answer = await _sent(http, "GET", base + "/models")
+    _raise_for(answer, base + "/models")
+    try:
+        listed = [str(each["id"]) for each in answer.json()["data"]]
+    except (KeyError, TypeError, ValueError):
+        raise ProtocolError(f"{base}/models: the answer is no list of models") from None
+    if not listed:
+        raise NotFoundError(f"{base} lists no model; name one with --model")
+    return listed[0]
+
+
+@contextmanager
+def asked_alike(server: Server, reference: Server) -> Iterator[None]:
+    """Meanwhile both are sent the fields that both accept, so that they name tokens alike."""
+    own = server.optional
+    server.optional = reference.optional = max(server.optional, reference.optional, key=_OPTIONAL.index)
+    try:
+        yield
+    finally:
+        server.optional = own
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,15 @@ from tandem.audit.checks import (
     reproducibility,
     temperature_is_raw,
 )
-from tandem.audit.client import Budget, BudgetError, Completion, Server, SpeculationCounts, connected
+from tandem.audit.client import (
+    Budget,
+    BudgetError,
+    Completion,
+    Server,
+    SpeculationCounts,
+    asked_alike,
+    connected,
+)
 from tandem.audit.statistics import (
     ALPHA,
     Calibration,
@@ -55,7 +63,7 @@ _CONCLUSIVE_LOG10 = 6.0
 """Sampling ends early at this evidence: more would not say more."""
 _MAX_FAILURES = 5
 _PERMUTATIONS = 9_999
-_GRAM_TOKENS = 24
+GRAM_TOKENS = 24
 _MIN_COMPLETIONS = 20
 """Of server and reference together; fewer are not compared."""
 LOSSY = ("typical", "logit-comparison", "logit_comparison", "synthetic", "relaxed")
@@ -79,6 +87,7 @@ class AuditOptions:
     """None: what the server's metrics show."""
     body: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of each request."""
+    reference_model: str | None = None
     reference_body: Mapping[str, Any] = field(default_factory=dict)
     key: str | None = field(default=None, repr=False)
     reference_key: str | None = field(default=None, repr=False)
@@ -186,7 +195,11 @@ async def audit(
             )
 
         server = await connect(options.url, options.model, 0)
-        reference = None if options.reference is None else await connect(options.reference, None, 1)
+        reference = (
+            None
+            if options.reference is None
+            else await connect(options.reference, options.reference_model, 1)
+        )
         result = Audit(server.url, server.model, datetime.now(UTC).isoformat(timespec="seconds"))
         result.fields = {**server.optional, **server.body}
         before = await server.speculation()
@@ -195,9 +208,10 @@ async def audit(
         left = options.minutes * 60 - (time.monotonic() - began)
         if reference is not None:
             report("reference")
-            result.checks += await _unless_spent(greedy_equality(server, reference))
-            until = time.monotonic() + left * _REFERENCE_SHARE
-            result.reference = await _two_samples(server, reference, options, until)
+            with asked_alike(server, reference):
+                result.checks += await _unless_spent(greedy_equality(server, reference))
+                until = time.monotonic() + left * _REFERENCE_SHARE
+                result.reference = await _two_samples(server, reference, options, until)
         if server.listed:
             modulus = (options.num_speculative_tokens or (len(after.per_position) if after else 0)) + 1
             end = began + options.minutes * 60
@@ -395,7 +409,7 @@ async def _two_samples(
     """Completions at temperature 1 of both, compared by permutation within each prompt."""
     found: list[tuple[int, bool, Completion]] = []
     limits = _share(server.budget, _REFERENCE_SHARE)
-    short = replace(options, max_tokens=min(options.max_tokens, _GRAM_TOKENS))
+    short = replace(options, max_tokens=min(options.max_tokens, GRAM_TOKENS))
     # Side by side, so that a change in between would meet both.
     sources = [sampled(each, short, until, limits, {"temperature": 1.0}) for each in (server, reference)]
     while True:

@@ -309,8 +309,8 @@ class Calibration:
         """How much more and how much less probable a candidate is than it usually is after the last token. [T, M] each.
 
         A sampler that leans towards its draft takes the less probable too often: this is its likelihood's derivative,
-        were the draft what is usual. Recovery with the draft's own noise prefers what the draft thinks far less probable
-        than the target does, at the cost of what it thinks slightly less probable.
+        were the draft what is usual. Recovery with the draft's own noise prefers what the draft thinks far less
+        probable than the target does, at the cost of what it thinks slightly less probable.
         """
         visits = self._visits[self._buckets_before(steps)][:, None]
         usual = (self._seen[self._buckets(steps, "pair bias")] + steps.probs) / (visits + 1)
@@ -399,8 +399,9 @@ def _favoured(steps: Steps) -> FloatArray:
 class Evidence:
     """All calibrations of a run as one family: one e-process, one correction.
 
-    A mean of the tests' e-values, half of it of the broad ones, is an e-value, and a martingale in time: for a right sampler with at most
-    the probability of a level it ever reaches 1 / level (Ville 1939). So one may look, and stop, whenever one likes.
+    A mean of the tests' e-values, of which the broad ones have half the weight, is an e-value, and a martingale in time:
+    for a right sampler with at most the probability of a level it ever reaches 1 / level (Ville 1939). So one may look,
+    and stop, whenever one likes.
     """
 
     calibrations: dict[str, Calibration]

@@ -36,8 +36,10 @@ Change = Callable[[dict[str, Any]], dict[str, Any]]
 class Changed(httpx2.AsyncBaseTransport):
     """A synthetic server that changes requests before it answers."""
 
-    def __init__(self, change: Change = lambda body: body, fault: str = RIGHT) -> None:
-        self._inner = httpx2.ASGITransport(application(LANGUAGE, fault))
+    def __init__(
+        self, change: Change = lambda body: body, fault: str = RIGHT, language: Language = LANGUAGE
+    ) -> None:
+        self._inner = httpx2.ASGITransport(application(language, fault))
         self._change = change
         self.bodies: list[dict[str, Any]] = []
 
@@ -78,6 +80,21 @@ async def test_a_right_server_is_lossless() -> None:
     assert "http://synthetic/v1" in page
 
 
+async def test_another_model_than_the_reference_is_named() -> None:
+    result = await audited(Changed(), 6_000, Changed(language=Language.random(seed=6)))
+    assert any("these are two models" in finding for finding in result.findings)
+
+
+async def test_a_reference_without_log_probabilities_is_asked_and_compared_by_its_text() -> None:
+    def unreported(body: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in body.items() if name != "logprobs"}
+
+    result = await audited(Changed(), 6_000, Changed(unreported))
+    assert result.findings == []
+    assert [test.name for test in result.reference] == list(NAMES)
+    assert result.tests
+
+
 async def test_a_lossy_rule_is_named() -> None:
     result = await audited(Changed(fault="typical-acceptance"), 6_000)
     assert result.findings[0] == "the acceptance rule typical-acceptance is lossy by design"
@@ -103,6 +120,8 @@ async def test_a_server_is_compared_with_its_reference() -> None:
     assert result.findings == []
     assert [test.name for test in result.reference] == list(NAMES)
     assert "Against the reference" in html(result)
+    (rows,) = [each for each in result.checks if each.name == "log probabilities, server and reference"]
+    assert (rows.verdict, rows.detail[:5]) == (Verdict.OK, "0 of ")
     result.reference = [replace(test, adjusted_p=0.0) for test in result.reference]
     assert result.findings[0] == "another distribution than the reference: first token, p = 0"
 
@@ -151,13 +170,18 @@ def _one_choice(body: dict[str, Any]) -> dict[str, Any]:
         (_one_noise, "4 requests at once: noise of their own"),
         (_no_stops, "stop strings"),
         (_streams_otherwise, "greedy, streamed and whole"),
-        (_one_choice, "n = 4: noise of their own"),
     ],
 )
 async def test_other_faults_of_a_server_are_found(change: Change, name: str) -> None:
     result = await audited(Changed(change), 3_500)
     (check,) = [each for each in result.checks if each.name == name]
     assert check.verdict is Verdict.FINDING, check
+
+
+async def test_a_server_that_knows_no_n_is_not_accused() -> None:
+    result = await audited(Changed(_one_choice), 3_500)
+    (check,) = [each for each in result.checks if each.name == "n = 4: noise of their own"]
+    assert (check.verdict, check.detail) == (Verdict.NOTE, "1 of 4 choices came")
 
 
 async def test_without_log_probabilities_nothing_is_claimed() -> None:

@@ -188,19 +188,15 @@ def test_permutation_p_is_exact_and_sees_a_difference() -> None:
     assert p(0.3, 1) < 0.01
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [pytest.param(fault, marks=pytest.mark.soak if fault in TOKENS else ()) for fault in FAULTS],
-)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_each_planted_fault_is_found(fault: str) -> None:
     evidence, removed = simulated(LANGUAGE, sampler(LANGUAGE, fault), 2, TOKENS.get(fault, 12_000), fault)
     assert judged(evidence, removed).is_finding
 
 
-def test_a_total_variation_of_0_0125_is_found_in_ten_minutes() -> None:
-    evidence, removed = simulated(
-        LANGUAGE, biased(LANGUAGE, biases(LANGUAGE)["the first choice too often"]), 1
-    )
+@pytest.mark.parametrize("bias", ["the first choice too often", "the draft mixed in"])
+def test_a_total_variation_of_0_0125_is_found_in_ten_minutes(bias: str) -> None:
+    evidence, removed = simulated(LANGUAGE, biased(LANGUAGE, biases(LANGUAGE)[bias]), 1)
     assert judged(evidence, removed).is_finding
 
 

@@ -208,10 +208,13 @@ async def audit(
         left = options.minutes * 60 - (time.monotonic() - began)
         if reference is not None:
             report("reference")
+            # Without log probabilities the rest of an audit has nothing to weigh.
+            share = _REFERENCE_SHARE if server.listed else 1.0
             with asked_alike(server, reference):
                 result.checks += await _unless_spent(greedy_equality(server, reference))
-                until = time.monotonic() + left * _REFERENCE_SHARE
-                result.reference = await _two_samples(server, reference, options, until)
+                until = time.monotonic() + left * share
+                tokens = _share(server.budget, share)
+                result.reference = await _two_samples(server, reference, options, until, tokens)
         if server.listed:
             modulus = (options.num_speculative_tokens or (len(after.per_position) if after else 0)) + 1
             end = began + options.minutes * 60
@@ -404,14 +407,13 @@ class Reader:
 
 
 async def _two_samples(
-    server: Server, reference: Server, options: AuditOptions, until: float
+    server: Server, reference: Server, options: AuditOptions, until: float, limit: int
 ) -> list[TestResult]:
     """Completions at temperature 1 of both, compared by permutation within each prompt."""
     found: list[tuple[int, bool, Completion]] = []
-    limits = _share(server.budget, _REFERENCE_SHARE)
     short = replace(options, max_tokens=min(options.max_tokens, GRAM_TOKENS))
     # Side by side, so that a change in between would meet both.
-    sources = [sampled(each, short, until, limits, {"temperature": 1.0}) for each in (server, reference)]
+    sources = [sampled(each, short, until, limit, {"temperature": 1.0}) for each in (server, reference)]
     while True:
         pair = [await anext(source, None) for source in sources]
         if pair[0] is None or pair[1] is None:

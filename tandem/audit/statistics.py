@@ -399,9 +399,9 @@ def _favoured(steps: Steps) -> FloatArray:
 class Evidence:
     """All calibrations of a run as one family: one e-process, one correction.
 
-    A mean of the tests' e-values, of which the broad ones have half the weight, is an e-value, and a martingale in time:
-    for a right sampler with at most the probability of a level it ever reaches 1 / level (Ville 1939). So one may look,
-    and stop, whenever one likes.
+    A mean of the tests' e-values, in which the broad ones have half the weight, is an e-value, and a martingale in
+    time: for a right sampler with at most the probability of a level it ever reaches 1 / level (Ville 1939). So one may
+    look, and stop, whenever one likes.
     """
 
     calibrations: dict[str, Calibration]

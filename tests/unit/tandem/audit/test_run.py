@@ -178,6 +178,33 @@ async def test_other_faults_of_a_server_are_found(change: Change, name: str) -> 
     assert check.verdict is Verdict.FINDING, check
 
 
+class Stopping(Changed):
+    """Keeps the stop string and what else its last token has in the text, or goes on for longer."""
+
+    def __init__(self, past: int) -> None:
+        super().__init__()
+        self._past = past
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        body = json.loads(await request.aread()) if request.method == "POST" else {}
+        answer = await super().handle_async_request(request)
+        if stops := body.get("stop"):
+            whole = httpx2.Request("POST", request.url, json=body | {"stop": None})
+            text = json.loads(await (await super().handle_async_request(whole)).aread())["choices"][0]["text"]
+            text = text[: text.find(stops[0]) + len(stops[0]) + self._past]
+            return httpx2.Response(200, json={"choices": [{"text": text, "finish_reason": "stop"}]})
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("past", "verdict"), [(0, Verdict.NOTE), (3, Verdict.NOTE), (-2, Verdict.FINDING), (20, Verdict.FINDING)]
+)
+async def test_stop_strings_that_stay_in_the_text_are_noted(past: int, verdict: Verdict) -> None:
+    result = await audited(Stopping(past), 3_500)
+    (check,) = [each for each in result.checks if each.name == "stop strings"]
+    assert check.verdict is verdict
+
+
 async def test_a_server_that_knows_no_n_is_not_accused() -> None:
     result = await audited(Changed(_one_choice), 3_500)
     (check,) = [each for each in result.checks if each.name == "n = 4: noise of their own"]

@@ -5,7 +5,7 @@ Nothing here knows of gRPC or torch: `tandem.wire` is where these types meet pro
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -162,7 +162,9 @@ class Proposal:
     outcome_rank: int | None = None
     """Place, from 0 on, among the outcomes that were drafted ahead; None for a proposal that was requested."""
     lead: int = 0
-    """How many rounds the target may begin by itself behind this one, as they are to have no proposal."""
+    """How many rounds the target may begin by itself behind this one."""
+    min_proposed: int = 0
+    """The fewest proposed tokens with which it begins them; 0: also with none."""
 
     def cut(self, count: int) -> Proposal:
         """The proposal's first `count` tokens, without a cost: a proposal of fewer tokens begins alike."""
@@ -245,6 +247,9 @@ class Verification:
     """Cost of verification; None where it was not measured."""
     led_token_id: int = -1
     """The last of the `base_length` tokens, if the target went on with it by itself; -1 for the answer to a step."""
+    next_proposed: int = -1
+    """Proposed tokens of the round with which the target goes on by itself, as far as its lead allows; -1: it does
+    not."""
 
 
 class NextToken(Enum):
@@ -382,22 +387,39 @@ class VerifyStep:
     lead: int = 0
     """How many further steps the target may take by itself, each with the outcome of the last one: the tokens of its
     proposal up to the first that differs from its token row, and the token of that row."""
+    min_proposed: int = 0
+    """The fewest proposed tokens with which it takes them; 0: also with none."""
 
     def led_delta(
-        self, answer: Verification, end_token_ids: Collection[int], max_length: int
+        self,
+        answer: Verification,
+        end_token_ids: Collection[int],
+        max_length: int,
+        proposal: Callable[[int, int, int], Sequence[int]],
     ) -> Delta | None:
-        """The delta with which a target goes on by itself behind the answer to this step.
+        """The delta with which a target can go on by itself behind the answer to this step.
 
-        None: it does not, or one of the tokens ends the sequence, which then or at `max_length` has no next one.
+        Args:
+            answer: The answer.
+            end_token_ids: Ids behind which no token follows.
+            max_length: Length of the sequence at which none follows.
+            proposal: What the draft proposes after an outcome, by the answer's base length, the number of accepted
+                tokens, and the token that follows them.
+
+        Returns:
+            None where it may not, or where the sequence ends.
         """
         if not self.lead or self.row_kind is not RowKind.TOKEN:
             return None
         token_ids = [row.token_id for row in answer.rows if isinstance(row, TokenRow)]
         proposed = self.delta.token_ids[len(self.delta.token_ids) - self.row_count + 1 :]
         accepted = common_length(proposed, token_ids)
-        delta = Delta(answer.base_length + accepted, (token_ids[accepted],))
-        is_over = any(token_id in end_token_ids for token_id in token_ids[: accepted + 1])
-        return None if is_over or delta.length >= max_length else delta
+        base_length, token_id = answer.base_length + accepted, token_ids[accepted]
+        room = max_length - base_length - 1
+        if room <= 0 or any(each in end_token_ids for each in token_ids[: accepted + 1]):
+            return None
+        following = proposal(answer.base_length, accepted, token_id)[: room - 1]
+        return Delta(base_length, (token_id, *following))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from tandem.errors import TandemError
 from tandem.serving.interceptors import Context
 from tandem.serving.streams import SequenceStreams, ServedSequence, Translation
 from tandem.telemetry.streams import NO_SERVICE_OBSERVER, ServiceObserver
-from tandem.types import TargetOptions, Verification, VerifyStep
+from tandem.types import DraftedOutcomes, TargetOptions, Verification, VerifyStep
 from tandem.v1 import target_pb2
 from tandem.v1.target_pb2_grpc import TargetServiceServicer
 from tandem.wire import target as wire
@@ -24,7 +24,9 @@ VerifiedFor: TypeAlias = ServedSequence[TargetOptions, VerifyStep, Verification]
 
 _TRANSLATION: Translation[
     TargetOptions, VerifyStep, Verification, target_pb2.VerifyRequest, target_pb2.VerifyResponse
-] = Translation(TargetOptions, wire.requests_from_proto, wire.answers_to_proto, wire.answer_size)
+] = Translation(
+    TargetOptions, wire.requests_from_proto, wire.answers_to_proto, wire.answer_size, DraftedOutcomes
+)
 _PART_BYTES = 1 << 20
 
 
@@ -62,6 +64,7 @@ class TargetServicer(TargetServiceServicer):
 
             async with self.verifier.sequence(options, on_led) as verified:
                 stream.opened()
+                sequence.on_note = verified.expect
                 async for step in sequence.steps():
                     if verified.confirms(step):
                         continue

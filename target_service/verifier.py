@@ -19,8 +19,16 @@ from tandem.engine.models.loading import LoadedModel, load_model
 from tandem.engine.settings import EngineSettings
 from tandem.engine.steps import ModelRunner
 from tandem.errors import InvalidRequestError, NonFiniteLogitsError, TandemError
+from tandem.outcome_table import OutcomeTable
 from tandem.telemetry.streams import OnStep
-from tandem.types import LogitAdjustments, ModelInfo, TargetOptions, Verification, VerifyStep
+from tandem.types import (
+    DraftedOutcomes,
+    LogitAdjustments,
+    ModelInfo,
+    TargetOptions,
+    Verification,
+    VerifyStep,
+)
 from target_service.hidden_state_files import HiddenStateFiles, hidden_state_files
 from target_service.settings import TargetSettings
 
@@ -208,6 +216,7 @@ class VerifiedSequence:
         self._options = options
         self._on_led = on_led
         self._lead = _Lead()
+        self._outcomes = OutcomeTable()
         self.kept_length = 0
         """Tokens that will not be taken back, as far as is known."""
 
@@ -225,9 +234,23 @@ class VerifiedSequence:
             return False
         lead.unasked.popleft()
         lead.asked_count += 1
+        self._outcomes.min_proposed = step.min_proposed
         self.kept_length = step.delta.length
         self._engine.grant(self._cached, lead.asked_count, step.lead)
         return True
+
+    def expect(self, drafted: DraftedOutcomes) -> None:
+        """Learn what the draft proposes after outcomes of a round.
+
+        Raises:
+            InvalidRequestError: an id is not in the vocabulary.
+        """
+        token_ids = (*drafted.token_ids, *drafted.lead_token_ids)
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocabulary_size):
+            raise InvalidRequestError(
+                f"an outcome holds an id outside the vocabulary; ids must be in 0..{self._vocabulary_size - 1}"
+            )
+        self._outcomes.add(drafted)
 
     def end_lead(self) -> None:
         """Take no further answers to steps that nobody asked for."""
@@ -253,6 +276,7 @@ class VerifiedSequence:
                 )
         self.kept_length = step.delta.base_length + len(step.delta.token_ids) - max(step.row_count - 1, 0)
         options = self._options
+        self._outcomes.min_proposed = step.min_proposed
         self._lead = lead = _Lead()
         lead.latest = RowRequest(
             step,
@@ -262,6 +286,7 @@ class VerifiedSequence:
             options.end_token_ids,
             options.max_length,
             partial(self._led, lead),
+            self._outcomes,
         )
         try:
             answer = await self._engine.run(self._cached, lead.latest)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
 
 from coordinator.decoding.completion import Completion
 from coordinator.decoding.rounds import RoundTimings, ServedRequest
@@ -18,9 +20,20 @@ from coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSe
 from tandem.errors import TandemError
 from tandem.replica import ReplicaState
 from tandem.speculation_state import SpeculationState
-from tandem.types import DraftOptions, Proposal
+from tandem.types import DraftedOutcomes, DraftOptions, Proposal
 
 logger = logging.getLogger(__name__)
+
+
+class LeadingTarget(Protocol):
+    """A target that decides as the acceptance rule does, and so may begin rounds with a proposal by itself."""
+
+    @property
+    def begun_proposed(self) -> int | None:
+        """How many tokens are proposed in the round that it has begun by itself; None if it has begun none."""
+
+    def expect(self, drafted: DraftedOutcomes) -> None:
+        """Learn what the draft proposes after outcomes of the round in progress."""
 
 
 class FailoverDrafter:
@@ -41,9 +54,15 @@ class FailoverDrafter:
         speculation: RequestSpeculation,
         load: Callable[[], int],
         lead: int = 0,
+        target: LeadingTarget | None = None,
     ) -> None:
         self._placement = DraftPlacement(
-            pool, options, limits, self._lost, lambda address: observer.stream("draft", address)
+            pool,
+            options,
+            limits,
+            self._lost,
+            lambda address: observer.stream("draft", address),
+            target.expect if target is not None and lead else None,
         )
         self._request_id = options.request_id
         self._limits = limits
@@ -53,7 +72,9 @@ class FailoverDrafter:
         self._speculation = speculation
         self._load = load
         self._lead = lead
-        """How many rounds the target may begin by itself while nothing is proposed."""
+        """How many rounds the target may begin by itself."""
+        self._target = target
+        """None: it may begin none with a proposal."""
         self._is_paused = False
         self._is_resuming = False
         """True after `release`, until the next round that asks a draft."""
@@ -154,27 +175,49 @@ class FailoverDrafter:
         return completion.has_begun and completion.room <= 2 * (self._limits.num_speculative_tokens + 1)
 
     async def _asked(self, sequence: DraftSequence, completion: Completion, count: int) -> Proposal | None:
-        budget = self._speculation.ahead_budget
+        budget, wanted = self._speculation.ahead_budget, count
         is_miss = sequence.awaits_outcome(completion)
         if is_miss:
-            drafted = await self._drafted_ahead(sequence, completion, count)
+            begun = None if self._target is None else self._target.begun_proposed
+            if begun is None:
+                drafted = await self._drafted_ahead(sequence, completion, count)
+            else:
+                drafted = self._begun(sequence, completion, begun)
             if drafted is not None:
                 sequence.go_on(completion, drafted, budget)
                 self._went_alone = False
                 self._proposed()
-                return drafted
+                return self._leading(sequence, drafted, wanted)
             # Never twice: a draft that has nothing ready after a round of the target alone must be asked.
-            if not (self._limits.keeps_proposals or self._went_alone):
+            if begun is not None:
+                count = 0
+            elif not (self._limits.keeps_proposals or self._went_alone):
                 count = self._speculation.tokens_after_miss(count)
             self._went_alone = count == 0
             if count == 0:
                 # The target goes on alone, and the draft works ahead of that.
                 alone = Proposal(completion.length)
                 sequence.go_on(completion, alone, budget)
-                return alone
+                return self._leading(sequence, alone, wanted)
         if self._placement.must_read(completion):
             return None
-        return await self._requested(sequence, completion, count, is_miss=is_miss)
+        requested = await self._requested(sequence, completion, count, is_miss=is_miss)
+        return requested and self._leading(sequence, requested, wanted)
+
+    def _leading(self, sequence: DraftSequence, proposal: Proposal, count: int) -> Proposal:
+        """Let the target begin the next rounds by itself, if the draft makes their proposals ahead."""
+        if self._target is None or not self._lead or not sequence.drafts_ahead:
+            return proposal
+        fewest = self._speculation.min_led_tokens(count, may_go_alone=not self._went_alone)
+        return replace(proposal, lead=self._lead, min_proposed=fewest)
+
+    def _begun(self, sequence: DraftSequence, completion: Completion, count: int) -> Proposal | None:
+        """The proposal of so many tokens with which the target has begun this round; None where it has begun alone."""
+        drafted = sequence.drafted_ahead(completion)
+        drafted = None if drafted is None or not count else drafted.cut(count)
+        self._speculation.outcome_came(drafted.outcome_rank if drafted else None)
+        self._timings.drafted_ahead(drafted)
+        return drafted
 
     async def _requested(
         self, sequence: DraftSequence, completion: Completion, count: int, *, is_miss: bool

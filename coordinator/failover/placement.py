@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from coordinator.replicas.pool import ClientT, Member, Pool
 from coordinator.speculation.ahead import Unfinished
 from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
-from coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSequence, Tokens
+from coordinator.transport.draft_client import DraftClient, DraftLimits, DraftSequence, OnOutcomes, Tokens
 from coordinator.transport.target_client import TargetSequence
 from tandem.errors import CapacityError, ServiceUnavailableError, TandemError
 from tandem.types import AheadBudget, DraftOptions, Proposal
@@ -62,6 +62,7 @@ class DraftPlacement:
         limits: DraftLimits,
         lost: Callable[[Member[DraftClient], TandemError], None],
         observer: Callable[[str], StreamObserver] = lambda _: NO_OBSERVER,
+        on_outcomes: OnOutcomes = None,
     ) -> None:
         """`lost` is told of each draft that failed; `observer` returns the observer of a stream to an address."""
         self.current: OpenSequence[DraftClient, DraftSequence] | None = None
@@ -73,6 +74,7 @@ class DraftPlacement:
         self._limits = limits
         self._lost = lost
         self._observer = observer
+        self._on_outcomes = on_outcomes
         self._losses = 0
         self._faults = 0
         """Losses other than a lack of room."""
@@ -103,7 +105,8 @@ class DraftPlacement:
         """Open the sequence on a draft, which reads it while the target works."""
         drafts_ahead = member.model is not None and member.model.drafts_ahead
         options = self._options if drafts_ahead else replace(self._options, ahead=None)
-        sequence = member.client.sequence(options, self._limits, self._observer(member.address))
+        observer = self._observer(member.address)
+        sequence = member.client.sequence(options, self._limits, observer, self._on_outcomes)
         self.current = OpenSequence(member, sequence)
         sequence.begin(tokens)
 

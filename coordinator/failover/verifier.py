@@ -23,7 +23,7 @@ from tandem.errors import (
 )
 from tandem.replica import ReplicaState
 from tandem.rpc.channels import Deadline
-from tandem.types import Proposal, TargetOptions, Verification
+from tandem.types import DraftedOutcomes, Proposal, TargetOptions, Verification
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +109,16 @@ class FailoverVerifier:
                 if trouble.is_reported:
                     self._report_resumed(trouble)
                 return verification
+
+    @property
+    def begun_proposed(self) -> int | None:
+        """How many tokens are proposed in the round that the target has begun by itself; None if it has begun none."""
+        return None if self._place is None else self._place.sequence.begun_proposed
+
+    def expect(self, drafted: DraftedOutcomes) -> None:
+        """Tell the target what the draft proposes after outcomes of the round in progress."""
+        if self._place is not None:
+            self._place.sequence.expect(drafted)
 
     async def finish(self) -> None:
         """End the sequence; the service frees it at once."""

@@ -141,8 +141,13 @@ class Plan:
 
     @property
     def lead(self) -> int:
-        """How many rounds without a proposal the target may begin by itself: it must decide as the rule does."""
+        """How many rounds the target may begin by itself: it must decide as the rule does."""
         return self.settings.target_lead if self.rule.lossless else 0
+
+    @property
+    def can_lead_with_proposals(self) -> bool:
+        """True if the target decides rounds with a proposal as the rule does: by its own token at each position."""
+        return self.rule.lossless and self.rule.row_kind(self.request.row_kind) is RowKind.TOKEN
 
     @property
     def max_length(self) -> int:

@@ -195,9 +195,9 @@ class RequestRunner:
             active = streams.enter_context(self.requests.running(plan.active(completion)))
             timings = RoundTimings(plan.settings.draft_patience_seconds)
             run = Run(plan, observer, active, timings, deadline, self._speculation(plan), place.client)
-            drafter = self._drafter(run)
-            await streams.enter_async_context(_closing(drafter))
             verifier = self._verifier(run)
+            drafter = self._drafter(run, verifier)
+            await streams.enter_async_context(_closing(drafter))
             streams.callback(self.stats.led, plan.rule.name, completion.tally.lead)
             await streams.enter_async_context(_closing(verifier))
             active.streams, active.place = (drafter, verifier), place
@@ -238,7 +238,7 @@ class RequestRunner:
             controller.introduce(models.draft_name, draft.model, draft.round_trip.value)
         return speculation
 
-    def _drafter(self, run: Run) -> FailoverDrafter | NoDrafter:
+    def _drafter(self, run: Run, verifier: FailoverVerifier) -> FailoverDrafter | NoDrafter:
         plan, speculation = run.plan, run.speculation
         if speculation is None:
             return NoDrafter(self._why_alone(plan), plan.lead)
@@ -259,6 +259,7 @@ class RequestRunner:
             speculation,
             lambda: self._load(run.active),
             plan.lead,
+            verifier if plan.can_lead_with_proposals else None,
         )
 
     def _verifier(self, run: Run) -> FailoverVerifier:

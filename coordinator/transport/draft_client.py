@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import grpc.aio
 
@@ -152,6 +152,9 @@ class Arrivals:
             self._start(loop)
 
 
+OnOutcomes: TypeAlias = Callable[[DraftedOutcomes], None] | None
+"""Takes outcomes of the round in progress as they arrive."""
+
 _NO_OUTCOME = -1, -1
 _MAX_STALE = 2
 """Rounds whose outcomes may still arrive once they are out of date: those that were on their way."""
@@ -235,8 +238,13 @@ class PendingOutcomes:
         self._times.begin()
         self._support_ids = 0
 
-    def add(self, drafted: DraftedOutcomes, now: float = 0.0) -> None:
-        """Take one depth of the outcomes, which has arrived now. What belongs to an earlier round is dropped.
+    @property
+    def is_granted(self) -> bool:
+        """True if the draft may push outcomes of the round in progress."""
+        return self._budget is not None
+
+    def add(self, drafted: DraftedOutcomes, now: float = 0.0) -> bool:
+        """Take one depth of the outcomes, which has arrived now; false for one of an earlier round, which is dropped.
 
         Raises:
             ProtocolError: it is more than was granted, or does not fit what came before.
@@ -248,7 +256,7 @@ class PendingOutcomes:
                     f"draft service: it pushed {self._stale_messages} messages of rounds that are over; at most "
                     f"{self._max_stale} can have been on their way"
                 )
-            return
+            return False
         if drafted.base_length > self._base_length or self._budget is None:
             raise ProtocolError(
                 f"draft service: it pushed outcomes of a round that extends {drafted.base_length} tokens; none were "
@@ -261,6 +269,7 @@ class PendingOutcomes:
         self._columns.append(drafted)
         self._lead = drafted.lead_token_ids
         self._times.arrived(now, drafted.cost.seconds if drafted.cost else None)
+        return True
 
     def find(self, token_ids: Sequence[int]) -> Proposal | None:
         """The continuation of the outcome that came; None where it was not drafted for.
@@ -397,6 +406,7 @@ class DraftSequence:
         options: DraftOptions,
         limits: DraftLimits,
         observer: StreamObserver,
+        on_outcomes: OnOutcomes = None,
     ) -> None:
         self._stream = streams.sequence(self, observer.traffic)
         self._observer = observer
@@ -404,6 +414,7 @@ class DraftSequence:
         self._limits = limits
         self._remote = RemoteSequence()
         self._outcomes = PendingOutcomes(limits.vocabulary_size, options.row_kind)
+        self._on_outcomes = on_outcomes
         self._granted: AheadBudget | None = None
         """Budget of the step whose answer is awaited."""
         self._committed: Sequence[int] = ()
@@ -440,6 +451,11 @@ class DraftSequence:
     def awaits_outcome(self, completion: Tokens) -> bool:
         """True if outcomes of the round that has ended were asked for."""
         return self._outcomes.awaits(completion.token_ids)
+
+    @property
+    def drafts_ahead(self) -> bool:
+        """True if outcomes of the round in progress were asked for."""
+        return self._outcomes.is_granted
 
     def unread(self, completion: Tokens) -> int:
         """How many of the completion's tokens the draft does not have; 0 while a step's answer is outstanding."""
@@ -568,7 +584,8 @@ class DraftSequence:
     def take(self, answer: wire.Answer) -> None:
         """Take a proposal or outcomes. See `streams.Listener`."""
         if isinstance(answer, DraftedOutcomes):
-            self._outcomes.add(answer, time.monotonic())
+            if self._outcomes.add(answer, time.monotonic()) and self._on_outcomes is not None:
+                self._on_outcomes(answer)
         elif not self._is_asked or self._answer is not None:
             raise ProtocolError("draft service: it proposed what nobody had asked for")
         else:
@@ -614,10 +631,11 @@ class DraftClient:
         options: DraftOptions,
         limits: DraftLimits,
         observer: StreamObserver = NO_OBSERVER,
+        on_outcomes: OnOutcomes = None,
     ) -> DraftSequence:
         """Begin a sequence on it. The caller must cancel the sequence in the end, whatever happens."""
         options = replace(options, traceparent=observer.traceparent)
-        return DraftSequence(self._streams, options, limits, observer)
+        return DraftSequence(self._streams, options, limits, observer, on_outcomes)
 
 
 class NoDrafter:

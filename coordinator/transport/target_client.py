@@ -22,10 +22,12 @@ from coordinator.telemetry.observer import NO_OBSERVER, StreamObserver
 from coordinator.transport.remote_sequence import RemoteSequence
 from coordinator.transport.streams import Method, Streams
 from tandem.errors import ProtocolError, ServiceUnavailableError, TandemError
+from tandem.outcome_table import OutcomeTable
 from tandem.rpc.channels import errors_of
 from tandem.types import (
     Delta,
     DenseRow,
+    DraftedOutcomes,
     IntArray,
     LeadStats,
     ModelInfo,
@@ -122,6 +124,8 @@ def _check_dense_row(row: DenseRow, vocabulary_size: int) -> None:
         )
 
 
+_Request = TargetOptions | VerifyStep | DraftedOutcomes
+
 _PROBE_SECONDS = 30.0
 """Timeout of a probe. Probes repeat for as long as the target is set aside."""
 
@@ -131,7 +135,7 @@ class TargetClient:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = TargetServiceStub(channel)
-        self._streams: Streams[TargetOptions | VerifyStep, wire.Answer] = Streams(
+        self._streams: Streams[_Request, wire.Answer] = Streams(
             Method(
                 service="target service",
                 open=channel.stream_stream("/tandem.v1.TargetService/Verify"),
@@ -238,18 +242,23 @@ class _Lead:
 
     allowed: int = 0
     """How many it may begin behind the one that was asked for last."""
-    unasked: deque[Verification] = field(default_factory=deque)
-    """Answers to those that nobody has asked for yet, in order."""
+    unasked: deque[tuple[Delta, Verification]] = field(default_factory=deque)
+    """Those that nobody has asked for yet and that are answered, in order, with the delta of each."""
     next: Delta | None = None
     """The delta with which it goes on behind the latest answer; None: it does not, or nothing is known of it."""
 
-    def continues(self, step: VerifyStep) -> bool:
-        """True if the target goes on with just this step by itself."""
-        delta = self.next
+    @property
+    def first(self) -> Delta | None:
+        """The delta of the first round that nobody has asked for yet; None if the target may not begin any."""
         if self.unasked:
-            delta = Delta(self.unasked[0].base_length - 1, (self.unasked[0].led_token_id,))
+            return self.unasked[0][0]
+        return self.next if self.allowed > 0 else None
+
+    def continues(self, step: VerifyStep) -> bool:
+        """True if the target goes on with just this step by itself, once it may."""
+        delta = self.unasked[0][0] if self.unasked else self.next
         own = Delta(step.delta.base_length, tuple(step.delta.token_ids))
-        return step.row_count == 1 and step.row_kind is RowKind.TOKEN and own == delta
+        return own == delta and step.row_count == len(own.token_ids) and step.row_kind is RowKind.TOKEN
 
 
 class TargetSequence:
@@ -257,7 +266,7 @@ class TargetSequence:
 
     def __init__(
         self,
-        streams: Streams[TargetOptions | VerifyStep, wire.Answer],
+        streams: Streams[_Request, wire.Answer],
         options: TargetOptions,
         rows: RowChoice,
         observer: StreamObserver,
@@ -275,6 +284,8 @@ class TargetSequence:
         """Set while an answer is awaited."""
         self._answer: asyncio.Future[Verification] | None = None
         self._lead = _Lead()
+        self._outcomes = OutcomeTable()
+        """As the target has it."""
         self._unwanted = 0
         """Answers that may come of a lead that has ended, each of which began another round."""
         self._error: TandemError | None = None
@@ -302,8 +313,20 @@ class TargetSequence:
             supports=self._rows.supports(proposal) if kind is RowKind.SUPPORT else (),
             with_statistics=self._rows.with_statistics,
             lead=proposal.lead if kind is RowKind.TOKEN else 0,
+            min_proposed=proposal.min_proposed,
         )
         return await self.ask(step, proposal)
+
+    @property
+    def begun_proposed(self) -> int | None:
+        """How many tokens are proposed in the round that the target has begun by itself; None if it has begun none."""
+        delta = self._lead.first
+        return None if delta is None else len(delta.token_ids) - 1
+
+    def expect(self, drafted: DraftedOutcomes) -> None:
+        """Tell the target what the draft proposes after outcomes of the round in progress."""
+        if self._asked is not None and self._outcomes.add(drafted):
+            self._stream.send(drafted)
 
     async def ask(self, step: VerifyStep, proposal: Proposal) -> Verification:
         """The target's answer to a step that ends with the proposal. See `verify`."""
@@ -318,7 +341,7 @@ class TargetSequence:
             # A smaller lead does not reach the target before it has begun what an earlier step allowed.
             self._lead.allowed = max(step.lead, self._lead.allowed - 1)
             if self._lead.unasked:
-                self._answer.set_result(self._lead.unasked.popleft())
+                self._answer.set_result(self._lead.unasked.popleft()[1])
             verification = await self._answer
         except TandemError as error:
             self._observer.ended(error)
@@ -379,24 +402,37 @@ class TargetSequence:
             self._stats.wasted += self._unwanted > 0
             self._unwanted = max(self._unwanted - 1, 0)
             return
-        if (answer.base_length, answer.led_token_id) != (delta.length, *delta.token_ids):
+        base_length, token_id = delta.base_length + 1, delta.token_ids[0]
+        if (answer.base_length, answer.led_token_id) != (base_length, token_id):
             raise ProtocolError(
                 f"target service: it went on with token {answer.led_token_id} to {answer.base_length} tokens; by its "
-                f"own rows it was token {delta.token_ids[0]} to {delta.length} tokens"
+                f"own rows it was token {token_id} to {base_length} tokens"
             )
-        step = VerifyStep(delta, RowKind.TOKEN, 1, lead=1)
+        step = VerifyStep(delta, RowKind.TOKEN, len(delta.token_ids), lead=1)
         verification = answer.verification(step)
         check_rows(verification, self._rows.vocabulary_size)
         lead.next = self._led_delta(step, verification)
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(verification)
         elif len(lead.unasked) < lead.allowed:
-            lead.unasked.append(verification)
+            lead.unasked.append((delta, verification))
         else:
             raise ProtocolError("target service: it went further by itself than it was allowed")
 
     def _led_delta(self, step: VerifyStep, answer: Verification) -> Delta | None:
-        return step.led_delta(answer, self._options.end_token_ids, self._options.max_length)
+        """The delta with which the target says that it goes on behind this answer."""
+        if answer.next_proposed < 0:
+            return None
+        options = self._options
+        delta = step.led_delta(answer, options.end_token_ids, options.max_length, self._outcomes.find)
+        known = 0 if delta is None else len(delta.token_ids)
+        if answer.next_proposed >= known:
+            raise ProtocolError(
+                f"target service: it goes on with {answer.next_proposed} proposed tokens; it may with at most "
+                f"{known - 1}"
+            )
+        assert delta is not None, "it has the token"
+        return Delta(delta.base_length, delta.token_ids[: answer.next_proposed + 1])
 
     def fail(self, error: TandemError) -> None:
         """Learn why no answer follows. See `streams.Listener`."""

@@ -7,14 +7,16 @@ them (`tandem.engine.rows`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from tandem.errors import TandemError
+from tandem.outcome_table import OutcomeTable
 from tandem.sampling.noise import recovery_keys, target_keys
 from tandem.types import (
+    Delta,
     IntArray,
     LogitAdjustments,
     ModelInfo,
@@ -47,6 +49,8 @@ class RowRequest:
     """Length of the sequence at which no token follows."""
     on_led: Callable[[Verification | TandemError], None] | None = None
     """Takes the answers to the steps that go on by themselves, in order, on the event loop."""
+    outcomes: OutcomeTable = field(default_factory=OutcomeTable)
+    """What the draft proposes after the likely outcomes of the step."""
 
     token_ids: Sequence[int] = ()
     """All of the sequence's tokens, the proposal's at the end. The engine fills them in where penalties need them."""
@@ -61,12 +65,24 @@ class RowRequest:
         """Length of the sequence whose next token the first row describes."""
         return self.step.delta.length - self.step.row_count + 1
 
+    def decided(self, answer: Verification) -> Verification:
+        """The answer, with how the sequence goes on by itself as the table of outcomes is now."""
+        delta = self.step.led_delta(answer, self.end_token_ids, self.max_length, self.outcomes.find)
+        if delta is None or len(delta.token_ids) - 1 < self.outcomes.min_proposed:
+            return answer
+        return replace(answer, next_proposed=len(delta.token_ids) - 1)
+
     def following(self, answer: Verification) -> RowRequest | None:
-        """The request with which the sequence goes on by itself; None where it may not, or where it ends."""
-        delta = self.step.led_delta(answer, self.end_token_ids, self.max_length)
-        if delta is None:
+        """The request with which the sequence goes on by itself, as was decided; None where it does not."""
+        if answer.next_proposed < 0:
             return None
-        return replace(self, step=VerifyStep(delta, RowKind.TOKEN, 1, lead=self.step.lead))
+        delta = self.step.led_delta(answer, self.end_token_ids, self.max_length, self.outcomes.find)
+        assert delta is not None, "it was decided with this delta"
+        token_ids = delta.token_ids[: answer.next_proposed + 1]
+        step = VerifyStep(
+            Delta(delta.base_length, token_ids), RowKind.TOKEN, len(token_ids), lead=self.step.lead
+        )
+        return replace(self, step=step)
 
     @property
     def races_recovery(self) -> bool:

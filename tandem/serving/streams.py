@@ -50,6 +50,8 @@ class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
         self.kept_tokens = 0
         """Number of first tokens that the coordinator keeps, known once its steps have ended."""
         self.say = say
+        self.on_note: Callable[[Any], None] = lambda _: None
+        """Takes what a step in progress may need to know; an InvalidRequestError ends the sequence."""
         self._room = room
         self._arrived: deque[StepT | Finish | Exception] = deque()
         """Requests of the coordinator; an error ends the sequence."""
@@ -92,6 +94,13 @@ class ServedSequence(Generic[OptionsT, StepT, AnswerT]):
             await self._wait()
         self.tell(request)
 
+    def note(self, note: Any) -> None:
+        """The coordinator says what a step in progress may need to know."""
+        try:
+            self.on_note(note)
+        except InvalidRequestError as error:
+            self.tell(error)
+
     def tell(self, request: StepT | Finish | Exception) -> None:
         """Queue a request without waiting."""
         self._arrived.append(request)
@@ -128,13 +137,15 @@ class Translation(Generic[OptionsT, StepT, AnswerT, RequestsT, AnswersT]):
     options: type[OptionsT]
     """Options with which sequences are opened."""
     read: Callable[
-        [RequestsT], Iterable[tuple[int, OptionsT | StepT | Finish | Cancel | InvalidRequestError]]
+        [RequestsT], Iterable[tuple[int, OptionsT | StepT | Finish | Cancel | InvalidRequestError | Any]]
     ]
     """Reads the requests of a message, by number of their sequence; raises ProtocolError where its parts do not fit."""
     write: Callable[[Iterable[tuple[int, AnswerT | Ending]]], AnswersT]
     """Makes a message of answers."""
     size: Callable[[AnswerT | Ending], int]
     """About how many bytes an answer adds to a message."""
+    notes: type | tuple[()] = ()
+    """Requests that do not wait for the step in progress, and are not answered."""
 
 
 class SequenceStreams:
@@ -280,6 +291,8 @@ class _Stream(Generic[OptionsT, StepT, AnswerT, RequestsT, AnswersT]):
         task, sequence = running
         if isinstance(request, Cancel):
             task.cancel()
+        elif isinstance(request, self._translation.notes):
+            sequence.note(request)
         elif isinstance(request, self._translation.options):
             await sequence.arrive(InvalidRequestError("the sequence was opened twice"))
         else:

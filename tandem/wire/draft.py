@@ -169,7 +169,7 @@ def answers_to_proto(answers: Iterable[tuple[int, Answer | Ending]]) -> draft_pb
     for block in proposals.values():
         _proposals_to_proto(message.proposals.add(), block)
     for pushed in outcomes.values():
-        _outcomes_to_proto(message.outcomes.add(), pushed)
+        outcomes_to_proto(message.outcomes.add(), pushed)
     return message
 
 
@@ -191,9 +191,10 @@ def _proposals_to_proto(message: draft_pb2.ProposalColumns, numbered: Sequence[t
     _distributions_to_proto(message.distributions, [own for each in proposals for own in each.distributions])
 
 
-def _outcomes_to_proto(
+def outcomes_to_proto(
     message: draft_pb2.OutcomeColumns, numbered: Sequence[tuple[int, DraftedOutcomes]]
 ) -> None:
+    """Write outcomes, each by the number of its sequence; all of them have distributions, or none."""
     outcomes = [each for _, each in numbered]
     message.records = answers_to_bytes((number, each, len(each.token_ids)) for number, each in numbered)
     message.depths = b"".join(
@@ -230,7 +231,7 @@ def answers_from_proto(
     for proposals in message.proposals:
         yield from _proposals_from_proto(proposals)
     for outcomes in message.outcomes:
-        yield from _outcomes_from_proto(outcomes)
+        yield from outcomes_from_proto(outcomes)
     for end in message.ends:
         yield end.sequence, ending_from_proto(end)
 
@@ -254,9 +255,14 @@ def _proposals_from_proto(
             yield sequence, Proposal(base_length, token_ids[start:stop], drawn_from, own, cost)
 
 
-def _outcomes_from_proto(
+def outcomes_from_proto(
     message: draft_pb2.OutcomeColumns,
 ) -> Iterator[tuple[int, DraftedOutcomes | ProtocolError]]:
+    """The outcomes of a message, by number of the sequence; an error in place of one with an invalid distribution.
+
+    Raises:
+        ProtocolError: the columns do not fit together.
+    """
     answers = list(answers_from_bytes(message.records))
     depths = records_from_bytes(_DEPTH, message.depths, "the column of depths", len(answers))
     token_ids = ints_from_bytes(message.token_ids, "the column of tokens")

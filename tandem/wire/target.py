@@ -12,11 +12,14 @@ import numpy as np
 
 from tandem.errors import InvalidRequestError, ProtocolError
 from tandem.types import (
+    MAX_AHEAD_TOKENS,
+    MAX_BRANCHES,
     MAX_LEAD,
     MAX_LOGIT_BIAS,
     Cancel,
     Delta,
     DenseRow,
+    DraftedOutcomes,
     Finish,
     IntArray,
     LogitAdjustments,
@@ -54,14 +57,15 @@ from tandem.wire.common import (
     row_kind_to_proto,
     write_requests,
 )
+from tandem.wire.draft import outcomes_from_proto, outcomes_to_proto
 from tandem.wire.mirror import Mirror
 from tandem.wire.status import Ending, ending_from_proto, ending_to_proto
 
-Request: TypeAlias = TargetOptions | VerifyStep | Finish | Cancel
+Request: TypeAlias = TargetOptions | VerifyStep | DraftedOutcomes | Finish | Cancel
 """A coordinator's message part for one sequence."""
 
-_STEP = Struct("<7i")
-"""Sequence, base length, number of token ids, row kind, row count, 1 with statistics, lead."""
+_STEP = Struct("<8i")
+"""Sequence, base length, number of token ids, row kind, row count, 1 with statistics, lead, fewest proposed tokens."""
 _SUPPORT_ROW = Struct("<ifif")
 """Ids of the support, mass outside, the sample from outside, its probability."""
 _STATISTICS = Struct("<ffi")
@@ -84,6 +88,10 @@ _OPTIONS = Mirror(
 def requests_to_proto(requests: Iterable[tuple[int, Request]]) -> target_pb2.VerifyRequest:
     """A message for sequences by number; see `write_requests`."""
     message = target_pb2.VerifyRequest()
+    requests = list(requests)
+    if outcomes := [(number, each) for number, each in requests if isinstance(each, DraftedOutcomes)]:
+        outcomes_to_proto(message.outcomes, outcomes)
+        requests = [each for each in requests if not isinstance(each[1], DraftedOutcomes)]
     if steps := write_requests(message, requests, VerifyStep, _OPTIONS):
         _steps_to_proto(message.steps, steps)
     return message
@@ -97,11 +105,28 @@ def requests_from_proto(
     Raises:
         ProtocolError: the columns do not fit together.
     """
-    return read_requests(message, _options_from_proto, _steps_from_proto)
+    yield from read_requests(message, _options_from_proto, _steps_from_proto)
+    if message.HasField("outcomes"):
+        for sequence, drafted in outcomes_from_proto(message.outcomes):
+            yield sequence, _checked(drafted)
+
+
+def _checked(drafted: DraftedOutcomes | ProtocolError) -> DraftedOutcomes | InvalidRequestError:
+    if isinstance(drafted, ProtocolError):
+        return InvalidRequestError(str(drafted))
+    depth = drafted.depth + len(drafted.lead_token_ids)
+    if not 0 <= drafted.depth <= depth < MAX_AHEAD_TOKENS or len(drafted.token_ids) > MAX_BRANCHES:
+        return InvalidRequestError(
+            f"{len(drafted.token_ids)} outcomes came at depth {depth}; there must be at most {MAX_BRANCHES}, and "
+            f"depths must be in 0..{MAX_AHEAD_TOKENS - 1}"
+        )
+    return drafted
 
 
 def request_size(request: Request) -> int:
     """About how many bytes it adds to a message."""
+    if isinstance(request, DraftedOutcomes):
+        return HEADER_BYTES + 12 * len(request.token_ids)
     if not isinstance(request, VerifyStep):
         return HEADER_BYTES
     return HEADER_BYTES + 4 * (len(request.delta.token_ids) + sum(map(len, request.supports)))
@@ -132,7 +157,14 @@ def _steps_to_proto(message: target_pb2.VerifySteps, numbered: Sequence[tuple[in
         kind, rows = row_kind_to_proto(step.row_kind), step.row_count
         records.append(
             _STEP.pack(
-                sequence, delta.base_length, len(delta.token_ids), kind, rows, step.with_statistics, step.lead
+                sequence,
+                delta.base_length,
+                len(delta.token_ids),
+                kind,
+                rows,
+                step.with_statistics,
+                step.lead,
+                step.min_proposed,
             )
         )
         token_ids += delta.token_ids
@@ -153,9 +185,8 @@ def _steps_from_proto(
     token_ids = ints_from_bytes(message.token_ids, "the column of token ids")
     spans = bounds([record[2] for record in records], len(token_ids), "the column of token ids")
     supports = iter(_supports_from_proto(message, records))
-    for (sequence, base_length, _, kind, rows, statistics, lead), (start, stop) in zip(
-        records, spans, strict=True
-    ):
+    for record, (start, stop) in zip(records, spans, strict=True):
+        sequence, base_length, _, kind, rows, statistics, lead, min_proposed = record
         own = tuple(islice(supports, max(rows, 0))) if kind == _HAS_SUPPORTS else ()
         try:
             delta = Delta(base_length, token_ids[start:stop])
@@ -164,7 +195,8 @@ def _steps_from_proto(
                 raise InvalidRequestError(f"row_count is {rows}; it must be at least 0")
             if not 0 <= lead <= MAX_LEAD:
                 raise InvalidRequestError(f"lead is {lead}; it must be from 0 to {MAX_LEAD}")
-            yield sequence, VerifyStep(delta, row_kind_from_proto(kind), rows, own, bool(statistics), lead)
+            row_kind = row_kind_from_proto(kind)
+            yield sequence, VerifyStep(delta, row_kind, rows, own, bool(statistics), lead, min_proposed)
         except InvalidRequestError as error:
             yield sequence, error
 
@@ -198,6 +230,9 @@ def answers_to_proto(answers: Iterable[tuple[int, Verification | Ending]]) -> ta
         led = [each.led_token_id for _, each in block]
         if max(led) >= 0:
             columns.led_token_ids = ints_to_bytes(led)
+        proposed = [each.next_proposed for _, each in block]
+        if max(proposed) >= 0:
+            columns.next_proposed_counts = ints_to_bytes(proposed)
         rows: list[Any] = [row for _, each in block for row in each.rows]
         if kind is TokenRow:
             columns.token_rows.token_ids = ints_to_bytes([row.token_id for row in rows])
@@ -255,6 +290,7 @@ class Answer:
     start: int
     stop: int
     led_token_id: int = -1
+    next_proposed: int = -1
 
     def verification(self, step: VerifyStep) -> Verification:
         """The verification that answers `step`.
@@ -268,7 +304,7 @@ class Answer:
         if kind is not step.row_kind and count:
             raise ProtocolError(f"{kind.value}_rows came where {step.row_kind.value} rows were requested")
         rows = self.block.rows(self.start, self.stop, step.supports)
-        return Verification(self.base_length, rows, self.cost, self.led_token_id)
+        return Verification(self.base_length, rows, self.cost, self.led_token_id, self.next_proposed)
 
 
 def answers_from_proto(message: target_pb2.VerifyResponse) -> Iterator[tuple[int, Answer | Ending]]:
@@ -280,20 +316,29 @@ def answers_from_proto(message: target_pb2.VerifyResponse) -> Iterator[tuple[int
     for columns in message.verifications:
         block = _read_block(columns)
         records = list(answers_from_bytes(columns.records))
-        led = ints_from_bytes(columns.led_token_ids, "the column of led tokens") or (-1,) * len(records)
-        if len(led) != len(records):
-            raise ProtocolError(f"{len(led)} led tokens came for {len(records)} verifications")
+        led = _optional(columns.led_token_ids, "led tokens", len(records))
+        proposed = _optional(columns.next_proposed_counts, "next proposed counts", len(records))
         start = 0
-        for (sequence, base_length, count, cost), led_token_id in zip(records, led, strict=True):
+        for (sequence, base_length, count, cost), led_token_id, next_proposed in zip(
+            records, led, proposed, strict=True
+        ):
             stop = start + count
             if not start <= stop <= block.count:
                 raise ProtocolError(f"a verification has rows {start} to {stop} of {block.count}")
-            yield sequence, Answer(base_length, cost, block, start, stop, led_token_id)
+            yield sequence, Answer(base_length, cost, block, start, stop, led_token_id, next_proposed)
             start = stop
         if start != block.count:
             raise ProtocolError(f"{block.count} rows came, and verifications of {start} in all")
     for end in message.ends:
         yield end.sequence, ending_from_proto(end)
+
+
+def _optional(column: bytes, what: str, count: int) -> tuple[int, ...]:
+    """A column with a value for each record; -1 for each where it is empty."""
+    values = ints_from_bytes(column, f"the column of {what}") or (-1,) * count
+    if len(values) != count:
+        raise ProtocolError(f"{len(values)} {what} came for {count} verifications")
+    return values
 
 
 def _read_block(columns: target_pb2.VerificationColumns) -> RowBlock:

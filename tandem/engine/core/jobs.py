@@ -86,8 +86,9 @@ class Done(Generic[ResultT]):
     """The job is finished."""
 
     result: ResultT
-    following: Job[Any] | None = None
-    """The job with which its sequence goes on by itself, as far as its lead allows."""
+    go_on: Callable[[], tuple[ResultT, Job[Any] | None]] | None = None
+    """Decides at the end of the step how the sequence goes on by itself: the result, which says so, and the job that
+    follows as far as a lead allows. None: it does not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,15 +44,18 @@ def row_head(
     """Logits become the rows that each job asks for."""
     requests = [_with_tokens(job) for job in ready]
     return [
-        non_finite(job.payload.base_length) if answer is None else Done(answer, _following(job, answer))
+        non_finite(job.payload.base_length) if answer is None else Done(answer, partial(_go_on, job, answer))
         for job, answer in zip(ready, model.verify(requests, logits), strict=True)
     ]
 
 
-def _following(job: Job[RowRequest], answer: Verification) -> Job[RowRequest] | None:
-    """The job with which the sequence goes on by itself."""
+def _go_on(job: Job[RowRequest], answer: Verification) -> tuple[Verification, Job[RowRequest] | None]:
+    """The answer, and the job with which the sequence goes on by itself."""
+    answer = job.payload.decided(answer)
     request = job.payload.following(answer)
-    return None if request is None else Job(job.sequence, request.step.delta, 1, request, on_result=_tell_led)
+    if request is None:
+        return answer, None
+    return answer, Job(job.sequence, request.step.delta, request.step.row_count, request, on_result=_tell_led)
 
 
 def _tell_led(job: Job[RowRequest], result: object) -> None:
@@ -60,7 +63,7 @@ def _tell_led(job: Job[RowRequest], result: object) -> None:
     if on_led is None:
         return
     if isinstance(result, Verification):
-        on_led(replace(result, cost=job.cost, led_token_id=step.delta.token_ids[-1]))
+        on_led(replace(result, cost=job.cost, led_token_id=step.delta.token_ids[0]))
     elif isinstance(result, TandemError):
         on_led(result)
 

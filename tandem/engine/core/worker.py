@@ -309,7 +309,7 @@ class Worker(Generic[PayloadT, ResultT]):
         token_count = sum(segment.token_count for segment in segments)
         self._watchdog.begin(token_count)
         try:
-            row_count, model_end = self._run(segments, jobs)
+            outcomes, row_count, model_end = self._run(segments, jobs)
         except Exception as error:
             logger.exception("step failed", extra={"sequences": len(jobs)})
             self._fail(jobs, error)
@@ -327,10 +327,14 @@ class Worker(Generic[PayloadT, ResultT]):
             seconds = time.perf_counter() - began
         for job in jobs:
             job.count_step(seconds, len(jobs), token_count)
+        for job, outcome in outcomes:
+            self._conclude(job, outcome)
         return True
 
-    def _run(self, segments: SequenceOf[Segment], jobs: SequenceOf[Job[PayloadT]]) -> tuple[int, float]:
-        """Runs the model and asks the head; returns the number of rows and when the forward pass ended."""
+    def _run(
+        self, segments: SequenceOf[Segment], jobs: SequenceOf[Job[PayloadT]]
+    ) -> tuple[list[tuple[Job[PayloadT], Done[ResultT] | Failed | Continue]], int, float]:
+        """Runs the model and asks the head; returns outcomes, the number of rows and when the forward pass ended."""
         rows: list[int] = []
         """Indices of the step's tokens whose logits are wanted."""
         ready: list[Job[PayloadT]] = []
@@ -348,16 +352,15 @@ class Worker(Generic[PayloadT, ResultT]):
             self._cache.computed(segment.sequence)
             if job.row_count == 0 and segment.sequence.pending_count == 0:
                 self._settle(job, None)  # it wanted keys and values only
-        if ready:
-            for job, outcome in zip(ready, self._head(ready, logits), strict=True):
-                self._conclude(job, outcome)
-        return len(rows), model_end
+        outcomes = self._head(ready, logits) if ready else []
+        return list(zip(ready, outcomes, strict=True)), len(rows), model_end
 
     def _conclude(self, job: Job[PayloadT], outcome: Done[ResultT] | Failed | Continue) -> None:
         if isinstance(outcome, Done):
-            self._settle(job, outcome.result)
-            if outcome.following is not None:
-                self._go_on(self.leads.follow(job, outcome.following))
+            result, following = outcome.go_on() if outcome.go_on is not None else (outcome.result, None)
+            self._settle(job, result)
+            if following is not None:
+                self._go_on(self.leads.follow(job, following))
         elif isinstance(outcome, Failed):
             self._cache.distrust(job.sequence)
             job.sequence.apply(Delta(0, ()))

@@ -388,7 +388,7 @@ class VerifyStep:
     """How many further steps the target may take by itself, each with the outcome of the last one: the tokens of its
     proposal up to the first that differs from its token row, and the token of that row."""
     min_proposed: int = 0
-    """The fewest proposed tokens with which it takes them; 0: also with none."""
+    """The fewest proposed tokens with which it takes them, as long as there is room for so many; 0: also with none."""
 
     def led_delta(
         self,

@@ -68,7 +68,10 @@ class RowRequest:
     def decided(self, answer: Verification) -> Verification:
         """The answer, with how the sequence goes on by itself as the table of outcomes is now."""
         delta = self.step.led_delta(answer, self.end_token_ids, self.max_length, self.outcomes.find)
-        if delta is None or len(delta.token_ids) - 1 < self.outcomes.min_proposed:
+        if delta is None:
+            return answer
+        room = self.max_length - delta.base_length - 2
+        if len(delta.token_ids) - 1 < min(self.outcomes.min_proposed, room):
             return answer
         return replace(answer, next_proposed=len(delta.token_ids) - 1)
 

@@ -165,7 +165,12 @@ def unknown_token(answer: Verification) -> Verification:
     return answer if answer.led_token_id < 0 else replace(answer, rows=(TokenRow(1 << 20),))
 
 
-@pytest.mark.parametrize("lie", [other_led_token, other_length, unknown_token])
+def other_proposal(answer: Verification) -> Verification:
+    """Claim to go on with a proposal, where nobody has made one."""
+    return replace(answer, next_proposed=2)
+
+
+@pytest.mark.parametrize("lie", [other_led_token, other_length, unknown_token, other_proposal])
 async def test_a_target_whose_lead_contradicts_its_rows_is_left(
     model: LoadedModel, plain: dict[str, Completed], lie: Fault
 ) -> None:

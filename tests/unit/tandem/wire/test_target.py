@@ -15,6 +15,7 @@ from tandem.types import (
     Cancel,
     Delta,
     DenseRow,
+    DraftedOutcomes,
     Finish,
     IntArray,
     LogitAdjustments,
@@ -69,8 +70,9 @@ def verifications(draw: st.DrawFn) -> tuple[VerifyStep, Verification]:
     if kind is RowKind.DENSE:
         rows = tuple(DenseRow(np.array([draw(FLOATS), draw(FLOATS)], np.float32)) for _ in range(count))
     delta = Delta(draw(IDS), draw(st.lists(IDS, max_size=4)))
-    step = VerifyStep(delta, kind, count, supports, with_statistics)
-    return step, Verification(draw(st.integers(0, 2**30)), rows, draw(COSTS))
+    step = VerifyStep(delta, kind, count, supports, with_statistics, draw(st.integers(0, 8)), draw(IDS))
+    led = draw(st.integers(-1, 2**31 - 1)), draw(st.integers(-1, 2**31 - 1))
+    return step, Verification(draw(st.integers(0, 2**30)), rows, draw(COSTS), *led)
 
 
 @settings(deadline=None)
@@ -98,9 +100,11 @@ def test_a_sequence_s_whole_life_survives_in_one_message() -> None:
         (2, replace(options, adjustments=LogitAdjustments())),
         (1, VerifyStep(Delta(0, [4]), RowKind.TOKEN, 1)),
         (2, VerifyStep(Delta(3, []), RowKind.TOKEN, 0)),
-        (1, VerifyStep(Delta(1, [5]), RowKind.TOKEN, 1)),
+        (1, VerifyStep(Delta(1, [5]), RowKind.TOKEN, 1, lead=2, min_proposed=3)),
         (1, Finish(2)),
         (2, Cancel()),
+        (3, DraftedOutcomes(7, 0, (4, 5), (1, 0), (8, 9), lead_token_ids=(6,))),
+        (4, DraftedOutcomes(9, 2, (4,))),
     ]
     assert plain(list(target.requests_from_proto(target.requests_to_proto(said)))) == plain(said)
     ends = [(1, Ending()), (2, Ending(Ending().code, "why", 0.5))]
@@ -124,6 +128,22 @@ def test_an_impossible_opening_is_refused(field: str, value: object, words: str)
     assert number == 1
     assert isinstance(error, InvalidRequestError)
     assert words in str(error)
+
+
+@pytest.mark.parametrize(
+    "drafted",
+    [
+        DraftedOutcomes(7, 64, (4,)),
+        DraftedOutcomes(7, -1, (4,)),
+        DraftedOutcomes(7, 60, (4,), lead_token_ids=(1,) * 4),
+        DraftedOutcomes(7, 0, (4,) * 65, (1,) * 65, tuple(range(65))),
+    ],
+)
+def test_outcomes_beyond_the_bounds_are_refused(drafted: DraftedOutcomes) -> None:
+    [(number, error)] = target.requests_from_proto(target.requests_to_proto([(1, drafted)]))
+    assert number == 1
+    assert isinstance(error, InvalidRequestError)
+    assert "outcomes came at depth" in str(error)
 
 
 STEP = VerifyStep(Delta(0, ()), RowKind.SUPPORT, 2, (np.array([3, 8]),), with_statistics=True)

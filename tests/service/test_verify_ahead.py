@@ -1,0 +1,209 @@
+"""A target that begins rounds with the proposals that the draft makes ahead."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from coordinator.speculation.controller import RequestSpeculation
+from tandem.client import Client
+from tandem.errors import ServiceUnavailableError
+from tandem.types import ProposeStep, SparseDistribution
+from tests.service.ahead_draft import EXPECTED, REQUEST, SECONDS, AheadDraft, Pushes
+from tests.service.clients import complete, until
+from tests.service.fakes import Fleet, coordinating, fleet, served, settings_over
+from tests.service.leading_target import LeadingTarget
+
+Violation = Callable[[AheadDraft, list[int], ProposeStep], Pushes]
+
+
+@pytest.fixture(autouse=True)
+def _waits_for_a_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the cost model says of the times of a busy machine."""
+    monkeypatch.setattr(RequestSpeculation, "min_led_tokens", lambda *_, **__: 1)
+
+
+@asynccontextmanager
+async def leading(target: LeadingTarget, draft: AheadDraft, lead: int = 2) -> AsyncIterator[Fleet]:
+    async with (
+        asyncio.timeout(SECONDS),
+        fleet(target, draft, draft_ahead=4, target_lead=lead) as running,
+    ):
+        yield running
+        await until(lambda: not target.engine.open_count and not draft.running, SECONDS)
+
+
+STRICT = replace(REQUEST, temperature=1.0, seed=3, rejection_sampling_strategy="strict")
+RULES = {"greedy": REQUEST, "strict": STRICT}
+
+
+class Sure(AheadDraft):
+    """Says what its tokens were drawn from, as `residual` needs it."""
+
+    def pushes(self, tokens: list[int], step: ProposeStep) -> Pushes:
+        for each in self.honest(tokens, step):
+            sure = SparseDistribution(np.array(each.token_ids), np.ones(1))
+            yield replace(each, distributions=(sure,))
+
+
+@pytest.mark.parametrize("lead", [0, 1, 2, 8])
+async def test_each_round_behind_a_proposal_begins_by_itself(lead: int) -> None:
+    target, draft = LeadingTarget(), AheadDraft()
+    async with leading(target, draft, lead) as running:
+        for rule, request in RULES.items():
+            draft.requested.clear()
+            done = await complete(running.client, request)
+            assert done.token_ids == EXPECTED, rule
+            assert (done.stats.lead.wasted, done.stats.accepted) == (0, done.stats.drafted), rule
+            if not lead:
+                assert done.stats.lead.rounds == 0, rule
+                continue
+            assert sum(draft.requested) == 2, "the first proposal"
+            # All but that of the prompt, and the one that asked for a proposal.
+            assert done.stats.lead.rounds == done.stats.rounds - 2, rule
+            assert done.stats.ahead.hits >= done.stats.rounds - 3, "the last one has no room for a proposal"
+        many = [replace(STRICT, seed=seed) for seed in range(6)]
+        found = await asyncio.gather(*(complete(running.client, each) for each in many))
+        assert [each.token_ids for each in found] == [EXPECTED] * 6
+
+
+async def test_a_rule_that_the_target_cannot_decide_has_no_lead_while_it_drafts() -> None:
+    target, draft = LeadingTarget(), Sure()
+    async with leading(target, draft) as running:
+        for rule in ("residual", "block"):
+            done = await complete(running.client, replace(STRICT, rejection_sampling_strategy=rule))
+            assert done.token_ids == EXPECTED
+            assert done.stats.ahead.hits > 0
+            assert done.stats.lead.rounds == 0
+
+
+@pytest.mark.parametrize("lead", [1, 2, 8])
+async def test_a_completion_ends_at_the_same_token_wherever_that_lies_in_a_lead(lead: int) -> None:
+    target, draft = LeadingTarget(), AheadDraft()
+    request, expected = replace(REQUEST, prompt=(400,)), tuple(range(401, 413))
+    async with leading(target, draft, lead) as running:
+        whole = await complete(running.client, replace(request, max_tokens=12))
+        assert whole.token_ids == expected
+        stats = running.coordinator.completions.stats
+        for n in range(1, 12):
+            by_id = await complete(running.client, replace(request, stop_token_ids=(expected[n],)))
+            by_length = await complete(running.client, replace(request, max_tokens=n + 1))
+            assert by_id.token_ids == by_length.token_ids == expected[: n + 1]
+        assert stats.snapshot()[0].lead.wasted == 0, "the target knows these ends"
+        for n in range(1, len(whole.text)):
+            by_text = await complete(running.client, replace(request, stop=(whole.text[:n],)))
+            assert by_text.text == ""
+        assert 0 < stats.snapshot()[0].lead.wasted <= lead * len(whole.text)
+
+
+def wrong_tokens(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
+    """Continue the right outcome with tokens that the target rejects."""
+    for each in draft.honest(tokens, step):
+        yield replace(each, token_ids=(7,))
+
+
+def other_outcome(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
+    """Draft for an outcome that does not come."""
+    for each in draft.honest(tokens, step):
+        yield replace(each, next_token_ids=tuple(token_id + 1 for token_id in each.next_token_ids))
+
+
+def rejected(draft: AheadDraft, tokens: list[int], step: ProposeStep) -> Pushes:
+    """Draft for a rejection that does not come."""
+    for each in draft.honest(tokens, step):
+        yield replace(each, accepted_counts=tuple(0 for _ in each.accepted_counts))
+
+
+class LyingDraft(AheadDraft):
+    """Answers questions as it should, and pushes outcomes as the lie says."""
+
+    def __init__(self, lie: Violation) -> None:
+        super().__init__()
+        self._lie = lie
+
+    def pushes(self, tokens: list[int], step: ProposeStep) -> Pushes:
+        yield from self._lie(self, tokens, step)
+
+
+@pytest.mark.parametrize("lie", [wrong_tokens, other_outcome, rejected], ids=lambda lie: lie.__name__)
+async def test_what_a_draft_pushes_never_changes_the_text(lie: Violation) -> None:
+    target, draft = LeadingTarget(), LyingDraft(lie)
+    target.engine.patience_seconds = 0.005
+    async with leading(target, draft) as running:
+        for request in RULES.values():
+            done = await complete(running.client, request)
+            assert done.token_ids == EXPECTED
+            assert done.stats.lead.wasted == 0, "what is rejected is no waste of the lead's"
+
+
+async def test_a_draft_without_an_outcome_is_asked_after_a_round_of_the_target_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(RequestSpeculation, "tokens_after_miss", lambda *_: 0)
+    target, draft = LeadingTarget(), LyingDraft(other_outcome)
+    target.engine.patience_seconds = 0.0
+    async with leading(target, draft, lead=1) as running:
+        done = await complete(running.client, REQUEST)
+    assert done.token_ids == EXPECTED
+    assert done.stats.lead.rounds > 0
+    assert sum(count > 0 for count in draft.requested) >= done.stats.rounds // 4
+
+
+class Proxied(LeadingTarget):
+    """Ends its sequence with the step of this number, once, in the middle of a lead."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self._left = last
+        self.engine.on_step = self._count
+        self.engine.patience_seconds = 0.1  # what was pushed before a loss does not come again
+
+    def _count(self) -> None:
+        self._left -= 1
+        if not self._left:
+            raise ServiceUnavailableError("gone")
+
+
+@pytest.mark.parametrize("last", [2, 3, 4, 9])
+async def test_the_text_survives_a_loss_of_the_target(last: int) -> None:
+    targets, draft = [Proxied(last), Proxied(5)], AheadDraft()
+    async with asyncio.timeout(SECONDS), fleet(*targets, draft, draft_ahead=4) as running:
+        for request in RULES.values():
+            done = await complete(running.client, request)
+            assert done.token_ids == EXPECTED
+        await until(lambda: not any(each.engine.open_count for each in targets), SECONDS)
+    assert sum(each.opened for each in targets) == 4, "one for each request, and one for each loss"
+
+
+async def test_the_text_survives_a_loss_of_the_draft() -> None:
+    target, drafts = LeadingTarget(), [AheadDraft(), AheadDraft()]
+    target.engine.patience_seconds = 0.005
+    for each in drafts:
+        each.depth_seconds = 0.001
+    async with asyncio.timeout(SECONDS), fleet(target, *drafts, draft_ahead=4) as running:
+        task = asyncio.create_task(complete(running.client, REQUEST))
+        await until(lambda: sum(each.granted for each in drafts) > 1 or task.done(), SECONDS)
+        going = max(running.services[1:], key=lambda each: each.fake.running)
+        await going.stop()
+        assert (await task).token_ids == EXPECTED
+
+
+async def test_a_target_lets_go_of_a_lead_when_its_coordinator_is_gone() -> None:
+    target, draft = LeadingTarget(), AheadDraft()
+    async with asyncio.timeout(SECONDS), served(target, draft) as services:
+        settings = settings_over(services, draft_ahead=4)
+        async with coordinating(settings) as address, Client(address) as client:
+            chunks = client.generate(REQUEST)
+            while not (await anext(chunks)).drafted_ahead:
+                pass
+            assert target.engine.open_count == 1
+        await chunks.aclose()
+        await until(lambda: not target.engine.open_count, SECONDS)
+        async with coordinating(settings) as address, Client(address) as client:
+            assert (await complete(client, REQUEST)).token_ids == EXPECTED

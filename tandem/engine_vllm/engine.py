@@ -26,6 +26,7 @@ from tandem.engine_vllm.cache import BlockCache
 from tandem.engine_vllm.worker import EXTENSION, NO_PROPOSER
 from tandem.errors import ConfigurationError
 from tandem.model_sources.hub import model_name
+from tandem.outcome_table import OutcomeTable
 from tandem.types import ModelInfo, Verification
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ def _are_finite(_: None, logits: Tensor) -> bool:
 
 def _picklable(request: RowRequest) -> RowRequest:
     """A request without what belongs to the event loop."""
-    return replace(request, on_led=None) if request.on_led is not None else request
+    return request if request.on_led is None else replace(request, on_led=None, outcomes=OutcomeTable())
 
 
 class VllmSteps(StepBackend):

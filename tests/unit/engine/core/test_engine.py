@@ -296,7 +296,7 @@ async def test_an_exception_in_the_thread_ends_every_wait(llama: TinyModel) -> N
     sequence, other = await engine.open(8), await engine.open(8)
     jobs = [rows(engine, sequence, Delta(0, _PROMPT), 1) for _ in range(2)]
     results = await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 5)
-    assert [type(result) for result in results] == [Tensor, ServiceUnavailableError]
+    assert [type(result) for result in results] == [ServiceUnavailableError] * 2
     with pytest.raises(ServiceUnavailableError):
         await asyncio.wait_for(rows(engine, other, Delta(0, _PROMPT), 1), 5)
     assert not engine.is_running

@@ -99,8 +99,17 @@ class UpOptions:
     )
     dtype: str | None = option(f"{', '.join(DTYPES)}. [default: each service's]")
     threads: int | None = option("CPU threads of each model. [default: half of the cores]")
-    max_length: int | None = option("Maximum tokens of a sequence. [default: the models']")
+    max_length: int | None = option(
+        "Maximum tokens of a sequence. [default: the models']", "--max-length", "--max-model-len"
+    )
     chat_template: Path | None = option("Jinja file for chats. [default: the model's own]")
+    served_model_name: str | None = option(
+        "Name of the model in OpenAI's API. [default: that of the target's folder]"
+    )
+    host: str | None = option("Address that the coordinator listens on. [default: its own, 127.0.0.1]")
+    api_key: str | None = option(
+        "Token that callers must have; TANDEM_COORDINATOR_AUTH_TOKEN keeps it out of the command line."
+    )
     config_file: Path | None = option("TOML, YAML or JSON file for coordinator and draft.")
     port: int = option("Port of the coordinator; 0 takes any free one.", default=DEFAULT_PORT)
     http_port: int | None = option(
@@ -122,6 +131,8 @@ def up(options: UpOptions) -> None:
     A service's other options are read from its environment: TANDEM_TARGET_..., TANDEM_DRAFT_..., TANDEM_COORDINATOR_...
     """
     arguments = service_arguments(options)
+    if options.api_key is not None:
+        os.environ["TANDEM_COORDINATOR_AUTH_TOKEN"] = options.api_key
     try:
         asyncio.run(_Cluster(arguments).run())
     except TandemError as error:
@@ -179,7 +190,8 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
     base = _words(log_level=options.log_level)
     # Draft and target take turns, but the waiting threads of one would still spin on the other's cores.
     threads = options.threads or max(1, len(os.sched_getaffinity(0)) // 2)
-    model = _words(engine=options.engine, dtype=options.dtype, threads=threads, max_length=options.max_length)
+    max_length = in_file.get("max_length") if options.max_length is None else options.max_length
+    model = _words(engine=options.engine, dtype=options.dtype, threads=threads, max_length=max_length)
     beside = {"head": {"draft_model": draft.value}, "own": {"method": draft.value}}.get(draft.kind, {})
     drafting: list[str] | None = None
     if draft.kind in ("file", "method", "model"):
@@ -200,8 +212,10 @@ def service_arguments(options: UpOptions) -> ServiceArguments:
         ],
         draft=drafting,
         coordinator=[
-            *(*_LOOPBACK, "--http-host", "127.0.0.1"),
             *_words(
+                host=options.host,
+                http_host=options.host,
+                served_model_name=options.served_model_name,
                 port=options.port,
                 http_port=_http_port(options.http_port) if options.http else None,
                 num_speculative_tokens=options.num_speculative_tokens,

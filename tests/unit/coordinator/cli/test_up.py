@@ -166,6 +166,7 @@ def test_the_services_accept_their_arguments(tmp_path: Path) -> None:
         draft_ahead="8",
         chat_template=template,
         http_port=0,
+        served_model_name="code",
     )
     arguments = service_arguments(options)
     assert arguments.draft is not None
@@ -179,6 +180,28 @@ def test_the_services_accept_their_arguments(tmp_path: Path) -> None:
     assert (coordinator.num_speculative_tokens, coordinator.chat_template) == (5, template)
     assert coordinator.draft_ahead == 8
     assert (coordinator.http_port, coordinator.host, coordinator.http_host) == (0, "127.0.0.1", "127.0.0.1")
+    assert coordinator.served_model_name == "code"
+
+
+def test_the_coordinator_listens_where_host_says_or_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_COORDINATOR_HTTP_HOST", "0.0.0.0")
+    monkeypatch.setenv("TANDEM_COORDINATOR_INSECURE", "true")
+
+    def hosts(options: UpOptions) -> tuple[str, str]:
+        words = [*service_arguments(options).coordinator, "--target-address", "127.0.0.1:1"]
+        settings = load_settings(CoordinatorSettings, words, "test")
+        return settings.host, settings.http_host
+
+    assert hosts(UpOptions()) == ("127.0.0.1", "0.0.0.0")
+    assert hosts(UpOptions(host="::1")) == ("::1", "::1")
+
+
+def test_the_maximum_length_in_a_config_file_reaches_every_service(tmp_path: Path) -> None:
+    file = tmp_path / "tandem.toml"
+    file.write_text("max_length = 256")
+    arguments = service_arguments(UpOptions(config_file=file))
+    assert arguments.draft is not None
+    assert value(arguments.target, "--max-length") == value(arguments.draft, "--max-length") == "256"
 
 
 @pytest.mark.parametrize(("content", "draft"), [({"method": "ngram"}, None), ({}, str(DEMO_DRAFT))])

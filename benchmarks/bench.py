@@ -41,11 +41,11 @@ from benchmarks.report import (
     write,
 )
 from benchmarks.timing import PHASES, PREFIX_TOKENS, phase_row, prefix_gain, timed_coordinator
-from coordinator.cli.command import exit_code
+from coordinator.cli.app import exit_code
 from tandem.config.options import Options, sentences
 from tandem.errors import ConfigurationError, TandemError
 from tandem.logs import configure
-from tandem.settings import exit_with
+from tandem.standard_streams import exit_with
 
 REFERENCE = "target-alone"
 _FLAGS = {"json_file": "--json", "markdown_file": "--markdown"}

@@ -21,7 +21,7 @@ from tandem.client import Client
 from tandem.errors import TandemError
 from tandem.model_sources.bundled import DEMO, SMOLLM2, smollm2_head
 from tandem.model_sources.find import find_model
-from tandem.settings import exit_with
+from tandem.standard_streams import exit_with
 from tandem.types import GenerationRequest, SpeculationStats
 
 NUM_SPECULATIVE_TOKENS = 4

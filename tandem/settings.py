@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
@@ -23,7 +22,6 @@ from tandem.config.speculative import RevisionOptions
 from tandem.errors import ConfigurationError
 from tandem.logs import LogFormat, LogLevel
 from tandem.serving.protection import ProtectionOptions, exposure
-from tandem.standard_streams import write_error
 from tandem.telemetry.settings import TelemetryOptions
 
 logger = logging.getLogger(__name__)
@@ -238,9 +236,3 @@ def load_settings(cls: type[SettingsT], arguments: Sequence[str], program: str) 
         raise ConfigurationError("; ".join(sentences(error))) from None
     settings._origins = origins(layers)
     return settings
-
-
-def exit_with(error: Exception, code: int) -> None:
-    """End the process with one sentence on stderr."""
-    write_error(f"error: {error}\n")
-    sys.exit(code)

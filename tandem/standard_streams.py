@@ -69,3 +69,9 @@ def write_error(text: str) -> None:
     with suppress(OSError):
         sys.stderr.write(text)
         sys.stderr.flush()
+
+
+def exit_with(error: Exception, code: int) -> None:
+    """End the process with one sentence on stderr."""
+    write_error(f"error: {error}\n")
+    sys.exit(code)

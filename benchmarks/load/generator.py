@@ -49,10 +49,10 @@ from benchmarks.load.figures import (
     quantiles,
     waits_of,
 )
-from coordinator.cli.command import exit_code
+from coordinator.cli.app import exit_code
 from tandem.errors import TandemError
 from tandem.rpc.credentials import Credentials
-from tandem.settings import exit_with
+from tandem.standard_streams import exit_with
 
 DESCRIPTION = """`tandem bench --clients N`: a load on a coordinator or on any OpenAI-compatible server.
 

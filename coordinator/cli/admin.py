@@ -15,7 +15,8 @@ import typer
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from coordinator.cli.command import UNHEALTHY, OutputForm, OutputOptions, command, new_app
+from coordinator.cli.app import UNHEALTHY, new_app
+from coordinator.cli.command import OutputForm, OutputOptions, command
 from coordinator.cli.connection import Connection, ConnectionOptions, connect
 from coordinator.cli.doctor import doctor_view, examine
 from coordinator.cli.views import (
@@ -440,3 +441,8 @@ async def doctor(client: AdminClient, where: Connection) -> Answer:
     findings, exit_code = await examine(where, client)
     report = {"healthy": exit_code == 0, "findings": findings}
     return Answer(report, lambda _: doctor_view(findings), exit_code)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the group to the program."""
+    app.add_typer(admin, name="admin")

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from coordinator.cli.command import FAILED, OK, command, option, plain_table, print_parts
+from coordinator.cli.app import FAILED, OK
+from coordinator.cli.command import command, option, plain_table, print_parts
 from tandem.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -20,44 +20,14 @@ import yaml
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from coordinator.cli.app import exit_code
 from coordinator.stats.speculation import describe
 from tandem.errors import (
-    CapacityError,
-    ConfigurationError,
-    InvalidRequestError,
-    ModelFolderError,
-    PermissionDeniedError,
-    ServiceUnavailableError,
     TandemError,
-    UnauthenticatedError,
 )
-from tandem.settings import exit_with
 from tandem.speculation_state import SpeculationDecision, SpeculationState
+from tandem.standard_streams import exit_with
 from tandem.types import SpeculationStats, StepProfile
-
-OK = 0
-FAILED = 1
-USAGE = 2
-UNHEALTHY = 3
-UNREACHABLE = 4
-REFUSED = 5
-"""Exit codes, which the help of `tandem admin` lists."""
-
-_EXIT_CODES: tuple[tuple[type[TandemError], int], ...] = (
-    (ModelFolderError, FAILED),
-    (ConfigurationError, USAGE),
-    (ServiceUnavailableError, UNREACHABLE),
-    (InvalidRequestError, REFUSED),
-    (UnauthenticatedError, REFUSED),
-    (PermissionDeniedError, REFUSED),
-    (CapacityError, REFUSED),
-    (TandemError, FAILED),
-)
-
-
-def exit_code(error: TandemError) -> int:
-    """The exit code for a kind of failure."""
-    return next(code for kind, code in _EXIT_CODES if isinstance(error, kind))
 
 
 def option(text: str, *flags: str, default: Any = None, **more: Any) -> Any:
@@ -156,17 +126,6 @@ def plain_table(*columns: str) -> Table:
             name.removeprefix(">"), justify="right" if name.startswith(">") else "left", no_wrap=True
         )
     return table
-
-
-def new_app(help_text: str) -> typer.Typer:
-    """A group of commands. Help without boxes: it has room for the whole name of an option."""
-    return typer.Typer(
-        help=help_text,
-        no_args_is_help=True,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
 
 
 def command(

@@ -12,15 +12,8 @@ import typer
 from pydantic import ValidationError
 from rich.table import Table
 
-from coordinator.cli.command import (
-    USAGE,
-    OutputForm,
-    OutputOptions,
-    command,
-    errors_to_exit,
-    new_app,
-    plain_table,
-)
+from coordinator.cli.app import USAGE, new_app
+from coordinator.cli.command import OutputForm, OutputOptions, command, errors_to_exit, plain_table
 from coordinator.settings.coordinator import ConfigSettings
 from tandem.config.layers import Origin, merged, origins, read_layers
 from tandem.config.options import sentences
@@ -153,3 +146,8 @@ def _table(values: Mapping[str, tuple[Any, Origin]]) -> Table:
     for name, (value, origin) in values.items():
         table.add_row(name, "" if value is None else spelled(value), origin)
     return table
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the group to the program."""
+    app.add_typer(config, name="config")

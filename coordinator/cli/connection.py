@@ -12,7 +12,8 @@ import typer
 import yaml
 from rich.table import Table
 
-from coordinator.cli.command import OutputOptions, command, new_app, option, plain_table
+from coordinator.cli.app import new_app
+from coordinator.cli.command import OutputOptions, command, option, plain_table
 from tandem.client import DEFAULT_ADDRESS
 from tandem.errors import ConfigurationError
 from tandem.rpc.credentials import Credentials
@@ -277,3 +278,8 @@ def _table(entries: list[dict[str, Any]]) -> Table:
             entry.get("token_file", ""),
         )
     return table
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the group to the program."""
+    app.add_typer(context, name="context")

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.cli.command import UNHEALTHY, UNREACHABLE, exit_code
+from coordinator.cli.app import UNHEALTHY, UNREACHABLE, exit_code
 from coordinator.cli.connection import Connection
 from coordinator.cli.views import milliseconds
 from tandem import __version__

@@ -5,33 +5,57 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from typing import Annotated, NoReturn
+from importlib import import_module
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
-from coordinator.cli import audit, generate, plan
-from coordinator.cli.admin import admin
-from coordinator.cli.command import FAILED, OK, command, new_app
-from coordinator.cli.config import config
-from coordinator.cli.connection import context
-from coordinator.cli.serve import bench, serve
-from coordinator.cli.up import up
+from coordinator.cli.app import FAILED, OK, new_app
 from tandem import __version__
-from tandem.settings import exit_with
-from tandem.standard_streams import OutputError, fill_closed, unwritable
+from tandem.standard_streams import OutputError, exit_with, fill_closed, unwritable
+
+VERBS = {
+    "serve": ("serve", "Start one service: draft, target or coordinator."),
+    "up": ("up", "Start a draft service, a target service and a coordinator here."),
+    "generate": ("generate", "Complete a prompt."),
+    "plan": ("plan", "Show the gain of speculation at each proposal length."),
+    "audit": ("audit", "Check whether a server's speculative decoding is lossless."),
+    "bench": ("serve", "Compare ways of decoding here, or send a load."),
+    "config": ("config", "Show or check the configuration."),
+    "admin": ("admin", "See and steer a coordinator that runs."),
+    "context": ("connection", "Name coordinators, and choose the one for commands."),
+}
+"""Module and summary of each verb. A module is imported when its verb is called: all of them take a second."""
+
+SHORT_FORMS = ("status", "stats", "health", "doctor")
+"""Commands of `tandem admin` that are verbs as well."""
+
+
+class _Verbs(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Their names, in the order of the help."""
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of a verb; None for another word."""
+        if cmd_name in SHORT_FORMS:
+            return self.get_command(ctx, "admin").commands[cmd_name]
+        if cmd_name not in VERBS:
+            return None
+        verbs = new_app("")
+        import_module(f"coordinator.cli.{VERBS[cmd_name][0]}").add_to(verbs)
+        return typer.main.get_group(verbs).commands[cmd_name]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the summaries."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in VERBS.items()])
+        with formatter.section("Short for `tandem admin ...`"):
+            formatter.write_text(", ".join(SHORT_FORMS))
+
 
 app = new_app("Speculative decoding with the draft model and the target model as separate services.")
-# These pass their arguments on unchanged: each service's settings list its options once.
-_HANDED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-app.command(context_settings=_HANDED_ON)(serve)
-command(app)(up)
-app.add_typer(config, name="config")
-generate.add_to(app)
-plan.add_to(app)
-audit.add_to(app)
-app.command(context_settings=_HANDED_ON)(bench)
-app.add_typer(admin, name="admin")
-app.add_typer(context, name="context")
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -40,7 +64,7 @@ def _print_version(is_wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(cls=_Verbs)
 def options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")

@@ -13,7 +13,7 @@ import typer
 
 from tandem.config.names import OWN_METHODS, canonical_method
 from tandem.errors import ConfigurationError
-from tandem.settings import exit_with
+from tandem.standard_streams import exit_with
 
 SERVICES = {"draft": "draft_service", "target": "target_service", "coordinator": "coordinator"}
 """The package of each service."""
@@ -25,6 +25,15 @@ _USAGE = """Usage: tandem serve SERVICE [OPTIONS]
 
 Start one service: draft, target or coordinator. `tandem serve SERVICE --help` lists its options.
 """
+
+
+_HANDED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the commands to the program. They pass their arguments on unchanged: settings list their options once."""
+    app.command(context_settings=_HANDED_ON)(serve)
+    app.command(context_settings=_HANDED_ON)(bench)
 
 
 def serve(context: typer.Context) -> None:

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from coordinator.cli.command import option
+import typer
+
+from coordinator.cli.command import command, option
 from coordinator.cli.serve import package_of
 from coordinator.settings.coordinator import DEFAULT_PORT, ConfigSettings
 from tandem.config.layers import merged, read_layers
@@ -33,7 +35,7 @@ from tandem.model_sources.bundled import DEMO, SMOLLM2, demo_pair, require_engin
 from tandem.model_sources.hub import is_model_id
 from tandem.serving.children import Child
 from tandem.serving.server import announce, stop_signals
-from tandem.settings import exit_with
+from tandem.standard_streams import exit_with
 
 SMOLLM2_METHOD = "eagle3"
 """Drafting method for smollm2 where none is named: Tandem comes with such a head for it."""
@@ -123,6 +125,11 @@ class UpOptions:
     def is_demo(self) -> bool:
         """True if the bundled pair is served."""
         return self.target is None and self.model in (None, DEMO)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command to the program."""
+    command(app)(up)
 
 
 def up(options: UpOptions) -> None:

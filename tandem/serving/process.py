@@ -15,8 +15,8 @@ import uvloop
 from tandem.errors import ConfigurationError, ModelFolderError, TandemError
 from tandem.logs import configure
 from tandem.serving.server import Service, end_now, serve
-from tandem.settings import ServerSettings, exit_with, load_settings
-from tandem.standard_streams import fill_closed
+from tandem.settings import ServerSettings, load_settings
+from tandem.standard_streams import exit_with, fill_closed
 
 YOUNG_OBJECTS = 10_000
 """New objects, less those that were freed, after which the collector looks at them. With Python's default of 700 a

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from coordinator.cli.main import app
+from coordinator.cli.main import SHORT_FORMS, VERBS, app
 from tandem import __version__
 from tests.commands import Commands
 
@@ -112,3 +114,19 @@ def test_the_shell_completes_verbs(shell: str) -> None:
     assert "replicas" in result.stdout
     assert "requests" in result.stdout
     assert "status" not in result.stdout
+
+
+@pytest.mark.parametrize("verb", [*VERBS, *SHORT_FORMS])
+def test_every_verb_has_its_help(verb: str) -> None:
+    shown = CliRunner().invoke(app, [verb, "--help"])
+    assert shown.exit_code == 0
+    assert shown.output.startswith("Usage: ")
+
+
+def test_the_help_of_the_program_imports_no_verb() -> None:
+    code = (
+        "import sys; from coordinator.cli.main import app; app(['--help'], standalone_mode=False)\n"
+        "assert not {'pydantic', 'numpy', 'grpc', 'coordinator.cli.command'} & sys.modules.keys()"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert all(f"  {verb} " in shown.stdout for verb in VERBS)

@@ -120,7 +120,7 @@ def test_the_shell_completes_verbs(shell: str) -> None:
 def test_every_verb_has_its_help(verb: str) -> None:
     shown = CliRunner().invoke(app, [verb, "--help"])
     assert shown.exit_code == 0
-    assert shown.output.startswith("Usage: ")
+    assert shown.output.lower().startswith("usage: tandem")
 
 
 def test_the_help_of_the_program_imports_no_verb() -> None:

@@ -120,13 +120,13 @@ def test_the_shell_completes_verbs(shell: str) -> None:
 def test_every_verb_has_its_help(verb: str) -> None:
     shown = CliRunner().invoke(app, [verb, "--help"])
     assert shown.exit_code == 0
-    assert shown.output.lower().startswith("usage: tandem")
+    assert shown.output.lower().startswith("usage: ")
 
 
 def test_the_help_of_the_program_imports_no_verb() -> None:
     code = (
         "import sys; from coordinator.cli.main import app; app(['--help'], standalone_mode=False)\n"
-        "assert not {'pydantic', 'numpy', 'grpc', 'coordinator.cli.command'} & sys.modules.keys()"
+        "assert not {'pydantic', 'numpy', 'coordinator.cli.command'} & sys.modules.keys()"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert all(f"  {verb} " in shown.stdout for verb in VERBS)
+    assert all(f"\n  {verb} " in shown.stdout for verb in VERBS)

@@ -140,7 +140,7 @@ class Audit:
             if test.adjusted_p is not None and test.adjusted_p < ALPHA
         ]
         found += [f"{each.name}: {each.detail}" for each in self.checks if each.verdict is Verdict.FINDING]
-        if found and self.lossy_rules:
+        if self.lossy_rules:
             found.insert(0, f"the acceptance rule {', '.join(self.lossy_rules)} is lossy by design")
         return found
 
@@ -259,19 +259,24 @@ async def _calibrate(
     left = max(0.0, end - time.monotonic())
     reader = Reader(server.listed)
     removed = 0
-    for name, fields in _LOOKS.items():
-        share = _SHARES.get(name, 1.0)
-        until = min(end, time.monotonic() + left * share)
-        tokens = _share(server.budget, share)
-        async with aclosing(_batches(sampled(server, options, until, tokens, fields), reader)) as batches:
-            async for steps in batches:
-                conditional, count = expected(name, steps, is_raw)
-                removed += count
-                evidence.add(name, conditional)
-                total, log10 = evidence.path[-1]
-                report(f"{name}: {total:,} tokens, evidence 10^{log10:.1f}")
-                if log10 > _CONCLUSIVE_LOG10:
-                    break
+    try:
+        for name, fields in _LOOKS.items():
+            share = _SHARES.get(name, 1.0)
+            until = min(end, time.monotonic() + left * share)
+            tokens = _share(server.budget, share)
+            async with aclosing(_batches(sampled(server, options, until, tokens, fields), reader)) as batches:
+                async for steps in batches:
+                    conditional, count = expected(name, steps, is_raw)
+                    removed += count
+                    evidence.add(name, conditional)
+                    total, log10 = evidence.path[-1]
+                    report(f"{name}: {total:,} tokens, evidence 10^{log10:.1f}")
+                    if log10 > _CONCLUSIVE_LOG10:
+                        break
+    except asyncio.CancelledError:
+        # Ctrl-C ends the sampling. The evidence counts whenever one stops, so it is reported.
+        if (task := asyncio.current_task()) is not None:
+            task.uncancel()
     if removed > _MAX_REMOVED:
         detail = f"{removed} tokens are outside of it, by more than {_MARGIN:g}"
         result.checks.append(Check(NUCLEUS, Verdict.FINDING, detail))

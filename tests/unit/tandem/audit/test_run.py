@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Callable
@@ -220,6 +221,24 @@ async def test_without_log_probabilities_nothing_is_claimed() -> None:
     assert result.findings == []
     assert result.verdict.startswith("nothing found, but too few sampled tokens")
     assert html(result).count("<svg") == 0
+
+
+async def test_what_was_found_before_it_is_stopped_is_reported() -> None:
+    sampled = 0
+
+    def stopping(body: dict[str, Any]) -> dict[str, Any]:
+        nonlocal sampled
+        sampled += body["max_tokens"] == 64 and body["temperature"] == 1.0 and "stop" not in body
+        if sampled == 20:
+            task.cancel()
+        return body
+
+    task = asyncio.ensure_future(audited(Changed(stopping, "typical-acceptance"), 100_000))
+    result = await task
+    assert 20 <= sampled < 32
+    assert result.findings[0] == "the acceptance rule typical-acceptance is lossy by design"
+    assert result.tests
+    assert result.speculation is not None
 
 
 async def test_the_budget_of_requests_holds() -> None:

@@ -27,6 +27,8 @@ from tandem.types import DraftedOutcomes, Proposal, TargetOptions, Verification
 
 logger = logging.getLogger(__name__)
 
+_REFUSAL_CHARACTERS = 200
+"""Of what a service says about a request that it refuses."""
 MAX_LOSSES = 3
 """A request that loses so many targets in one round may be the cause, and ends before it takes down the next."""
 _FULL_SECONDS = 0.25
@@ -91,7 +93,7 @@ class FailoverVerifier:
         """The target's row at each position of the proposal, and at the one after it.
 
         Raises:
-            InvalidRequestError: the target refuses the request.
+            InvalidRequestError: each target refuses the request, though the coordinator has checked it.
             CapacityError: no target has room for it.
             ServiceUnavailableError: no target is ready in time.
             TandemError: the only target sends invalid answers, or the request has lost too many.
@@ -101,7 +103,7 @@ class FailoverVerifier:
         while True:
             try:
                 verification = await self._attempt(completion, proposal, trouble)
-            except (InvalidRequestError, DeadlineError):
+            except DeadlineError:
                 raise
             except TandemError as error:
                 await self._go_elsewhere(error, trouble)
@@ -250,7 +252,7 @@ class FailoverVerifier:
         trouble.avoided.clear()
 
     def _count_loss(self, error: TandemError, place: _Place, trouble: _Trouble) -> None:
-        trouble.losses += place.sequence.was_asked
+        trouble.losses += place.sequence.was_asked and not isinstance(error, InvalidRequestError)
         trouble.is_reported = True
         member, reason = place.member, str(error)
         logger.warning(
@@ -277,6 +279,10 @@ class FailoverVerifier:
             return
         trouble.avoided.add(member)
         if self._pool.choose(trouble.avoided) is None:
+            if isinstance(error, InvalidRequestError):
+                words = reason.partition("\n")[0]
+                said = words if len(words) <= _REFUSAL_CHARACTERS else f"{words[:_REFUSAL_CHARACTERS]}..."
+                raise InvalidRequestError(f"no target service takes the request; one says: {said}") from error
             # The error's text is for the log only: it describes internals.
             raise ProtocolError(
                 f"no target service could go on with the request {self._options.request_id}; {self._delivered()}"

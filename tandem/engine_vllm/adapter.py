@@ -29,7 +29,7 @@ USED: Mapping[str, tuple[str, ...]] = {
         "tensor_parallel_size", "moe_backend", "enable_prefix_caching", "gpu_memory_utilization",
         "kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs", "quantization", "enforce_eager",
         "model_loader_extra_config", "speculative_config", "worker_extension_cls", "async_scheduling",
-        "disable_log_stats", "distributed_executor_backend", "enable_chunked_prefill",
+        "disable_log_stats", "distributed_executor_backend", "enable_chunked_prefill", "compilation_config",
     ),
     "vllm.engine.arg_utils:EngineArgs.create_engine_config": (),
     "vllm.v1.executor:Executor.get_class": ("vllm_config",),
@@ -75,10 +75,15 @@ _ENVIRONMENT = {
     # Its log lines go where ours go.
     "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_NO_USAGE_STATS": "1",
-    # Bound threads of draft and target would share one core.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # A model's folder is complete: `tandem.model_sources` has fetched it.
     "HF_HUB_OFFLINE": "1",
+}
+
+_CPU_ENVIRONMENT = {
+    # Bound threads of draft and target would share one core.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Its latent attention on a CPU reads nothing that lies before a step's tokens, unless it is one token.
+    "VLLM_MLA_DISABLE": "1",
 }
 
 
@@ -90,7 +95,7 @@ def prepare_process(threads: int | None, device: str, device_count: int) -> None
         device: Device of the model, as torch names it; of several the first one.
         device_count: Devices that the model is split over.
     """
-    for name, value in _ENVIRONMENT.items():
+    for name, value in (_ENVIRONMENT | (_CPU_ENVIRONMENT if device == "cpu" else {})).items():
         os.environ.setdefault(name, value)
     if threads is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
@@ -226,7 +231,14 @@ def load_core(options: Mapping[str, Any], on_failure: Callable[[], None] | None)
 
     try:
         config = EngineArgs(**options).create_engine_config()
+        if not config.scheduler_config.enable_chunked_prefill:
+            raise ConfigurationError(
+                f"vLLM cannot serve {options['model']}: on this device its attention for this model does not go on "
+                "from a cache with several tokens, as a verification does; set engine to tandem"
+            )
         core = EngineCore(config, Executor.get_class(config), False, executor_fail_callback=on_failure)
+    except ConfigurationError:
+        raise
     except Exception as error:
         logger.exception("vLLM did not start")
         raise ConfigurationError(f"vLLM cannot serve {options['model']}: {_reason(error)}") from error

@@ -46,6 +46,9 @@ _CPU_LENGTH = 4096
 """Tokens for which there is room in the cache of a model that names no limit."""
 _CPU_BLOCK_TOKENS = 32
 """Its attention on a CPU wants a multiple of 32."""
+_WRONG_ON_CPU = "-rotary_embedding"
+"""vLLM 0.32's kernel that rotates positions on a CPU takes a part of a head for a whole one, as DeepSeek's queries have
+it; without it vLLM computes the same in torch."""
 
 
 def load_vllm(
@@ -77,8 +80,11 @@ def load_vllm(
         raise ConfigurationError(f"load_format is {load_format}; it must be one of {', '.join(LOAD_FORMATS)}")
     limits = EngineSettings.of(settings, settings.compute_device.partition(":")[0])
     options = _options(settings, folder, limits, proposal_length) | given | {"load_format": load_format}
-    if settings.compute_device == "cpu" and settings.kv_cache_memory_bytes is None:
-        options["kv_cache_memory_bytes"] = _cpu_cache_bytes(checkpoint, limits, settings.compute_dtype)
+    if settings.compute_device == "cpu":
+        if settings.kv_cache_memory_bytes is None:
+            options["kv_cache_memory_bytes"] = _cpu_cache_bytes(checkpoint, limits, settings.compute_dtype)
+        if "qk_rope_head_dim" in checkpoint.config:
+            options["compilation_config"] = {"custom_ops": [_WRONG_ON_CPU]}
     return VllmModel(load_core(options, on_failure), checkpoint, settings.device_count)
 
 
@@ -133,6 +139,9 @@ def _cpu_cache_bytes(checkpoint: Checkpoint, limits: EngineSettings, dtype: str)
     heads = int(config["num_attention_heads"])
     head_size = int(config.get("head_dim") or config["hidden_size"] // heads)
     kept_heads = int(config.get("num_key_value_heads") or heads)
+    if "qk_rope_head_dim" in config:  # latent attention, whose keys are kept as they are (`VLLM_MLA_DISABLE`)
+        head_size = int(config["qk_nope_head_dim"]) + int(config["qk_rope_head_dim"])
+        kept_heads = heads
     token_bytes = 2 * int(config["num_hidden_layers"]) * kept_heads * head_size * size
     length = limits.max_length or int(config.get("max_position_embeddings") or _CPU_LENGTH)
     most = limits.max_sequences * (length + _CPU_BLOCK_TOKENS) * token_bytes

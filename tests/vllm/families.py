@@ -29,6 +29,7 @@ def _deepseek_v3() -> Any:
         moe_intermediate_size=32,
         n_routed_experts=4,
         num_experts_per_tok=2,
+        scoring_func="sigmoid",
         topk_method="noaux_tc",
         n_group=2,
         topk_group=1,

@@ -12,7 +12,11 @@ import importlib
 import inspect
 import logging
 import os
+import threading
+import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +34,7 @@ USED: Mapping[str, tuple[str, ...]] = {
         "kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs", "quantization", "enforce_eager",
         "model_loader_extra_config", "speculative_config", "worker_extension_cls", "async_scheduling",
         "disable_log_stats", "distributed_executor_backend", "enable_chunked_prefill", "compilation_config",
+        "use_tqdm_on_load",
     ),
     "vllm.engine.arg_utils:EngineArgs.create_engine_config": (),
     "vllm.v1.executor:Executor.get_class": ("vllm_config",),
@@ -66,6 +71,8 @@ USED: Mapping[str, tuple[str, ...]] = {
     "vllm.v1.request:RequestStatus.RUNNING": (),
 }  # fmt: skip
 """Parameters that are given, by module and name."""
+
+_TOLD_EVERY_SECONDS = 10.0
 
 _ENVIRONMENT = {
     # In this process: our thread calls the workers' executor itself.
@@ -225,24 +232,48 @@ def load_core(options: Mapping[str, Any], on_failure: Callable[[], None] | None)
         ConfigurationError: vLLM refuses the model or an option, in its own words.
     """
     check_vllm()
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.core import EngineCore
-    from vllm.v1.executor import Executor
-
+    began = time.perf_counter()
     try:
-        config = EngineArgs(**options).create_engine_config()
-        if not config.scheduler_config.enable_chunked_prefill:
-            raise ConfigurationError(
-                f"vLLM cannot serve {options['model']}: on this device its attention for this model does not go on "
-                "from a cache with several tokens, as a verification does; set engine to tandem"
-            )
-        core = EngineCore(config, Executor.get_class(config), False, executor_fail_callback=on_failure)
+        with _progress_told(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they are about its own code
+            core = _started(options, on_failure)
     except ConfigurationError:
         raise
     except Exception as error:
         logger.exception("vLLM did not start")
         raise ConfigurationError(f"vLLM cannot serve {options['model']}: {_reason(error)}") from error
-    return Core(core)
+    logger.info("vLLM has loaded the model", extra={"seconds": time.perf_counter() - began})
+    return core
+
+
+def _started(options: Mapping[str, Any], on_failure: Callable[[], None] | None) -> Core:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor import Executor
+
+    config = EngineArgs(**options).create_engine_config()
+    if not config.scheduler_config.enable_chunked_prefill:
+        raise ConfigurationError(
+            f"vLLM cannot serve {options['model']}: on this device its attention for this model does not go on from a "
+            "cache with several tokens, as a verification does; set engine to tandem"
+        )
+    return Core(EngineCore(config, Executor.get_class(config), False, executor_fail_callback=on_failure))
+
+
+@contextmanager
+def _progress_told() -> Iterator[None]:
+    """Log that loading goes on. Workers in other processes, which may read weights for minutes, log warnings alone."""
+    began, is_loaded = time.perf_counter(), threading.Event()
+
+    def tell() -> None:
+        while not is_loaded.wait(_TOLD_EVERY_SECONDS):
+            logger.info("vLLM is loading the model", extra={"seconds": round(time.perf_counter() - began)})
+
+    threading.Thread(target=tell, name="tandem-loading", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_loaded.set()
 
 
 def _reason(error: BaseException) -> str:

@@ -126,6 +126,7 @@ def _options(
         "enforce_eager": settings.enforce_eager,
         "worker_extension_cls": EXTENSION,
         "async_scheduling": False,
+        "use_tqdm_on_load": False,  # stderr is for log lines
         "disable_log_stats": True,
         **{name: value for name, value in given.items() if value is not None},
     }

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,6 +20,21 @@ EXTENSION = "tandem.engine_vllm.worker.RowWorker"
 
 NO_PROPOSER = "tandem.engine_vllm.worker.NoProposer"
 """What vLLM makes its proposer."""
+
+
+def _end_with_parent() -> None:
+    """End this process once the service is gone, however it ended. vLLM's own watcher asks the worker's loop to end,
+    which a worker that loads weights or waits for another one never reads."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if (
+    multiprocessing.parent_process() is not None
+):  # vLLM imports this module in each worker before it loads weights
+    threading.Thread(target=_end_with_parent, name="tandem-parent", daemon=True).start()
 
 
 class NoProposer:

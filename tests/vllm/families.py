@@ -42,8 +42,8 @@ def _deepseek_v3() -> Any:
     )
 
 
-FAMILIES: dict[str, Callable[[], Any]] = {
-    "llama": lambda: hf.LlamaConfig(**_SHAPE),
+FAMILIES: dict[str, Callable[..., Any]] = {
+    "llama": lambda **changes: hf.LlamaConfig(**_SHAPE | changes),
     "mistral": lambda: hf.MistralConfig(**_SHAPE, sliding_window=WINDOW, head_dim=32),
     "qwen3": lambda: hf.Qwen3Config(**_SHAPE, head_dim=32),
     "qwen3_moe": lambda: hf.Qwen3MoeConfig(**_SHAPE, **_EXPERTS, num_experts=4, head_dim=32),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -47,7 +47,9 @@ class Twin:
 
 
 @asynccontextmanager
-async def twin_of(folder: Path, config: Any, **options: Any) -> AsyncIterator[Twin]:
+async def twin_of(
+    folder: Path, config: Any, on_failure: Callable[[], None] | None = None, **options: Any
+) -> AsyncIterator[Twin]:
     """Make a checkpoint of random weights, load it twice, and run our engine during the block."""
     reference = save_checkpoint(folder, config)
     for module in reference.modules():
@@ -67,7 +69,7 @@ async def twin_of(folder: Path, config: Any, **options: Any) -> AsyncIterator[Tw
         | options
     )
     records: list[StepRecord] = []
-    model = load_vllm(settings, folder, proposal_length=4)
+    model = load_vllm(settings, folder, proposal_length=4, on_failure=on_failure)
     engine = RowEngine(model, EngineSettings.of(settings, "cpu"), records.append)
     engine.start()
     try:

@@ -1,0 +1,130 @@
+"""What a vLLM that fails does to the service: a typed error, an end, or a step that is known to hang."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.engine.interface import RowRequest
+from tandem.engine_vllm import worker as worker_module
+from tandem.engine_vllm.worker import RowWorker, Step
+from tandem.errors import TandemError
+from tandem.types import Delta, RowKind, TokenRow, VerifyStep
+from tests.vllm.families import FAMILIES
+from tests.vllm.models import GREEDY, Twin, prompts, text_of, together, twin_of
+
+pytestmark = pytest.mark.timeout(600)
+
+_ASK = RowRequest(VerifyStep(Delta(0, [5, 6, 7]), RowKind.TOKEN, 1), GREEDY)
+
+
+async def _asked(twin: Twin) -> int:
+    sequence = await twin.engine.open(8)
+    try:
+        (row,) = (await twin.engine.run(sequence, _ASK)).rows
+    finally:
+        twin.engine.release(sequence)
+    assert isinstance(row, TokenRow)
+    return row.token_id
+
+
+async def test_memory_that_is_full_fails_a_step_and_a_hang_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with twin_of(tmp_path, FAMILIES["llama"](), step_timeout_seconds=0.2) as twin:
+        expected = int(twin.logits([5, 6, 7])[-1].argmax())
+        assert await _asked(twin) == expected
+        step = RowWorker.tandem_step
+
+        def full(self: RowWorker, of: Step) -> None:
+            step(self, of)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        # vLLM has mixed the methods into a class that looks them up here.
+        monkeypatch.setattr(worker_module.RowWorker, "tandem_step", full)
+        with pytest.raises(TandemError, match="step failed"):
+            await _asked(twin)
+        goes_on = threading.Event()
+
+        def hangs(self: RowWorker, of: Step) -> None:
+            goes_on.wait()
+            step(self, of)
+
+        monkeypatch.setattr(worker_module.RowWorker, "tandem_step", hangs)
+        asked = asyncio.ensure_future(_asked(twin))
+        while not twin.engine.overdue_seconds:  # noqa: ASYNC110  the engine tells nobody
+            await asyncio.sleep(0.01)
+        goes_on.set()
+        assert await asked == expected
+        assert not twin.engine.overdue_seconds
+
+
+def _children(of: int) -> list[int]:
+    found = Path(f"/proc/{of}/task").glob("*/children")
+    own = [int(child) for file in found for child in file.read_text().split()]
+    return [*own, *(each for child in own for each in _children(child))]
+
+
+def _is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _workers(of: int) -> list[int]:
+    return [each for each in _children(of) if "VLLM::Worker" in Path(f"/proc/{each}/cmdline").read_text()]
+
+
+async def test_two_workers_compute_one_model_and_the_engine_ends_with_either(tmp_path: Path) -> None:
+    failed = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    async with twin_of(
+        tmp_path,
+        FAMILIES["llama"](num_key_value_heads=2),
+        on_failure=lambda: loop.call_soon_threadsafe(failed.set),
+        tensor_parallel_size=2,
+    ) as twin:
+        texts = prompts(6)
+        found = await together(*(text_of(twin.engine, prompt, 16) for prompt in texts))
+        assert all(twin.is_greedy(prompt, text) for prompt, text in zip(texts, found, strict=True))
+        again = zip(texts, found, strict=True)
+        assert await together(*(text_of(twin.engine, *pair[:1], 16, pair[1]) for pair in again)) == found
+        workers = _workers(os.getpid())
+        assert len(workers) == 2
+        os.kill(workers[1], signal.SIGKILL)
+        await failed.wait()
+        with pytest.raises(TandemError):
+            await _asked(twin)
+    assert not any(map(_is_running, workers))
+
+
+@pytest.mark.parametrize("when", ["loading", "serving"])
+def test_no_worker_outlives_its_service(tmp_path: Path, when: str) -> None:
+    """However the service ends, and whatever the workers do at that time."""
+    from tests.unit.engine.tiny_models import save_checkpoint
+
+    save_checkpoint(tmp_path, FAMILIES["llama"](num_key_value_heads=2))
+    options = {"model": tmp_path, "engine": "vllm", "tensor-parallel-size": 2, "threads": 1, "port": 0}
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    command = [sys.executable, "-m", "target_service", *arguments, "--enforce-eager", "--host=127.0.0.1"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as service:
+        assert service.stderr is not None
+        workers: list[int] = []
+        said = ""
+        while len(workers) < 2 or (when == "serving" and "vLLM has loaded" not in said):
+            said = service.stderr.readline()
+            assert said, "the service has ended"
+            workers = _workers(service.pid)
+        service.kill()
+    while any(map(_is_running, workers)):
+        time.sleep(0.01)

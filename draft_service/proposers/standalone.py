@@ -76,12 +76,21 @@ def _load_over_vllm(
 ) -> StandaloneProposer:
     from tandem.engine_vllm.engine import load_vllm
 
+    drafts_ahead = settings.device_count == 1 and settings.enable_prefix_caching
+    # The outcomes of a verification are ranked by rows of several positions, which vLLM computes for proposals alone.
+    proposal_length = int(drafts_ahead)
     model = load_vllm(
-        settings, settings.checkpoint, load_config=settings.draft_load_config, on_failure=on_failure
+        settings,
+        settings.checkpoint,
+        proposal_length=proposal_length,
+        load_config=settings.draft_load_config,
+        on_failure=on_failure,
     )
     limits = EngineSettings.of(settings, settings.compute_device.partition(":")[0])
     engine = Engine(model, propose_where_logits_are, limits, on_step=on_step, on_failure=on_failure)
-    return StandaloneProposer(engine, settings.draft_top_k, settings.draft_support_mass, drafts_ahead=False)
+    return StandaloneProposer(
+        engine, settings.draft_top_k, settings.draft_support_mass, drafts_ahead=drafts_ahead
+    )
 
 
 class StandaloneProposer(EngineOwner[Engine[Drafting, Proposal]]):

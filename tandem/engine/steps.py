@@ -205,6 +205,10 @@ class StepBackend(ABC):
 class BranchRunner(Protocol):
     """Runs steps of branches."""
 
+    @property
+    def writes_behind_trunk(self) -> bool:
+        """True if a branch's keys and values lie behind the trunk, where its sequence can take them over."""
+
     def run(self, parts: SequenceOf[SequenceBranches]) -> Tensor:
         """The logits that follow each branch's token, [branches of all parts, vocabulary_size], in their order.
 

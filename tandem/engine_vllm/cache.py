@@ -15,6 +15,7 @@ from typing import Any
 
 from tandem.engine.interface import KvUsage
 from tandem.engine.kv_cache.sequence import Segment, Sequence
+from tandem.engine.steps import SequenceBranches
 from tandem.engine_vllm.worker import Part, Step
 
 _numbers = count(1)
@@ -112,6 +113,7 @@ class BlockCache:
         self._has_windows = has_windows
         self._zeroes_blocks = zeroes_blocks
         self._held: dict[Sequence, _Held] = {}
+        self._branches: dict[Sequence, list[Sequence]] = {}
         self._finished: list[str] = []
         self._preemption_count = 0
 
@@ -123,8 +125,9 @@ class BlockCache:
 
     @property
     def holders(self) -> list[Sequence]:
-        """See `SequenceCache`."""
-        return list(self._held)
+        """See `SequenceCache`: branches are a matter of their sequence."""
+        branches = {branch for each in list(self._branches.values()) for branch in each}
+        return [sequence for sequence in list(self._held) if sequence not in branches]
 
     def usage(self, waiting_count: int = 0, sequence_count: int = 0) -> KvUsage:
         """See `SequenceCache`."""
@@ -152,6 +155,7 @@ class BlockCache:
 
     def reuse(self, sequence: Sequence, row_count: int = 0) -> None:
         """See `SequenceCache`. Every job begins here, so that a sequence that cannot go on begins anew."""
+        self.trim(sequence)
         held = self._held.get(sequence)
         if held is not None:
             if sequence.computed_length >= max(held.published, held.shortest):
@@ -181,6 +185,9 @@ class BlockCache:
         held = self._held.get(sequence)
         if held is None:  # its pages were given to others in this step
             return False
+        if sequence.computed_length < max(held.published, held.shortest):  # background work begins here
+            self.reuse(sequence, sequence.pending_count)
+            held = self._held[sequence]
         if self.is_ready(sequence, end):
             return True
         self._publish(sequence, held, sequence.computed_length)  # before a window leaves it behind
@@ -209,20 +216,54 @@ class BlockCache:
             held.shortest = max(held.shortest, computed)
         return True
 
-    def take_spare(self, sequence: Sequence, end: int) -> None:
-        """See `SequenceCache`: only branches want spare pages, and there are none."""
+    def take_spare(self, sequence: Sequence, count: int) -> int:
+        """See `SequenceCache`. A branch takes blocks of its own: one for what it cannot share, and those of its tokens,
+        so that twice as many blocks as tokens are enough however many branches there are."""
+        can_share = self._hasher is not None and not sequence.is_private
+        free = self._manager.block_pool.get_num_free_blocks()
+        return min(count, free // (2 * self.shape.group_count)) if can_share else 0
 
     def take_over(self, sequence: Sequence, positions: SequenceOf[int]) -> None:
-        """See `SequenceCache`: as `take_spare`."""
+        """See `SequenceCache`: never asked, since branches do not lie behind their trunk."""
 
     def trim(self, sequence: Sequence) -> None:
-        """See `SequenceCache`: a sequence has at most one block more than it needs."""
+        """See `SequenceCache`: a sequence has at most one block more than it needs, and its branches."""
+        for branch in self._branches.pop(sequence, ()):
+            self._let_go(branch)
+
+    def branches(self, part: SequenceBranches) -> list[Sequence] | None:
+        """The branches that go on, as sequences of their own, each with its token to be computed.
+
+        They share the blocks of the tokens before the first of them leaves; what lies in a block that is not full is
+        computed again for each. None where there is no room, or they were given up.
+        """
+        trunk, step = part.sequence, part.step
+        if step.depth == 0:
+            self.trim(trunk)
+            if (held := self._held.get(trunk)) is None:
+                return None
+            self._publish(trunk, held, min(step.trunk_lengths))
+            self._branches[trunk] = []
+            for length in step.trunk_lengths:
+                branch = Sequence(trunk.tables, trunk.max_length, trunk.vocabulary_size)
+                branch.token_ids = trunk.token_ids[:length]
+                self._branches[trunk].append(branch)
+        branches = self._branches.get(trunk, [])[: part.count]
+        for branch, token_id in zip(branches, step.token_ids, strict=False):
+            branch.token_ids.append(token_id)
+            if step.depth == 0:
+                self.reuse(branch, 1)
+                if not self.make_ready(branch, branch.length + step.max_depth - 1):
+                    self.trim(trunk)
+                    return None
+        return branches or None
 
     def computed(self, sequence: Sequence) -> None:
         """See `SequenceCache`: only the next step shows what of this one is certain."""
 
     def release(self, sequence: Sequence) -> None:
         """See `SequenceCache`."""
+        self.trim(sequence)
         held = self._held.get(sequence)
         if held is not None:
             self._publish(sequence, held, sequence.computed_length)
@@ -230,12 +271,14 @@ class BlockCache:
 
     def preempt(self, sequence: Sequence) -> None:
         """See `SequenceCache`."""
+        self.trim(sequence)
         self._preemption_count += self._held[sequence].capacity > 0
         self._let_go(sequence)
         sequence.restart()
 
     def distrust(self, sequence: Sequence) -> None:
         """See `SequenceCache`."""
+        self.trim(sequence)
         held = self._held.get(sequence)
         if held is not None:
             ids = self._manager.get_block_ids(held.request.request_id)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,12 +16,12 @@ from torch import Tensor
 import tandem
 from tandem.engine.interface import RowRequest
 from tandem.engine.kv_cache.arena import memory_allowance
-from tandem.engine.kv_cache.sequence import Segment
+from tandem.engine.kv_cache.sequence import Segment, Sequence
 from tandem.engine.models.checkpoint import Checkpoint, open_checkpoint, tokenizer_hash
 from tandem.engine.models.loading import end_ids_within
 from tandem.engine.rows import verifications
 from tandem.engine.settings import EngineSettings
-from tandem.engine.steps import Machinery, StepBackend, StepRunner
+from tandem.engine.steps import Machinery, SequenceBranches, StepBackend, StepRunner
 from tandem.engine_vllm.adapter import Core, load_core
 from tandem.engine_vllm.cache import BlockCache
 from tandem.engine_vllm.worker import EXTENSION, NO_PROPOSER
@@ -164,6 +165,10 @@ class RemoteLogits:
         answer: AnswerT = self.model.call("tandem_apply", function, payload)
         return answer
 
+    def __getitem__(self, rows: slice) -> Tensor:
+        """Some of them, in this process; valid until the next step."""
+        return self.apply(_some, (rows.start, rows.stop))
+
 
 class VllmModel:
     """See `tandem.engine.steps.ModelRunner`."""
@@ -203,7 +208,10 @@ class VllmModel:
         )
         max_rows = None if core.config.speculative_config else 1
         logger.info("kv cache sized", extra={"tokens": cache.usage().total_tokens})
-        return Machinery(cache.shape, cache, StepRunner([VllmSteps(self, cache)]), None, max_rows)
+        steps = VllmSteps(self, cache)
+        can_branch = core.has_one_process and max_rows is None
+        branches = VllmBranches(self, cache, steps, core.config.scheduler_config) if can_branch else None
+        return Machinery(cache.shape, cache, StepRunner([steps]), branches, max_rows)
 
     def verify(self, requests: SequenceOf[RowRequest], logits: RemoteLogits) -> list[Verification | None]:
         """See `ModelRunner`."""
@@ -225,6 +233,10 @@ class VllmModel:
     def close(self) -> None:
         """End the workers."""
         self._core.engine.shutdown()
+
+
+def _some(bounds: tuple[int, int], logits: Tensor) -> Tensor:
+    return logits[bounds[0] : bounds[1]]
 
 
 def _are_finite(_: None, logits: Tensor) -> bool:
@@ -256,6 +268,67 @@ class VllmSteps(StepBackend):
                 self._cache.distrust(segment.sequence)
             raise
         return RemoteLogits(self._model)
+
+
+class VllmBranches:
+    """See `BranchRunner`: branches are sequences that share the blocks of their trunk."""
+
+    writes_behind_trunk = False
+
+    def __init__(self, model: VllmModel, cache: BlockCache, steps: VllmSteps, limits: Any) -> None:
+        """
+        Args:
+            model: Has the logits.
+            cache: Knows the branches.
+            steps: Runs them.
+            limits: vLLM's `SchedulerConfig`.
+        """
+        self._model = model
+        self._cache = cache
+        self._steps = steps
+        self._max_sequences: int = limits.max_num_seqs
+        self._max_tokens: int = limits.max_num_batched_tokens
+
+    def run(self, parts: SequenceOf[SequenceBranches]) -> Tensor:
+        """See `BranchRunner`. Logits of branches for which there is no room are NaN, with which they end."""
+        branches: list[Sequence | None] = []
+        for part in parts:
+            branches += self._cache.branches(part) or [None] * part.count
+        found = torch.full(
+            (len(branches), self._model.info.vocabulary_size), torch.nan, device=self._model.device
+        )
+        try:
+            for rows in self._steps_of(branches):
+                segments = [
+                    Segment(each, each.pending_count) for i in rows if (each := branches[i]) is not None
+                ]
+                ends = accumulate(segment.token_count for segment in segments)
+                logits = self._steps.run(segments, [end - 1 for end in ends])
+                found[rows] = logits[: len(rows)].to(found.dtype)
+                for segment in segments:
+                    segment.sequence.advance(segment.token_count)
+        except Exception:
+            for part in parts:
+                self._cache.trim(part.sequence)
+            raise
+        return found
+
+    def _steps_of(self, branches: SequenceOf[Sequence | None]) -> Iterator[list[int]]:
+        """Branches that are run together, by their numbers, as many as vLLM takes in a step."""
+        rows: list[int] = []
+        tokens = 0
+        for number, branch in enumerate(branches):
+            if branch is None:
+                continue
+            if rows and (
+                len(rows) == self._max_sequences or tokens + branch.pending_count > self._max_tokens
+            ):
+                yield rows
+                rows, tokens = [], 0
+            rows.append(number)
+            tokens += branch.pending_count
+        if rows:
+            yield rows
 
 
 def _row_counts(segments: SequenceOf[Segment], rows: SequenceOf[int]) -> list[int]:

@@ -123,5 +123,5 @@ async def test_a_sequence_may_roll_back_as_far_as_it_likes(twin: Twin) -> None:
 async def test_the_profile_holds_times_of_steps(twin: Twin) -> None:
     await twin.engine.warm_up()
     seconds = twin.engine.info.step_profile.seconds
-    assert {(1, 1), (1, 5), (2, 1)} <= seconds.keys()
+    assert (1, 1) in seconds  # as many more as a second allows for
     assert torch.isfinite(torch.tensor(list(seconds.values()))).all()

@@ -88,10 +88,14 @@ def _workers(of: int) -> list[int]:
 async def test_two_workers_compute_one_model_and_the_engine_ends_with_either(tmp_path: Path) -> None:
     failed = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def fail() -> None:
+        loop.call_soon_threadsafe(failed.set)
+
     async with twin_of(
         tmp_path,
         FAMILIES["llama"](num_key_value_heads=2),
-        on_failure=lambda: loop.call_soon_threadsafe(failed.set),
+        on_failure=fail,
         tensor_parallel_size=2,
     ) as twin:
         texts = prompts(6)

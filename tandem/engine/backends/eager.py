@@ -363,6 +363,8 @@ class BranchLayout(GroupedAttention, BranchPacking):
 class EagerBranches:
     """Runs them by the model's own modules and torch's attention, on any device."""
 
+    writes_behind_trunk = True
+
     def __init__(self, model: LoadedModel, arena: KvArena) -> None:
         self._model = model
         self._arena = arena

@@ -193,6 +193,8 @@ class _Trunk:
     """A job's trunk, as far as it has yet to be read."""
 
     job: BackgroundJob
+    room: int
+    """Tokens that fit behind it."""
     known: SequenceOf[Tensor] = ()
     """Logits of the first of its last positions, [positions, vocabulary_size], that a branch has computed before."""
     lead: Lead | None = None
@@ -247,7 +249,8 @@ class BackgroundWork:
         self._watchdog = watchdog
         self._waiting: dict[Sequence, BackgroundJob] = {}
         self._begun: dict[Sequence, _Begun] = {}
-        self._kept = KeptBranches()
+        can_take_over = branches is not None and branches.writes_behind_trunk
+        self._kept = KeptBranches(MAX_BYTES if can_take_over else 0)
 
     @property
     def is_empty(self) -> bool:
@@ -331,14 +334,14 @@ class BackgroundWork:
         if continuation is not None:
             sequence.token_ids += continuation.lead.token_ids if continuation.lead else ()
             self._cache.take_over(sequence, continuation.positions)
-        self._cache.take_spare(sequence, sequence.length + sequence.spare_tokens)
-        if sequence.table.capacity <= sequence.length:
+        room = self._cache.take_spare(sequence, sequence.spare_tokens)
+        if room <= 0:
             return None
         if continuation is None:
-            return _Trunk(job)
+            return _Trunk(job, room)
         # When the trunk of the job before was never read, the branch begins at tokens whose logits this job does not
         # want: a hit on top of a hit.
-        return _Trunk(job, (continuation.logits[unwanted:],), continuation.lead)
+        return _Trunk(job, room, (continuation.logits[unwanted:],), continuation.lead)
 
     def _next_branches(self) -> list[_Begun]:
         """Take jobs whose turn it is, as many as have branches that fit into one step."""
@@ -369,10 +372,9 @@ class BackgroundWork:
 
     def _begin(self, trunk: _Trunk, *logits: Tensor) -> None:
         """Let a job choose its branches, by the logits that were known and those of what was read now."""
-        sequence, parts = trunk.job.sequence, (*trunk.known, *logits)
+        parts = (*trunk.known, *logits)
         rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-        room = sequence.table.capacity - sequence.length
-        self._follow(trunk.job, partial(trunk.job.begin, rows, room, trunk.lead), trunk.lead)
+        self._follow(trunk.job, partial(trunk.job.begin, rows, trunk.room, trunk.lead), trunk.lead)
 
     def _advance(self, begun: SequenceOf[_Begun], began: float) -> None:
         assert self._branches is not None, "without it no job begins"

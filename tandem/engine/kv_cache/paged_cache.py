@@ -152,9 +152,10 @@ class PagedCache:
         self._pool.let_go(page, keep=page in self._prefixes)
         return True
 
-    def take_spare(self, sequence: Sequence, end: int) -> None:
-        """Gives pages up to `end` as far as there are any that nobody holds."""
-        self._extend(sequence, min(end, sequence.table.max_pages * self._page_tokens))
+    def take_spare(self, sequence: Sequence, count: int) -> int:
+        """Finds room for so many tokens behind its last one, as far as there are pages that nobody holds."""
+        self._extend(sequence, min(sequence.length + count, sequence.table.max_pages * self._page_tokens))
+        return sequence.table.capacity - sequence.length
 
     def take_over(self, sequence: Sequence, positions: SequenceOf[int]) -> None:
         """Makes what lies at these positions the keys and values of the sequence's first uncomputed tokens.

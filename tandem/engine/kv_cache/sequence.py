@@ -238,8 +238,12 @@ class SequenceCache(Protocol):
             False if there are too few pages. Those that it got stay with it.
         """
 
-    def take_spare(self, sequence: Sequence, end: int) -> None:
-        """Gives pages up to `end` as far as there are any that nobody holds."""
+    def take_spare(self, sequence: Sequence, count: int) -> int:
+        """Finds room for so many tokens behind its last one, as far as there are pages that nobody holds.
+
+        Returns:
+            The number of tokens for which there is room.
+        """
 
     def take_over(self, sequence: Sequence, positions: TokenIds[int]) -> None:
         """Makes what lies at these positions the keys and values of the sequence's first uncomputed tokens."""

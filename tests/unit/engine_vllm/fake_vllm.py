@@ -171,6 +171,7 @@ def fake_core(worker: FakeWorker, block_count: int = 200, max_length: int = 64) 
             ),
             device_config=SimpleNamespace(device_type="cpu"),
             speculative_config=object(),
+            scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64),
         ),
         executor=worker,
         manager=manager,

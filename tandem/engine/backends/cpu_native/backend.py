@@ -89,6 +89,8 @@ class CpuNativeBackend(ModuleSteps):
 class NativeBranches:
     """Branches from the plans of steps; see `BranchRunner`."""
 
+    writes_behind_trunk = True
+
     def __init__(self, plans: PlannedSteps, eager: EagerBranches, arena: KvArena) -> None:
         self._plans = plans
         self._eager = eager

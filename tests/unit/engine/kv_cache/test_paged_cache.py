@@ -89,7 +89,7 @@ class PagedCaches(RuleBasedStateMachine):
         sequence = self._pick(choice)
         if sequence.pending_count or not self.cache.is_ready(sequence, sequence.length):
             return
-        self.cache.take_spare(sequence, sequence.length + tokens)
+        self.cache.take_spare(sequence, tokens)
         for layer in self.arena.layers:
             table = sequence.tables[layer.group]
             for position in range(sequence.length, table.capacity):

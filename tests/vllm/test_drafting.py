@@ -1,0 +1,80 @@
+"""A draft over a real vLLM proposes, and drafts ahead, what the embedded engine does, with the noise that is shared."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from draft_service.proposers.drafting import propose_head
+from draft_service.proposers.standalone import StandaloneProposer, load_standalone
+from draft_service.settings import DraftSettings
+from tandem.engine.core.engine import Engine
+from tandem.engine.core.selection import Backends
+from tandem.engine.models.loading import load_model
+from tandem.engine.settings import EngineSettings
+from tandem.types import Delta, DraftOptions, ProposeStep, SparseDistribution
+from tests.unit.draft_service.test_ahead import (
+    BUDGET,
+    GREEDY,
+    STRICT,
+    SUPPORT,
+    K,
+    assert_as_if_asked,
+    proposed,
+    pushed,
+)
+from tests.unit.engine.tiny_models import MAX_LENGTH, save_checkpoint
+from tests.vllm.families import FAMILIES
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["llama", "mistral"])
+async def proposers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[tuple[StandaloneProposer, StandaloneProposer]]:
+    """Over vLLM, and over the embedded engine."""
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    save_checkpoint(folder, FAMILIES[request.param]())
+    options: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_length": MAX_LENGTH}
+    settings = DraftSettings(
+        model=folder, engine="vllm", enforce_eager=True, kv_cache_memory_bytes=32 << 20, **options
+    )
+    over_vllm = load_standalone(settings, lambda record: None, lambda: None)
+    embedded = Engine(
+        Backends(load_model(folder, device="cpu", dtype="float32")), propose_head, EngineSettings()
+    )
+    own = StandaloneProposer(embedded, settings.draft_top_k, settings.draft_support_mass)
+    await over_vllm.start()
+    await own.start()
+    yield over_vllm, own
+    await over_vllm.close()
+    await own.close()
+
+
+@pytest.mark.parametrize("options", [GREEDY, STRICT, SUPPORT], ids=["greedy", "strict", "support"])
+async def test_proposals_and_what_follows_them_are_those_of_the_embedded_engine(
+    proposers: tuple[StandaloneProposer, StandaloneProposer], options: DraftOptions
+) -> None:
+    over_vllm, own = proposers
+    assert over_vllm.model_info.drafts_ahead
+    async with over_vllm.sequence(options) as sequence, own.sequence(options) as other:
+        text = tuple(7 * index % 90 + 3 for index in range(70))
+        for number in range(4):
+            step = ProposeStep(Delta(0, text), K, BUDGET)
+            answer, expected = await proposed(sequence, step), await proposed(other, step)
+            assert answer.token_ids == expected.token_ids
+            for given, known in zip(answer.distributions, expected.distributions, strict=True):
+                assert isinstance(given, SparseDistribution)
+                assert isinstance(known, SparseDistribution)
+                np.testing.assert_allclose(given.probs, known.probs, atol=1e-3)
+            before = (*text, *answer.token_ids)
+            drafted = await pushed(sequence)
+            await assert_as_if_asked(over_vllm, options, before, drafted)
+            accepted, token_id = drafted.outcomes[0] if number % 2 else (1, 7)
+            text = (*before[: len(text) + accepted], token_id)

@@ -1,8 +1,8 @@
-# One image for each service:
+# One image for each service; those that run a model have one for CPUs, and one for NVIDIA's GPUs with vLLM:
 #
 #   docker build --target coordinator -t tandem/coordinator .
-#   docker build --target draft       -t tandem/draft .                                # CPU
-#   docker build --target target      -t tandem/target --build-arg ACCELERATOR=cuda .  # NVIDIA
+#   docker build --target draft       -t tandem/draft .         or --target draft-gpu
+#   docker build --target target      -t tandem/target .        or --target target-gpu
 #
 # And two for Kubernetes (deploy/kubernetes):
 #
@@ -10,8 +10,6 @@
 #   docker build --target vllm        -t tandem/vllm .
 #
 # Every version is fixed: the base image by its tag, the packages by constraints.txt.
-
-ARG ACCELERATOR=cpu
 
 FROM python:3.12.13-slim-bookworm AS python
 ENV PATH=/opt/tandem/bin:$PATH
@@ -55,18 +53,11 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 
 # torch alone first: gigabytes that change seldom. The default package index has the build for CUDA, which computes on a
 # CPU as well; PyTorch's own index has one for CPUs alone, a tenth of the size.
-FROM build AS torch-cpu
+FROM build AS model-packages
 ARG TORCH_CPU_INDEX=
 RUN --mount=type=cache,target=/root/.cache/pip \
     python -m pip --python /opt/tandem/bin/python install -c constraints.txt \
     ${TORCH_CPU_INDEX:+--no-deps --index-url "$TORCH_CPU_INDEX"} torch
-
-FROM build AS torch-cuda
-RUN --mount=type=cache,target=/root/.cache/pip \
-    python -m pip --python /opt/tandem/bin/python install -c constraints.txt torch
-
-# hadolint ignore=DL3006
-FROM torch-${ACCELERATOR} AS model-packages
 RUN --mount=type=cache,target=/root/.cache/pip \
     python requirements.py pyproject.toml engine > requirements.txt \
     && python -m pip --python /opt/tandem/bin/python install -c constraints.txt -r requirements.txt
@@ -133,10 +124,49 @@ ENTRYPOINT ["cp", "-R", "/demo/.", "/models/"]
 
 
 # A stock vLLM that can draft from our draft services (docs/vllm.md). Its own packages stay as they are, apart from those
-# that the wheel needs and it lacks. The image has a user without rights, whom Kubernetes names by number.
+# that the wheel needs and it lacks; the extra `vllm` has the release of this tag. The image has a user without rights,
+# whom Kubernetes names by number.
 FROM vllm/vllm-openai:v0.32.0 AS vllm
 COPY --from=code /wheel /wheel
 RUN --mount=type=cache,target=/root/.cache/uv \
-    uv pip install --system /wheel/*.whl \
+    wheel=$(echo /wheel/*.whl) \
+    && uv pip install --system "${wheel}[engine,vllm]" \
     && rm -r /wheel
 USER 2000:2000
+
+
+# The same packages under our own services. CUDA and a compiler are there, since kernels are compiled at the first start;
+# the home holds them, and torch wants to know the user's name.
+FROM vllm AS gpu
+USER 0:0
+RUN groupadd --gid 10001 tandem \
+    && useradd --uid 10001 --gid tandem --create-home tandem \
+    && install -d -o tandem -g tandem /huggingface \
+    && { command -v python || ln -s "$(command -v python3)" /usr/local/bin/python; }
+ENV HOME=/home/tandem \
+    TORCHINDUCTOR_CACHE_DIR=/home/tandem/.cache/torchinductor \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+WORKDIR /home/tandem
+USER 10001:10001
+STOPSIGNAL SIGTERM
+
+
+FROM gpu AS draft-gpu
+ENV TANDEM_DRAFT_HOST=0.0.0.0 \
+    TANDEM_DRAFT_ENGINE=vllm \
+    TANDEM_DRAFT_DEVICE=cuda
+EXPOSE 50053
+HEALTHCHECK --interval=10s --timeout=5s --start-period=1800s --retries=3 \
+    CMD ["python", "-P", "-m", "tandem.serving.healthcheck", "127.0.0.1:50053"]
+ENTRYPOINT ["python", "-P", "-m", "draft_service"]
+
+
+FROM gpu AS target-gpu
+ENV TANDEM_TARGET_HOST=0.0.0.0 \
+    TANDEM_TARGET_ENGINE=vllm \
+    TANDEM_TARGET_DEVICE=cuda
+EXPOSE 50052
+HEALTHCHECK --interval=10s --timeout=5s --start-period=1800s --retries=3 \
+    CMD ["python", "-P", "-m", "tandem.serving.healthcheck", "127.0.0.1:50052"]
+ENTRYPOINT ["python", "-P", "-m", "target_service"]

@@ -1,11 +1,11 @@
-"""Print a compose file with further replicas of the profile gpu, each on a GPU of its own.
+"""Print a compose file that gives the models of the profile gpu their GPUs.
 
-    python deploy/gpus.py --targets 2,3 --drafts 4 > gpus.yml
+    python deploy/gpus.py --target 0,1 --target 2,3 --draft 4 > gpus.yml
     docker compose -f docker-compose.yml -f gpus.yml --profile gpu up
 
-`docker compose up --scale` gives every replica of a service the same GPU, so each further replica here is a service:
-a copy of `target_service_gpu` or `draft_service_gpu` under the same network alias, which is how the coordinator finds
-replicas.
+Each --target and each --draft is a replica, with the GPUs that its model is split over. `docker compose up --scale`
+would give every replica the same ones, so each further replica here is a service: a copy of `target_service_gpu` or
+`draft_service_gpu` under the same network alias, which is how the coordinator finds replicas.
 """
 
 from __future__ import annotations
@@ -27,21 +27,33 @@ except ModuleNotFoundError:
 COMPOSE_FILE = Path(__file__).resolve().parents[1] / "docker-compose.yml"
 
 
-def further_replicas(compose: Mapping[str, Any], gpus: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """The services to add.
+class Override(list[Any]):
+    """A list that takes the place of the one in the first compose file, instead of being joined to it."""
+
+
+def replicas(compose: Mapping[str, Any], gpus: Mapping[str, Sequence[Sequence[str]]]) -> dict[str, Any]:
+    """The services to change and to add.
 
     Args:
         compose: The content of docker-compose.yml.
-        gpus: For each service to copy, the GPUs of its further replicas, by number or GPU-... id.
+        gpus: By role, target and draft, the GPUs of each replica, by number or GPU-... id.
     """
     services: dict[str, Any] = {}
-    for name, ids in gpus.items():
-        for number, gpu in enumerate(ids, start=2):
+    for role, each in gpus.items():
+        name = f"{role}_service_gpu"
+        size = f"TANDEM_{role.upper()}_TENSOR_PARALLEL_SIZE"
+        for number, ids in enumerate(each, start=1):
             service = copy.deepcopy(compose["services"][name])
+            (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+            devices = [device | {"device_ids": list(ids)}]
+            if number == 1:
+                deploy = {"resources": {"reservations": {"devices": Override(devices)}}}
+                services[name] = {"environment": {size: len(ids)}, "deploy": deploy}
+                continue
             # The first replica's service builds the image.
             del service["build"]
-            (device,) = service["deploy"]["resources"]["reservations"]["devices"]
-            device["device_ids"] = [gpu]
+            service["deploy"]["resources"]["reservations"]["devices"] = devices
+            service["environment"][size] = len(ids)
             services[f"{name}_{number}"] = service
     return {"services": services}
 
@@ -51,33 +63,32 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--targets", default="", metavar="GPU,...", help="GPUs of further targets")
-    parser.add_argument("--drafts", default="", metavar="GPU,...", help="GPUs of further drafts")
+    for role in ("target", "draft"):
+        parser.add_argument(
+            f"--{role}", action="append", required=True, metavar="GPU,...", help=f"GPUs of a {role}"
+        )
     options = parser.parse_args(arguments)
-    gpus = {
-        "target_service_gpu": [gpu for gpu in options.targets.split(",") if gpu],
-        "draft_service_gpu": [gpu for gpu in options.drafts.split(",") if gpu],
-    }
-    every = [gpu for ids in gpus.values() for gpu in ids]
-    if not every:
-        parser.error("no GPUs are named; give --targets, --drafts or both")
+    gpus = {role: [ids.split(",") for ids in getattr(options, role)] for role in ("target", "draft")}
+    every = [gpu for replica in (*gpus["target"], *gpus["draft"]) for gpu in replica]
     if unknown := [gpu for gpu in every if not gpu.isdecimal() and not gpu.startswith(("GPU-", "MIG-"))]:
         parser.error(
-            f"GPU is {unknown[0]}; it must be a number as nvidia-smi has it, or an id: GPU-... or MIG-..."
+            f"GPU is {unknown[0]!r}; it must be a number as nvidia-smi has it, or an id: GPU-... or MIG-..."
         )
     if twice := sorted({gpu for gpu in every if every.count(gpu) > 1}):
-        parser.error(f"GPU {', '.join(twice)} is named twice; each replica must have one of its own")
+        parser.error(f"GPU {', '.join(twice)} is named twice; each replica must have its own")
     compose = yaml.safe_load(COMPOSE_FILE.read_text(encoding="utf-8"))
-    sys.stdout.write(yaml.dump(further_replicas(compose, gpus), Dumper=_WithoutAnchors, sort_keys=False))
+    sys.stdout.write(yaml.dump(replicas(compose, gpus), Dumper=_Dumper, sort_keys=False))
 
 
-class _WithoutAnchors(yaml.SafeDumper):
+class _Dumper(yaml.SafeDumper):
     """Repeats shared parts for each service instead of using anchors, since the file is generated."""
 
     def ignore_aliases(self, data: Any) -> bool:
         """Always."""
         return True
 
+
+_Dumper.add_representer(Override, lambda dumper, devices: dumper.represent_sequence("!override", devices))
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from deploy.gpus import Override
 from tests.paths import ROOT
 
 COMPOSE_FILE = ROOT / "docker-compose.yml"
@@ -21,7 +22,7 @@ def interpolated(value: Any, variables: Mapping[str, str]) -> Any:
     if isinstance(value, dict):
         return {key: interpolated(entry, variables) for key, entry in value.items()}
     if isinstance(value, list):
-        return [interpolated(entry, variables) for entry in value]
+        return type(value)(interpolated(entry, variables) for entry in value)
     if not isinstance(value, str):
         return value
 
@@ -44,8 +45,21 @@ def variables_of(path: Path = COMPOSE_FILE) -> set[str]:
     return {match["name"] for match in _VARIABLE.finditer(path.read_text(encoding="utf-8")) if match["name"]}
 
 
+class _Loader(yaml.SafeLoader):
+    """Knows `!override`, which deploy/gpus.py writes."""
+
+
+def _override(loader: yaml.SafeLoader, node: yaml.SequenceNode) -> Override:
+    return Override(loader.construct_sequence(node, deep=True))
+
+
+_Loader.add_constructor("!override", _override)
+
+
 def laid_over(base: Any, overlay: Any) -> Any:
     """Apply a further compose file to a value: mappings are merged, lists joined, the rest replaced."""
+    if isinstance(overlay, Override):
+        return list(overlay)
     if isinstance(base, dict) and isinstance(overlay, dict):
         both = {key: laid_over(base[key], overlay[key]) for key in base.keys() & overlay.keys()}
         return base | overlay | both
@@ -60,7 +74,7 @@ def services(
     """The services that these profiles start, by name. Dependencies on others are left out, as compose does."""
     config: dict[str, Any] = {}
     for path in (COMPOSE_FILE, *overlays):
-        read = yaml.safe_load(path.read_text(encoding="utf-8"))
+        read = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a safe loader
         config = laid_over(config, interpolated(read, variables or {}))
     chosen: dict[str, dict[str, Any]] = {
         name: service

@@ -32,11 +32,11 @@ class Copy:
 
 
 class Dockerfile:
-    """The file's stages, with `ACCELERATOR` as given."""
+    """The file's stages."""
 
-    def __init__(self, path: Path, accelerator: str = "cpu") -> None:
+    def __init__(self, path: Path) -> None:
         self.stages: dict[str, Stage] = {}
-        text = path.read_text(encoding="utf-8").replace("${ACCELERATOR}", accelerator)
+        text = path.read_text(encoding="utf-8")
         text = re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
         stage = None
         for line in filter(None, (line.strip() for line in text.splitlines())):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
+from draft_service.settings import DraftSettings
+from tandem.engine_vllm.adapter import TESTED_RELEASE
+from tandem.settings import ModelServerSettings, load_settings
+from target_service.settings import TargetSettings
 from tests.deploy.compose import COMPOSE_FILE, interpolated, services
 from tests.deploy.dockerfile import Dockerfile
 from tests.paths import ROOT
@@ -109,55 +114,78 @@ def test_our_services_are_as_their_image_says(everything: dict[str, dict[str, An
     assert dockerfile.last(stage, "EXPOSE") in service["healthcheck"]["test"][-1]
     default_drain = 30
     assert seconds(service["stop_grace_period"]) > default_drain
-    for volume in service.get("volumes", []):
-        assert volume.endswith(":ro")
+    home = dockerfile.environment(stage)["HOME"]
+    assert all(volume.endswith(":ro") or volume == home for volume in service.get("volumes", []))
     if name != "coordinator":
         assert not service.get("ports"), f"{name} could not be scaled"
         assert set(service["networks"]) == {"models"}
 
 
-def test_each_model_has_a_gpu_of_its_own() -> None:
-    gpus = []
-    for name, service in services("gpu").items():
-        if name != "coordinator":
-            (device,) = service["deploy"]["resources"]["reservations"]["devices"]
-            gpus += device["device_ids"]
-            assert service["build"]["args"] == {"ACCELERATOR": "cuda"}
-    assert len(gpus) == len(set(gpus)) == 2
+def gpus_of(service: dict[str, Any]) -> list[str]:
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    found: list[str] = device["device_ids"]
+    return found
 
 
-def test_further_replicas_have_gpus_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("role", ["draft", "target"])
+def test_a_model_on_a_gpu_is_run_by_vllm(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings accept what image and compose file say together, and vLLM has the shared memory that it needs."""
+    service, dockerfile = services("gpu")[f"{role}_service_gpu"], Dockerfile(DOCKERFILE)
+    stage = service["build"]["target"]
+    given = dockerfile.environment(stage) | service["environment"]
+    for variable in [variable for variable in os.environ if variable.startswith("TANDEM_")]:
+        monkeypatch.delenv(variable)
+    for variable, value in given.items():
+        if variable.startswith("TANDEM_"):
+            monkeypatch.setenv(variable, str(value))
+    kind: type[ModelServerSettings] = DraftSettings if role == "draft" else TargetSettings
+    loaded = load_settings(kind, (), role)
+    assert loaded.uses_vllm
+    assert (loaded.compute_device, loaded.device_count) == ("cuda", 1)
+    assert loaded.model == Path("/models", role)
+    assert int(service["shm_size"].removesuffix("g")) >= 8
+    assert given["HOME"] in service["volumes"]
+    (release,) = re.findall(r"vllm-openai:v(\d+\.\d+)\.", str(dockerfile.base_images()))
+    assert release == TESTED_RELEASE
+    assert len(gpus_of(service)) == 1
+
+
+def test_models_of_the_gpu_profile_may_be_named_by_id() -> None:
+    variables = {"MODEL_PREFIX": "", "TARGET_MODEL": "Qwen/Qwen3-8B", "HF_CACHE": "~/.cache/huggingface"}
+    target = services("gpu", variables=variables)["target_service_gpu"]
+    assert target["environment"]["TANDEM_TARGET_MODEL"] == "Qwen/Qwen3-8B"
+    assert f"~/.cache/huggingface:{target['environment']['HF_HOME']}:ro" in target["volumes"]
+
+
+def test_replicas_have_gpus_of_their_own(tmp_path: Path) -> None:
     """The output of deploy/gpus.py is laid over the compose file."""
     overlay = tmp_path / "gpus.yml"
-    command = (sys.executable, str(ROOT / "deploy" / "gpus.py"), "--targets", "2,3", "--drafts", "GPU-4")
+    replicas = ("--target", "0,1", "--target", "2,3", "--draft", "GPU-4")
+    command = (sys.executable, str(ROOT / "deploy" / "gpus.py"), *replicas)
     overlay.write_text(
         subprocess.run(command, capture_output=True, text=True, check=True).stdout, encoding="utf-8"
     )
     chosen = services("gpu", overlays=[overlay])
-    gpus = {
-        name: service["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]
-        for name, service in chosen.items()
-        if name != "coordinator"
+    del chosen["coordinator"]
+    assert {name: gpus_of(service) for name, service in chosen.items()} == {
+        "target_service_gpu": ["0", "1"],
+        "target_service_gpu_2": ["2", "3"],
+        "draft_service_gpu": ["GPU-4"],
     }
-    assert gpus == {
-        "target_service_gpu": ["0"],
-        "draft_service_gpu": ["1"],
-        "target_service_gpu_2": ["2"],
-        "target_service_gpu_3": ["3"],
-        "draft_service_gpu_2": ["GPU-4"],
-    }
-    first = chosen["target_service_gpu"]
-    for name in ("image", "environment", "networks", "volumes", "healthcheck", "tmpfs", "read_only"):
-        assert chosen["target_service_gpu_3"][name] == first[name]
+    first, second = chosen["target_service_gpu"], chosen["target_service_gpu_2"]
+    assert first["environment"]["TANDEM_TARGET_TENSOR_PARALLEL_SIZE"] == 2
+    assert chosen["draft_service_gpu"]["environment"]["TANDEM_DRAFT_TENSOR_PARALLEL_SIZE"] == 1
+    for name in ("image", "environment", "networks", "volumes", "healthcheck", "tmpfs", "shm_size"):
+        assert second[name] == first[name]
 
 
 @pytest.mark.parametrize(
     ("options", "code", "sentence"),
     [
-        (("gpus.py", "--targets", "2,3", "--drafts", "3"), 2, "GPU 3 is named twice"),
-        (("gpus.py", "--targets", "two"), 2, "GPU is two; it must be a number"),
-        (("gpus.py",), 2, "no GPUs are named"),
-        (("-S", "gpus.py", "--targets", "2"), 1, "error: this script needs PyYAML"),  # without site-packages
+        (("gpus.py", "--target", "2,3", "--draft", "3"), 2, "GPU 3 is named twice"),
+        (("gpus.py", "--target", "0,two", "--draft", "1"), 2, "GPU is 'two'; it must be a number"),
+        (("gpus.py", "--target", "0"), 2, "required: --draft"),
+        (("-S", "gpus.py", "--target", "2"), 1, "error: this script needs PyYAML"),  # without site-packages
     ],
 )
 def test_wrong_gpus_are_refused_with_a_sentence(options: tuple[str, ...], code: int, sentence: str) -> None:
@@ -179,13 +207,15 @@ def test_http_is_open_to_this_machine(everything: dict[str, dict[str, Any]]) -> 
     assert "10.0.0.1:8001:8000" in services("cpu", variables=variables)["coordinator"]["ports"]
 
 
-@pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
-def test_only_models_have_torch(accelerator: str) -> None:
-    dockerfile = Dockerfile(DOCKERFILE, accelerator)
+def test_only_models_have_torch() -> None:
+    dockerfile = Dockerfile(DOCKERFILE)
     sources = {
         name: {copy.stage for copy in dockerfile.copies(name)} for name in ("coordinator", "draft", "target")
     }
     assert sources["coordinator"] == {"coordinator-packages", "code"}
     assert sources["draft"] == sources["target"] == {"model-packages", "code"}
-    assert "torch" in [stage.name.partition("-")[0] for stage in dockerfile.chain("model-packages")]
-    assert not [stage for stage in dockerfile.chain("coordinator-packages") if "torch" in stage.name]
+    installs = {
+        name: "install" in (text := " ".join(dockerfile.stages[name].all("RUN"))) and " torch" in text
+        for name in ("coordinator-packages", "model-packages")
+    }
+    assert installs == {"coordinator-packages": False, "model-packages": True}

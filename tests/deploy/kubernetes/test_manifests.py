@@ -12,7 +12,7 @@ import yaml
 
 from coordinator.settings.coordinator import CoordinatorSettings
 from draft_service.settings import DraftSettings
-from tandem.settings import ServerSettings, load_settings
+from tandem.settings import ModelServerSettings, ServerSettings, load_settings
 from target_service.settings import TargetSettings
 from tests.deploy.dockerfile import Dockerfile
 from tests.deploy.kubernetes.rendered import (
@@ -81,6 +81,8 @@ def test_every_option_is_one_that_the_services_know(overlay: str, monkeypatch: p
             assert not unknown
             assert loaded.uses_tls is (overlay != "cpu")
             assert loaded.insecure is (overlay == "cpu")
+            if isinstance(loaded, ModelServerSettings):
+                assert loaded.uses_vllm is (overlay != "cpu")
 
 
 def test_images_users_and_ports_are_those_of_the_dockerfile() -> None:
@@ -89,7 +91,8 @@ def test_images_users_and_ports_are_those_of_the_dockerfile() -> None:
         for workload in Manifests(rendered(overlay)).workloads:
             context = workload.pod["securityContext"]
             for container in workload.containers:
-                stage = container["image"].removeprefix("tandem/").partition(":")[0]
+                name, _, tag = container["image"].removeprefix("tandem/").partition(":")
+                stage = f"{name}-gpu" if tag.endswith("-gpu") else name
                 assert stage in dockerfile.stages, container["image"]
                 user = dockerfile.last(stage, "USER")
                 assert user == f"{context['runAsUser']}:{context['runAsGroup']}"

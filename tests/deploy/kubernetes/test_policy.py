@@ -52,6 +52,7 @@ def faults(objects: list[dict[str, Any]]) -> Iterator[str]:
             yield from _resources(container)
         for container in workload.pod["containers"]:
             yield from _life(manifests, workload, container)
+            yield from _gpus(container)
         yield from _environment(manifests, workload)
         yield from _references(manifests, workload)
     yield from _selectors(manifests)
@@ -102,6 +103,18 @@ def _life(manifests: Manifests, workload: Workload, container: dict[str, Any]) -
     drain = float(manifests.options(workload).get(option, 30.0)) if "envFrom" in container else 0.0
     if workload.pod.get("terminationGracePeriodSeconds", 30) <= sleep + drain:
         yield f"{container['name']} is killed while it drains"
+
+
+def _gpus(container: dict[str, Any]) -> Iterator[str]:
+    """A model is split over all of its container's GPUs, whose processes need shared memory of their own."""
+    gpus = int(container.get("resources", {}).get("limits", {}).get("nvidia.com/gpu", 0))
+    values = {entry["name"]: entry.get("value") for entry in container.get("env", [])}
+    options = [words.rpartition("=")[2] for words in container.get("args", []) if "parallel-size" in words]
+    sizes = [values[name] for name in values if name.endswith("_TENSOR_PARALLEL_SIZE")] + options
+    if gpus and (sizes or ["1"]) != [str(gpus)]:
+        yield f"{container['name']} has {gpus} GPUs"
+    if gpus > 1 and "/dev/shm" not in {mount["mountPath"] for mount in container["volumeMounts"]}:
+        yield f"shared memory of {container['name']}"
 
 
 def _environment(manifests: Manifests, workload: Workload) -> Iterator[str]:
@@ -179,7 +192,23 @@ def test_an_overlay_has_no_fault(folder: Path) -> None:
     ],
 )
 def test_a_fault_is_found(identity: str, path: str, value: object, words: str) -> None:
-    objects = rendered("cpu")
+    assert_found(rendered("cpu"), identity, path, value, words)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (f"{MAIN}.resources.limits", {"nvidia.com/gpu": 4}, "target has 4 GPUs"),
+        (f"{MAIN}.env", [], "target has 2 GPUs"),
+        (f"{MAIN}.volumeMounts", [], "shared memory of target"),
+    ],
+)
+def test_a_fault_of_gpus_is_found(path: str, value: object, words: str) -> None:
+    assert_found(rendered("gpu"), "Deployment/target", path, value, words)
+
+
+def assert_found(objects: list[dict[str, Any]], identity: str, path: str, value: object, words: str) -> None:
+    """Break an entry, and look for the words of the fault."""
     entry = named(objects, *identity.split("/"))
     *parents, last = path.split(".")
     for key in parents:

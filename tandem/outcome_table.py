@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tandem.types import DraftedOutcomes
+from tandem.types import DraftedOutcomes, VerifyStep
 
 
 class _Round(NamedTuple):
@@ -20,12 +20,11 @@ class OutcomeTable:
     One thread adds while another may look up: a round's entries only grow, and a new round replaces them in one step.
     """
 
-    def __init__(self, min_proposed: int = 0) -> None:
-        """
-        Args:
-            min_proposed: Fewest tokens of a proposal with which the target goes on; 0: also with none.
-        """
-        self.min_proposed = min_proposed
+    def __init__(self) -> None:
+        self.min_proposed = 0
+        """See `VerifyStep`; of the step that was asked for last."""
+        self.alone_after_miss = False
+        """Likewise."""
         self._round = _Round(-1, (), {})
 
     def add(self, drafted: DraftedOutcomes) -> bool:
@@ -41,6 +40,18 @@ class OutcomeTable:
             before = proposals.get(key, ())[:depth]
             proposals[key] = (*before, token_id, *(drafted.lead_token_ids if index == 0 else ()))
         return True
+
+    def ask(self, step: VerifyStep) -> None:
+        """A step was asked for, which says with what the target may go on."""
+        self.min_proposed, self.alone_after_miss = step.min_proposed, step.alone_after_miss
+
+    def suffices(self, base_length: int, accepted_count: int, next_token_id: int, room: int) -> bool:
+        """True if the target may go on with what is here for an outcome, where there is room for so many tokens."""
+        known = self._round
+        is_miss = known.base_length == base_length and (accepted_count, next_token_id) not in known.keys
+        if is_miss and self.alone_after_miss:
+            return True
+        return len(self.find(base_length, accepted_count, next_token_id)) >= min(self.min_proposed, room)
 
     def find(self, base_length: int, accepted_count: int, next_token_id: int) -> tuple[int, ...]:
         """The proposal for an outcome of the round that extends so many tokens; empty where there is none."""

@@ -165,6 +165,8 @@ class Proposal:
     """How many rounds the target may begin by itself behind this one."""
     min_proposed: int = 0
     """The fewest proposed tokens with which it begins them; 0: also with none."""
+    alone_after_miss: bool = False
+    """True if it also begins one with none behind an outcome that the draft did not draft for."""
 
     def cut(self, count: int) -> Proposal:
         """The proposal's first `count` tokens, without a cost: a proposal of fewer tokens begins alike."""
@@ -389,6 +391,8 @@ class VerifyStep:
     proposal up to the first that differs from its token row, and the token of that row."""
     min_proposed: int = 0
     """The fewest proposed tokens with which it takes them, as long as there is room for so many; 0: also with none."""
+    alone_after_miss: bool = False
+    """True if it also takes one with none behind an outcome that the draft did not draft for."""
 
     def led_delta(
         self,

@@ -234,7 +234,7 @@ class VerifiedSequence:
             return False
         lead.unasked.popleft()
         lead.asked_count += 1
-        self._outcomes.min_proposed = step.min_proposed
+        self._outcomes.ask(step)
         self.kept_length = step.delta.length
         self._engine.grant(self._cached, lead.asked_count, step.lead)
         return True
@@ -276,7 +276,7 @@ class VerifiedSequence:
                 )
         self.kept_length = step.delta.base_length + len(step.delta.token_ids) - max(step.row_count - 1, 0)
         options = self._options
-        self._outcomes.min_proposed = step.min_proposed
+        self._outcomes.ask(step)
         self._lead = lead = _Lead()
         lead.latest = RowRequest(
             step,

@@ -208,8 +208,10 @@ class FailoverDrafter:
         """Let the target begin the next rounds by itself, if the draft makes their proposals ahead."""
         if self._target is None or not self._lead or not sequence.drafts_ahead:
             return proposal
-        fewest = self._speculation.min_led_tokens(count, may_go_alone=not self._went_alone)
-        return replace(proposal, lead=self._lead, min_proposed=fewest)
+        speculation = self._speculation
+        may_go_alone = not self._went_alone and speculation.tokens_after_miss(count) == 0
+        fewest = speculation.min_led_tokens(count)
+        return replace(proposal, lead=self._lead, min_proposed=fewest, alone_after_miss=may_go_alone)
 
     def _begun(self, sequence: DraftSequence, completion: Completion, count: int) -> Proposal | None:
         """The proposal of so many tokens with which the target has begun this round; None where it has begun alone."""

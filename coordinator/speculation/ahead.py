@@ -135,11 +135,14 @@ class AheadModel:
         step = max(costs.draft.seconds(load, load * outcomes), 1e-9)
         share = self.hits.share(outcomes)
         miss = verify + costs.rest_seconds(load, tokens) + tokens * draft
+        rest = costs.asked_seconds(load, 0)
+        if costs.leads_with_proposals:  # the draft learns the outcome when the next verification has begun
+            draft, rest = draft + rest, 0.0
         # As many tokens as the verification leaves time for, or all of them.
         hidden = min(max(int((verify - draft) / step), 1), tokens)
 
         def speed_at(depth: int) -> float:
-            hit = max(verify, draft + depth * step) + costs.asked_seconds(load, 0)
+            hit = max(verify, draft + depth * step) + rest
             made = share * expected[depth] + (1.0 - share) * expected[tokens]
             return made / (share * hit + (1.0 - share) * miss)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from coordinator.rejection.strategies import GREEDY, STRICT
 from coordinator.speculation.ahead import (
     AheadModel,
     DraftAhead,
@@ -78,6 +79,8 @@ class Way(NamedTuple):
 
 
 _UNKNOWN = Way(0, [])
+_DECIDED_BY_TOKENS = (GREEDY.name, STRICT.name)
+"""Rules by which a target that leads can decide rounds with a proposal."""
 
 
 class Choice:
@@ -130,6 +133,12 @@ class Choice:
         self._turn_pause = 2 * PROBE_ROUNDS * load
         self._surprise = 0.0
         """Tokens that the present probe has accepted beyond twice the expected ones and one."""
+
+    def of_other(self, costs: CostModel, gains: AcceptanceModel, ahead: AheadModel) -> Choice:
+        """The decision for another kind of request, with the same choices, as it would be now."""
+        other = Choice(costs, gains, ahead, self.load, self._lengths, self._outcomes)
+        other._renew()
+        return other
 
     @property
     def gain(self) -> float:
@@ -380,15 +389,10 @@ class RequestSpeculation:
             tokens_per_second=max(choice.tokens_per_second, default=0.0),
         )
 
-    def min_led_tokens(self, count: int, *, may_go_alone: bool) -> int:
-        """The fewest tokens of a continuation with which a target begins the next round rather than wait for more.
-
-        Args:
-            count: Tokens of a whole continuation.
-            may_go_alone: Whether the target may begin it without any, where that is better than to ask the draft.
+    def min_led_tokens(self, count: int) -> int:
+        """The fewest tokens of a continuation of `count`, at least 1, with which a target begins the next round rather
+        than wait for more.
         """
-        if may_go_alone and self.tokens_after_miss(count) == 0:
-            return 0
         choice = self.choice
         if choice is None or not choice.costs.draft.is_known:
             return 1
@@ -570,6 +574,7 @@ class SpeculationController:
                 services[0].round_trip_seconds,
                 services[1].round_trip_seconds,
                 leads,
+                leads and kind.rule in _DECIDED_BY_TOKENS,
             )
         return self._costs[key]
 
@@ -634,14 +639,21 @@ class SpeculationController:
     def _hope(self, kind: RequestKind, load: int) -> float:
         """Expected tokens per second with the acceptance that the rule may have at best."""
         known = [
-            choice
-            for (_, other, *_), choice in self._choices.items()
-            if other.draft == kind.draft and choice.tokens_per_second
+            (key, choice)
+            for key, choice in self._choices.items()
+            if key[1].draft == kind.draft and choice.tokens_per_second
         ]
-        nearest = min(known, key=lambda choice: abs(choice.load - load), default=None)
-        most = nearest.max_tokens if nearest else 1
-        expected = expected_tokens(self.gains(kind).rates(most, 4.0 * OPTIMISM))
-        return max(nearest.way.speeds(expected)) if nearest else expected[-1]
+        if not known:
+            return expected_tokens(self.gains(kind).rates(1, 4.0 * OPTIMISM))[-1]
+        key, nearest = min(known, key=lambda each: abs(each[1].load - load))
+        expected = expected_tokens(self.gains(kind).rates(nearest.max_tokens, 4.0 * OPTIMISM))
+        if (
+            key[1].rule != kind.rule
+        ):  # rounds of another rule may cost more: only some let the target lead while it drafts
+            target, leads = key[0], key[-1]
+            costs, ahead = self.costs(target, kind, leads=leads), self._ahead_model(target, kind)
+            nearest = nearest.of_other(costs, self.gains(kind), ahead)
+        return max(nearest.way.speeds(expected))
 
     def decisions(self) -> Iterator[SpeculationDecision]:
         """Decisions for each target, kind and load seen so far."""

@@ -180,7 +180,7 @@ class RestCosts:
 class CostModel:
     """Predicts rounds on one target with one draft and one kind of rows, which draft nothing ahead."""
 
-    __slots__ = ("_alone", "_drafted", "_leads", "_led", "draft", "target", "trips")
+    __slots__ = ("_alone", "_drafted", "_leads", "_led", "draft", "leads_with_proposals", "target", "trips")
 
     def __init__(
         self,
@@ -189,6 +189,7 @@ class CostModel:
         target_trip_seconds: float = 0.0,
         draft_trip_seconds: float = 0.0,
         leads: bool = False,
+        leads_with_proposals: bool = False,
     ) -> None:
         """
         Args:
@@ -197,10 +198,12 @@ class CostModel:
             target_trip_seconds: The way there and back.
             draft_trip_seconds: Likewise.
             leads: True if the target, left alone, begins the next rounds before it is asked.
+            leads_with_proposals: True if it also begins those whose proposals are drafted ahead.
         """
         self.target = target
         self.draft = draft
         self._leads = leads
+        self.leads_with_proposals = leads_with_proposals
         self._alone, self._led, self._drafted = RestCosts(), RestCosts(), RestCosts()
         self.trips: tuple[float, ...] = (target_trip_seconds, draft_trip_seconds)
         """By health checks: the first guess, since a check takes longer than a message between two steps."""

@@ -314,6 +314,7 @@ class TargetSequence:
             with_statistics=self._rows.with_statistics,
             lead=proposal.lead if kind is RowKind.TOKEN else 0,
             min_proposed=proposal.min_proposed,
+            alone_after_miss=proposal.alone_after_miss,
         )
         return await self.ask(step, proposal)
 

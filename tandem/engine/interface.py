@@ -70,8 +70,8 @@ class RowRequest:
         delta = self.step.led_delta(answer, self.end_token_ids, self.max_length, self.outcomes.find)
         if delta is None:
             return answer
-        room = self.max_length - delta.base_length - 2
-        if len(delta.token_ids) - 1 < min(self.outcomes.min_proposed, room):
+        accepted, room = delta.base_length - answer.base_length, self.max_length - delta.base_length - 2
+        if not self.outcomes.suffices(answer.base_length, accepted, delta.token_ids[0], room):
             return answer
         return replace(answer, next_proposed=len(delta.token_ids) - 1)
 

@@ -64,8 +64,9 @@ from tandem.wire.status import Ending, ending_from_proto, ending_to_proto
 Request: TypeAlias = TargetOptions | VerifyStep | DraftedOutcomes | Finish | Cancel
 """A coordinator's message part for one sequence."""
 
-_STEP = Struct("<8i")
-"""Sequence, base length, number of token ids, row kind, row count, 1 with statistics, lead, fewest proposed tokens."""
+_STEP = Struct("<9i")
+"""Sequence, base length, number of token ids, row kind, row count, 1 with statistics, lead, fewest proposed tokens,
+1 for alone after a miss."""
 _SUPPORT_ROW = Struct("<ifif")
 """Ids of the support, mass outside, the sample from outside, its probability."""
 _STATISTICS = Struct("<ffi")
@@ -165,6 +166,7 @@ def _steps_to_proto(message: target_pb2.VerifySteps, numbered: Sequence[tuple[in
                 step.with_statistics,
                 step.lead,
                 step.min_proposed,
+                step.alone_after_miss,
             )
         )
         token_ids += delta.token_ids
@@ -186,7 +188,7 @@ def _steps_from_proto(
     spans = bounds([record[2] for record in records], len(token_ids), "the column of token ids")
     supports = iter(_supports_from_proto(message, records))
     for record, (start, stop) in zip(records, spans, strict=True):
-        sequence, base_length, _, kind, rows, statistics, lead, min_proposed = record
+        sequence, base_length, _, kind, rows, statistics, lead, min_proposed, alone = record
         own = tuple(islice(supports, max(rows, 0))) if kind == _HAS_SUPPORTS else ()
         try:
             delta = Delta(base_length, token_ids[start:stop])
@@ -196,7 +198,10 @@ def _steps_from_proto(
             if not 0 <= lead <= MAX_LEAD:
                 raise InvalidRequestError(f"lead is {lead}; it must be from 0 to {MAX_LEAD}")
             row_kind = row_kind_from_proto(kind)
-            yield sequence, VerifyStep(delta, row_kind, rows, own, bool(statistics), lead, min_proposed)
+            yield (
+                sequence,
+                VerifyStep(delta, row_kind, rows, own, bool(statistics), lead, min_proposed, bool(alone)),
+            )
         except InvalidRequestError as error:
             yield sequence, error
 

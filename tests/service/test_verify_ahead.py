@@ -25,7 +25,7 @@ Violation = Callable[[AheadDraft, list[int], ProposeStep], Pushes]
 @pytest.fixture(autouse=True)
 def _waits_for_a_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the cost model says of the times of a busy machine."""
-    monkeypatch.setattr(RequestSpeculation, "min_led_tokens", lambda *_, **__: 1)
+    monkeypatch.setattr(RequestSpeculation, "min_led_tokens", lambda *_: 1)
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,6 +28,27 @@ def test_another_round_replaces_the_last_one() -> None:
     assert table.add(DraftedOutcomes(6, 0, (8,), (1,), (5,)))
     assert not table.add(DraftedOutcomes(4, 1, (9,)))
     assert (table.find(4, 0, 5), table.find(6, 1, 5)) == ((), (8,))
+
+
+@pytest.mark.parametrize(
+    ("fewest", "room", "suffices"), [(0, 9, True), (2, 9, True), (3, 9, False), (3, 2, True)]
+)
+def test_a_target_goes_on_with_enough_tokens(fewest: int, room: int, suffices: bool) -> None:
+    table = OutcomeTable()
+    table.ask(VerifyStep(Delta(3, (0,)), RowKind.TOKEN, 1, lead=1, min_proposed=fewest))
+    table.add(DraftedOutcomes(4, 0, (7,), (0,), (5,), lead_token_ids=(8,)))
+    assert table.suffices(4, 0, 5, room) is suffices
+    assert table.suffices(4, 0, 6, room) is table.suffices(9, 0, 5, room) is (fewest == 0)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_it_goes_on_alone_only_behind_an_outcome_that_was_not_drafted_for(alone: bool) -> None:
+    table = OutcomeTable()
+    table.ask(VerifyStep(Delta(3, (0,)), RowKind.TOKEN, 1, lead=1, min_proposed=3, alone_after_miss=alone))
+    assert not table.suffices(4, 0, 5, 9), "nothing is known of the round yet"
+    table.add(DraftedOutcomes(4, 0, (7,), (0,), (5,)))
+    assert not table.suffices(4, 0, 5, 9), "more tokens may come"
+    assert table.suffices(4, 0, 6, 9) is alone
 
 
 IDS = st.integers(0, 5)

@@ -143,3 +143,15 @@ def test_a_wait_is_never_for_fewer_tokens_than_are_ready(
 ) -> None:
     found = tokens_after_hit(_EXPECTED, Unfinished(ready, 4, due, step), tokens_per_second=tokens_per_second)
     assert ready <= found <= 4
+
+
+def test_a_target_that_goes_on_with_proposals_hides_the_way_to_it() -> None:
+    """Unless the draft, which learns outcomes that much later, takes longer than the verification."""
+
+    def speed(draft_seconds: float, *, leads: bool) -> float:
+        known = _costs(draft_seconds)
+        costs = CostModel(known.target, known.draft, 0.5e-3, 0.5e-3, leads, leads)
+        return AheadModel().speed(costs, 1, _EXPECTED, 4)
+
+    assert speed(0.8e-3, leads=True) > 1.01 * speed(0.8e-3, leads=False)
+    assert speed(6.0e-3, leads=True) == pytest.approx(speed(6.0e-3, leads=False))

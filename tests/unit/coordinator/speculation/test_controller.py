@@ -166,3 +166,16 @@ def test_a_question_that_takes_long_beside_its_steps_is_not_asked_after_a_miss(
     for _ in range(20):
         request.asked_after_miss(K, K * 0.001 + beside_seconds)
     assert request.tokens_after_miss(K) == expected
+
+
+@pytest.mark.parametrize("leads", [False, True])
+def test_of_equal_acceptance_the_rule_wins_under_which_the_target_leads_while_it_drafts(leads: bool) -> None:
+    controller = SpeculationController()
+    controller.introduce("target", model_of(0.006), 0.001)
+    controller.introduce("draft", model_of(0.0008), 0.001)
+    request = controller.request(request_kind("draft", "residual", 1.0), K, draft_ahead=4, leads=leads)
+    request.target = "target"
+    for _ in range(3):
+        request.begin_round(1)
+    chosen = controller.choose_rule(["residual", "strict"], "draft", 1.0, 1)
+    assert chosen == ("strict" if leads else "residual")

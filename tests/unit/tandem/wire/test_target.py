@@ -100,7 +100,7 @@ def test_a_sequence_s_whole_life_survives_in_one_message() -> None:
         (2, replace(options, adjustments=LogitAdjustments())),
         (1, VerifyStep(Delta(0, [4]), RowKind.TOKEN, 1)),
         (2, VerifyStep(Delta(3, []), RowKind.TOKEN, 0)),
-        (1, VerifyStep(Delta(1, [5]), RowKind.TOKEN, 1, lead=2, min_proposed=3)),
+        (1, VerifyStep(Delta(1, [5]), RowKind.TOKEN, 1, lead=2, min_proposed=3, alone_after_miss=True)),
         (1, Finish(2)),
         (2, Cancel()),
         (3, DraftedOutcomes(7, 0, (4, 5), (1, 0), (8, 9), lead_token_ids=(6,))),

@@ -227,3 +227,48 @@ async def test_the_tokens_have_the_targets_distribution(
     value, freedom = statistic(counts, expected)
     assert value < critical_value(freedom)
     assert visible_distance(seeds, freedom) < distance
+
+
+@pytest.mark.parametrize(
+    ("rules", "temperature"),
+    [
+        (("strict", "residual", "block"), 0.7),
+        (("strict", "residual", "block"), 1.0),
+        (("strict",), 0.7),
+        pytest.param(("strict",), 1.0, marks=pytest.mark.soak),
+    ],
+)
+async def test_so_have_those_of_a_target_that_begins_rounds_by_itself(
+    rules: tuple[str, ...],
+    temperature: float,
+    reference: Any,
+    target_model: LoadedModel,
+    draft_model: LoadedModel,
+) -> None:
+    """With a draft under `strict`, and alone under every rule."""
+    is_alone = len(rules) > 1
+    request = replace(
+        SAMPLED,
+        temperature=temperature,
+        top_k=3,
+        max_tokens=6,
+        num_speculative_tokens=2,
+        speculation=not is_alone,
+    )
+    requests = [
+        replace(request, seed=seed, rejection_sampling_strategy=rules[seed % len(rules)])
+        for seed in range(210)
+    ]
+    step_seconds = 0.0 if is_alone else 0.02
+    async with (
+        pair(target_model, draft_model, step_seconds=step_seconds, max_sequences=16, draft_top_k=2) as both,
+        both.coordinated(16) as address,
+    ):
+        completed = await complete_all(address, requests)
+    led = sum(each.stats.lead.rounds for each in completed)
+    assert led == 5 * len(requests) if is_alone else led > 0
+    value, freedom = statistic(
+        Counter(each.token_ids[PLACES] for each in completed), exact(reference, request)
+    )
+    assert value < critical_value(freedom)
+    assert visible_distance(len(requests), freedom) < 0.4

@@ -67,9 +67,9 @@ async def test_each_round_behind_a_proposal_begins_by_itself(lead: int) -> None:
             # All but that of the prompt, and the one that asked for a proposal.
             assert done.stats.lead.rounds == done.stats.rounds - 2, rule
             assert done.stats.ahead.hits >= done.stats.rounds - 3, "the last one has no room for a proposal"
-        many = [replace(STRICT, seed=seed) for seed in range(6)]
+        many = [replace(STRICT, seed=seed) for seed in range(16)]
         found = await asyncio.gather(*(complete(running.client, each) for each in many))
-        assert [each.token_ids for each in found] == [EXPECTED] * 6
+        assert [each.token_ids for each in found] == [EXPECTED] * 16
 
 
 async def test_a_rule_that_the_target_cannot_decide_has_no_lead_while_it_drafts() -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
 
-from tandem.engine.core.jobs import Job
+from tandem.engine.core.jobs import Job, StepRecord
 from tandem.engine.core.leads import Leads
 from tandem.engine.core.row_engine import RowEngine
 from tandem.engine.core.scheduler import PageScheduler
+from tandem.engine.interface import RowRequest
 from tandem.engine.settings import EngineSettings
 from tandem.errors import TandemError
 from tandem.types import (
@@ -171,6 +173,36 @@ def test_a_lead_alone_takes_no_page_of_others() -> None:
     cache = Pages(0, led.sequence, other.sequence)
     assert PageScheduler(cast("Any", cache), lambda _: None, lambda _: True).with_pages([led]) == []
     assert cache.preempted == []
+
+
+async def test_a_lead_delays_no_other_sequence(llama: TinyModel) -> None:
+    """A prompt that comes while a step of a lead runs is in the next step, beside the lead."""
+    may_go_on, is_held = threading.Event(), threading.Event()
+    steps: list[int] = []
+
+    def on_step(record: StepRecord) -> None:
+        steps.append(record.sequence_count)
+        if len(steps) == 3:  # the second one of the lead
+            is_held.set()
+            assert may_go_on.wait(10)
+
+    engine = RowEngine(llama.backends, EngineSettings(), on_step)
+    engine.start()
+    try:
+        leading, other = await engine.open(100), await engine.open(100)
+        greedy = SamplingParams(temperature=0.0)
+        step = VerifyStep(Delta(0, [5, 6, 7]), RowKind.TOKEN, 1, lead=8)
+        await engine.run(leading, RowRequest(step, greedy, max_length=100, on_led=lambda _: None))
+        assert await asyncio.to_thread(is_held.wait, 10)
+        step = VerifyStep(Delta(0, [8] * 40), RowKind.TOKEN, 1)
+        first = asyncio.create_task(engine.run(other, RowRequest(step, greedy, max_length=100)))
+        await asyncio.sleep(0)  # it is submitted
+        may_go_on.set()
+        await asyncio.wait_for(first, 10)
+        assert steps[3] == 2
+    finally:
+        may_go_on.set()
+        await engine.close()
 
 
 async def test_sequences_that_run_ahead_share_few_pages(llama: TinyModel) -> None:

@@ -67,6 +67,7 @@ class CoordinatorService(Service):
         self.administration = Administration(self.completions, self.live_config, self.replicas)
         self.chats = Chats(settings.chat_template)
         self._http: HttpServer | None = None
+        self._readiness: ReadinessInterceptor | None = None
         self._http_socket = http_socket
         self.answers_while_starting = True
         """Answer HTTP while the services are not ready yet, if only with that."""
@@ -77,6 +78,7 @@ class CoordinatorService(Service):
         Raises:
             ConfigurationError: it cannot be bound.
         """
+        self._readiness = readiness
         if self._settings.http_port is not None:
             # Imported here, so that HTTP is loaded only where it is on.
             from coordinator.http.app import App
@@ -128,13 +130,13 @@ class CoordinatorService(Service):
         self.telemetry.start()
         if self.answers_while_starting:
             self._start_http()
-        await self.replicas.start()
+        await self.replicas.start(self._wait_for)
         target_info = self.replicas.fleet.target
         assert target_info is not None
         files = await self._tokenizer_files()
         encoder = PromptEncoder(read_tokenizer(files))
         completions = self.completions
-        completions.connect(self.replicas, Models(target_info, self.replicas.fleet.draft, encoder))
+        completions.connect(self.replicas, Models(target_info, None, encoder))
         self.telemetry.ready(target_info.name, self._state)
         # Without HTTP the process of the template starts with the first chat.
         await self.chats.meet(files, is_checked=self._http is not None)
@@ -149,6 +151,12 @@ class CoordinatorService(Service):
         )
         if not self.answers_while_starting:
             self._start_http()
+
+    def _wait_for(self, services: str) -> None:
+        """Say in log and readiness for what the start waits."""
+        logger.info("waiting", extra={"for": services})
+        if self._readiness is not None:
+            self._readiness.closed_because = f"the coordinator is still starting: it waits for {services}"
 
     def _state(self) -> State:
         completions = self.completions

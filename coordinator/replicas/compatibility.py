@@ -5,7 +5,7 @@ docs/configuration.md lists the rules.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
 from coordinator.settings.coordinator import MAX_SPECULATIVE_TOKENS
@@ -155,7 +155,7 @@ class Fleet:
         self.target: ModelInfo | None = None
         """The first target that was reached."""
         self.draft: ModelInfo | None = None
-        """The first draft that was reached and fits it."""
+        """The first of the drafts that fit it and are not gone."""
 
     @property
     def message_limit_bytes(self) -> int:
@@ -170,14 +170,14 @@ class Fleet:
             self.target = info
         return "; ".join(_differences(info, self.target))
 
-    def judge_draft(self, info: ModelInfo) -> str:
-        """Reason why a draft with this model cannot join; empty when it can."""
+    def judge_draft(self, info: ModelInfo, others: Iterable[ModelInfo] = ()) -> str:
+        """Reason why a draft with this model cannot join the others; empty when it can."""
         assert self.target is not None, "drafts are reached after the first target"
         try:
             check_models(Deployment(self._config, self.target, info))
         except IncompatibleModelsError as error:
             return str(error)
-        if self.draft is None:
+        if self.draft is None or not any(others):
             self.draft = info
         if info.has_model != self.draft.has_model:
             return (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable
 
 from coordinator.replicas.compatibility import Deployment, Fleet, check_models
 from coordinator.replicas.hangs import VerificationTimes
@@ -15,6 +17,9 @@ from tandem.errors import IncompatibleModelsError, ServiceUnavailableError
 from tandem.replica import ReplicaSnapshot, ReplicaState, Role
 from tandem.rpc.addresses import Resolver, resolve, split_addresses
 from tandem.rpc.credentials import PLAIN, Credentials
+from tandem.types import ModelInfo
+
+logger = logging.getLogger(__name__)
 
 _BY_OPERATOR = "an operator drained it"
 _LOOK_SECONDS = 0.25
@@ -43,15 +48,22 @@ class ReplicaRegistry:
             VerificationTimes(settings.verification_timeout_seconds),
         )
         drafts = Means(
-            Role.DRAFT, DraftClient, fleet.judge_draft, credentials, lambda: fleet.message_limit_bytes
+            Role.DRAFT,
+            DraftClient,
+            lambda info: fleet.judge_draft(info, self._drafts_that_serve()),
+            credentials,
+            lambda: fleet.message_limit_bytes,
         )
         self.targets = Pool(targets, split_addresses(settings.target_address), interval, resolver)
         self.drafts = Pool(drafts, split_addresses(settings.draft_address or ""), interval, resolver)
         """Has no members when the target works alone."""
         self._watching: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Return once there is a target and, where drafts are configured, a matching draft.
+    async def start(self, waits: Callable[[str], None] = lambda _: None) -> None:
+        """Return once there is a target and, where drafts are configured, a matching draft or none in time.
+
+        Args:
+            waits: Is told for what and for how long.
 
         Raises:
             ServiceUnavailableError: a service is not ready in time.
@@ -59,16 +71,27 @@ class ReplicaRegistry:
         """
         await self.targets.start()
         self._watching = asyncio.create_task(self._watch_for_hangs())
-        await self._first(self.targets)
+        await self._first(self.targets, self._settings.start_timeout_seconds, waits)
         assert self.fleet.target is not None
         if not self.drafts.addresses and self.fleet.target.drafting_method:
             # The targets host drafts of their own.
             self.drafts.addresses = self.targets.addresses
         if self.drafts.addresses:
             await self.drafts.start()
-            await self._first(self.drafts)
+            seconds, alone = self._settings.start_timeout_seconds, self._settings.start_without_draft
+            try:
+                await self._first(self.drafts, min(seconds, alone), waits)
+            except ServiceUnavailableError as error:
+                if seconds <= alone:
+                    raise
+                logger.warning("the target serves alone until a draft is ready", extra={"reason": str(error)})
         else:
             check_models(Deployment(self._settings, self.fleet.target))
+
+    def _drafts_that_serve(self) -> list[ModelInfo]:
+        """What they serve. One that is being met is not among them: it is judged as new."""
+        alive = (ReplicaState.READY, ReplicaState.DRAINING)
+        return [each.model for each in self.drafts.members if each.model is not None and each.state in alive]
 
     async def close(self) -> None:
         """Close all connections."""
@@ -118,9 +141,11 @@ class ReplicaRegistry:
                 # A target that is only slow may answer after all, so a sequence that could not move stays longer.
                 target.give_up_overdue(0.0 if could_move else self._settings.target_wait_seconds)
 
-    async def _first(self, pool: Pool[ClientT]) -> None:
+    async def _first(self, pool: Pool[ClientT], seconds: float, waits: Callable[[str], None]) -> None:
         """Wait until one is ready, or one turns out to be incompatible."""
-        seconds = self._settings.start_timeout_seconds
+        where = f"the {pool.role.value} service at {', '.join(map(str, pool.addresses))}"
+        if pool.choose() is None:
+            waits(f"{where}, for up to {seconds:g} s")
         try:
             async with asyncio.timeout(seconds):
                 while pool.choose() is None:
@@ -129,9 +154,7 @@ class ReplicaRegistry:
                             raise IncompatibleModelsError(shot.reason)
                     await pool.change()
         except TimeoutError:
-            name = pool.role.value
-            given = ", ".join(map(str, pool.addresses))
             raise ServiceUnavailableError(
-                f"the {name} service at {given} was not ready within {seconds:g} s; "
-                f"start it, or name another with --{name}-address: {pool.reasons()}"
+                f"{where} was not ready within {seconds:g} s; "
+                f"start it, or name another with --{pool.role.value}-address: {pool.reasons()}"
             ) from None

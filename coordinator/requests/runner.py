@@ -87,9 +87,8 @@ class RequestRunner:
     """Completes requests over the services it is connected to."""
 
     replicas: ReplicaRegistry
-    """Set by `connect`, before the server lets calls through."""
-    models: Models
-    """The models that complete requests, likewise."""
+    _models: Models
+    """The services, and their models. Set by `connect`, before the server lets calls through."""
 
     def __init__(self, live_config: LiveConfig, observer: Observer) -> None:
         self._live_config = live_config
@@ -112,7 +111,15 @@ class RequestRunner:
 
     def connect(self, replicas: ReplicaRegistry, models: Models) -> None:
         """Begin to use these services."""
-        self.replicas, self.models = replicas, models
+        self.replicas, self._models = replicas, models
+
+    @property
+    def models(self) -> Models:
+        """The models that complete requests now: a draft may join after the start."""
+        models, draft = self._models, self.replicas.fleet.draft
+        if models.draft is not draft:
+            models = self._models = replace(models, draft=draft)
+        return models
 
     @property
     def bounds(self) -> RequestBounds:

@@ -253,6 +253,9 @@ class CoordinatorSettings(
     event loop every 5 ms for that. Tandem's own."""
     start_timeout_seconds: float = Field(default=120.0, gt=0)
     """How long to wait at start until the other services are ready."""
+    start_without_draft: float = Field(default=30.0, ge=0)
+    """How long to wait at start for a draft before the target serves alone. Drafts join when they are ready. Tandem's
+    own."""
 
     own_rules: ClassVar[Rules] = (
         Rule(

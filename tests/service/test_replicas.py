@@ -250,6 +250,34 @@ async def test_a_start_without_a_service_gives_the_reason() -> None:
     assert "nowhere.invalid:2 is down (its name cannot be resolved" in str(raised.value)
 
 
+async def test_a_draft_that_is_late_joins_a_target_that_serves_alone() -> None:
+    async with served(FakeTarget(), FakeDraft()) as (target, draft):
+        await draft.say(NOT_SERVING)
+        given = settings(target.address, draft.address).model_copy(update={"start_without_draft": 0.2})
+        told: list[str] = []
+        replicas = ReplicaRegistry(given)
+        try:
+            await replicas.start(told.append)
+            assert replicas.fleet.draft is None
+            assert told[-1] == f"the draft service at {draft.address}, for up to 0.2 s"
+            await draft.say(SERVING)
+            await becomes(replicas, draft.address, ReplicaState.READY)
+            assert replicas.fleet.draft is not None
+        finally:
+            await replicas.close()
+
+
+async def test_a_draft_that_returns_with_another_method_is_judged_as_new() -> None:
+    draft = FakeDraft()
+    async with followed(FakeTarget(), draft) as (replicas, (_, served_draft)):
+        await served_draft.stop()
+        await becomes(replicas, served_draft.address, ReplicaState.DOWN)
+        draft.model_info = replace(draft.model_info, vocabulary_size=0, architecture="ngram", max_length=0)
+        await served_draft.start()
+        await becomes(replicas, served_draft.address, ReplicaState.READY)
+        assert replicas.fleet.draft == draft.model_info
+
+
 async def test_an_operator_drains_and_resumes() -> None:
     async with followed(FakeTarget(), FakeTarget()) as (replicas, (first, second)):
         for each in (first, second):

@@ -81,6 +81,17 @@ def saved(folder: Path, method: str) -> Pair:
     return Pair(method, model, save_model(model, folder / "target"), head)
 
 
+# What depends on the method is tested for each of them; the rest with a head and with a target's own layers.
+TWO_METHODS = pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param(method, marks=() if method in ("eagle3", "mtp") else pytest.mark.soak)
+        for method in METHODS
+    ],
+    indirect=True,
+)
+
+
 @pytest.fixture(scope="module", params=METHODS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return saved(tmp_path_factory.mktemp("pair"), request.param)
@@ -129,6 +140,7 @@ async def test_greedy_and_seeded_texts_are_the_targets(pair: Pair) -> None:
     assert accepted(without) == 0
 
 
+@TWO_METHODS
 async def test_preempted_sequences_keep_their_text(pair: Pair) -> None:
     """There are pages for a few sequences of sixteen, which grow past their first page of 64 tokens."""
     prompts = [(*prompt * 8,)[:56] for prompt in PROMPTS]
@@ -141,6 +153,7 @@ async def test_preempted_sequences_keep_their_text(pair: Pair) -> None:
     assert sum(each.stats.drafted for each in found) > 0
 
 
+@TWO_METHODS
 async def test_residual_sampling_keeps_the_targets_distribution(pair: Pair) -> None:
     rule = replace(
         STRICT, rejection_sampling_strategy="residual", top_k=3, max_tokens=6, num_speculative_tokens=2
@@ -151,6 +164,7 @@ async def test_residual_sampling_keeps_the_targets_distribution(pair: Pair) -> N
     check_distribution(pair.model, rule, found)
 
 
+@TWO_METHODS
 async def test_a_lost_target_takes_its_draft_along_and_the_text_stays(pair: Pair) -> None:
     """Sixteen requests over two targets with drafts, one of which dies; each goes on with the other target and its
     draft."""
@@ -205,7 +219,9 @@ async def test_penalized_text_does_not_depend_on_the_targets_own_layers(own_laye
     assert texts(with_layer[:1]) != texts(unpenalized), "and they count"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=() if each == FAMILIES[0] else pytest.mark.soak) for each in FAMILIES]
+)
 async def test_qwens_layout_keeps_greedy_and_seeded_text(family: str, tmp_path: Path) -> None:
     model = qwen_target(family, vocabulary=6)
     qwen = Pair("mtp", model, save_qwen_mtp(model, tmp_path / "target"), None)

@@ -12,7 +12,8 @@ from tests.deploy.images import Image
 from tests.deploy.kubernetes.pods import Namespace
 from tests.deploy.kubernetes.rendered import rendered
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
+"""The same images, probes and limits are played out for compose by `tests/deploy/test_cluster.py`."""
 
 READ = """
 import sys, urllib.request

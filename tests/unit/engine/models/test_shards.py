@@ -64,7 +64,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("device", "dtype"),
     [
         ("cpu", "float32"),
-        ("meta", "bfloat16"),
+        pytest.param("meta", "bfloat16", marks=pytest.mark.soak),
         pytest.param("cpu", "bfloat16", marks=pytest.mark.soak),
         pytest.param("meta", "float32", marks=pytest.mark.soak),
     ],

@@ -153,7 +153,13 @@ class ThroughServices:
     """Tandem as users run it: this process is the client of a coordinator."""
 
     def __init__(
-        self, client: Client, *, speculation: bool = True, tokens: int | None = None, is_seeded: bool = True
+        self,
+        client: Client,
+        *,
+        speculation: bool = True,
+        tokens: int | None = None,
+        is_seeded: bool = True,
+        ignore_eos: bool = True,
     ) -> None:
         """
         Args:
@@ -161,11 +167,13 @@ class ThroughServices:
             speculation: False for the target alone.
             tokens: num_speculative_tokens of the requests; None for the coordinator's.
             is_seeded: True if requests have seeds: the workload's and those that follow.
+            ignore_eos: False for completions that may end by themselves.
         """
         self._client = client
         self._speculation = speculation
         self._tokens = tokens
         self._is_seeded = is_seeded
+        self._ignore_eos = ignore_eos
 
     async def run(self, workload: Workload) -> Outcome:
         """Complete the prompts over one connection."""
@@ -181,7 +189,7 @@ class ThroughServices:
                 seed=workload.seed + number if self._is_seeded else None,
                 num_speculative_tokens=self._tokens,
                 speculation=self._speculation,
-                ignore_eos=True,
+                ignore_eos=self._ignore_eos,
             )
             async for chunk in self._client.generate(request):
                 answer.add(time.perf_counter() - started, list(chunk.token_ids))
@@ -190,7 +198,8 @@ class ThroughServices:
             return answer
 
         answers = await asyncio.gather(*map(one, count(), workload.prompts))
-        return Outcome(answers, time.perf_counter() - started, stats.rounds, stats.drafted, stats.accepted)
+        counts = stats.rounds, stats.drafted, stats.accepted, stats.lead.rounds, stats.lead.wasted
+        return Outcome(answers, time.perf_counter() - started, *counts)
 
 
 Start = Callable[[Setup, Addresses], AbstractAsyncContextManager[Contender]]

@@ -193,7 +193,7 @@ async def _run(pair: LocalPair, workload: Workload) -> Outcome:
 
     answers = await asyncio.gather(*map(one, range(len(workload.prompts))))
     seconds = time.perf_counter() - started
-    return Outcome(answers, seconds, stats.rounds, stats.drafted, stats.accepted, phases)
+    return Outcome(answers, seconds, stats.rounds, stats.drafted, stats.accepted, phases=phases)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,10 @@ class Outcome:
     """Passes of the target, over all requests; 0 where that is not known."""
     drafted: int = 0
     accepted: int = 0
+    led: int = 0
+    """Of the rounds, those that the target had begun by itself."""
+    wasted: int = 0
+    """Further rounds that it had begun by itself and that were not wanted."""
     phases: dict[str, list[float]] = field(default_factory=dict)
     """Seconds of each round with a proposal, by phase; empty where that is not known."""
 

@@ -1,8 +1,8 @@
-"""Writes the tables of docs/memory.md: keys and values of common models, and how many requests fit a GPU.
+"""Writes the tables of docs/memory.md: keys and values of common models, and how many requests fit on GPUs.
 
     python -m benchmarks.studies.memory
 
-The numbers come from the engine's own accounting; no GPU is needed.
+It is arithmetic over the shapes of the models, as vLLM stores them; no GPU is needed.
 """
 
 from __future__ import annotations
@@ -11,27 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from tandem.engine.kv_cache.arena import (
-    PAGE_TOKENS,
-    LayerGeometry,
-    accelerator_allowance,
-    arena_pages,
-    bytes_of_page,
-    group_layers,
-    kept_pages,
-)
-from tandem.engine.settings import EngineSettings
-from tandem.errors import ConfigurationError
-
 PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
 CONTEXTS = (2_048, 8_192, 32_768, 131_072)
 SHARE = 0.9
 """Default of `device_memory_utilization` on a GPU."""
-_DTYPE = torch.bfloat16
-_MAX_REQUESTS = 10_000
-"""Above every count of the tables, so that memory is what bounds them."""
+_NUMBER_BYTES = 2
+"""Of a key or a value, in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,68 +24,50 @@ class Model:
     """A published model."""
 
     name: str
-    layer_count: int
+    layers: int
     kv_heads: int
-    key_dim: int
-    value_dim: int
-    billion_parameters: float
+    head_numbers: int
+    """Numbers of a key and a value together, of one head."""
+    weights: str
+    """Type of the weights."""
+    weight_gb: float
     max_length: int
-    window: int | None = None
-    """Of every second layer; None for none."""
+    windowed_layers: int = 0
+    window: int = 0
 
-    @property
-    def layers(self) -> tuple[LayerGeometry, ...]:
-        """Geometry of each layer."""
-        return tuple(
-            LayerGeometry(self.kv_heads, self.key_dim, self.value_dim, None if index % 2 else self.window)
-            for index in range(self.layer_count)
-        )
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights in bfloat16."""
-        return int(self.billion_parameters * 1e9) * _DTYPE.itemsize
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token in bfloat16, in all layers."""
-        return self.layer_count * self.kv_heads * (self.key_dim + self.value_dim) * _DTYPE.itemsize
-
-    def pages_of(self, tokens: int) -> int:
-        """Pages of a request of so many tokens."""
-        windows = [group.window for group in group_layers(self.layers)]
-        return kept_pages(windows, tokens, tokens, PAGE_TOKENS)
-
-    def bytes_of(self, tokens: int) -> int:
-        """Bytes of keys and values of a request of so many tokens."""
-        return self.pages_of(tokens) * bytes_of_page(self.layers, _DTYPE)
+    def bytes_of(self, tokens: int, gpus: int = 1) -> int:
+        """Bytes of keys and values of a request on each GPU. A head is on one of them, or on several that share it."""
+        heads = max(1, self.kv_heads // gpus)
+        kept = (self.layers - self.windowed_layers) * tokens + self.windowed_layers * min(tokens, self.window)
+        return kept * heads * self.head_numbers * _NUMBER_BYTES
 
 
-MODELS = (
-    Model("Llama-3.1-8B", 32, 8, 128, 128, 8.03, 131_072),
-    Model("Qwen3-32B", 64, 8, 128, 128, 32.76, 40_960),
-    Model("Llama-3.3-70B", 80, 8, 128, 128, 70.55, 131_072),
-    Model("GPT-OSS-120B", 36, 8, 64, 64, 116.83, 131_072, window=128),
-    # Multi-head latent attention, expanded: each of 128 heads has a key of 128 + 64 numbers and a value of 128.
-    Model("DeepSeek-V3", 61, 128, 192, 128, 671.03, 163_840),
+LLAMA_8B = Model("Llama-3.1-8B", 32, 8, 256, "bfloat16", 16.1, 131_072)
+QWEN_32B = Model("Qwen3-32B", 64, 8, 256, "bfloat16", 65.5, 40_960)
+LLAMA_70B = Model("Llama-3.3-70B", 80, 8, 256, "fp8", 72.7, 131_072)
+GPT_OSS = Model("GPT-OSS-120B", 36, 8, 128, "mxfp4", 65.2, 131_072, windowed_layers=18, window=128)
+# Multi-head latent attention: one key of 512 + 64 numbers for all heads, of which the first 512 are the value.
+DEEPSEEK = Model("DeepSeek-V3", 61, 1, 576, "fp8", 671.0, 163_840)
+MODELS = (LLAMA_8B, QWEN_32B, LLAMA_70B, GPT_OSS, DEEPSEEK)
+"""Shapes from each model's config.json; weights without layers for multi-token prediction."""
+L40S, H100, H200 = ("L40S", 46_068), ("H100, 80 GB", 81_559), ("H200", 143_771)
+"""Memory in MiB, as nvidia-smi reports it."""
+DEPLOYMENTS = (
+    (1, L40S, LLAMA_8B),
+    (1, H100, LLAMA_8B),
+    (1, H100, QWEN_32B),
+    (2, H100, QWEN_32B),
+    (2, H100, LLAMA_70B),
+    (4, H100, LLAMA_70B),
+    (1, H100, GPT_OSS),
+    (8, H200, DEEPSEEK),
 )
-"""Shapes from each model's config.json, parameters from its model card."""
-GPUS = {"A100 or H100, 80 GB": 81_559, "H200, 141 GB": 143_771, "L40S, 48 GB": 46_068}
-"""Memory in MiB, as nvidia-smi reports it; the smaller of A100 and H100."""
 
 
-def requests_that_fit(model: Model, gpu_mib: int, context: int) -> int | None:
-    """How many requests of so many tokens the GPU holds at once beside the weights; None if the weights do not fit."""
-    total = gpu_mib << 20
-    allowance = accelerator_allowance(total, total - model.weight_bytes, model.weight_bytes, SHARE)
-    if allowance <= 0:
-        return None
-    settings = EngineSettings(kv_cache_bytes=allowance, max_sequences=_MAX_REQUESTS)
-    try:
-        pages = arena_pages(model.layers, settings, context, _DTYPE, torch.device("cuda"))
-    except ConfigurationError:  # not even one fits
-        return 0
-    return pages // model.pages_of(context)
+def requests_that_fit(model: Model, gpu_mib: int, gpus: int, context: int) -> int:
+    """How many requests of so many tokens fit at once beside the weights, which the GPUs share."""
+    room = SHARE * (gpu_mib << 20) - model.weight_gb * 1e9 / gpus
+    return max(0, int(room // model.bytes_of(context, gpus)))
 
 
 def with_tables(page: str) -> str:
@@ -113,23 +80,22 @@ def with_tables(page: str) -> str:
 
 
 def _bytes_lines() -> Iterator[str]:
-    yield "| model | weights | layers x heads x numbers of key and value | KV of a token | of 8,192 tokens |"
+    yield "| model | weights | layers x heads x numbers | KV of a token | of 8,192 tokens |"
     yield "|---|---:|---:|---:|---:|"
     for model in MODELS:
-        shape = f"{model.layer_count} x {model.kv_heads} x ({model.key_dim} + {model.value_dim})"
-        sizes = f"{model.bytes_per_token / 1024:,.0f} KiB | {model.bytes_of(8_192) / 1e9:,.2f} GB"
-        yield f"| {model.name} | {model.weight_bytes / 1e9:,.1f} GB | {shape} | {sizes} |"
+        shape = f"{model.layers} x {model.kv_heads} x {model.head_numbers}"
+        # The first token is in every layer's window.
+        sizes = f"{model.bytes_of(1) / 1024:,.0f} KiB | {model.bytes_of(8_192) / 1e9:,.2f} GB"
+        yield f"| {model.name} | {model.weight_gb:,.1f} GB, {model.weights} | {shape} | {sizes} |"
 
 
 def _request_lines() -> Iterator[str]:
-    yield "| GPU | model | " + " | ".join(f"{context:,}" for context in CONTEXTS) + " |"
+    yield "| GPUs | model | " + " | ".join(f"{context:,}" for context in CONTEXTS) + " |"
     yield "|---|---|" + "---:|" * len(CONTEXTS)
-    for gpu, mib in GPUS.items():
-        for model in MODELS:
-            counts = {context: requests_that_fit(model, mib, context) for context in CONTEXTS}
-            if None not in counts.values():
-                cells = ["-" if each > model.max_length else f"{count:,}" for each, count in counts.items()]
-                yield f"| {gpu} | {model.name} | {' | '.join(cells)} |"
+    for gpus, (gpu, mib), model in DEPLOYMENTS:
+        counts = ((each, requests_that_fit(model, mib, gpus, each)) for each in CONTEXTS)
+        cells = ["-" if each > model.max_length else f"{count:,}" for each, count in counts]
+        yield f"| {gpus} x {gpu} | {model.name}, {model.weights} | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

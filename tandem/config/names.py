@@ -19,6 +19,17 @@ REFUSED_OPTIONS = {
     "speculative_token_tree": "proposals are chains; set their length with num_speculative_tokens",
     "parallel_drafting": "the method decides it: dflash proposes a block in one pass, the others token after token",
     "draft_sample_method": "the draft samples as the acceptance rule needs; set rejection_sampling_strategy",
+    "draft_proposal": "the draft samples as the acceptance rule needs; set rejection_sampling_strategy",
+    "use_greedy_acceptance": "a request of temperature 0 is accepted greedily; set its temperature, or "
+    "rejection_sampling_strategy",
+    "num_speculative_tokens_per_batch_size": "the coordinator chooses the length by measured costs and load; set "
+    "num_speculative_tokens, the most that it may choose",
+    "enable_adaptive_verification": "the coordinator chooses the length by measured costs; leave it out",
+    "attention_backend": "the engine chooses it; leave it out",
+    "use_heterogeneous_vocab": "draft and target have one vocabulary; name a draft with the target's tokenizer",
+    "index_share_for_mtp_iteration": "it belongs to attention that is not run; leave it out",
+    "disable_eagle_block_drop": "no block of the prefix cache is dropped; leave it out",
+    "dspark_draft_topk": "dspark is not run; use dflash",
 }
 """Named in the reference classes, refused here: the reason, which says what to do instead where there is something."""
 
@@ -35,6 +46,10 @@ def changes_nothing(option: str, value: object, method: object) -> bool:
         "disable_padded_drafter_batch",
         "use_local_argmax_reduction",
         "parallel_drafting",
+        "enable_adaptive_verification",
+        "use_heterogeneous_vocab",
+        "disable_eagle_block_drop",
+        "use_greedy_acceptance",
     )
     if option not in switches:
         return False
@@ -51,6 +66,7 @@ REFUSED_METHODS = {
     "mlp_speculator": _HEAD,
     "extract_hidden_states": "it proposes nothing; start the target with --shared-storage-path, which writes the "
     "hidden states of requests with any draft",
+    "dspark": _HEAD,
     "ngram_gpu": "prompt lookup needs no GPU here; use ngram",
     "custom_class": "no code from outside is loaded; use standalone, ngram or suffix",
 }

@@ -143,6 +143,13 @@ VLLM_OPTIONS = (
     "suffix_decoding_min_token_prob",
     "rejection_sample_method",
     "draft_sample_method",
+    "num_speculative_tokens_per_batch_size",
+    "enable_adaptive_verification",
+    "attention_backend",
+    "use_heterogeneous_vocab",
+    "index_share_for_mtp_iteration",
+    "disable_eagle_block_drop",
+    "dspark_draft_topk",
     "synthetic_acceptance_rates",
     "synthetic_acceptance_length",
 )
@@ -159,13 +166,16 @@ VLLM_DEFAULTS = {
 MAX_METHODS = ("standalone", "eagle", "mtp")
 VLLM_METHODS = (
     "ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp", "deepseek_mtp", "medusa",
-    "mlp_speculator", "dflash", "extract_hidden_states", "custom_class",
+    "mlp_speculator", "dflash", "dspark", "extract_hidden_states", "custom_class",
 )  # fmt: skip
 
 RULE_NAMES = (
     "greedy", "residual", "typical-acceptance", "logit-comparison",
     "strict", "probabilistic", "synthetic", "standard", "block",
 )  # fmt: skip
+
+
+NEWER_MAX_OPTIONS = ("use_greedy_acceptance", "draft_proposal", "num_speculative_tokens_per_batch_size")
 
 
 def refusal(**options: Any) -> str:
@@ -175,7 +185,7 @@ def refusal(**options: Any) -> str:
     return detail["msg"]
 
 
-@pytest.mark.parametrize("name", sorted({*MAX_OPTIONS, *VLLM_OPTIONS}))
+@pytest.mark.parametrize("name", sorted({*MAX_OPTIONS, *NEWER_MAX_OPTIONS, *VLLM_OPTIONS}))
 def test_an_option_is_supported_or_refused_by_name(name: str) -> None:
     if name in REFUSED_OPTIONS:
         assert refusal(**{name: 1}) == f"{name} is not available in this version: {REFUSED_OPTIONS[name]}"
